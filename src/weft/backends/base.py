@@ -1,0 +1,37 @@
+"""The contract between the engine and a backend."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from weft.config import KvCachePoolConfig
+from weft.plan import BackendInfo, IterationPlan, StepResult
+
+__all__ = ["Backend", "BackendInfo", "StepHandle"]
+
+
+class StepHandle(Protocol):
+    def result(self) -> StepResult:
+        """Waits for the step. One without rows waits until at least one outstanding swap is over."""
+        ...
+
+
+class Backend(Protocol):
+    """Runs plans in the order they are submitted.
+
+    - `submit` takes the row starts and block-table entries over at once, so a row in a step in flight is never
+      given to another request; the scheduler sees to that. It may raise: then nothing of the plan was accepted.
+    - In a step, all K and V writes of a layer come before its reads: a row may read a block that another row
+      fills in the same step (a prefix hit).
+    - Swaps run beside the steps, ordered only by what their tasks state. A step that failed counts as over; a
+      swap fails when a swap it waits for failed or was never accepted.
+    - Errors of one request are reported in `StepResult.errors`, not raised.
+    """
+
+    def allocate(self, pool: KvCachePoolConfig, num_rows: int) -> BackendInfo:
+        """Takes the memory for the pool and the rows. Called once, before the first plan."""
+        ...
+
+    def submit(self, plan: IterationPlan) -> StepHandle: ...
+
+    def close(self) -> None: ...

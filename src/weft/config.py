@@ -1,0 +1,125 @@
+"""The options of scheduler, cache and engine: frozen, checked once, few, each with a default that suits most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from weft.errors import InvalidRequestError
+
+
+class PriorityPolicy(Enum):
+    """In which order waiting requests are admitted."""
+
+    FCFS = "fcfs"
+    SHORTEST_JOB_FIRST = "shortest-job-first"
+    PRIORITY = "priority"
+    ADAPTIVE = "adaptive"
+
+
+class PreemptionMode(Enum):
+    """How a victim gives its memory back. AUTO takes the cheaper way for each victim."""
+
+    AUTO = "auto"
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+
+
+def _check(name: str, value: float, low: float, high: float | None = None) -> None:
+    """Refuses `value` outside low..high, naming the field, the value and the range."""
+    if isinstance(value, bool) or not value >= low or (high is not None and not value <= high):
+        allowed = f"at least {low}" if high is None else f"{low} to {high}"
+        raise InvalidRequestError(f"{name} is {value!r}; allowed: {allowed}", field=name)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What one step may hold, who goes first, and how long the queue may grow."""
+
+    policy: PriorityPolicy = PriorityPolicy.FCFS
+    max_running: int = 256
+    """Sequences that hold a row (slot) at the same time."""
+    max_sequences_per_step: int | None = None
+    """Sequences in one step; None: all that run. With fewer, running sequences take turns."""
+    max_tokens_per_step: int = 2048
+    """The one token budget of a step, over prefill and decode together."""
+    max_prefill_tokens: int = 1024
+    """How much of that budget prompts may take."""
+    max_chunk_tokens: int = 512
+    """How much of one prompt is computed in one step."""
+    chunked_prefill: bool = True
+    prefer_pure_decode: bool = False
+    """Steps hold either prompts or decodes, never both; a full round of decodes, then one step of prompts."""
+    dynamic_batching: bool = True
+    """New requests join while others generate. Off: a batch is formed, closed, and run to its end."""
+    prefix_caching: bool = True
+    preemption: PreemptionMode = PreemptionMode.AUTO
+    ageing_rate: float = 0.1
+    """Priority levels that a waiting request gains per second (policies PRIORITY and ADAPTIVE)."""
+    target_inter_token_latency: float = 0.2
+    """Seconds between two tokens of a stream that ADAPTIVE holds by sizing the prompt share of a step."""
+    max_waiting_requests: int = 8192
+    max_waiting_tokens: int = 4_194_304
+
+    def __post_init__(self) -> None:
+        _check("max_running", self.max_running, 1)
+        _check("max_sequences_per_step", self.sequences_per_step, 1, self.max_running)
+        _check("max_tokens_per_step", self.max_tokens_per_step, self.sequences_per_step)
+        _check("max_prefill_tokens", self.max_prefill_tokens, 1, self.max_tokens_per_step)
+        _check("max_chunk_tokens", self.max_chunk_tokens, 1)
+        _check("ageing_rate", self.ageing_rate, 0.0)
+        _check("target_inter_token_latency", self.target_inter_token_latency, 1e-6)
+        _check("max_waiting_requests", self.max_waiting_requests, 1)
+        _check("max_waiting_tokens", self.max_waiting_tokens, 1)
+        if not self.chunked_prefill:
+            _check("max_tokens_per_step - max_sequences_per_step (chunked_prefill is off)", self.longest_whole_prompt, 1)
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.max_running if self.max_sequences_per_step is None else self.max_sequences_per_step
+
+    @property
+    def longest_whole_prompt(self) -> int:
+        """With chunked prefill off: the longest prompt that fits one step beside the decodes."""
+        return min(self.max_prefill_tokens, self.max_tokens_per_step - self.sequences_per_step)
+
+
+@dataclass(frozen=True)
+class KvCachePoolConfig:
+    """The paged pool. `num_blocks` None lets the backend choose from the memory it has."""
+
+    num_blocks: int | None = None
+    block_size: int = 16
+    swap_blocks: int | None = None
+    """Blocks of host memory for swapping; None: the backend's default; 0: never swap."""
+
+    def __post_init__(self) -> None:
+        _check("block_size", self.block_size, 1)
+        if self.num_blocks is not None:
+            _check("num_blocks", self.num_blocks, 1)
+        if self.swap_blocks is not None:
+            _check("swap_blocks", self.swap_blocks, 0)
+
+
+@dataclass(frozen=True)
+class ServingEngineConfig:
+    """The engine: its scheduler, its cache, and how it treats requests and readers."""
+
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: KvCachePoolConfig = field(default_factory=KvCachePoolConfig)
+    overlap: bool = True
+    """Plan step N+1 while N runs."""
+    request_timeout: float | None = None
+    """Seconds after which a request ends that has no deadline of its own."""
+    stream_buffer: int = 1024
+    """Tokens a stream reader may be behind before its request is cancelled."""
+    max_kept_results: int = 16384
+    """Results kept for `get_result`; the oldest go first."""
+    log_path: str | None = None
+    """Writes a log here that `weft replay` runs again."""
+
+    def __post_init__(self) -> None:
+        _check("stream_buffer", self.stream_buffer, 1)
+        _check("max_kept_results", self.max_kept_results, 1)
+        if self.request_timeout is not None:
+            _check("request_timeout", self.request_timeout, 0.0)

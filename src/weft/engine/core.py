@@ -1,0 +1,113 @@
+"""One iteration of the engine, in two ways: plain, and overlapped (step N+1 is planned while N runs)."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from weft.backends.base import Backend, StepHandle
+from weft.clock import Clock
+from weft.plan import IterationPlan, StepResult
+from weft.scheduling.scheduler import ContinuousBatchScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Stands for a plan that the backend did not accept: no step, and none of its swaps."""
+
+    plan: IterationPlan
+    error: str
+
+    def result(self) -> StepResult:
+        swaps = (*self.plan.swap_out, *self.plan.swap_in)
+        return StepResult(error=self.error, failed_swaps={task.swap_id: self.error for task in swaps})
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    plan: IterationPlan
+    handle: StepHandle
+    submitted_at: float
+
+
+class EngineCore:
+    """Owns the steps in flight. The lock is held while the scheduler works, never while the backend does."""
+
+    def __init__(
+        self, scheduler: ContinuousBatchScheduler, backend: Backend, clock: Clock, lock: threading.RLock
+    ) -> None:
+        self.scheduler = scheduler
+        self._backend = backend
+        self._clock = clock
+        self._lock = lock
+        self._flights: deque[Flight] = deque()
+        self._last_finish = 0.0
+
+    def run_plain(self) -> bool:
+        """Plan, run, apply. False: there was nothing to do."""
+        plan = self._plan()
+        if plan is None:
+            return False
+        self._flights.append(self._submit(plan))
+        self._finish_oldest()
+        return True
+
+    def run_overlapped(self) -> bool:
+        """Plan and submit the next step, then wait for the one before it. False: there was nothing to do."""
+        plan = self._plan() if self._may_plan() else None
+        if plan is not None:
+            self._flights.append(self._submit(plan))
+        if not self._flights:
+            return False
+        if plan is None or len(self._flights) > 1:
+            self._finish_oldest()
+        return True
+
+    def drain(self) -> None:
+        """Waits for all steps in flight."""
+        while self._flights:
+            self._finish_oldest()
+
+    def _may_plan(self) -> bool:
+        if not self._flights:
+            return True
+        return self.scheduler.may_plan_ahead and not isinstance(self._flights[-1].handle, Rejected)
+
+    def _plan(self) -> IterationPlan | None:
+        with self._lock:
+            return self.scheduler.schedule()
+
+    def _submit(self, plan: IterationPlan) -> Flight:
+        submitted_at = self._clock()
+        try:
+            handle = self._backend.submit(plan)
+        except Exception as error:
+            handle = Rejected(plan, _describe(error))
+        return Flight(plan, handle, submitted_at)
+
+    def _finish_oldest(self) -> None:
+        flight = self._flights.popleft()
+        result = _result(flight)
+        now = self._clock()
+        seconds = now - max(flight.submitted_at, self._last_finish)
+        self._last_finish = now
+        if result.failed:
+            behind = [_result(later) for later in self._flights]
+            self._flights.clear()
+            with self._lock:
+                self.scheduler.fail(result, behind)
+        else:
+            with self._lock:
+                self.scheduler.apply(flight.plan, result, seconds)
+
+
+def _result(flight: Flight) -> StepResult:
+    try:
+        return flight.handle.result()
+    except Exception as error:
+        return StepResult(error=_describe(error))
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,236 @@
+"""Writes a run down so that it can be run again exactly, and runs it again.
+
+The scheduler is deterministic: its plans follow from the requests, cancels, results and clock readings it is given.
+The log holds those, in order, and the plans, one JSON object a line; a replay feeds the former to a new scheduler and
+compares the latter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any, TextIO
+
+from weft.clock import Clock
+from weft.config import PreemptionMode, PriorityPolicy, SchedulerConfig
+from weft.errors import WeftError
+from weft.plan import BackendInfo, IterationPlan, StepResult
+from weft.request import InferenceRequest, Priority, RequestId, SamplingParams
+from weft.scheduling.scheduler import ContinuousBatchScheduler
+from weft.scheduling.sequence import Sequence
+
+LOG_VERSION = 1
+
+
+class _ReadingsClock:
+    """Reads a clock and remembers what it said since the last event."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.readings: list[float] = []
+
+    def __call__(self) -> float:
+        now = self._clock()
+        self.readings.append(now)
+        return now
+
+    def take(self) -> list[float]:
+        taken, self.readings = self.readings, []
+        return taken
+
+
+class _ReplayClock:
+    """Says what the log says it said."""
+
+    def __init__(self) -> None:
+        self.readings: Iterator[float] = iter(())
+
+    def __call__(self) -> float:
+        try:
+            return next(self.readings)
+        except StopIteration:
+            raise ReplayDifference("the clock is read more often than in the recorded run") from None
+
+
+class ReplayDifference(WeftError):
+    """A replay that does not follow its log."""
+
+
+class _RecordingScheduler(ContinuousBatchScheduler):
+    """The scheduler itself, writing down every call that changes it."""
+
+    def __init__(self, config: SchedulerConfig, info: BackendInfo, clock: _ReadingsClock, file: TextIO) -> None:
+        super().__init__(config, info, clock)
+        self._file = file
+        self._readings = clock
+        self._write("start", version=LOG_VERSION, config=_plain(config), info=_plain(info))
+
+    def add(self, sequence: Sequence) -> None:
+        super().add(sequence)
+        self._write("add", id=sequence.request_id, seed=sequence.seed, request=_plain(sequence.request))
+
+    def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
+        done = super().cancel(request_id, reason)
+        if done:
+            self._write("cancel", id=request_id, reason=reason)
+        return done
+
+    def fail_request(self, request_id: RequestId, error: str) -> bool:
+        done = super().fail_request(request_id, error)
+        if done:
+            self._write("fail_request", id=request_id, reason=error)
+        return done
+
+    def schedule(self) -> IterationPlan | None:
+        plan = super().schedule()
+        # An idle look that ended nobody leaves no trace worth keeping, but for what it read from the clock.
+        self._write("plan", plan=None if plan is None else describe(plan))
+        return plan
+
+    def apply(self, plan: IterationPlan, result: StepResult, seconds: float | None = None) -> None:
+        super().apply(plan, result, seconds)
+        self._write("apply", result=_plain(result), seconds=seconds)
+
+    def fail(self, result: StepResult, behind: Iterable[StepResult] = ()) -> None:
+        behind = list(behind)
+        super().fail(result, behind)
+        self._write("fail", result=_plain(result), behind=[_plain(r) for r in behind])
+
+    def _write(self, event: str, **fields: Any) -> None:
+        json.dump({"event": event, "clock": self._readings.take(), **fields}, self._file)
+        self._file.write("\n")
+
+
+class Recorder:
+    """Owns the log file of a run and the scheduler that writes it."""
+
+    def __init__(self, path: str, config: SchedulerConfig, info: BackendInfo, clock: Clock) -> None:
+        self._file = Path(path).open("w", encoding="utf-8")
+        self.scheduler = _RecordingScheduler(config, info, _ReadingsClock(clock), self._file)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclasses.dataclass
+class ReplayReport:
+    requests: int = 0
+    steps: int = 0
+    tokens: int = 0
+
+
+def replay(path: str) -> ReplayReport:
+    """Runs a log again. Raises ReplayDifference, with the line, where a plan differs from the recorded one."""
+    report = ReplayReport()
+    clock = _ReplayClock()
+    scheduler: ContinuousBatchScheduler | None = None
+    plans: list[IterationPlan] = []
+    with Path(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            try:
+                event = json.loads(line)
+                clock.readings = iter(event["clock"])
+                if scheduler is None:
+                    scheduler = _scheduler_from(event, clock)
+                else:
+                    _replay_event(scheduler, event, plans, report)
+            except ReplayDifference as difference:
+                raise ReplayDifference(f"{where}: {difference}") from None
+            except (ValueError, KeyError, TypeError) as error:
+                raise ReplayDifference(f"{where}: not a weft log, or cut short ({error})") from error
+    if scheduler is None:
+        raise ReplayDifference(f"{path} is empty: not a weft log")
+    return report
+
+
+def _replay_event(
+    scheduler: ContinuousBatchScheduler, event: dict[str, Any], plans: list[IterationPlan], report: ReplayReport
+) -> None:
+    kind = event["event"]
+    if kind == "add":
+        scheduler.add(Sequence(_request_from(event["request"]), RequestId(event["id"]), event["seed"]))
+        report.requests += 1
+    elif kind == "cancel":
+        scheduler.cancel(RequestId(event["id"]), event["reason"])
+    elif kind == "fail_request":
+        scheduler.fail_request(RequestId(event["id"]), event["reason"])
+    elif kind == "plan":
+        plan = scheduler.schedule()
+        made = None if plan is None else json.loads(json.dumps(describe(plan)))
+        if made != event["plan"]:
+            raise ReplayDifference(f"planned {_difference(made, event['plan'])}")
+        if plan is not None:
+            plans.append(plan)
+            report.steps += 1
+    elif kind == "apply":
+        result = _result_from(event["result"])
+        scheduler.apply(plans.pop(0), result, event["seconds"])
+        report.tokens += len(result.tokens)
+    elif kind == "fail":
+        plans.clear()
+        scheduler.fail(_result_from(event["result"]), [_result_from(r) for r in event["behind"]])
+    else:
+        raise ReplayDifference(f"unknown event {kind!r}")
+
+
+def describe(plan: IterationPlan) -> dict[str, Any]:
+    """A plan as plain values. Parameters stay out: they are in the request's own line."""
+    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    fields["row_starts"] = [(s.row, s.request_id, len(s.tokens), s.seed, s.blocks) for s in plan.row_starts]
+    return fields
+
+
+def _difference(made: dict[str, Any] | None, recorded: dict[str, Any] | None) -> str:
+    if made is None or recorded is None:
+        return f"{'nothing' if made is None else 'a step'} where the log has the opposite"
+    names = [name for name in recorded if made.get(name) != recorded[name]]
+    return "; ".join(f"{name} {made.get(name)} where the log has {recorded[name]}" for name in names)
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses, enums, sets and mappings as what JSON knows."""
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return [[_plain(k), _plain(v)] for k, v in value.items()]
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _scheduler_from(event: dict[str, Any], clock: Clock) -> ContinuousBatchScheduler:
+    if event["event"] != "start" or event["version"] != LOG_VERSION:
+        raise ReplayDifference(f"not a weft log of version {LOG_VERSION}")
+    config = dict(event["config"])
+    config["policy"] = PriorityPolicy(config["policy"])
+    config["preemption"] = PreemptionMode(config["preemption"])
+    info = dict(event["info"])
+    info["eos_token_ids"] = frozenset(info["eos_token_ids"])
+    clock.readings = iter(event["clock"])  # type: ignore[attr-defined]
+    return ContinuousBatchScheduler(SchedulerConfig(**config), BackendInfo(**info), clock)
+
+
+def _request_from(fields: dict[str, Any]) -> InferenceRequest:
+    params = dict(fields["params"])
+    params["logit_bias"] = dict(params["logit_bias"])
+    rest = {name: value for name, value in fields.items() if name not in ("params", "priority", "metadata")}
+    return InferenceRequest(params=SamplingParams(**params), priority=Priority(fields["priority"]), **rest)
+
+
+def _result_from(fields: dict[str, Any]) -> StepResult:
+    return StepResult(
+        tokens=fields["tokens"],
+        logprobs=fields["logprobs"],
+        errors=dict(fields["errors"]),
+        error=fields["error"],
+        finished_swaps=tuple(fields["finished_swaps"]),
+        failed_swaps=dict(fields["failed_swaps"]),
+    )

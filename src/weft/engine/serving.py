@@ -1,0 +1,335 @@
+"""The public engine: takes requests from any thread, runs the loop, and delivers tokens and results."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+
+from weft.backends.base import Backend
+from weft.clock import Clock
+from weft.config import ServingEngineConfig
+from weft.engine.core import EngineCore
+from weft.engine.recorder import Recorder
+from weft.engine.streams import TokenBuffer
+from weft.errors import EngineStoppedError, QueueFullError
+from weft.metrics import Histogram, ServingMetrics, SlotMetrics
+from weft.request import (
+    FinishReason,
+    GenerationResult,
+    InferenceRequest,
+    RequestId,
+    RequestState,
+    TokenOutput,
+)
+from weft.scheduling.kv_cache import KvCacheManagerStats
+from weft.scheduling.scheduler import ContinuousBatchScheduler, SchedulerStats
+from weft.scheduling.sequence import Sequence
+
+Callback = Callable[[TokenOutput], object]
+
+
+class ServingEngine:
+    """Continuous batching over a backend.
+
+    Use it as a context manager (a thread runs the loop), call `run()` in a thread of your own, or call
+    `run_iteration()` yourself. Every other method may be called from any thread at any time. Callbacks run in the
+    thread of the loop, outside its lock: once per token, the final one once.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: ServingEngineConfig | None = None,
+        *,
+        clock: Clock = time.monotonic,
+        seed: int | None = None,
+    ) -> None:
+        self.config = config or ServingEngineConfig()
+        self._backend = backend
+        self._clock = clock
+        self._seeds = random.Random(seed)
+        info = backend.allocate(self.config.cache, self.config.scheduler.max_running)
+        self._recorder: Recorder | None = None
+        if self.config.log_path is not None:
+            self._recorder = Recorder(self.config.log_path, self.config.scheduler, info, clock)
+            self.scheduler: ContinuousBatchScheduler = self._recorder.scheduler
+        else:
+            self.scheduler = ContinuousBatchScheduler(self.config.scheduler, info, clock)
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        """Told of new requests, results, and the end."""
+        self._core = EngineCore(self.scheduler, backend, clock, self._lock)
+        self._callbacks: dict[RequestId, Callback] = {}
+        self._results: OrderedDict[RequestId, GenerationResult] = OrderedDict()
+        self._next_id = 0
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._closed = False
+        self._started_at = clock()
+        self._latency, self._first_token = Histogram(), Histogram()
+        self._between_tokens, self._waiting = Histogram(), Histogram()
+        self._ended = dict.fromkeys((RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELLED), 0)
+        self._generated_tokens = 0
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(
+        self, request: InferenceRequest, *, block: bool = False, timeout: float | None = None
+    ) -> RequestId:
+        """Takes a request in. Where the queue is full: QueueFullError, or with `block` a wait for room."""
+        return self._submit(request, None, block, timeout)
+
+    def submit_with_callback(
+        self,
+        request: InferenceRequest,
+        callback: Callback,
+        *,
+        block: bool = False,
+        timeout: float | None = None,
+    ) -> RequestId:
+        """As submit; `callback` gets every token. If it raises, this request fails and no other."""
+        return self._submit(request, callback, block, timeout)
+
+    async def submit_async(self, request: InferenceRequest) -> GenerationResult:
+        """Submits and waits for the result. Cancelling the task cancels the request."""
+        request_id = None
+        async for output in self.stream(request):
+            request_id = output.request_id
+        assert request_id is not None
+        result = self.get_result(request_id)
+        assert result is not None
+        return result
+
+    async def stream(self, request: InferenceRequest) -> AsyncIterator[TokenOutput]:
+        """Submits and yields tokens as they come. Leaving the loop early cancels the request.
+
+        A reader more than `stream_buffer` tokens behind has its request cancelled: it never stalls the others.
+        """
+        buffer = TokenBuffer(self.config.stream_buffer, asyncio.get_running_loop())
+
+        def deliver(output: TokenOutput) -> None:
+            if not buffer.put(output):
+                reason = f"reader is more than {self.config.stream_buffer} tokens behind"
+                self.cancel(output.request_id, reason)
+
+        request_id = self._submit(request, deliver)
+        try:
+            while True:
+                for output in await buffer.get():
+                    yield output
+                    if output.is_final:
+                        return
+        finally:
+            self.cancel(request_id)
+
+    def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
+        """Ends a request wherever it is; its memory is free within a step. False: it was over already."""
+        with self._lock:
+            cancelled = self.scheduler.cancel(request_id, reason)
+            if cancelled:
+                self._changed.notify_all()
+        return cancelled
+
+    def is_complete(self, request_id: RequestId) -> bool:
+        with self._lock:
+            return request_id in self._results
+
+    def get_result(self, request_id: RequestId, wait: float | None = None) -> GenerationResult | None:
+        """The result, or None while it is not there; `wait` up to that many seconds for it."""
+        with self._changed:
+            if wait is not None:
+                self._changed.wait_for(lambda: request_id in self._results, wait)
+            return self._results.get(request_id)
+
+    def _submit(
+        self,
+        request: InferenceRequest,
+        callback: Callback | None,
+        block: bool = False,
+        timeout: float | None = None,
+    ) -> RequestId:
+        if request.deadline is None and self.config.request_timeout is not None:
+            request = dataclasses.replace(request, deadline=self.config.request_timeout)
+        give_up_at = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while True:
+                if self._stopping:
+                    raise EngineStoppedError("the engine was stopped and takes no more requests")
+                sequence = Sequence(request, RequestId(self._next_id), self._seed_for(request))
+                try:
+                    self.scheduler.add(sequence)
+                    break
+                except QueueFullError:
+                    left = None if give_up_at is None else give_up_at - time.monotonic()
+                    if not block or (left is not None and left <= 0):
+                        raise
+                    self._changed.wait(left)
+            self._next_id += 1
+            if callback is not None:
+                self._callbacks[sequence.request_id] = callback
+            self._changed.notify_all()
+        return sequence.request_id
+
+    def _seed_for(self, request: InferenceRequest) -> int:
+        seed = request.params.seed
+        return self._seeds.getrandbits(63) if seed is None else seed
+
+    # ------------------------------------------------------------------ the loop
+
+    def run_iteration(self) -> bool:
+        """One step, with what it gave delivered. False: there was nothing to do."""
+        worked = self._core.run_overlapped() if self.config.overlap else self._core.run_plain()
+        return self._deliver() or worked
+
+    def run(self) -> None:
+        """Runs until `stop`. Uses no CPU while there is nothing to do."""
+        while not self._stopping:
+            if not self.run_iteration():
+                with self._changed:
+                    if not self.scheduler.has_work and not self._stopping:
+                        self._changed.wait()
+        self._shut_down()
+
+    def run_until_idle(self) -> None:
+        """Runs until every request so far is over."""
+        while self.run_iteration():
+            pass
+
+    def start(self) -> ServingEngine:
+        """Runs the loop in a thread of its own."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self.run, name="weft-engine", daemon=True)
+            self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Ends the loop; what is not over is cancelled. Safe to call twice, from any thread, from a callback."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread is None:
+            self._shut_down()
+        elif self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> ServingEngine:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _shut_down(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._core.drain()
+        with self._lock:
+            for request_id in list(self.scheduler.sequences):
+                self.scheduler.cancel(request_id, "the engine was stopped")
+        self._deliver()
+        self._backend.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _deliver(self) -> bool:
+        """Hands out what happened. Callbacks run outside the lock; one that raises ends its own request only."""
+        with self._changed:
+            outputs, results = self.scheduler.take_outputs()
+            if not outputs and not results:
+                return False
+            for result in results:
+                self._keep(result)
+            self._generated_tokens += sum(output.token_id is not None for output in outputs)
+            gaps, self.scheduler.token_gaps = self.scheduler.token_gaps, {}
+            for gap, times in gaps.items():
+                self._between_tokens.record(gap, times)
+            callbacks = self._callbacks
+        for output in outputs if callbacks else ():
+            callback = callbacks.get(output.request_id)
+            if callback is None:
+                continue
+            if output.is_final:
+                callbacks.pop(output.request_id, None)
+            try:
+                callback(output)
+            except Exception as error:
+                callbacks.pop(output.request_id, None)
+                with self._lock:
+                    self.scheduler.fail_request(
+                        output.request_id, f"callback raised {type(error).__name__}: {error}"
+                    )
+        with self._changed:
+            self._changed.notify_all()
+        return True
+
+    def _keep(self, result: GenerationResult) -> None:
+        self._results[result.request_id] = result
+        while len(self._results) > self.config.max_kept_results:
+            self._results.popitem(last=False)
+        self._ended[result.state] += 1
+        self._waiting.record(result.waiting_time)
+        if result.time_to_first_token is not None:
+            self._first_token.record(result.time_to_first_token)
+        if result.finish_reason not in (FinishReason.CANCELLED, FinishReason.ERROR):
+            self._latency.record(result.total_time)
+
+    # ------------------------------------------------------------------ figures
+
+    def metrics(self) -> ServingMetrics:
+        with self._lock:
+            scheduler, now = self.scheduler, self._clock()
+            uptime = max(now - self._started_at, 1e-9)
+            waiting = list(scheduler.queue)
+            preempted = sum(s.state is RequestState.PREEMPTED for s in waiting)
+            cache = scheduler.kv_cache.stats()
+            totals = scheduler.stats
+            return ServingMetrics(
+                uptime=uptime,
+                requests_pending=len(waiting) - preempted,
+                requests_running=len(scheduler.running),
+                requests_preempted=preempted,
+                requests_completed=self._ended[RequestState.COMPLETED],
+                requests_failed=self._ended[RequestState.FAILED],
+                requests_cancelled=self._ended[RequestState.CANCELLED],
+                prompt_tokens=totals.prompt_tokens,
+                cached_tokens=totals.prompt_tokens_cached,
+                generated_tokens=self._generated_tokens,
+                steps=totals.steps,
+                preemptions=totals.preemptions_by_recompute + totals.preemptions_by_swap,
+                requests_per_second=sum(self._ended.values()) / uptime,
+                tokens_per_second=self._generated_tokens / uptime,
+                latency=self._latency.summary(),
+                time_to_first_token=self._first_token.summary(),
+                inter_token_latency=self._between_tokens.summary(),
+                waiting_time=self._waiting.summary(),
+                batch_utilisation=cache.rows_used / cache.rows,
+                cache_utilisation=cache.utilisation,
+                slots=tuple(_slot(s, now) for s in scheduler.running),
+            )
+
+    def stats(self) -> tuple[SchedulerStats, KvCacheManagerStats]:
+        with self._lock:
+            return dataclasses.replace(self.scheduler.stats), self.scheduler.kv_cache.stats()
+
+
+def _slot(sequence: Sequence, now: float) -> SlotMetrics:
+    assert sequence.allocation is not None and sequence.allocation.row is not None
+    speed = None
+    if sequence.first_token_at is not None and now > sequence.first_token_at:
+        speed = sequence.decode_steps / (now - sequence.first_token_at)
+    return SlotMetrics(
+        row=sequence.allocation.row,
+        state=sequence.seq_state.value,
+        request_id=sequence.request_id,
+        context_used=sequence.computed,
+        context_limit=sequence.limit,
+        tokens_per_second=speed,
+    )

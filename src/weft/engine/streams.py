@@ -1,0 +1,42 @@
+"""What stands between the engine's thread and an asyncio reader: a bounded buffer that never makes the engine wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+
+from weft.request import TokenOutput
+
+
+class TokenBuffer:
+    """Filled by the engine's thread, emptied by one reader in an event loop; wakes the reader once, not per token."""
+
+    def __init__(self, capacity: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._capacity = capacity
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._outputs: deque[TokenOutput] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, output: TokenOutput) -> bool:
+        """False: the reader is too far behind and the output was not taken. The final one always is."""
+        with self._lock:
+            if len(self._outputs) >= self._capacity and not output.is_final:
+                return False
+            self._outputs.append(output)
+            must_wake = len(self._outputs) == 1
+        if must_wake:
+            self._loop.call_soon_threadsafe(self._arrived.set)
+        return True
+
+    async def get(self) -> list[TokenOutput]:
+        """All that has arrived, at least one."""
+        while True:
+            with self._lock:
+                if self._outputs:
+                    taken = list(self._outputs)
+                    self._outputs.clear()
+                    return taken
+                self._arrived.clear()
+            await self._arrived.wait()

@@ -1,0 +1,109 @@
+"""Measured values: histograms, and the figures an operator asks for, all derived from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+
+class Histogram:
+    """Counts in buckets that grow by a tenth, from a microsecond to a day: quantiles are exact within 5%."""
+
+    FIRST = 1e-6
+    GROWTH = 1.1
+    NUM_BUCKETS = 265
+
+    def __init__(self) -> None:
+        self.counts = [0] * (self.NUM_BUCKETS + 1)
+        self.count = 0
+        self.total = 0.0
+        self.largest = 0.0
+
+    def record(self, value: float, times: int = 1) -> None:
+        bucket = 0
+        if value > self.FIRST:
+            bucket = min(int(math.log(value / self.FIRST) / _LOG_GROWTH) + 1, self.NUM_BUCKETS)
+        self.counts[bucket] += times
+        self.count += times
+        self.total += value * times
+        self.largest = max(self.largest, value)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    def quantile(self, share: float) -> float:
+        """The value that `share` of the recorded ones do not exceed, up to the width of a bucket."""
+        if not self.count:
+            return 0.0
+        wanted = max(1, math.ceil(share * self.count))
+        seen = 0
+        for bucket, count in enumerate(self.counts):
+            seen += count
+            if seen >= wanted:
+                if bucket == 0:
+                    return self.FIRST
+                middle = self.FIRST * self.GROWTH ** (bucket - 0.5)
+                return min(middle, self.largest)
+        return self.largest
+
+    def summary(self) -> LatencySummary:
+        return LatencySummary(
+            self.count, self.mean, self.quantile(0.5), self.quantile(0.9), self.quantile(0.99), self.largest
+        )
+
+
+_LOG_GROWTH = math.log(Histogram.GROWTH)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencySummary:
+    """Seconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMetrics:
+    """One row and the request in it."""
+
+    row: int
+    state: str
+    request_id: int
+    context_used: int
+    context_limit: int
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServingMetrics:
+    """A moment of the engine, with totals since its start."""
+
+    uptime: float
+    requests_pending: int
+    requests_running: int
+    requests_preempted: int
+    requests_completed: int
+    requests_failed: int
+    requests_cancelled: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    steps: int
+    preemptions: int
+    requests_per_second: float
+    tokens_per_second: float
+    latency: LatencySummary
+    time_to_first_token: LatencySummary
+    inter_token_latency: LatencySummary
+    waiting_time: LatencySummary
+    batch_utilisation: float
+    """Rows in use."""
+    cache_utilisation: float
+    """Blocks in use."""
+    slots: tuple[SlotMetrics, ...] = field(default=())

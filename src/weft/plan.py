@@ -1,0 +1,145 @@
+"""The plan of one step, what comes back from it, and what a backend is: all that scheduler and backend tell each other.
+
+A plan is complete, frozen and cheap. Block tables, tokens and sampling parameters live in the backend's rows;
+a plan carries only what changes, always by absolute index, so that planning a step again after a failure
+overwrites whatever the failed one left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from weft.request import RequestId, SamplingParams
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """What a backend has, told once after it took its memory."""
+
+    vocabulary_size: int
+    max_context: int
+    num_blocks: int
+    block_size: int
+    swap_blocks: int
+    bytes_per_block: int
+    eos_token_ids: frozenset[int] = frozenset()
+    recompute_seconds_per_token: float = 1e-4
+    swap_seconds_per_block: float = 1e-4
+    """One direction. With the line above: which way of preempting is the cheaper one."""
+
+
+class RowStart(NamedTuple):
+    """The whole content of a row, sent when a request enters it and again after a failed step."""
+
+    row: int
+    request_id: RequestId
+    tokens: tuple[int, ...]
+    """All tokens known so far; tokens[:prompt_length] is the prompt."""
+    prompt_length: int
+    params: SamplingParams
+    seed: int
+    blocks: tuple[int, ...]
+    """The block table, this step's new blocks included."""
+
+
+class SwapTask(NamedTuple):
+    """Copies blocks[i] to swap_slots[i] (out) or back (in), after the stated step and swaps are over.
+
+    These dependencies are the only order a swap has: nothing else may be assumed.
+    """
+
+    swap_id: int
+    request_id: RequestId
+    blocks: tuple[int, ...]
+    swap_slots: tuple[int, ...]
+    after_step: int
+    after_swaps: tuple[int, ...]
+
+
+class PrefillTask(NamedTuple):
+    """A view of a plan entry, for people: part of a prompt (or of a replay after preemption)."""
+
+    request_id: RequestId
+    row: int
+    start: int
+    count: int
+    samples: bool
+
+
+class DecodeTask(NamedTuple):
+    """A view of a plan entry, for people: one token of a running sequence."""
+
+    request_id: RequestId
+    row: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class IterationPlan:
+    """One step. Entry i computes positions starts[i] .. starts[i]+counts[i]-1 of rows[i].
+
+    The first `num_decodes` entries compute one token each and sample; their input may be the token that the step
+    before samples, which only the device knows yet: the backend takes it from its own row. The others are
+    prefills and sample where samples[i] says so, from their last position.
+    """
+
+    step: int
+    num_decodes: int
+    request_ids: tuple[RequestId, ...]
+    rows: tuple[int, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    samples: tuple[bool, ...]
+    row_starts: tuple[RowStart, ...] = ()
+    table_rows: tuple[int, ...] = ()
+    """New block-table entries of rows already known: table[table_rows[i]][table_indices[i]] = table_blocks[i]."""
+    table_indices: tuple[int, ...] = ()
+    table_blocks: tuple[int, ...] = ()
+    swap_out: tuple[SwapTask, ...] = ()
+    swap_in: tuple[SwapTask, ...] = ()
+    after_swaps: tuple[int, ...] = ()
+    """Swaps that must be over before this step may write: it reuses their blocks."""
+    preempted: tuple[RequestId, ...] = ()
+    freed: tuple[int, ...] = ()
+    """Blocks whose content is dead from this step on. A backend that looks for mistakes poisons them."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + sum(self.counts[self.num_decodes :])
+
+    @property
+    def num_prefills(self) -> int:
+        return len(self.rows) - self.num_decodes
+
+    @property
+    def prefill_tasks(self) -> list[PrefillTask]:
+        first = self.num_decodes
+        columns = (self.request_ids, self.rows, self.starts, self.counts, self.samples)
+        return [PrefillTask(*entry) for entry in zip(*(c[first:] for c in columns), strict=True)]
+
+    @property
+    def decode_tasks(self) -> list[DecodeTask]:
+        last = self.num_decodes
+        columns = (self.request_ids, self.rows, self.starts)
+        return [DecodeTask(*entry) for entry in zip(*(c[:last] for c in columns), strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave. Swaps report here too, each exactly once, in whatever step's result comes next."""
+
+    tokens: Sequence[int] = ()
+    """One for every entry that samples, in the order of the entries."""
+    logprobs: Sequence[float] | None = None
+    errors: Mapping[RequestId, str] = field(default_factory=dict)
+    """Errors that belong to one request; the rest of the step is planned again without it."""
+    error: str | None = None
+    """An error that belongs to nobody; the step is tried once more in halves."""
+    finished_swaps: tuple[int, ...] = ()
+    failed_swaps: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None or bool(self.errors)

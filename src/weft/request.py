@@ -1,0 +1,236 @@
+"""What a request is: its parameters, its states, and what comes back. The vocabulary of the public API."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import Any, NamedTuple, NewType
+
+from weft.errors import InvalidRequestError
+
+RequestId = NewType("RequestId", int)
+
+MAX_SEED = 2**63 - 1
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_N = 128
+
+
+class Priority(IntEnum):
+    LOW = 0
+    NORMAL = 1
+    HIGH = 2
+    CRITICAL = 3
+
+
+class RequestState(Enum):
+    PENDING = "pending"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_over(self) -> bool:
+        return self in _OVER
+
+
+_OVER = frozenset({RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELLED})
+
+
+class FinishReason(Enum):
+    LENGTH = "length"
+    STOP = "stop"
+    END_OF_SEQUENCE = "end_of_sequence"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+def _refuse(name: str, value: object, allowed: str) -> None:
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = shown[:77] + "..."
+    raise InvalidRequestError(f"{name} is {shown}; allowed: {allowed}", field=name)
+
+
+def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    """Refuses anything but a finite number in low..high (or strictly above `low`)."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or not (low < value if above else low <= value) or not value <= high:  # type: ignore[operator]
+        upper = f"up to {high:g}" if math.isfinite(high) else "any finite number above that"
+        _refuse(name, value, f"{'above' if above else 'from'} {low:g}, {upper}")
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        _refuse(name, value, f"a whole number from {low} to {high}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop. The only place where these values are checked."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: off."""
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("typical_p", self.typical_p, 0.0, 1.0, above=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), MAX_SEED)
+        _integer("n", self.n, 1, MAX_N)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        self._check_stops()
+        self._check_logit_bias()
+
+    def _check_stops(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple | list):
+                _refuse(name, value, "a list")
+            object.__setattr__(self, name, tuple(value))
+        if len(self.stop) > MAX_STOP_STRINGS:
+            _refuse("stop", f"a list of {len(self.stop)}", f"at most {MAX_STOP_STRINGS} strings")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
+                _refuse("stop", text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, 2**31 - 1)
+
+    def _check_logit_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            _refuse("logit_bias", self.logit_bias, "a mapping from token id to bias")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            _refuse("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS} entries")
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, 2**31 - 1)
+            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+
+GenerateParams = SamplingParams
+"""The published name of the same thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """One prompt to complete. Frozen: what happens to it is kept by the scheduler, not here."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: Priority = Priority.NORMAL
+    session_id: str | None = None
+    max_sequence_length: int | None = None
+    """Prompt and new tokens together; None: the model's context."""
+    ttft_target: float | None = None
+    """Seconds to the first token that the client hopes for: orders admission (ADAPTIVE), counted when missed."""
+    deadline: float | None = None
+    """Seconds after arrival at which the request ends, wherever it is."""
+    cache_salt: str = ""
+    """Requests with different salts never share cached prefixes."""
+    adapter_id: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "prompt", tuple(map(operator.index, self.prompt)))
+        except TypeError:
+            _refuse("prompt", self.prompt, "a list of token ids (whole numbers)")
+        if not self.prompt:
+            _refuse("prompt", "empty", "at least 1 token")
+        if not isinstance(self.priority, Priority):
+            try:
+                object.__setattr__(self, "priority", Priority(self.priority))
+            except ValueError:
+                _refuse("priority", self.priority, ", ".join(f"{p.name} ({p.value})" for p in Priority))
+        for name in ("ttft_target", "deadline"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), 0.0, math.inf)
+        if self.max_sequence_length is not None:
+            _integer("max_sequence_length", self.max_sequence_length, 2, 2**31 - 1)
+
+
+class TokenOutput(NamedTuple):
+    """One token as it is generated; or, with token_id None, the end of a request that ended without one."""
+
+    request_id: RequestId
+    token_id: int | None
+    text: str
+    logprob: float | None
+    is_final: bool
+    finish_reason: FinishReason | None
+    sequence_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """How a request ended. Each phase is timed on its own; together they make the total."""
+
+    request_id: RequestId
+    tokens: tuple[int, ...]
+    text: str
+    state: RequestState
+    finish_reason: FinishReason
+    error: str | None
+    waiting_time: float
+    prefill_time: float
+    decode_time: float
+    time_to_first_token: float | None
+    decode_steps: int
+    prompt_token_count: int
+    cached_token_count: int
+    preemptions: int
+    logprobs: tuple[float, ...] | None = None
+
+    @property
+    def completion_token_count(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def total_time(self) -> float:
+        return self.waiting_time + self.prefill_time + self.decode_time
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Speed after the first token; None where there was no second one to time."""
+        if self.decode_time <= 0 or self.decode_steps == 0:
+            return None
+        return self.decode_steps / self.decode_time
+
+
+CompletedRequest = GenerationResult
+"""The published name of the same thing."""

@@ -1,0 +1,149 @@
+"""Owns the blocks of the paged cache: who refers to each, which are cached by content, which are free."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+BlockKey = bytes
+"""SHA-256 over the block's tokens and the key before it: equal keys mean equal content and equal past."""
+
+
+def root_key(cache_salt: str, adapter_id: str) -> BlockKey:
+    """The key that stands before a sequence's first block. The length keeps ("ab", "c") apart from ("a", "bc")."""
+    salt = cache_salt.encode()
+    return hashlib.sha256(b"%d:%b%b" % (len(salt), salt, adapter_id.encode())).digest()
+
+
+def extend_keys(keys: list[BlockKey], root: BlockKey, tokens: Sequence[int], block_size: int) -> None:
+    """Appends the keys of all full blocks of `tokens` that `keys` does not hold yet."""
+    previous = keys[-1] if keys else root
+    for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
+        content = array("q", tokens[start : start + block_size]).tobytes()
+        previous = hashlib.sha256(previous + content).digest()
+        keys.append(previous)
+
+
+class BlockPool:
+    """Blocks with reference counts and a cache of those whose content is known.
+
+    A block is in exactly one of three places: referred to (count above 0), evictable (count 0, content cached,
+    in the order it was last used), or free. `available` is what an allocation may take: free and evictable.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._keys: list[BlockKey | None] = [None] * num_blocks
+        self._cached: dict[BlockKey, int] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        # A stack: the block used last is used again first, so that memory never touched stays untouched.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._dead: list[int] = []
+
+    @property
+    def available(self) -> int:
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_referenced(self) -> int:
+        return self.num_blocks - self.available
+
+    def references(self, block: int) -> int:
+        return self._references[block]
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Takes `count` blocks, free ones first, then the least recently used cached ones. None: not enough."""
+        if count > self.available:
+            return None
+        taken = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._evictable.popitem(last=False)
+                self._drop_key(block)
+            self._references[block] = 1
+            taken.append(block)
+        return taken
+
+    def lookup(self, key: BlockKey) -> int | None:
+        return self._cached.get(key)
+
+    def share(self, block: int) -> None:
+        """Refers once more to a block that holds content: a prefix hit."""
+        if self._references[block] == 0:
+            if block not in self._evictable:
+                raise ValueError(f"block {block} is free and holds nothing to share")
+            del self._evictable[block]
+        self._references[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Gives one reference back for each block. Later blocks of a sequence are evicted before earlier ones."""
+        for block in reversed(list(blocks)):
+            if self._references[block] <= 0:
+                raise ValueError(f"block {block} was given back more often than it was taken")
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._keys[block] is None:
+                    self._put_free(block)
+                else:
+                    self._evictable[block] = None
+
+    def register(self, block: int, key: BlockKey) -> bool:
+        """Makes a block findable by its content. False where another block already holds the same."""
+        if key in self._cached:
+            return False
+        if self._references[block] == 0 or self._keys[block] is not None:
+            raise ValueError(f"block {block} cannot be cached: it is free, or cached under another key")
+        self._cached[key] = block
+        self._keys[block] = key
+        return True
+
+    def forget(self, block: int, key: BlockKey) -> None:
+        """Takes a block out of the cache whose content never came to be, if it is still there under `key`."""
+        if self._keys[block] != key:
+            return
+        self._drop_key(block)
+        if self._references[block] == 0:
+            del self._evictable[block]
+            self._put_free(block)
+
+    def take_dead(self) -> list[int]:
+        """The blocks that became free since the last call and are still free."""
+        dead, self._dead = self._dead, []
+        return [block for block in dict.fromkeys(dead) if self._is_free(block)] if dead else dead
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the three places do not add up."""
+        free, evictable = set(self._free), set(self._evictable)
+        referenced = {block for block, count in enumerate(self._references) if count > 0}
+        assert len(free) == len(self._free), "a block is free twice"
+        assert min(self._references, default=0) >= 0, "a reference count is negative"
+        assert len(free) + len(evictable) + len(referenced) == self.num_blocks, "blocks were lost or doubled"
+        assert free | evictable | referenced == set(range(self.num_blocks)), "blocks were lost or doubled"
+        assert all(self._keys[block] is None for block in free), "a free block is still cached"
+        cached = {block: key for key, block in self._cached.items()}
+        assert len(cached) == len(self._cached), "one block is cached under two keys"
+        assert all(self._keys[block] == key for block, key in cached.items()), "the cache disagrees with a block's key"
+        assert evictable <= cached.keys(), "an evictable block is not cached"
+        assert sum(key is not None for key in self._keys) == len(cached), "a key is not in the cache"
+
+    def _is_free(self, block: int) -> bool:
+        return self._references[block] == 0 and self._keys[block] is None
+
+    def _put_free(self, block: int) -> None:
+        self._free.append(block)
+        self._dead.append(block)
+
+    def _drop_key(self, block: int) -> None:
+        key = self._keys[block]
+        assert key is not None
+        del self._cached[key]
+        self._keys[block] = None

@@ -1,0 +1,33 @@
+"""Owns the limits of one step: tokens over all phases, tokens of prompts, sequences."""
+
+from __future__ import annotations
+
+
+class TokenBudget:
+    """What is left of a step. Everything that enters the step is taken from here."""
+
+    __slots__ = ("prefill_tokens", "sequences", "tokens")
+
+    def __init__(self, tokens: int, prefill_tokens: int, sequences: int) -> None:
+        self.tokens = tokens
+        self.prefill_tokens = prefill_tokens
+        self.sequences = sequences
+
+    @property
+    def for_prefill(self) -> int:
+        """Tokens that a prompt may take now."""
+        return min(self.tokens, self.prefill_tokens) if self.sequences else 0
+
+    def take_decodes(self, count: int) -> None:
+        self.tokens -= count
+        self.sequences -= count
+
+    def take_prefill(self, tokens: int) -> None:
+        self.tokens -= tokens
+        self.prefill_tokens -= tokens
+        self.sequences -= 1
+
+    def give_back_decode(self) -> None:
+        """A decode left the step before it was final: its sequence was preempted."""
+        self.tokens += 1
+        self.sequences += 1

@@ -1,0 +1,109 @@
+"""A plan while it is made: what enters the step, until it is frozen."""
+
+from __future__ import annotations
+
+from weft.plan import IterationPlan, RowStart, SwapTask
+from weft.request import RequestId, RequestState
+from weft.scheduling.blocks import BlockKey
+from weft.scheduling.budget import TokenBudget
+from weft.scheduling.kv_cache import KvCacheManager
+from weft.scheduling.sequence import Sequence
+
+
+class Draft:
+    """Mutable, short-lived. Decodes may still leave (preemption) until `freeze`; prefills are final once added."""
+
+    __slots__ = (
+        "budget",
+        "decodes",
+        "preempted",
+        "prefills",
+        "registered",
+        "step",
+        "swap_in",
+        "swap_out",
+        "tables",
+    )
+
+    def __init__(self, step: int, budget: TokenBudget) -> None:
+        self.step = step
+        self.budget = budget
+        self.decodes: list[Sequence] = []
+        self.prefills: list[tuple[Sequence, int, int, bool]] = []
+        """Sequence, start, count, samples."""
+        self.tables: list[tuple[Sequence, int, int]] = []
+        """Sequence, index in its block table, block."""
+        self.registered: list[tuple[int, BlockKey]] = []
+        self.swap_out: list[SwapTask] = []
+        self.swap_in: list[SwapTask] = []
+        self.preempted: list[RequestId] = []
+
+    def note_tables(self, sequence: Sequence, first: int) -> None:
+        """Records that the block table of `sequence` is new from index `first` on."""
+        if sequence.row_known:
+            assert sequence.allocation is not None
+            blocks = sequence.allocation.blocks
+            self.tables += [(sequence, index, blocks[index]) for index in range(first, len(blocks))]
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes a sequence out that is preempted while the plan is made."""
+        if sequence in self.decodes:
+            self.decodes.remove(sequence)
+            self.budget.give_back_decode()
+
+    def freeze(self, kv_cache: KvCacheManager) -> tuple[IterationPlan, list[Sequence]]:
+        """The plan and the sequences of its entries. Advances every sequence in it to after this step."""
+        step, decodes, prefills = self.step, self.decodes, self.prefills
+        sequences = [*decodes, *[entry[0] for entry in prefills]] if prefills else decodes
+        row_starts = [_row_start(s) for s in sequences if not s.row_known]
+        tables = [
+            (s.allocation.row, index, block)
+            for s, index, block in self.tables
+            if s.row_known and s.state is RequestState.RUNNING and s.allocation is not None
+        ]
+        starts = [s.scheduled for s in decodes]
+        counts = [1] * len(decodes)
+        samples = [True] * len(decodes)
+        for sequence in decodes:
+            sequence.scheduled += 1
+            sequence.target += 1
+            sequence.last_step = step
+            sequence.row_known = True
+        for sequence, start, count, sampling in prefills:
+            starts.append(start)
+            counts.append(count)
+            samples.append(sampling)
+            sequence.row_known = True
+        plan = IterationPlan(
+            step=step,
+            num_decodes=len(decodes),
+            request_ids=tuple([s.request_id for s in sequences]),
+            rows=tuple([s.allocation.row for s in sequences]),  # type: ignore[union-attr, misc]
+            starts=tuple(starts),
+            counts=tuple(counts),
+            samples=tuple(samples),
+            row_starts=tuple(row_starts),
+            table_rows=tuple([t[0] for t in tables]),  # type: ignore[misc]
+            table_indices=tuple([t[1] for t in tables]),
+            table_blocks=tuple([t[2] for t in tables]),
+            swap_out=tuple(self.swap_out),
+            swap_in=tuple(self.swap_in),
+            after_swaps=kv_cache.take_dependencies(),
+            preempted=tuple(self.preempted),
+            freed=kv_cache.take_dead(),
+        )
+        return plan, sequences
+
+
+def _row_start(sequence: Sequence) -> RowStart:
+    allocation = sequence.allocation
+    assert allocation is not None and allocation.row is not None
+    return RowStart(
+        row=allocation.row,
+        request_id=sequence.request_id,
+        tokens=tuple(sequence.tokens),
+        prompt_length=sequence.prompt_length,
+        params=sequence.request.params,
+        seed=sequence.seed,
+        blocks=tuple(allocation.blocks),
+    )

@@ -1,0 +1,112 @@
+"""Owns the waiting requests: new ones and victims of preemption, in the order of the policy."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from weft.config import SchedulerConfig
+from weft.errors import QueueFullError
+from weft.scheduling.policy import AdmissionPolicy, PolicyKey
+from weft.scheduling.sequence import Sequence
+
+_FRONT: PolicyKey = (-1.0,)
+
+
+class _Entry(NamedTuple):
+    key: PolicyKey
+    order: int
+    sequence: Sequence
+    num_tokens: int
+    """As counted on entry: a victim's last token may still arrive while it waits."""
+
+
+class RequestQueue:
+    """A heap with lazy removal: an entry counts only while its sequence points back to it.
+
+    Push and pop are O(log n), removal is O(1); the heap is rebuilt when half of it is dead.
+    """
+
+    def __init__(self, config: SchedulerConfig, policy: AdmissionPolicy) -> None:
+        self._config = config
+        self._policy = policy
+        self._heap: list[_Entry] = []
+        self._length = 0
+        self.waiting_tokens = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In no particular order."""
+        return (entry.sequence for entry in self._heap if entry.sequence.queue_entry is entry)
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raises QueueFullError where a request of that many tokens would overfill the queue."""
+        config = self._config
+        if self._length >= config.max_waiting_requests:
+            raise QueueFullError(
+                f"the queue is full: {self._length} requests are waiting, "
+                f"at most {config.max_waiting_requests} may; try again later"
+            )
+        if self._length and self.waiting_tokens + num_tokens > config.max_waiting_tokens:
+            raise QueueFullError(
+                f"the queue is full: {self.waiting_tokens} tokens are waiting and this request has {num_tokens}, "
+                f"at most {config.max_waiting_tokens} may wait; try again later"
+            )
+
+    def push(self, sequence: Sequence) -> None:
+        """Takes a sequence in, new or preempted. Room is checked by `check_room`, for new ones only."""
+        self._insert(sequence, self._policy.key(sequence))
+
+    def promote(self, sequence: Sequence) -> None:
+        """Puts a waiting sequence before all others: someone was preempted for it."""
+        self.remove(sequence)
+        self._insert(sequence, _FRONT)
+
+    def peek(self) -> Sequence | None:
+        heap = self._heap
+        while heap and heap[0].sequence.queue_entry is not heap[0]:
+            heapq.heappop(heap)
+        return heap[0].sequence if heap else None
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence.queue_entry is None:
+            raise ValueError(f"request {sequence.request_id} is not waiting")
+        self._forget(sequence)
+        if len(self._heap) > 64 and len(self._heap) > 2 * self._length:
+            self._heap = [entry for entry in self._heap if entry.sequence.queue_entry is entry]
+            heapq.heapify(self._heap)
+
+    def set_aside(self) -> object:
+        """Takes the first entry out for a moment; `put_back` returns it to its place."""
+        entry = heapq.heappop(self._heap)
+        self._forget(entry.sequence)
+        return entry
+
+    def put_back(self, entry: object) -> None:
+        assert isinstance(entry, _Entry)
+        self._insert(entry.sequence, entry.key)
+
+    def check_integrity(self) -> None:
+        alive = list(self)
+        assert len(alive) == self._length, "the queue miscounts its requests"
+        counted = sum(e.num_tokens for e in self._heap if e.sequence.queue_entry is e)
+        assert counted == self.waiting_tokens, "the queue miscounts its tokens"
+
+    def _insert(self, sequence: Sequence, key: PolicyKey) -> None:
+        if sequence.queue_entry is not None:
+            raise ValueError(f"request {sequence.request_id} is waiting already")
+        entry = _Entry(key, sequence.order, sequence, len(sequence.tokens))
+        sequence.queue_entry = entry
+        heapq.heappush(self._heap, entry)
+        self._length += 1
+        self.waiting_tokens += entry.num_tokens
+
+    def _forget(self, sequence: Sequence) -> None:
+        entry = sequence.queue_entry
+        assert isinstance(entry, _Entry)
+        sequence.queue_entry = None
+        self._length -= 1
+        self.waiting_tokens -= entry.num_tokens

@@ -1,0 +1,160 @@
+"""One request on its way: its tokens, how far they are computed, what it holds, and the time it spent where."""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+
+from weft.request import FinishReason, GenerationResult, InferenceRequest, RequestId, RequestState
+from weft.scheduling.blocks import BlockKey, extend_keys, root_key
+from weft.scheduling.kv_cache import KvCacheAllocation
+
+NEVER = 1 << 62
+"""A step that does not come: the admission step of a sequence that is not resident."""
+
+
+class Phase(IntEnum):
+    WAITING = 0
+    PREFILL = 1
+    DECODE = 2
+
+
+class SeqState(Enum):
+    """A view for people, derived from state and phase."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Written by the scheduler alone.
+
+        tokens   [ prompt ........... | generated .... ]          known to the host
+        computed  ---------------------->                         K and V are in the cache, the step is over
+        scheduled ---------------------------->                   ... or will be, once the steps in flight are over
+        target    ---------------------------------------->       known tokens and those being sampled in flight
+
+    There is no prefill and no decode but this: a sequence is given tokens until `scheduled` reaches `target`, and
+    the step that reaches it samples one more.
+    """
+
+    __slots__ = (
+        "admitted_step",
+        "allocation",
+        "arrival",
+        "cached_tokens",
+        "computed",
+        "deadline_at",
+        "decode_steps",
+        "error",
+        "finish_reason",
+        "first_token_at",
+        "keys",
+        "last_step",
+        "last_token_at",
+        "limit",
+        "logprobs",
+        "min_length",
+        "order",
+        "phase",
+        "phase_times",
+        "preemptions",
+        "priority",
+        "promised",
+        "prompt_length",
+        "queue_entry",
+        "request",
+        "request_id",
+        "root",
+        "row_known",
+        "scheduled",
+        "seed",
+        "since",
+        "state",
+        "stop_ids",
+        "swap_id",
+        "target",
+        "tokens",
+    )
+
+    def __init__(self, request: InferenceRequest, request_id: RequestId, seed: int) -> None:
+        self.request = request
+        self.request_id = request_id
+        self.seed = seed
+        self.priority = int(request.priority)
+        self.tokens = list(request.prompt)
+        self.prompt_length = len(self.tokens)
+        self.min_length = self.prompt_length + request.params.min_tokens
+        self.limit = self.prompt_length + request.params.max_tokens
+        self.computed = self.scheduled = 0
+        self.target = self.prompt_length
+        self.keys: list[BlockKey] = []
+        self.root = root_key(request.cache_salt, request.adapter_id)
+        self.promised = False
+        self.state = RequestState.PENDING
+        self.allocation: KvCacheAllocation | None = None
+        self.row_known = False
+        self.swap_id: int | None = None
+        self.admitted_step = NEVER
+        self.last_step = -1
+        self.queue_entry: object = None
+        self.order = -1
+        self.arrival = self.since = 0.0
+        self.deadline_at: float | None = None
+        self.stop_ids: frozenset[int] = frozenset(request.params.stop_token_ids)
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self.phase = Phase.WAITING
+        self.phase_times = [0.0, 0.0, 0.0]
+        self.first_token_at: float | None = None
+        self.last_token_at = 0.0
+        self.decode_steps = 0
+        self.cached_tokens: int | None = None
+        self.preemptions = 0
+        self.logprobs: list[float] = []
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def seq_state(self) -> SeqState:
+        if self.state.is_over:
+            return SeqState.FINISHED
+        if self.state is RequestState.PREEMPTED:
+            return SeqState.PREEMPTED
+        if self.state is RequestState.PENDING:
+            return SeqState.WAITING
+        return SeqState.DECODING if self.phase is Phase.DECODE else SeqState.PREFILLING
+
+    def extend_keys(self, block_size: int) -> None:
+        """Computes the keys of all full blocks of the tokens known so far."""
+        extend_keys(self.keys, self.root, self.tokens, block_size)
+
+    def enter(self, phase: Phase, now: float) -> None:
+        """Books the time since the last change on the phase that ends."""
+        self.phase_times[self.phase] += now - self.since
+        self.phase, self.since = phase, now
+
+    def result(self) -> GenerationResult:
+        assert self.finish_reason is not None
+        waiting, prefill, decode = self.phase_times
+        return GenerationResult(
+            request_id=self.request_id,
+            tokens=tuple(self.generated),
+            text="",
+            state=self.state,
+            finish_reason=self.finish_reason,
+            error=self.error,
+            waiting_time=waiting,
+            prefill_time=prefill,
+            decode_time=decode,
+            time_to_first_token=None if self.first_token_at is None else self.first_token_at - self.arrival,
+            decode_steps=self.decode_steps,
+            prompt_token_count=self.prompt_length,
+            cached_token_count=self.cached_tokens or 0,
+            preemptions=self.preemptions,
+            logprobs=tuple(self.logprobs) if self.request.params.logprobs is not None else None,
+        )
