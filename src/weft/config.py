@@ -26,9 +26,22 @@ class PreemptionMode(Enum):
 
 
 def _check(name: str, value: float, low: float, high: float | None = None) -> None:
-    """Refuses `value` outside low..high, naming the field, the value and the range."""
-    if isinstance(value, bool) or not value >= low or (high is not None and not value <= high):
+    """Refuses what is no finite number in low..high, naming the field, the value and the range."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    if not is_number or value < low or (high is not None and value > high):
         allowed = f"at least {low}" if high is None else f"{low} to {high}"
+        raise InvalidRequestError(f"{name} is {value!r}; allowed: {allowed}", field=name)
+
+
+def _check_count(name: str, value: int, low: int, high: int | None = None) -> None:
+    if not isinstance(value, int):
+        raise InvalidRequestError(f"{name} is {value!r}; allowed: a whole number", field=name)
+    _check(name, value, low, high)
+
+
+def _check_choice(name: str, value: object, choices: type[Enum]) -> None:
+    if not isinstance(value, choices):
+        allowed = ", ".join(f"{choices.__name__}.{choice.name}" for choice in choices)
         raise InvalidRequestError(f"{name} is {value!r}; allowed: {allowed}", field=name)
 
 
@@ -62,17 +75,23 @@ class SchedulerConfig:
     max_waiting_tokens: int = 4_194_304
 
     def __post_init__(self) -> None:
-        _check("max_running", self.max_running, 1)
-        _check("max_sequences_per_step", self.sequences_per_step, 1, self.max_running)
-        _check("max_tokens_per_step", self.max_tokens_per_step, self.sequences_per_step)
-        _check("max_prefill_tokens", self.max_prefill_tokens, 1, self.max_tokens_per_step)
-        _check("max_chunk_tokens", self.max_chunk_tokens, 1)
+        _check_choice("policy", self.policy, PriorityPolicy)
+        _check_choice("preemption", self.preemption, PreemptionMode)
+        _check_count("max_running", self.max_running, 1)
+        _check_count("max_sequences_per_step", self.sequences_per_step, 1, self.max_running)
+        _check_count("max_tokens_per_step", self.max_tokens_per_step, self.sequences_per_step)
+        _check_count("max_prefill_tokens", self.max_prefill_tokens, 1, self.max_tokens_per_step)
+        _check_count("max_chunk_tokens", self.max_chunk_tokens, 1)
         _check("ageing_rate", self.ageing_rate, 0.0)
         _check("target_inter_token_latency", self.target_inter_token_latency, 1e-6)
-        _check("max_waiting_requests", self.max_waiting_requests, 1)
-        _check("max_waiting_tokens", self.max_waiting_tokens, 1)
+        _check_count("max_waiting_requests", self.max_waiting_requests, 1)
+        _check_count("max_waiting_tokens", self.max_waiting_tokens, 1)
         if not self.chunked_prefill:
-            _check("max_tokens_per_step - max_sequences_per_step (chunked_prefill is off)", self.longest_whole_prompt, 1)
+            _check(
+                "max_tokens_per_step - max_sequences_per_step (chunked_prefill is off)",
+                self.longest_whole_prompt,
+                1,
+            )
 
     @property
     def sequences_per_step(self) -> int:
@@ -94,11 +113,11 @@ class KvCachePoolConfig:
     """Blocks of host memory for swapping; None: the backend's default; 0: never swap."""
 
     def __post_init__(self) -> None:
-        _check("block_size", self.block_size, 1)
+        _check_count("block_size", self.block_size, 1)
         if self.num_blocks is not None:
-            _check("num_blocks", self.num_blocks, 1)
+            _check_count("num_blocks", self.num_blocks, 1)
         if self.swap_blocks is not None:
-            _check("swap_blocks", self.swap_blocks, 0)
+            _check_count("swap_blocks", self.swap_blocks, 0)
 
 
 @dataclass(frozen=True)
@@ -119,7 +138,7 @@ class ServingEngineConfig:
     """Writes a log here that `weft replay` runs again."""
 
     def __post_init__(self) -> None:
-        _check("stream_buffer", self.stream_buffer, 1)
-        _check("max_kept_results", self.max_kept_results, 1)
+        _check_count("stream_buffer", self.stream_buffer, 1)
+        _check_count("max_kept_results", self.max_kept_results, 1)
         if self.request_timeout is not None:
             _check("request_timeout", self.request_timeout, 0.0)

@@ -43,7 +43,7 @@ class Histogram:
             if seen >= wanted:
                 if bucket == 0:
                     return self.FIRST
-                middle = self.FIRST * self.GROWTH ** (bucket - 0.5)
+                middle: float = self.FIRST * self.GROWTH ** (bucket - 0.5)
                 return min(middle, self.largest)
         return self.largest
 

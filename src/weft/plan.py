@@ -64,7 +64,7 @@ class PrefillTask(NamedTuple):
     request_id: RequestId
     row: int
     start: int
-    count: int
+    num_tokens: int
     samples: bool
 
 
@@ -108,6 +108,10 @@ class IterationPlan:
     @property
     def num_tokens(self) -> int:
         return self.num_decodes + sum(self.counts[self.num_decodes :])
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_decodes + sum(self.samples[self.num_decodes :])
 
     @property
     def num_prefills(self) -> int:

@@ -53,7 +53,10 @@ class FinishReason(Enum):
 
 
 def _refuse(name: str, value: object, allowed: str) -> None:
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except ValueError:  # Python refuses to print whole numbers of thousands of digits
+        shown = "a huge number"
     if len(shown) > 80:
         shown = shown[:77] + "..."
     raise InvalidRequestError(f"{name} is {shown}; allowed: {allowed}", field=name)
@@ -61,7 +64,7 @@ def _refuse(name: str, value: object, allowed: str) -> None:
 
 def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
     """Refuses anything but a finite number in low..high (or strictly above `low`)."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
     if not good or not (low < value if above else low <= value) or not value <= high:  # type: ignore[operator]
         upper = f"up to {high:g}" if math.isfinite(high) else "any finite number above that"
         _refuse(name, value, f"{'above' if above else 'from'} {low:g}, {upper}")
@@ -70,6 +73,20 @@ def _number(name: str, value: object, low: float, high: float, *, above: bool = 
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         _refuse(name, value, f"a whole number from {low} to {high}")
+
+
+def _instance(name: str, value: object, kind: type, allowed: str) -> None:
+    if not isinstance(value, kind):
+        _refuse(name, value, allowed)
+
+
+def _text(name: str, value: object) -> None:
+    """Refuses what is not text, or text that cannot be written down (half a surrogate pair)."""
+    try:
+        assert isinstance(value, str)
+        value.encode()
+    except (AssertionError, UnicodeEncodeError):
+        _refuse(name, value, "a string of Unicode text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +127,7 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), MAX_SEED)
         _integer("n", self.n, 1, MAX_N)
+        _instance("ignore_eos", self.ignore_eos, bool, "true or false")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -167,16 +185,23 @@ class InferenceRequest:
 
     def __post_init__(self) -> None:
         try:
-            object.__setattr__(self, "prompt", tuple(map(operator.index, self.prompt)))
+            prompt = tuple(self.prompt)
+            if bool in set(map(type, prompt)):
+                raise TypeError
+            object.__setattr__(self, "prompt", tuple(map(operator.index, prompt)))
         except TypeError:
             _refuse("prompt", self.prompt, "a list of token ids (whole numbers)")
         if not self.prompt:
             _refuse("prompt", "empty", "at least 1 token")
         if not isinstance(self.priority, Priority):
-            try:
-                object.__setattr__(self, "priority", Priority(self.priority))
-            except ValueError:
+            if type(self.priority) is not int or self.priority not in tuple(Priority):
                 _refuse("priority", self.priority, ", ".join(f"{p.name} ({p.value})" for p in Priority))
+            object.__setattr__(self, "priority", Priority(self.priority))
+        _text("cache_salt", self.cache_salt)
+        _text("adapter_id", self.adapter_id)
+        _instance("metadata", self.metadata, Mapping, "a mapping")
+        if self.session_id is not None:
+            _text("session_id", self.session_id)
         for name in ("ttft_target", "deadline"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), 0.0, math.inf)

@@ -52,6 +52,10 @@ def _cell(position: int, token: int) -> int:
     return position << 32 | token
 
 
+class SimulatedFault(RuntimeError):
+    """A fault that was asked for."""
+
+
 class Faults(Protocol):
     """What goes wrong and when; drawn by the simulation."""
 
@@ -76,7 +80,7 @@ class _Row:
 class _Step:
     """A submitted plan and, once it ran, what it gave. Also its handle."""
 
-    __slots__ = ("backend", "errors", "failure", "is_over", "plan", "was_rejected", "tokens")
+    __slots__ = ("backend", "errors", "failure", "is_over", "plan", "tokens", "was_rejected")
 
     def __init__(self, backend: NoopBackend, plan: IterationPlan) -> None:
         self.backend = backend
@@ -144,7 +148,7 @@ class NoopBackend:
         if failure is not None:
             step.was_rejected = True  # still counts as over for swaps that wait for it
             self._waiting_steps.append(step)
-            raise RuntimeError(failure)
+            raise SimulatedFault(failure)
         # Taken over now, beside a step that may still be running: a row in flight must not be among them.
         for row_start in plan.row_starts:
             self._rows[row_start.row] = _Row(row_start)
@@ -182,7 +186,9 @@ class NoopBackend:
     def _run_something(self, must: bool = False) -> bool:
         """Runs the next step or any swap whose dependencies are met, by chance. False: nothing can run."""
         steps = self._waiting_steps
-        step_is_ready = bool(steps) and all(s in self._swaps_over for s in steps[0].plan.after_swaps)
+        step_is_ready = bool(steps) and (
+            steps[0].was_rejected or all(s in self._swaps_over for s in steps[0].plan.after_swaps)
+        )
         swaps = self._ready_swaps()
         if swaps and (not step_is_ready or (self._random is not None and self._random.random() < 0.4)):
             self._run_swap(swaps)

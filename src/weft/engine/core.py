@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -104,9 +105,14 @@ class EngineCore:
 
 def _result(flight: Flight) -> StepResult:
     try:
-        return flight.handle.result()
+        result = flight.handle.result()
     except Exception as error:
         return StepResult(error=_describe(error))
+    expected = flight.plan.num_samples
+    if not result.failed and len(result.tokens) != expected:
+        message = f"the backend returned {len(result.tokens)} tokens where {expected} were to be sampled"
+        return dataclasses.replace(result, error=message)
+    return result
 
 
 def _describe(error: Exception) -> str:

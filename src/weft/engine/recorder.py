@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
@@ -62,7 +62,9 @@ class ReplayDifference(WeftError):
 class _RecordingScheduler(ContinuousBatchScheduler):
     """The scheduler itself, writing down every call that changes it."""
 
-    def __init__(self, config: SchedulerConfig, info: BackendInfo, clock: _ReadingsClock, file: TextIO) -> None:
+    def __init__(
+        self, config: SchedulerConfig, info: BackendInfo, clock: _ReadingsClock, file: TextIO
+    ) -> None:
         super().__init__(config, info, clock)
         self._file = file
         self._readings = clock
@@ -100,15 +102,14 @@ class _RecordingScheduler(ContinuousBatchScheduler):
         self._write("fail", result=_plain(result), behind=[_plain(r) for r in behind])
 
     def _write(self, event: str, **fields: Any) -> None:
-        json.dump({"event": event, "clock": self._readings.take(), **fields}, self._file)
-        self._file.write("\n")
+        self._file.write(json.dumps({"event": event, "clock": self._readings.take(), **fields}) + "\n")
 
 
 class Recorder:
     """Owns the log file of a run and the scheduler that writes it."""
 
     def __init__(self, path: str, config: SchedulerConfig, info: BackendInfo, clock: Clock) -> None:
-        self._file = Path(path).open("w", encoding="utf-8")
+        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - open for the life of the engine
         self.scheduler = _RecordingScheduler(config, info, _ReadingsClock(clock), self._file)
 
     def close(self) -> None:
@@ -138,9 +139,11 @@ def replay(path: str) -> ReplayReport:
                     scheduler = _scheduler_from(event, clock)
                 else:
                     _replay_event(scheduler, event, plans, report)
-            except ReplayDifference as difference:
+                if next(clock.readings, None) is not None:
+                    raise ReplayDifference("the clock is read less often than in the recorded run")
+            except WeftError as difference:
                 raise ReplayDifference(f"{where}: {difference}") from None
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, IndexError, AssertionError) as error:
                 raise ReplayDifference(f"{where}: not a weft log, or cut short ({error})") from error
     if scheduler is None:
         raise ReplayDifference(f"{path} is empty: not a weft log")
@@ -148,7 +151,10 @@ def replay(path: str) -> ReplayReport:
 
 
 def _replay_event(
-    scheduler: ContinuousBatchScheduler, event: dict[str, Any], plans: list[IterationPlan], report: ReplayReport
+    scheduler: ContinuousBatchScheduler,
+    event: dict[str, Any],
+    plans: list[IterationPlan],
+    report: ReplayReport,
 ) -> None:
     kind = event["event"]
     if kind == "add":
@@ -196,8 +202,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, dict):
+        names = [
+            f.name for f in dataclasses.fields(value) if f.name != "metadata"
+        ]  # the user's own; decides nothing
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
         return [[_plain(k), _plain(v)] for k, v in value.items()]
     if isinstance(value, frozenset):
         return sorted(value)
@@ -221,7 +230,7 @@ def _scheduler_from(event: dict[str, Any], clock: Clock) -> ContinuousBatchSched
 def _request_from(fields: dict[str, Any]) -> InferenceRequest:
     params = dict(fields["params"])
     params["logit_bias"] = dict(params["logit_bias"])
-    rest = {name: value for name, value in fields.items() if name not in ("params", "priority", "metadata")}
+    rest = {name: value for name, value in fields.items() if name not in ("params", "priority")}
     return InferenceRequest(params=SamplingParams(**params), priority=Priority(fields["priority"]), **rest)
 
 

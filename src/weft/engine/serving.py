@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import random
 import threading
@@ -69,8 +70,12 @@ class ServingEngine:
         self._results: OrderedDict[RequestId, GenerationResult] = OrderedDict()
         self._next_id = 0
         self._thread: threading.Thread | None = None
+        self._turn = threading.RLock()
+        """Held by whoever runs an iteration or shuts down."""
+        self._is_iterating = False
         self._stopping = False
         self._closed = False
+        self._failure: str | None = None
         self._started_at = clock()
         self._latency, self._first_token = Histogram(), Histogram()
         self._between_tokens, self._waiting = Histogram(), Histogram()
@@ -98,13 +103,18 @@ class ServingEngine:
 
     async def submit_async(self, request: InferenceRequest) -> GenerationResult:
         """Submits and waits for the result. Cancelling the task cancels the request."""
-        request_id = None
-        async for output in self.stream(request):
-            request_id = output.request_id
-        assert request_id is not None
-        result = self.get_result(request_id)
-        assert result is not None
-        return result
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[GenerationResult] = loop.create_future()
+
+        def deliver(output: TokenOutput) -> None:
+            if output.is_final:
+                loop.call_soon_threadsafe(_resolve, future, self._results[output.request_id])
+
+        request_id = self._submit(request, deliver)
+        try:
+            return await future
+        finally:
+            self.cancel(request_id)
 
     async def stream(self, request: InferenceRequest) -> AsyncIterator[TokenOutput]:
         """Submits and yields tokens as they come. Leaving the loop early cancels the request.
@@ -160,7 +170,8 @@ class ServingEngine:
         with self._changed:
             while True:
                 if self._stopping:
-                    raise EngineStoppedError("the engine was stopped and takes no more requests")
+                    cause = self._failure or "the engine was stopped"
+                    raise EngineStoppedError(f"{cause} and takes no more requests")
                 sequence = Sequence(request, RequestId(self._next_id), self._seed_for(request))
                 try:
                     self.scheduler.add(sequence)
@@ -184,17 +195,30 @@ class ServingEngine:
 
     def run_iteration(self) -> bool:
         """One step, with what it gave delivered. False: there was nothing to do."""
-        worked = self._core.run_overlapped() if self.config.overlap else self._core.run_plain()
-        return self._deliver() or worked
+        with self._turn:
+            if self._closed:
+                return False
+            self._is_iterating = True
+            try:
+                worked = self._core.run_overlapped() if self.config.overlap else self._core.run_plain()
+                return self._deliver() or worked
+            except Exception as error:
+                self._break_down(error)
+                raise
+            finally:
+                self._is_iterating = False
+                if self._stopping:
+                    self._shut_down()
 
     def run(self) -> None:
         """Runs until `stop`. Uses no CPU while there is nothing to do."""
         while not self._stopping:
             if not self.run_iteration():
                 with self._changed:
-                    if not self.scheduler.has_work and not self._stopping:
+                    if not (self.scheduler.has_work or self.scheduler.has_outputs or self._stopping):
                         self._changed.wait()
-        self._shut_down()
+        with self._turn:
+            self._shut_down()
 
     def run_until_idle(self) -> None:
         """Runs until every request so far is over."""
@@ -213,9 +237,11 @@ class ServingEngine:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        if self._thread is None:
+        with self._turn:
+            if self._is_iterating:
+                return  # called from a callback: the iteration shuts down when it ends
             self._shut_down()
-        elif self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def __enter__(self) -> ServingEngine:
@@ -230,14 +256,25 @@ class ServingEngine:
         if self._closed:
             return
         self._closed = True
-        self._core.drain()
-        with self._lock:
-            for request_id in list(self.scheduler.sequences):
-                self.scheduler.cancel(request_id, "the engine was stopped")
-        self._deliver()
+        if self._failure is None:
+            self._core.drain()
+            with self._lock:
+                for request_id in list(self.scheduler.sequences):
+                    self.scheduler.cancel(request_id, "the engine was stopped")
+            self._deliver()
         self._backend.close()
         if self._recorder is not None:
             self._recorder.close()
+
+    def _break_down(self, error: Exception) -> None:
+        """A mistake inside the engine: every request is told, and none is taken any more."""
+        self._failure = f"the engine failed ({type(error).__name__}: {error})"
+        self._stopping = True
+        with self._lock:
+            for request_id in list(self.scheduler.sequences):
+                with contextlib.suppress(Exception):  # its state may be what is broken
+                    self.scheduler.fail_request(request_id, self._failure)
+        self._deliver()
 
     def _deliver(self) -> bool:
         """Hands out what happened. Callbacks run outside the lock; one that raises ends its own request only."""
@@ -246,7 +283,7 @@ class ServingEngine:
             if not outputs and not results:
                 return False
             for result in results:
-                self._keep(result)
+                self._book(result)
             self._generated_tokens += sum(output.token_id is not None for output in outputs)
             gaps, self.scheduler.token_gaps = self.scheduler.token_gaps, {}
             for gap, times in gaps.items():
@@ -267,13 +304,13 @@ class ServingEngine:
                         output.request_id, f"callback raised {type(error).__name__}: {error}"
                     )
         with self._changed:
+            while len(self._results) > self.config.max_kept_results:
+                self._results.popitem(last=False)
             self._changed.notify_all()
         return True
 
-    def _keep(self, result: GenerationResult) -> None:
+    def _book(self, result: GenerationResult) -> None:
         self._results[result.request_id] = result
-        while len(self._results) > self.config.max_kept_results:
-            self._results.popitem(last=False)
         self._ended[result.state] += 1
         self._waiting.record(result.waiting_time)
         if result.time_to_first_token is not None:
@@ -295,7 +332,7 @@ class ServingEngine:
                 uptime=uptime,
                 requests_pending=len(waiting) - preempted,
                 requests_running=len(scheduler.running),
-                requests_preempted=preempted,
+                requests_preempted=preempted + scheduler.num_resuming,
                 requests_completed=self._ended[RequestState.COMPLETED],
                 requests_failed=self._ended[RequestState.FAILED],
                 requests_cancelled=self._ended[RequestState.CANCELLED],
@@ -318,6 +355,11 @@ class ServingEngine:
     def stats(self) -> tuple[SchedulerStats, KvCacheManagerStats]:
         with self._lock:
             return dataclasses.replace(self.scheduler.stats), self.scheduler.kv_cache.stats()
+
+
+def _resolve(future: asyncio.Future[GenerationResult], result: GenerationResult) -> None:
+    if not future.done():
+        future.set_result(result)
 
 
 def _slot(sequence: Sequence, now: float) -> SlotMetrics:

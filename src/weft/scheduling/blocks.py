@@ -84,6 +84,15 @@ class BlockPool:
             del self._evictable[block]
         self._references[block] += 1
 
+    def share_all(self, blocks: Sequence[int]) -> None:
+        """Shares every one of them or, where one is free, none."""
+        for shared, block in enumerate(blocks):
+            try:
+                self.share(block)
+            except ValueError:
+                self.release(blocks[:shared])
+                raise
+
     def release(self, blocks: Iterable[int]) -> None:
         """Gives one reference back for each block. Later blocks of a sequence are evicted before earlier ones."""
         for block in reversed(list(blocks)):
@@ -131,7 +140,9 @@ class BlockPool:
         assert all(self._keys[block] is None for block in free), "a free block is still cached"
         cached = {block: key for key, block in self._cached.items()}
         assert len(cached) == len(self._cached), "one block is cached under two keys"
-        assert all(self._keys[block] == key for block, key in cached.items()), "the cache disagrees with a block's key"
+        assert all(self._keys[block] == key for block, key in cached.items()), (
+            "the cache disagrees with a block's key"
+        )
         assert evictable <= cached.keys(), "an evictable block is not cached"
         assert sum(key is not None for key in self._keys) == len(cached), "a key is not in the cache"
 

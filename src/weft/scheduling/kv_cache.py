@@ -53,7 +53,9 @@ class KvCacheManager:
     next states that swap as a dependency.
     """
 
-    def __init__(self, num_blocks: int, num_rows: int, swap_blocks: int = 0, bytes_per_block: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, num_rows: int, swap_blocks: int = 0, bytes_per_block: int = 0
+    ) -> None:
         self.pool = BlockPool(num_blocks)
         self.num_rows = num_rows
         self.num_swap_slots = swap_blocks
@@ -84,8 +86,7 @@ class KvCacheManager:
             raise ValueError(f"request {request_id} already holds memory")
         if not self._free_rows:
             return None
-        for block in shared:
-            self.pool.share(block)
+        self.pool.share_all(shared)
         fresh = self._take_blocks(num_blocks)
         if fresh is None:
             self.pool.release(shared)
@@ -124,8 +125,9 @@ class KvCacheManager:
 
     def free(self, allocation: KvCacheAllocation) -> int | None:
         """Gives everything back but the row, which is returned: it may be in a step in flight (`free_row`)."""
-        if self._allocations.pop(allocation.request_id, None) is not allocation:
+        if self._allocations.get(allocation.request_id) is not allocation:
             raise ValueError(f"the memory of request {allocation.request_id} was given back already")
+        del self._allocations[allocation.request_id]
         self.pool.release(allocation.blocks)
         self._free_slots(allocation.swap_slots)
         row = allocation.row
@@ -136,6 +138,11 @@ class KvCacheManager:
         if row in self._free_rows:
             raise ValueError(f"row {row} was given back twice")
         self._free_rows.append(row)
+
+    @property
+    def holders(self) -> list[RequestId]:
+        """The requests that hold rows, blocks or swap slots."""
+        return list(self._allocations)
 
     def block_table(self, request_id: RequestId) -> tuple[int, ...]:
         return tuple(self._allocations[request_id].blocks)

@@ -62,7 +62,9 @@ def swap_seconds(sequence: Sequence, info: BackendInfo) -> float:
     return 2 * -(-sequence.scheduled // info.block_size) * info.swap_seconds_per_block
 
 
-def prefers_swap(sequence: Sequence, mode: PreemptionMode, kv_cache: KvCacheManager, info: BackendInfo) -> bool:
+def prefers_swap(
+    sequence: Sequence, mode: PreemptionMode, kv_cache: KvCacheManager, info: BackendInfo
+) -> bool:
     """Whether to swap this victim out. Falls back to recompute where swap space is full."""
     if mode is PreemptionMode.RECOMPUTE or sequence.allocation is None or sequence.scheduled == 0:
         return False

@@ -51,6 +51,7 @@ class Sequence:
         "error",
         "finish_reason",
         "first_token_at",
+        "has_promised",
         "keys",
         "last_step",
         "last_token_at",
@@ -62,7 +63,6 @@ class Sequence:
         "phase_times",
         "preemptions",
         "priority",
-        "promised",
         "prompt_length",
         "queue_entry",
         "request",
@@ -92,7 +92,7 @@ class Sequence:
         self.target = self.prompt_length
         self.keys: list[BlockKey] = []
         self.root = root_key(request.cache_salt, request.adapter_id)
-        self.promised = False
+        self.has_promised = False
         self.state = RequestState.PENDING
         self.allocation: KvCacheAllocation | None = None
         self.row_known = False

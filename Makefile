@@ -1,0 +1,56 @@
+# Two commands do everything on a fresh machine with Python 3.11 and pip:
+#   make chat    talk to the default model      make test    run every check
+# Set-up happens once, in .venv, and again only when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help chat test lint clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make chat    set up what is missing and talk to the default model (no torch needed)"
+	@echo "make test    set up what is missing and run ruff, mypy and pytest"
+	@echo "make lint    the first two of those alone"
+	@echo "make clean   remove the environment, build output and caches"
+	@echo "PYTHON=...   the interpreter to build .venv with (now: $(PYTHON))"
+
+chat: $(VENV)/.runtime
+	@$(BIN)/weft chat $(ARGS)
+
+test: lint
+	@echo "==> pytest"
+	@$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.dev
+	@echo "==> ruff check"
+	@$(BIN)/ruff check .
+	@echo "==> ruff format --check"
+	@$(BIN)/ruff format --check .
+	@echo "==> mypy"
+	@$(BIN)/mypy
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(0 if sys.version_info >= (3, 11) else f"weft needs Python 3.11 or newer, and $(PYTHON) is {v}. Name another: make PYTHON=python3.12 ...")'
+	@echo "==> creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "==> installing weft and what it runs on (about 100 MB; a minute or so, silent unless something is wrong)"
+	@$(PIP) install --quiet -c constraints.txt -e .
+	@touch $@
+
+# torch is the reference of the parity tests; it goes in first and pinned, so that no other package can pull a newer one.
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "==> installing torch, the reference of the parity tests (the largest download; some minutes)"
+	@$(PIP) install --quiet -c constraints.txt torch
+	@echo "==> installing the other test tools (a minute or so)"
+	@$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,106 @@
+"""weft weaves many requests into one stream of batches: an LLM serving runtime with continuous batching and a paged KV cache.
+
+Names are imported on first use, so that `import weft` costs milliseconds and loads neither numpy nor torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# Where each public name lives. The TYPE_CHECKING block below repeats it for type checkers; a test keeps the two equal.
+_HOME = {
+    "LLM": "weft.llm",
+    "ServingEngine": "weft.engine.serving",
+    "ContinuousBatchScheduler": "weft.scheduling.scheduler",
+    "ServingEngineConfig": "weft.config",
+    "SchedulerConfig": "weft.config",
+    "KvCachePoolConfig": "weft.config",
+    "PriorityPolicy": "weft.config",
+    "PreemptionMode": "weft.config",
+    "RequestId": "weft.request",
+    "Priority": "weft.request",
+    "RequestState": "weft.request",
+    "FinishReason": "weft.request",
+    "SamplingParams": "weft.request",
+    "InferenceRequest": "weft.request",
+    "GenerationResult": "weft.request",
+    "TokenOutput": "weft.request",
+    "IterationPlan": "weft.plan",
+    "WeftError": "weft.errors",
+    "InvalidRequestError": "weft.errors",
+    "ModelFileError": "weft.errors",
+    "QueueFullError": "weft.errors",
+    "EngineStoppedError": "weft.errors",
+}
+
+if TYPE_CHECKING:
+    from weft.config import (
+        KvCachePoolConfig,
+        PreemptionMode,
+        PriorityPolicy,
+        SchedulerConfig,
+        ServingEngineConfig,
+    )
+    from weft.engine.serving import ServingEngine
+    from weft.errors import (
+        EngineStoppedError,
+        InvalidRequestError,
+        ModelFileError,
+        QueueFullError,
+        WeftError,
+    )
+    from weft.llm import LLM
+    from weft.plan import IterationPlan
+    from weft.request import (
+        FinishReason,
+        GenerationResult,
+        InferenceRequest,
+        Priority,
+        RequestId,
+        RequestState,
+        SamplingParams,
+        TokenOutput,
+    )
+    from weft.scheduling.scheduler import ContinuousBatchScheduler
+
+__all__ = [
+    "LLM",
+    "ContinuousBatchScheduler",
+    "EngineStoppedError",
+    "FinishReason",
+    "GenerationResult",
+    "InferenceRequest",
+    "InvalidRequestError",
+    "IterationPlan",
+    "KvCachePoolConfig",
+    "ModelFileError",
+    "PreemptionMode",
+    "Priority",
+    "PriorityPolicy",
+    "QueueFullError",
+    "RequestId",
+    "RequestState",
+    "SamplingParams",
+    "SchedulerConfig",
+    "ServingEngine",
+    "ServingEngineConfig",
+    "TokenOutput",
+    "WeftError",
+    "__version__",
+]
+
+if (
+    not TYPE_CHECKING
+):  # hidden from type checkers, to whom a module __getattr__ would make every misspelt name legal
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME:
+            raise AttributeError(f"module 'weft' has no attribute {name!r}")
+        value = getattr(import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

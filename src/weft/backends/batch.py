@@ -1,0 +1,124 @@
+"""The rows of a backend on the host, and from a plan and those rows the index arrays of one step.
+
+A request keeps its row while it runs. Everything is written by absolute index, so a plan that is made again after a
+failure simply overwrites what the failed one left.
+
+    row r:  tokens[r, p]    the token at position p, known or sampled here    prompt | generated ...
+            tables[r, b]    the block that holds positions b * block size ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.backends.noise import as_seed
+from weft.ops.base import StepIndices
+from weft.plan import IterationPlan, RowStart
+from weft.request import RequestId, SamplingParams
+
+
+@dataclass(frozen=True)
+class SampledEntries:
+    """The entries of a plan that sample, in order: what a sampler needs of their rows."""
+
+    request_ids: list[RequestId]
+    rows: np.ndarray  # int64 [S]
+    positions: np.ndarray  # int64 [S]: where the sampled token will stand
+    output_indices: np.ndarray  # int64 [S]: how many tokens were generated before it
+    seeds: np.ndarray  # uint64 [S]
+    temperatures: np.ndarray  # float64 [S]
+    is_plain: np.ndarray  # bool [S]: temperature is all there is to the choice
+    wants_logprobs: bool
+
+
+class Rows:
+    """Tokens, block tables and sampling parameters of the requests that run."""
+
+    def __init__(self, num_rows: int, max_context: int, block_size: int) -> None:
+        self.block_size = block_size
+        # One place more than the context: the last token is sampled, never computed.
+        self.tokens = np.zeros((num_rows, max_context + 1), np.int32)
+        self.tables = np.zeros((num_rows, -(-max_context // block_size)), np.int64)
+        self.prompt_lengths = np.zeros(num_rows, np.int64)
+        self.seeds = np.zeros(num_rows, np.uint64)
+        self.temperatures = np.zeros(num_rows, np.float64)
+        self.is_plain = np.ones(num_rows, np.bool_)
+        self.wants_logprobs = np.zeros(num_rows, np.bool_)
+        self.params: list[SamplingParams | None] = [None] * num_rows
+
+    def update(self, plan: IterationPlan) -> None:
+        """Take over what the plan changes."""
+        for start in plan.row_starts:
+            self._start(start)
+        if plan.table_rows:
+            self.tables[list(plan.table_rows), list(plan.table_indices)] = plan.table_blocks
+
+    def _start(self, start: RowStart) -> None:
+        row, params = start.row, start.params
+        self.tokens[row, : len(start.tokens)] = start.tokens
+        self.tables[row, : len(start.blocks)] = start.blocks
+        self.prompt_lengths[row] = start.prompt_length
+        self.seeds[row] = as_seed(start.seed)
+        self.temperatures[row] = params.temperature
+        self.is_plain[row] = _is_plain(params)
+        self.wants_logprobs[row] = params.logprobs is not None
+        self.params[row] = params
+
+    def indices(self, plan: IterationPlan) -> StepIndices:
+        """The arrays of one step.
+
+        counts      2        1   3
+        tokens      a4 a5    b9  c0 c1 c2        query_starts 0 2 3 6, positions 4 5 9 0 1 2
+        """
+        rows, starts, counts = (np.array(column, np.int64) for column in (plan.rows, plan.starts, plan.counts))
+        query_starts = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(counts, out=query_starts[1:])
+        token_rows = np.repeat(rows, counts)
+        positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], counts)
+        context_lengths = starts + counts
+        blocks = int(-(-context_lengths.max(initial=0) // self.block_size))
+        token_blocks = self.tables[token_rows, positions // self.block_size]
+        return StepIndices(
+            token_ids=self.tokens[token_rows, positions].astype(np.int64),
+            positions=positions,
+            cells=token_blocks * self.block_size + positions % self.block_size,
+            query_starts=query_starts,
+            context_lengths=context_lengths,
+            block_tables=self.tables[rows, :blocks],
+            logit_indices=query_starts[1:][np.array(plan.samples, np.bool_)] - 1,
+        )
+
+    def sampled_entries(self, plan: IterationPlan) -> SampledEntries:
+        samples = np.array(plan.samples, np.bool_)
+        rows = np.array(plan.rows, np.int64)[samples]
+        positions = (np.array(plan.starts, np.int64) + np.array(plan.counts, np.int64))[samples]
+        return SampledEntries(
+            request_ids=[request for request, sampled in zip(plan.request_ids, plan.samples, strict=True) if sampled],
+            rows=rows,
+            positions=positions,
+            output_indices=positions - self.prompt_lengths[rows],
+            seeds=self.seeds[rows],
+            temperatures=self.temperatures[rows],
+            is_plain=self.is_plain[rows],
+            wants_logprobs=bool(self.wants_logprobs[rows].any()),
+        )
+
+    def record(self, entries: SampledEntries, tokens: np.ndarray) -> None:
+        """Write sampled tokens where the next step reads them."""
+        self.tokens[entries.rows, entries.positions] = tokens
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    return (
+        params.top_p == 1.0
+        and params.top_k <= 0
+        and params.min_p == 0.0
+        and params.typical_p == 1.0
+        and params.repetition_penalty == 1.0
+        and params.frequency_penalty == 0.0
+        and params.presence_penalty == 0.0
+        and not params.logit_bias
+        and params.min_tokens == 0
+    )

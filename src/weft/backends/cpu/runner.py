@@ -1,0 +1,136 @@
+"""The CPU backend: rows, paged KV cache and swap space of one model, and the thread that runs steps over them.
+
+A plan is carried out from start to end in one worker thread, in the order of submission, so no state here needs a
+lock. The caller plans the next step meanwhile: BLAS lets go of the interpreter while it computes.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from weft.backends.batch import Rows
+from weft.backends.cpu.sampler import sample
+from weft.backends.cpu.swap import SwapSpace
+from weft.config import KvCachePoolConfig
+from weft.errors import InvalidRequestError, ModelFileError
+from weft.loading.gguf import read_gguf
+from weft.loading.names import by_decoder_name
+from weft.loading.vocabulary import read_vocabulary
+from weft.models.decoder import Decoder
+from weft.models.registry import build_config
+from weft.ops.reference import ReferenceOps
+from weft.plan import BackendInfo, IterationPlan, StepResult
+
+# Without a wish the cache takes this share of the free memory, and no more than this.
+_MEMORY_SHARE = 4
+_MOST_BYTES = 2 << 30
+
+# What a small machine does in a second: only their ratio matters, and only to the choice between recompute and swap.
+_OPERATIONS_PER_SECOND = 1e11
+_COPIED_BYTES_PER_SECOND = 4e9
+
+
+class CpuBackend:
+    """`Backend` over a decoder whose arrays are numpy's."""
+
+    def __init__(self, decoder: Decoder, eos_token_ids: frozenset[int]) -> None:
+        self._decoder = decoder
+        self._eos_token_ids = eos_token_ids
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-cpu")
+
+    def allocate(self, pool: KvCachePoolConfig, num_rows: int) -> BackendInfo:
+        config = self._decoder.config
+        one_block = self._decoder.new_cache(1, pool.block_size)
+        num_blocks = _choose_blocks(pool, one_block.nbytes, config.max_context)
+        swap_blocks = num_blocks // 2 if pool.swap_blocks is None else pool.swap_blocks
+        try:
+            self._cache = self._decoder.new_cache(num_blocks, pool.block_size)
+            self._swaps = SwapSpace(self._cache, swap_blocks)
+        except MemoryError as error:
+            raise InvalidRequestError(
+                f"num_blocks {num_blocks} and swap_blocks {swap_blocks} of {one_block.nbytes} bytes do not fit into "
+                f"memory ({_available_memory() >> 20} MiB available); ask for fewer",
+                field="num_blocks",
+            ) from error
+        self._rows = Rows(num_rows, config.max_context, pool.block_size)
+        weights = config.layers * (
+            config.hidden_size * (2 * config.heads + 2 * config.kv_heads) * config.head_size
+            + 3 * config.hidden_size * config.feed_forward_size
+        )
+        return BackendInfo(
+            vocabulary_size=config.vocabulary_size,
+            max_context=config.max_context,
+            num_blocks=num_blocks,
+            block_size=pool.block_size,
+            swap_blocks=swap_blocks,
+            bytes_per_block=one_block.nbytes,
+            eos_token_ids=self._eos_token_ids,
+            recompute_seconds_per_token=2 * weights / _OPERATIONS_PER_SECOND,
+            swap_seconds_per_block=one_block.nbytes / _COPIED_BYTES_PER_SECOND,
+        )
+
+    def submit(self, plan: IterationPlan) -> Future[StepResult]:
+        return self._worker.submit(self._run, plan)
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True)
+
+    def _run(self, plan: IterationPlan) -> StepResult:
+        """One plan, in the worker thread. Never raises: a swap that ran must be reported whatever the step does."""
+        self._swaps.accept(plan)
+        self._swaps.run_ready(last_step_over=plan.step - 1)
+        try:
+            self._rows.update(plan)
+            result = self._compute(plan) if plan.rows else StepResult()
+        except Exception as error:
+            result = StepResult(error=f"{type(error).__name__}: {error}")
+        self._swaps.run_ready(last_step_over=plan.step)
+        finished, failed = self._swaps.take_reports()
+        return StepResult(result.tokens, result.logprobs, result.errors, result.error, finished, failed)
+
+    def _compute(self, plan: IterationPlan) -> StepResult:
+        logits = self._decoder.forward(self._rows.indices(plan), self._cache)
+        entries = self._rows.sampled_entries(plan)
+        if not len(entries.rows):
+            return StepResult()
+        sampled = sample(logits, entries, self._rows, self._eos_token_ids)
+        self._rows.record(entries, sampled.tokens)
+        return StepResult(
+            tokens=sampled.tokens.tolist(),
+            logprobs=None if sampled.logprobs is None else sampled.logprobs.tolist(),
+            errors={entries.request_ids[entry]: error for entry, error in sampled.errors.items()},
+        )
+
+
+def open_cpu_backend(model_path: Path, dtype: np.dtype | type = np.float32) -> CpuBackend:
+    """The backend for a GGUF file; errors name the file."""
+    file = read_gguf(model_path)
+    try:
+        vocabulary = read_vocabulary(file.metadata)
+        decoder = Decoder(build_config(file.metadata), by_decoder_name(file.tensors), ReferenceOps(dtype))
+    except ModelFileError as error:
+        raise ModelFileError(f"{model_path}: {error}") from error
+    return CpuBackend(decoder, vocabulary.end_ids)
+
+
+def _choose_blocks(pool: KvCachePoolConfig, block_bytes: int, max_context: int) -> int:
+    if pool.num_blocks is not None:
+        return pool.num_blocks
+    wanted = min(_MOST_BYTES, _available_memory() // _MEMORY_SHARE) // block_bytes
+    # One request must be able to use the model's whole context.
+    return max(wanted, -(-max_context // pool.block_size))
+
+
+def _available_memory() -> int:
+    """Bytes that can be taken without swapping, as far as the system says."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

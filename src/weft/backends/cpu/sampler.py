@@ -1,0 +1,133 @@
+"""From logits to tokens, for all sampling entries of a step at once.
+
+Order: penalties, bias and forbidden tokens; then, unless greedy, temperature, top-k, top-p, min-p, typical-p; then
+the argmax of what is left plus the noise of `backends.noise`. Greedy is the argmax without noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.backends.batch import Rows, SampledEntries
+from weft.backends.noise import GUMBEL_MAX, GUMBEL_MIN, gumbel, noise_keys
+from weft.request import SamplingParams
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One token per entry; an entry with an error has a token without meaning."""
+
+    tokens: np.ndarray  # int64 [S]
+    logprobs: np.ndarray | None  # float64 [S], under the model's own distribution: before any of the parameters
+    errors: dict[int, str]  # entry -> why it has no token
+
+
+def sample(logits: np.ndarray, entries: SampledEntries, rows: Rows, eos_token_ids: Collection[int]) -> Sampled:
+    """The tokens of one step; `logits` [S, vocabulary] is left as it is."""
+    errors: dict[int, str] = {}
+    best = logits.max(axis=1)  # NaN where a row has one
+    for entry in np.flatnonzero(~np.isfinite(best)):
+        errors[int(entry)] = "the model's output is not a number (NaN or infinite logits)"
+
+    scores = logits
+    shaped = [entry for entry in np.flatnonzero(~entries.is_plain).tolist() if entry not in errors]
+    if shaped:
+        scores = logits.copy()
+        for entry in shaped:
+            error = _shape(scores[entry], entry, entries, rows, eos_token_ids)
+            if error is not None:
+                errors[entry] = error
+    tokens = scores.argmax(axis=1)
+    drawn = np.flatnonzero(entries.temperatures > 0.0)
+    drawn = drawn[[int(entry) not in errors for entry in drawn]] if errors else drawn
+    if len(drawn):
+        tokens[drawn] = _draw(scores[drawn], drawn, entries, rows)
+
+    logprobs = None
+    if entries.wants_logprobs:
+        totals = np.exp((logits - best[:, None]).astype(np.float64)).sum(axis=1)
+        logprobs = logits[np.arange(len(tokens)), tokens].astype(np.float64) - best - np.log(totals)
+    return Sampled(tokens, logprobs, errors)
+
+
+def _shape(
+    scores: np.ndarray, entry: int, entries: SampledEntries, rows: Rows, eos_token_ids: Collection[int]
+) -> str | None:
+    """Apply what changes the logits of one entry, in place; returns why that leaves nothing to choose."""
+    row, length = int(entries.rows[entry]), int(entries.positions[entry])
+    params = rows.params[row]
+    assert params is not None, "a row samples before it was started"
+    _penalise(scores, params, rows.tokens[row, :length], int(rows.prompt_lengths[row]))
+    if params.logit_bias:
+        ids = np.fromiter(params.logit_bias, np.int64)
+        if ids.max() >= len(scores):
+            return f"logit_bias names token {ids.max()}; allowed: 0 to {len(scores) - 1}"
+        scores[ids] += np.fromiter(params.logit_bias.values(), np.float64)
+    if entries.output_indices[entry] < params.min_tokens:
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        scores[[token for token in ends if token < len(scores)]] = -np.inf
+    return "every token is forbidden by the request's parameters" if scores.max() == -np.inf else None
+
+
+def _penalise(scores: np.ndarray, params: SamplingParams, tokens: np.ndarray, prompt_length: int) -> None:
+    """Repetition looks at prompt and output and scales; frequency and presence look at the output and subtract."""
+    if params.repetition_penalty != 1.0:
+        seen = np.unique(tokens)
+        values = scores[seen]
+        scores[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
+        generated, counts = np.unique(tokens[prompt_length:], return_counts=True)
+        scores[generated] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _draw(scores: np.ndarray, drawn: np.ndarray, entries: SampledEntries, rows: Rows) -> np.ndarray:
+    """A token for each of the entries `drawn`, whose scores these are, by the highest sum of score and noise."""
+    # Relative to the best, so that even the smallest temperature divides without overflow in what can win.
+    relative = (scores - scores.max(axis=1, keepdims=True)).astype(np.float64)
+    with np.errstate(over="ignore"):
+        relative /= entries.temperatures[drawn, None]
+    for index in np.flatnonzero(~entries.is_plain[drawn]):
+        params = rows.params[entries.rows[drawn[index]]]
+        assert params is not None
+        _filter(relative[index], params)
+        relative[index] -= relative[index].max()  # typical-p may have removed the best
+    # What is too far below the best for any noise to lift it needs none: few tokens are left, and the result is exact.
+    owners, token_ids = np.nonzero(relative >= GUMBEL_MIN - GUMBEL_MAX)
+    keys = noise_keys(entries.seeds[drawn], entries.output_indices[drawn])
+    sums = relative[owners, token_ids] + gumbel(keys[owners], token_ids)
+    starts = np.searchsorted(owners, np.arange(len(drawn)))  # every entry has its best token, so none is empty
+    highest = np.maximum.reduceat(sums, starts)
+    winners = np.flatnonzero(sums == highest[owners])
+    first = np.searchsorted(owners[winners], np.arange(len(drawn)))
+    return token_ids[winners[first]]
+
+
+def _filter(scores: np.ndarray, params: SamplingParams) -> None:
+    """Remove unlikely tokens (score minus infinity), in place. Each filter sees what the one before it left, and
+    keeps all tokens that tie with the last one it keeps."""
+    if 0 < params.top_k < len(scores):
+        scores[scores < np.partition(scores, -params.top_k)[-params.top_k]] = -np.inf
+    if params.top_p < 1.0:
+        ranked = np.sort(scores)[::-1]
+        chances = _softmax(ranked)
+        kept = np.cumsum(chances) - chances < params.top_p  # what stands before a token is not enough yet
+        scores[scores < ranked[kept][-1]] = -np.inf
+    if params.min_p > 0.0:
+        scores[scores < np.log(params.min_p)] = -np.inf  # scores are relative to the best, which never goes
+    if params.typical_p < 1.0:
+        chances = _softmax(scores)
+        logs = np.log(chances, where=chances > 0, out=np.full_like(chances, -np.inf))
+        entropy = -(chances * np.where(chances > 0, logs, 0.0)).sum()
+        surprise = np.abs(-logs - entropy)
+        order = np.argsort(surprise, kind="stable")
+        ranked = chances[order]
+        kept = np.cumsum(ranked) - ranked < params.typical_p
+        scores[surprise > surprise[order][kept][-1]] = -np.inf
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    chances = np.exp(scores - scores.max())
+    return chances / chances.sum()

@@ -1,0 +1,81 @@
+"""What the benches share: quantiles, a bar with its verdict, and the way results are printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Check:
+    """A criterion, what was measured, and whether that meets the bar."""
+
+    criterion: str
+    measured: str
+    bar: str
+    is_met: bool
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The smallest value that `share` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def machine() -> str:
+    """Processor and interpreter: a time says nothing without them."""
+    processor = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{processor}, {platform.python_implementation()} {platform.python_version()}"
+
+
+def print_json(document: dict[str, Any]) -> None:
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return dataclasses.asdict(value)
+        raise TypeError(f"{type(value).__name__} has no place in a report")
+
+    print(json.dumps(document, indent=2, default=plain))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """The first column is text, the others are figures."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    _console().print(table)
+
+
+def print_checks(checks: Iterable[Check]) -> None:
+    table = Table(title="Criteria", title_justify="left")
+    for column in ("criterion", "measured", "bar", "verdict"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        verdict = "[green]met[/]" if check.is_met else "[red]missed[/]"
+        table.add_row(check.criterion, check.measured, check.bar, verdict)
+    _console().print(table)
+
+
+def print_line(text: str) -> None:
+    _console().print(text, highlight=False)
+
+
+def _console() -> Console:
+    """Of a fixed width where the output is no terminal: a table in a file or a log is not cut."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)

@@ -1,0 +1,205 @@
+"""Host time of a step: what `schedule` and `apply` cost, by how many requests run and how many wait.
+
+The scheduler is the real one on the real clock; there is no backend. All requests that run decode, at positions that
+are spread evenly over their blocks, so that one in `BLOCK_SIZE` grows and one is hashed in every step. All rows are
+taken, so that those that wait are looked at in every step and cannot start.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import statistics
+import time
+from dataclasses import dataclass
+
+from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table, quantile
+from weft.config import SchedulerConfig
+from weft.plan import BackendInfo, StepResult
+from weft.request import InferenceRequest, RequestId, SamplingParams
+from weft.scheduling.scheduler import ContinuousBatchScheduler
+from weft.scheduling.sequence import Sequence
+
+BLOCK_SIZE = 16
+RUNNING = (1, 32, 256, 1024)
+WAITING = (10, 100_000)
+WARM_UP_STEPS = 2 * BLOCK_SIZE
+LIMIT_MS = 0.5
+"""At 256 running, schedule and apply together, on one Zen 3 core."""
+TOLERANCE = 1.25
+"""How far a ratio of two timings may lie above what it should be: they are taken on a machine that does other work."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The host time of steps with so many requests running and waiting, in milliseconds."""
+
+    running: int
+    waiting: int
+    steps: int
+    schedule_median_ms: float
+    schedule_p99_ms: float
+    apply_median_ms: float
+    apply_p99_ms: float
+    step_median_ms: float
+    step_p99_ms: float
+    blocks_taken_per_step: float
+    full_collections: int
+    """Of the garbage collector's oldest generation, while the steps were timed."""
+
+    @property
+    def microseconds_per_sequence(self) -> float:
+        return 1000 * self.step_median_ms / self.running
+
+
+def main(quick: bool = False, json: bool = False) -> None:
+    cells = measure_all(quick)
+    checks = check(cells)
+    if json:
+        print_json({"machine": machine(), "gc": _describe_gc(), "cells": cells, "checks": checks})
+        return
+    print_table(
+        "Host time of a decode step, ms",
+        ("running", "waiting", "schedule", "p99", "apply", "p99", "both", "p99", "us/sequence", "blocks/step", "gc"),
+        [_row(cell) for cell in cells],
+    )
+    print_checks(checks)
+    print_line(f"{machine()}; one thread; {_describe_gc()}")
+    print_line("schedule, apply, both: median over the steps; gc: full collections while they were timed")
+
+
+def measure_all(quick: bool = False) -> list[Cell]:
+    """Every combination of running and waiting; `quick` takes fewer steps and 100,000 waiting only once."""
+    steps = 64 if quick else 480
+    cells = []
+    for waiting, running in itertools.product(WAITING, RUNNING):
+        if not quick or waiting == WAITING[0] or running == 256:
+            cells.append(measure(running, waiting, steps))
+    return cells
+
+
+def measure(running: int, waiting: int, steps: int) -> Cell:
+    scheduler = decoding_scheduler(running, waiting, steps + WARM_UP_STEPS)
+    for _ in range(WARM_UP_STEPS):
+        _timed_step(scheduler)
+    collections = gc.get_stats()[2]["collections"]
+    blocks = scheduler.kv_cache.stats().blocks_used
+    times = [_timed_step(scheduler) for _ in range(steps)]
+    schedules, applies = [1000 * t[0] for t in times], [1000 * t[1] for t in times]
+    both = [a + b for a, b in zip(schedules, applies, strict=True)]
+    stats = scheduler.kv_cache.stats()
+    assert len(scheduler.queue) == waiting and len(scheduler.running) == running, "a request came or went"
+    return Cell(
+        running=running,
+        waiting=waiting,
+        steps=steps,
+        schedule_median_ms=statistics.median(schedules),
+        schedule_p99_ms=quantile(schedules, 0.99),
+        apply_median_ms=statistics.median(applies),
+        apply_p99_ms=quantile(applies, 0.99),
+        step_median_ms=statistics.median(both),
+        step_p99_ms=quantile(both, 0.99),
+        blocks_taken_per_step=(stats.blocks_used - blocks) / steps,
+        full_collections=gc.get_stats()[2]["collections"] - collections,
+    )
+
+
+def decoding_scheduler(running: int, waiting: int, steps: int) -> ContinuousBatchScheduler:
+    """A scheduler whose rows all decode, none of them at its end for `steps` steps, with `waiting` requests queued."""
+    source = random.Random(running)
+    longest_prompt = 512
+    context = longest_prompt + steps + 2 * BLOCK_SIZE
+    info = BackendInfo(
+        vocabulary_size=50_000,
+        max_context=context,
+        num_blocks=(running + 1) * -(-context // BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+        swap_blocks=0,
+        bytes_per_block=0,
+    )
+    config = SchedulerConfig(
+        max_running=running,
+        # Room for every prompt at once: how they got here is not measured.
+        max_tokens_per_step=(running + 1) * longest_prompt,
+        max_prefill_tokens=(running + 1) * longest_prompt,
+        max_waiting_requests=running + waiting,
+        max_waiting_tokens=(running + waiting) * longest_prompt,
+    )
+    scheduler = ContinuousBatchScheduler(config, info, time.perf_counter)
+    request_ids = itertools.count()
+    params = SamplingParams(max_tokens=context)
+    for index in range(running):
+        # Lengths of every remainder: the same number of sequences reaches the end of a block in every step.
+        length = source.randrange(64, longest_prompt - BLOCK_SIZE, BLOCK_SIZE) + index % BLOCK_SIZE
+        prompt = tuple(source.choices(range(info.vocabulary_size), k=length))
+        scheduler.add(Sequence(InferenceRequest(prompt, params), RequestId(next(request_ids)), seed=0))
+    while any(s.target == s.prompt_length for s in scheduler.sequences.values()):
+        _timed_step(scheduler)
+    prompts = [tuple(source.choices(range(info.vocabulary_size), k=32)) for _ in range(256)]
+    requests = itertools.cycle([InferenceRequest(prompt, params) for prompt in prompts])
+    for request, request_id in zip(requests, itertools.islice(request_ids, waiting), strict=False):
+        scheduler.add(Sequence(request, RequestId(request_id), seed=0))
+    return scheduler
+
+
+def _timed_step(scheduler: ContinuousBatchScheduler) -> tuple[float, float]:
+    """One step as the engine takes it. Seconds of `schedule` and of `apply`."""
+    began = time.perf_counter()
+    plan = scheduler.schedule()
+    planned = time.perf_counter()
+    assert plan is not None
+    result = StepResult(tokens=range(sum(plan.samples)))
+    ready = time.perf_counter()
+    scheduler.apply(plan, result)
+    over = time.perf_counter()
+    scheduler.take_outputs()
+    scheduler.token_gaps = {}
+    return planned - began, over - ready
+
+
+def check(cells: list[Cell]) -> list[Check]:
+    at = {(cell.running, cell.waiting): cell for cell in cells}
+    few, many = WAITING
+    at_limit, larger = at[256, few], at[1024, few]
+    growth = larger.step_median_ms / at_limit.step_median_ms
+    queued = at[256, many].step_median_ms / at_limit.step_median_ms
+    return [
+        Check(
+            "host time of a step at 256 running (median)",
+            f"{at_limit.step_median_ms:.3f} ms",
+            f"at most {LIMIT_MS} ms on a Zen 3 core",
+            at_limit.step_median_ms <= LIMIT_MS,
+        ),
+        Check(
+            "no worse than linear in running: 1,024 against 256",
+            f"{growth:.2f} times",
+            f"4 times, {TOLERANCE:.0%} of it tolerated",
+            growth <= 4 * TOLERANCE,
+        ),
+        Check(
+            "flat in waiting: 100,000 against 10, at 256 running",
+            f"{queued:.2f} times",
+            f"1, {TOLERANCE:.0%} of it tolerated",
+            queued <= TOLERANCE,
+        ),
+    ]
+
+
+def _describe_gc() -> str:
+    return f"garbage collector {'on' if gc.isenabled() else 'off'}, thresholds {gc.get_threshold()}"
+
+
+def _row(cell: Cell) -> tuple[str, ...]:
+    times = (
+        *(cell.schedule_median_ms, cell.schedule_p99_ms, cell.apply_median_ms),
+        *(cell.apply_p99_ms, cell.step_median_ms, cell.step_p99_ms),
+    )
+    return (
+        f"{cell.running:,}",
+        f"{cell.waiting:,}",
+        *(f"{value:.3f}" for value in times),
+        f"{cell.microseconds_per_sequence:.2f}",
+        f"{cell.blocks_taken_per_step:.2f}",
+        f"{cell.full_collections}",
+    )

@@ -1,0 +1,195 @@
+"""The `weft` command line: what each command takes and says. The work is imported inside the command that needs it."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft import __version__
+from weft.errors import WeftError
+
+app = typer.Typer(
+    name="weft",
+    help="Serve large language models: continuous batching, a paged KV cache, one engine for a laptop and an H200.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(
+    help="Measure the engine: what a step costs, and what batching brings.", no_args_is_help=True
+)
+app.add_typer(bench_app, name="bench")
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="MODEL",
+        help="'default' (SmolLM2-135M-Instruct, fetched on first use) or a path to a GGUF file.",
+    ),
+]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", "-n", min=1, metavar="N", help="Most new tokens to generate.")
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temperature",
+        "-t",
+        min=0.0,
+        metavar="T",
+        help="Randomness of the choice of tokens; 0 always takes the best.",
+    ),
+]
+Seed = Annotated[
+    int, typer.Option(metavar="N", help="Seed of the sampling noise: the same seed gives the same text.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"weft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def weft(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def pull(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="'default' or a path to a GGUF file.")
+    ] = "default",
+) -> None:
+    """Fetch a model into the cache, check it, and print where it is.
+
+    The cache is the user cache directory; the environment variable WEFT_HOME names another.
+    """
+    from weft.cli.pull import pull_command
+
+    pull_command(model)
+
+
+@app.command()
+def generate(
+    prompts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PROMPT",
+            help="Text to continue; '-' reads it from standard input. Several prompts run as one batch.",
+        ),
+    ],
+    model: Model = "default",
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+) -> None:
+    """Continue one or more prompts and print the text."""
+    from weft.cli.generate import generate_command
+
+    generate_command(prompts, model=model, max_tokens=max_tokens, temperature=temperature, seed=seed)
+
+
+@app.command()
+def chat(
+    model: Model = "default",
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System message that opens the conversation.")
+    ] = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+) -> None:
+    """Talk to a model. Ctrl-C stops an answer; Ctrl-D ends the conversation."""
+    from weft.cli.chat import chat_command
+
+    chat_command(model=model, system=system, max_tokens=max_tokens, temperature=temperature, seed=seed)
+
+
+@app.command()
+def replay(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="LOG",
+            help="A log that an engine wrote (log_path in its config).",
+            exists=True,
+            dir_okay=False,
+        ),
+    ],
+) -> None:
+    """Run a recorded log through the real scheduler again and check that every plan and token is the same."""
+    from weft.cli.replay import replay_command
+
+    replay_command(path)
+
+
+@app.command("simulate-check")
+def simulate_check(
+    scenarios: Annotated[int, typer.Option(min=1, metavar="N", help="How many scenarios to run.")] = 1000,
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Seed of the first scenario; each next one adds 1.")
+    ] = 0,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, metavar="N", help="Processes to spread the scenarios over.")
+    ] = 1,
+) -> None:
+    """Check the engine in seeded simulations: random load, faults and tiny pools on a virtual clock.
+
+    A failure prints its seed; `weft simulate-check --scenarios 1 --seed N` repeats exactly that scenario.
+    """
+    from weft.cli.simulate import simulate_check_command
+
+    simulate_check_command(scenarios=scenarios, seed=seed, jobs=jobs)
+
+
+@bench_app.command("scheduler")
+def bench_scheduler(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer repetitions: a look in seconds, not a result to quote.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Time the scheduler's own work in a step (schedule and apply) against running and waiting requests."""
+    from weft.bench.scheduler import main as run
+
+    run(quick=quick, json=json)
+
+
+@bench_app.command("batching")
+def bench_batching(json: AsJson = False) -> None:
+    """Compare continuous with static batching on a cost model and a virtual clock."""
+    from weft.bench.batching import main as run
+
+    run(json=json)
+
+
+def _one_line(error: WeftError) -> str:
+    """The message on one line; what a hostile file put into it must not reach the terminal as a control code."""
+    text = " ".join(str(error).splitlines()) or type(error).__name__
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
+def main() -> None:
+    """Run the command line. The one place where an expected error becomes a message and an exit code."""
+    try:
+        app()
+    except WeftError as error:
+        print(f"weft: {_one_line(error)}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

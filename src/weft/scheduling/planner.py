@@ -1,0 +1,379 @@
+"""Decides what one step computes: which sequences, how many tokens of each, who is admitted and who gives way."""
+
+from __future__ import annotations
+
+from weft.clock import Clock
+from weft.config import PriorityPolicy, SchedulerConfig
+from weft.plan import BackendInfo
+from weft.request import RequestState
+from weft.scheduling.draft import Draft
+from weft.scheduling.policy import AdmissionPolicy, StepCostModel
+from weft.scheduling.preemption import choose_victims, is_below, work_lost
+from weft.scheduling.roster import Roster
+from weft.scheduling.sequence import Phase, Sequence
+
+MAX_LOOKED_PAST = 16
+"""Waiting requests that one plan may pass over because they cannot start just now. Keeps planning flat in the queue."""
+
+
+class Planner:
+    """Fills drafts. What it changes is in the roster; its own state is whose turn it is."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        info: BackendInfo,
+        roster: Roster,
+        policy: AdmissionPolicy,
+        cost_model: StepCostModel,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._info = info
+        self._roster = roster
+        self._policy = policy
+        self._cost_model = cost_model
+        self._clock = clock
+        self._last_prefill_step = -1
+        self._batch_is_open = True
+
+    def plan(self, draft: Draft) -> None:
+        """Plans over all that run and wait; once more where everyone whose turn it was gave way."""
+        while True:
+            num_victims = len(draft.preempted)
+            if self._config.prefer_pure_decode:
+                self._plan_pure(draft)
+            else:
+                self._plan_mixed(draft, self._roster.running, may_admit=True)
+            if draft.decodes or draft.prefills or len(draft.preempted) == num_victims:
+                return
+
+    def plan_only(self, draft: Draft, sequences: list[Sequence]) -> None:
+        """Plans a step over these alone."""
+        self._plan_mixed(draft, sequences, may_admit=False)
+
+    # ------------------------------------------------------------------ the shape of a step
+
+    def _plan_mixed(self, draft: Draft, sequences: list[Sequence], may_admit: bool) -> None:
+        """Decodes first, then prompts, both those under way and new ones."""
+        may_admit = may_admit and bool(self._roster.queue) and self._joins_open()
+        places = draft.budget.sequences
+        if may_admit and len(sequences) >= places and self._roster.kv_cache.free_rows:
+            # A place for arrivals, or sequences that run would keep them out for good.
+            places = places - 1 if places > 1 else draft.step % 2
+        decodes, prefills, num_now = self._split(sequences, places)
+        self._take_decodes(draft, decodes[:num_now])
+        if prefills or may_admit:
+            self._plan_prompts(draft, prefills, may_admit)
+        if num_now < len(decodes):  # places that no prompt took
+            later = [s for s in decodes[num_now:] if s.state is RequestState.RUNNING]
+            self._take_decodes(draft, later[: min(draft.budget.sequences, draft.budget.tokens)])
+
+    def _plan_pure(self, draft: Draft) -> None:
+        """Either prompts or decodes: a full round of decodes, then one step of prompts if there are any."""
+        decodes, prefills, _ = self._split(self._roster.running, 0)
+        may_admit = bool(self._roster.queue) and self._joins_open()
+        round_is_over = all(s.last_step > self._last_prefill_step for s in decodes)
+        if round_is_over and (prefills or may_admit):
+            self._plan_prompts(draft, prefills, may_admit)
+        if draft.prefills:
+            self._last_prefill_step = draft.step
+        else:
+            still_running = [s for s in decodes if s.state is RequestState.RUNNING]
+            self._take_decodes(draft, still_running[: draft.budget.sequences])
+
+    def _plan_prompts(self, draft: Draft, prefills: list[Sequence], may_admit: bool) -> None:
+        """Prompts under way and new ones take turns at being first."""
+        self._size_prefill(draft)
+        if may_admit and self._arrivals_go_first(draft.step, prefills):
+            self._admit(draft)
+            may_admit = False
+        self._continue_prefills(draft, prefills)
+        if may_admit:
+            self._admit(draft)
+
+    def _split(self, sequences: list[Sequence], places: int) -> tuple[list[Sequence], list[Sequence], int]:
+        """Those that need one token computed to sample the next; those with more to compute; and how many of the
+        former are among the first `places` in turn."""
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        num_now = 0
+        for sequence in sequences:
+            scheduled, target = sequence.scheduled, sequence.target
+            if target >= sequence.limit:
+                continue  # its last token is being sampled
+            if target - scheduled == 1 and scheduled >= sequence.prompt_length:
+                if len(decodes) + len(prefills) < places:
+                    num_now += 1
+                decodes.append(sequence)
+            else:
+                prefills.append(sequence)
+        return decodes, prefills, num_now
+
+    # ------------------------------------------------------------------ decodes
+
+    def _take_decodes(self, draft: Draft, decodes: list[Sequence]) -> None:
+        """Puts decodes into the step and gives those a block that stand at the end of theirs."""
+        block_size = self._info.block_size
+        draft.budget.take_decodes(len(decodes))
+        draft.decodes += decodes
+        growing = [s for s in decodes if s.scheduled % block_size == 0 and _is_full(s, block_size)]
+        if len(growing) > self._roster.kv_cache.pool.available:
+            growing.sort(key=lambda s: (-s.priority, s.order))
+        for sequence in growing:
+            if sequence.state is RequestState.RUNNING and not self._grow(draft, sequence, 1):
+                if self._may_sit_out(draft.step, sequence):
+                    draft.drop(sequence)
+                else:
+                    self._preempt(draft, sequence)  # nobody below it: it gives way itself
+
+    def _grow(self, draft: Draft, sequence: Sequence, num_blocks: int) -> bool:
+        """Extends a block table, preempting others below it where memory is gone."""
+        kv_cache, allocation = self._roster.kv_cache, sequence.allocation
+        assert allocation is not None
+        first = len(allocation.blocks)
+        if not kv_cache.extend(allocation, num_blocks):
+            if self._may_sit_out(draft.step, sequence):
+                return False
+            below = [s for s in self._victims(draft) if is_below(s, sequence)]
+            shortage = num_blocks - kv_cache.pool.available
+            victims = choose_victims(below, sequence, shortage, kv_cache.pool, self._info)
+            if victims is None:
+                return False
+            for victim in victims:
+                self._preempt(draft, victim)
+            if not kv_cache.extend(allocation, num_blocks):
+                return False
+        draft.note_tables(sequence, first)
+        return True
+
+    def _may_sit_out(self, step: int, sequence: Sequence) -> bool:
+        """Whether memory is about to come free by itself, and the sequence can wait for it without falling behind."""
+        if not self._roster.blocks_are_coming:
+            return False
+        turn = -(-len(self._roster.running) // self._config.sequences_per_step)
+        return step - sequence.last_step <= turn
+
+    # ------------------------------------------------------------------ prompts under way
+
+    def _size_prefill(self, draft: Draft) -> None:
+        """ADAPTIVE: no more prompt tokens than the learned cost of a step allows beside the decodes."""
+        if self._config.policy is not PriorityPolicy.ADAPTIVE or not self._config.chunked_prefill:
+            return
+        smallest = self._info.block_size
+        if not self._cost_model.is_ready:
+            # Not two alike: from steps of one size nothing can be learned about size.
+            affordable = smallest * (1 + 2 * (draft.step % 3))
+        else:
+            context = sum(s.scheduled for s in draft.decodes)
+            target = self._config.target_inter_token_latency
+            affordable = self._cost_model.affordable_tokens(len(draft.decodes), context, target)
+        draft.budget.prefill_tokens = min(draft.budget.prefill_tokens, max(affordable, smallest))
+
+    def _continue_prefills(self, draft: Draft, prefills: list[Sequence]) -> None:
+        """Gives the prompts under way their next chunk, the one that waited longest first."""
+        for sequence in prefills:
+            if not draft.budget.for_prefill:
+                break
+            if sequence.state is not RequestState.RUNNING:
+                continue  # preempted while this plan was made
+            self._adopt_hits(draft, sequence)
+            allocation, block_size = sequence.allocation, self._info.block_size
+            assert allocation is not None
+            held = len(allocation.blocks) * block_size - sequence.scheduled
+            if held == 0 and self._roster.prefixes.must_wait(sequence, len(allocation.blocks)):
+                continue
+            count = self._chunk(draft, sequence.target - sequence.scheduled)
+            if count > held:
+                # Take what memory there is; only where there is none at all must someone give way.
+                wanted = -(-(count - held) // block_size)
+                wanted = min(wanted, max(self._roster.kv_cache.pool.available, 0 if held else 1))
+                if wanted and not self._grow(draft, sequence, wanted):
+                    wanted = 0
+                count = min(count, held + wanted * block_size)
+            if count:
+                self._add_prefill(draft, sequence, count)
+
+    def _adopt_hits(self, draft: Draft, sequence: Sequence) -> None:
+        """Takes over blocks that another sequence has filled, or fills in this step, since the last chunk."""
+        allocation, block_size = sequence.allocation, self._info.block_size
+        assert allocation is not None
+        first = len(allocation.blocks)
+        while sequence.scheduled == len(allocation.blocks) * block_size:
+            block = self._roster.prefixes.next_hit(sequence, len(allocation.blocks))
+            if block is None:
+                break
+            self._roster.kv_cache.adopt(allocation, block)
+            sequence.scheduled += block_size
+        draft.note_tables(sequence, first)
+
+    def _chunk(self, draft: Draft, remaining: int) -> int:
+        """How many of the remaining tokens go into this step. 0: wait for a step with more room."""
+        room = draft.budget.for_prefill
+        if self._config.chunked_prefill:
+            return min(remaining, room, self._config.max_chunk_tokens)
+        if remaining > room and remaining <= self._config.longest_whole_prompt:
+            return 0
+        return min(remaining, room)  # a replay after preemption may be longer than a step: then it is split
+
+    def _add_prefill(self, draft: Draft, sequence: Sequence, count: int) -> None:
+        start = sequence.scheduled
+        sequence.scheduled = end = start + count
+        samples = end == sequence.target
+        if samples:
+            sequence.target += 1
+        sequence.last_step = draft.step
+        draft.budget.take_prefill(count)
+        draft.prefills.append((sequence, start, count, samples))
+        draft.registered += self._roster.prefixes.register(sequence, start, end)
+
+    # ------------------------------------------------------------------ admission
+
+    def _joins_open(self) -> bool:
+        """Dynamic batching off: a batch is closed once its first member generates, until all are done."""
+        if self._config.dynamic_batching:
+            return True
+        if not self._roster.running and not self._roster.resuming:
+            self._batch_is_open = True
+        elif any(s.target > s.prompt_length for s in self._roster.running):
+            self._batch_is_open = False
+        first = self._roster.queue.peek()
+        return self._batch_is_open or (first is not None and first.state is RequestState.PREEMPTED)
+
+    def _arrivals_go_first(self, step: int, prefills: list[Sequence]) -> bool:
+        """New prompts and those under way take turns at the budget; who outranks a running one does not wait."""
+        if step % 2 == 0 or not prefills:
+            return True
+        first = self._roster.queue.peek()
+        if first is None or not self._policy.preempts:
+            return False
+        return any(s.priority < first.priority for s in self._roster.running)
+
+    def _admit(self, draft: Draft) -> None:
+        """Admits in the order of the policy until something needed is used up."""
+        queue = self._roster.queue
+        passed: list[object] = []
+        floor = -1
+        while len(passed) < MAX_LOOKED_PAST and draft.budget.for_prefill:
+            sequence = queue.peek()
+            if sequence is None or sequence.priority <= floor:
+                break
+            if not self._batch_is_open and sequence.state is RequestState.PENDING:
+                break
+            if self._roster.is_in_flight(sequence) or sequence.request_id in draft.preempted:
+                # A victim of this very plan, or in flight. What is behind it must outrank it to pass.
+                floor = max(floor, sequence.priority)
+                passed.append(queue.set_aside())
+                continue
+            if sequence.allocation is not None:
+                admitted: bool | None = self._resume(draft, sequence)
+            else:
+                admitted = self._start(draft, sequence)
+            if admitted is None:
+                passed.append(queue.set_aside())
+            elif not admitted:
+                break
+        for entry in passed:
+            queue.put_back(entry)
+
+    def _start(self, draft: Draft, sequence: Sequence) -> bool | None:
+        """Gives a waiting sequence a row, its prefix hits and its first chunk. False: no room; None: not yet, since
+        another is about to compute what it needs next."""
+        kv_cache, prefixes, block_size = self._roster.kv_cache, self._roster.prefixes, self._info.block_size
+        if not kv_cache.free_rows and not self._policy.preempts:
+            return False
+        hits = prefixes.hits(sequence)
+        if prefixes.must_wait(sequence, len(hits)):
+            return None
+        start = len(hits) * block_size
+        count = self._chunk(draft, sequence.target - start)
+        if not count:
+            return False
+        needed = -(-(start + count) // block_size) - len(hits)
+        needed_soon = -(-(sequence.target + 1) // block_size) - len(hits)
+        kv_cache.pool.share_all(hits)  # held while room is made, or a victim's going would count them as room
+        has_room = self._make_room(draft, sequence, needed, needed_soon)
+        allocation = kv_cache.allocate(sequence.request_id, needed, hits) if has_room else None
+        kv_cache.pool.release(hits)
+        if allocation is None:
+            return False
+        self._roster.queue.remove(sequence)
+        sequence.allocation = allocation
+        sequence.scheduled = start
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = start
+        self._roster.join(sequence, draft.step, Phase.PREFILL, self._clock())
+        self._add_prefill(draft, sequence, count)
+        return True
+
+    def _resume(self, draft: Draft, sequence: Sequence) -> bool:
+        """Starts the copy of a swapped-out sequence back into blocks; it runs once the copy is there."""
+        allocation = sequence.allocation
+        assert allocation is not None
+        needed = len(allocation.swap_slots)
+        if not self._make_room(draft, sequence, needed, needed + 1):
+            return False
+        task = self._roster.kv_cache.swap_in(allocation, after_step=draft.step - 1)
+        if task is None:
+            return False
+        self._roster.queue.remove(sequence)
+        draft.swap_in.append(task)
+        sequence.swap_id = task.swap_id
+        self._roster.resuming[task.swap_id] = sequence
+        return True
+
+    def _make_room(self, draft: Draft, sequence: Sequence, needed: int, needed_soon: int) -> bool:
+        """Whether a row and `needed` blocks are there for a waiting sequence, preempting for it where it may.
+
+        Without preempting it starts only where all it needs soon is there beside what running prompts still need:
+        a sequence that starts and is pushed out again has only cost time.
+        """
+        roster = self._roster
+        available, has_row = roster.kv_cache.pool.available, roster.kv_cache.free_rows > 0
+        is_alone = not (roster.running or roster.resuming)
+        if has_row and (is_alone or available - self._still_needed() >= needed_soon):
+            return available >= needed
+        if not self._policy.preempts:
+            return False
+        below = [s for s in self._victims(draft) if s.priority < sequence.priority]
+        if not below or (not has_row and roster.rows_are_coming):
+            return False
+        victims = choose_victims(below, sequence, needed - available, roster.kv_cache.pool, self._info)
+        if victims is None:
+            return False
+        if not has_row and not victims:
+            victims = [min(below, key=lambda s: (s.priority, work_lost(s, self._info), -s.order))]
+        for victim in victims:
+            self._preempt(draft, victim)
+        if roster.kv_cache.free_rows:
+            return True
+        # The victim's row is in a step in flight. Next time this one is first, or the victim would be.
+        roster.queue.promote(sequence)
+        return False
+
+    def _still_needed(self) -> int:
+        """Blocks that the prompts under way will still ask for."""
+        block_size = self._info.block_size
+        return sum(
+            -(-(s.target + 1) // block_size) - len(s.allocation.blocks)
+            for s in self._roster.running
+            if s.target - s.scheduled > 1 and s.allocation is not None
+        )
+
+    # ------------------------------------------------------------------ giving way
+
+    def _victims(self, draft: Draft) -> list[Sequence]:
+        """Running sequences that have made progress since they were admitted and are not final in this plan."""
+        return [s for s in self._roster.running if s.admitted_step <= s.last_step < draft.step]
+
+    def _preempt(self, draft: Draft, sequence: Sequence) -> None:
+        draft.drop(sequence)
+        task = self._roster.suspend(sequence, draft.step, self._clock())
+        if task is not None:
+            draft.swap_out.append(task)
+        draft.preempted.append(sequence.request_id)
+
+
+def _is_full(sequence: Sequence, block_size: int) -> bool:
+    assert sequence.allocation is not None
+    return len(sequence.allocation.blocks) * block_size == sequence.scheduled

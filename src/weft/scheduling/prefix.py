@@ -1,0 +1,93 @@
+"""Prefix sharing between requests: finds blocks by content, and knows which ones are about to be computed by whom."""
+
+from __future__ import annotations
+
+from weft.scheduling.blocks import BlockKey, BlockPool
+from weft.scheduling.preemption import is_below
+from weft.scheduling.sequence import Sequence
+
+
+class PrefixSharing:
+    """Owns the promises: blocks that a running sequence is going to compute, so that others may wait for them.
+
+    A block is found as soon as the step that fills it is planned. Until then it may be promised.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, enabled: bool) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._enabled = enabled
+        self._promises: dict[BlockKey, Sequence] = {}
+
+    def extend_keys(self, sequence: Sequence) -> None:
+        if self._enabled:
+            sequence.extend_keys(self._block_size)
+
+    def hits(self, sequence: Sequence) -> list[int]:
+        """The leading blocks of a waiting sequence that are in the cache."""
+        blocks = []
+        for key in sequence.keys[: self.max_hits(sequence)]:
+            block = self._pool.lookup(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def next_hit(self, sequence: Sequence, index: int) -> int | None:
+        """The block that holds what table entry `index` of a running sequence would hold."""
+        return self._pool.lookup(sequence.keys[index]) if index < self.max_hits(sequence) else None
+
+    def max_hits(self, sequence: Sequence) -> int:
+        """At least one token is left to compute: it gives the logits. Prompt logprobs need them all computed."""
+        if not self._enabled or sequence.request.params.prompt_logprobs is not None:
+            return 0
+        return min(len(sequence.keys), (len(sequence.tokens) - 1) // self._block_size)
+
+    def must_wait(self, sequence: Sequence, index: int) -> bool:
+        """Whether table entry `index`, next to compute, is promised by a running sequence that this one gives way to.
+
+        Only by one it gives way to: the other can then always push it out, so the two never wait for each other.
+        """
+        if index >= self.max_hits(sequence):
+            return False
+        owner = self._promises.get(sequence.keys[index])
+        return owner is not None and owner is not sequence and is_below(sequence, owner)
+
+    def register(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, BlockKey]]:
+        """Makes the blocks findable that are full once start..end is computed, and promises the later ones.
+
+        Returns those that are new to the cache.
+        """
+        if not self._enabled:
+            return []
+        assert sequence.allocation is not None
+        blocks, keys, block_size = sequence.allocation.blocks, sequence.keys, self._block_size
+        registered = []
+        for index in range(start // block_size, min(end // block_size, len(keys))):
+            if self._pool.register(blocks[index], keys[index]):
+                registered.append((blocks[index], keys[index]))
+            if self._promises.get(keys[index]) is sequence:
+                del self._promises[keys[index]]
+        if not sequence.has_promised:
+            sequence.has_promised = True
+            for key in keys[end // block_size :]:
+                self._promises.setdefault(key, sequence)
+        return registered
+
+    def register_generated(self, sequence: Sequence) -> None:
+        """A block that decoding filled is found by its content from now on: its tokens are known at last."""
+        if self._enabled:
+            self.extend_keys(sequence)
+            self.register(sequence, sequence.computed - self._block_size, sequence.computed)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Takes back what a sequence promised and will not compute, or not soon."""
+        if sequence.has_promised:
+            sequence.has_promised = False
+            for key in sequence.keys:
+                if self._promises.get(key) is sequence:
+                    del self._promises[key]
+
+    def check_integrity(self, running: list[Sequence]) -> None:
+        owners = {id(sequence) for sequence in self._promises.values()}
+        assert owners <= {id(s) for s in running}, "a promise of a sequence that does not run"

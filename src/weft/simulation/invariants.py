@@ -1,0 +1,242 @@
+"""What must hold after every step and at the end, whatever the scenario. Each violation names itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listing
+
+from weft.backends.noop import generate_alone
+from weft.config import PriorityPolicy
+from weft.plan import IterationPlan
+from weft.request import (
+    FinishReason,
+    GenerationResult,
+    InferenceRequest,
+    Priority,
+    RequestId,
+    RequestState,
+    TokenOutput,
+)
+from weft.scheduling.scheduler import ContinuousBatchScheduler
+from weft.scheduling.sequence import Sequence
+
+
+class InvariantError(AssertionError):
+    """Something that must always hold does not."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvariantError(message)
+
+
+class PlanWatch:
+    """Looks at every plan in the moment it is submitted, when the scheduler is as it left it."""
+
+    def __init__(self, scheduler: ContinuousBatchScheduler) -> None:
+        self._scheduler = scheduler
+        self._running_counts: list[int] = []
+        self._last_turn: dict[RequestId, int] = {}
+        self._preempted_before: tuple[RequestId, ...] = ()
+        self._salts: dict[int, str] = {}
+        """Block -> the cache salt of the request that filled it."""
+        self.preemptions = 0
+
+    def forget_turns(self) -> None:
+        """A step failed or is tried again in halves: turns are counted anew."""
+        self._last_turn.clear()
+
+    def look(self, plan: IterationPlan) -> None:
+        self._check_budgets(plan)
+        if self._scheduler.may_plan_ahead:
+            self._check_turns(plan)
+        else:
+            self.forget_turns()
+        if plan.preempted:
+            self._check_victims(plan)
+        self._check_order(plan)
+        self._check_sharing(plan)
+        if not self._scheduler.config.dynamic_batching:
+            self._check_batch_is_closed(plan)
+        self._preempted_before = plan.preempted
+        self.preemptions += len(plan.preempted)
+
+    def _check_budgets(self, plan: IterationPlan) -> None:
+        config = self._scheduler.config
+        prompts = plan.counts[plan.num_decodes :]
+        require(len(set(plan.rows)) == len(plan.rows), "a row is twice in one step")
+        require(len(plan.rows) <= config.sequences_per_step, "more sequences in a step than allowed")
+        require(plan.num_tokens <= config.max_tokens_per_step, "token budget overrun")
+        require(sum(prompts) <= config.max_prefill_tokens, "prefill budget overrun")
+        require(all(count > 0 for count in plan.counts), "an entry without tokens")
+        if config.chunked_prefill:
+            require(all(c <= config.max_chunk_tokens for c in prompts), "a chunk is too long")
+        if config.prefer_pure_decode:
+            require(not (plan.num_decodes and prompts), "a mixed step although pure decode is preferred")
+
+    def _check_turns(self, plan: IterationPlan) -> None:
+        """At most 2 x ceil(running / sequences per step) steps between a running sequence's tokens."""
+        scheduler, step = self._scheduler, plan.step
+        running = scheduler.running
+        self._running_counts += [len(running)] * (step + 1 - len(self._running_counts))
+        turns: dict[RequestId, int] = {}
+        for sequence in running:
+            if sequence.target <= sequence.prompt_length or sequence.target - sequence.scheduled > 1:
+                continue  # still computing its prompt, or replaying
+            rid = sequence.request_id
+            last = self._last_turn.get(rid)
+            if sequence.last_step == step or sequence.target >= sequence.limit or last is None:
+                turns[rid] = step
+            else:
+                turns[rid] = last
+            if last is not None and step - last > 1:
+                most = max(self._running_counts[last : step + 1])
+                allowed = 2 * -(-most // scheduler.config.sequences_per_step)
+                require(
+                    step - last <= allowed,
+                    f"request {rid} waited {step - last} steps for a token, allowed are {allowed}",
+                )
+        self._last_turn = turns
+
+    def _check_victims(self, plan: IterationPlan) -> None:
+        """Nobody gives way while someone less important, who could, keeps memory; and nobody in vain."""
+        scheduler = self._scheduler
+        victims = [scheduler.sequences[rid] for rid in plan.preempted if rid in scheduler.sequences]
+        final = set(plan.request_ids[plan.num_decodes :])
+        require(not set(plan.preempted) & set(plan.request_ids), "a victim is still in the plan")
+        if not scheduler.config.prefix_caching:
+            for victim in victims:
+                for other in scheduler.running:
+                    could = other.admitted_step < plan.step and other.last_step >= other.admitted_step
+                    if (
+                        could
+                        and other.request_id not in final
+                        and other.allocation
+                        and other.allocation.blocks
+                    ):
+                        require(
+                            other.priority >= victim.priority,
+                            f"request {victim.request_id} ({Priority(victim.priority).name}) gave way while "
+                            f"{other.request_id} ({Priority(other.priority).name}) was spared",
+                        )
+        if scheduler.config.policy in (PriorityPolicy.FCFS, PriorityPolicy.SHORTEST_JOB_FIRST):
+            # Memory alone is a reason here, so less must be free now than the victims had and one block more.
+            given = sum(-(-s.scheduled // scheduler.info.block_size) for s in victims if s.allocation)
+            if given and all(s.allocation for s in victims) and not scheduler.config.prefix_caching:
+                require(scheduler.kv_cache.pool.available <= given, "someone gave way in vain")
+
+    def _check_order(self, plan: IterationPlan) -> None:
+        """No lesser request starts in a step in which a CRITICAL one is left waiting that could have started."""
+        scheduler = self._scheduler
+        ranks = scheduler.config.policy in (PriorityPolicy.PRIORITY, PriorityPolicy.ADAPTIVE)
+        if not ranks or scheduler.config.prefix_caching or not scheduler.config.dynamic_batching:
+            return
+        if plan.preempted or self._preempted_before:
+            return
+        if any(s.priority < Priority.CRITICAL for s in self._started(plan)):
+            waiting = [
+                s for s in scheduler.queue if s.priority == Priority.CRITICAL and s.last_step < plan.step - 1
+            ]
+            require(not waiting, "a lesser request started while a CRITICAL one waits")
+
+    def _check_sharing(self, plan: IterationPlan) -> None:
+        """Requests with different cache salts never read each other's blocks."""
+        scheduler, block_size = self._scheduler, self._scheduler.info.block_size
+        for task in plan.swap_in:
+            salt = scheduler.sequences[task.request_id].request.cache_salt
+            self._salts.update(dict.fromkeys(task.blocks, salt))
+        entries = list(zip(plan.request_ids, plan.starts, plan.counts, strict=True))
+        for request_id, start, count in entries:
+            sequence = scheduler.sequences[request_id]
+            assert sequence.allocation is not None
+            written = sequence.allocation.blocks[start // block_size : -(-(start + count) // block_size)]
+            self._salts.update(dict.fromkeys(written, sequence.request.cache_salt))
+        for request_id, start, _ in entries[plan.num_decodes :]:
+            sequence = scheduler.sequences[request_id]
+            assert sequence.allocation is not None
+            read = sequence.allocation.blocks[: start // block_size]
+            salt = sequence.request.cache_salt
+            require(
+                all(self._salts[b] == salt for b in read), "a prefix hit on the block of another cache salt"
+            )
+
+    def _check_batch_is_closed(self, plan: IterationPlan) -> None:
+        """Dynamic batching off: nobody new joins once a member of the batch generates."""
+        if not any(s.preemptions == 0 for s in self._started(plan)):
+            return
+        decoding = set(plan.request_ids[: plan.num_decodes])
+        for sequence in self._scheduler.running:
+            generates = sequence.target > sequence.prompt_length and sequence.last_step < plan.step
+            require(
+                sequence.request_id not in decoding and not generates,
+                "a request joined a batch that was closed",
+            )
+
+    def _started(self, plan: IterationPlan) -> list[Sequence]:
+        """Those that begin to compute in this plan; not those that come back from swap space."""
+        return [
+            s
+            for s in self._scheduler.running
+            if s.admitted_step == plan.step and s.last_step == plan.step and s.computed == 0
+        ]
+
+
+class OutputWatch:
+    """Collects what one request is given and checks that it is told once, in order, and to the end."""
+
+    def __init__(self, request: InferenceRequest, request_id: RequestId) -> None:
+        self.request = request
+        self.request_id = request_id
+        self.tokens: list[int] = []
+        self.final: TokenOutput | None = None
+
+    def take(self, output: TokenOutput) -> None:
+        require(self.final is None, f"request {self.request_id} got an output after its final one")
+        require(output.request_id == self.request_id, "an output went to the wrong request")
+        if output.token_id is not None:
+            self.tokens.append(output.token_id)
+            expected = len(self.request.prompt) + len(self.tokens)
+            require(
+                output.sequence_length == expected,
+                f"sequence length {output.sequence_length}, not {expected}",
+            )
+        if output.is_final:
+            self.final = output
+
+
+def check_result(
+    watch: OutputWatch, result: GenerationResult, sequence: Sequence, scheduler: ContinuousBatchScheduler
+) -> None:
+    """The output is what the request gets alone on an empty engine; cut short only where it was ended early."""
+    rid = watch.request_id
+    params = watch.request.params
+    alone = generate_alone(watch.request.prompt, sequence.seed, params, sequence.limit, scheduler.info)
+    tokens = list(result.tokens)
+    if result.state is RequestState.COMPLETED:
+        require(tokens == alone, f"request {rid} got {tokens}, alone it gets {alone}")
+        ended_by_length = len(sequence.request.prompt) + len(tokens) == sequence.limit
+        is_stop = _is_stop(tokens, sequence)
+        if result.finish_reason is FinishReason.LENGTH:
+            require(ended_by_length and not is_stop, f"request {rid} says it ended by length and did not")
+        else:
+            require(is_stop, f"request {rid} says it ended by a stop token and did not")
+    else:
+        require(tokens == alone[: len(tokens)], f"request {rid} got {tokens}, alone it gets {alone}")
+    require(
+        min(result.waiting_time, result.prefill_time, result.decode_time) >= 0,
+        "a phase took less than no time",
+    )
+
+
+def _is_stop(tokens: Listing[int], sequence: Sequence) -> bool:
+    enough = len(tokens) >= sequence.request.params.min_tokens
+    return bool(tokens) and tokens[-1] in sequence.stop_ids and enough
+
+
+def check_empty(scheduler: ContinuousBatchScheduler) -> None:
+    """When all is over, everything is back where it was."""
+    scheduler.check_integrity()
+    stats = scheduler.kv_cache.stats()
+    require(stats.blocks_used == 0, f"{stats.blocks_used} blocks are still in use")
+    require(stats.rows_used == 0, f"{stats.rows_used} rows are still in use")
+    require(stats.swap_blocks_used == 0, f"{stats.swap_blocks_used} swap blocks are still in use")
+    require(not scheduler.has_work, "the scheduler still has work")

@@ -1,0 +1,195 @@
+"""Runs one scenario on the real engine, the detector backend and a virtual clock, and checks it all the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from weft.backends.noop import NoopBackend, SimulatedFault
+from weft.clock import VirtualClock
+from weft.engine.serving import ServingEngine
+from weft.errors import InvalidRequestError, QueueFullError
+from weft.plan import IterationPlan, StepResult
+from weft.request import RequestId, RequestState, TokenOutput
+from weft.scheduling.sequence import Sequence
+from weft.simulation.invariants import OutputWatch, PlanWatch, check_empty, check_result, require
+from weft.simulation.scenario import Arrival, DrawnFaults, Scenario
+
+MAX_ITERATIONS = 5000
+"""Far more than any scenario needs: one that gets there is making no progress."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run covered, to see that the scenarios reach what they are meant to reach."""
+
+    steps: int = 0
+    completed: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    refused: int = 0
+    tokens: int = 0
+    preemptions_by_recompute: int = 0
+    preemptions_by_swap: int = 0
+    swaps_failed: int = 0
+    steps_failed: int = 0
+    tokens_cached: int = 0
+
+    def add(self, other: Outcome) -> None:
+        for name in Outcome.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class _WatchedBackend(NoopBackend):
+    """The detector, with a look at every plan. What breaks in here is a finding, not a fault to recover from."""
+
+    watch: PlanWatch
+    broken: Exception | None = None
+
+    def submit(self, plan: IterationPlan) -> Any:
+        try:
+            self.watch.look(plan)
+            return super().submit(plan)
+        except SimulatedFault:
+            self.watch.forget_turns()
+            raise
+        except Exception as error:
+            self.broken = self.broken or error
+            raise
+
+    def _finish(self, step: Any) -> StepResult:
+        try:
+            result = super()._finish(step)
+        except Exception as error:
+            self.broken = self.broken or error
+            raise
+        if result.failed:
+            self.watch.forget_turns()
+        return result
+
+
+class Simulation:
+    """One run. Owns the clock, the engine and what was seen of every request."""
+
+    def __init__(self, scenario: Scenario, log_path: str | None = None) -> None:
+        self.scenario = scenario
+        self._rng = random.Random(scenario.seed ^ 0x5EED)
+        self.faults = DrawnFaults(scenario, self._rng)
+        self.clock = VirtualClock()
+        self.backend = _WatchedBackend(
+            vocabulary_size=scenario.vocabulary_size,
+            max_context=scenario.max_context,
+            eos_token_ids=scenario.eos_token_ids,
+            random_source=self._rng,
+            faults=self.faults if any(scenario.fault_rates) else None,
+            recompute_seconds_per_token=scenario.recompute_seconds_per_token,
+            swap_seconds_per_block=scenario.swap_seconds_per_block,
+        )
+        config = scenario.engine
+        if log_path is not None:
+            config = dataclasses.replace(config, log_path=log_path)
+        self.engine = ServingEngine(self.backend, config, clock=self.clock, seed=scenario.seed)
+        self.watch = self.backend.watch = PlanWatch(self.engine.scheduler)
+        self.watches: dict[RequestId, OutputWatch] = {}
+        self.sequences: dict[RequestId, Sequence] = {}
+        self._callback_failed: set[RequestId] = set()
+        self._cancelled: set[RequestId] = set()
+        self.outcome = Outcome()
+
+    def run(self) -> Outcome:
+        arrivals = list(reversed(self.scenario.arrivals))
+        cancels: list[tuple[float, RequestId]] = []
+        before = self.clock()
+        for _ in range(MAX_ITERATIONS):
+            now = self.clock()
+            while arrivals and arrivals[-1].at <= now:
+                self._submit(arrivals.pop(), cancels)
+            for entry in [c for c in cancels if c[0] <= now]:
+                cancels.remove(entry)
+                if self.engine.cancel(entry[1]):
+                    self._cancelled.add(entry[1])
+            worked = self.engine.run_iteration()
+            if self.backend.broken is not None:
+                raise self.backend.broken
+            self.engine.scheduler.check_integrity()
+            self._check_deadlines(before)
+            before = now
+            self.clock.advance(self._rng.random() * self.scenario.max_step_seconds)
+            if not worked:
+                if arrivals:
+                    self.clock.advance_to(arrivals[-1].at)
+                elif not self.engine.scheduler.has_work:
+                    break
+        else:
+            require(False, f"no end after {MAX_ITERATIONS} iterations: it makes no progress")
+        self._check_end()
+        return self.outcome
+
+    def _submit(self, arrival: Arrival, cancels: list[tuple[float, RequestId]]) -> None:
+        outputs_seen = 0
+        watch: OutputWatch | None = None
+
+        def take(output: TokenOutput) -> None:
+            nonlocal outputs_seen
+            assert watch is not None
+            watch.take(output)
+            outputs_seen += 1
+            if arrival.callback_raises_at == outputs_seen - 1:
+                self._callback_failed.add(output.request_id)
+                raise RuntimeError("simulated fault in a callback")
+
+        try:
+            request_id = self.engine.submit_with_callback(arrival.request, take)
+        except (QueueFullError, InvalidRequestError):
+            self.outcome.refused += 1
+            return
+        watch = self.watches[request_id] = OutputWatch(arrival.request, request_id)
+        self.sequences[request_id] = self.engine.scheduler.sequences[request_id]
+        if arrival.cancel_at is not None:
+            cancels.append((arrival.cancel_at, request_id))
+
+    def _check_deadlines(self, moment: float) -> None:
+        for sequence in self.engine.scheduler.sequences.values():
+            overdue = sequence.deadline_at is not None and sequence.deadline_at <= moment
+            require(not overdue, f"request {sequence.request_id} goes on after its deadline")
+
+    def _check_end(self) -> None:
+        scheduler = self.engine.scheduler
+        check_empty(scheduler)
+        outcome = self.outcome
+        for request_id, watch in self.watches.items():
+            result = self.engine.get_result(request_id)
+            if result is None:
+                require(False, f"request {request_id} was lost")
+                continue
+            sequence = self.sequences[request_id]
+            check_result(watch, result, sequence, scheduler)
+            if request_id not in self._callback_failed:
+                require(watch.final is not None, f"request {request_id} was never told its end")
+                require(watch.tokens == list(result.tokens), f"request {request_id} was told other tokens")
+            self._check_cause(request_id, result.state)
+            outcome.completed += result.state is RequestState.COMPLETED
+            outcome.cancelled += result.state is RequestState.CANCELLED
+            outcome.failed += result.state is RequestState.FAILED
+            outcome.tokens += len(result.tokens)
+        stats = scheduler.stats
+        outcome.steps += stats.steps
+        outcome.preemptions_by_recompute += stats.preemptions_by_recompute
+        outcome.preemptions_by_swap += stats.preemptions_by_swap
+        outcome.swaps_failed += stats.swaps_failed
+        outcome.steps_failed += stats.steps_failed
+        outcome.tokens_cached += stats.prompt_tokens_cached
+
+    def _check_cause(self, request_id: RequestId, state: RequestState) -> None:
+        """Nobody fails or is cancelled without a reason of its own."""
+        if state is RequestState.FAILED:
+            # A fault that belongs to nobody is survived once; only a second one may end requests.
+            own = request_id in self.faults.hit or request_id in self._callback_failed
+            require(own or self.faults.belong_to_nobody > 1, f"request {request_id} failed without a cause")
+        elif state is RequestState.CANCELLED:
+            has_deadline = self.sequences[request_id].deadline_at is not None
+            require(
+                has_deadline or request_id in self._cancelled, f"request {request_id} ended without a cause"
+            )

@@ -1,0 +1,175 @@
+"""What happens in one simulated run, drawn from a seed: a machine, a configuration, requests, cancels and faults."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.config import (
+    KvCachePoolConfig,
+    PreemptionMode,
+    PriorityPolicy,
+    SchedulerConfig,
+    ServingEngineConfig,
+)
+from weft.plan import IterationPlan, SwapTask
+from weft.request import InferenceRequest, Priority, RequestId, SamplingParams
+
+POLICIES = tuple(PriorityPolicy)
+MODES = tuple(PreemptionMode)
+PRIORITIES = tuple(Priority)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    at: float
+    request: InferenceRequest
+    cancel_at: float | None
+    callback_raises_at: int | None
+    """The callback raises on this output, counted from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    seed: int
+    engine: ServingEngineConfig
+    vocabulary_size: int
+    max_context: int
+    eos_token_ids: frozenset[int]
+    recompute_seconds_per_token: float
+    swap_seconds_per_block: float
+    fault_rates: tuple[float, float, float, float]
+    """Per submit, per step, per request and step, per swap."""
+    max_step_seconds: float
+    arrivals: tuple[Arrival, ...]
+
+
+def draw(seed: int) -> Scenario:
+    """A scenario small enough to be quick and tight enough to hurt: tiny blocks, tiny pools, few rows."""
+    rng = random.Random(seed)
+    scheduler = _draw_scheduler(rng)
+    block_size = rng.choice((1, 2, 2, 3, 4, 4, 8))
+    # Most pools hold two or three sequences at their longest: memory runs out all the time.
+    num_blocks = -(-rng.randint(12, 60) // block_size) if rng.random() < 0.8 else rng.randint(40, 100)
+    swap_blocks = rng.choice((0, rng.randint(1, 8), num_blocks))
+    engine = ServingEngineConfig(
+        scheduler=scheduler,
+        cache=KvCachePoolConfig(num_blocks=num_blocks, block_size=block_size, swap_blocks=swap_blocks),
+        overlap=rng.random() < 0.6,
+        request_timeout=rng.uniform(0.2, 5.0) if rng.random() < 0.05 else None,
+    )
+    vocabulary_size = rng.choice((30, 200, 50_000))
+    max_context = rng.choice((24, 64, 1024))
+    return Scenario(
+        seed=seed,
+        engine=engine,
+        vocabulary_size=vocabulary_size,
+        max_context=max_context,
+        eos_token_ids=frozenset(rng.sample(range(vocabulary_size), 2)) if rng.random() < 0.5 else frozenset(),
+        recompute_seconds_per_token=rng.choice((1e-5, 1e-4, 1e-3)),
+        swap_seconds_per_block=1e-4,
+        fault_rates=_draw_fault_rates(rng),
+        max_step_seconds=rng.choice((0.01, 0.1)),
+        arrivals=_draw_arrivals(rng, scheduler, min(num_blocks * block_size, max_context)),
+    )
+
+
+def _draw_scheduler(rng: random.Random) -> SchedulerConfig:
+    max_running = rng.randint(1, 8)
+    per_step = rng.randint(1, max_running) if rng.random() < 0.3 else max_running
+    chunked = rng.random() < 0.85
+    tokens = per_step + (rng.randint(0, 24) if chunked else rng.randint(8, 64))
+    return SchedulerConfig(
+        policy=rng.choice(POLICIES),
+        max_running=max_running,
+        max_sequences_per_step=per_step,
+        max_tokens_per_step=tokens,
+        max_prefill_tokens=rng.randint(1, tokens) if chunked else tokens,
+        max_chunk_tokens=rng.choice((1, 3, 7, 16, 64)),
+        chunked_prefill=chunked,
+        prefer_pure_decode=rng.random() < 0.15,
+        dynamic_batching=rng.random() < 0.88,
+        prefix_caching=rng.random() < 0.65,
+        preemption=rng.choice(MODES),
+        ageing_rate=rng.choice((0.0, 0.1, 5.0)),
+        target_inter_token_latency=rng.choice((0.001, 0.02, 1.0)),
+        max_waiting_requests=3 if rng.random() < 0.1 else 100,
+        max_waiting_tokens=60 if rng.random() < 0.1 else 100_000,
+    )
+
+
+def _draw_fault_rates(rng: random.Random) -> tuple[float, float, float, float]:
+    if rng.random() < 0.6:
+        return (0.0, 0.0, 0.0, 0.0)
+    rates = [rng.choice((0.0, 0.02, 0.15)) for _ in range(4)]
+    return (rates[0], rates[1], rates[2] / 4, 2 * rates[3])
+
+
+def _draw_arrivals(rng: random.Random, scheduler: SchedulerConfig, capacity: int) -> tuple[Arrival, ...]:
+    prefixes = [tuple(rng.randrange(30) for _ in range(24)) for _ in range(2)]
+    shares = rng.random() < 0.6
+    mixed_priorities = rng.random() < 0.6
+    cancels = rng.random() < 0.4
+    burst = rng.choice((0.0, 0.02, 0.2))
+    longest = min(capacity - 1, 30)
+    if not scheduler.chunked_prefill and rng.random() < 0.9:
+        longest = min(longest, scheduler.longest_whole_prompt)
+    moment, arrivals = 0.0, []
+    for _ in range(rng.randint(2, 9)):
+        moment += rng.expovariate(1 / burst) if burst else 0.0
+        length = min(rng.randint(1, longest), rng.randint(1, longest))
+        prompt = tuple(rng.randrange(30) for _ in range(length))
+        if shares and rng.random() < 0.8:
+            shared = rng.randint(1, length)
+            prompt = (rng.choice(prefixes)[:shared] + prompt)[:length]
+        max_tokens = rng.randint(1, 4) if rng.random() < 0.3 else rng.randint(4, 24)
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.2 else 0,
+            seed=rng.randrange(3) if rng.random() < 0.5 else None,
+            stop_token_ids=(rng.randrange(30),) if rng.random() < 0.2 else (),
+            ignore_eos=rng.random() < 0.2,
+            prompt_logprobs=1 if rng.random() < 0.05 else None,
+        )
+        request = InferenceRequest(
+            prompt=prompt,
+            params=params,
+            priority=rng.choice(PRIORITIES) if mixed_priorities else Priority.NORMAL,
+            cache_salt=rng.choice(("", "", "", "pepper")),
+            ttft_target=rng.uniform(0.0, 1.0) if rng.random() < 0.2 else None,
+            deadline=rng.uniform(0.0, 2.0) if rng.random() < 0.08 else None,
+        )
+        cancel_at = moment + rng.expovariate(4.0) if cancels and rng.random() < 0.4 else None
+        raises_at = rng.randrange(6) if rng.random() < 0.04 else None
+        arrivals.append(Arrival(moment, request, cancel_at, raises_at))
+    return tuple(arrivals)
+
+
+class DrawnFaults:
+    """Faults at the scenario's rates. Remembers whom they hit, so that the check knows who may have failed."""
+
+    def __init__(self, scenario: Scenario, rng: random.Random) -> None:
+        self._submit, self._step, self._request, self._swap = scenario.fault_rates
+        self._rng = rng
+        self.belong_to_nobody = 0
+        self.hit: set[RequestId] = set()
+
+    def at_submit(self, plan: IterationPlan) -> str | None:
+        if self._submit and self._rng.random() < self._submit:
+            self.belong_to_nobody += bool(plan.rows)
+            return "simulated fault at submit"
+        return None
+
+    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
+        errors: dict[RequestId, str] = {}
+        if self._request:
+            errors = {r: "simulated fault" for r in plan.request_ids if self._rng.random() < self._request}
+            self.hit.update(errors)
+        if self._step and self._rng.random() < self._step:
+            self.belong_to_nobody += bool(plan.rows)
+            return "simulated fault at result", errors
+        return None, errors
+
+    def at_swap(self, task: SwapTask) -> str | None:
+        return "simulated swap fault" if self._swap and self._rng.random() < self._swap else None

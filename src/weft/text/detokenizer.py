@@ -1,0 +1,28 @@
+"""Token ids of a stream to text, token by token, without ever giving out half a character."""
+
+from __future__ import annotations
+
+import codecs
+
+from weft.text.tokenizer import Tokenizer
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """The text of one stream. Each token costs its own bytes, however long the stream already is."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_control: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.control_ids if skip_control else frozenset()
+        self._decoder = _Utf8Decoder("replace")
+
+    def add(self, token_id: int) -> str:
+        """The text that is certain once this token is known; "" while a character is incomplete."""
+        if token_id in self._skipped:
+            return ""
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        """What is left: a replacement character if the stream ended inside a character."""
+        return self._decoder.decode(b"", final=True)

@@ -1,0 +1,36 @@
+"""The text side of a model file: its tokenizer and its chat template, read together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.errors import InvalidRequestError, ModelFileError
+from weft.loading.gguf import read_gguf
+from weft.loading.vocabulary import read_vocabulary
+from weft.text.chat_template import ChatTemplate
+from weft.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ModelText:
+    """`chat_template` is None for a model that was not made for conversations."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+
+    def require_chat_template(self) -> ChatTemplate:
+        if self.chat_template is None:
+            raise InvalidRequestError("the model has no chat template; use a plain prompt instead", field="messages")
+        return self.chat_template
+
+
+def open_model_text(path: Path) -> ModelText:
+    """Tokenizer and chat template of a GGUF file; errors name the file."""
+    file = read_gguf(path)
+    try:
+        tokenizer = Tokenizer(read_vocabulary(file.metadata))
+        has_template = tokenizer.vocabulary.chat_template is not None
+        return ModelText(tokenizer, ChatTemplate(tokenizer) if has_template else None)
+    except ModelFileError as error:
+        raise ModelFileError(f"{path}: {error}") from error

@@ -1,0 +1,22 @@
+"""The simulation notices planted mistakes: a suite that lets one through is not a proof of anything."""
+
+from __future__ import annotations
+
+import pytest
+from mutations import MUTATIONS, Mutation, planted
+
+from weft.simulation.check import SimulationFailed, check
+
+MOST_SCENARIOS = 5000
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_the_simulation_notices(mutation: Mutation) -> None:
+    with planted(mutation), pytest.raises(SimulationFailed):
+        check(MOST_SCENARIOS)
+
+
+def test_a_mutation_whose_text_is_gone_fails_loudly() -> None:
+    gone = Mutation("gone", "weft.scheduling.blocks:root_key", "no such text", "")
+    with pytest.raises(LookupError, match="no longer"), planted(gone):
+        pass

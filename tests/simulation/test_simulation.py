@@ -1,0 +1,58 @@
+"""The whole engine on a virtual clock, over seeded scenarios."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from weft.backends.noop import NoopBackend, generate_alone
+from weft.clock import VirtualClock
+from weft.config import KvCachePoolConfig, ServingEngineConfig
+from weft.engine.recorder import replay
+from weft.engine.serving import ServingEngine
+from weft.request import InferenceRequest, SamplingParams
+from weft.simulation.check import check
+from weft.simulation.run import Outcome, Simulation
+from weft.simulation.scenario import draw
+
+
+def test_5000_scenarios_hold_every_invariant_and_reach_what_they_are_meant_to_reach() -> None:
+    report = check(5000)
+    print(f"{report.scenarios / report.seconds:.0f} scenarios a second")
+    for name in Outcome.__dataclass_fields__:
+        assert getattr(report.outcome, name) > 50, f"the scenarios hardly ever reach {name}"
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    first, second = Simulation(draw(11)), Simulation(draw(11))
+    assert first.run() == second.run()
+    assert {i: w.tokens for i, w in first.watches.items()} == {i: w.tokens for i, w in second.watches.items()}
+
+
+def test_what_a_request_gets_alone_on_an_empty_engine_is_what_the_check_compares_with() -> None:
+    rng = random.Random(7)
+    for _ in range(20):
+        backend = NoopBackend(vocabulary_size=40, eos_token_ids=frozenset({3}))
+        config = ServingEngineConfig(cache=KvCachePoolConfig(num_blocks=64, block_size=4), overlap=False)
+        engine = ServingEngine(backend, config, clock=VirtualClock())
+        params = SamplingParams(max_tokens=rng.randint(1, 30), seed=rng.randrange(100))
+        request = InferenceRequest(tuple(rng.randrange(40) for _ in range(rng.randint(1, 60))), params)
+        request_id = engine.submit(request)
+        engine.run_until_idle()
+        result = engine.get_result(request_id)
+        assert result is not None
+        limit = len(request.prompt) + params.max_tokens
+        assert list(result.tokens) == generate_alone(
+            request.prompt, params.seed or 0, params, limit, backend.info
+        )
+
+
+def test_recorded_scenarios_replay_exactly(tmp_path: Path) -> None:
+    for seed in range(60):
+        path = str(tmp_path / f"{seed}.jsonl")
+        simulation = Simulation(draw(seed), log_path=path)
+        outcome = simulation.run()
+        simulation.engine.stop()
+        report = replay(path)
+        assert report.requests == len(simulation.watches)
+        assert report.steps >= outcome.steps

@@ -1,0 +1,242 @@
+"""Sampling: greedy, the noise, the filters, and what belongs to one request alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from weft.backends.batch import Rows
+from weft.backends.cpu.sampler import Sampled, sample
+from weft.backends.noise import GUMBEL_MAX, GUMBEL_MIN, as_seed, gumbel, noise_bits, noise_keys
+from weft.plan import IterationPlan, RowStart
+from weft.request import RequestId, SamplingParams
+
+VOCABULARY = 1000
+
+
+def draw(
+    logits: np.ndarray,
+    params: list[SamplingParams],
+    *,
+    seeds: list[int] | None = None,
+    history: tuple[int, ...] = (1, 2, 3),
+    prompt_length: int = 3,
+    eos: frozenset[int] = frozenset(),
+    rows: list[int] | None = None,
+) -> Sampled:
+    """Sample one token for each row of logits, as a step of decodes would."""
+    count = len(params)
+    seeds = seeds or list(range(count))
+    rows = rows or list(range(count))
+    starts = tuple(
+        RowStart(row, RequestId(100 + i), history, prompt_length, params[i], seeds[i], (0,)) for i, row in enumerate(rows)
+    )
+    plan = IterationPlan(
+        step=0,
+        num_decodes=count,
+        request_ids=tuple(RequestId(100 + i) for i in range(count)),
+        rows=tuple(rows),
+        starts=(len(history) - 1,) * count,
+        counts=(1,) * count,
+        samples=(True,) * count,
+        row_starts=starts,
+    )
+    state = Rows(max(rows) + 1, 64, 16)
+    state.update(plan)
+    return sample(logits, state.sampled_entries(plan), state, eos)
+
+
+def random_logits(count: int, seed: int = 0, scale: float = 2.0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(count, VOCABULARY), scale=scale).astype(np.float32)
+
+
+def one(logits: np.ndarray, **options: Any) -> int:
+    names = ("seeds", "history", "prompt_length", "eos")
+    extra = {name: options.pop(name) for name in names if name in options}
+    sampled = draw(logits[None].astype(np.float32), [SamplingParams(**options)], **extra)
+    assert not sampled.errors
+    return int(sampled.tokens[0])
+
+
+# --- the noise --------------------------------------------------------------------------------------------------
+
+
+def plain_bits(seed: int, output_index: int, token_id: int) -> int:
+    """The definition in plain integers, as another implementation would write it."""
+    mask, gamma = 2**64 - 1, 0x9E3779B97F4A7C15
+
+    def mix(x: int) -> int:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        return x ^ (x >> 31)
+
+    key = mix((mix((seed + gamma) & mask) + output_index * gamma) & mask)
+    return mix((key + (token_id + 1) * gamma) & mask) >> 32
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 123456789])
+def test_the_bits_are_those_of_the_written_definition(seed: int) -> None:
+    for output_index in (0, 1, 4095):
+        keys = noise_keys(np.array([as_seed(seed)], np.uint64), np.array([output_index]))
+        ids = np.array([0, 1, 49_151, 200_000])
+        assert noise_bits(keys, ids).tolist() == [plain_bits(seed, output_index, int(i)) for i in ids]
+
+
+def test_the_bits_never_change() -> None:
+    """Other implementations, and logs of old runs, depend on these numbers."""
+    keys = noise_keys(np.array([42], np.uint64), np.array([7]))
+    assert noise_bits(keys, np.arange(4)).tolist() == [1900771414, 4050710447, 2710496789, 1432047985]
+
+
+def test_the_noise_is_gumbel_and_independent_in_all_three_arguments() -> None:
+    seeds, indices = np.meshgrid(np.arange(40, dtype=np.uint64), np.arange(40))
+    keys = noise_keys(seeds.ravel(), indices.ravel())
+    noise = gumbel(keys[:, None], np.arange(200)[None, :])
+    assert noise.mean() == pytest.approx(np.euler_gamma, abs=0.01)
+    assert noise.std() == pytest.approx(np.pi / np.sqrt(6), abs=0.01)
+    assert noise.min() >= GUMBEL_MIN and noise.max() <= GUMBEL_MAX
+    by_argument = noise.reshape(40, 40, 200)
+    for axis in range(3):
+        moved = np.moveaxis(by_argument, axis, 0)
+        assert abs(np.corrcoef(moved[:-1].ravel(), moved[1:].ravel())[0, 1]) < 0.01
+    assert len(np.unique(noise)) > 0.999 * noise.size
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------
+
+
+def test_greedy_takes_the_best_and_the_lowest_id_at_a_tie() -> None:
+    logits = random_logits(5)
+    logits[2, [7, 3]] = 50.0
+    sampled = draw(logits, [SamplingParams(temperature=0.0)] * 5)
+    assert sampled.tokens.tolist() == logits.argmax(axis=1).tolist()
+    assert sampled.tokens[2] == 3
+
+
+def test_a_draw_depends_on_seed_and_index_and_not_on_company() -> None:
+    logits = random_logits(1)
+    params = SamplingParams(temperature=1.0)
+    alone = [int(draw(logits, [params], seeds=[s]).tokens[0]) for s in range(8)]
+    together = draw(np.repeat(logits, 8, axis=0), [params] * 8, seeds=list(range(8)), rows=[5, 3, 9, 0, 1, 8, 2, 7])
+    assert together.tokens.tolist() == alone
+    assert len(set(alone)) > 4
+    by_index = {one(logits[0], seeds=[0], history=tuple(range(3, 3 + n)), prompt_length=3) for n in range(3, 13)}
+    assert len(by_index) > 4
+
+
+def test_draws_follow_the_softmax() -> None:
+    chances = np.array([0.5, 0.25, 0.15, 0.1])
+    logits = np.full((4000, 20), -60.0, np.float32)
+    logits[:, :4] = np.log(chances)
+    tokens = draw(logits, [SamplingParams(temperature=1.0)] * 4000).tokens
+    found = np.bincount(tokens, minlength=4)[:4] / 4000
+    np.testing.assert_allclose(found, chances, atol=0.03)
+    cold = draw(logits, [SamplingParams(temperature=0.5)] * 4000).tokens
+    np.testing.assert_allclose(np.bincount(cold)[:4] / 4000, chances**2 / (chances**2).sum(), atol=0.03)
+
+
+def test_leaving_out_hopeless_tokens_changes_nothing() -> None:
+    logits = random_logits(50, scale=12.0)
+    tokens = draw(logits, [SamplingParams(temperature=1.0)] * 50).tokens
+    keys = noise_keys(np.arange(50, dtype=np.uint64), np.zeros(50, np.int64))
+    full = (logits - logits.max(axis=1, keepdims=True)).astype(np.float64) + gumbel(keys[:, None], np.arange(VOCABULARY))
+    assert tokens.tolist() == full.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-3])
+def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
+    logits = random_logits(4)
+    tokens = draw(logits, [SamplingParams(temperature=temperature)] * 4).tokens
+    assert tokens.tolist() == logits.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"top_k": 3}, 3),
+        ({"top_k": 1}, 1),
+        ({"top_p": 0.69}, 2),
+        ({"top_p": 0.71}, 3),  # 0.4 + 0.3 is not enough yet
+        ({"top_p": 1e-9}, 1),
+        ({"min_p": 0.5}, 2),  # half of 0.4
+        ({"min_p": 1.0}, 1),
+        ({"top_k": 4, "top_p": 0.72}, 2),  # of what top-k left: 0.42, 0.32, 0.16, 0.11
+    ],
+)
+def test_filters_keep_the_most_likely(options: dict[str, Any], allowed: int) -> None:
+    chances = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
+    logits = np.full(64, -80.0)
+    logits[10:15] = np.log(chances)
+    drawn = {one(logits, temperature=1.0, seeds=[s], **options) for s in range(300)}
+    assert drawn == set(range(10, 10 + allowed))
+
+
+def test_typical_p_keeps_what_is_as_surprising_as_expected() -> None:
+    # Entropy of these is 1.17: the second (0.92) and third (1.61) lie nearest, the first (0.69) next.
+    logits = np.full(64, -80.0)
+    logits[:4] = np.log([0.5, 0.3, 0.15, 0.05])
+    drawn = {one(logits, temperature=1.0, seeds=[s], typical_p=0.2) for s in range(200)}
+    assert drawn == {1}
+
+
+def test_min_tokens_forbids_the_end_until_enough_is_generated() -> None:
+    logits = np.zeros(32)
+    logits[[5, 6, 7]] = [30.0, 20.0, 10.0]
+    early = {"temperature": 0.0, "max_tokens": 9, "min_tokens": 2, "stop_token_ids": (6,), "eos": frozenset({5})}
+    assert one(logits, **early, history=(1, 2, 3, 4), prompt_length=3) == 7
+    assert one(logits, **early, history=(1, 2, 3, 4, 8), prompt_length=3) == 5
+    assert one(logits, **early, ignore_eos=True, history=(1, 2, 3), prompt_length=3) == 5
+
+
+def test_penalties_and_bias_move_the_choice() -> None:
+    logits = np.zeros(32)
+    logits[[5, 6]] = [4.0, 3.0]
+    seen = {"history": (5, 9, 9), "prompt_length": 1, "temperature": 0.0}
+    assert one(logits, **seen) == 5
+    assert one(logits, **seen, repetition_penalty=2.0) == 6  # in the prompt counts
+    assert one(logits, **seen, presence_penalty=2.0) == 5  # in the prompt does not count
+    logits[9] = 5.0
+    assert one(logits, **seen) == 9
+    assert one(logits, **seen, presence_penalty=0.9) == 9
+    assert one(logits, **seen, frequency_penalty=0.9) == 5  # twice
+    assert one(logits, **seen, logit_bias={20: 50.0}) == 20
+
+
+def test_a_row_that_is_not_a_number_fails_alone() -> None:
+    logits = random_logits(4)
+    expected = draw(logits, [SamplingParams(temperature=0.0)] * 4).tokens
+    for bad in (np.nan, np.inf):
+        broken = logits.copy()
+        broken[1, 500] = bad
+        for temperature in (0.0, 1.0):
+            sampled = draw(broken, [SamplingParams(temperature=temperature)] * 4)
+            assert list(sampled.errors) == [1]
+            if temperature == 0.0:
+                assert np.delete(sampled.tokens, 1).tolist() == np.delete(expected, 1).tolist()
+
+
+def test_a_request_that_forbids_everything_or_names_unknown_tokens_fails_alone() -> None:
+    logits = np.full((3, 8), -np.inf, np.float32)
+    logits[:, 3] = 1.0
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, min_tokens=1, stop_token_ids=(3,)),
+        SamplingParams(temperature=1.0, logit_bias={8: 1.0}),
+    ]
+    sampled = draw(logits, params)
+    assert sampled.tokens[0] == 3
+    assert "every token is forbidden" in sampled.errors[1]
+    assert sampled.errors[2] == "logit_bias names token 8; allowed: 0 to 7"
+
+
+def test_logprobs_are_those_of_the_models_own_distribution() -> None:
+    logits = random_logits(2)
+    params = [SamplingParams(temperature=0.0, logprobs=0), SamplingParams(temperature=0.3, top_k=5, logprobs=0)]
+    sampled = draw(logits, params)
+    wide = logits.astype(np.float64)
+    expected = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    assert sampled.logprobs is not None
+    np.testing.assert_allclose(sampled.logprobs, expected[np.arange(2), sampled.tokens], atol=1e-5)
+    assert draw(logits, [SamplingParams()] * 2).logprobs is None
