@@ -42,7 +42,9 @@ class Histogram:
             seen += count
             if seen >= wanted:
                 if bucket == 0:
-                    return self.FIRST
+                    return min(self.FIRST, self.largest)
+                if bucket == self.NUM_BUCKETS:
+                    return self.largest
                 middle: float = self.FIRST * self.GROWTH ** (bucket - 0.5)
                 return min(middle, self.largest)
         return self.largest

@@ -19,6 +19,7 @@ MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_N = 128
+MAX_SECONDS = 1e9
 
 
 class Priority(IntEnum):
@@ -66,8 +67,7 @@ def _number(name: str, value: object, low: float, high: float, *, above: bool = 
     """Refuses anything but a finite number in low..high (or strictly above `low`)."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
     if not good or not (low < value if above else low <= value) or not value <= high:  # type: ignore[operator]
-        upper = f"up to {high:g}" if math.isfinite(high) else "any finite number above that"
-        _refuse(name, value, f"{'above' if above else 'from'} {low:g}, {upper}")
+        _refuse(name, value, f"{'above' if above else 'from'} {low:g}, up to {high:g}")
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
@@ -204,7 +204,7 @@ class InferenceRequest:
             _text("session_id", self.session_id)
         for name in ("ttft_target", "deadline"):
             if getattr(self, name) is not None:
-                _number(name, getattr(self, name), 0.0, math.inf)
+                _number(name, getattr(self, name), 0.0, MAX_SECONDS)
         if self.max_sequence_length is not None:
             _integer("max_sequence_length", self.max_sequence_length, 2, 2**31 - 1)
 

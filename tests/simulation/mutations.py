@@ -109,7 +109,7 @@ MUTATIONS = (
         "guard for guard in guards if guard is not None",
         "guard for guard in guards if False",
     ),
-    Mutation("swap-out before its step", f"{ROSTER}.suspend", "after_step=draft.step - 1", "after_step=-1"),
+    Mutation("swap-out before its step", f"{ROSTER}.suspend", "after_step=step - 1", "after_step=-1"),
     Mutation(
         "swap-in beside the step that still uses the blocks",
         f"{PLANNER}._resume",
@@ -130,21 +130,16 @@ MUTATIONS = (
     ),
     Mutation("swap slots leak", f"{KV_CACHE}._free_slots", "self._free_swap_slots.extend(slots)", "pass"),
     # -- overlap
-    Mutation(
-        "row reused too soon",
-        f"{ROSTER}.suspend",
-        "sequence.last_step > self._applied_step",
-        "False",
-    ),
+    Mutation("row reused too soon", f"{ROSTER}.suspend", "self.is_in_flight(sequence)", "False"),
     Mutation(
         "memory of an ended request free too soon",
-        f"{SCHEDULER}._end",
-        "sequence.last_step > self._applied_step",
-        "False",
+        f"{ROSTER}.remove",
+        "and self.is_in_flight(sequence)",
+        "and False",
     ),
     Mutation(
         "token of an ended request delivered",
-        f"{SCHEDULER}.apply",
+        f"{SCHEDULER}._take_token",
         "if sequence.finish_reason is not None",
         "if False",
     ),
@@ -194,16 +189,13 @@ MUTATIONS = (
         "if False",
     ),
     Mutation(
-        "two requests wait for each other",
+        "request waits for what it was to compute itself",
         f"{PREFIX}.must_wait",
-        "and is_below(sequence, owner)",
-        "",
+        "owner is not sequence and is_below(sequence, owner)",
+        "True",
     ),
     Mutation(
-        "promise of a request that is gone",
-        f"{PREFIX}.withdraw",
-        "if sequence.promised",
-        "if False",
+        "promise of a request that is gone", f"{PREFIX}.withdraw", "if sequence.has_promised", "if False"
     ),
     Mutation("deadline ignored", f"{SCHEDULER}._expire", "deadlines[0][0] <= now", "False"),
     Mutation("pure decode not pure", f"{PLANNER}._plan_pure", "if draft.prefills:", "if False:"),

@@ -21,17 +21,23 @@ def fetch(model: str, verify: bool = False) -> Path:
     """The file of `model`. Says what is going on, on stderr, only if it has to be fetched."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
+    bars = Progress(*columns, console=console, transient=True)
+    tasks: dict[str, TaskID] = {}
 
-        def show(event: PullProgress) -> None:
-            if event.stage not in tasks:
-                if not tasks:
-                    console.print(f"The model '{model}' is not on this machine yet: fetching it once.", highlight=False)
-                tasks[event.stage] = bars.add_task(_STAGES[event.stage], total=event.total_bytes)
-            bars.update(tasks[event.stage], completed=event.done_bytes)
+    def show(event: PullProgress) -> None:
+        if not tasks:
+            console.print(
+                f"The model '{model}' is not on this machine yet: fetching it once.", highlight=False
+            )
+            bars.start()
+        if event.stage not in tasks:
+            tasks[event.stage] = bars.add_task(_STAGES[event.stage], total=event.total_bytes)
+        bars.update(tasks[event.stage], completed=event.done_bytes)
 
+    try:
         path = pull(model, show, verify)
+    finally:
+        bars.stop()
     if tasks:
         console.print(f"Kept in {path}", highlight=False, soft_wrap=True)
     return path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 BlockKey = bytes
 """SHA-256 over the block's tokens and the key before it: equal keys mean equal content and equal past."""
@@ -93,9 +93,9 @@ class BlockPool:
                 self.release(blocks[:shared])
                 raise
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         """Gives one reference back for each block. Later blocks of a sequence are evicted before earlier ones."""
-        for block in reversed(list(blocks)):
+        for block in reversed(blocks):
             if self._references[block] <= 0:
                 raise ValueError(f"block {block} was given back more often than it was taken")
             self._references[block] -= 1

@@ -64,7 +64,8 @@ class KvCacheManager:
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._free_swap_slots = list(range(swap_blocks - 1, -1, -1))
         self._next_swap_id = 0
-        self._swaps: dict[int, SwapTask] = {}
+        self._swaps: dict[int, list[tuple[dict[int, int], dict[int, int | None]]]] = {}
+        """Swaps that are not over: which guards each is, and whose guard it replaced there."""
         self._block_guards: dict[int, int] = {}
         self._slot_guards: dict[int, int] = {}
         self._dependencies: set[int] = set()
@@ -135,8 +136,8 @@ class KvCacheManager:
         return row
 
     def free_row(self, row: int) -> None:
-        if row in self._free_rows:
-            raise ValueError(f"row {row} was given back twice")
+        if row in self._free_rows or not 0 <= row < self.num_rows:
+            raise ValueError(f"row {row} was given back twice, or never was one")
         self._free_rows.append(row)
 
     @property
@@ -188,11 +189,13 @@ class KvCacheManager:
 
     def finish_swap(self, swap_id: int) -> None:
         """The copy is over, well or not: what it touched is no longer guarded by it."""
-        task = self._swaps.pop(swap_id)
-        for guards, touched in ((self._block_guards, task.blocks), (self._slot_guards, task.swap_slots)):
-            for index in touched:
+        for guards, replaced in self._swaps.pop(swap_id):
+            for index, earlier in replaced.items():
                 if guards.get(index) == swap_id:
                     del guards[index]
+                    # A swap that never began may be over before those it was to wait for.
+                    if earlier in self._swaps:
+                        guards[index] = earlier
         self._dependencies.discard(swap_id)
 
     @property
@@ -258,7 +261,10 @@ class KvCacheManager:
         after = tuple(sorted(guard for guard in guards if guard is not None))
         task = SwapTask(self._next_swap_id, request_id, tuple(blocks), tuple(slots), after_step, after)
         self._next_swap_id += 1
-        self._swaps[task.swap_id] = task
+        self._swaps[task.swap_id] = [
+            (self._block_guards, {block: self._block_guards.get(block) for block in blocks}),
+            (self._slot_guards, {slot: self._slot_guards.get(slot) for slot in slots}),
+        ]
         self._block_guards.update(dict.fromkeys(blocks, task.swap_id))
         self._slot_guards.update(dict.fromkeys(slots, task.swap_id))
         return task

@@ -84,7 +84,7 @@ class Planner:
 
     def _plan_prompts(self, draft: Draft, prefills: list[Sequence], may_admit: bool) -> None:
         """Prompts under way and new ones take turns at being first."""
-        self._size_prefill(draft)
+        self._size_prefill(draft, prefills)
         if may_admit and self._arrivals_go_first(draft.step, prefills):
             self._admit(draft)
             may_admit = False
@@ -156,7 +156,7 @@ class Planner:
 
     # ------------------------------------------------------------------ prompts under way
 
-    def _size_prefill(self, draft: Draft) -> None:
+    def _size_prefill(self, draft: Draft, prefills: list[Sequence]) -> None:
         """ADAPTIVE: no more prompt tokens than the learned cost of a step allows beside the decodes."""
         if self._config.policy is not PriorityPolicy.ADAPTIVE or not self._config.chunked_prefill:
             return
@@ -165,7 +165,8 @@ class Planner:
             # Not two alike: from steps of one size nothing can be learned about size.
             affordable = smallest * (1 + 2 * (draft.step % 3))
         else:
-            context = sum(s.scheduled for s in draft.decodes)
+            # All prompts under way are counted, though not all may fit: a step too short harms nobody.
+            context = sum(s.scheduled for s in (*draft.decodes, *prefills))
             target = self._config.target_inter_token_latency
             affordable = self._cost_model.affordable_tokens(len(draft.decodes), context, target)
         draft.budget.prefill_tokens = min(draft.budget.prefill_tokens, max(affordable, smallest))

@@ -106,12 +106,15 @@ class StepCostModel:
         return base + per_token * tokens + per_context * context
 
     def affordable_tokens(self, decodes: int, context: int, seconds: float) -> int:
-        """How many prompt tokens fit beside the decodes into a step of `seconds`."""
-        per_token = self.coefficients[1]
+        """How many prompt tokens fit beside the decodes into a step of `seconds`.
+
+        `context` is what all sequences of the step have behind them; each new token adds itself to it.
+        """
+        each = self.coefficients[1] + self.coefficients[2]
         spare = seconds - self.predict(decodes, context)
-        if per_token <= 0:
+        if each <= 0:
             return 1 << 30 if spare > 0 else 0
-        return max(0, int(spare / per_token))
+        return max(0, int(spare / each))
 
     def _solve(self) -> list[float]:
         """Gauss elimination of the 3 x 3 normal equations, kept regular by a small ridge."""

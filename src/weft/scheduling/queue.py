@@ -81,6 +81,8 @@ class RequestQueue:
 
     def set_aside(self) -> object:
         """Takes the first entry out for a moment; `put_back` returns it to its place."""
+        if self.peek() is None:
+            raise ValueError("the queue is empty")
         entry = heapq.heappop(self._heap)
         self._forget(entry.sequence)
         return entry

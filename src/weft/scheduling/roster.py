@@ -90,7 +90,7 @@ class Roster:
 
     def forget_computed(self, sequence: Sequence) -> None:
         """Nothing of it is in memory any more: it starts from its tokens."""
-        sequence.allocation = None
+        sequence.allocation = sequence.swap_id = None
         sequence.computed = sequence.scheduled = 0
         sequence.admitted_step = NEVER
 
@@ -98,10 +98,11 @@ class Roster:
         """Takes a sequence that is over out of wherever it is, with everything it holds given back."""
         if sequence.queue_entry is not None:
             self.queue.remove(sequence)
-        elif sequence.swap_id is not None:
-            self.resuming.pop(sequence.swap_id, None)
-        else:
+        elif sequence.state is RequestState.RUNNING:
             self.running.remove(sequence)
+        else:
+            assert sequence.swap_id is not None
+            del self.resuming[sequence.swap_id]
         self.prefixes.withdraw(sequence)
         del self.sequences[sequence.request_id]
         if sequence.allocation is not None:

@@ -10,7 +10,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise, repeat
 
 from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig
@@ -255,46 +255,80 @@ class ContinuousBatchScheduler:
         """Commits a step that succeeded. `seconds` it took, where the engine measured it."""
         flight = self._in_flight.popleft()
         assert flight.plan is plan, "steps are applied in the order they were planned"
-        step, now = plan.step, self._clock()
-        tokens = iter(result.tokens)
-        logprobs = iter(result.logprobs or ())
-        self._roster.applied_step = step
-        for sequence, start, count, samples in zip(
-            flight.sequences, plan.starts, plan.counts, plan.samples, strict=True
-        ):
-            token = next(tokens) if samples else -1
-            logprob = next(logprobs, None) if samples else None
-            if sequence.finish_reason is not None:
-                continue  # it ended while the step was in flight: the token is discarded
-            if sequence.admitted_step <= step:
-                sequence.computed = start + count
-            if samples:
-                self._take_token(sequence, token, logprob, now)
+        self._roster.applied_step = plan.step
+        now = self._clock()
+        num_told = len(self._outputs)
+        self._commit_decodes(flight, result, now)
+        self._commit_prefills(flight, result, now)
+        self.stats.tokens_generated += len(self._outputs) - num_told
         self._finish_swaps(result)
-        self._roster.settle(step)
+        self._roster.settle(plan.step)
         self._account(plan, seconds)
+
+    def _commit_decodes(self, flight: Flight, result: StepResult, now: float) -> None:
+        """The loop that runs for every token of every stream: what is usual is done here, the rest elsewhere."""
+        plan, block_size = flight.plan, self.info.block_size
+        decoding, outputs = Phase.DECODE, self._outputs
+        logprobs = result.logprobs if result.logprobs is not None else repeat(None)
+        last_token_at, num_alike = now, 0
+        entries = zip(flight.sequences, plan.starts, result.tokens, logprobs, strict=False)
+        for sequence, start, token, logprob in islice(entries, plan.num_decodes):
+            tokens = sequence.tokens
+            length = len(tokens) + 1
+            is_usual = sequence.phase is decoding and length < sequence.limit
+            if not is_usual or token in sequence.stop_ids:
+                self._commit(sequence, plan.step, start + 1)
+                self._take_token(sequence, token, logprob, now)
+                continue
+            tokens.append(token)
+            sequence.computed = computed = start + 1
+            if sequence.last_token_at != last_token_at:
+                self._count_gaps(now - last_token_at, num_alike)
+                last_token_at, num_alike = sequence.last_token_at, 0
+            num_alike += 1
+            sequence.last_token_at = now
+            if logprob is not None:
+                sequence.logprobs.append(logprob)
+            if computed % block_size == 0:
+                self._roster.prefixes.register_generated(sequence)
+            outputs.append(TokenOutput(sequence.request_id, token, "", logprob, False, None, length))
+        self._count_gaps(now - last_token_at, num_alike)
+
+    def _commit_prefills(self, flight: Flight, result: StepResult, now: float) -> None:
+        plan = flight.plan
+        sampled = plan.num_decodes
+        for entry in range(plan.num_decodes, len(plan.rows)):
+            sequence = flight.sequences[entry]
+            self._commit(sequence, plan.step, plan.starts[entry] + plan.counts[entry])
+            if plan.samples[entry]:
+                logprob = None if result.logprobs is None else result.logprobs[sampled]
+                self._take_token(sequence, result.tokens[sampled], logprob, now)
+                sampled += 1
+
+    def _commit(self, sequence: Sequence, step: int, end: int) -> None:
+        """What the step computed is in the cache for good, if its sequence still holds that memory."""
+        if sequence.admitted_step <= step:
+            sequence.computed = end
 
     def _take_token(self, sequence: Sequence, token: int, logprob: float | None, now: float) -> None:
         """Appends a sampled token, tells it, and ends the request where it is the last one."""
-        tokens = sequence.tokens
-        tokens.append(token)
-        length = len(tokens)
+        if sequence.finish_reason is not None:
+            return  # it ended while the step was in flight: the token is discarded
+        sequence.tokens.append(token)
+        length = len(sequence.tokens)
         if logprob is not None:
             sequence.logprobs.append(logprob)
         if sequence.first_token_at is not None:
-            sequence.decode_steps += 1
-            gap = now - sequence.last_token_at
-            self.token_gaps[gap] = self.token_gaps.get(gap, 0) + 1
+            self._count_gaps(now - sequence.last_token_at, 1)
         else:
             sequence.first_token_at = now
             target = sequence.request.ttft_target
             self.stats.ttft_targets_missed += target is not None and now - sequence.arrival > target
         sequence.last_token_at = now
-        self.stats.tokens_generated += 1
         if sequence.phase is Phase.PREFILL:
             sequence.enter(Phase.DECODE, now)
         computed = sequence.computed
-        if computed % self.info.block_size == 0 and computed and sequence.state is RequestState.RUNNING:
+        if computed and computed % self.info.block_size == 0 and sequence.state is RequestState.RUNNING:
             self._roster.prefixes.register_generated(sequence)
         reason = None
         if token in sequence.stop_ids and length >= sequence.min_length:
@@ -307,6 +341,10 @@ class ContinuousBatchScheduler:
         )
         if reason is not None:
             self._end(sequence, RequestState.COMPLETED, reason)
+
+    def _count_gaps(self, gap: float, times: int) -> None:
+        if times:
+            self.token_gaps[gap] = self.token_gaps.get(gap, 0) + times
 
     def _account(self, plan: IterationPlan, seconds: float | None) -> None:
         num_tokens = plan.num_tokens
@@ -327,6 +365,9 @@ class ContinuousBatchScheduler:
             if sequence is not None:
                 sequence.swap_id = None
                 if failed:
+                    # NOTE: an earlier copy may still read these blocks; taken anew they state it.
+                    assert sequence.allocation is not None
+                    roster.kv_cache.truncate(sequence.allocation, 0)
                     sequence.computed = sequence.scheduled = 0
                 is_prompt = sequence.target - sequence.scheduled > 1
                 phase = Phase.PREFILL if is_prompt else Phase.DECODE
@@ -341,7 +382,6 @@ class ContinuousBatchScheduler:
         for sequence in self.queue:
             if sequence.swap_id == swap_id and sequence.allocation is not None:
                 self.kv_cache.free(sequence.allocation)
-                sequence.swap_id = None
                 self._roster.forget_computed(sequence)
                 return
 

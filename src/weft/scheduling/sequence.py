@@ -47,7 +47,6 @@ class Sequence:
         "cached_tokens",
         "computed",
         "deadline_at",
-        "decode_steps",
         "error",
         "finish_reason",
         "first_token_at",
@@ -110,7 +109,6 @@ class Sequence:
         self.phase_times = [0.0, 0.0, 0.0]
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
-        self.decode_steps = 0
         self.cached_tokens: int | None = None
         self.preemptions = 0
         self.logprobs: list[float] = []
@@ -118,6 +116,11 @@ class Sequence:
     @property
     def generated(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    @property
+    def decode_steps(self) -> int:
+        """Tokens after the first."""
+        return max(0, len(self.tokens) - self.prompt_length - 1)
 
     @property
     def seq_state(self) -> SeqState:

@@ -118,11 +118,14 @@ class PlanWatch:
                             f"request {victim.request_id} ({Priority(victim.priority).name}) gave way while "
                             f"{other.request_id} ({Priority(other.priority).name}) was spared",
                         )
-        if scheduler.config.policy in (PriorityPolicy.FCFS, PriorityPolicy.SHORTEST_JOB_FIRST):
-            # Memory alone is a reason here, so less must be free now than the victims had and one block more.
-            given = sum(-(-s.scheduled // scheduler.info.block_size) for s in victims if s.allocation)
-            if given and all(s.allocation for s in victims) and not scheduler.config.prefix_caching:
-                require(scheduler.kv_cache.pool.available <= given, "someone gave way in vain")
+            if victims and scheduler.config.policy in (
+                PriorityPolicy.FCFS,
+                PriorityPolicy.SHORTEST_JOB_FIRST,
+            ):
+                # Memory is the only reason here: with what is free now the last victim could not have stayed.
+                had = -(-victims[-1].scheduled // scheduler.info.block_size)
+                if victims[-1].allocation is not None:
+                    require(scheduler.kv_cache.pool.available <= had, "someone gave way in vain")
 
     def _check_order(self, plan: IterationPlan) -> None:
         """No lesser request starts in a step in which a CRITICAL one is left waiting that could have started."""

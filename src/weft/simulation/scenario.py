@@ -17,7 +17,7 @@ from weft.plan import IterationPlan, SwapTask
 from weft.request import InferenceRequest, Priority, RequestId, SamplingParams
 
 POLICIES = tuple(PriorityPolicy)
-MODES = tuple(PreemptionMode)
+MODES = (*PreemptionMode, PreemptionMode.SWAP)
 PRIORITIES = tuple(Priority)
 
 
@@ -76,7 +76,7 @@ def draw(seed: int) -> Scenario:
 
 
 def _draw_scheduler(rng: random.Random) -> SchedulerConfig:
-    max_running = rng.randint(1, 8)
+    max_running = rng.choice((1, 2, 3, 4, 5, 6, 8, 8))
     per_step = rng.randint(1, max_running) if rng.random() < 0.3 else max_running
     chunked = rng.random() < 0.85
     tokens = per_step + (rng.randint(0, 24) if chunked else rng.randint(8, 64))
@@ -118,10 +118,10 @@ def _draw_arrivals(rng: random.Random, scheduler: SchedulerConfig, capacity: int
     moment, arrivals = 0.0, []
     for _ in range(rng.randint(2, 9)):
         moment += rng.expovariate(1 / burst) if burst else 0.0
-        length = min(rng.randint(1, longest), rng.randint(1, longest))
+        length = (max if shares else min)(rng.randint(1, longest), rng.randint(1, longest))
         prompt = tuple(rng.randrange(30) for _ in range(length))
         if shares and rng.random() < 0.8:
-            shared = rng.randint(1, length)
+            shared = min(length, rng.randint(4, 24))
             prompt = (rng.choice(prefixes)[:shared] + prompt)[:length]
         max_tokens = rng.randint(1, 4) if rng.random() < 0.3 else rng.randint(4, 24)
         params = SamplingParams(
