@@ -145,7 +145,9 @@ class _Answer:
     def take(self, output: TokenOutput) -> None:
         try:
             self._take(output)
-        except BaseException:  # the engine fails the request and calls no more; whoever waits must not wait for ever
+        except (
+            BaseException
+        ):  # the engine fails the request and calls no more; whoever waits must not wait for ever
             self._end()
             raise
 
@@ -198,10 +200,14 @@ def _params_for_each(
         params = SamplingParams()
     each = [params] * count if isinstance(params, SamplingParams) else list(params)
     if len(each) != count:
-        raise InvalidRequestError(f"params has {len(each)} entries for {count} prompts; pass one, or one for each")
+        raise InvalidRequestError(
+            f"params has {len(each)} entries for {count} prompts; pass one, or one for each"
+        )
     for one in each:
         if one.n != 1:
-            raise InvalidRequestError(f"n is {one.n}; allowed here: 1. Repeat the prompt with other seeds", field="n")
+            raise InvalidRequestError(
+                f"n is {one.n}; allowed here: 1. Repeat the prompt with other seeds", field="n"
+            )
     return each
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 class Histogram:
@@ -71,12 +71,13 @@ class LatencySummary:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotMetrics:
-    """One row and the request in it."""
+class Slot:
+    """One row and the request in it, if there is one."""
 
     row: int
     state: str
-    request_id: int
+    """idle, prefilling or decoding."""
+    request_id: int | None
     context_used: int
     context_limit: int
     tokens_per_second: float | None
@@ -108,4 +109,4 @@ class ServingMetrics:
     """Rows in use."""
     cache_utilisation: float
     """Blocks in use."""
-    slots: tuple[SlotMetrics, ...] = field(default=())
+    slots: tuple[Slot, ...]

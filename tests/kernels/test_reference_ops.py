@@ -13,7 +13,12 @@ from weft.ops.base import AttentionShape, Rope, StepIndices
 from weft.ops.reference import ReferenceOps
 
 ROPE = Rope(base=10_000.0, interleaved=True)
-SHAPES = [AttentionShape(4, 4, 8), AttentionShape(6, 2, 16), AttentionShape(9, 3, 64), AttentionShape(8, 1, 32)]
+SHAPES = [
+    AttentionShape(4, 4, 8),
+    AttentionShape(6, 2, 16),
+    AttentionShape(9, 3, 64),
+    AttentionShape(8, 1, 32),
+]
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,9 @@ def dense_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, f
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_paged_attention_equals_dense_attention(shape: AttentionShape, block_size: int, mix: str, dtype: Any) -> None:
+def test_paged_attention_equals_dense_attention(
+    shape: AttentionShape, block_size: int, mix: str, dtype: Any
+) -> None:
     rng = np.random.default_rng(block_size)
     requests = MIXES[mix]
     step, pool = make_step(requests, block_size, rng)
@@ -132,7 +139,11 @@ def test_rope_turns_pairs_by_the_angle_of_their_position(interleaved: bool) -> N
     for token, position in enumerate(step.positions):
         for head in range(4):
             vector = qkv[token].reshape(5, 8)[head]
-            turned = queries[token, head] if head < 3 else cache[step.cells[token] // 4, 1, 0, step.cells[token] % 4, 0]
+            turned = (
+                queries[token, head]
+                if head < 3
+                else cache[step.cells[token] // 4, 1, 0, step.cells[token] % 4, 0]
+            )
             for pair in range(4):
                 a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + 4)
                 expected = complex(vector[a], vector[b]) * np.exp(1j * position * 100.0 ** (-2 * pair / 8))
@@ -173,7 +184,9 @@ def test_a_row_reads_a_block_that_another_row_fills_in_the_same_step() -> None:
     )
     cache = ops.new_cache(3, 1, 4, shape)
     prepared = ops.prepare(alone, cache, shape, ROPE)
-    expected = ops.paged_attention(prepared, ops.rope_and_write(prepared, np.roll(qkv, -1, axis=0), cache, 0), cache, 0)
+    expected = ops.paged_attention(
+        prepared, ops.rope_and_write(prepared, np.roll(qkv, -1, axis=0), cache, 0), cache, 0
+    )
     np.testing.assert_allclose(np.roll(together, -1, axis=0), expected, atol=1e-13)
 
 

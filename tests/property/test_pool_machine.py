@@ -173,7 +173,9 @@ def test_keys_of_blocks_depend_on_content_past_and_root() -> None:
     assert len(keys(root, [1, 2, 3])) == 1
     assert keys(root, [1, 2, 3, 4])[:1] == keys(root, [1, 2, 9, 9])[:1]
     assert keys(root, [1, 2, 3, 4])[1] != keys(root, [9, 2, 3, 4])[1]
-    roots = {root_key(*pair) for pair in [("", ""), ("a", ""), ("", "a"), ("ab", "c"), ("a", "bc"), ("1:", "")]}
+    roots = {
+        root_key(*pair) for pair in [("", ""), ("a", ""), ("", "a"), ("ab", "c"), ("a", "bc"), ("1:", "")]
+    }
     assert len(roots) == 6
 
 

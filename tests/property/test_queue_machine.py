@@ -56,7 +56,8 @@ def rank(sequence: Sequence, config: SchedulerConfig) -> tuple[Any, ...]:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Model: the waiting sequences in a list, sorted when asked; promoted ones stand before all others."""
+    """Model: the waiting sequences in a list, sorted when asked; promoted ones stand before all others
+    but, where priorities rank, CRITICAL ones."""
 
     @initialize(
         policy=st.sampled_from(PriorityPolicy),
@@ -77,10 +78,14 @@ class QueueMachine(RuleBasedStateMachine):
         self.now = 0.0
 
     def sorted_model(self) -> list[Sequence]:
-        return sorted(
-            self.waiting,
-            key=lambda s: (0, s.order) if s.order in self.promoted else (1, *rank(s, self.config)),
-        )
+        return sorted(self.waiting, key=self.model_key)
+
+    def model_key(self, sequence: Sequence) -> tuple[float, ...]:
+        ranks = self.config.policy in (PriorityPolicy.PRIORITY, PriorityPolicy.ADAPTIVE)
+        is_critical = ranks and sequence.priority == Priority.CRITICAL
+        if sequence.order in self.promoted:
+            return (0 if is_critical or not ranks else 2, sequence.order)
+        return (1 if is_critical else 3, *rank(sequence, self.config))
 
     @rule(
         length=st.integers(1, 6),
@@ -91,7 +96,13 @@ class QueueMachine(RuleBasedStateMachine):
         is_victim=st.booleans(),
     )
     def push(
-        self, length: int, max_tokens: int, priority: Priority, ttft: float | None, wait: float, is_victim: bool
+        self,
+        length: int,
+        max_tokens: int,
+        priority: Priority,
+        ttft: float | None,
+        wait: float,
+        is_victim: bool,
     ) -> None:
         self.now += wait
         sequence = make_sequence(
@@ -196,9 +207,7 @@ TestQueueEqualsASortedListUnderEveryPolicy = QueueMachine.TestCase
 
 @settings(max_examples=200, deadline=None)
 @given(
-    arrivals=st.lists(
-        st.tuples(st.floats(0, 1000), st.sampled_from(Priority)), min_size=2, max_size=12
-    ),
+    arrivals=st.lists(st.tuples(st.floats(0, 1000), st.sampled_from(Priority)), min_size=2, max_size=12),
     rate=st.floats(0.001, 10),
     later=st.floats(0, 10_000),
 )

@@ -137,7 +137,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             recompute_seconds_per_token=costs[0],
             swap_seconds_per_block=costs[1],
         )
-        self.info = self.backend.allocate(KvCachePoolConfig(num_blocks, block_size, swap_blocks), config.max_running)
+        self.info = self.backend.allocate(
+            KvCachePoolConfig(num_blocks, block_size, swap_blocks), config.max_running
+        )
         self.scheduler = ContinuousBatchScheduler(config, self.info, self.clock)
         self.flights: deque[tuple[IterationPlan, object]] = deque()
         self.known: dict[RequestId, Known] = {}
@@ -270,7 +272,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.listen()
         if plan is None:
             if not self.flights:
-                assert not self.scheduler.sequences, "requests wait, nothing is in flight, and no step is planned"
+                assert not self.scheduler.sequences, (
+                    "requests wait, nothing is in flight, and no step is planned"
+                )
             return
         self.check_plan(plan)
         handle: object
@@ -317,15 +321,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         config = self.config
         prefills = plan.prefill_tasks
         assert plan.num_tokens == sum(plan.counts) <= config.max_tokens_per_step
-        assert sum(task.count for task in prefills) <= config.max_prefill_tokens
+        assert sum(task.num_tokens for task in prefills) <= config.max_prefill_tokens
         assert len(plan.rows) <= config.sequences_per_step
         assert len(set(plan.rows)) == len(plan.rows) and len(set(plan.request_ids)) == len(plan.request_ids)
         assert all(count > 0 for count in plan.counts)
         if config.chunked_prefill:
-            assert all(task.count <= config.max_chunk_tokens for task in prefills)
+            assert all(task.num_tokens <= config.max_chunk_tokens for task in prefills)
         if config.prefer_pure_decode:
             assert not (prefills and plan.num_decodes), "a pure step holds both prompts and decodes"
-        busy = {row: rid for flight, _ in self.flights for row, rid in zip(flight.rows, flight.request_ids, strict=True)}
+        busy = {
+            row: rid
+            for flight, _ in self.flights
+            for row, rid in zip(flight.rows, flight.request_ids, strict=True)
+        }
         for row, request_id in zip(plan.rows, plan.request_ids, strict=True):
             assert busy.get(row, request_id) == request_id, "a row in flight was given to another request"
         for request_id, start, count in zip(plan.request_ids, plan.starts, plan.counts, strict=True):
@@ -355,12 +363,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         if result.state is RequestState.FAILED:
             assert result.finish_reason is FinishReason.ERROR and result.error
             is_named = result.request_id in self.faults.named
-            assert is_named or self.faults.unnamed_failures >= 2, "a request failed without a fault of its own"
+            assert is_named or self.faults.unnamed_failures >= 2, (
+                "a request failed without a fault of its own"
+            )
         if result.state is RequestState.CANCELLED:
             assert result.finish_reason is FinishReason.CANCELLED
-            assert known.cancelled or known.sequence.request.deadline is not None or result.error == "unwanted"
+            assert (
+                known.cancelled or known.sequence.request.deadline is not None or result.error == "unwanted"
+            )
         assert min(result.waiting_time, result.prefill_time, result.decode_time) >= 0
-        assert abs(result.total_time - (self.clock() - known.arrival)) < 1e-6, "the phases do not make the total"
+        assert abs(result.total_time - (self.clock() - known.arrival)) < 1e-6, (
+            "the phases do not make the total"
+        )
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -389,7 +403,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         for known in self.known.values():
             assert known.result is not None, "a request never ended"
         stats = self.scheduler.kv_cache.stats()
-        assert (stats.rows_used, stats.blocks_used, stats.swap_blocks_used, stats.requests_swapped) == (0, 0, 0, 0)
+        assert (stats.rows_used, stats.blocks_used, stats.swap_blocks_used, stats.requests_swapped) == (
+            0,
+            0,
+            0,
+            0,
+        )
         assert len(self.scheduler.queue) == 0 and self.scheduler.queue.waiting_tokens == 0
 
 
@@ -400,3 +419,38 @@ SchedulerMachine.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 TestSchedulerKeepsItsPromisesInAnyOrderOfEvents = SchedulerMachine.TestCase
+
+
+def test_a_victim_whose_only_step_failed_starts_anew_and_ends_once() -> None:
+    """Swapped out while its first chunk was in flight, then that step failed: nothing of it is left, not even in swap space."""
+    clock = VirtualClock()
+    faults = ScriptedFaults()
+    backend = NoopBackend(max_context=64, faults=faults)
+    info = backend.allocate(KvCachePoolConfig(num_blocks=4, block_size=2, swap_blocks=8), 2)
+    config = SchedulerConfig(policy=PriorityPolicy.PRIORITY, max_running=2, preemption=PreemptionMode.SWAP)
+    scheduler = ContinuousBatchScheduler(config, info, clock)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    low = Sequence(InferenceRequest((1, 2, 3, 4, 5), params, priority=Priority.LOW), RequestId(0), 0)
+    high = Sequence(InferenceRequest((6, 7, 8, 9, 10), params, priority=Priority.HIGH), RequestId(1), 1)
+    scheduler.add(low)
+    first = scheduler.schedule()
+    assert first is not None and first.request_ids == (0,)
+    faults.fail_next_result = True
+    first_handle = backend.submit(first)
+    scheduler.add(high)
+    second = scheduler.schedule()
+    assert second is not None and [task.request_id for task in second.swap_out] == [0]
+    second_handle = backend.submit(second)
+    scheduler.fail(first_handle.result(), [second_handle.result()])
+    scheduler.check_integrity()
+    for _ in range(50):
+        plan = scheduler.schedule()
+        if plan is None:
+            break
+        scheduler.apply(plan, backend.submit(plan).result())
+        scheduler.check_integrity()
+    results = {result.request_id: result for result in scheduler.take_outputs()[1]}
+    for sequence in (low, high):
+        expected = generate_alone(sequence.request.prompt, sequence.seed, params, sequence.limit, info)
+        assert list(results[sequence.request_id].tokens) == expected
+    assert not scheduler.running and not scheduler.has_work

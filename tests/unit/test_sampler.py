@@ -31,7 +31,8 @@ def draw(
     seeds = seeds or list(range(count))
     rows = rows or list(range(count))
     starts = tuple(
-        RowStart(row, RequestId(100 + i), history, prompt_length, params[i], seeds[i], (0,)) for i, row in enumerate(rows)
+        RowStart(row, RequestId(100 + i), history, prompt_length, params[i], seeds[i], (0,))
+        for i, row in enumerate(rows)
     )
     plan = IterationPlan(
         step=0,
@@ -119,10 +120,14 @@ def test_a_draw_depends_on_seed_and_index_and_not_on_company() -> None:
     logits = random_logits(1)
     params = SamplingParams(temperature=1.0)
     alone = [int(draw(logits, [params], seeds=[s]).tokens[0]) for s in range(8)]
-    together = draw(np.repeat(logits, 8, axis=0), [params] * 8, seeds=list(range(8)), rows=[5, 3, 9, 0, 1, 8, 2, 7])
+    together = draw(
+        np.repeat(logits, 8, axis=0), [params] * 8, seeds=list(range(8)), rows=[5, 3, 9, 0, 1, 8, 2, 7]
+    )
     assert together.tokens.tolist() == alone
     assert len(set(alone)) > 4
-    by_index = {one(logits[0], seeds=[0], history=tuple(range(3, 3 + n)), prompt_length=3) for n in range(3, 13)}
+    by_index = {
+        one(logits[0], seeds=[0], history=tuple(range(3, 3 + n)), prompt_length=3) for n in range(3, 13)
+    }
     assert len(by_index) > 4
 
 
@@ -141,7 +146,9 @@ def test_leaving_out_hopeless_tokens_changes_nothing() -> None:
     logits = random_logits(50, scale=12.0)
     tokens = draw(logits, [SamplingParams(temperature=1.0)] * 50).tokens
     keys = noise_keys(np.arange(50, dtype=np.uint64), np.zeros(50, np.int64))
-    full = (logits - logits.max(axis=1, keepdims=True)).astype(np.float64) + gumbel(keys[:, None], np.arange(VOCABULARY))
+    full = (logits - logits.max(axis=1, keepdims=True)).astype(np.float64) + gumbel(
+        keys[:, None], np.arange(VOCABULARY)
+    )
     assert tokens.tolist() == full.argmax(axis=1).tolist()
 
 
@@ -184,7 +191,13 @@ def test_typical_p_keeps_what_is_as_surprising_as_expected() -> None:
 def test_min_tokens_forbids_the_end_until_enough_is_generated() -> None:
     logits = np.zeros(32)
     logits[[5, 6, 7]] = [30.0, 20.0, 10.0]
-    early = {"temperature": 0.0, "max_tokens": 9, "min_tokens": 2, "stop_token_ids": (6,), "eos": frozenset({5})}
+    early = {
+        "temperature": 0.0,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "stop_token_ids": (6,),
+        "eos": frozenset({5}),
+    }
     assert one(logits, **early, history=(1, 2, 3, 4), prompt_length=3) == 7
     assert one(logits, **early, history=(1, 2, 3, 4, 8), prompt_length=3) == 5
     assert one(logits, **early, ignore_eos=True, history=(1, 2, 3), prompt_length=3) == 5
@@ -233,7 +246,10 @@ def test_a_request_that_forbids_everything_or_names_unknown_tokens_fails_alone()
 
 def test_logprobs_are_those_of_the_models_own_distribution() -> None:
     logits = random_logits(2)
-    params = [SamplingParams(temperature=0.0, logprobs=0), SamplingParams(temperature=0.3, top_k=5, logprobs=0)]
+    params = [
+        SamplingParams(temperature=0.0, logprobs=0),
+        SamplingParams(temperature=0.3, top_k=5, logprobs=0),
+    ]
     sampled = draw(logits, params)
     wide = logits.astype(np.float64)
     expected = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from weft.loading.gguf import GgufFile
 from weft.loading.vocabulary import Vocabulary, read_vocabulary
 from weft.text.chat_template import ChatTemplate
 from weft.text.detokenizer import Detokenizer
+from weft.text.stop import StopFinder
 from weft.text.tokenizer import Tokenizer
 
 CORPUS = [
@@ -50,7 +52,9 @@ def vocabulary(default_model_file: GgufFile) -> Vocabulary:
 def test_token_ids_equal_the_references(default_tokenizer: Tokenizer, reference: Any) -> None:
     rng = random.Random(0)
     # Without digits, around which this reference cuts differently: see the next test.
-    words = [word for word in " ".join(CORPUS).split(" ") if not any(character.isnumeric() for character in word)]
+    words = [
+        word for word in " ".join(CORPUS).split(" ") if not any(character.isnumeric() for character in word)
+    ]
     mixed = [" ".join(rng.sample(words, 30)) for _ in range(50)]
     for text in CORPUS + mixed:
         assert default_tokenizer.encode(text) == reference.encode(text, add_special_tokens=False), repr(text)
@@ -72,7 +76,9 @@ def test_decoding_equals_the_references(default_tokenizer: Tokenizer, reference:
 
 
 # Six control characters and the planes from U+40000 on have bytes without a token in this vocabulary.
-WITH_TOKENS = st.characters(max_codepoint=0x3FFFF, exclude_characters="\x04\x06\x13\x14\x16\x1d", codec="utf-8")
+WITH_TOKENS = st.characters(
+    max_codepoint=0x3FFFF, exclude_characters="\x04\x06\x13\x14\x16\x1d", codec="utf-8"
+)
 
 
 @settings(deadline=None)
@@ -115,9 +121,15 @@ def test_half_a_surrogate_pair_is_refused(default_tokenizer: Tokenizer) -> None:
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
     ],
 )
-def test_a_broken_vocabulary_is_refused_by_field(default_model_file: GgufFile, change: dict, message: str | None) -> None:
+def test_a_broken_vocabulary_is_refused_by_field(
+    default_model_file: GgufFile, change: dict, message: str | None
+) -> None:
     if change.get("tokenizer.ggml.tokens"):
-        change = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.token_type": None, "tokenizer.ggml.eos_token_id": 1}
+        change = {
+            "tokenizer.ggml.tokens": ["a", "b"],
+            "tokenizer.ggml.token_type": None,
+            "tokenizer.ggml.eos_token_id": 1,
+        }
         change |= {"tokenizer.ggml.bos_token_id": 0}
     metadata = {**default_model_file.metadata, **change}
     if message is None:
@@ -132,14 +144,18 @@ def test_a_broken_vocabulary_is_refused_by_field(default_model_file: GgufFile, c
 
 @settings(deadline=None)
 @given(text=st.text(alphabet=st.sampled_from("aé日🎉\u200d👧 ̈"), max_size=40))
-def test_a_stream_gives_whole_characters_that_add_up_to_the_text(default_tokenizer: Tokenizer, text: str) -> None:
+def test_a_stream_gives_whole_characters_that_add_up_to_the_text(
+    default_tokenizer: Tokenizer, text: str
+) -> None:
     detokenizer = Detokenizer(default_tokenizer)
     pieces = [detokenizer.add(token) for token in default_tokenizer.encode(text)]
     assert "�" not in "".join(pieces)
     assert "".join(pieces) + detokenizer.finish() == text
 
 
-def test_a_stream_cut_inside_a_character_ends_with_one_replacement_character(default_tokenizer: Tokenizer) -> None:
+def test_a_stream_cut_inside_a_character_ends_with_one_replacement_character(
+    default_tokenizer: Tokenizer,
+) -> None:
     ids = default_tokenizer.encode("ok 🎉")
     detokenizer = Detokenizer(default_tokenizer)
     text = "".join(detokenizer.add(token) for token in ids[:-1])
@@ -164,12 +180,18 @@ def with_template(vocabulary: Vocabulary, source: str | None) -> ChatTemplate:
     return ChatTemplate(tokenizer, now=lambda: datetime(2026, 2, 3))
 
 
-def test_the_models_own_template_renders_and_encodes_as_the_reference(default_tokenizer: Tokenizer, reference: Any) -> None:
+def test_the_models_own_template_renders_and_encodes_as_the_reference(
+    default_tokenizer: Tokenizer, reference: Any
+) -> None:
     template = ChatTemplate(default_tokenizer)
     conversations = [
         [{"role": "user", "content": "Hi"}],
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}],
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "日本 🎉 "}],
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "日本 🎉 "},
+        ],
     ]
     for messages in conversations:
         assert template.render(messages) == reference.apply_chat_template(
@@ -221,7 +243,7 @@ def test_a_template_that_fails_or_never_ends_is_an_error_of_the_request(
 
 
 def test_a_template_that_does_not_parse_or_is_missing_is_an_error_of_the_file(vocabulary: Vocabulary) -> None:
-    with pytest.raises(ModelFileError, match="tokenizer.chat_template"):
+    with pytest.raises(ModelFileError, match=r"tokenizer\.chat_template"):
         with_template(vocabulary, "{% for %}")
     with pytest.raises(ModelFileError, match="no chat template"):
         with_template(vocabulary, None)
@@ -230,3 +252,31 @@ def test_a_template_that_does_not_parse_or_is_missing_is_an_error_of_the_file(vo
 def test_no_messages_are_refused(default_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequestError, match="at least one message"):
         ChatTemplate(default_tokenizer).render([])
+
+
+# --- stop strings -----------------------------------------------------------------------------------------------
+
+
+@given(
+    text=st.text(alphabet="ab", max_size=30),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 30), max_size=10),
+)
+def test_a_stop_string_is_found_however_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+    finder = StopFinder(stops)
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    given_out = "".join(finder.add(text[a:b]) for a, b in itertools.pairwise(places))
+    if any(stop in text for stop in stops):
+        assert finder.is_stopped
+        # The stop that is complete first ends the text, before the earliest stop within what was read by then.
+        assert not any(stop in given_out for stop in stops)
+        assert text.startswith(given_out)
+        assert any(text.startswith(stop, len(given_out)) for stop in stops)
+    else:
+        assert given_out + finder.finish() == text
+
+
+def test_text_that_may_become_a_stop_string_is_held_back() -> None:
+    finder = StopFinder(["END"])
+    assert [finder.add(piece) for piece in ("a", "E", "N", "x", "EN")] == ["a", "", "", "ENx", ""]
+    assert finder.finish() == "EN"

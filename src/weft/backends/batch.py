@@ -72,7 +72,9 @@ class Rows:
         counts      2        1   3
         tokens      a4 a5    b9  c0 c1 c2        query_starts 0 2 3 6, positions 4 5 9 0 1 2
         """
-        rows, starts, counts = (np.array(column, np.int64) for column in (plan.rows, plan.starts, plan.counts))
+        rows, starts, counts = (
+            np.array(column, np.int64) for column in (plan.rows, plan.starts, plan.counts)
+        )
         query_starts = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=query_starts[1:])
         token_rows = np.repeat(rows, counts)
@@ -95,7 +97,9 @@ class Rows:
         rows = np.array(plan.rows, np.int64)[samples]
         positions = (np.array(plan.starts, np.int64) + np.array(plan.counts, np.int64))[samples]
         return SampledEntries(
-            request_ids=[request for request, sampled in zip(plan.request_ids, plan.samples, strict=True) if sampled],
+            request_ids=[
+                request for request, sampled in zip(plan.request_ids, plan.samples, strict=True) if sampled
+            ],
             rows=rows,
             positions=positions,
             output_indices=positions - self.prompt_lengths[rows],

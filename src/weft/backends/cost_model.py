@@ -37,8 +37,9 @@ class StepCosts:
         """How long the plan's step keeps the device busy. A plan without rows is no work."""
         if not plan.rows:
             return 0.0
-        context = pairs = plan.num_decodes + sum(plan.starts[: plan.num_decodes])
-        for start, count in zip(plan.starts[plan.num_decodes :], plan.counts[plan.num_decodes :], strict=True):
+        first = plan.num_decodes
+        context = pairs = first + sum(plan.starts[:first])
+        for start, count in zip(plan.starts[first:], plan.counts[first:], strict=True):
             context += start + count
             pairs += count * start + count * (count + 1) // 2
         return (

@@ -19,7 +19,9 @@ _BUILDERS = {
 def build(name: str, **options: Any) -> Backend:
     """The backend called `name`. `options` are those of its builder: "cpu" takes `model_path` and `dtype`."""
     if name not in _BUILDERS:
-        raise InvalidRequestError(f"backend is {name!r}; allowed: {', '.join(sorted(_BUILDERS))}", field="backend")
+        raise InvalidRequestError(
+            f"backend is {name!r}; allowed: {', '.join(sorted(_BUILDERS))}", field="backend"
+        )
     module, attribute = _BUILDERS[name]
     builder: Callable[..., Backend] = getattr(import_module(module), attribute)
     return builder(**options)

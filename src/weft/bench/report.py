@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,14 +33,15 @@ def quantile(values: Iterable[float], share: float) -> float:
 
 
 def machine() -> str:
-    """Processor and interpreter: a time says nothing without them."""
+    """Processor, its load and the interpreter: a time says nothing without them."""
     processor = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
         processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    return f"{processor}, {platform.python_implementation()} {platform.python_version()}"
+    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    return f"{processor}, {load}, {platform.python_implementation()} {platform.python_version()}"
 
 
 def print_json(document: dict[str, Any]) -> None:

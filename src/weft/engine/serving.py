@@ -19,7 +19,7 @@ from weft.engine.core import EngineCore
 from weft.engine.recorder import Recorder
 from weft.engine.streams import TokenBuffer
 from weft.errors import EngineStoppedError, QueueFullError
-from weft.metrics import Histogram, ServingMetrics, SlotMetrics
+from weft.metrics import Histogram, ServingMetrics
 from weft.request import (
     FinishReason,
     GenerationResult,
@@ -31,6 +31,7 @@ from weft.request import (
 from weft.scheduling.kv_cache import KvCacheManagerStats
 from weft.scheduling.scheduler import ContinuousBatchScheduler, SchedulerStats
 from weft.scheduling.sequence import Sequence
+from weft.scheduling.views import slots
 
 Callback = Callable[[TokenOutput], object]
 
@@ -349,7 +350,7 @@ class ServingEngine:
                 waiting_time=self._waiting.summary(),
                 batch_utilisation=cache.rows_used / cache.rows,
                 cache_utilisation=cache.utilisation,
-                slots=tuple(_slot(s, now) for s in scheduler.running),
+                slots=slots(scheduler, now),
             )
 
     def stats(self) -> tuple[SchedulerStats, KvCacheManagerStats]:
@@ -360,18 +361,3 @@ class ServingEngine:
 def _resolve(future: asyncio.Future[GenerationResult], result: GenerationResult) -> None:
     if not future.done():
         future.set_result(result)
-
-
-def _slot(sequence: Sequence, now: float) -> SlotMetrics:
-    assert sequence.allocation is not None and sequence.allocation.row is not None
-    speed = None
-    if sequence.first_token_at is not None and now > sequence.first_token_at:
-        speed = sequence.decode_steps / (now - sequence.first_token_at)
-    return SlotMetrics(
-        row=sequence.allocation.row,
-        state=sequence.seq_state.value,
-        request_id=sequence.request_id,
-        context_used=sequence.computed,
-        context_limit=sequence.limit,
-        tokens_per_second=speed,
-    )

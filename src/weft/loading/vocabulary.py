@@ -43,7 +43,9 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     if not isinstance(kinds, np.ndarray) or len(kinds) != len(tokens):
         found = len(kinds) if isinstance(kinds, np.ndarray | list) else "no list"
         raise ModelFileError(f"tokenizer.ggml.token_type: {found} entries for {len(tokens)} tokens")
-    ends = [_token_id(metadata, f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom")]
+    ends = [
+        _token_id(metadata, f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom")
+    ]
     template = metadata.get("tokenizer.chat_template")
     return Vocabulary(
         model=_word(metadata, "tokenizer.ggml.model"),
@@ -64,7 +66,9 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     value = metadata.get(key)
     # The reader makes lists of strings only; an array of numbers is a numpy array.
     if not isinstance(value, list) or not value:
-        raise ModelFileError(f"{key}: missing, or not a list of strings; the file has no vocabulary weft can use")
+        raise ModelFileError(
+            f"{key}: missing, or not a list of strings; the file has no vocabulary weft can use"
+        )
     return value
 
 
@@ -82,7 +86,9 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     for index, merge in enumerate(_strings(metadata, "tokenizer.ggml.merges")):
         left, space, right = merge.partition(" ")
         if not (left and space and right) or " " in right:
-            raise ModelFileError(f"tokenizer.ggml.merges: entry {index} is {merge!r:.80}, expected two tokens and a space")
+            raise ModelFileError(
+                f"tokenizer.ggml.merges: entry {index} is {merge!r:.80}, expected two tokens and a space"
+            )
         merges.append((left, right))
     return merges
 

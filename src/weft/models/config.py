@@ -30,7 +30,9 @@ class ModelConfig:
                 f"{self.architecture}: {self.heads} attention heads cannot share {self.kv_heads} key-value heads evenly"
             )
         if self.head_size % 2:
-            raise ModelFileError(f"{self.architecture}: head size {self.head_size} is odd; rotary embedding needs pairs")
+            raise ModelFileError(
+                f"{self.architecture}: head size {self.head_size} is odd; rotary embedding needs pairs"
+            )
 
     @property
     def attention(self) -> AttentionShape:

@@ -51,7 +51,9 @@ class Decoder:
             queries = ops.rope_and_write(prepared, qkv, cache, index)
             attended = ops.paged_attention(prepared, queries, cache, index)
             hidden = ops.add(hidden, ops.linear(attended, layer.wo))
-            gate_up = ops.linear(ops.rms_norm(hidden, layer.feed_forward_norm, config.norm_epsilon), layer.w_gate_up)
+            gate_up = ops.linear(
+                ops.rms_norm(hidden, layer.feed_forward_norm, config.norm_epsilon), layer.w_gate_up
+            )
             hidden = ops.add(hidden, ops.linear(ops.silu_mul(gate_up), layer.w_down))
         selected = ops.select_logit_rows(prepared, hidden)
         return ops.linear(ops.rms_norm(selected, self._final_norm, config.norm_epsilon), self._lm_head)
@@ -72,11 +74,15 @@ class _Loader:
         return _Layer(
             attention_norm=self.vector(prefix + "attention_norm"),
             wqkv=self.linear(
-                (prefix + "wq", query_size, hidden), (prefix + "wk", kv_size, hidden), (prefix + "wv", kv_size, hidden)
+                (prefix + "wq", query_size, hidden),
+                (prefix + "wk", kv_size, hidden),
+                (prefix + "wv", kv_size, hidden),
             ),
             wo=self.linear((prefix + "wo", hidden, query_size)),
             feed_forward_norm=self.vector(prefix + "feed_forward_norm"),
-            w_gate_up=self.linear((prefix + "w_gate", feed_forward, hidden), (prefix + "w_up", feed_forward, hidden)),
+            w_gate_up=self.linear(
+                (prefix + "w_gate", feed_forward, hidden), (prefix + "w_up", feed_forward, hidden)
+            ),
             w_down=self.linear((prefix + "w_down", hidden, feed_forward)),
         )
 

@@ -35,7 +35,9 @@ def _llama(metadata: Mapping[str, Any]) -> ModelConfig:
     head_size = _size(metadata, "llama.attention.key_length", hidden_size // heads)
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if _size(metadata, key, head_size) != head_size:
-            raise ModelFileError(f"{key}: {metadata[key]} differs from the head size {head_size}; not supported yet")
+            raise ModelFileError(
+                f"{key}: {metadata[key]} differs from the head size {head_size}; not supported yet"
+            )
     tokens = metadata.get("tokenizer.ggml.tokens")
     return ModelConfig(
         architecture="llama",
@@ -45,7 +47,9 @@ def _llama(metadata: Mapping[str, Any]) -> ModelConfig:
         heads=heads,
         kv_heads=_size(metadata, "llama.attention.head_count_kv", heads),
         head_size=head_size,
-        vocabulary_size=_size(metadata, "llama.vocab_size", len(tokens) if isinstance(tokens, list) else None),
+        vocabulary_size=_size(
+            metadata, "llama.vocab_size", len(tokens) if isinstance(tokens, list) else None
+        ),
         max_context=_size(metadata, "llama.context_length"),
         norm_epsilon=_positive(metadata, "llama.attention.layer_norm_rms_epsilon"),
         # GGUF files of this architecture hold the rows of Q and K in the order that turns neighbouring pairs.

@@ -112,7 +112,9 @@ class ReferenceOps:
         mean_square = np.einsum("tf,tf->t", inputs, inputs)[:, None] / inputs.shape[1]
         return inputs * (1.0 / np.sqrt(mean_square + epsilon)).astype(self.dtype, copy=False) * weight
 
-    def rope_and_write(self, prepared: _Prepared, qkv: np.ndarray, cache: np.ndarray, layer: int) -> np.ndarray:
+    def rope_and_write(
+        self, prepared: _Prepared, qkv: np.ndarray, cache: np.ndarray, layer: int
+    ) -> np.ndarray:
         shape = prepared.shape
         rows = qkv.reshape(len(qkv), shape.heads + 2 * shape.kv_heads, shape.head_size)
         first_value = shape.heads + shape.kv_heads
@@ -137,7 +139,9 @@ class ReferenceOps:
     def silu_mul(self, gate_up: np.ndarray) -> np.ndarray:
         size = gate_up.shape[1] // 2
         gate, up = gate_up[:, :size], gate_up[:, size:]
-        with np.errstate(over="ignore"):  # exp of a very negative gate is infinite, and gate / infinity the right 0
+        with np.errstate(
+            over="ignore"
+        ):  # exp of a very negative gate is infinite, and gate / infinity the right 0
             return gate / (1.0 + np.exp(-gate)) * up
 
     def add(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -166,7 +170,9 @@ def _single_queries(step: StepIndices, requests: np.ndarray, block_size: int) ->
     return tuple(batches)
 
 
-def _query_runs(step: StepIndices, requests: np.ndarray, block_size: int, heads: int) -> tuple[_QueryRun, ...]:
+def _query_runs(
+    step: StepIndices, requests: np.ndarray, block_size: int, heads: int
+) -> tuple[_QueryRun, ...]:
     """Requests with several tokens, in pieces whose scores fit `_MAX_SCORES`; a piece reads no further than it sees."""
     runs = []
     for request in requests:
@@ -233,5 +239,7 @@ def _attend_run(
     scores = scores.reshape(shape.kv_heads, -1, count, scores.shape[-1])
     np.copyto(scores, -np.inf, where=run.hidden)
     weights = _softmax(scores).reshape(shape.kv_heads, -1, scores.shape[-1])
-    attended = (weights @ gathered_values.transpose(1, 0, 2)).reshape(shape.kv_heads, -1, count, shape.head_size)
+    attended = (weights @ gathered_values.transpose(1, 0, 2)).reshape(
+        shape.kv_heads, -1, count, shape.head_size
+    )
     return attended.transpose(2, 0, 1, 3).reshape(count, shape.heads, shape.head_size)

@@ -95,9 +95,10 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Gives one reference back for each block. Later blocks of a sequence are evicted before earlier ones."""
-        for block in reversed(blocks):
+        for block in blocks:
             if self._references[block] <= 0:
                 raise ValueError(f"block {block} was given back more often than it was taken")
+        for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
                 if self._keys[block] is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.plan import SwapTask
@@ -62,6 +62,8 @@ class KvCacheManager:
         self.bytes_per_block = bytes_per_block
         self._allocations: dict[RequestId, KvCacheAllocation] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._rows_given_up: set[int] = set()
+        """Nobody's any more, but not free before `free_row`."""
         self._free_swap_slots = list(range(swap_blocks - 1, -1, -1))
         self._next_swap_id = 0
         self._swaps: dict[int, list[tuple[dict[int, int], dict[int, int | None]]]] = {}
@@ -132,12 +134,15 @@ class KvCacheManager:
         self.pool.release(allocation.blocks)
         self._free_slots(allocation.swap_slots)
         row = allocation.row
+        if row is not None:
+            self._rows_given_up.add(row)
         allocation.blocks, allocation.swap_slots, allocation.row = [], [], None
         return row
 
     def free_row(self, row: int) -> None:
-        if row in self._free_rows or not 0 <= row < self.num_rows:
-            raise ValueError(f"row {row} was given back twice, or never was one")
+        if row not in self._rows_given_up:
+            raise ValueError(f"row {row} was given back twice, or is held by a request")
+        self._rows_given_up.remove(row)
         self._free_rows.append(row)
 
     @property
@@ -170,6 +175,7 @@ class KvCacheManager:
         self.pool.release(allocation.blocks)
         row = allocation.row
         assert row is not None
+        self._rows_given_up.add(row)
         allocation.blocks, allocation.swap_slots, allocation.row = [], slots, None
         return task, row
 
@@ -229,7 +235,7 @@ class KvCacheManager:
             bytes_per_block=self.bytes_per_block,
         )
 
-    def check_integrity(self, rows_held: Iterable[int] = ()) -> None:
+    def check_integrity(self, rows_held: Sequence[int] = ()) -> None:
         """Raises AssertionError unless blocks, rows (`rows_held` by steps in flight) and swap slots add up."""
         self.pool.check_integrity()
         references = [0] * self.pool.num_blocks
@@ -240,6 +246,7 @@ class KvCacheManager:
             slots += allocation.swap_slots
             if allocation.row is not None:
                 rows.append(allocation.row)
+        assert sorted(rows_held) == sorted(self._rows_given_up), "rows are held for nothing, or were lost"
         counted = [self.pool.references(block) for block in range(self.pool.num_blocks)]
         assert references == counted, f"reference counts {counted} but block tables say {references}"
         assert sorted(rows) == list(range(self.num_rows)), "rows were lost or doubled"

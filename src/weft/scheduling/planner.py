@@ -58,9 +58,10 @@ class Planner:
         """Decodes first, then prompts, both those under way and new ones."""
         may_admit = may_admit and bool(self._roster.queue) and self._joins_open()
         places = draft.budget.sequences
-        if may_admit and len(sequences) >= places and self._roster.kv_cache.free_rows:
+        if may_admit and len(sequences) >= places:
             # A place for arrivals, or sequences that run would keep them out for good.
-            places = places - 1 if places > 1 else draft.step % 2
+            if self._roster.kv_cache.free_rows or self._first_outranks_someone():
+                places = places - 1 if places > 1 else draft.step % 2
         decodes, prefills, num_now = self._split(sequences, places)
         self._take_decodes(draft, decodes[:num_now])
         if prefills or may_admit:
@@ -152,7 +153,7 @@ class Planner:
         if not self._roster.blocks_are_coming:
             return False
         turn = -(-len(self._roster.running) // self._config.sequences_per_step)
-        return step - sequence.last_step <= turn
+        return step - max(sequence.last_step, sequence.admitted_step - 1) <= turn
 
     # ------------------------------------------------------------------ prompts under way
 
@@ -245,6 +246,10 @@ class Planner:
         """New prompts and those under way take turns at the budget; who outranks a running one does not wait."""
         if step % 2 == 0 or not prefills:
             return True
+        return self._first_outranks_someone()
+
+    def _first_outranks_someone(self) -> bool:
+        """Whether the next request to admit may push a running one out."""
         first = self._roster.queue.peek()
         if first is None or not self._policy.preempts:
             return False
@@ -365,7 +370,11 @@ class Planner:
 
     def _victims(self, draft: Draft) -> list[Sequence]:
         """Running sequences that have made progress since they were admitted and are not final in this plan."""
-        return [s for s in self._roster.running if s.admitted_step <= s.last_step < draft.step]
+        return [
+            s
+            for s in self._roster.running
+            if s.admitted_step <= s.last_step < draft.step and not s.is_finishing
+        ]
 
     def _preempt(self, draft: Draft, sequence: Sequence) -> None:
         draft.drop(sequence)

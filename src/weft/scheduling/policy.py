@@ -67,6 +67,10 @@ class AdmissionPolicy:
     def key(self, sequence: Sequence) -> PolicyKey:
         return self._key(sequence, self._config)
 
+    def key_of_promoted(self, sequence: Sequence) -> PolicyKey:
+        """Before all others; where priorities rank, behind CRITICAL ones unless it is one itself."""
+        return (0.5,) if self.preempts and sequence.priority != Priority.CRITICAL else (-1.0,)
+
 
 class StepCostModel:
     """Learns seconds = base + per_token * tokens + per_context * context from the steps as they come.

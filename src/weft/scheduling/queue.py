@@ -11,9 +11,6 @@ from weft.errors import QueueFullError
 from weft.scheduling.policy import AdmissionPolicy, PolicyKey
 from weft.scheduling.sequence import Sequence
 
-_FRONT: PolicyKey = (-1.0,)
-
-
 class _Entry(NamedTuple):
     key: PolicyKey
     order: int
@@ -61,9 +58,9 @@ class RequestQueue:
         self._insert(sequence, self._policy.key(sequence))
 
     def promote(self, sequence: Sequence) -> None:
-        """Puts a waiting sequence before all others: someone was preempted for it."""
+        """Puts a waiting sequence before all others but CRITICAL ones: someone was preempted for it."""
         self.remove(sequence)
-        self._insert(sequence, _FRONT)
+        self._insert(sequence, self._policy.key_of_promoted(sequence))
 
     def peek(self) -> Sequence | None:
         heap = self._heap

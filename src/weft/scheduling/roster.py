@@ -40,11 +40,11 @@ class Roster:
     @property
     def blocks_are_coming(self) -> bool:
         """Whether blocks come free by themselves once the steps in flight are over."""
-        return bool(self._draining)
+        return bool(self._draining) or any(s.is_finishing for s in self.running)
 
     @property
     def rows_are_coming(self) -> bool:
-        return bool(self._draining or self._held_rows)
+        return bool(self._held_rows) or self.blocks_are_coming
 
     def is_in_flight(self, sequence: Sequence) -> bool:
         return sequence.last_step > self.applied_step

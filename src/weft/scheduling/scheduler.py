@@ -206,8 +206,7 @@ class ContinuousBatchScheduler:
             sequence = heapq.heappop(deadlines)[2]
             waited = now - sequence.arrival
             message = f"deadline of {sequence.request.deadline:g} s passed after {waited:.3f} s"
-            if sequence.finish_reason is None:
-                self.cancel(sequence.request_id, message)
+            self._end_early(sequence.request_id, RequestState.CANCELLED, FinishReason.CANCELLED, message)
         if len(deadlines) > 64 and len(deadlines) > 4 * len(self.sequences):
             self._deadlines = [entry for entry in deadlines if entry[2].finish_reason is None]
             heapq.heapify(self._deadlines)
@@ -255,6 +254,7 @@ class ContinuousBatchScheduler:
         """Commits a step that succeeded. `seconds` it took, where the engine measured it."""
         flight = self._in_flight.popleft()
         assert flight.plan is plan, "steps are applied in the order they were planned"
+        assert len(result.tokens) == plan.num_samples, "a token for every sample"
         self._roster.applied_step = plan.step
         now = self._clock()
         num_told = len(self._outputs)
@@ -399,14 +399,14 @@ class ContinuousBatchScheduler:
         for step_result in (result, *behind):
             self._finish_swaps(step_result)
         for request_id, error in result.errors.items():
-            self.fail_request(request_id, error)
+            self._end_early(request_id, RequestState.FAILED, FinishReason.ERROR, error)
         if any(request_id in result.errors for request_id in failed.plan.request_ids):
             return
         message = result.error or "; ".join(result.errors.values())
         alive = [s for s in failed.sequences if s.finish_reason is None]
         if failed.is_retry:
             for sequence in alive:
-                self.fail_request(sequence.request_id, message)
+                self._end_early(sequence.request_id, RequestState.FAILED, FinishReason.ERROR, message)
         else:
             half = (len(alive) + 1) // 2
             self._retries.extend(part for part in (alive[:half], alive[half:]) if part)

@@ -132,6 +132,11 @@ class Sequence:
             return SeqState.WAITING
         return SeqState.DECODING if self.phase is Phase.DECODE else SeqState.PREFILLING
 
+    @property
+    def is_finishing(self) -> bool:
+        """Whether its last token is being sampled in a step in flight."""
+        return self.target >= self.limit
+
     def extend_keys(self, block_size: int) -> None:
         """Computes the keys of all full blocks of the tokens known so far."""
         extend_keys(self.keys, self.root, self.tokens, block_size)

@@ -100,32 +100,29 @@ class PlanWatch:
     def _check_victims(self, plan: IterationPlan) -> None:
         """Nobody gives way while someone less important, who could, keeps memory; and nobody in vain."""
         scheduler = self._scheduler
-        victims = [scheduler.sequences[rid] for rid in plan.preempted if rid in scheduler.sequences]
-        final = set(plan.request_ids[plan.num_decodes :])
         require(not set(plan.preempted) & set(plan.request_ids), "a victim is still in the plan")
-        if not scheduler.config.prefix_caching:
-            for victim in victims:
-                for other in scheduler.running:
-                    could = other.admitted_step < plan.step and other.last_step >= other.admitted_step
-                    if (
-                        could
-                        and other.request_id not in final
-                        and other.allocation
-                        and other.allocation.blocks
-                    ):
-                        require(
-                            other.priority >= victim.priority,
-                            f"request {victim.request_id} ({Priority(victim.priority).name}) gave way while "
-                            f"{other.request_id} ({Priority(other.priority).name}) was spared",
-                        )
-            if victims and scheduler.config.policy in (
-                PriorityPolicy.FCFS,
-                PriorityPolicy.SHORTEST_JOB_FIRST,
-            ):
-                # Memory is the only reason here: with what is free now the last victim could not have stayed.
-                had = -(-victims[-1].scheduled // scheduler.info.block_size)
-                if victims[-1].allocation is not None:
-                    require(scheduler.kv_cache.pool.available <= had, "someone gave way in vain")
+        if scheduler.config.prefix_caching:
+            return  # whose going frees how much is then a longer story
+        victims = [scheduler.sequences[rid] for rid in plan.preempted if rid in scheduler.sequences]
+        spared = [s for s in scheduler.running if self._could_give_way(s, plan)]
+        lowest = min((s.priority for s in spared), default=Priority.CRITICAL)
+        for victim in victims:
+            name = Priority(victim.priority).name
+            require(
+                victim.priority <= lowest,
+                f"request {victim.request_id} ({name}) gave way while a {Priority(lowest).name} one was spared",
+            )
+        by_memory_alone = scheduler.config.policy in (PriorityPolicy.FCFS, PriorityPolicy.SHORTEST_JOB_FIRST)
+        if by_memory_alone and victims and victims[-1].allocation is not None:
+            had = -(-victims[-1].scheduled // scheduler.info.block_size)
+            require(scheduler.kv_cache.pool.available <= had, "someone gave way in vain")
+
+    def _could_give_way(self, sequence: Sequence, plan: IterationPlan) -> bool:
+        has_run = sequence.admitted_step < plan.step and sequence.last_step >= sequence.admitted_step
+        was_finishing = sequence.is_finishing and sequence.last_step < plan.step
+        is_final = sequence.request_id in plan.request_ids[plan.num_decodes :]
+        holds_memory = sequence.allocation is not None and bool(sequence.allocation.blocks)
+        return has_run and holds_memory and not was_finishing and not is_final
 
     def _check_order(self, plan: IterationPlan) -> None:
         """No lesser request starts in a step in which a CRITICAL one is left waiting that could have started."""

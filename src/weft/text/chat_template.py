@@ -34,7 +34,9 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, now: Callable[[], datetime] = datetime.now) -> None:
         vocabulary = tokenizer.vocabulary
         if vocabulary.chat_template is None:
-            raise ModelFileError("tokenizer.chat_template: the model file has no chat template; use it without chat")
+            raise ModelFileError(
+                "tokenizer.chat_template: the model file has no chat template; use it without chat"
+            )
         self._tokenizer = tokenizer
         # Longest first, so that no control token is cut by a shorter one inside it.
         words = sorted((vocabulary.tokens[i] for i in vocabulary.control_ids), key=len, reverse=True)
@@ -98,11 +100,14 @@ class ChatTemplate:
             if character not in text:
                 return character
         raise InvalidRequestError(
-            f"the messages use all {len(_NONCHARACTERS)} noncharacters of Unicode; send text without them", field="messages"
+            f"the messages use all {len(_NONCHARACTERS)} noncharacters of Unicode; send text without them",
+            field="messages",
         )
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False
+) -> str:
     """As Hugging Face does it; minijinja's own escapes `<>&'` for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
 

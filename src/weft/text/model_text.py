@@ -21,7 +21,9 @@ class ModelText:
 
     def require_chat_template(self) -> ChatTemplate:
         if self.chat_template is None:
-            raise InvalidRequestError("the model has no chat template; use a plain prompt instead", field="messages")
+            raise InvalidRequestError(
+                "the model has no chat template; use a plain prompt instead", field="messages"
+            )
         return self.chat_template
 
 

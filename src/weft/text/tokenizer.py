@@ -29,7 +29,9 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         if vocabulary.model != "gpt2":
-            raise ModelFileError(f"tokenizer.ggml.model: {vocabulary.model!r:.80} is not supported; weft reads gpt2")
+            raise ModelFileError(
+                f"tokenizer.ggml.model: {vocabulary.model!r:.80} is not supported; weft reads gpt2"
+            )
         if vocabulary.pre_tokenizer not in _PRE_TOKENIZERS:
             raise ModelFileError(
                 f"tokenizer.ggml.pre: {vocabulary.pre_tokenizer!r:.80} is not supported; "
@@ -37,7 +39,9 @@ class Tokenizer:
             )
         self.vocabulary = vocabulary
         self.control_ids = frozenset(vocabulary.control_ids)
-        self._whole_ids = {vocabulary.tokens[i]: i for i in (*vocabulary.user_defined_ids, *vocabulary.control_ids)}
+        self._whole_ids = {
+            vocabulary.tokens[i]: i for i in (*vocabulary.user_defined_ids, *vocabulary.control_ids)
+        }
         self._user_defined = _any_of(vocabulary.tokens[i] for i in vocabulary.user_defined_ids)
         self._all_whole = _any_of(self._whole_ids)
         self._bpe = self._build_bpe()
@@ -47,7 +51,9 @@ class Tokenizer:
         ids = {token: index for index, token in enumerate(self.vocabulary.tokens)}
         try:
             bpe = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=self.vocabulary.merges))
-        except Exception as error:  # the library raises its base class; a merge of unknown tokens is the usual cause
+        except (
+            Exception
+        ) as error:  # the library raises its base class; a merge of unknown tokens is the usual cause
             raise ModelFileError(f"tokenizer.ggml.merges: {error}") from error
         bpe.pre_tokenizer = _PRE_TOKENIZERS[self.vocabulary.pre_tokenizer]()
         return bpe
@@ -69,7 +75,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
-                f"the text has half of a surrogate pair at character {error.start}; send valid Unicode", field="prompt"
+                f"the text has half of a surrogate pair at character {error.start}; send valid Unicode",
+                field="prompt",
             ) from error
         pattern = self._all_whole if allow_control else self._user_defined
         ids: list[int] = []

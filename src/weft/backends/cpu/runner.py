@@ -44,33 +44,37 @@ class CpuBackend:
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int) -> BackendInfo:
         config = self._decoder.config
-        one_block = self._decoder.new_cache(1, pool.block_size)
-        num_blocks = _choose_blocks(pool, one_block.nbytes, config.max_context)
+        block_bytes = self._decoder.new_cache(1, pool.block_size).nbytes
+        num_blocks = _choose_blocks(pool, block_bytes, config.max_context)
         swap_blocks = num_blocks // 2 if pool.swap_blocks is None else pool.swap_blocks
+        max_context = min(config.max_context, num_blocks * pool.block_size)
         try:
             self._cache = self._decoder.new_cache(num_blocks, pool.block_size)
             self._swaps = SwapSpace(self._cache, swap_blocks)
-        except MemoryError as error:
+            self._rows = Rows(num_rows, max_context, pool.block_size)
+        except (
+            MemoryError,
+            ValueError,
+        ) as error:  # numpy's word for more than an address space holds is ValueError
             raise InvalidRequestError(
-                f"num_blocks {num_blocks} and swap_blocks {swap_blocks} of {one_block.nbytes} bytes do not fit into "
+                f"num_blocks {num_blocks} and swap_blocks {swap_blocks} of {block_bytes} bytes do not fit into "
                 f"memory ({_available_memory() >> 20} MiB available); ask for fewer",
                 field="num_blocks",
             ) from error
-        self._rows = Rows(num_rows, config.max_context, pool.block_size)
         weights = config.layers * (
             config.hidden_size * (2 * config.heads + 2 * config.kv_heads) * config.head_size
             + 3 * config.hidden_size * config.feed_forward_size
         )
         return BackendInfo(
             vocabulary_size=config.vocabulary_size,
-            max_context=config.max_context,
+            max_context=max_context,
             num_blocks=num_blocks,
             block_size=pool.block_size,
             swap_blocks=swap_blocks,
-            bytes_per_block=one_block.nbytes,
+            bytes_per_block=block_bytes,
             eos_token_ids=self._eos_token_ids,
             recompute_seconds_per_token=2 * weights / _OPERATIONS_PER_SECOND,
-            swap_seconds_per_block=one_block.nbytes / _COPIED_BYTES_PER_SECOND,
+            swap_seconds_per_block=block_bytes / _COPIED_BYTES_PER_SECOND,
         )
 
     def submit(self, plan: IterationPlan) -> Future[StepResult]:
@@ -84,6 +88,7 @@ class CpuBackend:
         self._swaps.accept(plan)
         self._swaps.run_ready(last_step_over=plan.step - 1)
         try:
+            self._swaps.check_over(plan.after_swaps)
             self._rows.update(plan)
             result = self._compute(plan) if plan.rows else StepResult()
         except Exception as error:
@@ -120,9 +125,11 @@ def open_cpu_backend(model_path: Path, dtype: np.dtype | type = np.float32) -> C
 def _choose_blocks(pool: KvCachePoolConfig, block_bytes: int, max_context: int) -> int:
     if pool.num_blocks is not None:
         return pool.num_blocks
-    wanted = min(_MOST_BYTES, _available_memory() // _MEMORY_SHARE) // block_bytes
-    # One request must be able to use the model's whole context.
-    return max(wanted, -(-max_context // pool.block_size))
+    available = _available_memory()
+    wanted = min(_MOST_BYTES, available // _MEMORY_SHARE) // block_bytes
+    # One request should be able to use the model's whole context, where that leaves half of the memory to others.
+    whole_context = -(-max_context // pool.block_size)
+    return max(1, min(max(wanted, whole_context), available // 2 // block_bytes))
 
 
 def _available_memory() -> int:

@@ -21,16 +21,20 @@ class Sampled:
     """One token per entry; an entry with an error has a token without meaning."""
 
     tokens: np.ndarray  # int64 [S]
-    logprobs: np.ndarray | None  # float64 [S], under the model's own distribution: before any of the parameters
+    logprobs: (
+        np.ndarray | None
+    )  # float64 [S], under the model's own distribution: before any of the parameters
     errors: dict[int, str]  # entry -> why it has no token
 
 
-def sample(logits: np.ndarray, entries: SampledEntries, rows: Rows, eos_token_ids: Collection[int]) -> Sampled:
+def sample(
+    logits: np.ndarray, entries: SampledEntries, rows: Rows, eos_token_ids: Collection[int]
+) -> Sampled:
     """The tokens of one step; `logits` [S, vocabulary] is left as it is."""
     errors: dict[int, str] = {}
     best = logits.max(axis=1)  # NaN where a row has one
-    for entry in np.flatnonzero(~np.isfinite(best)):
-        errors[int(entry)] = "the model's output is not a number (NaN or infinite logits)"
+    for entry in np.flatnonzero(~np.isfinite(best)).tolist():
+        errors[entry] = "the model's output is not a number (NaN or infinite logits)"
 
     scores = logits
     shaped = [entry for entry in np.flatnonzero(~entries.is_plain).tolist() if entry not in errors]
@@ -77,7 +81,9 @@ def _penalise(scores: np.ndarray, params: SamplingParams, tokens: np.ndarray, pr
     if params.repetition_penalty != 1.0:
         seen = np.unique(tokens)
         values = scores[seen]
-        scores[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        scores[seen] = np.where(
+            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+        )
     if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
         generated, counts = np.unique(tokens[prompt_length:], return_counts=True)
         scores[generated] -= params.frequency_penalty * counts + params.presence_penalty
@@ -98,7 +104,9 @@ def _draw(scores: np.ndarray, drawn: np.ndarray, entries: SampledEntries, rows: 
     owners, token_ids = np.nonzero(relative >= GUMBEL_MIN - GUMBEL_MAX)
     keys = noise_keys(entries.seeds[drawn], entries.output_indices[drawn])
     sums = relative[owners, token_ids] + gumbel(keys[owners], token_ids)
-    starts = np.searchsorted(owners, np.arange(len(drawn)))  # every entry has its best token, so none is empty
+    starts = np.searchsorted(
+        owners, np.arange(len(drawn))
+    )  # every entry has its best token, so none is empty
     highest = np.maximum.reduceat(sums, starts)
     winners = np.flatnonzero(sums == highest[owners])
     first = np.searchsorted(owners[winners], np.arange(len(drawn)))

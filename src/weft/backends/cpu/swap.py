@@ -10,6 +10,9 @@ import numpy as np
 
 from weft.plan import IterationPlan, SwapTask
 
+# Outcomes kept for swaps that build on them. The scheduler names only swaps whose end it has not heard of.
+_MOST_OUTCOMES = 65_536
+
 
 class SwapSpace:
     """Host memory for blocks that left the cache, and the swaps under way."""
@@ -17,42 +20,46 @@ class SwapSpace:
     def __init__(self, cache: np.ndarray, slots: int) -> None:
         self._cache = cache
         self._space = np.zeros((slots, *cache.shape[1:]), cache.dtype)
-        self._waiting: list[tuple[SwapTask, bool]] = []
-        self._next_unseen = 0  # swap ids count up, so what is below, not waiting and not failed is done
-        self._failed: dict[int, str] = {}
-        self._finished_now: list[int] = []
-        self._failed_now: dict[int, str] = {}
+        self._waiting: dict[int, tuple[SwapTask, bool]] = {}
+        self._outcomes: dict[int, str | None] = {}  # None: it went well
+        self._unreported: list[int] = []
 
     def accept(self, plan: IterationPlan) -> None:
         """Take over the swaps of a plan."""
-        self._waiting += [(task, True) for task in plan.swap_out]
-        self._waiting += [(task, False) for task in plan.swap_in]
+        self._waiting.update({task.swap_id: (task, True) for task in plan.swap_out})
+        self._waiting.update({task.swap_id: (task, False) for task in plan.swap_in})
 
     def run_ready(self, last_step_over: int) -> None:
-        """Run every swap whose step and swaps are over."""
-        progress = True
-        while progress:
-            progress = False
-            for entry in list(self._waiting):
-                task, is_out = entry
-                waiting = {other.swap_id for other, _ in self._waiting}
-                if task.after_step <= last_step_over and waiting.isdisjoint(task.after_swaps):
-                    self._waiting.remove(entry)
-                    self._run(task, is_out)
-                    progress = True
+        """Run every swap whose step and swaps are over, and those that become ready by that."""
+        while ready := [
+            swap_id
+            for swap_id, (task, _) in self._waiting.items()
+            if task.after_step <= last_step_over and self._waiting.keys().isdisjoint(task.after_swaps)
+        ]:
+            for swap_id in ready:
+                self._run(*self._waiting.pop(swap_id))
+
+    def check_over(self, swap_ids: tuple[int, ...]) -> None:
+        """Refuses a step that would write to blocks a swap has still to read."""
+        if not self._waiting.keys().isdisjoint(swap_ids):
+            raise RuntimeError(f"the step waits for swaps {swap_ids}, of which some wait for a step after it")
 
     def take_reports(self) -> tuple[tuple[int, ...], dict[int, str]]:
         """Swaps that finished and failed since the last call; each is told once."""
-        reports = tuple(self._finished_now), self._failed_now
-        self._finished_now, self._failed_now = [], {}
-        return reports
+        over, self._unreported = self._unreported, []
+        failed = {swap_id: error for swap_id in over if (error := self._outcomes[swap_id]) is not None}
+        while len(self._outcomes) > _MOST_OUTCOMES:
+            del self._outcomes[next(iter(self._outcomes))]
+        return tuple(swap_id for swap_id in over if swap_id not in failed), failed
 
     def _run(self, task: SwapTask, is_out: bool) -> None:
-        broken = [earlier for earlier in task.after_swaps if earlier in self._failed or earlier >= self._next_unseen]
-        self._next_unseen = max(self._next_unseen, task.swap_id + 1)
-        if broken:
-            self._fail(task.swap_id, f"swap {broken[0]}, which it builds on, failed or was never accepted")
-            return
+        self._outcomes[task.swap_id] = self._copy(task, is_out)
+        self._unreported.append(task.swap_id)
+
+    def _copy(self, task: SwapTask, is_out: bool) -> str | None:
+        for earlier in task.after_swaps:
+            if self._outcomes.get(earlier, "never accepted") is not None:
+                return f"swap {earlier}, which it builds on, failed or was never accepted"
         blocks, slots = list(task.blocks), list(task.swap_slots)
         try:
             if is_out:
@@ -60,10 +67,5 @@ class SwapSpace:
             else:
                 self._cache[blocks] = self._space[slots]
         except Exception as error:  # out of memory, most likely: the request is computed again
-            self._fail(task.swap_id, f"{type(error).__name__}: {error}")
-            return
-        self._finished_now.append(task.swap_id)
-
-    def _fail(self, swap_id: int, why: str) -> None:
-        self._failed[swap_id] = why
-        self._failed_now[swap_id] = why
+            return f"{type(error).__name__}: {error}"
+        return None

@@ -1,0 +1,131 @@
+"""Plans and rows as people and dashboards like to see them. Made when somebody looks; nothing here decides anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from weft.metrics import Slot
+from weft.plan import DecodeTask, IterationPlan, PrefillTask
+from weft.request import RequestId
+from weft.scheduling.scheduler import ContinuousBatchScheduler
+from weft.scheduling.sequence import Sequence
+
+
+class BatchType(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+    EMPTY = "empty"
+    """Only swaps."""
+
+
+class BatchToken(NamedTuple):
+    """One token of a step: where it stands, and whether the next token is sampled from it."""
+
+    request_id: RequestId
+    row: int
+    position: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStats:
+    sequences: int
+    tokens: int
+    prefill_tokens: int
+    decode_tokens: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """At most so many tokens of a step, in the order of the plan."""
+
+    tokens: tuple[BatchToken, ...]
+
+    @property
+    def batch_type(self) -> BatchType:
+        lengths: dict[int, int] = {}
+        for token in self.tokens:
+            lengths[token.row] = lengths.get(token.row, 0) + 1
+        return _batch_type(
+            has_decodes=any(t.samples and lengths[t.row] == 1 for t in self.tokens),
+            has_prefills=any(not t.samples or lengths[t.row] > 1 for t in self.tokens),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBatch:
+    """The sequences of a step with the range of positions each computes."""
+
+    request_ids: tuple[RequestId, ...]
+    rows: tuple[int, ...]
+    ranges: tuple[range, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """A plan, looked at as one batch."""
+
+    plan: IterationPlan
+
+    @property
+    def batch_type(self) -> BatchType:
+        return _batch_type(self.plan.num_decodes > 0, self.plan.num_prefills > 0)
+
+    @property
+    def requests(self) -> list[PrefillTask | DecodeTask]:
+        return [*self.plan.decode_tasks, *self.plan.prefill_tasks]
+
+    @property
+    def stats(self) -> BatchStats:
+        plan = self.plan
+        prefill = plan.num_tokens - plan.num_decodes
+        return BatchStats(len(plan.rows), plan.num_tokens, prefill, plan.num_decodes, plan.num_samples)
+
+    @property
+    def tokens(self) -> Iterator[BatchToken]:
+        plan = self.plan
+        for request_id, row, start, count, samples in zip(
+            plan.request_ids, plan.rows, plan.starts, plan.counts, plan.samples, strict=True
+        ):
+            last = start + count - 1
+            for position in range(start, start + count):
+                yield BatchToken(request_id, row, position, samples and position == last)
+
+    def micro_batches(self, max_tokens: int) -> list[MicroBatch]:
+        tokens = tuple(self.tokens)
+        return [MicroBatch(tokens[i : i + max_tokens]) for i in range(0, len(tokens), max_tokens)]
+
+    @property
+    def sequence_batch(self) -> SequenceBatch:
+        plan = self.plan
+        ranges = [range(start, start + count) for start, count in zip(plan.starts, plan.counts, strict=True)]
+        return SequenceBatch(plan.request_ids, plan.rows, tuple(ranges))
+
+
+def slots(scheduler: ContinuousBatchScheduler, now: float) -> tuple[Slot, ...]:
+    """Every row, in order, with the request in it or none."""
+    by_row = {s.allocation.row: s for s in scheduler.running if s.allocation is not None}
+    return tuple(_slot(row, by_row.get(row), now) for row in range(scheduler.kv_cache.num_rows))
+
+
+def _slot(row: int, sequence: Sequence | None, now: float) -> Slot:
+    if sequence is None:
+        return Slot(row, "idle", None, 0, 0, None)
+    speed = None
+    if sequence.first_token_at is not None and now > sequence.first_token_at:
+        speed = sequence.decode_steps / (now - sequence.first_token_at)
+    state = sequence.seq_state.value
+    return Slot(row, state, sequence.request_id, sequence.computed, sequence.limit, speed)
+
+
+def _batch_type(has_decodes: bool, has_prefills: bool) -> BatchType:
+    if has_decodes and has_prefills:
+        return BatchType.MIXED
+    if has_decodes:
+        return BatchType.DECODE
+    return BatchType.PREFILL if has_prefills else BatchType.EMPTY

@@ -1,0 +1,148 @@
+"""LLM and the commands over it: text in, text out, with the default model."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from weft.cli.chat import chat_command
+from weft.cli.generate import generate_command
+from weft.cli.main import main
+from weft.cli.terminal import printable
+from weft.errors import InvalidRequestError, ModelFileError
+from weft.llm import LLM
+from weft.request import FinishReason, RequestState, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+CAPITAL = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(num_blocks=128, max_running=4) as opened:
+        yield opened
+
+
+def test_results_come_in_the_order_of_the_prompts_with_their_text(llm: LLM) -> None:
+    results = llm.generate([CAPITAL, "1, 2, 3, 4,"], GREEDY)
+    assert [result.prompt_token_count for result in results] == [5, 11]
+    assert results[0].text.startswith(" Paris")
+    assert results[1].text.startswith(" 5, 6")
+    assert results[0].text == llm.tokenizer.decode(results[0].tokens)
+    assert llm.generate(CAPITAL, GREEDY)[0].tokens == results[0].tokens
+
+
+def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
+    short = SamplingParams(max_tokens=2, temperature=0.0)
+    results = llm.generate([CAPITAL, CAPITAL], [short, GREEDY])
+    assert [len(result.tokens) for result in results] == [2, 6]
+    with pytest.raises(InvalidRequestError, match="1 entries for 2 prompts"):
+        llm.generate([CAPITAL, CAPITAL], [short])
+
+
+def test_a_stop_string_ends_the_text_before_it_across_tokens(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=30, temperature=0.0, stop=("5, 6", "never"))
+    result = llm.generate("1, 2, 3, 4,", params)[0]
+    assert result.text == " "
+    assert (result.finish_reason, result.state) == (FinishReason.STOP, RequestState.COMPLETED)
+    assert llm.tokenizer.decode(result.tokens) == " 5, 6"
+    assert "".join(llm.stream("1, 2, 3, 4,", params)) == " "
+
+
+def test_a_stream_adds_up_to_the_result(llm: LLM) -> None:
+    assert "".join(llm.stream(CAPITAL, GREEDY)) == llm.generate(CAPITAL, GREEDY)[0].text
+
+
+def test_leaving_a_stream_cancels_the_request(llm: LLM) -> None:
+    stream = llm.stream(CAPITAL, SamplingParams(max_tokens=4000, temperature=0.0, ignore_eos=True))
+    next(stream)
+    stream.close()
+    llm.generate(CAPITAL, SamplingParams(max_tokens=1))
+    assert llm.engine.metrics().requests_running == 0
+
+
+def test_chat_answers_in_the_models_own_format(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    result = llm.chat(messages, SamplingParams(max_tokens=40, temperature=0.0))
+    assert "Paris" in result.text
+    assert result.finish_reason is FinishReason.END_OF_SEQUENCE
+    assert "<|im_end|>" not in result.text
+
+
+def test_a_prompt_that_cannot_run_is_refused_with_both_numbers(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"prompt has \d+ tokens; allowed: at most 2047"):
+        llm.generate([CAPITAL, "word " * 3000], GREEDY)
+    assert llm.generate(CAPITAL, GREEDY)[0].state is RequestState.COMPLETED
+
+
+def test_unknown_options_are_refused_by_name() -> None:
+    with pytest.raises(InvalidRequestError, match=r"no option 'blocks'; allowed: .*num_blocks"):
+        LLM(blocks=3)
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path: object) -> None:
+    with pytest.raises(ModelFileError, match="magic"):
+        LLM(__file__)
+
+
+# --- the commands -----------------------------------------------------------------------------------------------
+
+
+def test_generate_prints_the_text_alone_or_after_its_prompt(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"model": "default", "max_tokens": 3, "temperature": 0.0, "seed": 0}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(CAPITAL))
+    generate_command(["-"], **options)  # type: ignore[arg-type]
+    assert capsys.readouterr().out.startswith(" Paris")
+    generate_command([CAPITAL, "1, 2, 3,"], **options)  # type: ignore[arg-type]
+    out = capsys.readouterr().out
+    assert out.startswith(CAPITAL + " Paris") and "\n1, 2, 3, 4" in out
+
+
+def test_chat_answers_every_line_and_knows_its_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "/help\n/nothing\nWhat is the capital of France?\n/clear\n\n/exit\nnever read\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    chat_command(model="default", system=None, max_tokens=12, temperature=0.0, seed=0)
+    captured = capsys.readouterr()
+    assert "Paris" in captured.out
+    assert "/clear" in captured.err and "no command '/nothing'" in captured.err
+    assert captured.out.count("\n") == 1, "one answer, and nothing after /exit"
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted: list[bool] = []
+
+    def interrupt_once(text: str) -> str:
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return text
+
+    monkeypatch.setattr("weft.cli.chat.printable", interrupt_once)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me a story.\nWhat is the capital of France?\n"))
+    chat_command(model="default", system=None, max_tokens=12, temperature=0.0, seed=0)
+    captured = capsys.readouterr()
+    assert "[stopped]" in captured.err
+    assert "Paris" in captured.out
+
+
+def test_a_bad_model_file_ends_with_exit_code_2_and_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft", "generate", "x", "--model", __file__])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.strip().count("\n") == 0
+
+
+def test_control_codes_of_a_model_do_not_reach_the_terminal() -> None:
+    assert printable("a\x1b[31mb\tc\nd\x07é🎉") == "a\ufffd[31mb\tc\nd\ufffdé🎉"

@@ -1,0 +1,290 @@
+"""A run that was written down is run again exactly; a log that was changed is refused, with the line."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from weft.backends.noop import NoopBackend
+from weft.clock import VirtualClock
+from weft.config import (
+    KvCachePoolConfig,
+    PreemptionMode,
+    PriorityPolicy,
+    SchedulerConfig,
+    ServingEngineConfig,
+)
+from weft.engine.recorder import ReplayDifference, replay
+from weft.engine.serving import ServingEngine
+from weft.plan import IterationPlan, SwapTask
+from weft.request import InferenceRequest, Priority, RequestId, RequestState, SamplingParams
+
+
+class RandomFaults:
+    """Something goes wrong now and then, by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def at_submit(self, plan: IterationPlan) -> str | None:
+        return "refused" if self._random.random() < 0.02 else None
+
+    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
+        chance = self._random.random()
+        if plan.request_ids and chance < 0.02:
+            return None, {self._random.choice(plan.request_ids): "its own"}
+        return ("nobody's" if chance < 0.04 else None), {}
+
+    def at_swap(self, task: SwapTask) -> str | None:
+        return "lost" if self._random.random() < 0.1 else None
+
+
+def record(path: Path, seed: int = 1, **options: Any) -> ServingEngine:
+    """A crowded run with arrivals, priorities, deadlines, cancels, preemption and faults, by a seed."""
+    source = random.Random(seed)
+    clock = VirtualClock()
+    config = ServingEngineConfig(
+        scheduler=SchedulerConfig(
+            **{
+                "policy": PriorityPolicy.ADAPTIVE,
+                "max_running": 4,
+                "max_chunk_tokens": 8,
+                "max_prefill_tokens": 16,
+                "max_tokens_per_step": 32,
+                **options,
+            }
+        ),
+        cache=KvCachePoolConfig(num_blocks=16, block_size=4, swap_blocks=32),
+        log_path=str(path),
+    )
+    backend = NoopBackend(
+        random_source=random.Random(seed), faults=RandomFaults(seed), eos_token_ids=frozenset({3})
+    )
+    engine = ServingEngine(backend, config, clock=clock, seed=seed)
+    for turn in range(300):
+        if turn < 200 and turn % 4 == 0:
+            length = source.randrange(1, 30)
+            wanted = InferenceRequest(
+                tuple(7 * position % 50 for position in range(length)),
+                SamplingParams(max_tokens=source.randrange(1, 24), logit_bias={4: 1.5}, stop=("x",)),
+                priority=Priority(source.randrange(4)),
+                deadline=source.choice([None, None, 3.0]),
+                ttft_target=source.choice([None, 0.5]),
+                metadata={"user": "someone"},
+            )
+            engine.submit(wanted)
+        if source.random() < 0.1:
+            engine.cancel(RequestId(source.randrange(50)), "changed my mind")
+        engine.run_iteration()
+        clock.advance(source.random() * 0.2)
+    engine.run_until_idle()
+    engine.stop()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ServingEngine]:
+    path = tmp_path_factory.mktemp("log") / "run.jsonl"
+    return path, record(path)
+
+
+def test_a_recorded_run_with_preemption_cancels_and_faults_replays_exactly(
+    recorded: tuple[Path, ServingEngine],
+) -> None:
+    path, engine = recorded
+    report = replay(str(path))
+    stats, metrics = engine.stats()[0], engine.metrics()
+    assert (
+        stats.preemptions_by_swap
+        and stats.preemptions_by_recompute
+        and stats.steps_failed
+        and stats.swaps_failed
+    )
+    assert metrics.requests_completed and metrics.requests_failed and metrics.requests_cancelled
+    assert report.requests == 50
+    assert report.steps >= stats.steps
+    assert report.tokens >= metrics.generated_tokens > 0
+
+
+@pytest.mark.parametrize("seed", [2, 3, 4])
+@pytest.mark.parametrize("mode", list(PreemptionMode))
+def test_other_runs_replay_too(tmp_path: Path, seed: int, mode: PreemptionMode) -> None:
+    path = tmp_path / "run.jsonl"
+    engine = record(
+        path, seed, preemption=mode, policy=list(PriorityPolicy)[seed % 4], prefer_pure_decode=seed == 3
+    )
+    assert replay(str(path)).requests == sum(engine._ended.values())
+
+
+def test_a_run_with_real_threads_and_the_real_clock_replays(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    config = ServingEngineConfig(
+        scheduler=SchedulerConfig(max_running=3), cache=KvCachePoolConfig(12, 4), log_path=str(path)
+    )
+    with ServingEngine(NoopBackend(), config) as engine:
+        ids = [
+            engine.submit(InferenceRequest((1, 2, number), SamplingParams(max_tokens=30)))
+            for number in range(8)
+        ]
+        engine.cancel(ids[3])
+        for request_id in ids:
+            assert engine.get_result(request_id, wait=20) is not None
+    assert replay(str(path)).requests == 8
+
+
+Edit = Callable[[list[dict[str, Any]]], int]
+"""Changes a log and returns the number (from 1) of the first line that is no longer right."""
+
+
+def index_of(events: list[dict[str, Any]], wanted: Callable[[dict[str, Any]], bool], skip: int = 5) -> int:
+    return [number for number, event in enumerate(events) if wanted(event)][skip]
+
+
+def is_full_plan(event: dict[str, Any]) -> bool:
+    return event["event"] == "plan" and event["plan"] is not None and bool(event["plan"]["rows"])
+
+
+def change_a_plan(events: list[dict[str, Any]]) -> int:
+    number = index_of(events, is_full_plan)
+    events[number]["plan"]["counts"][0] += 1
+    return number + 1
+
+
+def move_a_block(events: list[dict[str, Any]]) -> int:
+    number = index_of(events, lambda e: is_full_plan(e) and bool(e["plan"]["row_starts"]))
+    events[number]["plan"]["row_starts"][0][4][0] += 1
+    return number + 1
+
+
+def erase_a_plan(events: list[dict[str, Any]]) -> int:
+    number = index_of(events, is_full_plan)
+    events[number]["plan"] = None
+    return number + 1
+
+
+def lose_a_token(events: list[dict[str, Any]]) -> int:
+    number = index_of(events, lambda e: e["event"] == "apply" and bool(e["result"]["tokens"]))
+    events[number]["result"]["tokens"].pop()
+    return number + 1
+
+
+def add_a_token(events: list[dict[str, Any]]) -> int:
+    number = index_of(events, lambda e: e["event"] == "apply" and bool(e["result"]["tokens"]))
+    events[number]["result"]["tokens"].append(9)
+    return number + 1
+
+
+def lose_a_clock_reading(events: list[dict[str, Any]]) -> int:
+    number = index_of(events, lambda e: bool(e["clock"]) and e["event"] == "apply")
+    events[number]["clock"].pop()
+    return number + 1
+
+
+def add_a_clock_reading(events: list[dict[str, Any]]) -> int:
+    number = index_of(events, lambda e: bool(e["clock"]) and e["event"] == "apply")
+    events[number]["clock"].append(events[number]["clock"][-1])
+    return number + 1
+
+
+def apply_twice(events: list[dict[str, Any]]) -> int:
+    number = index_of(events, lambda e: e["event"] == "apply")
+    # Both steps in flight, then one more.
+    events[number + 1 : number + 1] = [events[number], events[number]]
+    return -1
+
+
+def invent_an_event(events: list[dict[str, Any]]) -> int:
+    events.insert(9, {"event": "dance", "clock": []})
+    return 10
+
+
+def drop_a_field(events: list[dict[str, Any]]) -> int:
+    number = index_of(events, lambda e: e["event"] == "add")
+    del events[number]["seed"]
+    return number + 1
+
+
+def change_a_prompt(events: list[dict[str, Any]]) -> int:
+    number = index_of(events, lambda e: e["event"] == "add" and len(e["request"]["prompt"]) > 4)
+    events[number]["request"]["prompt"] = []
+    return number + 1
+
+
+def claim_another_version(events: list[dict[str, Any]]) -> int:
+    events[0]["version"] = 99
+    return 1
+
+
+def drop_the_beginning(events: list[dict[str, Any]]) -> int:
+    del events[0]
+    return 1
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        change_a_plan,
+        move_a_block,
+        erase_a_plan,
+        lose_a_token,
+        add_a_token,
+        lose_a_clock_reading,
+        add_a_clock_reading,
+        apply_twice,
+        invent_an_event,
+        drop_a_field,
+        change_a_prompt,
+        claim_another_version,
+        drop_the_beginning,
+    ],
+    ids=lambda edit: edit.__name__,
+)
+def test_a_log_that_was_changed_is_refused_naming_the_line(
+    recorded: tuple[Path, ServingEngine], tmp_path: Path, edit: Edit
+) -> None:
+    events = [json.loads(line) for line in recorded[0].read_text().splitlines()]
+    line = edit(events)
+    path = tmp_path / "changed.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    with pytest.raises(ReplayDifference) as caught:
+        replay(str(path))
+    assert f"{path}, line " in str(caught.value)
+    if line > 0:
+        assert f", line {line}: " in str(caught.value)
+
+
+def test_a_log_that_is_cut_in_the_middle_of_a_line_is_refused_naming_it(
+    recorded: tuple[Path, ServingEngine], tmp_path: Path
+) -> None:
+    lines = recorded[0].read_text().splitlines(keepends=True)
+    path = tmp_path / "cut.jsonl"
+    path.write_text("".join(lines[:40]) + lines[40][:20])
+    with pytest.raises(ReplayDifference, match="line 41: not a weft log, or cut short"):
+        replay(str(path))
+
+
+@pytest.mark.parametrize("content", ["", "\n", "[]\n", "null\n", "hello\n", '{"event": "start"}\n'], ids=repr)
+def test_something_else_than_a_log_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "no.jsonl"
+    path.write_text(content)
+    with pytest.raises(ReplayDifference, match="not a weft log"):
+        replay(str(path))
+
+
+def test_a_request_that_json_does_not_know_can_be_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    config = ServingEngineConfig(cache=KvCachePoolConfig(16, 4), log_path=str(path))
+    engine = ServingEngine(NoopBackend(), config)
+    params = SamplingParams(max_tokens=3, logit_bias=MappingProxyType({1: 0.5}))
+    request_id = engine.submit(InferenceRequest((1, 2), params, metadata={"anything": object()}))
+    engine.run_until_idle()
+    engine.stop()
+    result = engine.get_result(request_id)
+    assert result is not None and result.state is RequestState.COMPLETED
+    assert replay(str(path)).requests == 1

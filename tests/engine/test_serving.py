@@ -1,0 +1,837 @@
+"""The public engine on the detector backend, with real threads and real event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from weft.backends.noop import NoopBackend, generate_alone
+from weft.clock import VirtualClock
+from weft.config import (
+    KvCachePoolConfig,
+    PreemptionMode,
+    PriorityPolicy,
+    SchedulerConfig,
+    ServingEngineConfig,
+)
+from weft.engine.serving import ServingEngine
+from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError
+from weft.plan import IterationPlan, StepResult, SwapTask
+from weft.request import (
+    FinishReason,
+    InferenceRequest,
+    Priority,
+    RequestId,
+    RequestState,
+    SamplingParams,
+    TokenOutput,
+)
+
+PATIENCE = 20.0
+"""Seconds after which a wait is given up. No test passes or fails by being faster than this."""
+
+
+def request(length: int = 8, max_tokens: int = 8, family: int = 0, **fields: Any) -> InferenceRequest:
+    prompt = tuple(1000 * family + position for position in range(length))
+    return InferenceRequest(prompt, SamplingParams(max_tokens=max_tokens, seed=5, ignore_eos=True), **fields)
+
+
+def expected(engine: ServingEngine, wanted: InferenceRequest) -> tuple[int, ...]:
+    limit = len(wanted.prompt) + wanted.params.max_tokens
+    return tuple(generate_alone(wanted.prompt, 5, wanted.params, limit, engine.scheduler.info))
+
+
+def make_engine(
+    backend: NoopBackend | None = None,
+    *,
+    blocks: int = 256,
+    swap_blocks: int | None = None,
+    scheduler: dict[str, Any] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **options: Any,
+) -> ServingEngine:
+    config = ServingEngineConfig(
+        scheduler=SchedulerConfig(**{"max_running": 8, **(scheduler or {})}),
+        cache=KvCachePoolConfig(num_blocks=blocks, block_size=4, swap_blocks=swap_blocks),
+        **options,
+    )
+    return ServingEngine(backend or NoopBackend(max_context=4096), config, clock=clock, seed=1)
+
+
+class Gate:
+    """Faults that fail nothing, but let every step wait until the test opens the gate."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+
+    def at_submit(self, plan: IterationPlan) -> str | None:
+        return None
+
+    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
+        self.reached.set()
+        assert self.open.wait(PATIENCE)
+        return None, {}
+
+    def at_swap(self, task: SwapTask) -> str | None:
+        return None
+
+
+class Culprits:
+    """Fails every step that one of these requests is in."""
+
+    def __init__(self, *culprits: int, named: bool, rejects: bool = False) -> None:
+        self.culprits = set(culprits)
+        self.named = named
+        self.rejects = rejects
+        self.sizes: list[int] = []
+        """Sequences in each step that failed."""
+
+    def _hit(self, plan: IterationPlan) -> list[RequestId]:
+        hit = [rid for rid in plan.request_ids if rid in self.culprits]
+        if hit:
+            self.sizes.append(len(plan.request_ids))
+        return hit
+
+    def at_submit(self, plan: IterationPlan) -> str | None:
+        return "will not take it" if self.rejects and self._hit(plan) else None
+
+    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
+        if self.rejects or not (hit := self._hit(plan)):
+            return None, {}
+        return (None, {rid: f"bad input of {rid}" for rid in hit}) if self.named else ("device error", {})
+
+    def at_swap(self, task: SwapTask) -> str | None:
+        return None
+
+
+def assert_all_memory_is_free(engine: ServingEngine) -> None:
+    engine.scheduler.check_integrity()
+    cache = engine.stats()[1]
+    assert (cache.rows_used, cache.blocks_used, cache.swap_blocks_used) == (0, 0, 0)
+
+
+# ---------------------------------------------------------------------- the published examples
+
+
+def test_published_example_submit_and_poll() -> None:
+    with make_engine() as engine:
+        wanted = request()
+        request_id = engine.submit(wanted)
+        deadline = time.monotonic() + PATIENCE
+        while not engine.is_complete(request_id):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        result = engine.get_result(request_id)
+    assert result is not None
+    assert result.state is RequestState.COMPLETED and result.finish_reason is FinishReason.LENGTH
+    assert result.tokens == expected(engine, wanted)
+    assert (result.prompt_token_count, result.completion_token_count) == (8, 8)
+
+
+def test_published_example_stream_with_a_callback() -> None:
+    outputs: list[TokenOutput] = []
+    threads: set[str] = set()
+
+    def on_token(output: TokenOutput) -> None:
+        outputs.append(output)
+        threads.add(threading.current_thread().name)
+
+    with make_engine() as engine:
+        wanted = request()
+        request_id = engine.submit_with_callback(wanted, on_token)
+        assert engine.get_result(request_id, wait=PATIENCE) is not None
+    assert tuple(output.token_id for output in outputs) == expected(engine, wanted)
+    assert [output.is_final for output in outputs] == [False] * 7 + [True]
+    assert [output.sequence_length for output in outputs] == list(range(9, 17))
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert threads == {"weft-engine"}
+
+
+def test_published_example_async_stream() -> None:
+    async def read(engine: ServingEngine, wanted: InferenceRequest) -> list[TokenOutput]:
+        return [output async for output in engine.stream(wanted)]
+
+    async def main(engine: ServingEngine) -> list[list[TokenOutput]]:
+        return await asyncio.gather(*(read(engine, request(family=number)) for number in range(5)))
+
+    with make_engine() as engine:
+        streams = asyncio.run(main(engine))
+    for number, outputs in enumerate(streams):
+        assert tuple(output.token_id for output in outputs) == expected(engine, request(family=number))
+        assert outputs[-1].is_final
+
+
+# ---------------------------------------------------------------------- other ways in
+
+
+def test_submit_async_returns_the_result() -> None:
+    with make_engine() as engine:
+        result = asyncio.run(engine.submit_async(request()))
+    assert result.tokens == expected(engine, request())
+
+
+def test_submit_async_returns_its_result_even_when_no_results_are_kept_for_long() -> None:
+    async def main(engine: ServingEngine) -> list[Any]:
+        return await asyncio.gather(
+            *(engine.submit_async(request(family=n, max_tokens=3 + n % 4)) for n in range(20))
+        )
+
+    with make_engine(max_kept_results=1) as engine:
+        results = asyncio.run(main(engine))
+    for number, result in enumerate(results):
+        assert result.tokens == expected(engine, request(family=number, max_tokens=3 + number % 4))
+
+
+def test_cancelling_the_task_that_waits_cancels_the_request() -> None:
+    gate = Gate()
+    engine = make_engine(NoopBackend(faults=gate))
+
+    async def main() -> None:
+        task = asyncio.create_task(engine.submit_async(request(max_tokens=100)))
+        await asyncio.to_thread(gate.reached.wait, PATIENCE)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with engine:
+        asyncio.run(main())
+        gate.open.set()
+        result = engine.get_result(RequestId(0), wait=PATIENCE)
+    assert result is not None and result.state is RequestState.CANCELLED
+    assert_all_memory_is_free(engine)
+
+
+def test_iterations_may_be_run_by_hand_without_any_thread() -> None:
+    for overlap in (True, False):
+        engine = make_engine(overlap=overlap)
+        ids = [engine.submit(request(family=family)) for family in range(3)]
+        engine.run_until_idle()
+        for family, request_id in enumerate(ids):
+            result = engine.get_result(request_id)
+            assert result is not None and result.tokens == expected(engine, request(family=family))
+        assert engine.run_iteration() is False
+        assert_all_memory_is_free(engine)
+
+
+def test_run_until_idle_ends_everything_where_memory_is_short() -> None:
+    engine = make_engine(
+        blocks=10,
+        swap_blocks=0,
+        scheduler={"max_running": 2, "max_sequences_per_step": 1, "prefer_pure_decode": True},
+    )
+    ids = [engine.submit(request(10, 16, family)) for family in range(3)]
+    engine.run_until_idle()
+    assert all(engine.is_complete(request_id) for request_id in ids)
+
+
+def test_output_is_the_same_with_and_without_overlap_and_in_any_company() -> None:
+    for overlap in (True, False):
+        for mode in PreemptionMode:
+            backend = NoopBackend(random_source=random.Random(3))
+            engine = make_engine(backend, blocks=12, overlap=overlap, scheduler={"preemption": mode})
+            ids = [engine.submit(request(10, 20, family)) for family in range(5)]
+            engine.run_until_idle()
+            for family, request_id in enumerate(ids):
+                result = engine.get_result(request_id)
+                assert result is not None and result.tokens == expected(engine, request(10, 20, family))
+            assert engine.metrics().preemptions > 0
+
+
+# ---------------------------------------------------------------------- cancel, in every state
+
+
+def state_of(engine: ServingEngine, request_id: RequestId) -> str:
+    sequence = engine.scheduler.sequences.get(request_id)
+    if sequence is None:
+        return "over"
+    if sequence.state is RequestState.PREEMPTED:
+        if sequence.allocation is None:
+            return "preempted"
+        return "swapped" if sequence.allocation.is_swapped else "swapping in"
+    return sequence.seq_state.value
+
+
+STATES = ["waiting", "prefilling", "decoding", "preempted", "swapped", "swapping in", "over"]
+
+
+@pytest.mark.parametrize(
+    ("state", "overlap"),
+    # Without overlap a copy back is over when its iteration is: nobody can be seen swapping in.
+    [(state, overlap) for state in STATES for overlap in (True, False) if overlap or state != "swapping in"],
+)
+def test_cancel_ends_a_request_in_every_state_and_frees_its_memory(state: str, overlap: bool) -> None:
+    mode = PreemptionMode.SWAP if state.startswith("swap") else PreemptionMode.RECOMPUTE
+    options = {"preemption": mode, "max_chunk_tokens": 4, "max_prefill_tokens": 8, "prefix_caching": False}
+    engine = make_engine(blocks=16, overlap=overlap, scheduler=options)
+    finals: list[TokenOutput] = []
+    other = request(12, 40)
+    wanted = request(12, 40, 1)
+    other_id = engine.submit(other)
+    request_id = engine.submit_with_callback(wanted, lambda o: finals.append(o) if o.is_final else None)
+    for _ in range(1000):
+        if state_of(engine, request_id) == state:
+            break
+        engine.run_iteration()
+    assert state_of(engine, request_id) == state
+    assert engine.cancel(request_id, "no longer wanted") is (state != "over")
+    assert engine.cancel(request_id) is False, "a second time there is nothing to cancel"
+    engine.run_until_idle()
+    result, other_result = engine.get_result(request_id), engine.get_result(other_id)
+    assert result is not None and other_result is not None
+    assert other_result.tokens == expected(engine, other), "its neighbour is not touched"
+    if state == "over":
+        assert result.state is RequestState.COMPLETED
+    else:
+        assert result.state is RequestState.CANCELLED and result.finish_reason is FinishReason.CANCELLED
+        assert result.error == "no longer wanted"
+        assert finals[0].finish_reason is FinishReason.CANCELLED and finals[0].token_id is None
+    assert result.tokens == expected(engine, wanted)[: len(result.tokens)]
+    assert len(finals) == 1, "the final output comes once"
+    assert_all_memory_is_free(engine)
+
+
+def test_cancelling_what_never_was_says_so() -> None:
+    assert make_engine().cancel(RequestId(99)) is False
+
+
+def test_a_request_cancelled_while_the_loop_goes_to_sleep_still_gets_its_result() -> None:
+    class Sleepy(ServingEngine):
+        """Submits and cancels in the moment between a look that found nothing and the sleep that follows it."""
+
+        cancelled: RequestId | None = None
+
+        def run_iteration(self) -> bool:
+            worked = super().run_iteration()
+            if not worked and self.cancelled is None:
+                self.cancelled = self.submit(request())
+                self.cancel(self.cancelled)
+            return worked
+
+    with Sleepy(NoopBackend(), ServingEngineConfig()) as engine:
+        result = engine.get_result(RequestId(0), wait=PATIENCE / 4)
+    assert result is not None and result.state is RequestState.CANCELLED
+
+
+# ---------------------------------------------------------------------- stop
+
+
+def test_stop_cancels_what_is_outstanding_tells_everyone_and_refuses_newcomers() -> None:
+    gate = Gate()
+    finals: list[TokenOutput] = []
+    engine = make_engine(NoopBackend(faults=gate)).start()
+    ids = [
+        engine.submit_with_callback(
+            request(max_tokens=1000, family=n), lambda o: finals.append(o) if o.is_final else None
+        )
+        for n in range(12)
+    ]
+    assert gate.reached.wait(PATIENCE)
+    gate.open.set()
+    engine.stop()
+    engine.stop()
+    results = [engine.get_result(request_id) for request_id in ids]
+    assert all(result is not None and result.state is RequestState.CANCELLED for result in results)
+    assert sorted(output.request_id for output in finals) == sorted(ids)
+    with pytest.raises(EngineStoppedError):
+        engine.submit(request())
+    assert_all_memory_is_free(engine)
+
+
+@pytest.mark.parametrize("own_thread", [True, False], ids=["start()", "run_iteration() by hand"])
+def test_stop_from_a_callback_ends_the_loop_and_every_callback_hears_its_tokens_in_order(
+    own_thread: bool,
+) -> None:
+    engine = make_engine()
+    heard: dict[int, list[TokenOutput]] = {}
+
+    def on_token(output: TokenOutput) -> None:
+        heard.setdefault(output.request_id, []).append(output)
+        if output.request_id == 0 and len(heard[0]) == 3:
+            engine.stop()
+
+    for family in range(4):
+        engine.submit_with_callback(request(max_tokens=50, family=family), on_token)
+    if own_thread:
+        engine.start()
+        for number in range(4):
+            assert engine.get_result(RequestId(number), wait=PATIENCE) is not None
+        engine.stop()
+    else:
+        engine.run_until_idle()
+    for number, outputs in heard.items():
+        result = engine.get_result(RequestId(number))
+        assert result is not None and result.state is RequestState.CANCELLED
+        assert tuple(o.token_id for o in outputs if o.token_id is not None) == result.tokens
+        assert [o.is_final for o in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+def test_stop_ends_a_loop_that_the_caller_runs_in_a_thread_of_its_own() -> None:
+    for _ in range(10):
+        engine = make_engine()
+        failures: list[BaseException] = []
+
+        def loop(engine: ServingEngine = engine, failures: list[BaseException] = failures) -> None:
+            try:
+                engine.run()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=loop)
+        thread.start()
+        ids = [engine.submit(request(max_tokens=2000, family=family)) for family in range(3)]
+        engine.stop()
+        thread.join(PATIENCE)
+        assert not thread.is_alive() and not failures
+        assert all(engine.is_complete(request_id) for request_id in ids)
+        assert_all_memory_is_free(engine)
+
+
+def test_stop_before_anything_was_started_ends_what_was_submitted() -> None:
+    engine = make_engine()
+    request_id = engine.submit(request())
+    engine.stop()
+    result = engine.get_result(request_id)
+    assert result is not None and result.state is RequestState.CANCELLED
+
+
+def test_the_context_manager_stops_the_engine_and_lets_errors_through() -> None:
+    engine = make_engine()
+    with pytest.raises(KeyError), engine:
+        engine.submit(request(max_tokens=1000))
+        raise KeyError("the caller's own")
+    assert engine._thread is not None and not engine._thread.is_alive()
+    with pytest.raises(EngineStoppedError):
+        engine.submit(request())
+
+
+def test_a_submitter_that_waits_for_room_is_woken_by_stop() -> None:
+    gate = Gate()
+    engine = make_engine(
+        NoopBackend(faults=gate), scheduler={"max_running": 1, "max_waiting_requests": 1}
+    ).start()
+    engine.submit(request())
+    assert gate.reached.wait(PATIENCE)
+    engine.submit(request(family=1))
+    raised: list[Exception] = []
+
+    def blocked() -> None:
+        try:
+            engine.submit(request(family=2), block=True)
+        except EngineStoppedError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=blocked)
+    thread.start()
+    threading.Timer(0.05, gate.open.set).start()
+    engine.stop()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert raised or engine.is_complete(RequestId(2))
+
+
+# ---------------------------------------------------------------------- idle, threads, back-pressure
+
+
+def test_an_idle_engine_uses_no_cpu() -> None:
+    with make_engine() as engine:
+        request_id = engine.submit(request())
+        assert engine.get_result(request_id, wait=PATIENCE) is not None
+        before = time.process_time()
+        time.sleep(1.0)
+        used = time.process_time() - before
+    assert used < 0.05
+
+
+def test_requests_may_be_submitted_from_many_threads_at_once() -> None:
+    answers: dict[int, tuple[RequestId, InferenceRequest]] = {}
+    lock = threading.Lock()
+
+    def submit_some(engine: ServingEngine, thread: int) -> None:
+        for number in range(10):
+            wanted = request(4 + number, 6, family=10 * thread + number)
+            request_id = engine.submit(wanted)
+            with lock:
+                answers[len(answers)] = (request_id, wanted)
+
+    with make_engine(NoopBackend(vocabulary_size=100_000), blocks=64) as engine:
+        threads = [threading.Thread(target=submit_some, args=(engine, number)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert len({request_id for request_id, _ in answers.values()}) == 80, (
+            "every request has an id of its own"
+        )
+        for request_id, wanted in answers.values():
+            result = engine.get_result(request_id, wait=PATIENCE)
+            assert result is not None and result.tokens == expected(engine, wanted)
+    assert_all_memory_is_free(engine)
+
+
+def test_a_full_queue_refuses_with_both_numbers_and_nothing_is_lost() -> None:
+    engine = make_engine(scheduler={"max_waiting_requests": 2})
+    ids = [engine.submit(request(family=family)) for family in range(2)]
+    with pytest.raises(QueueFullError, match=r"2 requests are waiting, at most 2"):
+        engine.submit(request(family=3))
+    with pytest.raises(QueueFullError):
+        engine.submit(request(family=3), block=True, timeout=0.01)
+    engine.run_until_idle()
+    assert all(engine.is_complete(request_id) for request_id in ids)
+    assert engine.submit(request(family=3)) is not None
+
+
+def test_a_submitter_that_blocks_gets_in_when_there_is_room() -> None:
+    with make_engine(scheduler={"max_running": 1, "max_waiting_requests": 1}) as engine:
+        ids = [engine.submit(request(family=family), block=True) for family in range(10)]
+        for family, request_id in enumerate(ids):
+            result = engine.get_result(request_id, wait=PATIENCE)
+            assert result is not None and result.tokens == expected(engine, request(family=family))
+
+
+def test_a_request_that_can_never_run_is_refused_at_once_even_when_it_would_block() -> None:
+    engine = make_engine(blocks=4, scheduler={"max_waiting_requests": 1})
+    with pytest.raises(InvalidRequestError, match=r"prompt has 16 tokens; allowed: at most 15"):
+        engine.submit(request(16), block=True)
+
+
+# ---------------------------------------------------------------------- time limits
+
+
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding"])
+def test_a_deadline_ends_a_request_wherever_it_is(state: str) -> None:
+    clock = VirtualClock()
+    options = {"max_running": 1, "max_chunk_tokens": 4, "max_prefill_tokens": 4, "prefix_caching": False}
+    engine = make_engine(clock=clock, scheduler=options)
+    other_id = None
+    if state == "waiting":
+        other_id = engine.submit(request(max_tokens=50, family=1))
+        engine.run_iteration()
+    request_id = engine.submit(request(12, 200, deadline=10.0))
+    for _ in range(100):
+        if state_of(engine, request_id) == state:
+            break
+        engine.run_iteration()
+    assert state_of(engine, request_id) == state
+    clock.advance(9.9)
+    engine.run_iteration()
+    assert not engine.is_complete(request_id)
+    clock.advance(0.2)
+    engine.run_iteration()
+    result = engine.get_result(request_id)
+    assert result is not None and result.state is RequestState.CANCELLED
+    assert result.error is not None and "deadline of 10 s" in result.error
+    engine.run_until_idle()
+    if other_id is not None:
+        other = engine.get_result(other_id)
+        assert other is not None and other.state is RequestState.COMPLETED
+    assert_all_memory_is_free(engine)
+
+
+def test_an_expired_request_never_runs() -> None:
+    engine = make_engine(clock=VirtualClock())
+    request_id = engine.submit(request(deadline=0.0))
+    engine.run_until_idle()
+    result = engine.get_result(request_id)
+    assert result is not None and result.tokens == () and result.prefill_time == 0
+    assert engine.stats()[0].tokens_computed == 0
+
+
+def test_the_request_timeout_is_the_deadline_of_those_that_have_none() -> None:
+    clock = VirtualClock()
+    engine = make_engine(clock=clock, request_timeout=5.0)
+    without = engine.submit(request(max_tokens=500))
+    longer = engine.submit(request(max_tokens=500, family=1, deadline=60.0))
+    engine.run_iteration()
+    clock.advance(6.0)
+    engine.run_iteration()
+    assert engine.is_complete(without) and not engine.is_complete(longer)
+    engine.run_until_idle()
+    result = engine.get_result(longer)
+    assert result is not None and result.state is RequestState.COMPLETED
+
+
+def test_a_deadline_passes_while_the_real_loop_is_busy_with_others() -> None:
+    with make_engine(scheduler={"max_running": 1}) as engine:
+        busy = engine.submit(request(max_tokens=4000))
+        waiting = engine.submit(request(family=1, deadline=0.0))
+        result = engine.get_result(waiting, wait=PATIENCE)
+        assert result is not None and result.state is RequestState.CANCELLED
+        engine.cancel(busy)
+
+
+# ---------------------------------------------------------------------- callbacks and readers
+
+
+def test_a_callback_that_raises_ends_its_own_request_only() -> None:
+    def raises(output: TokenOutput) -> None:
+        if output.sequence_length == 11:
+            raise RuntimeError("the caller's mistake")
+
+    with make_engine() as engine:
+        bad = engine.submit_with_callback(request(max_tokens=50), raises)
+        good = engine.submit(request(max_tokens=50, family=1))
+        bad_result = engine.get_result(bad, wait=PATIENCE)
+        good_result = engine.get_result(good, wait=PATIENCE)
+        later = engine.get_result(engine.submit(request(family=2)), wait=PATIENCE)
+    assert bad_result is not None and bad_result.state is RequestState.FAILED
+    assert bad_result.error is not None and "the caller's mistake" in bad_result.error
+    assert good_result is not None and good_result.tokens == expected(
+        engine, request(max_tokens=50, family=1)
+    )
+    assert later is not None and later.state is RequestState.COMPLETED
+    assert_all_memory_is_free(engine)
+
+
+def test_callbacks_run_outside_the_lock_so_that_other_threads_are_not_held_up() -> None:
+    asked = threading.Event()
+    answered: list[bool] = []
+
+    def on_token(output: TokenOutput) -> None:
+        asked.set()
+        answered.append(done.wait(PATIENCE))
+
+    done = threading.Event()
+    with make_engine() as engine:
+        engine.submit_with_callback(request(max_tokens=1), on_token)
+        assert asked.wait(PATIENCE)
+        engine.metrics()
+        engine.submit(request(family=1))
+        assert engine.cancel(RequestId(1))
+        done.set()
+    assert answered == [True]
+
+
+def test_a_callback_may_submit_and_cancel() -> None:
+    engine = make_engine()
+    second: list[RequestId] = []
+    victim = engine.submit(request(max_tokens=500, family=7))
+
+    def on_token(output: TokenOutput) -> None:
+        if output.is_final:
+            second.append(engine.submit(request(family=1)))
+            engine.cancel(victim)
+
+    engine.submit_with_callback(request(max_tokens=3), on_token)
+    engine.run_until_idle()
+    result, cancelled = engine.get_result(second[0]), engine.get_result(victim)
+    assert result is not None and result.tokens == expected(engine, request(family=1))
+    assert cancelled is not None and cancelled.state is RequestState.CANCELLED
+
+
+def test_a_reader_that_falls_behind_is_cancelled_and_others_are_not_affected() -> None:
+    async def main(engine: ServingEngine) -> tuple[list[TokenOutput], list[TokenOutput]]:
+        slow: list[TokenOutput] = []
+        stream = engine.stream(request(max_tokens=500))
+        slow.append(await anext(stream))
+        other = [output async for output in engine.stream(request(max_tokens=60, family=1))]
+        # The slow reader took one token while the other read sixty; its buffer holds four.
+        await asyncio.to_thread(engine.get_result, slow[0].request_id, PATIENCE)
+        slow += [output async for output in stream]
+        return slow, other
+
+    with make_engine(stream_buffer=4) as engine:
+        slow, other = asyncio.run(main(engine))
+        result = engine.get_result(slow[0].request_id)
+    assert result is not None and result.state is RequestState.CANCELLED
+    assert result.error is not None and "4 tokens behind" in result.error
+    assert slow[-1].is_final and slow[-1].finish_reason is FinishReason.CANCELLED
+    heard = [output.token_id for output in slow if output.token_id is not None]
+    assert heard == list(expected(engine, request(max_tokens=500)))[: len(heard)], (
+        "no token is missing in between"
+    )
+    assert other[-1].finish_reason in (FinishReason.LENGTH, FinishReason.CANCELLED)
+
+
+def test_a_reader_that_leaves_early_cancels_its_request() -> None:
+    async def main(engine: ServingEngine) -> RequestId:
+        stream = engine.stream(request(max_tokens=4000))
+        async for output in stream:
+            if output.sequence_length == 12:
+                break
+        await stream.aclose()  # type: ignore[attr-defined]
+        return output.request_id
+
+    with make_engine() as engine:
+        request_id = asyncio.run(main(engine))
+        result = engine.get_result(request_id, wait=PATIENCE)
+    assert result is not None and result.state is RequestState.CANCELLED
+    assert_all_memory_is_free(engine)
+
+
+def test_a_stream_of_a_stopped_engine_ends() -> None:
+    gate = Gate()
+    engine = make_engine(NoopBackend(faults=gate)).start()
+
+    async def main() -> list[TokenOutput]:
+        async def stop() -> None:
+            await asyncio.to_thread(gate.reached.wait, PATIENCE)
+            gate.open.set()
+            await asyncio.to_thread(engine.stop)
+
+        task = asyncio.create_task(stop())
+        outputs = [output async for output in engine.stream(request(max_tokens=4000))]
+        await task
+        return outputs
+
+    outputs = asyncio.run(main())
+    assert outputs[-1].is_final and outputs[-1].finish_reason is FinishReason.CANCELLED
+
+
+# ---------------------------------------------------------------------- figures and results
+
+
+def test_every_request_is_counted_once_at_every_moment() -> None:
+    options = {"preemption": PreemptionMode.SWAP, "policy": PriorityPolicy.PRIORITY, "prefix_caching": False}
+    engine = make_engine(NoopBackend(random_source=random.Random(4)), blocks=16, scheduler=options)
+    submitted = 0
+    states: set[str] = set()
+    for turn in range(400):
+        if turn % 5 == 0 and submitted < 12:
+            engine.submit(request(10, 20, submitted, priority=Priority(submitted % 3)))
+            submitted += 1
+        engine.run_iteration()
+        metrics = engine.metrics()
+        ended = metrics.requests_completed + metrics.requests_failed + metrics.requests_cancelled
+        present = metrics.requests_pending + metrics.requests_running + metrics.requests_preempted
+        assert present + ended == submitted
+        assert len(metrics.slots) == metrics.requests_running
+        assert 0 <= metrics.cache_utilisation <= 1 and 0 <= metrics.batch_utilisation <= 1
+        states |= {state_of(engine, rid) for rid in engine.scheduler.sequences}
+    assert {"decoding", "swapped", "swapping in"} <= states, "the run never reached what it is about"
+
+
+def test_the_figures_agree_with_the_results() -> None:
+    clock = VirtualClock()
+    engine = make_engine(clock=clock)
+    engine.submit(request(8, 5))
+    engine.submit(request(8, 9, 1))
+    engine.submit(request(8, 100, 2))
+    for _ in range(30):
+        engine.run_iteration()
+        clock.advance(0.5)
+    engine.cancel(RequestId(2))
+    engine.run_until_idle()
+    results = [engine.get_result(RequestId(number)) for number in range(3)]
+    metrics = engine.metrics()
+    tokens = sum(len(result.tokens) for result in results if result)
+    assert (metrics.requests_completed, metrics.requests_cancelled, metrics.requests_failed) == (2, 1, 0)
+    assert metrics.generated_tokens == tokens == engine.stats()[0].tokens_generated
+    assert metrics.prompt_tokens == 24
+    assert metrics.tokens_per_second == pytest.approx(tokens / metrics.uptime)
+    assert metrics.latency.count == 2 and metrics.time_to_first_token.count == 3
+    assert metrics.inter_token_latency.count == tokens - 3
+    assert metrics.inter_token_latency.p50 == pytest.approx(0.5, rel=0.05)
+    for result in results:
+        assert result is not None and result.time_to_first_token is not None
+        assert result.decode_steps == len(result.tokens) - 1
+        assert result.decode_time == pytest.approx(0.5 * result.decode_steps, abs=0.51)
+    assert not metrics.slots and metrics.cache_utilisation == 0
+
+
+def test_results_are_kept_up_to_the_bound_and_the_oldest_go_first() -> None:
+    engine = make_engine(max_kept_results=3)
+    ids = [engine.submit(request(max_tokens=2 + number, family=number)) for number in range(8)]
+    engine.run_until_idle()
+    assert [engine.is_complete(request_id) for request_id in ids] == [False] * 5 + [True] * 3
+    assert engine.get_result(ids[0]) is None
+    assert len(engine._callbacks) == 0
+
+
+def test_get_result_gives_up_after_the_time_it_was_told_to_wait() -> None:
+    engine = make_engine()
+    request_id = engine.submit(request())
+    assert engine.get_result(request_id) is None
+    assert engine.get_result(request_id, wait=0.01) is None
+
+
+# ---------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_fault_that_belongs_to_one_request_ends_it_alone(overlap: bool) -> None:
+    faults = Culprits(2, named=True)
+    engine = make_engine(NoopBackend(faults=faults), overlap=overlap)
+    ids = [engine.submit(request(family=family)) for family in range(5)]
+    engine.run_until_idle()
+    for family, request_id in enumerate(ids):
+        result = engine.get_result(request_id)
+        assert result is not None
+        if request_id == 2:
+            assert result.state is RequestState.FAILED and result.error == "bad input of 2"
+            assert result.finish_reason is FinishReason.ERROR
+        else:
+            assert result.tokens == expected(engine, request(family=family))
+    assert_all_memory_is_free(engine)
+
+
+@pytest.mark.parametrize("rejects", [False, True], ids=["fails", "is refused at submit"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_fault_that_belongs_to_nobody_is_tried_again_in_halves(overlap: bool, rejects: bool) -> None:
+    faults = Culprits(1, named=False, rejects=rejects)
+    engine = make_engine(NoopBackend(faults=faults), overlap=overlap)
+    ids = [engine.submit(request(family=family)) for family in range(6)]
+    engine.run_until_idle()
+    failed = [rid for rid in ids if (r := engine.get_result(rid)) and r.state is RequestState.FAILED]
+    assert 1 in failed and len(failed) <= 3, "at most the half that it is in"
+    assert set(faults.sizes) == {6, 3}, "the step as it was, then the half"
+    for family, request_id in enumerate(ids):
+        result = engine.get_result(request_id)
+        assert result is not None
+        if request_id not in failed:
+            assert result.tokens == expected(engine, request(family=family))
+    assert_all_memory_is_free(engine)
+
+
+def test_a_fault_that_does_not_come_back_ends_nobody() -> None:
+    class Once(Culprits):
+        def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
+            failure = super().at_result(plan)
+            if failure[0] is not None:
+                self.culprits.clear()
+            return failure
+
+    engine = make_engine(NoopBackend(faults=Once(3, named=False)))
+    ids = [engine.submit(request(family=family)) for family in range(6)]
+    engine.run_until_idle()
+    for family, request_id in enumerate(ids):
+        result = engine.get_result(request_id)
+        assert result is not None and result.tokens == expected(engine, request(family=family))
+    assert engine.stats()[0].steps_failed == 1
+
+
+def test_swaps_that_fail_cost_a_recompute_and_nothing_else() -> None:
+    class FailingSwaps(Culprits):
+        def at_swap(self, task: SwapTask) -> str | None:
+            return "no host memory" if task.swap_id % 2 else None
+
+    backend = NoopBackend(faults=FailingSwaps(named=False), random_source=random.Random(2))
+    engine = make_engine(backend, blocks=14, scheduler={"preemption": PreemptionMode.SWAP})
+    ids = [engine.submit(request(10, 24, family)) for family in range(5)]
+    engine.run_until_idle()
+    for family, request_id in enumerate(ids):
+        result = engine.get_result(request_id)
+        assert result is not None and result.tokens == expected(engine, request(10, 24, family))
+    assert engine.stats()[0].swaps_failed > 0
+    assert_all_memory_is_free(engine)
+
+
+def test_a_backend_that_breaks_its_contract_ends_the_requests_and_is_not_waited_for_forever() -> None:
+    class Forgetful(NoopBackend):
+        """Returns one token too few, always."""
+
+        def _finish(self, step: Any) -> StepResult:
+            result = super()._finish(step)
+            return StepResult(result.tokens[:-1], None, {}, None, result.finished_swaps, result.failed_swaps)
+
+    with make_engine(Forgetful()) as engine:
+        request_id = engine.submit(request())
+        result = engine.get_result(request_id, wait=PATIENCE / 4)
+    assert result is not None and result.state is RequestState.FAILED
+    assert result.error is not None and "0 tokens where 1" in result.error

@@ -1,0 +1,78 @@
+"""From plan and rows to index arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.backends.batch import Rows
+from weft.plan import IterationPlan, RowStart
+from weft.request import RequestId, SamplingParams
+
+
+def plan(entries: list[tuple[int, int, int, bool]], decodes: int = 0, **extra: object) -> IterationPlan:
+    """Entries are (row, start, count, samples)."""
+    rows, starts, counts, samples = zip(*entries, strict=True)
+    ids = tuple(RequestId(100 + row) for row in rows)
+    return IterationPlan(0, decodes, ids, rows, starts, counts, samples, **extra)  # type: ignore[arg-type]
+
+
+def start(row: int, tokens: tuple[int, ...], blocks: tuple[int, ...], **params: object) -> RowStart:
+    return RowStart(row, RequestId(100 + row), tokens, 2, SamplingParams(**params), row, blocks)  # type: ignore[arg-type]
+
+
+def test_a_mixed_step_becomes_flat_tokens_with_positions_cells_and_tables() -> None:
+    rows = Rows(num_rows=4, max_context=32, block_size=4)
+    mixed = plan(
+        [(2, 5, 1, True), (0, 0, 3, False), (3, 4, 2, True)],
+        decodes=1,
+        row_starts=(
+            start(2, (10, 11, 12, 13, 14, 15), (7, 3)),
+            start(0, (20, 21, 22, 23), (5,)),
+            start(3, (30, 31, 32, 33, 34, 35), (1, 9)),
+        ),
+    )
+    rows.update(mixed)
+    step = rows.indices(mixed)
+    assert step.token_ids.tolist() == [15, 20, 21, 22, 34, 35]
+    assert step.positions.tolist() == [5, 0, 1, 2, 4, 5]
+    assert step.cells.tolist() == [3 * 4 + 1, 20, 21, 22, 9 * 4, 9 * 4 + 1]
+    assert step.query_starts.tolist() == [0, 1, 4, 6]
+    assert step.context_lengths.tolist() == [6, 3, 6]
+    assert step.block_tables.tolist() == [[7, 3], [5, 0], [1, 9]]
+    assert step.logit_indices.tolist() == [0, 5]
+    assert step.cells.dtype == np.int64
+    entries = rows.sampled_entries(mixed)
+    assert entries.request_ids == [102, 103]
+    assert entries.positions.tolist() == [6, 6] and entries.output_indices.tolist() == [4, 4]
+
+
+def test_a_sampled_token_is_the_input_of_the_next_decode() -> None:
+    rows = Rows(num_rows=2, max_context=8, block_size=4)
+    first = plan([(1, 0, 2, True)], row_starts=(start(1, (4, 5), (0,)),))
+    rows.update(first)
+    rows.record(rows.sampled_entries(first), np.array([77]))
+    second = plan([(1, 2, 1, True)], decodes=1)
+    assert rows.indices(second).token_ids.tolist() == [77]
+
+
+def test_new_table_entries_land_at_their_index_and_the_last_token_of_the_context_has_a_place() -> None:
+    rows = Rows(num_rows=1, max_context=8, block_size=4)
+    rows.update(plan([(0, 0, 4, False)], row_starts=(start(0, (1,) * 7, (3,)),)))
+    last = plan([(0, 7, 1, True)], decodes=1, table_rows=(0,), table_indices=(1,), table_blocks=(6,))
+    rows.update(last)
+    assert rows.indices(last).cells.tolist() == [6 * 4 + 3]
+    rows.record(rows.sampled_entries(last), np.array([9]))
+    assert rows.tokens[0, 8] == 9
+
+
+def test_a_row_given_to_another_request_forgets_the_one_before() -> None:
+    rows = Rows(num_rows=1, max_context=8, block_size=4)
+    rows.update(
+        plan([(0, 0, 3, True)], row_starts=(start(0, (1, 2, 3), (5,), top_k=3, temperature=0.5, logprobs=1),))
+    )
+    again = plan([(0, 0, 2, True)], row_starts=(start(0, (8, 9), (2,), temperature=0.0),))
+    rows.update(again)
+    entries = rows.sampled_entries(again)
+    assert entries.is_plain.tolist() == [True] and entries.temperatures.tolist() == [0.0]
+    assert not entries.wants_logprobs
+    assert rows.indices(again).cells.tolist() == [8, 9]

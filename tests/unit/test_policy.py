@@ -1,0 +1,251 @@
+"""The order of each policy, and the cost model from which ADAPTIVE sizes its prompts."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from weft.backends.noop import NoopBackend
+from weft.clock import VirtualClock
+from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig
+from weft.request import InferenceRequest, Priority, RequestId, RequestState, SamplingParams
+from weft.scheduling.policy import AdmissionPolicy, StepCostModel
+from weft.scheduling.scheduler import ContinuousBatchScheduler
+from weft.scheduling.sequence import Sequence
+
+
+def waiting(
+    order: int,
+    arrival: float = 0.0,
+    priority: Priority = Priority.NORMAL,
+    length: int = 1,
+    max_tokens: int = 1,
+    target: float | None = None,
+    preempted: bool = False,
+) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens)
+    request = InferenceRequest(tuple([1] * length), params, priority=priority, ttft_target=target)
+    sequence = Sequence(request, RequestId(order), 0)
+    sequence.order, sequence.arrival = order, arrival
+    if preempted:
+        sequence.state = RequestState.PREEMPTED
+    return sequence
+
+
+def order_of(config: SchedulerConfig, *sequences: Sequence) -> list[int]:
+    policy = AdmissionPolicy(config)
+    return [s.order for s in sorted(sequences, key=lambda s: policy.key(s))]
+
+
+def test_first_come_is_served_first_whatever_its_priority_or_length() -> None:
+    config = SchedulerConfig(policy=PriorityPolicy.FCFS)
+    long_low = waiting(0, priority=Priority.LOW, max_tokens=500)
+    short_critical = waiting(1, arrival=1.0, priority=Priority.CRITICAL)
+    assert order_of(config, short_critical, long_low) == [0, 1]
+
+
+def test_a_victim_goes_before_those_that_came_after_it() -> None:
+    config = SchedulerConfig(policy=PriorityPolicy.FCFS)
+    assert order_of(config, waiting(2), waiting(0, preempted=True), waiting(1)) == [0, 1, 2]
+
+
+def test_the_shortest_job_goes_first_counting_prompt_and_new_tokens_together() -> None:
+    config = SchedulerConfig(policy=PriorityPolicy.SHORTEST_JOB_FIRST)
+    jobs = [
+        waiting(0, length=10, max_tokens=1),
+        waiting(1, length=2, max_tokens=3),
+        waiting(2, length=1, max_tokens=7),
+    ]
+    assert order_of(config, *jobs) == [1, 2, 0]
+
+
+def test_equally_short_jobs_go_in_the_order_they_came() -> None:
+    config = SchedulerConfig(policy=PriorityPolicy.SHORTEST_JOB_FIRST)
+    assert order_of(config, waiting(3), waiting(1), waiting(2)) == [1, 2, 3]
+
+
+def test_a_long_victim_goes_before_new_short_jobs() -> None:
+    config = SchedulerConfig(policy=PriorityPolicy.SHORTEST_JOB_FIRST)
+    assert order_of(config, waiting(1), waiting(0, max_tokens=900, preempted=True)) == [0, 1]
+
+
+def test_higher_priority_goes_first_and_age_makes_up_for_it_at_the_stated_rate() -> None:
+    config = SchedulerConfig(policy=PriorityPolicy.PRIORITY, ageing_rate=0.1)
+    low, high = waiting(0, 0.0, Priority.LOW), waiting(1, 19.0, Priority.HIGH)
+    assert order_of(config, low, high) == [1, 0], "19 s are worth 1.9 levels, two are missing"
+    assert order_of(config, low, waiting(1, 21.0, Priority.HIGH)) == [0, 1]
+
+
+def test_no_age_reaches_critical() -> None:
+    config = SchedulerConfig(policy=PriorityPolicy.PRIORITY, ageing_rate=10.0)
+    assert order_of(config, waiting(0, 0.0, Priority.HIGH), waiting(1, 1e9, Priority.CRITICAL)) == [1, 0]
+
+
+def test_without_ageing_only_priority_and_arrival_count() -> None:
+    config = SchedulerConfig(policy=PriorityPolicy.PRIORITY, ageing_rate=0.0)
+    requests = [
+        waiting(0, 0.0, Priority.LOW),
+        waiting(1, 1.0),
+        waiting(2, 2.0),
+        waiting(3, 1e9, Priority.HIGH),
+    ]
+    assert order_of(config, *requests) == [3, 1, 2, 0]
+
+
+def test_adaptive_serves_first_whose_first_token_is_due_first() -> None:
+    config = SchedulerConfig(policy=PriorityPolicy.ADAPTIVE)
+    requests = [
+        waiting(0, 0.0),
+        waiting(1, 1.0, target=5.0),
+        waiting(2, 2.0, target=0.5),
+        waiting(3, 0.0, target=60.0),
+    ]
+    assert order_of(config, *requests) == [2, 1, 0, 3]
+
+
+def test_adaptive_takes_a_victim_as_due_at_once() -> None:
+    config = SchedulerConfig(policy=PriorityPolicy.ADAPTIVE)
+    assert order_of(config, waiting(1, 1.0, target=0.0), waiting(0, 0.0, preempted=True)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("policy", "preempts"),
+    [
+        (PriorityPolicy.FCFS, False),
+        (PriorityPolicy.SHORTEST_JOB_FIRST, False),
+        (PriorityPolicy.PRIORITY, True),
+        (PriorityPolicy.ADAPTIVE, True),
+    ],
+)
+def test_only_policies_that_know_priorities_push_running_requests_out(
+    policy: PriorityPolicy, preempts: bool
+) -> None:
+    assert AdmissionPolicy(SchedulerConfig(policy=policy)).preempts is preempts
+
+
+# ---------------------------------------------------------------------- the cost model
+
+
+def machine(
+    tokens: int, context: int, base: float = 0.01, per_token: float = 2e-4, per_context: float = 1e-6
+) -> float:
+    return base + per_token * tokens + per_context * context
+
+
+def train(
+    model: StepCostModel, steps: int, source: random.Random, noise: float = 0.0, **truth: float
+) -> None:
+    for _ in range(steps):
+        prefill, decodes = source.choice([0, 16, 64, 256, 512]), source.randrange(1, 64)
+        tokens, context = prefill + decodes, prefill + decodes * source.randrange(1, 2000)
+        seconds = machine(tokens, context, **truth) * (1 + noise * source.uniform(-1, 1))
+        model.learn(prefill, tokens, context, seconds)
+
+
+def test_the_cost_model_learns_the_coefficients_of_a_machine() -> None:
+    model = StepCostModel()
+    train(model, 200, random.Random(0))
+    base, per_token, per_context = model.coefficients
+    assert base == pytest.approx(0.01, rel=0.05)
+    assert per_token == pytest.approx(2e-4, rel=0.05)
+    assert per_context == pytest.approx(1e-6, rel=0.05)
+    assert model.predict(300, 20_000) == pytest.approx(machine(300, 20_000), rel=0.01)
+
+
+def test_the_cost_model_predicts_a_noisy_machine() -> None:
+    model = StepCostModel()
+    train(model, 400, random.Random(1), noise=0.2)
+    assert model.predict(300, 20_000) == pytest.approx(machine(300, 20_000), rel=0.15)
+
+
+def test_the_cost_model_follows_a_machine_that_becomes_slower() -> None:
+    model = StepCostModel()
+    train(model, 300, random.Random(2))
+    train(model, 400, random.Random(3), per_token=1e-3)
+    assert model.predict(300, 20_000) == pytest.approx(machine(300, 20_000, per_token=1e-3), rel=0.05)
+
+
+def test_a_long_stretch_of_decodes_does_not_wash_out_what_a_prompt_token_costs() -> None:
+    model = StepCostModel()
+    train(model, 200, random.Random(4))
+    for step in range(5000):
+        model.learn(0, 8, 8 * (500 + step % 500), machine(8, 8 * (500 + step % 500)))
+    assert model.coefficients[1] == pytest.approx(2e-4, rel=0.1)
+
+
+def test_affordable_tokens_fill_the_target_and_do_not_exceed_it() -> None:
+    model = StepCostModel()
+    train(model, 200, random.Random(5))
+    tokens = model.affordable_tokens(10, 5000, 0.1)
+    assert machine(10 + tokens, 5000) == pytest.approx(0.1, rel=0.02)
+    assert model.affordable_tokens(10, 5000, 0.001) == 0, (
+        "no time is left: no prompt token, never a negative number"
+    )
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(16, 16, 16, 0.01)] * 50,
+        [(16, 16, 16, 0.0)] * 5,
+        [(0, 1, 1, 0.01)] * 50,
+        [(2**20, 2**20, 2**30, 1e6)] * 5,
+        [(1, 1, 1, 1e-9), (10**6, 10**6, 10**6, 1e-9)],
+        [(512, 512, 512, 0.5), (16, 16, 16, 5.0)],
+    ],
+    ids=["all alike", "no time", "decodes only", "giant", "free", "larger is faster"],
+)
+def test_degenerate_steps_leave_finite_costs_that_are_never_negative(
+    steps: list[tuple[int, int, int, float]],
+) -> None:
+    model = StepCostModel()
+    for step in steps:
+        model.learn(*step)
+    assert all(math.isfinite(c) and c >= 0 for c in model.coefficients)
+    assert math.isfinite(model.predict(100, 100))
+    assert model.affordable_tokens(1, 1, 0.2) >= 0
+
+
+def test_a_model_that_learned_nothing_is_not_ready() -> None:
+    model = StepCostModel()
+    for _ in range(10):
+        model.learn(0, 4, 4, 0.01)
+    assert not model.is_ready, "decodes alone say nothing about prompts"
+    for _ in range(3):
+        model.learn(16, 20, 20, 0.01)
+    assert model.is_ready
+
+
+@pytest.mark.parametrize("per_context", [0.0, 1e-6, 1e-5], ids=["flat", "usual", "dear context"])
+def test_adaptive_holds_the_target_between_tokens_on_a_known_machine(per_context: float) -> None:
+    clock = VirtualClock()
+    backend = NoopBackend(max_context=8192)
+    info = backend.allocate(KvCachePoolConfig(num_blocks=2048), 16)
+    config = SchedulerConfig(policy=PriorityPolicy.ADAPTIVE, max_running=16, target_inter_token_latency=0.1)
+    scheduler = ContinuousBatchScheduler(config, info, clock)
+    source = random.Random(7)
+    took: list[tuple[float, int]] = []
+    next_id = 0
+    for step in range(600):
+        if step % 20 == 0:
+            length = 4000 if step % 100 == 0 else 50
+            prompt = tuple(source.randrange(50_000) for _ in range(length))
+            request = InferenceRequest(prompt, SamplingParams(max_tokens=60))
+            scheduler.add(Sequence(request, RequestId(next_id), next_id))
+            next_id += 1
+        plan = scheduler.schedule()
+        if plan is None:
+            continue
+        context = sum(plan.starts) + plan.num_tokens
+        seconds = machine(plan.num_tokens, context, per_context=per_context)
+        clock.advance(seconds)
+        scheduler.apply(plan, backend.submit(plan).result(), seconds)
+        if plan.num_decodes and plan.num_prefills:
+            took.append((seconds, sum(task.num_tokens for task in plan.prefill_tasks)))
+    learned = took[len(took) // 4 :]
+    assert len(learned) > 30
+    assert max(seconds for seconds, _ in learned) <= 0.1 * 1.1
+    # And it is not held by doing nothing: a machine of 0.2 ms a token has room for hundreds of them in 0.1 s.
+    assert max(tokens for _, tokens in learned) > 200

@@ -1,0 +1,70 @@
+"""Swap space of the CPU backend: copies in the stated order, failures passed on, each end told once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from weft.backends.cpu.swap import SwapSpace
+from weft.plan import IterationPlan, SwapTask
+from weft.request import RequestId
+
+
+def task(
+    swap_id: int, blocks: tuple[int, ...], slots: tuple[int, ...], step: int = 0, after: tuple[int, ...] = ()
+) -> SwapTask:
+    return SwapTask(swap_id, RequestId(1), blocks, slots, step, after)
+
+
+def plan(out: tuple[SwapTask, ...] = (), back: tuple[SwapTask, ...] = ()) -> IterationPlan:
+    return IterationPlan(1, 0, (), (), (), (), (), swap_out=out, swap_in=back)
+
+
+@pytest.fixture
+def cache() -> np.ndarray:
+    return np.arange(4 * 6, dtype=np.float32).reshape(4, 1, 2, 1, 1, 3)
+
+
+def test_blocks_come_back_to_other_places_unchanged(cache: np.ndarray) -> None:
+    original = cache.copy()
+    space = SwapSpace(cache, 3)
+    space.accept(plan(out=(task(0, (3, 1), (2, 0)),)))
+    space.run_ready(0)
+    cache[:] = -1
+    space.accept(plan(back=(task(1, (0, 2), (2, 0), after=(0,)),)))
+    space.run_ready(0)
+    np.testing.assert_array_equal(cache[[0, 2]], original[[3, 1]])
+    assert space.take_reports() == ((0, 1), {})
+    assert space.take_reports() == ((), {})
+
+
+def test_a_swap_waits_for_its_step_and_its_swaps(cache: np.ndarray) -> None:
+    space = SwapSpace(cache, 2)
+    # Accepted in an order that is not theirs: 5 reads back what 4 writes, and 4 waits for step 7.
+    space.accept(plan(back=(task(5, (2,), (0,), step=0, after=(4,)),)))
+    space.accept(plan(out=(task(4, (1,), (0,), step=7),)))
+    space.run_ready(6)
+    assert space.take_reports() == ((), {})
+    with pytest.raises(RuntimeError, match="some wait for a step after it"):
+        space.check_over((4,))
+    cache[1] = 99
+    space.run_ready(7)
+    assert space.take_reports() == ((4, 5), {})
+    space.check_over((4, 5))
+    assert (cache[2] == 99).all()
+
+
+def test_a_swap_that_builds_on_a_failed_or_unknown_one_fails_and_copies_nothing(cache: np.ndarray) -> None:
+    original = cache.copy()
+    space = SwapSpace(cache, 2)
+    space.accept(
+        plan(
+            out=(task(0, (1,), (9,)),),
+            back=(task(1, (2,), (0,), after=(0,)), task(2, (3,), (1,), after=(77,))),
+        )
+    )
+    space.run_ready(0)
+    finished, failed = space.take_reports()
+    assert finished == () and set(failed) == {0, 1, 2}
+    assert "IndexError" in failed[0] and "swap 0" in failed[1] and "swap 77" in failed[2]
+    np.testing.assert_array_equal(cache, original)
