@@ -168,12 +168,14 @@ class ServingEngine:
         if request.deadline is None and self.config.request_timeout is not None:
             request = dataclasses.replace(request, deadline=self.config.request_timeout)
         give_up_at = None if timeout is None else time.monotonic() + timeout
+        sequence = Sequence(request, RequestId(-1), self._seed_for(request))
+        self.scheduler.prepare(sequence)
         with self._changed:
             while True:
                 if self._stopping:
                     cause = self._failure or "the engine was stopped"
                     raise EngineStoppedError(f"{cause} and takes no more requests")
-                sequence = Sequence(request, RequestId(self._next_id), self._seed_for(request))
+                sequence.request_id = RequestId(self._next_id)
                 try:
                     self.scheduler.add(sequence)
                     break

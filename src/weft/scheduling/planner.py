@@ -183,9 +183,14 @@ class Planner:
             allocation, block_size = sequence.allocation, self._info.block_size
             assert allocation is not None
             held = len(allocation.blocks) * block_size - sequence.scheduled
-            if held == 0 and self._roster.prefixes.must_wait(sequence, len(allocation.blocks)):
+            # NOTE: until it has run since it was admitted, nobody may push it out: it must neither wait for another
+            # nor keep memory it cannot go on with, or the two would block each other for good.
+            has_run = sequence.last_step >= sequence.admitted_step
+            if held == 0 and has_run and self._roster.prefixes.must_wait(sequence, len(allocation.blocks)):
                 continue
             count = self._chunk(draft, sequence.target - sequence.scheduled)
+            if not count:
+                continue
             if count > held:
                 # Take what memory there is; only where there is none at all must someone give way.
                 wanted = -(-(count - held) // block_size)
@@ -195,6 +200,8 @@ class Planner:
                 count = min(count, held + wanted * block_size)
             if count:
                 self._add_prefill(draft, sequence, count)
+            elif not has_run and not self._may_sit_out(draft.step, sequence):
+                self._preempt(draft, sequence)
 
     def _adopt_hits(self, draft: Draft, sequence: Sequence) -> None:
         """Takes over blocks that another sequence has filled, or fills in this step, since the last chunk."""
@@ -358,11 +365,11 @@ class Planner:
         return False
 
     def _still_needed(self) -> int:
-        """Blocks that the prompts under way will still ask for."""
+        """Blocks that the prompts under way will still ask for, and those that come back from swap space."""
         block_size = self._info.block_size
         return sum(
             -(-(s.target + 1) // block_size) - len(s.allocation.blocks)
-            for s in self._roster.running
+            for s in (*self._roster.running, *self._roster.resuming.values())
             if s.target - s.scheduled > 1 and s.allocation is not None
         )
 

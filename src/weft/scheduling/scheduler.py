@@ -114,8 +114,11 @@ class ContinuousBatchScheduler:
 
     # ------------------------------------------------------------------ requests come and go
 
-    def check(self, sequence: Sequence) -> None:
-        """Refuses what can never run, saying both numbers, and what the queue has no room for."""
+    def prepare(self, sequence: Sequence) -> None:
+        """Refuses what can never run, saying both numbers, and computes its block keys.
+
+        The long part of taking a long prompt in. It touches nothing but the sequence: any thread may call it.
+        """
         prompt, vocabulary = sequence.request.prompt, self.info.vocabulary_size
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < vocabulary:
@@ -138,22 +141,23 @@ class ContinuousBatchScheduler:
                 "shorten it, or turn chunked_prefill on",
                 field="prompt",
             )
-        if sequence.request_id in self.sequences:
-            raise InvalidRequestError(f"request_id {sequence.request_id} is in use", field="request_id")
-        self.queue.check_room(len(prompt))
+        sequence.limit = min(sequence.limit, longest)
+        if not sequence.request.params.ignore_eos:
+            sequence.stop_ids |= self.info.eos_token_ids
+        self._roster.prefixes.extend_keys(sequence)
+        sequence.is_prepared = True
 
     def add(self, sequence: Sequence) -> None:
         """Takes a new request in, or raises InvalidRequestError or QueueFullError and changes nothing."""
-        self.check(sequence)
+        if not sequence.is_prepared:
+            self.prepare(sequence)
+        if sequence.request_id in self.sequences:
+            raise InvalidRequestError(f"request_id {sequence.request_id} is in use", field="request_id")
+        self.queue.check_room(sequence.prompt_length)
         request, now = sequence.request, self._clock()
-        longest = request.max_sequence_length or self.max_sequence_length
-        sequence.limit = min(sequence.limit, longest, self.max_sequence_length)
-        if not request.params.ignore_eos:
-            sequence.stop_ids |= self.info.eos_token_ids
         sequence.order = self._next_order
         self._next_order += 1
         sequence.arrival = sequence.since = now
-        self._roster.prefixes.extend_keys(sequence)
         if request.deadline is not None:
             sequence.deadline_at = now + request.deadline
             heapq.heappush(self._deadlines, (sequence.deadline_at, sequence.order, sequence))

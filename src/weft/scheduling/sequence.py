@@ -51,6 +51,7 @@ class Sequence:
         "finish_reason",
         "first_token_at",
         "has_promised",
+        "is_prepared",
         "keys",
         "last_step",
         "last_token_at",
@@ -92,6 +93,7 @@ class Sequence:
         self.keys: list[BlockKey] = []
         self.root = root_key(request.cache_salt, request.adapter_id)
         self.has_promised = False
+        self.is_prepared = False
         self.state = RequestState.PENDING
         self.allocation: KvCacheAllocation | None = None
         self.row_known = False
