@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Before numpy is imported: the threads of OpenBLAS wait for each other by spinning, and beside anything else that runs
+# on the machine a step then takes ten times as long. One thread is slower alone and never slow.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from weft.loading.gguf import GgufFile, read_gguf
 from weft.loading.pull import pull

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from weft.backends import registry
-from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
+from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError, WeftError
 from weft.loading.pull import Progress, pull
@@ -215,6 +215,8 @@ def _build_config(options: dict[str, Any]) -> ServingEngineConfig:
     """The three configurations from one flat set of keywords."""
     parts: dict[type, dict[str, Any]] = {SchedulerConfig: {}, KvCachePoolConfig: {}, ServingEngineConfig: {}}
     known = {field.name: part for part in parts for field in dataclasses.fields(part)}
+    # How long a prompt may hold the others up is measured, not guessed: machines differ a hundredfold.
+    options = {"policy": PriorityPolicy.ADAPTIVE, **options}
     for name, value in options.items():
         if name not in known or name in ("scheduler", "cache"):
             names = ", ".join(sorted(set(known) - {"scheduler", "cache"}))

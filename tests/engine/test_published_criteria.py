@@ -287,17 +287,22 @@ def test_10_a_victim_returns_after_the_one_it_was_evicted_for(
         assert result_of(engine, family).tokens == alone(engine, wanted)
 
 
+@pytest.mark.parametrize("ageing_rate", [0.0, 1000.0])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_10_a_more_important_request_gets_a_row_even_when_every_row_is_decoding(overlap: bool) -> None:
-    engine, backend = make(policy=PriorityPolicy.PRIORITY, max_running=2, overlap=overlap)
+def test_10_a_more_important_request_gets_a_row_even_when_every_row_is_decoding(
+    overlap: bool, ageing_rate: float
+) -> None:
+    engine, backend = make(
+        policy=PriorityPolicy.PRIORITY, ageing_rate=ageing_rate, max_running=2, overlap=overlap
+    )
     for family in range(2):
         engine.submit(ask(6, 60, family, priority=Priority.LOW))
     for _ in range(5):
         engine.run_iteration()
-    high = engine.submit(ask(6, 5, 2, priority=Priority.CRITICAL))
+    high = engine.submit(ask(6, 5, 2, priority=Priority.HIGH))
     for _ in range(12):
         engine.run_iteration()
-    assert engine.is_complete(high), "it waits for nobody below it"
+    assert engine.is_complete(high), "it waits for nobody below it, however old"
     engine.run_until_idle()
     assert sum(len(plan.preempted) for plan in backend.plans) == 1
     for family, wanted in enumerate((ask(6, 60), ask(6, 60, 1), ask(6, 5, 2))):

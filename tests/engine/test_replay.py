@@ -60,7 +60,7 @@ def record(path: Path, seed: int = 1, **options: Any) -> ServingEngine:
                 **options,
             }
         ),
-        cache=KvCachePoolConfig(num_blocks=16, block_size=4, swap_blocks=32),
+        cache=KvCachePoolConfig(num_blocks=16, block_size=4, swap_blocks=8),
         log_path=str(path),
     )
     backend = NoopBackend(

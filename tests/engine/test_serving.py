@@ -701,7 +701,9 @@ def test_every_request_is_counted_once_at_every_moment() -> None:
         ended = metrics.requests_completed + metrics.requests_failed + metrics.requests_cancelled
         present = metrics.requests_pending + metrics.requests_running + metrics.requests_preempted
         assert present + ended == submitted
-        assert len(metrics.slots) == metrics.requests_running
+        busy = [slot for slot in metrics.slots if slot.request_id is not None]
+        assert len(metrics.slots) == 8 and len({slot.row for slot in metrics.slots}) == 8
+        assert metrics.requests_running <= len(busy) <= metrics.requests_running + metrics.requests_preempted
         assert 0 <= metrics.cache_utilisation <= 1 and 0 <= metrics.batch_utilisation <= 1
         states |= {state_of(engine, rid) for rid in engine.scheduler.sequences}
     assert {"decoding", "swapped", "swapping in"} <= states, "the run never reached what it is about"
@@ -732,7 +734,7 @@ def test_the_figures_agree_with_the_results() -> None:
         assert result is not None and result.time_to_first_token is not None
         assert result.decode_steps == len(result.tokens) - 1
         assert result.decode_time == pytest.approx(0.5 * result.decode_steps, abs=0.51)
-    assert not metrics.slots and metrics.cache_utilisation == 0
+    assert all(slot.request_id is None for slot in metrics.slots) and metrics.cache_utilisation == 0
 
 
 def test_results_are_kept_up_to_the_bound_and_the_oldest_go_first() -> None:

@@ -92,6 +92,7 @@ def reference(default_model_file: GgufFile) -> Any:
         if ".q_proj." in theirs or ".k_proj." in theirs:
             values = neighbours_to_halves(values, heads if ".q_proj." in theirs else kv_heads)
         state[theirs] = torch.from_numpy(values)
+    torch.set_num_threads(1)  # as tests/conftest.py says of numpy
     model = LlamaForCausalLM(config).eval()
     outcome = model.load_state_dict(state, strict=False)
     assert outcome.missing_keys in ([], ["lm_head.weight"]) and not outcome.unexpected_keys

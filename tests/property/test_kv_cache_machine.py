@@ -374,3 +374,35 @@ def test_a_copy_to_a_slot_that_another_still_reads_is_ordered_after_it() -> None
     other = manager.swap_out(second, after_step=0)
     assert other is not None and other[0].swap_slots == back.swap_slots
     assert back.swap_id in other[0].after_swaps
+
+
+def test_a_copy_into_a_block_that_another_still_reads_is_ordered_after_it_and_guards_the_block_in_its_turn() -> (
+    None
+):
+    manager = KvCacheManager(num_blocks=1, num_rows=2, swap_blocks=2)
+
+    def swap_out(request_id: int) -> tuple[KvCacheAllocation, SwapTask]:
+        allocation = manager.allocate(RequestId(request_id), 1)
+        assert allocation is not None
+        swap = manager.swap_out(allocation, after_step=0)
+        assert swap is not None
+        manager.free_row(swap[1])
+        return allocation, swap[0]
+
+    first, first_out = swap_out(1)
+    manager.finish_swap(first_out.swap_id)
+    _, second_out = swap_out(2)
+    back = manager.swap_in(first, after_step=0)
+    assert back is not None and back.blocks == second_out.blocks
+    assert second_out.swap_id in back.after_swaps, (
+        "or the second request's content is overwritten before it is saved"
+    )
+    manager.finish_swap(second_out.swap_id)
+    row = manager.free(first)  # cancelled while its copy is on the way back
+    assert row is not None
+    manager.free_row(row)
+    manager.take_dependencies()
+    assert manager.allocate(RequestId(3), 1) is not None
+    assert manager.take_dependencies() == (back.swap_id,), (
+        "the end of an older copy does not end the guard of a newer"
+    )

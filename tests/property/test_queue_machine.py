@@ -266,3 +266,12 @@ def test_setting_aside_takes_the_first_that_still_waits() -> None:
     assert len(queue) == 0 and queue.peek() is None
     queue.put_back(entry)
     assert queue.peek() is stays
+
+
+def test_an_empty_queue_takes_a_request_longer_than_its_bound() -> None:
+    config = SchedulerConfig(max_waiting_tokens=4)
+    queue = RequestQueue(config, AdmissionPolicy(config))
+    queue.check_room(9)
+    queue.push(make_sequence(0, 0.0, length=9))
+    with pytest.raises(QueueFullError, match="9 tokens are waiting and this request has 1"):
+        queue.check_room(1)

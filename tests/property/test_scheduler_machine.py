@@ -237,6 +237,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.flights:
             self.finish_oldest()
 
+    @rule(times=st.integers(1, 6))
+    def step_ahead(self, times: int) -> None:
+        """The rhythm of the overlapped loop: the next step is planned before the last one is finished."""
+        for _ in range(times):
+            if self.may_schedule:
+                self.plan_one()
+            if len(self.flights) >= MAX_AHEAD:
+                self.finish_oldest()
+            self.scheduler.check_integrity()
+
     @precondition(lambda self: self.flights)
     @rule()
     def finish(self) -> None:
@@ -413,7 +423,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=120,
+    max_examples=200,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

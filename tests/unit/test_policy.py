@@ -129,9 +129,15 @@ def test_only_policies_that_know_priorities_push_running_requests_out(
 
 
 def machine(
-    tokens: int, context: int, base: float = 0.01, per_token: float = 2e-4, per_context: float = 1e-6
+    tokens: int,
+    context: int,
+    pairs: int,
+    base: float = 0.01,
+    per_token: float = 2e-4,
+    per_context: float = 1e-6,
+    per_pair: float = 1e-8,
 ) -> float:
-    return base + per_token * tokens + per_context * context
+    return base + per_token * tokens + per_context * context + per_pair * pairs
 
 
 def train(
@@ -139,48 +145,55 @@ def train(
 ) -> None:
     for _ in range(steps):
         prefill, decodes = source.choice([0, 16, 64, 256, 512]), source.randrange(1, 64)
-        tokens, context = prefill + decodes, prefill + decodes * source.randrange(1, 2000)
-        seconds = machine(tokens, context, **truth) * (1 + noise * source.uniform(-1, 1))
-        model.learn(prefill, tokens, context, seconds)
+        behind, before = decodes * source.randrange(1, 2000), source.randrange(0, 4000)
+        tokens, context = prefill + decodes, behind + (before + prefill if prefill else 0)
+        pairs = behind + prefill * before + prefill * (prefill + 1) // 2
+        seconds = machine(tokens, context, pairs, **truth) * (1 + noise * source.uniform(-1, 1))
+        model.learn(prefill, tokens, context, pairs, seconds)
 
 
 def test_the_cost_model_learns_the_coefficients_of_a_machine() -> None:
     model = StepCostModel()
     train(model, 200, random.Random(0))
-    base, per_token, per_context = model.coefficients
+    base, per_token, per_context, per_pair = model.coefficients
     assert base == pytest.approx(0.01, rel=0.05)
     assert per_token == pytest.approx(2e-4, rel=0.05)
     assert per_context == pytest.approx(1e-6, rel=0.05)
-    assert model.predict(300, 20_000) == pytest.approx(machine(300, 20_000), rel=0.01)
+    assert per_pair == pytest.approx(1e-8, rel=0.05)
+    assert model.predict(300, 20_000, 90_000) == pytest.approx(machine(300, 20_000, 90_000), rel=0.01)
 
 
 def test_the_cost_model_predicts_a_noisy_machine() -> None:
     model = StepCostModel()
     train(model, 400, random.Random(1), noise=0.2)
-    assert model.predict(300, 20_000) == pytest.approx(machine(300, 20_000), rel=0.15)
+    assert model.predict(300, 20_000, 90_000) == pytest.approx(machine(300, 20_000, 90_000), rel=0.15)
 
 
 def test_the_cost_model_follows_a_machine_that_becomes_slower() -> None:
     model = StepCostModel()
     train(model, 300, random.Random(2))
     train(model, 400, random.Random(3), per_token=1e-3)
-    assert model.predict(300, 20_000) == pytest.approx(machine(300, 20_000, per_token=1e-3), rel=0.05)
+    expected = machine(300, 20_000, 90_000, per_token=1e-3)
+    assert model.predict(300, 20_000, 90_000) == pytest.approx(expected, rel=0.05)
 
 
 def test_a_long_stretch_of_decodes_does_not_wash_out_what_a_prompt_token_costs() -> None:
     model = StepCostModel()
     train(model, 200, random.Random(4))
     for step in range(5000):
-        model.learn(0, 8, 8 * (500 + step % 500), machine(8, 8 * (500 + step % 500)))
+        context = 8 * (500 + step % 500)
+        model.learn(0, 8, context, context, machine(8, context, context))
     assert model.coefficients[1] == pytest.approx(2e-4, rel=0.1)
 
 
 def test_affordable_tokens_fill_the_target_and_do_not_exceed_it() -> None:
     model = StepCostModel()
     train(model, 200, random.Random(5))
-    tokens = model.affordable_tokens(10, 5000, 0.1)
-    assert machine(10 + tokens, 5000) == pytest.approx(0.1, rel=0.02)
-    assert model.affordable_tokens(10, 5000, 0.001) == 0, (
+    start = 1000
+    tokens = model.affordable_tokens(10, 5000 + start, 0.1, start)
+    pairs = 5000 + tokens * start + tokens * (tokens + 1) // 2
+    assert machine(10 + tokens, 5000 + start + tokens, pairs) == pytest.approx(0.1, rel=0.02)
+    assert model.affordable_tokens(10, 5000, 0.001, 0) == 0, (
         "no time is left: no prompt token, never a negative number"
     )
 
@@ -201,20 +214,20 @@ def test_degenerate_steps_leave_finite_costs_that_are_never_negative(
     steps: list[tuple[int, int, int, float]],
 ) -> None:
     model = StepCostModel()
-    for step in steps:
-        model.learn(*step)
+    for prefill, tokens, context, seconds in steps:
+        model.learn(prefill, tokens, context, context, seconds)
     assert all(math.isfinite(c) and c >= 0 for c in model.coefficients)
-    assert math.isfinite(model.predict(100, 100))
-    assert model.affordable_tokens(1, 1, 0.2) >= 0
+    assert math.isfinite(model.predict(100, 100, 100))
+    assert model.affordable_tokens(1, 1, 0.2, 0) >= 0
 
 
 def test_a_model_that_learned_nothing_is_not_ready() -> None:
     model = StepCostModel()
     for _ in range(10):
-        model.learn(0, 4, 4, 0.01)
+        model.learn(0, 4, 4, 4, 0.01)
     assert not model.is_ready, "decodes alone say nothing about prompts"
     for _ in range(3):
-        model.learn(16, 20, 20, 0.01)
+        model.learn(16, 20, 20, 20, 0.01)
     assert model.is_ready
 
 
@@ -239,7 +252,7 @@ def test_adaptive_holds_the_target_between_tokens_on_a_known_machine(per_context
         if plan is None:
             continue
         context = sum(plan.starts) + plan.num_tokens
-        seconds = machine(plan.num_tokens, context, per_context=per_context)
+        seconds = machine(plan.num_tokens, context, 0, per_context=per_context)
         clock.advance(seconds)
         scheduler.apply(plan, backend.submit(plan).result(), seconds)
         if plan.num_decodes and plan.num_prefills:

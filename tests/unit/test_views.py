@@ -23,7 +23,9 @@ MIXED = IterationPlan(
 
 def test_a_plan_is_seen_as_prefill_and_decode_tasks() -> None:
     assert [(t.request_id, t.position) for t in MIXED.decode_tasks] == [(4, 9), (5, 7)]
-    assert [(t.request_id, t.start, t.num_tokens, t.samples) for t in MIXED.prefill_tasks] == [(6, 16, 3, False)]
+    assert [(t.request_id, t.start, t.num_tokens, t.samples) for t in MIXED.prefill_tasks] == [
+        (6, 16, 3, False)
+    ]
 
 
 def test_micro_batches_hold_every_token_once_and_no_more_than_allowed() -> None:
@@ -51,7 +53,12 @@ def test_slots_show_every_row_with_its_request_and_how_far_it_is() -> None:
     request_id = engine.submit(InferenceRequest((1, 2, 3, 4, 5, 6, 7, 8, 9), SamplingParams(max_tokens=4)))
     engine.run_iteration()
     (slot,) = [s for s in engine.metrics().slots if s.state != "idle"]
-    assert (slot.request_id, slot.state, slot.context_used, slot.context_limit) == (request_id, "prefilling", 8, 13)
+    assert (slot.request_id, slot.state, slot.context_used, slot.context_limit) == (
+        request_id,
+        "prefilling",
+        8,
+        13,
+    )
     for _ in range(2):
         engine.run_iteration()
         clock.advance(0.5)

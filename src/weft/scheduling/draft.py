@@ -61,13 +61,16 @@ class Draft:
             for s, index, block in self.tables
             if s.row_known and s.state is RequestState.RUNNING and s.allocation is not None
         ]
-        starts = [s.scheduled for s in decodes]
+        starts = []
         counts = [1] * len(decodes)
         samples = [True] * len(decodes)
         for sequence in decodes:
-            sequence.scheduled += 1
-            sequence.target += 1
+            start = sequence.scheduled
+            starts.append(start)
+            sequence.scheduled = start + 1
+            sequence.target = start + 2
             sequence.last_step = step
+        for sequence in decodes if row_starts else ():
             sequence.row_known = True
         for sequence, start, count, sampling in prefills:
             starts.append(start)

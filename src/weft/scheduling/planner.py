@@ -58,10 +58,10 @@ class Planner:
         """Decodes first, then prompts, both those under way and new ones."""
         may_admit = may_admit and bool(self._roster.queue) and self._joins_open()
         places = draft.budget.sequences
-        if may_admit and len(sequences) >= places:
+        may_enter = self._roster.kv_cache.free_rows or self._first_outranks_someone()
+        if may_admit and may_enter and len(sequences) >= places:
             # A place for arrivals, or sequences that run would keep them out for good.
-            if self._roster.kv_cache.free_rows or self._first_outranks_someone():
-                places = places - 1 if places > 1 else draft.step % 2
+            places = places - 1 if places > 1 else draft.step % 2
         decodes, prefills, num_now = self._split(sequences, places)
         self._take_decodes(draft, decodes[:num_now])
         if prefills or may_admit:
@@ -74,7 +74,9 @@ class Planner:
         """Either prompts or decodes: a full round of decodes, then one step of prompts if there are any."""
         decodes, prefills, _ = self._split(self._roster.running, 0)
         may_admit = bool(self._roster.queue) and self._joins_open()
-        round_is_over = all(s.last_step > self._last_prefill_step for s in decodes)
+        round_is_over = all(
+            s.last_step > self._last_prefill_step and self._is_on_time(draft.step, s) for s in decodes
+        )
         if round_is_over and (prefills or may_admit):
             self._plan_prompts(draft, prefills, may_admit)
         if draft.prefills:
@@ -150,8 +152,10 @@ class Planner:
 
     def _may_sit_out(self, step: int, sequence: Sequence) -> bool:
         """Whether memory is about to come free by itself, and the sequence can wait for it without falling behind."""
-        if not self._roster.blocks_are_coming:
-            return False
+        return self._roster.blocks_are_coming and self._is_on_time(step, sequence)
+
+    def _is_on_time(self, step: int, sequence: Sequence) -> bool:
+        """Whether it has not missed a turn since it last ran, or since it was admitted."""
         turn = -(-len(self._roster.running) // self._config.sequences_per_step)
         return step - max(sequence.last_step, sequence.admitted_step - 1) <= turn
 
@@ -169,7 +173,8 @@ class Planner:
             # All prompts under way are counted, though not all may fit: a step too short harms nobody.
             context = sum(s.scheduled for s in (*draft.decodes, *prefills))
             target = self._config.target_inter_token_latency
-            affordable = self._cost_model.affordable_tokens(len(draft.decodes), context, target)
+            start = max((s.scheduled for s in prefills), default=0)  # the dearest of the prompts under way
+            affordable = self._cost_model.affordable_tokens(len(draft.decodes), context, target, start)
         draft.budget.prefill_tokens = min(draft.budget.prefill_tokens, max(affordable, smallest))
 
     def _continue_prefills(self, draft: Draft, prefills: list[Sequence]) -> None:

@@ -73,66 +73,79 @@ class AdmissionPolicy:
 
 
 class StepCostModel:
-    """Learns seconds = base + per_token * tokens + per_context * context from the steps as they come.
+    """Learns seconds = base + per_token * tokens + per_context * context + per_pair * pairs from the steps as they come.
 
+    Context is what decodes read; pairs (a token and each position before it) are what attention computes, so that
+    the end of a long prompt is known to cost more than its beginning.
     Least squares over sums that fade. They fade only with steps that hold prompts: a long stretch of steps that
     are all alike says nothing new about what a prompt token costs, and must not wash out what was known.
     """
 
     FADE = 0.98
+    SCALES = (1.0, 256.0, 4096.0, 262_144.0)
+    """Features are divided by these: equations of like size are solved more exactly."""
 
     def __init__(self) -> None:
+        size = len(self.SCALES)
         self._steps = 0.0
-        self._moments = [[0.0] * 3 for _ in range(3)]
-        self._products = [0.0] * 3
-        self.coefficients = (0.0, 0.0, 0.0)
+        self._moments = [[0.0] * size for _ in range(size)]
+        self._products = [0.0] * size
+        self.coefficients = (0.0,) * size
 
     @property
     def is_ready(self) -> bool:
         return self._steps >= 3
 
-    def learn(self, prefill_tokens: int, tokens: int, context: int, seconds: float) -> None:
+    def learn(self, prefill_tokens: int, tokens: int, context: int, pairs: int, seconds: float) -> None:
         weight = 1.0 if prefill_tokens else 0.05
-        features = (1.0, tokens / 256, context / 4096)
+        values = (1, tokens, context, pairs)
+        features = [value / scale for value, scale in zip(values, self.SCALES, strict=True)]
         if prefill_tokens:
             self._steps += 1
             self._moments = [[cell * self.FADE for cell in line] for line in self._moments]
             self._products = [cell * self.FADE for cell in self._products]
-        for i in range(3):
-            self._products[i] += weight * features[i] * seconds
-            for j in range(3):
-                self._moments[i][j] += weight * features[i] * features[j]
-        base, per_token, per_context = self._solve()
-        self.coefficients = (max(base, 0.0), max(per_token, 0.0) / 256, max(per_context, 0.0) / 4096)
+        for i, feature in enumerate(features):
+            self._products[i] += weight * feature * seconds
+            for j, other in enumerate(features):
+                self._moments[i][j] += weight * feature * other
+        self.coefficients = tuple(
+            max(value, 0.0) / scale for value, scale in zip(self._solve(), self.SCALES, strict=True)
+        )
 
-    def predict(self, tokens: int, context: int) -> float:
-        base, per_token, per_context = self.coefficients
-        return base + per_token * tokens + per_context * context
+    def predict(self, tokens: int, context: int, pairs: int) -> float:
+        base, per_token, per_context, per_pair = self.coefficients
+        return base + per_token * tokens + per_context * context + per_pair * pairs
 
-    def affordable_tokens(self, decodes: int, context: int, seconds: float) -> int:
+    def affordable_tokens(self, decodes: int, context: int, seconds: float, start: int) -> int:
         """How many prompt tokens fit beside the decodes into a step of `seconds`.
 
-        `context` is what all sequences of the step have behind them; each new token adds itself to it.
+        `context` is what all sequences of the step have behind them; each new token adds itself to it, and attends
+        over `start` positions and the new ones before it.
         """
-        each = self.coefficients[1] + self.coefficients[2]
-        spare = seconds - self.predict(decodes, context)
+        _, per_token, per_context, per_pair = self.coefficients
+        spare = seconds - self.predict(decodes, context, pairs=context)
+        if spare <= 0:
+            return 0
+        each = per_token + per_context + per_pair * start
         if each <= 0:
-            return 1 << 30 if spare > 0 else 0
-        return max(0, int(spare / each))
+            return 1 << 30
+        # The root of each * n + per_pair / 2 * n**2 = spare, in the form that allows per_pair = 0.
+        return int(2 * spare / (each + (each**2 + 2 * per_pair * spare) ** 0.5))
 
     def _solve(self) -> list[float]:
-        """Gauss elimination of the 3 x 3 normal equations, kept regular by a small ridge."""
-        lines = [[*self._moments[i], self._products[i]] for i in range(3)]
-        for i in range(3):
+        """Gauss elimination of the normal equations, kept regular by a small ridge."""
+        size = len(self._products)
+        lines = [[*self._moments[i], self._products[i]] for i in range(size)]
+        for i in range(size):
             lines[i][i] += 1e-6 * (lines[i][i] + 1.0)
-        for i in range(3):
-            pivot = max(range(i, 3), key=lambda row: abs(lines[row][i]))
+        for i in range(size):
+            pivot = max(range(i, size), key=lambda row: abs(lines[row][i]))
             lines[i], lines[pivot] = lines[pivot], lines[i]
-            for below in range(i + 1, 3):
+            for below in range(i + 1, size):
                 factor = lines[below][i] / lines[i][i]
                 lines[below] = [a - factor * b for a, b in zip(lines[below], lines[i], strict=True)]
-        solution = [0.0] * 3
-        for i in (2, 1, 0):
-            known = sum(lines[i][j] * solution[j] for j in range(i + 1, 3))
-            solution[i] = (lines[i][3] - known) / lines[i][i]
+        solution = [0.0] * size
+        for i in reversed(range(size)):
+            known = sum(lines[i][j] * solution[j] for j in range(i + 1, size))
+            solution[i] = (lines[i][size] - known) / lines[i][i]
         return solution

@@ -11,6 +11,7 @@ from weft.errors import QueueFullError
 from weft.scheduling.policy import AdmissionPolicy, PolicyKey
 from weft.scheduling.sequence import Sequence
 
+
 class _Entry(NamedTuple):
     key: PolicyKey
     order: int

@@ -232,7 +232,8 @@ class ContinuousBatchScheduler:
         must_wait_for_swaps = bool(roster.resuming) and not self._in_flight
         if not (sequences or plan.swap_out or plan.swap_in or must_wait_for_swaps):
             return None
-        self._rotate(draft.step)
+        if len(sequences) < len(roster.running):
+            self._rotate(draft.step)
         self._next_step += 1
         self._in_flight.append(Flight(plan, sequences, draft.registered, is_retry))
         return plan
@@ -272,7 +273,7 @@ class ContinuousBatchScheduler:
     def _commit_decodes(self, flight: Flight, result: StepResult, now: float) -> None:
         """The loop that runs for every token of every stream: what is usual is done here, the rest elsewhere."""
         plan, block_size = flight.plan, self.info.block_size
-        decoding, outputs = Phase.DECODE, self._outputs
+        decoding, outputs, new = Phase.DECODE, self._outputs, tuple.__new__
         logprobs = result.logprobs if result.logprobs is not None else repeat(None)
         last_token_at, num_alike = now, 0
         entries = zip(flight.sequences, plan.starts, result.tokens, logprobs, strict=False)
@@ -295,7 +296,7 @@ class ContinuousBatchScheduler:
                 sequence.logprobs.append(logprob)
             if computed % block_size == 0:
                 self._roster.prefixes.register_generated(sequence)
-            outputs.append(TokenOutput(sequence.request_id, token, "", logprob, False, None, length))
+            outputs.append(new(TokenOutput, (sequence.request_id, token, "", logprob, False, None, length)))
         self._count_gaps(now - last_token_at, num_alike)
 
     def _commit_prefills(self, flight: Flight, result: StepResult, now: float) -> None:
@@ -355,8 +356,16 @@ class ContinuousBatchScheduler:
         self.stats.steps += 1
         self.stats.tokens_computed += num_tokens
         if seconds is not None and num_tokens and self.config.policy is PriorityPolicy.ADAPTIVE:
-            context = sum(plan.starts) + num_tokens
-            self.cost_model.learn(num_tokens - plan.num_decodes, num_tokens, context, seconds)
+            first = plan.num_decodes
+            prompts = zip(plan.starts[first:], plan.counts[first:], strict=True)
+            pairs = sum(count * start + count * (count + 1) // 2 for start, count in prompts)
+            self.cost_model.learn(
+                prefill_tokens=num_tokens - first,
+                tokens=num_tokens,
+                context=sum(plan.starts) + num_tokens,
+                pairs=sum(plan.starts[:first]) + first + pairs,
+                seconds=seconds,
+            )
 
     def _finish_swaps(self, result: StepResult) -> None:
         """Books copies that are over. One that failed costs a recompute, nothing else."""
