@@ -837,3 +837,27 @@ def test_a_backend_that_breaks_its_contract_ends_the_requests_and_is_not_waited_
         result = engine.get_result(request_id, wait=PATIENCE / 4)
     assert result is not None and result.state is RequestState.FAILED
     assert result.error is not None and "0 tokens where 1" in result.error
+
+
+def test_a_mistake_inside_the_engine_is_told_to_every_request_and_ends_the_engine() -> None:
+    engine = ServingEngine(NoopBackend(), clock=VirtualClock())
+    told: list[TokenOutput] = []
+    ids = [
+        engine.submit_with_callback(InferenceRequest((1, 2, 3), SamplingParams(max_tokens=50)), told.append)
+        for _ in range(3)
+    ]
+    engine.run_iteration()
+
+    def broken() -> None:
+        raise ZeroDivisionError("planted")
+
+    engine.scheduler.schedule = broken  # type: ignore[method-assign, assignment]
+    with pytest.raises(ZeroDivisionError):
+        engine.run_iteration()
+    assert [o.request_id for o in told if o.is_final] == ids
+    for request_id in ids:
+        result = engine.get_result(request_id)
+        assert result is not None and result.state is RequestState.FAILED
+        assert "planted" in (result.error or "")
+    with pytest.raises(EngineStoppedError, match="planted"):
+        engine.submit(InferenceRequest((1,)))

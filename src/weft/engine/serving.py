@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import random
 import threading
@@ -274,9 +273,7 @@ class ServingEngine:
         self._failure = f"the engine failed ({type(error).__name__}: {error})"
         self._stopping = True
         with self._lock:
-            for request_id in list(self.scheduler.sequences):
-                with contextlib.suppress(Exception):  # its state may be what is broken
-                    self.scheduler.fail_request(request_id, self._failure)
+            self.scheduler.abandon(self._failure)
         self._deliver()
 
     def _deliver(self) -> bool:

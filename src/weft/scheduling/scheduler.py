@@ -125,6 +125,11 @@ class ContinuousBatchScheduler:
                 raise InvalidRequestError(
                     f"prompt holds token id {token}; allowed: 0 to {vocabulary - 1}", field="prompt"
                 )
+        beyond = [token for token in sequence.request.params.logit_bias if token >= vocabulary]
+        if beyond:
+            raise InvalidRequestError(
+                f"logit_bias names token id {beyond[0]}; allowed: 0 to {vocabulary - 1}", field="logit_bias"
+            )
         longest = self.max_sequence_length
         if sequence.request.max_sequence_length is not None:
             longest = min(longest, sequence.request.max_sequence_length)
@@ -173,6 +178,13 @@ class ContinuousBatchScheduler:
         """Ends one request in error, for a cause outside the step. False: it is over already."""
         return self._end_early(request_id, RequestState.FAILED, FinishReason.ERROR, error)
 
+    def abandon(self, error: str) -> None:
+        """Tells every request that it failed and gives nothing back: for when the state itself is broken."""
+        for sequence in list(self.sequences.values()):
+            sequence.state, sequence.finish_reason = RequestState.FAILED, FinishReason.ERROR
+            self._tell_end(sequence, error)
+        self.sequences.clear()
+
     def take_outputs(self) -> tuple[list[TokenOutput], list[GenerationResult]]:
         """What happened since the last call: tokens and ends in order, and the results of those that ended."""
         outputs, results = self._outputs, self._results
@@ -185,17 +197,25 @@ class ContinuousBatchScheduler:
         sequence = self.sequences.get(request_id)
         if sequence is None:
             return False
-        self._end(sequence, state, reason, error)
-        length = len(sequence.tokens)
-        self._outputs.append(TokenOutput(request_id, None, "", None, True, reason, length))
+        self._roster.remove(sequence)
+        sequence.state, sequence.finish_reason = state, reason
+        self._tell_end(sequence, error)
         return True
 
-    def _end(
-        self, sequence: Sequence, state: RequestState, reason: FinishReason, error: str | None = None
-    ) -> None:
-        """Ends a request, once, from any state, with everything it holds given back."""
+    def _complete(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a request whose last token has just been told."""
         self._roster.remove(sequence)
-        sequence.state, sequence.finish_reason, sequence.error = state, reason, error
+        sequence.state, sequence.finish_reason = RequestState.COMPLETED, reason
+        self._book_result(sequence)
+
+    def _tell_end(self, sequence: Sequence, error: str | None) -> None:
+        """The final output of a request that ends without a token, and its result."""
+        sequence.error = error
+        reason, length = sequence.finish_reason, len(sequence.tokens)
+        self._outputs.append(TokenOutput(sequence.request_id, None, "", None, True, reason, length))
+        self._book_result(sequence)
+
+    def _book_result(self, sequence: Sequence) -> None:
         sequence.enter(Phase.WAITING, self._clock())
         self.stats.prompt_tokens_cached += sequence.cached_tokens or 0
         self._results.append(sequence.result())
@@ -345,7 +365,7 @@ class ContinuousBatchScheduler:
             TokenOutput(sequence.request_id, token, "", logprob, reason is not None, reason, length)
         )
         if reason is not None:
-            self._end(sequence, RequestState.COMPLETED, reason)
+            self._complete(sequence, reason)
 
     def _count_gaps(self, gap: float, times: int) -> None:
         if times:
