@@ -59,8 +59,8 @@ MUTATIONS = (
     Mutation(
         "position off by one",
         "weft.scheduling.draft:Draft.freeze",
-        "[s.scheduled for",
-        "[s.scheduled - 1 for",
+        "starts.append(start)",
+        "starts.append(start - 1)",
     ),
     Mutation(
         "chunk starts one late",
