@@ -39,6 +39,11 @@ def _check_count(name: str, value: int, low: int, high: int | None = None) -> No
     _check(name, value, low, high)
 
 
+def _check_switch(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} is {value!r}; allowed: True, False", field=name)
+
+
 def _check_choice(name: str, value: object, choices: type[Enum]) -> None:
     if not isinstance(value, choices):
         allowed = ", ".join(f"{choices.__name__}.{choice.name}" for choice in choices)
@@ -77,6 +82,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _check_choice("policy", self.policy, PriorityPolicy)
         _check_choice("preemption", self.preemption, PreemptionMode)
+        for name in ("chunked_prefill", "prefer_pure_decode", "dynamic_batching", "prefix_caching"):
+            _check_switch(name, getattr(self, name))
         _check_count("max_running", self.max_running, 1)
         _check_count("max_sequences_per_step", self.sequences_per_step, 1, self.max_running)
         _check_count("max_tokens_per_step", self.max_tokens_per_step, self.sequences_per_step)
@@ -138,6 +145,7 @@ class ServingEngineConfig:
     """Writes a log here that `weft replay` runs again."""
 
     def __post_init__(self) -> None:
+        _check_switch("overlap", self.overlap)
         _check_count("stream_buffer", self.stream_buffer, 1)
         _check_count("max_kept_results", self.max_kept_results, 1)
         if self.request_timeout is not None:

@@ -28,6 +28,7 @@ from weft.text.model_text import open_model_text
 from weft.text.stop import StopFinder
 
 Message = Mapping[str, Any]
+OnResult = Callable[[GenerationResult], object]
 
 
 class LLM:
@@ -54,7 +55,7 @@ class LLM:
         path = pull(model, progress)
         text = open_model_text(path)
         self.tokenizer = text.tokenizer
-        self._text = text
+        self.text = text
         self.engine = ServingEngine(registry.build(backend, model_path=path), engine_config)
         self.engine.start()
 
@@ -67,17 +68,26 @@ class LLM:
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> GenerationResult:
         """Answer a conversation, a list of {"role": ..., "content": ...}, in the model's own format."""
-        return self._generate([self._text.require_chat_template().encode(messages)], params)[0]
+        return self._generate([self.text.require_chat_template().encode(messages)], params)[0]
 
-    def stream(self, prompt: str, params: SamplingParams | None = None) -> Generator[str, None, None]:
-        """Complete a prompt, piece by piece. Leaving the loop early cancels the rest."""
-        return self._stream(self.tokenizer.encode(prompt), params)
+    def stream(
+        self, prompt: str, params: SamplingParams | None = None, *, on_result: OnResult | None = None
+    ) -> Generator[str, None, None]:
+        """Complete a prompt, piece by piece. Leaving the loop early cancels the rest.
+
+        At the end `on_result` gets the whole result; WeftError says that the text is not complete, and why.
+        """
+        return self._stream(self.tokenizer.encode(prompt), params, on_result)
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        on_result: OnResult | None = None,
     ) -> Generator[str, None, None]:
-        """Answer a conversation, piece by piece. Leaving the loop early cancels the rest."""
-        return self._stream(self._text.require_chat_template().encode(messages), params)
+        """Answer a conversation, piece by piece; all else as in `stream`."""
+        return self._stream(self.text.require_chat_template().encode(messages), params, on_result)
 
     def close(self) -> None:
         """Stop the engine; what is not over is cancelled."""
@@ -110,7 +120,9 @@ class LLM:
             raise
         return [answer.result() for answer in answers]
 
-    def _stream(self, prompt: list[int], params: SamplingParams | None) -> Generator[str, None, None]:
+    def _stream(
+        self, prompt: list[int], params: SamplingParams | None, on_result: OnResult | None
+    ) -> Generator[str, None, None]:
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         answer = _Answer(self, _params_for_each(params, 1)[0], pieces.put)
         request = InferenceRequest(tuple(prompt), answer.params)
@@ -122,8 +134,10 @@ class LLM:
         finally:
             self.engine.cancel(request_id)
         result = answer.result()
-        if result.state is RequestState.FAILED:
-            raise WeftError(f"the request failed: {result.error}")
+        if on_result is not None:
+            on_result(result)
+        if result.state is not RequestState.COMPLETED:
+            raise WeftError(f"the text is not complete: {result.error or f'it was {result.state.value}'}")
 
 
 class _Answer:
@@ -140,6 +154,8 @@ class _Answer:
         self._deliver = deliver
         self._pieces: list[str] = []
         self._token_count = 0
+        self._is_finished_here = False
+        """The engine ended the request because of the stop string, and cut its tokens there."""
         self._result: GenerationResult | None = None
 
     def take(self, output: TokenOutput) -> None:
@@ -155,9 +171,10 @@ class _Answer:
         if not self._stop.is_stopped:
             if output.token_id is not None:
                 self._token_count += 1
-                self._add(self._stop.add(self._detokenizer.add(output.token_id)))
+                may_stop = self._token_count >= self.params.min_tokens
+                self._add(self._stop.add(self._detokenizer.add(output.token_id), may_stop))
             if self._stop.is_stopped:
-                self._engine.cancel(output.request_id, "a stop string was found")
+                self._is_finished_here = self._engine.finish(output.request_id, self._token_count)
             elif output.is_final:
                 self._add(self._stop.add(self._detokenizer.finish()) + self._stop.finish())
         if output.is_final:
@@ -178,9 +195,10 @@ class _Answer:
         result = self._result
         if result is None:
             raise WeftError("the text of the request could not be made; the engine's own error says why")
-        if not self._stop.is_stopped:
+        if not self._stop.is_stopped or self._is_finished_here:
             return dataclasses.replace(result, text="".join(self._pieces))
-        # The token that completed the stop string is the last; what the engine made before it heard of it is dropped.
+        # The request was over before the engine heard of the stop string: it came with the last token, or more tokens
+        # were on their way. The one that completed it is the last all the same.
         logprobs = None if result.logprobs is None else result.logprobs[: self._token_count]
         return dataclasses.replace(
             result,

@@ -76,7 +76,7 @@ class Slot:
 
     row: int
     state: str
-    """idle, prefilling or decoding."""
+    """idle, prefilling, decoding, or preempted (coming back from swap space)."""
     request_id: int | None
     context_used: int
     context_limit: int

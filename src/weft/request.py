@@ -153,6 +153,7 @@ class SamplingParams:
     def _check_logit_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
             _refuse("logit_bias", self.logit_bias, "a mapping from token id to bias")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             _refuse("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS} entries")
         for token, bias in self.logit_bias.items():

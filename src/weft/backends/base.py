@@ -12,7 +12,11 @@ __all__ = ["Backend", "BackendInfo", "StepHandle"]
 
 class StepHandle(Protocol):
     def result(self) -> StepResult:
-        """Waits for the step. One without rows waits until at least one outstanding swap is over."""
+        """Waits for the step. One without rows waits until at least one outstanding swap is over.
+
+        Where it raises, the step has failed, and so have all swaps accepted so far whose end was not reported: none
+        of them may still be copying.
+        """
         ...
 
 

@@ -61,7 +61,13 @@ class Faults(Protocol):
 
     def at_submit(self, plan: IterationPlan) -> str | None: ...
 
-    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]: ...
+    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
+        """An error of nobody, and errors of single requests."""
+        ...
+
+    def at_wait(self, plan: IterationPlan) -> str | None:
+        """An exception instead of a result."""
+        ...
 
     def at_swap(self, task: SwapTask) -> str | None: ...
 
@@ -172,6 +178,10 @@ class NoopBackend:
         elif self._random is None:
             while ready := self._ready_swaps():
                 self._run_swap(ready)
+        lost = self._faults.at_wait(step.plan) if self._faults else None
+        if lost is not None:
+            self._lose_swaps(lost)
+            raise SimulatedFault(lost)
         over, self._unreported = self._unreported, []
         return StepResult(
             tokens=step.tokens,
@@ -223,6 +233,18 @@ class NoopBackend:
                 self._blocks[block] = self._poisoned() if failure else list(self._host[slot])
         self._swaps_over[task.swap_id] = failure
         self._unreported.append(task.swap_id)
+
+    def _lose_swaps(self, failure: str) -> None:
+        """All swaps accepted so far are over, none is reported: what they were to write is poison."""
+        for task, is_out in self._waiting_swaps:
+            for block, slot in zip(task.blocks, task.swap_slots, strict=True):
+                if is_out:
+                    self._host[slot] = self._poisoned()
+                else:
+                    self._blocks[block] = self._poisoned()
+            self._swaps_over[task.swap_id] = failure
+        self._waiting_swaps.clear()
+        self._unreported.clear()
 
     # -- what a step does
 

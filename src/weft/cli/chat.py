@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from weft.cli.pull import fetch
-from weft.cli.terminal import printable
-from weft.errors import WeftError
-from weft.request import SamplingParams
+from weft.cli.terminal import one_line, printable
+from weft.errors import InvalidRequestError, WeftError
+from weft.request import FinishReason, GenerationResult, SamplingParams
 
 if TYPE_CHECKING:
     from weft.llm import LLM
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 _HELP = """  /help    this list
   /clear   forget the conversation
   /exit    leave (so does Ctrl-D)
-  Ctrl-C   stop the answer"""
+  //...    say something that begins with a slash: the first one is taken off
+  Ctrl-C   stop the answer; what was said until then stays in the conversation"""
 
 
 def chat_command(*, model: str, system: str | None, max_tokens: int, temperature: float, seed: int) -> None:
@@ -31,7 +33,11 @@ def chat_command(*, model: str, system: str | None, max_tokens: int, temperature
 
         llm = LLM(str(path))
     with llm:
-        console.print(f"{path.name} - /help shows the commands", style="dim", soft_wrap=True)
+        llm.text.require_chat_template()
+        name = printable(path.name)
+        console.print(f"{name} - /help shows the commands", style="dim", soft_wrap=True, markup=False)
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # a stray byte must not end the conversation
         _converse(llm, params, system, console)
 
 
@@ -47,15 +53,18 @@ def _converse(llm: LLM, params: SamplingParams, system: str | None, console: Con
         elif command == "/clear":
             messages = list(opening)
             console.print("The conversation is forgotten.", style="dim")
-        elif command.startswith("/"):
+        elif command.startswith("/") and not command.startswith("//"):
             console.print(f"There is no command {command.split()[0]!r}; /help lists them.", markup=False)
         elif command:
-            answered = [*messages, {"role": "user", "content": line}]
+            said = line.replace("/", "", 1) if command.startswith("//") else line
+            answered = [*messages, {"role": "user", "content": said}]
             try:
                 answer = _answer(llm, answered, params, console)
             except WeftError as error:
-                # A conversation that has outgrown the context, most likely: the program goes on without this line.
-                console.print(f"{error}\n/clear starts anew.", style="red", markup=False)
+                # The conversation goes on without this line.
+                console.print(one_line(error), style="red", markup=False, soft_wrap=True)
+                if isinstance(error, InvalidRequestError) and error.code == "context_length_exceeded":
+                    console.print("/clear starts anew.", style="red")
                 continue
             messages = [*answered, {"role": "assistant", "content": answer}]
 
@@ -75,14 +84,28 @@ def _read_line() -> str | None:
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, console: Console) -> str:
     """Show the answer as it comes. Ctrl-C ends it; what was said until then stays in the conversation."""
     pieces: list[str] = []
-    stream = llm.stream_chat(messages, params)
+    results: list[GenerationResult] = []
+    stream = llm.stream_chat(messages, params, on_result=results.append)
     try:
         for piece in stream:
             pieces.append(piece)
             print(printable(piece), end="", flush=True)
     except KeyboardInterrupt:
         console.print(" [stopped]", style="dim", end="", markup=False)
+    except WeftError:
+        if pieces:
+            print(flush=True)  # the error gets a line of its own
+        raise
     finally:
         stream.close()  # cancels what is not generated yet
+    if results and results[0].finish_reason is FinishReason.LENGTH:
+        console.print(f" {_cut_marker(results[0], params)}", style="dim", end="", markup=False)
     print(flush=True)
     return "".join(pieces)
+
+
+def _cut_marker(result: GenerationResult, params: SamplingParams) -> str:
+    count = len(result.tokens)
+    if count >= params.max_tokens:
+        return f"[cut at {count} tokens]"
+    return f"[cut at {count} tokens: the context is full, /clear starts anew]"

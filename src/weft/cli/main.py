@@ -31,14 +31,13 @@ Model = Annotated[
     ),
 ]
 MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", "-n", min=1, metavar="N", help="Most new tokens to generate.")
+    int, typer.Option("--max-tokens", "-n", metavar="N", help="Most new tokens to generate; at least 1.")
 ]
 Temperature = Annotated[
     float,
     typer.Option(
         "--temperature",
         "-t",
-        min=0.0,
         metavar="T",
         help="Randomness of the choice of tokens; 0 always takes the best.",
     ),
@@ -86,7 +85,7 @@ def generate(
         list[str],
         typer.Argument(
             metavar="PROMPT",
-            help="Text to continue; '-' reads it from standard input. Several prompts run as one batch.",
+            help="Text to continue; '-', once, reads it from standard input. Several prompts run as one batch.",
         ),
     ],
     model: Model = "default",
@@ -110,7 +109,11 @@ def chat(
     temperature: Temperature = 0.0,
     seed: Seed = 0,
 ) -> None:
-    """Talk to a model. Ctrl-C stops an answer; Ctrl-D ends the conversation."""
+    """Talk to a model.
+
+    An answer ends when the model ends it, after --max-tokens, or with Ctrl-C; what was said until then stays in the
+    conversation. Ctrl-D or /exit ends the conversation; /help lists the other commands.
+    """
     from weft.cli.chat import chat_command
 
     chat_command(model=model, system=system, max_tokens=max_tokens, temperature=temperature, seed=seed)
@@ -128,7 +131,7 @@ def replay(
         ),
     ],
 ) -> None:
-    """Run a recorded log through the real scheduler again and check that every plan and token is the same."""
+    """Run a recorded log through the real scheduler again and check that every plan is the same."""
     from weft.cli.replay import replay_command
 
     replay_command(path)
@@ -174,18 +177,14 @@ def bench_batching(json: AsJson = False) -> None:
     run(json=json)
 
 
-def _one_line(error: WeftError) -> str:
-    """The message on one line; what a hostile file put into it must not reach the terminal as a control code."""
-    text = " ".join(str(error).splitlines()) or type(error).__name__
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
-
-
 def main() -> None:
     """Run the command line. The one place where an expected error becomes a message and an exit code."""
     try:
         app()
     except WeftError as error:
-        print(f"weft: {_one_line(error)}", file=sys.stderr)
+        from weft.cli.terminal import one_line
+
+        print(f"weft: {one_line(error)}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

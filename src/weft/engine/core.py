@@ -88,27 +88,36 @@ class EngineCore:
         return Flight(plan, handle, submitted_at)
 
     def _finish_oldest(self) -> None:
-        flight = self._flights.popleft()
-        result = _result(flight)
+        # Taken out when it is booked, not before: an interrupt while waiting must not lose a step.
+        flight = self._flights[0]
+        result = self._result(flight)
         now = self._clock()
         seconds = now - max(flight.submitted_at, self._last_finish)
         self._last_finish = now
         if result.failed:
-            behind = [_result(later) for later in self._flights]
-            self._flights.clear()
+            behind = [self._result(later) for later in list(self._flights)[1:]]
             with self._lock:
+                self._flights.clear()
                 self.scheduler.fail(result, behind)
         else:
             with self._lock:
+                self._flights.popleft()
                 self.scheduler.apply(flight.plan, result, seconds)
 
+    def _result(self, flight: Flight) -> StepResult:
+        try:
+            result = flight.handle.result()
+        except Exception as error:
+            # What it would have said about swaps is lost with it: all that are under way count as failed.
+            message = _describe(error)
+            with self._lock:
+                lost = self.scheduler.kv_cache.swaps_under_way
+            return StepResult(error=message, failed_swaps=dict.fromkeys(lost, message))
+        return _checked(result, flight.plan)
 
-def _result(flight: Flight) -> StepResult:
-    try:
-        result = flight.handle.result()
-    except Exception as error:
-        return StepResult(error=_describe(error))
-    expected = flight.plan.num_samples
+
+def _checked(result: StepResult, plan: IterationPlan) -> StepResult:
+    expected = plan.num_samples
     if not result.failed and len(result.tokens) != expected:
         message = f"the backend returned {len(result.tokens)} tokens where {expected} were to be sampled"
         return dataclasses.replace(result, error=message)

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from weft.clock import Clock
 from weft.config import PreemptionMode, PriorityPolicy, SchedulerConfig
-from weft.errors import WeftError
+from weft.errors import InvalidRequestError, WeftError
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import InferenceRequest, Priority, RequestId, SamplingParams
 from weft.scheduling.scheduler import ContinuousBatchScheduler
@@ -80,6 +80,12 @@ class _RecordingScheduler(ContinuousBatchScheduler):
             self._write("cancel", id=request_id, reason=reason)
         return done
 
+    def finish(self, request_id: RequestId, num_tokens: int) -> bool:
+        done = super().finish(request_id, num_tokens)
+        if done:
+            self._write("finish", id=request_id, num_tokens=num_tokens)
+        return done
+
     def fail_request(self, request_id: RequestId, error: str) -> bool:
         done = super().fail_request(request_id, error)
         if done:
@@ -88,7 +94,6 @@ class _RecordingScheduler(ContinuousBatchScheduler):
 
     def schedule(self) -> IterationPlan | None:
         plan = super().schedule()
-        # An idle look that ended nobody leaves no trace worth keeping, but for what it read from the clock.
         self._write("plan", plan=None if plan is None else describe(plan))
         return plan
 
@@ -109,7 +114,13 @@ class Recorder:
     """Owns the log file of a run and the scheduler that writes it."""
 
     def __init__(self, path: str, config: SchedulerConfig, info: BackendInfo, clock: Clock) -> None:
-        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - open for the life of the engine
+        try:
+            # A line at a time: after a crash the last lines are the ones that matter.
+            self._file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 - open while the engine is
+        except OSError as error:
+            raise InvalidRequestError(
+                f"log_path {path!r} cannot be written: {error}", field="log_path"
+            ) from error
         self.scheduler = _RecordingScheduler(config, info, _ReadingsClock(clock), self._file)
 
     def close(self) -> None:
@@ -129,12 +140,15 @@ def replay(path: str) -> ReplayReport:
     clock = _ReplayClock()
     scheduler: ContinuousBatchScheduler | None = None
     plans: list[IterationPlan] = []
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"
             try:
                 event = json.loads(line)
                 clock.readings = iter(event["clock"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ReplayDifference(f"{where}: not a weft log, or cut short ({error})") from error
+            try:
                 if scheduler is None:
                     scheduler = _scheduler_from(event, clock)
                 else:
@@ -143,8 +157,10 @@ def replay(path: str) -> ReplayReport:
                     raise ReplayDifference("the clock is read less often than in the recorded run")
             except WeftError as difference:
                 raise ReplayDifference(f"{where}: {difference}") from None
-            except (ValueError, KeyError, TypeError, IndexError, AssertionError) as error:
-                raise ReplayDifference(f"{where}: not a weft log, or cut short ({error})") from error
+            except Exception as error:
+                raise ReplayDifference(
+                    f"{where}: cannot be replayed ({type(error).__name__}: {error})"
+                ) from error
     if scheduler is None:
         raise ReplayDifference(f"{path} is empty: not a weft log")
     return report
@@ -162,6 +178,8 @@ def _replay_event(
         report.requests += 1
     elif kind == "cancel":
         scheduler.cancel(RequestId(event["id"]), event["reason"])
+    elif kind == "finish":
+        scheduler.finish(RequestId(event["id"]), event["num_tokens"])
     elif kind == "fail_request":
         scheduler.fail_request(RequestId(event["id"]), event["reason"])
     elif kind == "plan":

@@ -39,8 +39,8 @@ class ServingEngine:
     """Continuous batching over a backend.
 
     Use it as a context manager (a thread runs the loop), call `run()` in a thread of your own, or call
-    `run_iteration()` yourself. Every other method may be called from any thread at any time. Callbacks run in the
-    thread of the loop, outside its lock: once per token, the final one once.
+    `run_iteration()` yourself. Every other method may be called from any thread at any time, and from callbacks.
+    Callbacks run in the thread of the loop, outside its lock: once per token, the final one once.
     """
 
     def __init__(
@@ -68,11 +68,14 @@ class ServingEngine:
         self._core = EngineCore(self.scheduler, backend, clock, self._lock)
         self._callbacks: dict[RequestId, Callback] = {}
         self._results: OrderedDict[RequestId, GenerationResult] = OrderedDict()
+        self._alive: set[RequestId] = set()
+        """Submitted, and the result not there yet."""
         self._next_id = 0
         self._thread: threading.Thread | None = None
         self._turn = threading.RLock()
         """Held by whoever runs an iteration or shuts down."""
-        self._is_iterating = False
+        self._busy_thread: int | None = None
+        """The thread that runs an iteration or shuts down right now: a callback that calls back finds itself here."""
         self._stopping = False
         self._closed = False
         self._failure: str | None = None
@@ -80,14 +83,14 @@ class ServingEngine:
         self._latency, self._first_token = Histogram(), Histogram()
         self._between_tokens, self._waiting = Histogram(), Histogram()
         self._ended = dict.fromkeys((RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELLED), 0)
-        self._generated_tokens = 0
 
     # ------------------------------------------------------------------ requests
 
     def submit(
         self, request: InferenceRequest, *, block: bool = False, timeout: float | None = None
     ) -> RequestId:
-        """Takes a request in. Where the queue is full: QueueFullError, or with `block` a wait for room."""
+        """Takes a request in. Where the queue is full: QueueFullError, or with `block` a wait (of at most `timeout`
+        seconds) for room, which a loop that runs elsewhere has to make."""
         return self._submit(request, None, block, timeout)
 
     def submit_with_callback(
@@ -146,15 +149,26 @@ class ServingEngine:
                 self._changed.notify_all()
         return cancelled
 
+    def finish(self, request_id: RequestId, num_tokens: int) -> bool:
+        """Ends a request as complete (FinishReason.STOP) after its first `num_tokens` new tokens: for who finds stop
+        strings in its text. False: it was over already."""
+        with self._changed:
+            finished = self.scheduler.finish(request_id, num_tokens)
+            if finished:
+                self._changed.notify_all()
+        return finished
+
     def is_complete(self, request_id: RequestId) -> bool:
+        """Whether a request that was submitted is over. Its result may have had to make room for newer ones."""
         with self._lock:
-            return request_id in self._results
+            return 0 <= request_id < self._next_id and request_id not in self._alive
 
     def get_result(self, request_id: RequestId, wait: float | None = None) -> GenerationResult | None:
-        """The result, or None while it is not there; `wait` up to that many seconds for it."""
+        """The result, or None where it is not there; `wait` up to that many seconds while it may still come."""
         with self._changed:
             if wait is not None:
-                self._changed.wait_for(lambda: request_id in self._results, wait)
+                seconds = min(wait, threading.TIMEOUT_MAX)
+                self._changed.wait_for(lambda: request_id not in self._alive, seconds)
             return self._results.get(request_id)
 
     def _submit(
@@ -180,10 +194,12 @@ class ServingEngine:
                     break
                 except QueueFullError:
                     left = None if give_up_at is None else give_up_at - time.monotonic()
-                    if not block or (left is not None and left <= 0):
+                    # A callback must not wait: it is the loop that would make room.
+                    if not block or self._is_called_back or (left is not None and left <= 0):
                         raise
                     self._changed.wait(left)
             self._next_id += 1
+            self._alive.add(sequence.request_id)
             if callback is not None:
                 self._callbacks[sequence.request_id] = callback
             self._changed.notify_all()
@@ -197,10 +213,12 @@ class ServingEngine:
 
     def run_iteration(self) -> bool:
         """One step, with what it gave delivered. False: there was nothing to do."""
+        if self._is_called_back:
+            raise RuntimeError("run_iteration was called from a callback, inside an iteration")
         with self._turn:
             if self._closed:
                 return False
-            self._is_iterating = True
+            self._busy_thread = threading.get_ident()
             try:
                 worked = self._core.run_overlapped() if self.config.overlap else self._core.run_plain()
                 return self._deliver() or worked
@@ -208,7 +226,7 @@ class ServingEngine:
                 self._break_down(error)
                 raise
             finally:
-                self._is_iterating = False
+                self._busy_thread = None
                 if self._stopping:
                     self._shut_down()
 
@@ -229,6 +247,10 @@ class ServingEngine:
 
     def start(self) -> ServingEngine:
         """Runs the loop in a thread of its own."""
+        if self._stopping:
+            raise EngineStoppedError(
+                f"{self._failure or 'the engine was stopped'} and cannot be started again"
+            )
         if self._thread is None:
             self._thread = threading.Thread(target=self.run, name="weft-engine", daemon=True)
             self._thread.start()
@@ -239,9 +261,9 @@ class ServingEngine:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+        if self._is_called_back:
+            return  # what called back shuts down when it is done
         with self._turn:
-            if self._is_iterating:
-                return  # called from a callback: the iteration shuts down when it ends
             self._shut_down()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -254,19 +276,29 @@ class ServingEngine:
     ) -> None:
         self.stop()
 
+    @property
+    def _is_called_back(self) -> bool:
+        return self._busy_thread == threading.get_ident()
+
     def _shut_down(self) -> None:
         if self._closed:
             return
         self._closed = True
-        if self._failure is None:
-            self._core.drain()
-            with self._lock:
-                for request_id in list(self.scheduler.sequences):
-                    self.scheduler.cancel(request_id, "the engine was stopped")
-            self._deliver()
-        self._backend.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        self._busy_thread = threading.get_ident()
+        try:
+            if self._failure is None:
+                self._core.drain()
+                with self._lock:
+                    for request_id in list(self.scheduler.sequences):
+                        self.scheduler.cancel(request_id, "the engine was stopped")
+                self._deliver()
+        except Exception as error:
+            self._break_down(error)
+        finally:
+            self._busy_thread = None
+            self._backend.close()
+            if self._recorder is not None:
+                self._recorder.close()
 
     def _break_down(self, error: Exception) -> None:
         """A mistake inside the engine: every request is told, and none is taken any more."""
@@ -284,7 +316,6 @@ class ServingEngine:
                 return False
             for result in results:
                 self._book(result)
-            self._generated_tokens += sum(output.token_id is not None for output in outputs)
             gaps, self.scheduler.token_gaps = self.scheduler.token_gaps, {}
             for gap, times in gaps.items():
                 self._between_tokens.record(gap, times)
@@ -299,18 +330,28 @@ class ServingEngine:
                 callback(output)
             except Exception as error:
                 callbacks.pop(output.request_id, None)
-                with self._lock:
-                    self.scheduler.fail_request(
-                        output.request_id, f"callback raised {type(error).__name__}: {error}"
-                    )
+                self._fail_for_callback(output.request_id, f"callback raised {type(error).__name__}: {error}")
         with self._changed:
             while len(self._results) > self.config.max_kept_results:
                 self._results.popitem(last=False)
             self._changed.notify_all()
         return True
 
+    def _fail_for_callback(self, request_id: RequestId, message: str) -> None:
+        with self._lock:
+            if self.scheduler.fail_request(request_id, message) or request_id not in self._results:
+                return
+            # It was over already: only what is told of it can change.
+            result = self._results[request_id]
+            self._ended[result.state] -= 1
+            self._ended[RequestState.FAILED] += 1
+            self._results[request_id] = dataclasses.replace(
+                result, state=RequestState.FAILED, finish_reason=FinishReason.ERROR, error=message
+            )
+
     def _book(self, result: GenerationResult) -> None:
         self._results[result.request_id] = result
+        self._alive.discard(result.request_id)
         self._ended[result.state] += 1
         self._waiting.record(result.waiting_time)
         if result.time_to_first_token is not None:
@@ -324,25 +365,24 @@ class ServingEngine:
         with self._lock:
             scheduler, now = self.scheduler, self._clock()
             uptime = max(now - self._started_at, 1e-9)
-            waiting = list(scheduler.queue)
-            preempted = sum(s.state is RequestState.PREEMPTED for s in waiting)
+            preempted = scheduler.queue.num_preempted
             cache = scheduler.kv_cache.stats()
             totals = scheduler.stats
             return ServingMetrics(
                 uptime=uptime,
-                requests_pending=len(waiting) - preempted,
+                requests_pending=len(scheduler.queue) - preempted,
                 requests_running=len(scheduler.running),
-                requests_preempted=preempted + scheduler.num_resuming,
+                requests_preempted=preempted + len(scheduler.resuming),
                 requests_completed=self._ended[RequestState.COMPLETED],
                 requests_failed=self._ended[RequestState.FAILED],
                 requests_cancelled=self._ended[RequestState.CANCELLED],
                 prompt_tokens=totals.prompt_tokens,
                 cached_tokens=totals.prompt_tokens_cached,
-                generated_tokens=self._generated_tokens,
+                generated_tokens=totals.tokens_generated,
                 steps=totals.steps,
                 preemptions=totals.preemptions_by_recompute + totals.preemptions_by_swap,
                 requests_per_second=sum(self._ended.values()) / uptime,
-                tokens_per_second=self._generated_tokens / uptime,
+                tokens_per_second=totals.tokens_generated / uptime,
                 latency=self._latency.summary(),
                 time_to_first_token=self._first_token.summary(),
                 inter_token_latency=self._between_tokens.summary(),

@@ -55,8 +55,15 @@ class BlockPool:
     def num_referenced(self) -> int:
         return self.num_blocks - self.available
 
+    @property
+    def reference_counts(self) -> list[int]:
+        return self._references
+
     def references(self, block: int) -> int:
         return self._references[block]
+
+    def is_cached(self, block: int) -> bool:
+        return self._keys[block] is not None
 
     def allocate(self, count: int) -> list[int] | None:
         """Takes `count` blocks, free ones first, then the least recently used cached ones. None: not enough."""
@@ -132,20 +139,23 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the three places do not add up."""
-        free, evictable = set(self._free), set(self._evictable)
-        referenced = {block for block, count in enumerate(self._references) if count > 0}
+        free = set(self._free)
+        referenced = [block for block, count in enumerate(self._references) if count]
+        keyed = {block: key for block, key in enumerate(self._keys) if key is not None}
         assert len(free) == len(self._free), "a block is free twice"
         assert min(self._references, default=0) >= 0, "a reference count is negative"
-        assert len(free) + len(evictable) + len(referenced) == self.num_blocks, "blocks were lost or doubled"
-        assert free | evictable | referenced == set(range(self.num_blocks)), "blocks were lost or doubled"
-        assert all(self._keys[block] is None for block in free), "a free block is still cached"
-        cached = {block: key for key, block in self._cached.items()}
-        assert len(cached) == len(self._cached), "one block is cached under two keys"
-        assert all(self._keys[block] == key for block, key in cached.items()), (
-            "the cache disagrees with a block's key"
+        assert free.isdisjoint(referenced) and free.isdisjoint(self._evictable), "a free block is in use"
+        assert self._evictable.keys().isdisjoint(referenced), "an evictable block is in use"
+        assert len(free) + len(self._evictable) + len(referenced) == self.num_blocks, (
+            "blocks were lost or doubled"
         )
-        assert evictable <= cached.keys(), "an evictable block is not cached"
-        assert sum(key is not None for key in self._keys) == len(cached), "a key is not in the cache"
+        assert {block: key for key, block in self._cached.items()} == keyed, (
+            "the cache disagrees with the keys"
+        )
+        assert len(self._cached) == len(keyed), "one block is cached under two keys"
+        assert free.isdisjoint(keyed) and self._evictable.keys() <= keyed.keys(), (
+            "free is cached, or evictable not"
+        )
 
     def _is_free(self, block: int) -> bool:
         return self._references[block] == 0 and self._keys[block] is None

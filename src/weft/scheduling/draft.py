@@ -25,18 +25,23 @@ class Draft:
         "tables",
     )
 
-    def __init__(self, step: int, budget: TokenBudget) -> None:
+    def __init__(self, step: int, budget: TokenBudget, tables: list[tuple[Sequence, int, int]]) -> None:
         self.step = step
         self.budget = budget
         self.decodes: list[Sequence] = []
         self.prefills: list[tuple[Sequence, int, int, bool]] = []
         """Sequence, start, count, samples."""
-        self.tables: list[tuple[Sequence, int, int]] = []
+        self.tables = tables
         """Sequence, index in its block table, block."""
         self.registered: list[tuple[int, BlockKey]] = []
         self.swap_out: list[SwapTask] = []
         self.swap_in: list[SwapTask] = []
         self.preempted: list[RequestId] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing for the backend to do."""
+        return not (self.decodes or self.prefills or self.swap_out or self.swap_in)
 
     def note_tables(self, sequence: Sequence, first: int) -> None:
         """Records that the block table of `sequence` is new from index `first` on."""

@@ -193,8 +193,10 @@ class KvCacheManager:
         allocation.blocks, allocation.swap_slots = blocks, []
         return task
 
-    def finish_swap(self, swap_id: int) -> None:
-        """The copy is over, well or not: what it touched is no longer guarded by it."""
+    def finish_swap(self, swap_id: int) -> bool:
+        """The copy is over, well or not: what it touched is no longer guarded by it. False: it was over already."""
+        if swap_id not in self._swaps:
+            return False
         for guards, replaced in self._swaps.pop(swap_id):
             for index, earlier in replaced.items():
                 if guards.get(index) == swap_id:
@@ -203,10 +205,11 @@ class KvCacheManager:
                     if earlier in self._swaps:
                         guards[index] = earlier
         self._dependencies.discard(swap_id)
+        return True
 
     @property
-    def swaps_outstanding(self) -> int:
-        return len(self._swaps)
+    def swaps_under_way(self) -> list[int]:
+        return list(self._swaps)
 
     def take_dependencies(self) -> tuple[int, ...]:
         """The swaps that the step being planned must wait for, because it writes to blocks they touch."""
@@ -247,8 +250,7 @@ class KvCacheManager:
             if allocation.row is not None:
                 rows.append(allocation.row)
         assert sorted(rows_held) == sorted(self._rows_given_up), "rows are held for nothing, or were lost"
-        counted = [self.pool.references(block) for block in range(self.pool.num_blocks)]
-        assert references == counted, f"reference counts {counted} but block tables say {references}"
+        assert references == self.pool.reference_counts, "reference counts and block tables disagree"
         assert sorted(rows) == list(range(self.num_rows)), "rows were lost or doubled"
         assert sorted(slots) == list(range(self.num_swap_slots)), "swap slots were lost or doubled"
 

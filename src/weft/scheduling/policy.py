@@ -90,7 +90,7 @@ class StepCostModel:
         self._steps = 0.0
         self._moments = [[0.0] * size for _ in range(size)]
         self._products = [0.0] * size
-        self.coefficients = (0.0,) * size
+        self._coefficients: tuple[float, ...] | None = (0.0,) * size
 
     @property
     def is_ready(self) -> bool:
@@ -108,9 +108,15 @@ class StepCostModel:
             self._products[i] += weight * feature * seconds
             for j, other in enumerate(features):
                 self._moments[i][j] += weight * feature * other
-        self.coefficients = tuple(
-            max(value, 0.0) / scale for value, scale in zip(self._solve(), self.SCALES, strict=True)
-        )
+        self._coefficients = None
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """Seconds a step, a token, a context token, a pair; solved for when asked, which is when a prompt is planned."""
+        if self._coefficients is None:
+            solved = zip(self._solve(), self.SCALES, strict=True)
+            self._coefficients = tuple(max(value, 0.0) / scale for value, scale in solved)
+        return self._coefficients
 
     def predict(self, tokens: int, context: int, pairs: int) -> float:
         base, per_token, per_context, per_pair = self.coefficients

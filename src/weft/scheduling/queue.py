@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from weft.config import SchedulerConfig
 from weft.errors import QueueFullError
+from weft.request import RequestState
 from weft.scheduling.policy import AdmissionPolicy, PolicyKey
 from weft.scheduling.sequence import Sequence
 
@@ -18,6 +19,7 @@ class _Entry(NamedTuple):
     sequence: Sequence
     num_tokens: int
     """As counted on entry: a victim's last token may still arrive while it waits."""
+    is_preempted: bool
 
 
 class RequestQueue:
@@ -31,6 +33,7 @@ class RequestQueue:
         self._policy = policy
         self._heap: list[_Entry] = []
         self._length = 0
+        self.num_preempted = 0
         self.waiting_tokens = 0
 
     def __len__(self) -> int:
@@ -93,15 +96,20 @@ class RequestQueue:
         alive = list(self)
         assert len(alive) == self._length, "the queue miscounts its requests"
         counted = sum(e.num_tokens for e in self._heap if e.sequence.queue_entry is e)
+        assert sum(s.state is RequestState.PREEMPTED for s in alive) == self.num_preempted, (
+            "victims are miscounted"
+        )
         assert counted == self.waiting_tokens, "the queue miscounts its tokens"
 
     def _insert(self, sequence: Sequence, key: PolicyKey) -> None:
         if sequence.queue_entry is not None:
             raise ValueError(f"request {sequence.request_id} is waiting already")
-        entry = _Entry(key, sequence.order, sequence, len(sequence.tokens))
+        is_preempted = sequence.state is RequestState.PREEMPTED
+        entry = _Entry(key, sequence.order, sequence, len(sequence.tokens), is_preempted)
         sequence.queue_entry = entry
         heapq.heappush(self._heap, entry)
         self._length += 1
+        self.num_preempted += is_preempted
         self.waiting_tokens += entry.num_tokens
 
     def _forget(self, sequence: Sequence) -> None:
@@ -109,4 +117,5 @@ class RequestQueue:
         assert isinstance(entry, _Entry)
         sequence.queue_entry = None
         self._length -= 1
+        self.num_preempted -= entry.is_preempted
         self.waiting_tokens -= entry.num_tokens

@@ -74,6 +74,8 @@ class ContinuousBatchScheduler:
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._outputs: list[TokenOutput] = []
         self._results: list[GenerationResult] = []
+        self._untold_tables: list[tuple[Sequence, int, int]] = []
+        """Block-table entries made by planning that led to no plan."""
         self._next_order = 0
         self._next_step = 0
 
@@ -95,9 +97,9 @@ class ContinuousBatchScheduler:
         return self._roster.sequences
 
     @property
-    def num_resuming(self) -> int:
+    def resuming(self) -> list[Sequence]:
         """Preempted requests whose swap-in is under way."""
-        return len(self._roster.resuming)
+        return list(self._roster.resuming.values())
 
     @property
     def has_work(self) -> bool:
@@ -120,6 +122,11 @@ class ContinuousBatchScheduler:
         The long part of taking a long prompt in. It touches nothing but the sequence: any thread may call it.
         """
         prompt, vocabulary = sequence.request.prompt, self.info.vocabulary_size
+        if sequence.request.params.n != 1:
+            raise InvalidRequestError(
+                f"n is {sequence.request.params.n}; allowed for one request: 1. Submit it once for every answer",
+                field="n",
+            )
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < vocabulary:
                 raise InvalidRequestError(
@@ -173,6 +180,16 @@ class ContinuousBatchScheduler:
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
         """Ends a request in whatever state it is. False: it is over already, or never was."""
         return self._end_early(request_id, RequestState.CANCELLED, FinishReason.CANCELLED, reason)
+
+    def finish(self, request_id: RequestId, num_tokens: int) -> bool:
+        """Ends a request as complete after its first `num_tokens` new tokens: a stop was found in its text.
+        False: it is over already."""
+        sequence = self.sequences.get(request_id)
+        if sequence is None:
+            return False
+        del sequence.tokens[sequence.prompt_length + num_tokens :]
+        del sequence.logprobs[num_tokens:]
+        return self._end_early(request_id, RequestState.COMPLETED, FinishReason.STOP, None)
 
     def fail_request(self, request_id: RequestId, error: str) -> bool:
         """Ends one request in error, for a cause outside the step. False: it is over already."""
@@ -242,16 +259,19 @@ class ContinuousBatchScheduler:
         self._expire()
         config, roster = self.config, self._roster
         budget = TokenBudget(config.max_tokens_per_step, config.max_prefill_tokens, config.sequences_per_step)
-        draft = Draft(self._next_step, budget)
+        draft = Draft(self._next_step, budget, self._untold_tables)
         is_retry = self._plan_retry(draft)
         if not is_retry:
             self._planner.plan(draft)
-        plan, sequences = draft.freeze(roster.kv_cache)
-        self.stats.preemptions_by_swap += len(plan.swap_out)
-        self.stats.preemptions_by_recompute += len(plan.preempted) - len(plan.swap_out)
+        self.stats.preemptions_by_swap += len(draft.swap_out)
+        self.stats.preemptions_by_recompute += len(draft.preempted) - len(draft.swap_out)
         must_wait_for_swaps = bool(roster.resuming) and not self._in_flight
-        if not (sequences or plan.swap_out or plan.swap_in or must_wait_for_swaps):
+        if draft.is_empty and not must_wait_for_swaps:
+            # NOTE: a sequence may have adopted blocks all the same; the next plan tells the backend.
+            self._untold_tables = draft.tables
             return None
+        self._untold_tables = []
+        plan, sequences = draft.freeze(roster.kv_cache)
         if len(sequences) < len(roster.running):
             self._rotate(draft.step)
         self._next_step += 1
@@ -391,7 +411,8 @@ class ContinuousBatchScheduler:
         """Books copies that are over. One that failed costs a recompute, nothing else."""
         roster = self._roster
         for swap_id in (*result.finished_swaps, *result.failed_swaps):
-            roster.kv_cache.finish_swap(swap_id)
+            if not roster.kv_cache.finish_swap(swap_id):
+                continue  # given up before it was reported
             failed = swap_id in result.failed_swaps
             self.stats.swaps_failed += failed
             sequence = roster.resuming.pop(swap_id, None)

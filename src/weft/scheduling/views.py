@@ -23,11 +23,12 @@ class BatchType(Enum):
 
 
 class BatchToken(NamedTuple):
-    """One token of a step: where it stands, and whether the next token is sampled from it."""
+    """One token of a step: where it stands, whether it is a decode, and whether the next token is sampled from it."""
 
     request_id: RequestId
     row: int
     position: int
+    is_decode: bool
     samples: bool
 
 
@@ -48,13 +49,8 @@ class MicroBatch:
 
     @property
     def batch_type(self) -> BatchType:
-        lengths: dict[int, int] = {}
-        for token in self.tokens:
-            lengths[token.row] = lengths.get(token.row, 0) + 1
-        return _batch_type(
-            has_decodes=any(t.samples and lengths[t.row] == 1 for t in self.tokens),
-            has_prefills=any(not t.samples or lengths[t.row] > 1 for t in self.tokens),
-        )
+        kinds = {token.is_decode for token in self.tokens}
+        return _batch_type(has_decodes=True in kinds, has_prefills=False in kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +85,11 @@ class ScheduledBatch:
     @property
     def tokens(self) -> Iterator[BatchToken]:
         plan = self.plan
-        for request_id, row, start, count, samples in zip(
-            plan.request_ids, plan.rows, plan.starts, plan.counts, plan.samples, strict=True
-        ):
-            last = start + count - 1
+        for entry, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
+            request_id, row, is_decode = plan.request_ids[entry], plan.rows[entry], entry < plan.num_decodes
             for position in range(start, start + count):
-                yield BatchToken(request_id, row, position, samples and position == last)
+                samples = plan.samples[entry] and position == start + count - 1
+                yield BatchToken(request_id, row, position, is_decode, samples)
 
     def micro_batches(self, max_tokens: int) -> list[MicroBatch]:
         tokens = tuple(self.tokens)
@@ -109,7 +104,8 @@ class ScheduledBatch:
 
 def slots(scheduler: ContinuousBatchScheduler, now: float) -> tuple[Slot, ...]:
     """Every row, in order, with the request in it or none."""
-    by_row = {s.allocation.row: s for s in scheduler.running if s.allocation is not None}
+    holders = (*scheduler.running, *scheduler.resuming)
+    by_row = {s.allocation.row: s for s in holders if s.allocation is not None}
     return tuple(_slot(row, by_row.get(row), now) for row in range(scheduler.kv_cache.num_rows))
 
 

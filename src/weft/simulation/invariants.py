@@ -101,8 +101,6 @@ class PlanWatch:
         """Nobody gives way while someone less important, who could, keeps memory; and nobody in vain."""
         scheduler = self._scheduler
         require(not set(plan.preempted) & set(plan.request_ids), "a victim is still in the plan")
-        if scheduler.config.prefix_caching:
-            return  # whose going frees how much is then a longer story
         victims = [scheduler.sequences[rid] for rid in plan.preempted if rid in scheduler.sequences]
         spared = [s for s in scheduler.running if self._could_give_way(s, plan)]
         lowest = min((s.priority for s in spared), default=Priority.CRITICAL)
@@ -113,7 +111,12 @@ class PlanWatch:
                 f"request {victim.request_id} ({name}) gave way while a {Priority(lowest).name} one was spared",
             )
         by_memory_alone = scheduler.config.policy in (PriorityPolicy.FCFS, PriorityPolicy.SHORTEST_JOB_FIRST)
-        if by_memory_alone and victims and victims[-1].allocation is not None:
+        if (
+            by_memory_alone
+            and not scheduler.config.prefix_caching
+            and victims
+            and victims[-1].allocation is not None
+        ):
             had = -(-victims[-1].scheduled // scheduler.info.block_size)
             require(scheduler.kv_cache.pool.available <= had, "someone gave way in vain")
 
@@ -121,7 +124,10 @@ class PlanWatch:
         has_run = sequence.admitted_step < plan.step and sequence.last_step >= sequence.admitted_step
         was_finishing = sequence.is_finishing and sequence.last_step < plan.step
         is_final = sequence.request_id in plan.request_ids[plan.num_decodes :]
-        holds_memory = sequence.allocation is not None and bool(sequence.allocation.blocks)
+        # Blocks that nobody else can have shared: those whose content is not cached.
+        pool = self._scheduler.kv_cache.pool
+        blocks = sequence.allocation.blocks if sequence.allocation is not None else ()
+        holds_memory = any(not pool.is_cached(block) for block in blocks)
         return has_run and holds_memory and not was_finishing and not is_final
 
     def _check_order(self, plan: IterationPlan) -> None:

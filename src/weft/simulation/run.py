@@ -62,6 +62,9 @@ class _WatchedBackend(NoopBackend):
     def _finish(self, step: Any) -> StepResult:
         try:
             result = super()._finish(step)
+        except SimulatedFault:
+            self.watch.forget_turns()
+            raise
         except Exception as error:
             self.broken = self.broken or error
             raise

@@ -171,5 +171,11 @@ class DrawnFaults:
             return "simulated fault at result", errors
         return None, errors
 
+    def at_wait(self, plan: IterationPlan) -> str | None:
+        if self._step and self._rng.random() < self._step / 2:
+            self.belong_to_nobody += bool(plan.rows)
+            return "simulated fault while waiting"
+        return None
+
     def at_swap(self, task: SwapTask) -> str | None:
         return "simulated swap fault" if self._swap and self._rng.random() < self._swap else None

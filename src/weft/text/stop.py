@@ -13,18 +13,25 @@ class StopFinder:
         self._held = ""
         self.is_stopped = False
 
-    def add(self, text: str) -> str:
-        """The text that is now certain. Sets `is_stopped` when a stop string is complete; then nothing follows."""
+    def add(self, text: str, may_stop: bool = True) -> str:
+        """The text that is now certain. Sets `is_stopped` when a stop string is complete; then nothing follows.
+
+        Without `may_stop`, one that is complete within this text is text like any other.
+        """
         if self.is_stopped:
             return ""
-        text = self._held + text
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        held, text = len(self._held), self._held + text
+        found: list[int] = []
+        if may_stop:
+            # Only what ends in the new text: what was held back may hold one that was not to be looked for.
+            places = (text.find(stop, max(0, held - len(stop) + 1)) for stop in self._stops)
+            found = [place for place in places if place >= 0]
         if found:
             self.is_stopped, self._held = True, ""
             return text[: min(found)]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
 
     def finish(self) -> str:
         """What was held back, once no more text can follow."""

@@ -67,8 +67,7 @@ def _shape(
     _penalise(scores, params, rows.tokens[row, :length], int(rows.prompt_lengths[row]))
     if params.logit_bias:
         ids = np.fromiter(params.logit_bias, np.int64)
-        if ids.max() >= len(scores):
-            return f"logit_bias names token {ids.max()}; allowed: 0 to {len(scores) - 1}"
+        assert ids.max() < len(scores), "the scheduler refuses a logit_bias past the vocabulary"
         scores[ids] += np.fromiter(params.logit_bias.values(), np.float64)
     if entries.output_indices[entry] < params.min_tokens:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
