@@ -171,15 +171,17 @@ class _Answer:
         if not self._stop.is_stopped:
             if output.token_id is not None:
                 self._token_count += 1
-                may_stop = self._token_count >= self.params.min_tokens
-                self._add(self._stop.add(self._detokenizer.add(output.token_id), may_stop))
+                self._add(self._until_stop(self._detokenizer.add(output.token_id)))
             if self._stop.is_stopped:
                 self._is_finished_here = self._engine.finish(output.request_id, self._token_count)
             elif output.is_final:
-                self._add(self._stop.add(self._detokenizer.finish()) + self._stop.finish())
+                self._add(self._until_stop(self._detokenizer.finish()) + self._stop.finish())
         if output.is_final:
             self._result = self._engine.get_result(output.request_id)
             self._end()
+
+    def _until_stop(self, text: str) -> str:
+        return self._stop.add(text, may_stop=self._token_count >= self.params.min_tokens)
 
     def _end(self) -> None:
         self.is_over.set()

@@ -11,10 +11,9 @@ import pytest
 from weft.cli.chat import chat_command
 from weft.cli.generate import generate_command
 from weft.cli.main import main
-from weft.cli.terminal import printable
-from weft.errors import InvalidRequestError, ModelFileError
+from weft.errors import InvalidRequestError, ModelFileError, WeftError
 from weft.llm import LLM
-from weft.request import FinishReason, RequestState, SamplingParams
+from weft.request import FinishReason, GenerationResult, RequestState, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 CAPITAL = "The capital of France is"
@@ -50,6 +49,59 @@ def test_a_stop_string_ends_the_text_before_it_across_tokens(llm: LLM) -> None:
     assert (result.finish_reason, result.state) == (FinishReason.STOP, RequestState.COMPLETED)
     assert llm.tokenizer.decode(result.tokens) == " 5, 6"
     assert "".join(llm.stream("1, 2, 3, 4,", params)) == " "
+
+
+def test_a_request_that_a_stop_string_ends_is_complete_to_the_engine_too(llm: LLM) -> None:
+    before = llm.engine.metrics()
+    params = SamplingParams(max_tokens=30, temperature=0.0, stop=("5, 6",), logprobs=0)
+    result = llm.generate("1, 2, 3, 4,", params)[0]
+    after = llm.engine.metrics()
+    assert after.requests_completed == before.requests_completed + 1
+    assert after.requests_cancelled == before.requests_cancelled
+    kept = llm.engine.get_result(result.request_id)
+    assert kept is not None
+    assert (kept.tokens, kept.finish_reason, kept.error) == (result.tokens, FinishReason.STOP, None)
+    assert result.logprobs is not None and len(result.logprobs) == len(result.tokens)
+
+
+def test_a_stop_string_that_the_last_token_completes_is_a_stop(llm: LLM) -> None:
+    free = llm.generate("1, 2, 3, 4,", SamplingParams(max_tokens=5, temperature=0.0))[0]
+    assert free.text.endswith("5, 6") and free.finish_reason is FinishReason.LENGTH
+    cut = llm.generate("1, 2, 3, 4,", SamplingParams(max_tokens=5, temperature=0.0, stop=("5, 6",)))[0]
+    assert (cut.text, cut.finish_reason) == (" ", FinishReason.STOP)
+
+
+def test_stop_strings_are_not_looked_for_before_min_tokens(llm: LLM) -> None:
+    options = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+    free = llm.generate("1, 2, 3, 4,", SamplingParams(**options))[0]  # type: ignore[arg-type]
+    result = llm.generate("1, 2, 3, 4,", SamplingParams(**options, stop=(",",), min_tokens=8))[0]  # type: ignore[arg-type]
+    assert llm.tokenizer.decode(free.tokens[:8]).count(",") >= 2
+    assert len(result.tokens) >= 8
+    assert result.tokens == free.tokens[: len(result.tokens)]
+    assert result.finish_reason is FinishReason.STOP
+    assert result.text + "," == llm.tokenizer.decode(result.tokens)
+
+
+def test_a_stream_that_is_not_complete_says_so() -> None:
+    with LLM(num_blocks=128, max_running=4, request_timeout=0.2) as hurried:
+        results: list[GenerationResult] = []
+        params = SamplingParams(max_tokens=2000, temperature=0.0, ignore_eos=True)
+        with pytest.raises(WeftError, match=r"not complete: deadline of 0\.2 s passed"):
+            for _ in hurried.stream(CAPITAL, params, on_result=results.append):
+                pass
+        assert results[0].state is not RequestState.COMPLETED
+    stopped = LLM(num_blocks=128, max_running=4)
+    stream = stopped.stream(CAPITAL, params)
+    next(stream)
+    stopped.close()
+    with pytest.raises(WeftError, match="not complete: the engine was stopped"):
+        list(stream)
+
+
+def test_a_stream_gives_its_result_at_the_end(llm: LLM) -> None:
+    results: list[GenerationResult] = []
+    text = "".join(llm.stream(CAPITAL, GREEDY, on_result=results.append))
+    assert [(result.text, result.finish_reason) for result in results] == [(text, FinishReason.LENGTH)]
 
 
 def test_a_stream_adds_up_to_the_result(llm: LLM) -> None:
@@ -95,7 +147,7 @@ def test_generate_prints_the_text_alone_or_after_its_prompt(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"model": "default", "max_tokens": 3, "temperature": 0.0, "seed": 0}
-    monkeypatch.setattr(sys, "stdin", io.StringIO(CAPITAL))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(CAPITAL.encode())))
     generate_command(["-"], **options)  # type: ignore[arg-type]
     assert capsys.readouterr().out.startswith(" Paris")
     generate_command([CAPITAL, "1, 2, 3,"], **options)  # type: ignore[arg-type]
@@ -142,7 +194,3 @@ def test_a_bad_model_file_ends_with_exit_code_2_and_one_line(
         main()
     assert caught.value.code == 2
     assert capsys.readouterr().err.strip().count("\n") == 0
-
-
-def test_control_codes_of_a_model_do_not_reach_the_terminal() -> None:
-    assert printable("a\x1b[31mb\tc\nd\x07é🎉") == "a\ufffd[31mb\tc\nd\ufffdé🎉"

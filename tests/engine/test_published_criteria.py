@@ -371,6 +371,9 @@ def test_14_the_error_of_one_request_ends_neither_the_loop_nor_another_request()
         def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
             return None, ({RequestId(1): "not a number"} if 1 in plan.request_ids else {})
 
+        def at_wait(self, plan: IterationPlan) -> str | None:
+            return None
+
         def at_swap(self, task: SwapTask) -> str | None:
             return None
 

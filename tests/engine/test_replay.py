@@ -41,6 +41,9 @@ class RandomFaults:
             return None, {self._random.choice(plan.request_ids): "its own"}
         return ("nobody's" if chance < 0.04 else None), {}
 
+    def at_wait(self, plan: IterationPlan) -> str | None:
+        return None
+
     def at_swap(self, task: SwapTask) -> str | None:
         return "lost" if self._random.random() < 0.1 else None
 

@@ -79,6 +79,9 @@ class Gate:
         assert self.open.wait(PATIENCE)
         return None, {}
 
+    def at_wait(self, plan: IterationPlan) -> str | None:
+        return None
+
     def at_swap(self, task: SwapTask) -> str | None:
         return None
 
@@ -106,6 +109,9 @@ class Culprits:
         if self.rejects or not (hit := self._hit(plan)):
             return None, {}
         return (None, {rid: f"bad input of {rid}" for rid in hit}) if self.named else ("device error", {})
+
+    def at_wait(self, plan: IterationPlan) -> str | None:
+        return None
 
     def at_swap(self, task: SwapTask) -> str | None:
         return None
@@ -741,7 +747,8 @@ def test_results_are_kept_up_to_the_bound_and_the_oldest_go_first() -> None:
     engine = make_engine(max_kept_results=3)
     ids = [engine.submit(request(max_tokens=2 + number, family=number)) for number in range(8)]
     engine.run_until_idle()
-    assert [engine.is_complete(request_id) for request_id in ids] == [False] * 5 + [True] * 3
+    assert all(engine.is_complete(request_id) for request_id in ids), "over is over, kept or not"
+    assert [engine.get_result(request_id) is None for request_id in ids] == [True] * 5 + [False] * 3
     assert engine.get_result(ids[0]) is None
     assert len(engine._callbacks) == 0
 
@@ -810,6 +817,9 @@ def test_a_fault_that_does_not_come_back_ends_nobody() -> None:
 
 def test_swaps_that_fail_cost_a_recompute_and_nothing_else() -> None:
     class FailingSwaps(Culprits):
+        def at_wait(self, plan: IterationPlan) -> str | None:
+            return None
+
         def at_swap(self, task: SwapTask) -> str | None:
             return "no host memory" if task.swap_id % 2 else None
 
@@ -861,3 +871,105 @@ def test_a_mistake_inside_the_engine_is_told_to_every_request_and_ends_the_engin
         assert "planted" in (result.error or "")
     with pytest.raises(EngineStoppedError, match="planted"):
         engine.submit(InferenceRequest((1,)))
+
+
+def test_stop_from_the_final_callback_of_a_request_that_stop_itself_ends_returns() -> None:
+    engine = make_engine()
+    finals: list[TokenOutput] = []
+
+    def stop_again(output: TokenOutput) -> None:
+        if output.is_final:
+            finals.append(output)
+            engine.stop()
+
+    engine.start()
+    for number in range(4):
+        engine.submit_with_callback(request(max_tokens=500, family=number), stop_again)
+    stopper = threading.Thread(target=engine.stop, daemon=True)
+    stopper.start()
+    stopper.join(PATIENCE)
+    assert not stopper.is_alive()
+    assert len(finals) == 4
+
+
+def test_a_callback_may_submit_but_never_wait_for_room_that_only_it_can_make() -> None:
+    engine = make_engine(scheduler={"max_waiting_requests": 1, "max_running": 1})
+    refused: list[BaseException] = []
+
+    def submit_more(output: TokenOutput) -> None:
+        try:
+            engine.submit(request(max_tokens=2), block=True)
+        except QueueFullError as error:
+            refused.append(error)
+
+    engine.submit_with_callback(request(max_tokens=6), submit_more)
+    engine.run_until_idle()
+    assert refused, "the queue holds one: a second submit from the loop itself is refused at once"
+
+
+def test_an_iteration_inside_an_iteration_is_refused() -> None:
+    engine = make_engine()
+    request_id = engine.submit_with_callback(request(max_tokens=3), lambda output: engine.run_iteration())
+    engine.run_until_idle()
+    result = engine.get_result(request_id)
+    assert result is not None and "inside an iteration" in (result.error or "")
+
+
+def test_an_interrupt_while_waiting_for_a_step_loses_nothing() -> None:
+    class Interrupted(NoopBackend):
+        is_pressed = False
+
+        def _finish(self, step: Any) -> StepResult:
+            if self.is_pressed:
+                Interrupted.is_pressed = False
+                raise KeyboardInterrupt
+            return super()._finish(step)
+
+    backend = Interrupted()
+    engine = ServingEngine(backend, ServingEngineConfig(overlap=False), clock=VirtualClock())
+    wanted = request(max_tokens=5)
+    request_id = engine.submit(wanted)
+    engine.run_iteration()
+    Interrupted.is_pressed = True
+    with pytest.raises(KeyboardInterrupt):
+        engine.run_iteration()
+    engine.stop()
+    result = engine.get_result(request_id)
+    assert result is not None and result.state is RequestState.CANCELLED
+    limit = len(wanted.prompt) + 5
+    alone = generate_alone(wanted.prompt, wanted.params.seed or 0, wanted.params, limit, backend.info)
+    assert list(result.tokens) == alone[: len(result.tokens)] and len(result.tokens) >= 2
+
+
+def test_finish_ends_a_request_as_complete_after_the_tokens_that_count() -> None:
+    engine = make_engine()
+    seen: list[TokenOutput] = []
+
+    def stop_at_the_third(output: TokenOutput) -> None:
+        seen.append(output)
+        if len(seen) == 3:
+            engine.finish(output.request_id, 2)
+
+    request_id = engine.submit_with_callback(request(max_tokens=50), stop_at_the_third)
+    engine.run_until_idle()
+    result = engine.get_result(request_id)
+    assert result is not None
+    assert (result.state, result.finish_reason) == (RequestState.COMPLETED, FinishReason.STOP)
+    assert list(result.tokens) == [output.token_id for output in seen[:2]]
+    assert engine.metrics().requests_completed == 1
+    assert not engine.finish(request_id, 1)
+
+
+def test_a_callback_that_raises_on_the_final_output_is_told_in_the_result() -> None:
+    engine = make_engine()
+
+    def take(output: TokenOutput) -> None:
+        if output.is_final:
+            raise RuntimeError("no room for the end")
+
+    request_id = engine.submit_with_callback(request(max_tokens=2), take)
+    engine.run_until_idle()
+    result = engine.get_result(request_id)
+    assert result is not None and result.state is RequestState.FAILED
+    assert "no room for the end" in (result.error or "")
+    assert (engine.metrics().requests_completed, engine.metrics().requests_failed) == (0, 1)

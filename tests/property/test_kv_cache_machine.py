@@ -74,7 +74,7 @@ class CacheMachine(RuleBasedStateMachine):
         manager = self.manager
         tables = {rid: manager.block_table(rid) for rid in self.holders}
         slots = {rid: tuple(h.allocation.swap_slots) for rid, h in self.holders.items()}
-        return manager.stats(), tables, slots, manager.swaps_outstanding
+        return manager.stats(), tables, slots, manager.swaps_under_way
 
     # ------------------------------------------------------------------ planning
 
@@ -265,7 +265,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.rows_used == sum(h.allocation.row is not None for h in self.holders.values())
         assert stats.blocks_used == len({b for h in self.holders.values() for b in h.allocation.blocks})
         assert stats.swap_blocks_used == sum(len(h.content) for h in self.swapped())
-        assert self.manager.swaps_outstanding == len(self.swaps) + len(self.executed)
+        assert len(self.manager.swaps_under_way) == len(self.swaps) + len(self.executed)
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):

@@ -64,6 +64,9 @@ class ScriptedFaults:
             return "the device fell over", {}
         return None, {}
 
+    def at_wait(self, plan: IterationPlan) -> str | None:
+        return None
+
     def at_swap(self, task: SwapTask) -> str | None:
         failed, self.fail_next_swap = self.fail_next_swap, False
         return "host memory went away" if failed else None

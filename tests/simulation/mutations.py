@@ -21,6 +21,8 @@ class Mutation(NamedTuple):
     """module:qualified.name"""
     old: str
     new: str
+    first_seed: int = 0
+    """Where to look first, for a mistake that few scenarios bring to light."""
 
 
 ROSTER = "weft.scheduling.roster:Roster"
@@ -142,6 +144,13 @@ MUTATIONS = (
         f"{SCHEDULER}._take_token",
         "if sequence.finish_reason is not None",
         "if False",
+    ),
+    Mutation(
+        "block adopted by planning that led to no plan is never told",
+        f"{SCHEDULER}.schedule",
+        "self._untold_tables = draft.tables",
+        "self._untold_tables = []",
+        first_seed=128_000,
     ),
     # -- budgets, turns, priorities
     Mutation(

@@ -7,13 +7,13 @@ from mutations import MUTATIONS, Mutation, planted
 
 from weft.simulation.check import SimulationFailed, check
 
-MOST_SCENARIOS = 5000
+MOST_SCENARIOS = 10_000
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_the_simulation_notices(mutation: Mutation) -> None:
     with planted(mutation), pytest.raises(SimulationFailed):
-        check(MOST_SCENARIOS)
+        check(MOST_SCENARIOS, mutation.first_seed)
 
 
 def test_a_mutation_whose_text_is_gone_fails_loudly() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from weft.backends.noop import NoopBackend, generate_alone
 from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, ServingEngineConfig
@@ -21,6 +23,11 @@ def test_5000_scenarios_hold_every_invariant_and_reach_what_they_are_meant_to_re
     print(f"{report.scenarios / report.seconds:.0f} scenarios a second")
     for name in Outcome.__dataclass_fields__:
         assert getattr(report.outcome, name) > 50, f"the scenarios hardly ever reach {name}"
+
+
+@pytest.mark.parametrize("seed", [1388, 2316, 5848, 9273, 14186, 24871, 128135])
+def test_scenarios_that_once_found_a_mistake_stay_clean(seed: int) -> None:
+    check(1, seed)
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

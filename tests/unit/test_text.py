@@ -276,6 +276,17 @@ def test_a_stop_string_is_found_however_the_text_is_cut(text: str, stops: list[s
         assert given_out + finder.finish() == text
 
 
+def test_a_stop_string_that_is_complete_too_early_is_text() -> None:
+    finder = StopFinder(["END", "xENDy"])
+    assert finder.add("an END, xEND", may_stop=False) == "an END, "
+    assert finder.add("?") == "xEND?"
+    assert not finder.is_stopped
+    # Begun early, complete in time.
+    assert finder.add("-EN", may_stop=False) == "-"
+    assert finder.add("D-") == ""
+    assert finder.is_stopped
+
+
 def test_text_that_may_become_a_stop_string_is_held_back() -> None:
     finder = StopFinder(["END"])
     assert [finder.add(piece) for piece in ("a", "E", "N", "x", "EN")] == ["a", "", "", "ENx", ""]

@@ -38,6 +38,20 @@ def test_micro_batches_hold_every_token_once_and_no_more_than_allowed() -> None:
     assert (batch.stats.tokens, batch.stats.prefill_tokens, batch.stats.samples) == (5, 3, 2)
 
 
+def test_the_tail_of_a_cut_prompt_is_no_decode() -> None:
+    prompt = IterationPlan(
+        step=0,
+        num_decodes=0,
+        request_ids=(RequestId(1),),
+        rows=(0,),
+        starts=(0,),
+        counts=(5,),
+        samples=(True,),
+    )
+    kinds = [part.batch_type for part in ScheduledBatch(prompt).micro_batches(4)]
+    assert kinds == [BatchType.PREFILL, BatchType.PREFILL]
+
+
 def test_the_sequence_batch_names_the_positions_of_every_sequence() -> None:
     assert ScheduledBatch(MIXED).sequence_batch.ranges == (range(9, 10), range(7, 8), range(16, 19))
 

@@ -110,7 +110,7 @@ class ServingEngine:
         future: asyncio.Future[GenerationResult] = loop.create_future()
 
         def deliver(output: TokenOutput) -> None:
-            if output.is_final:
+            if output.is_final and not loop.is_closed():
                 loop.call_soon_threadsafe(_resolve, future, self._results[output.request_id])
 
         request_id = self._submit(request, deliver)
@@ -128,7 +128,7 @@ class ServingEngine:
 
         def deliver(output: TokenOutput) -> None:
             if not buffer.put(output):
-                reason = f"reader is more than {self.config.stream_buffer} tokens behind"
+                reason = f"reader is gone or more than {self.config.stream_buffer} tokens behind"
                 self.cancel(output.request_id, reason)
 
         request_id = self._submit(request, deliver)

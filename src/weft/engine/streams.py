@@ -20,14 +20,17 @@ class TokenBuffer:
         self._arrived = asyncio.Event()
 
     def put(self, output: TokenOutput) -> bool:
-        """False: the reader is too far behind and the output was not taken. The final one always is."""
+        """False: the reader is gone, or too far behind, and is not told. The final output is taken however far."""
         with self._lock:
             if len(self._outputs) >= self._capacity and not output.is_final:
                 return False
             self._outputs.append(output)
             must_wake = len(self._outputs) == 1
-        if must_wake:
-            self._loop.call_soon_threadsafe(self._arrived.set)
+        try:
+            if must_wake:
+                self._loop.call_soon_threadsafe(self._arrived.set)
+        except RuntimeError:  # its event loop is closed
+            return False
         return True
 
     async def get(self) -> list[TokenOutput]:

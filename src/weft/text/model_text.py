@@ -22,7 +22,8 @@ class ModelText:
     def require_chat_template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise InvalidRequestError(
-                "the model has no chat template; use a plain prompt instead", field="messages"
+                "the model has no chat template; give it plain prompts instead (`weft generate`)",
+                field="messages",
             )
         return self.chat_template
 
