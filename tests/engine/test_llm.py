@@ -173,7 +173,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     interrupted: list[bool] = []
 
     def interrupt_once(text: str) -> str:
-        if not interrupted:
+        if not interrupted and not text.endswith(".gguf"):  # in the first answer
             interrupted.append(True)
             raise KeyboardInterrupt
         return text

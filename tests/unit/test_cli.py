@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from weft.cli.chat import chat_command
-from weft.cli.generate import generate_command
 from weft.cli.main import main
 from weft.cli.terminal import one_line, printable
 from weft.errors import InvalidRequestError, WeftError

@@ -62,17 +62,24 @@ class Planner:
         if may_admit and may_enter and len(sequences) >= places:
             # A place for arrivals, or sequences that run would keep them out for good.
             places = places - 1 if places > 1 else draft.step % 2
-        decodes, prefills, num_now = self._split(sequences, places)
-        self._take_decodes(draft, decodes[:num_now])
-        if prefills or may_admit:
+        decodes, prefills, others = self._split(sequences, places)
+        self._take_decodes(draft, decodes)
+        if prefills or others or may_admit:
             self._plan_prompts(draft, prefills, may_admit)
-        if num_now < len(decodes):  # places that no prompt took
-            later = [s for s in decodes[num_now:] if s.state is RequestState.RUNNING]
-            self._take_decodes(draft, later[: min(draft.budget.sequences, draft.budget.tokens)])
+        # Places that nobody took whose turn it was go to the others, in turn.
+        for sequence in others:
+            if not draft.budget.sequences or not draft.budget.tokens:
+                break
+            if sequence.state is not RequestState.RUNNING:
+                continue  # preempted while this plan was made
+            if _is_decode(sequence):
+                self._take_decodes(draft, [sequence])
+            else:
+                self._continue_prefills(draft, [sequence])
 
     def _plan_pure(self, draft: Draft) -> None:
         """Either prompts or decodes: a full round of decodes, then one step of prompts if there are any."""
-        decodes, prefills, _ = self._split(self._roster.running, 0)
+        decodes, prefills, _ = self._split(self._roster.running, len(self._roster.running))
         may_admit = bool(self._roster.queue) and self._joins_open()
         round_is_over = all(
             s.last_step > self._last_prefill_step and self._is_on_time(draft.step, s) for s in decodes
@@ -95,23 +102,26 @@ class Planner:
         if may_admit:
             self._admit(draft)
 
-    def _split(self, sequences: list[Sequence], places: int) -> tuple[list[Sequence], list[Sequence], int]:
-        """Those that need one token computed to sample the next; those with more to compute; and how many of the
-        former are among the first `places` in turn."""
+    def _split(
+        self, sequences: list[Sequence], places: int
+    ) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
+        """Of the first `places` in turn, those that need one token computed to sample the next and those with more to
+        compute; and all others, in turn."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
-        num_now = 0
+        others: list[Sequence] = []
         for sequence in sequences:
             scheduled, target = sequence.scheduled, sequence.target
             if target >= sequence.limit:
                 continue  # its last token is being sampled
-            if target - scheduled == 1 and scheduled >= sequence.prompt_length:
-                if len(decodes) + len(prefills) < places:
-                    num_now += 1
+            if places <= 0:
+                others.append(sequence)
+            elif target - scheduled == 1 and scheduled >= sequence.prompt_length:
                 decodes.append(sequence)
             else:
                 prefills.append(sequence)
-        return decodes, prefills, num_now
+            places -= 1
+        return decodes, prefills, others
 
     # ------------------------------------------------------------------ decodes
 
@@ -394,6 +404,10 @@ class Planner:
         if task is not None:
             draft.swap_out.append(task)
         draft.preempted.append(sequence.request_id)
+
+
+def _is_decode(sequence: Sequence) -> bool:
+    return sequence.target - sequence.scheduled == 1 and sequence.scheduled >= sequence.prompt_length
 
 
 def _is_full(sequence: Sequence, block_size: int) -> bool:
