@@ -114,9 +114,11 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_generate_says_where_standard_input_is_not_utf8(
-    stdin: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stdin("é".encode() + b"ab\xffc")
+    # As Python sets it up where the locale is C: by itself this stream would refuse nothing.
+    content = io.BytesIO("é".encode() + b"ab\xffc")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(content, "utf-8", errors="surrogateescape"))
     assert run_main(monkeypatch, "generate", "-") == 2
     assert capsys.readouterr().err == "weft: standard input is not UTF-8 at byte 4; convert it first\n"
 

@@ -91,7 +91,7 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, co
             pieces.append(piece)
             print(printable(piece), end="", flush=True)
     except KeyboardInterrupt:
-        console.print(" [stopped]", style="dim", end="", markup=False)
+        _mark(console, "[stopped]")
     except WeftError:
         if pieces:
             print(flush=True)  # the error gets a line of its own
@@ -99,9 +99,14 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, co
     finally:
         stream.close()  # cancels what is not generated yet
     if results and results[0].finish_reason is FinishReason.LENGTH:
-        console.print(f" {_cut_marker(results[0], params)}", style="dim", end="", markup=False)
+        _mark(console, _cut_marker(results[0], params))
     print(flush=True)
     return "".join(pieces)
+
+
+def _mark(console: Console, text: str) -> None:
+    """A remark behind the answer; on a line of its own where the answer goes elsewhere."""
+    console.print(f" {text}", style="dim", end="" if sys.stdout.isatty() else "\n", markup=False)
 
 
 def _cut_marker(result: GenerationResult, params: SamplingParams) -> str:

@@ -109,10 +109,9 @@ def chat(
     temperature: Temperature = 0.0,
     seed: Seed = 0,
 ) -> None:
-    """Talk to a model.
+    """Talk to a model. Ctrl-D or /exit ends the conversation; /help lists the other commands.
 
-    An answer ends when the model ends it, after --max-tokens, or with Ctrl-C; what was said until then stays in the
-    conversation. Ctrl-D or /exit ends the conversation; /help lists the other commands.
+    An answer ends by itself, after --max-tokens, or with Ctrl-C; what was said until then is remembered.
     """
     from weft.cli.chat import chat_command
 
