@@ -37,6 +37,8 @@ class PlanWatch:
         self._running_counts: list[int] = []
         self._last_turn: dict[RequestId, int] = {}
         self._preempted_before: tuple[RequestId, ...] = ()
+        self._last_ran: dict[RequestId, int] = {}
+        """The last step each request was in, before the one looked at."""
         self._salts: dict[int, str] = {}
         """Block -> the cache salt of the request that filled it."""
         self.preemptions = 0
@@ -58,6 +60,7 @@ class PlanWatch:
         if not self._scheduler.config.dynamic_batching:
             self._check_batch_is_closed(plan)
         self._preempted_before = plan.preempted
+        self._last_ran.update(dict.fromkeys(plan.request_ids, plan.step))
         self.preemptions += len(plan.preempted)
 
     def _check_budgets(self, plan: IterationPlan) -> None:
@@ -121,7 +124,7 @@ class PlanWatch:
             require(scheduler.kv_cache.pool.available <= had, "someone gave way in vain")
 
     def _could_give_way(self, sequence: Sequence, plan: IterationPlan) -> bool:
-        has_run = sequence.admitted_step < plan.step and sequence.last_step >= sequence.admitted_step
+        has_run = self._last_ran.get(sequence.request_id, -1) >= sequence.admitted_step
         was_finishing = sequence.is_finishing and sequence.last_step < plan.step
         is_final = sequence.request_id in plan.request_ids[plan.num_decodes :]
         # Blocks that nobody else can have shared: those whose content is not cached.
