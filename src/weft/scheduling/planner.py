@@ -58,8 +58,8 @@ class Planner:
         """Decodes first, then prompts, both those under way and new ones."""
         may_admit = may_admit and bool(self._roster.queue) and self._joins_open()
         places = draft.budget.sequences
-        may_enter = self._roster.kv_cache.free_rows or self._first_outranks_someone()
-        if may_admit and may_enter and len(sequences) >= places:
+        is_full = len(sequences) >= places
+        if may_admit and is_full and (self._roster.kv_cache.free_rows or self._first_outranks_someone()):
             # A place for arrivals, or sequences that run would keep them out for good.
             places = places - 1 if places > 1 else draft.step % 2
         decodes, prefills, others = self._split(sequences, places)

@@ -127,10 +127,10 @@ class PlanWatch:
         has_run = self._last_ran.get(sequence.request_id, -1) >= sequence.admitted_step
         was_finishing = sequence.is_finishing and sequence.last_step < plan.step
         is_final = sequence.request_id in plan.request_ids[plan.num_decodes :]
-        # Blocks that nobody else can have shared: those whose content is not cached.
+        # Blocks that it had before this plan and that nobody else can have shared: their content is not cached.
         pool = self._scheduler.kv_cache.pool
         blocks = sequence.allocation.blocks if sequence.allocation is not None else ()
-        holds_memory = any(not pool.is_cached(block) for block in blocks)
+        holds_memory = any(not pool.is_cached(block) and block not in plan.table_blocks for block in blocks)
         return has_run and holds_memory and not was_finishing and not is_final
 
     def _check_order(self, plan: IterationPlan) -> None:
