@@ -25,7 +25,11 @@ def test_5000_scenarios_hold_every_invariant_and_reach_what_they_are_meant_to_re
         assert getattr(report.outcome, name) > 50, f"the scenarios hardly ever reach {name}"
 
 
-@pytest.mark.parametrize("seed", [1388, 2316, 5848, 9273, 14186, 24871, 128135])
+ONCE_FOUND = [1388, 2316, 5848, 8222, 9273, 14186, 24871, 79146, 128135, 339498, 500592, 686581]
+"""Seeds of scenarios that showed a mistake in the scheduler, or in the checks."""
+
+
+@pytest.mark.parametrize("seed", ONCE_FOUND)
 def test_scenarios_that_once_found_a_mistake_stay_clean(seed: int) -> None:
     check(1, seed)
 

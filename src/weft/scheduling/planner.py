@@ -265,10 +265,13 @@ class Planner:
         return self._batch_is_open or (first is not None and first.state is RequestState.PREEMPTED)
 
     def _arrivals_go_first(self, step: int, prefills: list[Sequence]) -> bool:
-        """New prompts and those under way take turns at the budget; who outranks a running one does not wait."""
+        """New prompts and those under way take turns at the budget; only who outranks them all does not wait."""
+        first = self._roster.queue.peek()
         if step % 2 == 0 or not prefills:
             return True
-        return self._first_outranks_someone()
+        return (
+            first is not None and self._policy.preempts and all(s.priority < first.priority for s in prefills)
+        )
 
     def _first_outranks_someone(self) -> bool:
         """Whether the next request to admit may push a running one out."""

@@ -39,6 +39,8 @@ class PlanWatch:
         self._preempted_before: tuple[RequestId, ...] = ()
         self._last_ran: dict[RequestId, int] = {}
         """The last step each request was in, before the one looked at."""
+        self._resident: set[RequestId] = set()
+        """Those that ran or came back after the plan before."""
         self._salts: dict[int, str] = {}
         """Block -> the cache salt of the request that filled it."""
         self.preemptions = 0
@@ -60,6 +62,8 @@ class PlanWatch:
         if not self._scheduler.config.dynamic_batching:
             self._check_batch_is_closed(plan)
         self._preempted_before = plan.preempted
+        residents = (*self._scheduler.running, *self._scheduler.resuming)
+        self._resident = {sequence.request_id for sequence in residents}
         self._last_ran.update(dict.fromkeys(plan.request_ids, plan.step))
         self.preemptions += len(plan.preempted)
 
@@ -181,11 +185,11 @@ class PlanWatch:
             )
 
     def _started(self, plan: IterationPlan) -> list[Sequence]:
-        """Those that begin to compute in this plan; not those that come back from swap space."""
+        """Those that left the queue in this plan and compute at once; not those that come back from swap space."""
         return [
             s
             for s in self._scheduler.running
-            if s.admitted_step == plan.step and s.last_step == plan.step and s.computed == 0
+            if s.last_step == plan.step and s.request_id not in self._resident
         ]
 
 
