@@ -13,6 +13,7 @@ from weft.backends import registry
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError, WeftError
+from weft.loading.checkpoint import open_checkpoint
 from weft.loading.pull import Progress, pull
 from weft.request import (
     FinishReason,
@@ -52,11 +53,11 @@ class LLM:
         **config: Any,
     ) -> None:
         engine_config = _build_config(config)
-        path = pull(model, progress)
-        text = open_model_text(path)
+        checkpoint = open_checkpoint(pull(model, progress))
+        text = open_model_text(checkpoint)
         self.tokenizer = text.tokenizer
         self.text = text
-        self.engine = ServingEngine(registry.build(backend, model_path=path), engine_config)
+        self.engine = ServingEngine(registry.build(backend, checkpoint=checkpoint), engine_config)
         self.engine.start()
 
     def generate(

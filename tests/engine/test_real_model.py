@@ -17,8 +17,8 @@ from weft.backends.cpu.runner import CpuBackend
 from weft.config import KvCachePoolConfig, PreemptionMode, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
 from weft.loading.gguf import GgufFile
-from weft.loading.names import by_decoder_name
 from weft.models.decoder import Decoder
+from weft.models.names import by_decoder_name
 from weft.models.registry import build_config
 from weft.ops.base import StepIndices
 from weft.ops.reference import ReferenceOps

@@ -11,6 +11,7 @@ import pytest
 from weft.backends import registry
 from weft.config import SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
+from weft.loading.checkpoint import open_checkpoint
 from weft.loading.gguf import GgufFile
 from weft.request import InferenceRequest, RequestState, SamplingParams
 from weft.text.chat_template import ChatTemplate
@@ -130,7 +131,7 @@ def test_greedy_text_equals_transformers_in_one_mixed_batch_with_chunked_prompts
         max_running=20, max_tokens_per_step=256, max_prefill_tokens=192, max_chunk_tokens=64
     )
     engine = ServingEngine(
-        registry.build("cpu", model_path=default_model_path), ServingEngineConfig(scheduler)
+        registry.build("cpu", checkpoint=open_checkpoint(default_model_path)), ServingEngineConfig(scheduler)
     )
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     ids = [engine.submit(InferenceRequest(tuple(prompt), params)) for prompt in prompts]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from weft.errors import ModelFileError
 from weft.loading.gguf import GgufFile, read_gguf
-from weft.loading.names import decoder_name
+from weft.models.names import decoder_name
 
 U32, FLOAT, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
 F32, F16, Q4_0, Q4_1, Q8_0 = 0, 1, 2, 3, 8

@@ -17,7 +17,7 @@ _BUILDERS = {
 
 
 def build(name: str, **options: Any) -> Backend:
-    """The backend called `name`. `options` are those of its builder: "cpu" takes `model_path` and `dtype`."""
+    """The backend called `name`. `options` are those of its builder: "cpu" takes `checkpoint`, `dtype`, `max_context`."""
     if name not in _BUILDERS:
         raise InvalidRequestError(
             f"backend is {name!r}; allowed: {', '.join(sorted(_BUILDERS))}", field="backend"

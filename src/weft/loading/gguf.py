@@ -57,8 +57,17 @@ class GgufTensor:
     def format_name(self) -> str:
         return self.format.name
 
+    def read_into(self, out: np.ndarray) -> None:
+        """Write the values into `out`, a floating point array of the same shape."""
+        out[...] = dequantise(self.raw, self.format, self.shape)
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """float32 copies of these rows of a matrix; nothing else of it is read."""
+        rows = self.raw.reshape(self.shape[0], -1)[indices]
+        return dequantise(rows, self.format, (len(indices), self.shape[1]))
+
     def to_float32(self) -> np.ndarray:
-        """A fresh float32 array; the only place where the numbers of a tensor are made."""
+        """A fresh float32 array."""
         return dequantise(self.raw, self.format, self.shape)
 
 

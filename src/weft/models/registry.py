@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from weft.errors import ModelFileError
 from weft.models.config import ModelConfig
-from weft.ops.base import Rope
+from weft.models.decoder import Decoder
+from weft.models.names import by_decoder_name
+from weft.ops.base import Ops, Rope, WeightSource
 
 # Far beyond any model there is; keeps a hostile file from asking for loops or tables of absurd length.
 _LARGEST = 1 << 31
+
+
+def build_decoder(
+    layout: str,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, WeightSource],
+    ops: Ops,
+    max_context: int | None = None,
+) -> Decoder:
+    """The decoder of a checkpoint (see `weft.loading.checkpoint`), its weights loaded into `ops`.
+
+    `max_context` shortens the model's own context.
+    """
+    config = build_config(metadata)
+    if max_context is not None:
+        config = dataclasses.replace(config, max_context=min(max_context, config.max_context))
+    return Decoder(config, by_decoder_name(tensors), ops)
 
 
 def build_config(metadata: Mapping[str, Any]) -> ModelConfig:

@@ -59,7 +59,18 @@ class WeightSource(Protocol):
     @property
     def format_name(self) -> str: ...
 
-    def to_float32(self) -> np.ndarray: ...
+    @property
+    def raw(self) -> np.ndarray:
+        """The stored bytes, a read-only view of the file."""
+
+    def read_into(self, out: np.ndarray) -> None:
+        """Write the values into `out`, float32 or float64, of the same shape."""
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """float32 copies of these rows of a matrix; nothing else of it is read."""
+
+    def to_float32(self) -> np.ndarray:
+        """A fresh float32 array of everything."""
 
 
 class Ops(Protocol):

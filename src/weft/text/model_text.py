@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from weft.errors import InvalidRequestError, ModelFileError
-from weft.loading.gguf import read_gguf
+from weft.loading.checkpoint import Checkpoint
 from weft.loading.vocabulary import read_vocabulary
 from weft.text.chat_template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
@@ -28,12 +27,11 @@ class ModelText:
         return self.chat_template
 
 
-def open_model_text(path: Path) -> ModelText:
-    """Tokenizer and chat template of a GGUF file; errors name the file."""
-    file = read_gguf(path)
+def open_model_text(checkpoint: Checkpoint) -> ModelText:
+    """Tokenizer and chat template of a model; errors name its path."""
     try:
-        tokenizer = Tokenizer(read_vocabulary(file.metadata))
+        tokenizer = Tokenizer(read_vocabulary(checkpoint.metadata))
         has_template = tokenizer.vocabulary.chat_template is not None
         return ModelText(tokenizer, ChatTemplate(tokenizer) if has_template else None)
     except ModelFileError as error:
-        raise ModelFileError(f"{path}: {error}") from error
+        raise ModelFileError(f"{checkpoint.path}: {error}") from error

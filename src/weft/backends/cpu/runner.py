@@ -17,11 +17,9 @@ from weft.backends.cpu.sampler import sample
 from weft.backends.cpu.swap import SwapSpace
 from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, ModelFileError
-from weft.loading.gguf import read_gguf
-from weft.loading.names import by_decoder_name
-from weft.loading.vocabulary import read_vocabulary
+from weft.loading.checkpoint import Checkpoint
 from weft.models.decoder import Decoder
-from weft.models.registry import build_config
+from weft.models.registry import build_decoder
 from weft.ops.reference import ReferenceOps
 from weft.plan import BackendInfo, IterationPlan, StepResult
 
@@ -111,15 +109,16 @@ class CpuBackend:
         )
 
 
-def open_cpu_backend(model_path: Path, dtype: np.dtype | type = np.float32) -> CpuBackend:
-    """The backend for a GGUF file; errors name the file."""
-    file = read_gguf(model_path)
+def open_cpu_backend(
+    checkpoint: Checkpoint, dtype: np.dtype | type = np.float32, max_context: int | None = None
+) -> CpuBackend:
+    """The backend for a model; errors name its path. `max_context` shortens the model's own context."""
+    ops = ReferenceOps(dtype)
     try:
-        vocabulary = read_vocabulary(file.metadata)
-        decoder = Decoder(build_config(file.metadata), by_decoder_name(file.tensors), ReferenceOps(dtype))
+        decoder = build_decoder(checkpoint.layout, checkpoint.metadata, checkpoint.tensors, ops, max_context)
     except ModelFileError as error:
-        raise ModelFileError(f"{model_path}: {error}") from error
-    return CpuBackend(decoder, vocabulary.end_ids)
+        raise ModelFileError(f"{checkpoint.path}: {error}") from error
+    return CpuBackend(decoder, checkpoint.end_ids)
 
 
 def _choose_blocks(pool: KvCachePoolConfig, block_bytes: int, max_context: int) -> int:
