@@ -76,6 +76,8 @@ class SchedulerConfig:
     """Priority levels that a waiting request gains per second (policies PRIORITY and ADAPTIVE)."""
     target_inter_token_latency: float = 0.2
     """Seconds between two tokens of a stream that ADAPTIVE holds by sizing the prompt share of a step."""
+    session_lifetime: float = 600.0
+    """Seconds after a turn of a conversation (a request with a session id) that its cached blocks are evicted last."""
     max_waiting_requests: int = 8192
     max_waiting_tokens: int = 4_194_304
 
@@ -91,6 +93,7 @@ class SchedulerConfig:
         _check_count("max_chunk_tokens", self.max_chunk_tokens, 1)
         _check("ageing_rate", self.ageing_rate, 0.0)
         _check("target_inter_token_latency", self.target_inter_token_latency, 1e-6)
+        _check("session_lifetime", self.session_lifetime, 0.0)
         _check_count("max_waiting_requests", self.max_waiting_requests, 1)
         _check_count("max_waiting_tokens", self.max_waiting_tokens, 1)
         if not self.chunked_prefill:

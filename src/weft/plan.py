@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from weft.request import RequestId, SamplingParams
+from weft.request import RequestId, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class BackendInfo:
     recompute_seconds_per_token: float = 1e-4
     swap_seconds_per_block: float = 1e-4
     """One direction. With the line above: which way of preempting is the cheaper one."""
+    weight_bytes: int = 0
 
 
 class RowStart(NamedTuple):
@@ -136,7 +137,10 @@ class StepResult:
 
     tokens: Sequence[int] = ()
     """One for every entry that samples, in the order of the entries."""
-    logprobs: Sequence[float] | None = None
+    logprobs: Sequence[TokenLogprobs | None] | None = None
+    """One for each of the tokens, None where its request asked for none; None for all where nobody asked."""
+    prompt_logprobs: Mapping[RequestId, tuple[int, Sequence[TokenLogprobs]]] = field(default_factory=dict)
+    """Of prompt tokens, from the stated position on; a prompt in chunks is told piece by piece."""
     errors: Mapping[RequestId, str] = field(default_factory=dict)
     """Errors that belong to one request; the rest of the step is planned again without it."""
     error: str | None = None

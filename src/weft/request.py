@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple, NewType
 
@@ -14,6 +15,7 @@ from weft.errors import InvalidRequestError
 RequestId = NewType("RequestId", int)
 
 MAX_SEED = 2**63 - 1
+MAX_TOKENS = 2**31 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
@@ -93,7 +95,8 @@ def _text(name: str, value: object) -> None:
 class SamplingParams:
     """How the next token is chosen and when to stop. The only place where these values are checked."""
 
-    max_tokens: int = 16
+    max_tokens: int | None = 16
+    """None: as many as the context has room for."""
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -110,12 +113,16 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    """How many of the likeliest tokens to tell beside each generated one; 0: that one's logprob alone."""
     prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first. Such a prompt is computed in full: no prefix hits."""
     n: int = 1
+    """Answers to the same prompt, each with a seed of its own (`child_seed`)."""
 
     def __post_init__(self) -> None:
-        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_TOKENS)
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, above=True)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
@@ -209,6 +216,30 @@ class InferenceRequest:
         if self.max_sequence_length is not None:
             _integer("max_sequence_length", self.max_sequence_length, 2, 2**31 - 1)
 
+    def children(self, seed: int) -> list[InferenceRequest]:
+        """One request for each of the `n` answers, given the seed of the whole. The prompt's logprobs, which are the
+        same for all, are left to the first."""
+        params = self.params
+        answers = [replace(params, n=1, seed=child_seed(seed, index)) for index in range(params.n)]
+        answers[1:] = [replace(one, prompt_logprobs=None) for one in answers[1:]]
+        return [replace(self, params=one) for one in answers]
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of answer `index` of several: the first keeps the seed, so that asking for more changes nothing."""
+    if index == 0:
+        return seed
+    digest = hashlib.sha256(b"%d:%d" % (seed, index)).digest()
+    return int.from_bytes(digest[:8], "little") & MAX_SEED
+
+
+class TokenLogprobs(NamedTuple):
+    """How likely one token was, under the model's own distribution, and which were the likeliest there."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob), the likeliest first; as many as were asked for."""
+
 
 class TokenOutput(NamedTuple):
     """One token as it is generated; or, with token_id None, the end of a request that ended without one."""
@@ -220,6 +251,7 @@ class TokenOutput(NamedTuple):
     is_final: bool
     finish_reason: FinishReason | None
     sequence_length: int
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +272,17 @@ class GenerationResult:
     prompt_token_count: int
     cached_token_count: int
     preemptions: int
-    logprobs: tuple[float, ...] | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each token, where they were asked for."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One for each token of the prompt; None for the first, which nothing stands before."""
+    siblings: tuple[GenerationResult, ...] = ()
+    """The other answers, where `n` asked for several."""
+
+    @property
+    def choices(self) -> tuple[GenerationResult, ...]:
+        """All answers to the prompt, this one first."""
+        return (self, *self.siblings)
 
     @property
     def completion_token_count(self) -> int:

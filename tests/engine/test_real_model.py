@@ -116,7 +116,7 @@ def test_tokens_equal_those_of_the_bare_decoder(
             block_tables=np.arange(blocks)[None],
             logit_indices=np.array([length - 1]),
         )
-        text.append(int(decoder.forward(step, decoder.new_cache(blocks, 8)).argmax()))
+        text.append(int(decoder.logits(decoder.forward(step, decoder.new_cache(blocks, 8))).argmax()))
     assert tuple(text[len(request.prompt) :]) == alone[0][:4]
 
 

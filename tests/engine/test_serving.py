@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import threading
 import time
@@ -31,6 +32,7 @@ from weft.request import (
     RequestState,
     SamplingParams,
     TokenOutput,
+    child_seed,
 )
 
 PATIENCE = 20.0
@@ -840,7 +842,7 @@ def test_a_backend_that_breaks_its_contract_ends_the_requests_and_is_not_waited_
 
         def _finish(self, step: Any) -> StepResult:
             result = super()._finish(step)
-            return StepResult(result.tokens[:-1], None, {}, None, result.finished_swaps, result.failed_swaps)
+            return dataclasses.replace(result, tokens=result.tokens[:-1])
 
     with make_engine(Forgetful()) as engine:
         request_id = engine.submit(request())
@@ -973,3 +975,71 @@ def test_a_callback_that_raises_on_the_final_output_is_told_in_the_result() -> N
     assert result is not None and result.state is RequestState.FAILED
     assert "no room for the end" in (result.error or "")
     assert (engine.metrics().requests_completed, engine.metrics().requests_failed) == (0, 1)
+
+
+# --- several answers, and logprobs ------------------------------------------------------------------------------
+
+
+def test_several_answers_compute_their_prompt_once_and_each_equals_the_one_with_its_own_seed() -> None:
+    params = SamplingParams(max_tokens=6, seed=11, n=3, logprobs=1)
+    prompt = tuple(range(100, 142))  # blocks of 4: ten full ones and two tokens
+    with make_engine(NoopBackend()) as engine:
+        ids = engine.submit_choices(InferenceRequest(prompt, params))
+        answers = [engine.get_result(request_id, wait=PATIENCE) for request_id in ids]
+        computed = engine.stats()[0].tokens_computed
+        singles = []
+        for index in range(3):
+            one = dataclasses.replace(params, n=1, seed=child_seed(11, index))
+            singles.append(engine.get_result(engine.submit(InferenceRequest(prompt, one)), wait=PATIENCE))
+    assert all(answer is not None and answer.state is RequestState.COMPLETED for answer in answers)
+    assert [a.tokens for a in answers] == [a.tokens for a in singles]  # type: ignore[union-attr]
+    assert [a.logprobs for a in answers] == [a.logprobs for a in singles]  # type: ignore[union-attr]
+    assert len({a.tokens for a in answers}) == 3, "each answer has noise of its own"  # type: ignore[union-attr]
+    assert computed == 42 + 2 * 2 + 3 * 5, "the full blocks of the prompt are computed by the first alone"
+
+
+def test_the_first_of_several_answers_is_the_one_a_single_request_gets() -> None:
+    assert child_seed(7, 0) == 7
+    seeds = {child_seed(seed, index) for seed in (-(2**63), -1, 0, 1, 2**63 - 1) for index in range(50)}
+    assert len(seeds) == 250 and all(-(2**63) <= seed < 2**63 for seed in seeds)
+
+
+def test_several_answers_are_taken_in_together_or_not_at_all() -> None:
+    engine = make_engine(scheduler={"max_waiting_requests": 4})
+    engine.submit(request())
+    with pytest.raises(QueueFullError):
+        engine.submit_choices(InferenceRequest((1, 2), SamplingParams(n=4)))
+    assert engine.metrics().requests_pending == 1
+    with pytest.raises(InvalidRequestError, match="5 answers are asked for at once; allowed: 4"):
+        engine.submit_choices(InferenceRequest((1, 2), SamplingParams(n=5)), block=True)
+    assert len(engine.submit_choices(InferenceRequest((1, 2), SamplingParams(n=3)))) == 3
+    engine.stop()
+
+
+def test_only_the_first_of_several_answers_carries_the_prompts_logprobs() -> None:
+    first, *others = InferenceRequest((1, 2), SamplingParams(n=3, prompt_logprobs=2)).children(5)
+    assert first.params.prompt_logprobs == 2 and first.params.n == 1
+    assert [other.params.prompt_logprobs for other in others] == [None, None]
+
+
+def test_prompt_logprobs_cover_the_prompt_however_it_is_cut() -> None:
+    prompt = tuple(range(7, 60))
+    results = []
+    for chunk in (3, 16, 512):
+        with make_engine(scheduler={"max_chunk_tokens": chunk}) as engine:
+            params = SamplingParams(max_tokens=2, seed=1, prompt_logprobs=2)
+            results.append(engine.get_result(engine.submit(InferenceRequest(prompt, params)), wait=PATIENCE))
+    first = results[0]
+    assert first is not None and first.prompt_logprobs is not None
+    assert first.prompt_logprobs[0] is None and len(first.prompt_logprobs) == len(prompt)
+    assert all(one is not None and len(one.top) == 2 for one in first.prompt_logprobs[1:])
+    assert all(result.prompt_logprobs == first.prompt_logprobs for result in results)  # type: ignore[union-attr]
+
+
+def test_max_tokens_none_means_what_the_context_has_room_for() -> None:
+    backend = NoopBackend(max_context=40)
+    with make_engine(backend) as engine:
+        params = SamplingParams(max_tokens=None, ignore_eos=True)
+        result = engine.get_result(engine.submit(InferenceRequest((1, 2, 3), params)), wait=PATIENCE)
+    assert result is not None and len(result.tokens) == 37
+    assert result.finish_reason is FinishReason.LENGTH

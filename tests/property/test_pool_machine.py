@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.references = dict.fromkeys(range(num_blocks), 0)
         self.keys: dict[int, bytes] = {}
         self.evictable: list[int] = []
+        self.heat: Counter[bytes] = Counter()
         self.dead: set[int] = set()
 
     @property
@@ -41,10 +44,13 @@ class PoolMachine(RuleBasedStateMachine):
         assert taken is not None and len(taken) == len(set(taken)) == count
         evicted = taken[len(free) :]
         assert set(taken[: len(free)]) <= free, "free blocks go before cached ones"
-        assert evicted == self.evictable[: len(evicted)], "the least recently used cached block goes first"
+        order = sorted(self.evictable, key=self.is_hot)  # stable: cold ones first, each by their last use
+        assert evicted == order[: len(evicted)], (
+            "the least recently used cold block goes first, hot ones last"
+        )
         for block in evicted:
             del self.keys[block]
-        del self.evictable[: len(evicted)]
+            self.evictable.remove(block)
         self.references.update(dict.fromkeys(taken, 1))
         self.dead -= set(taken)
 
@@ -96,6 +102,29 @@ class PoolMachine(RuleBasedStateMachine):
             if block in self.evictable:
                 self.evictable.remove(block)
                 self.dead.add(block)
+
+    def is_hot(self, block: int) -> bool:
+        return self.heat[self.keys[block]] > 0
+
+    @rule(key=st.sampled_from(KEYS))
+    def warm(self, key: bytes) -> None:
+        self.pool.heat(key)
+        self.heat[key] += 1
+        if self.heat[key] == 1:
+            self.move(key, last=True)
+
+    @rule(key=st.sampled_from(KEYS))
+    def cool(self, key: bytes) -> None:
+        if self.heat[key]:
+            self.pool.cool(key)
+            self.heat[key] -= 1
+            if not self.heat[key]:
+                self.move(key, last=False)
+
+    def move(self, key: bytes, *, last: bool) -> None:
+        for block in [b for b in self.evictable if self.keys[b] == key]:
+            self.evictable.remove(block)
+            self.evictable.insert(len(self.evictable) if last else 0, block)
 
     @rule(key=st.sampled_from(KEYS))
     def lookup(self, key: bytes) -> None:

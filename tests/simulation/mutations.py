@@ -36,7 +36,22 @@ MUTATIONS = (
     # -- blocks and keys
     Mutation("block is free while another still refers to it", f"{POOL}.release", "] == 0", "] <= 1"),
     Mutation("evicted block stays findable", f"{POOL}.allocate", "self._drop_key(block)", "pass"),
-    Mutation("shared block stays evictable", f"{POOL}.share", "del self._evictable[block]", "pass"),
+    Mutation(
+        "shared block stays evictable", f"{POOL}.share", "del self._eviction_order(block)[block]", "pass"
+    ),
+    Mutation("hot block is put back among the cold", f"{POOL}._eviction_order", "in self._heat", "is None"),
+    Mutation(
+        "content stays hot after its session",
+        "weft.scheduling.sessions:Sessions._drop",
+        "self._pool.cool(key)",
+        "pass",
+    ),
+    Mutation(
+        "keys of a dropped session are still counted",
+        "weft.scheduling.sessions:Sessions._drop",
+        "-= len",
+        "-= 0 * len",
+    ),
     Mutation("block of a failed step stays findable", f"{POOL}.forget", "!= key", "!= key or True"),
     Mutation(
         "block is findable before it is full",
@@ -213,6 +228,32 @@ MUTATIONS = (
         "cancelled request stays in the queue", f"{ROSTER}.remove", "self.queue.remove(sequence)", "pass"
     ),
     Mutation("failure of nobody ends everybody", f"{SCHEDULER}.fail", "if failed.is_retry:", "if True:"),
+    # -- logprobs
+    Mutation(
+        "logprobs of a prompt are one place off",
+        f"{SCHEDULER}._take_prompt_logprobs",
+        "logprobs, first",
+        "logprobs, first + 1",
+    ),
+    Mutation(
+        "logprobs of a prompt are dropped",
+        f"{SCHEDULER}._take_prompt_logprobs",
+        "prompt_logprobs.update(",
+        "__init__() or dict(",
+    ),
+    Mutation("a prompt with logprobs takes prefix hits", f"{PREFIX}.max_hits", "is not None", "is Ellipsis"),
+    Mutation(
+        "a decode's logprobs are told and not kept",
+        f"{SCHEDULER}._commit_decodes",
+        "sequence.logprobs.append(logprob)",
+        "pass",
+    ),
+    Mutation(
+        "a first token's logprobs are another's",
+        f"{SCHEDULER}._commit_prefills",
+        "result.logprobs[sampled]",
+        "result.logprobs[0]",
+    ),
 )
 
 

@@ -74,5 +74,22 @@ def test_a_row_given_to_another_request_forgets_the_one_before() -> None:
     rows.update(again)
     entries = rows.sampled_entries(again)
     assert entries.is_plain.tolist() == [True] and entries.temperatures.tolist() == [0.0]
-    assert not entries.wants_logprobs
+    assert entries.top_counts.tolist() == [-1]
     assert rows.indices(again).cells.tolist() == [8, 9]
+
+
+def test_logits_are_wanted_for_prompts_to_be_scored_after_those_that_sample() -> None:
+    rows = Rows(num_rows=4, max_context=64, block_size=4)
+    scored = start(1, (10, 11, 12, 13, 14), (7, 8), prompt_logprobs=2)._replace(prompt_length=5)
+    first = plan([(0, 0, 2, True), (1, 0, 3, False)], row_starts=(start(0, (1, 2), (5,)), scored))
+    rows.update(first)
+    pieces = rows.scored_prompts(first)
+    assert [(p.request_id, p.first, p.tokens.tolist(), p.top_count) for p in pieces] == [
+        (101, 1, [11, 12, 13], 2)
+    ]
+    assert rows.indices(first, pieces).logit_indices.tolist() == [1, 2, 3, 4]
+    # The last token of the prompt is scored by the one before it; what follows it is sampled, not scored.
+    second = plan([(1, 3, 2, True)])
+    assert [(p.first, p.tokens.tolist()) for p in rows.scored_prompts(second)] == [(4, [14])]
+    assert rows.indices(second, rows.scored_prompts(second)).logit_indices.tolist() == [1, 0]
+    assert rows.scored_prompts(plan([(1, 5, 1, True)])) == []

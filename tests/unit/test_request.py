@@ -15,7 +15,7 @@ HUGE = 10**400
 LONGER_THAN_PYTHON_PRINTS = 10**5000
 
 REFUSED = [
-    ("max_tokens", [0, -1, 2**31, 1.0, "5", None, True, HUGE, LONGER_THAN_PYTHON_PRINTS]),
+    ("max_tokens", [0, -1, 2**31, 1.0, "5", True, HUGE, LONGER_THAN_PYTHON_PRINTS]),
     ("min_tokens", [-1, 17, 0.5, True, HUGE]),
     ("temperature", [-0.1, 100.1, math.nan, math.inf, -math.inf, "1", None, True, HUGE]),
     ("top_p", [0.0, -1.0, 1.01, math.nan, math.inf, True, HUGE]),
@@ -79,6 +79,8 @@ def test_a_bias_out_of_range_is_refused_naming_its_token(bias: Any) -> None:
     "arguments",
     [
         {"max_tokens": 1},
+        {"max_tokens": None},
+        {"max_tokens": None, "min_tokens": 100_000},
         {"max_tokens": 2**31 - 1},
         {"max_tokens": 5, "min_tokens": 5},
         {"temperature": 0},

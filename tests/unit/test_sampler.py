@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from weft.backends.batch import Rows
-from weft.backends.cpu.sampler import Sampled, sample
+from weft.backends.cpu.sampler import Sampled, sample, score
 from weft.backends.noise import GUMBEL_MAX, GUMBEL_MIN, as_seed, gumbel, noise_bits, noise_keys
 from weft.plan import IterationPlan, RowStart
 from weft.request import RequestId, SamplingParams
@@ -253,5 +253,40 @@ def test_logprobs_are_those_of_the_models_own_distribution() -> None:
     wide = logits.astype(np.float64)
     expected = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
     assert sampled.logprobs is not None
-    np.testing.assert_allclose(sampled.logprobs, expected[np.arange(2), sampled.tokens], atol=1e-5)
+    for entry, told in enumerate(sampled.logprobs):
+        assert told is not None and told.top == ()
+        np.testing.assert_allclose(told.logprob, expected[entry, sampled.tokens[entry]], atol=1e-5)
     assert draw(logits, [SamplingParams()] * 2).logprobs is None
+
+
+def test_logprobs_go_to_those_who_asked_with_as_many_of_the_likeliest_as_they_asked_for() -> None:
+    logits = random_logits(4)
+    counts = [None, 3, 0, 20]
+    sampled = draw(logits, [SamplingParams(temperature=0.0, logprobs=count) for count in counts])
+    wide = logits.astype(np.float64)
+    expected = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    assert sampled.logprobs is not None and sampled.logprobs[0] is None
+    for entry, count in enumerate(counts[1:], 1):
+        told = sampled.logprobs[entry]
+        assert told is not None and count is not None
+        best = np.argsort(-logits[entry], kind="stable")[:count]
+        assert [token for token, _ in told.top] == best.tolist()
+        np.testing.assert_allclose([value for _, value in told.top], expected[entry, best], atol=1e-5)
+        if count:
+            assert told.top[0] == (int(sampled.tokens[entry]), told.logprob), "greedy takes the likeliest"
+
+
+def test_of_equally_likely_tokens_the_lowest_ids_are_told() -> None:
+    logits = np.zeros((1, 50), np.float32)
+    logits[0, 40] = 1.0
+    told = score(logits, np.array([7]), 4)[0]
+    assert [token for token, _ in told.top] == [40, 0, 1, 2]
+    assert score(logits, np.array([7]), 4)[0].logprob == told.top[1][1]
+
+
+def test_an_entry_without_a_token_has_no_logprobs_and_spoils_no_others() -> None:
+    logits = random_logits(3)
+    logits[1, 5] = np.nan
+    sampled = draw(logits, [SamplingParams(temperature=0.0, logprobs=2)] * 3)
+    assert sampled.logprobs is not None and sampled.logprobs[1] is None
+    assert sampled.logprobs[0] is not None and len(sampled.logprobs[2].top) == 2  # type: ignore[union-attr]

@@ -9,6 +9,7 @@ failure simply overwrites what the failed one left.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +31,18 @@ class SampledEntries:
     seeds: np.ndarray  # uint64 [S]
     temperatures: np.ndarray  # float64 [S]
     is_plain: np.ndarray  # bool [S]: temperature is all there is to the choice
-    wants_logprobs: bool
+    top_counts: np.ndarray  # int64 [S]: how many of the likeliest tokens to tell; -1: no logprobs at all
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """A piece of a prompt in a step whose tokens' logprobs are wanted."""
+
+    request_id: RequestId
+    first: int  # the position of the first token to score: the one after the piece's first
+    indices: np.ndarray  # int64 [N], into the step's tokens: each one's logits score the token after it
+    tokens: np.ndarray  # int64 [N]: the tokens to score
+    top_count: int
 
 
 class Rows:
@@ -45,7 +57,8 @@ class Rows:
         self.seeds = np.zeros(num_rows, np.uint64)
         self.temperatures = np.zeros(num_rows, np.float64)
         self.is_plain = np.ones(num_rows, np.bool_)
-        self.wants_logprobs = np.zeros(num_rows, np.bool_)
+        self.top_counts = np.full(num_rows, -1, np.int64)
+        self.prompt_top_counts = np.full(num_rows, -1, np.int64)
         self.params: list[SamplingParams | None] = [None] * num_rows
 
     def update(self, plan: IterationPlan) -> None:
@@ -63,11 +76,12 @@ class Rows:
         self.seeds[row] = as_seed(start.seed)
         self.temperatures[row] = params.temperature
         self.is_plain[row] = _is_plain(params)
-        self.wants_logprobs[row] = params.logprobs is not None
+        self.top_counts[row] = -1 if params.logprobs is None else params.logprobs
+        self.prompt_top_counts[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.params[row] = params
 
-    def indices(self, plan: IterationPlan) -> StepIndices:
-        """The arrays of one step.
+    def indices(self, plan: IterationPlan, scored: Sequence[ScoredPrompt] = ()) -> StepIndices:
+        """The arrays of one step. Logits are wanted where the plan samples, then for the prompts to be scored.
 
         counts      2        1   3
         tokens      a4 a5    b9  c0 c1 c2        query_starts 0 2 3 6, positions 4 5 9 0 1 2
@@ -89,8 +103,30 @@ class Rows:
             query_starts=query_starts,
             context_lengths=context_lengths,
             block_tables=self.tables[rows, :blocks],
-            logit_indices=query_starts[1:][np.array(plan.samples, np.bool_)] - 1,
+            logit_indices=np.concatenate(
+                [query_starts[1:][np.array(plan.samples, np.bool_)] - 1, *(piece.indices for piece in scored)]
+            ),
         )
+
+    def scored_prompts(self, plan: IterationPlan) -> list[ScoredPrompt]:
+        """The pieces of prompts in a plan whose logprobs are wanted."""
+        pieces: list[ScoredPrompt] = []
+        rows = np.array(plan.rows, np.int64)
+        token_starts = np.cumsum([0, *plan.counts])
+        for entry in np.flatnonzero(self.prompt_top_counts[rows] >= 0).tolist():
+            row, start = plan.rows[entry], plan.starts[entry]
+            end = min(start + plan.counts[entry], int(self.prompt_lengths[row]) - 1)
+            if start < end:
+                pieces.append(
+                    ScoredPrompt(
+                        request_id=plan.request_ids[entry],
+                        first=start + 1,
+                        indices=token_starts[entry] + np.arange(end - start),
+                        tokens=self.tokens[row, start + 1 : end + 1].astype(np.int64),
+                        top_count=int(self.prompt_top_counts[row]),
+                    )
+                )
+        return pieces
 
     def sampled_entries(self, plan: IterationPlan) -> SampledEntries:
         samples = np.array(plan.samples, np.bool_)
@@ -106,7 +142,7 @@ class Rows:
             seeds=self.seeds[rows],
             temperatures=self.temperatures[rows],
             is_plain=self.is_plain[rows],
-            wants_logprobs=bool(self.wants_logprobs[rows].any()),
+            top_counts=self.top_counts[rows],
         )
 
     def record(self, entries: SampledEntries, tokens: np.ndarray) -> None:

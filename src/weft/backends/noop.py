@@ -15,7 +15,7 @@ from typing import Protocol
 
 from weft.config import KvCachePoolConfig
 from weft.plan import BackendInfo, IterationPlan, RowStart, StepResult, SwapTask
-from weft.request import RequestId, SamplingParams
+from weft.request import RequestId, SamplingParams, TokenLogprobs
 
 POISON = -1
 
@@ -29,6 +29,19 @@ def next_token(
         while token in info.eos_token_ids:
             token = (token + 1) % info.vocabulary_size
     return token
+
+
+def logprobs_of(token: int, cells: Sequence[int], num_top: int, info: BackendInfo) -> TokenLogprobs:
+    """As if it were the logprob of a token after a context: another hash of every cell, so that a mistake shows."""
+    value = hash(("logprob", *cells)) % 100_003
+    top = tuple(((value + rank) % info.vocabulary_size, -rank / 8) for rank in range(num_top))
+    return TokenLogprobs(-(value ^ token) / 100_003, top)
+
+
+def score_alone(tokens: Sequence[int], first: int, num_top: int, info: BackendInfo) -> list[TokenLogprobs]:
+    """The logprobs of tokens[first:] as a request gets them with the whole machine to itself."""
+    cells = [_cell(position, token) for position, token in enumerate(tokens)]
+    return [logprobs_of(tokens[p], cells[:p], num_top, info) for p in range(first, len(tokens))]
 
 
 def generate_alone(
@@ -86,7 +99,17 @@ class _Row:
 class _Step:
     """A submitted plan and, once it ran, what it gave. Also its handle."""
 
-    __slots__ = ("backend", "errors", "failure", "is_over", "plan", "tokens", "was_rejected")
+    __slots__ = (
+        "backend",
+        "errors",
+        "failure",
+        "is_over",
+        "logprobs",
+        "plan",
+        "prompt_logprobs",
+        "tokens",
+        "was_rejected",
+    )
 
     def __init__(self, backend: NoopBackend, plan: IterationPlan) -> None:
         self.backend = backend
@@ -94,6 +117,8 @@ class _Step:
         self.is_over = False
         self.was_rejected = False
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs | None] = []
+        self.prompt_logprobs: dict[RequestId, tuple[int, list[TokenLogprobs]]] = {}
         self.failure: str | None = None
         self.errors: Mapping[RequestId, str] = {}
 
@@ -185,6 +210,8 @@ class NoopBackend:
         over, self._unreported = self._unreported, []
         return StepResult(
             tokens=step.tokens,
+            logprobs=step.logprobs if any(step.logprobs) else None,
+            prompt_logprobs=step.prompt_logprobs,
             errors=step.errors,
             error=step.failure,
             finished_swaps=tuple(s for s in over if self._swaps_over[s] is None),
@@ -259,11 +286,15 @@ class NoopBackend:
         for block in plan.freed:
             self._blocks[block] = self._poisoned()
         broken = step.failure is not None or bool(step.errors)
-        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
-            self._write(self._rows[row], start, count, broken)
-        for row, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
-            if samples:
-                step.tokens.append(self._sample(self._rows[row], start + count))
+        for index, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            self._write(self._rows[index], start, count, broken)
+        for entry, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
+            row = self._rows[plan.rows[entry]]
+            if row.params.prompt_logprobs is not None and start + 1 < row.prompt_length:
+                scored = self._score_prompt(row, start + 1, min(start + count + 1, row.prompt_length))
+                step.prompt_logprobs[plan.request_ids[entry]] = (start + 1, scored)
+            if plan.samples[entry]:
+                self._sample(row, start + count, step)
 
     def _write(self, row: _Row, start: int, count: int, broken: bool) -> None:
         block_size = self._block_size
@@ -276,14 +307,27 @@ class NoopBackend:
                 self._blocks[block] = self._poisoned()
             self._blocks[block][offset] = POISON if broken else _cell(position, token)
 
-    def _sample(self, row: _Row, length: int) -> int:
+    def _sample(self, row: _Row, length: int, step: _Step) -> None:
+        cells = self._context(row, length)
+        token = next_token(cells, row.seed, length - row.prompt_length, row.params, self.info)
+        row.tokens[length:] = [token]
+        step.tokens.append(token)
+        num_top = row.params.logprobs
+        step.logprobs.append(None if num_top is None else logprobs_of(token, cells, num_top, self.info))
+
+    def _score_prompt(self, row: _Row, first: int, end: int) -> list[TokenLogprobs]:
+        num_top = row.params.prompt_logprobs or 0
+        return [
+            logprobs_of(row.tokens[p], self._context(row, p), num_top, self.info) for p in range(first, end)
+        ]
+
+    def _context(self, row: _Row, length: int) -> list[int]:
+        """The first `length` cells of a row, read through its block table."""
         cells: list[int] = []
         for block in row.blocks[: -(-length // self._block_size)]:
             cells += self._blocks[block]
         del cells[length:]
-        token = next_token(cells, row.seed, length - row.prompt_length, row.params, self.info)
-        row.tokens[length:] = [token]
-        return token
+        return cells
 
     def _poisoned(self) -> list[int]:
         return [POISON] * self._block_size

@@ -111,6 +111,6 @@ def _mark(console: Console, text: str) -> None:
 
 def _cut_marker(result: GenerationResult, params: SamplingParams) -> str:
     count = len(result.tokens)
-    if count >= params.max_tokens:
+    if params.max_tokens is not None and count >= params.max_tokens:
         return f"[cut at {count} tokens]"
     return f"[cut at {count} tokens: the context is full, /clear starts anew]"

@@ -18,11 +18,11 @@ from weft.clock import Clock
 from weft.config import PreemptionMode, PriorityPolicy, SchedulerConfig
 from weft.errors import InvalidRequestError, WeftError
 from weft.plan import BackendInfo, IterationPlan, StepResult
-from weft.request import InferenceRequest, Priority, RequestId, SamplingParams
+from weft.request import InferenceRequest, Priority, RequestId, SamplingParams, TokenLogprobs
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
-LOG_VERSION = 1
+LOG_VERSION = 2
 
 
 class _ReadingsClock:
@@ -255,9 +255,17 @@ def _request_from(fields: dict[str, Any]) -> InferenceRequest:
 def _result_from(fields: dict[str, Any]) -> StepResult:
     return StepResult(
         tokens=fields["tokens"],
-        logprobs=fields["logprobs"],
+        logprobs=None if fields["logprobs"] is None else [_logprobs_from(one) for one in fields["logprobs"]],
+        prompt_logprobs={
+            request_id: (first, [TokenLogprobs(*one) for one in logprobs])
+            for request_id, (first, logprobs) in fields["prompt_logprobs"]
+        },
         errors=dict(fields["errors"]),
         error=fields["error"],
         finished_swaps=tuple(fields["finished_swaps"]),
         failed_swaps=dict(fields["failed_swaps"]),
     )
+
+
+def _logprobs_from(fields: list[Any] | None) -> TokenLogprobs | None:
+    return None if fields is None else TokenLogprobs(*fields)

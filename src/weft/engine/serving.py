@@ -91,7 +91,7 @@ class ServingEngine:
     ) -> RequestId:
         """Takes a request in. Where the queue is full: QueueFullError, or with `block` a wait (of at most `timeout`
         seconds) for room, which a loop that runs elsewhere has to make."""
-        return self._submit(request, None, block, timeout)
+        return self._submit([self._sequence(request)], None, block, timeout)[0]
 
     def submit_with_callback(
         self,
@@ -102,7 +102,24 @@ class ServingEngine:
         timeout: float | None = None,
     ) -> RequestId:
         """As submit; `callback` gets every token. If it raises, this request fails and no other."""
-        return self._submit(request, callback, block, timeout)
+        return self._submit([self._sequence(request)], callback, block, timeout)[0]
+
+    def submit_choices(
+        self,
+        request: InferenceRequest,
+        callback: Callback | None = None,
+        *,
+        block: bool = False,
+        timeout: float | None = None,
+    ) -> tuple[RequestId, ...]:
+        """As submit, for a request that asks for `n` answers: all are taken in, or none. Each is a request of its own
+        from then on; the prompt they share is computed once."""
+        children = request.children(self._seed_for(request))
+        return self._submit([self._sequence(child) for child in children], callback, block, timeout)
+
+    def check(self, request: InferenceRequest) -> None:
+        """Raises InvalidRequestError for a request that could never run; takes nothing in."""
+        self._sequence(request.children(0)[0])
 
     async def submit_async(self, request: InferenceRequest) -> GenerationResult:
         """Submits and waits for the result. Cancelling the task cancels the request."""
@@ -113,7 +130,7 @@ class ServingEngine:
             if output.is_final and not loop.is_closed():
                 loop.call_soon_threadsafe(_resolve, future, self._results[output.request_id])
 
-        request_id = self._submit(request, deliver)
+        request_id = self._submit([self._sequence(request)], deliver)[0]
         try:
             return await future
         finally:
@@ -131,7 +148,7 @@ class ServingEngine:
                 reason = f"reader is gone or more than {self.config.stream_buffer} tokens behind"
                 self.cancel(output.request_id, reason)
 
-        request_id = self._submit(request, deliver)
+        request_id = self._submit([self._sequence(request)], deliver)[0]
         try:
             while True:
                 for output in await buffer.get():
@@ -171,26 +188,29 @@ class ServingEngine:
                 self._changed.wait_for(lambda: request_id not in self._alive, seconds)
             return self._results.get(request_id)
 
+    def _sequence(self, request: InferenceRequest) -> Sequence:
+        """A sequence that may run: the long part of taking a request in, done in the caller's thread."""
+        if request.deadline is None and self.config.request_timeout is not None:
+            request = dataclasses.replace(request, deadline=self.config.request_timeout)
+        sequence = Sequence(request, RequestId(-1), self._seed_for(request))
+        self.scheduler.prepare(sequence)
+        return sequence
+
     def _submit(
         self,
-        request: InferenceRequest,
+        sequences: list[Sequence],
         callback: Callback | None,
         block: bool = False,
         timeout: float | None = None,
-    ) -> RequestId:
-        if request.deadline is None and self.config.request_timeout is not None:
-            request = dataclasses.replace(request, deadline=self.config.request_timeout)
+    ) -> tuple[RequestId, ...]:
         give_up_at = None if timeout is None else time.monotonic() + timeout
-        sequence = Sequence(request, RequestId(-1), self._seed_for(request))
-        self.scheduler.prepare(sequence)
         with self._changed:
             while True:
                 if self._stopping:
                     cause = self._failure or "the engine was stopped"
                     raise EngineStoppedError(f"{cause} and takes no more requests")
-                sequence.request_id = RequestId(self._next_id)
                 try:
-                    self.scheduler.add(sequence)
+                    self.scheduler.queue.check_room(sum(s.prompt_length for s in sequences), len(sequences))
                     break
                 except QueueFullError:
                     left = None if give_up_at is None else give_up_at - time.monotonic()
@@ -198,12 +218,15 @@ class ServingEngine:
                     if not block or self._is_called_back or (left is not None and left <= 0):
                         raise
                     self._changed.wait(left)
-            self._next_id += 1
-            self._alive.add(sequence.request_id)
-            if callback is not None:
-                self._callbacks[sequence.request_id] = callback
+            for sequence in sequences:
+                sequence.request_id = RequestId(self._next_id)
+                self.scheduler.add(sequence)
+                self._next_id += 1
+                self._alive.add(sequence.request_id)
+                if callback is not None:
+                    self._callbacks[sequence.request_id] = callback
             self._changed.notify_all()
-        return sequence.request_id
+        return tuple(sequence.request_id for sequence in sequences)
 
     def _seed_for(self, request: InferenceRequest) -> int:
         seed = request.params.seed

@@ -42,7 +42,8 @@ class Decoder:
         return self.ops.new_cache(blocks, self.config.layers, block_size, self.config.attention)
 
     def forward(self, step: StepIndices, cache: Any) -> Any:
-        """Compute the step's tokens, write their K and V to the cache, return logits for `step.logit_indices`."""
+        """Compute the step's tokens, write their K and V to the cache, return the rows of `step.logit_indices`, from
+        which `logits` makes logits."""
         ops, config = self.ops, self.config
         prepared = ops.prepare(step, cache, config.attention, config.rope)
         hidden = ops.embedding(prepared, self._embedding)
@@ -56,7 +57,11 @@ class Decoder:
             )
             hidden = ops.add(hidden, ops.linear(ops.silu_mul(gate_up), layer.w_down))
         selected = ops.select_logit_rows(prepared, hidden)
-        return ops.linear(ops.rms_norm(selected, self._final_norm, config.norm_epsilon), self._lm_head)
+        return ops.rms_norm(selected, self._final_norm, config.norm_epsilon)
+
+    def logits(self, rows: Any) -> Any:
+        """[N, vocabulary] for rows that `forward` returned."""
+        return self.ops.linear(rows, self._lm_head)
 
 
 class _Loader:

@@ -30,7 +30,8 @@ class BlockPool:
     """Blocks with reference counts and a cache of those whose content is known.
 
     A block is in exactly one of three places: referred to (count above 0), evictable (count 0, content cached,
-    in the order it was last used), or free. `available` is what an allocation may take: free and evictable.
+    in the order it was last used; those with a hot key in a list of their own that is touched last), or free.
+    `available` is what an allocation may take: free and evictable.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -39,13 +40,16 @@ class BlockPool:
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._cached: dict[BlockKey, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._evictable_hot: OrderedDict[int, None] = OrderedDict()
+        self._heat: dict[BlockKey, int] = {}
+        """How many sessions keep a key hot, cached or not."""
         # A stack: the block used last is used again first, so that memory never touched stays untouched.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._dead: list[int] = []
 
     @property
     def available(self) -> int:
-        return len(self._free) + len(self._evictable)
+        return len(self._free) + len(self._evictable) + len(self._evictable_hot)
 
     @property
     def num_cached(self) -> int:
@@ -59,6 +63,10 @@ class BlockPool:
     def reference_counts(self) -> list[int]:
         return self._references
 
+    @property
+    def heat_of_keys(self) -> dict[BlockKey, int]:
+        return self._heat
+
     def references(self, block: int) -> int:
         return self._references[block]
 
@@ -66,7 +74,7 @@ class BlockPool:
         return self._keys[block] is not None
 
     def allocate(self, count: int) -> list[int] | None:
-        """Takes `count` blocks, free ones first, then the least recently used cached ones. None: not enough."""
+        """Takes `count` blocks: free ones, then the least recently used cached ones, then hot ones. None: not enough."""
         if count > self.available:
             return None
         taken = []
@@ -74,7 +82,7 @@ class BlockPool:
             if self._free:
                 block = self._free.pop()
             else:
-                block, _ = self._evictable.popitem(last=False)
+                block, _ = (self._evictable or self._evictable_hot).popitem(last=False)
                 self._drop_key(block)
             self._references[block] = 1
             taken.append(block)
@@ -86,9 +94,9 @@ class BlockPool:
     def share(self, block: int) -> None:
         """Refers once more to a block that holds content: a prefix hit."""
         if self._references[block] == 0:
-            if block not in self._evictable:
+            if self._is_free(block):
                 raise ValueError(f"block {block} is free and holds nothing to share")
-            del self._evictable[block]
+            del self._eviction_order(block)[block]
         self._references[block] += 1
 
     def share_all(self, blocks: Sequence[int]) -> None:
@@ -111,7 +119,21 @@ class BlockPool:
                 if self._keys[block] is None:
                     self._put_free(block)
                 else:
-                    self._evictable[block] = None
+                    self._eviction_order(block)[block] = None
+
+    def heat(self, key: BlockKey) -> None:
+        """One session more wants this content kept: its block, once there is one, is evicted after all that are not."""
+        self._heat[key] = self._heat.get(key, 0) + 1
+        if self._heat[key] == 1:
+            self._move(key, self._evictable, self._evictable_hot)
+
+    def cool(self, key: BlockKey) -> None:
+        """One session less. Content that nobody keeps any more has not been used for long: it is evicted first."""
+        self._heat[key] -= 1
+        if self._heat[key] == 0:
+            del self._heat[key]
+            if self._move(key, self._evictable_hot, self._evictable):
+                self._evictable.move_to_end(self._cached[key], last=False)
 
     def register(self, block: int, key: BlockKey) -> bool:
         """Makes a block findable by its content. False where another block already holds the same."""
@@ -127,10 +149,12 @@ class BlockPool:
         """Takes a block out of the cache whose content never came to be, if it is still there under `key`."""
         if self._keys[block] != key:
             return
-        self._drop_key(block)
         if self._references[block] == 0:
-            del self._evictable[block]
+            del self._eviction_order(block)[block]
+            self._drop_key(block)
             self._put_free(block)
+        else:
+            self._drop_key(block)
 
     def take_dead(self) -> list[int]:
         """The blocks that became free since the last call and are still free."""
@@ -144,18 +168,31 @@ class BlockPool:
         keyed = {block: key for block, key in enumerate(self._keys) if key is not None}
         assert len(free) == len(self._free), "a block is free twice"
         assert min(self._references, default=0) >= 0, "a reference count is negative"
-        assert free.isdisjoint(referenced) and free.isdisjoint(self._evictable), "a free block is in use"
-        assert self._evictable.keys().isdisjoint(referenced), "an evictable block is in use"
-        assert len(free) + len(self._evictable) + len(referenced) == self.num_blocks, (
-            "blocks were lost or doubled"
+        evictable = self._evictable.keys() | self._evictable_hot.keys()
+        assert len(evictable) == len(self._evictable) + len(self._evictable_hot), "a block is hot and is not"
+        assert all((self._keys[b] in self._heat) == (b in self._evictable_hot) for b in evictable), (
+            "a block's place in the order of eviction and its heat disagree"
         )
+        assert min(self._heat.values(), default=1) > 0, "a key is hot for nobody"
+        assert free.isdisjoint(referenced) and free.isdisjoint(evictable), "a free block is in use"
+        assert evictable.isdisjoint(referenced), "an evictable block is in use"
+        assert len(free) + len(evictable) + len(referenced) == self.num_blocks, "blocks were lost or doubled"
         assert {block: key for key, block in self._cached.items()} == keyed, (
             "the cache disagrees with the keys"
         )
         assert len(self._cached) == len(keyed), "one block is cached under two keys"
-        assert free.isdisjoint(keyed) and self._evictable.keys() <= keyed.keys(), (
-            "free is cached, or evictable not"
-        )
+        assert free.isdisjoint(keyed) and evictable <= keyed.keys(), "free is cached, or evictable not"
+
+    def _eviction_order(self, block: int) -> OrderedDict[int, None]:
+        return self._evictable_hot if self._keys[block] in self._heat else self._evictable
+
+    def _move(self, key: BlockKey, origin: OrderedDict[int, None], target: OrderedDict[int, None]) -> bool:
+        block = self._cached.get(key)
+        if block is None or block not in origin:
+            return False
+        del origin[block]
+        target[block] = None
+        return True
 
     def _is_free(self, block: int) -> bool:
         return self._references[block] == 0 and self._keys[block] is None

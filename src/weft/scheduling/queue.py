@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from weft.config import SchedulerConfig
-from weft.errors import QueueFullError
+from weft.errors import InvalidRequestError, QueueFullError
 from weft.request import RequestState
 from weft.scheduling.policy import AdmissionPolicy, PolicyKey
 from weft.scheduling.sequence import Sequence
@@ -43,10 +43,15 @@ class RequestQueue:
         """In no particular order."""
         return (entry.sequence for entry in self._heap if entry.sequence.queue_entry is entry)
 
-    def check_room(self, num_tokens: int) -> None:
-        """Raises QueueFullError where a request of that many tokens would overfill the queue."""
+    def check_room(self, num_tokens: int, num_requests: int = 1) -> None:
+        """Raises QueueFullError where requests of that many tokens together would overfill the queue."""
         config = self._config
-        if self._length >= config.max_waiting_requests:
+        if num_requests > config.max_waiting_requests:
+            raise InvalidRequestError(
+                f"{num_requests} answers are asked for at once; allowed: {config.max_waiting_requests}, the room of the queue",
+                field="n",
+            )
+        if self._length + num_requests > config.max_waiting_requests:
             raise QueueFullError(
                 f"the queue is full: {self._length} requests are waiting, "
                 f"at most {config.max_waiting_requests} may; try again later"

@@ -11,6 +11,7 @@ from weft.scheduling.preemption import prefers_swap
 from weft.scheduling.prefix import PrefixSharing
 from weft.scheduling.queue import RequestQueue
 from weft.scheduling.sequence import NEVER, Phase, Sequence
+from weft.scheduling.sessions import Sessions
 
 
 class Roster:
@@ -23,6 +24,7 @@ class Roster:
             info.num_blocks, config.max_running, info.swap_blocks, info.bytes_per_block
         )
         self.prefixes = PrefixSharing(self.kv_cache.pool, info.block_size, config.prefix_caching)
+        self.sessions = Sessions(self.kv_cache.pool, config.session_lifetime)
         self.queue = RequestQueue(config, policy)
         self.sequences: dict[RequestId, Sequence] = {}
         """All that are not over."""
@@ -139,6 +141,7 @@ class Roster:
         self.kv_cache.check_integrity([row for _, row in self._held_rows])
         self.queue.check_integrity()
         self.prefixes.check_integrity(self.running)
+        self.sessions.check_integrity()
         waiting = {s.request_id for s in self.queue}
         running = {s.request_id for s in self.running}
         resuming = {s.request_id for s in self.resuming.values()}

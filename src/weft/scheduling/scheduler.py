@@ -16,7 +16,14 @@ from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig
 from weft.errors import InvalidRequestError
 from weft.plan import BackendInfo, IterationPlan, StepResult
-from weft.request import FinishReason, GenerationResult, RequestId, RequestState, TokenOutput
+from weft.request import (
+    FinishReason,
+    GenerationResult,
+    RequestId,
+    RequestState,
+    TokenLogprobs,
+    TokenOutput,
+)
 from weft.scheduling.blocks import BlockKey
 from weft.scheduling.budget import TokenBudget
 from weft.scheduling.draft import Draft
@@ -124,7 +131,7 @@ class ContinuousBatchScheduler:
         prompt, vocabulary = sequence.request.prompt, self.info.vocabulary_size
         if sequence.request.params.n != 1:
             raise InvalidRequestError(
-                f"n is {sequence.request.params.n}; allowed for one request: 1. Submit it once for every answer",
+                f"n is {sequence.request.params.n}; allowed here: 1. `submit_choices` takes requests for several answers",
                 field="n",
             )
         for token in (min(prompt), max(prompt)):
@@ -233,16 +240,21 @@ class ContinuousBatchScheduler:
         self._book_result(sequence)
 
     def _book_result(self, sequence: Sequence) -> None:
-        sequence.enter(Phase.WAITING, self._clock())
+        now = self._clock()
+        sequence.enter(Phase.WAITING, now)
+        if sequence.request.session_id is not None:
+            session = (sequence.request.cache_salt, sequence.request.session_id)
+            self._roster.sessions.keep(session, sequence.keys, now)
         self.stats.prompt_tokens_cached += sequence.cached_tokens or 0
         self._results.append(sequence.result())
 
     def _expire(self) -> None:
-        """Ends what is past its deadline, wherever it is."""
-        deadlines = self._deadlines
-        if not deadlines:
+        """Ends what is past its deadline, wherever it is, and lets go of sessions that are over."""
+        deadlines, sessions = self._deadlines, self._roster.sessions
+        if not deadlines and not sessions:
             return
         now = self._clock()
+        sessions.expire(now)
         while deadlines and deadlines[0][0] <= now:
             sequence = heapq.heappop(deadlines)[2]
             waited = now - sequence.arrival
@@ -303,6 +315,7 @@ class ContinuousBatchScheduler:
         self._roster.applied_step = plan.step
         now = self._clock()
         num_told = len(self._outputs)
+        self._take_prompt_logprobs(result)
         self._commit_decodes(flight, result, now)
         self._commit_prefills(flight, result, now)
         self.stats.tokens_generated += len(self._outputs) - num_told
@@ -332,11 +345,16 @@ class ContinuousBatchScheduler:
                 last_token_at, num_alike = sequence.last_token_at, 0
             num_alike += 1
             sequence.last_token_at = now
+            value: float | None = None
+            top: tuple[tuple[int, float], ...] = ()
             if logprob is not None:
                 sequence.logprobs.append(logprob)
+                value, top = logprob
             if computed % block_size == 0:
                 self._roster.prefixes.register_generated(sequence)
-            outputs.append(new(TokenOutput, (sequence.request_id, token, "", logprob, False, None, length)))
+            outputs.append(
+                new(TokenOutput, (sequence.request_id, token, "", value, False, None, length, top))
+            )
         self._count_gaps(now - last_token_at, num_alike)
 
     def _commit_prefills(self, flight: Flight, result: StepResult, now: float) -> None:
@@ -355,7 +373,12 @@ class ContinuousBatchScheduler:
         if sequence.admitted_step <= step:
             sequence.computed = end
 
-    def _take_token(self, sequence: Sequence, token: int, logprob: float | None, now: float) -> None:
+    def _take_prompt_logprobs(self, result: StepResult) -> None:
+        for request_id, (first, logprobs) in result.prompt_logprobs.items():
+            if request_id in self.sequences:
+                self.sequences[request_id].prompt_logprobs.update(enumerate(logprobs, first))
+
+    def _take_token(self, sequence: Sequence, token: int, logprob: TokenLogprobs | None, now: float) -> None:
         """Appends a sampled token, tells it, and ends the request where it is the last one."""
         if sequence.finish_reason is not None:
             return  # it ended while the step was in flight: the token is discarded
@@ -381,8 +404,9 @@ class ContinuousBatchScheduler:
             reason = FinishReason.END_OF_SEQUENCE if is_eos else FinishReason.STOP
         elif length >= sequence.limit:
             reason = FinishReason.LENGTH
+        value, top = logprob if logprob is not None else (None, ())
         self._outputs.append(
-            TokenOutput(sequence.request_id, token, "", logprob, reason is not None, reason, length)
+            TokenOutput(sequence.request_id, token, "", value, reason is not None, reason, length, top)
         )
         if reason is not None:
             self._complete(sequence, reason)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from enum import Enum, IntEnum
 
-from weft.request import FinishReason, GenerationResult, InferenceRequest, RequestId, RequestState
+from weft.request import (
+    MAX_TOKENS,
+    FinishReason,
+    GenerationResult,
+    InferenceRequest,
+    RequestId,
+    RequestState,
+    TokenLogprobs,
+)
 from weft.scheduling.blocks import BlockKey, extend_keys, root_key
 from weft.scheduling.kv_cache import KvCacheAllocation
 
@@ -64,6 +72,7 @@ class Sequence:
         "preemptions",
         "priority",
         "prompt_length",
+        "prompt_logprobs",
         "queue_entry",
         "request",
         "request_id",
@@ -87,7 +96,7 @@ class Sequence:
         self.tokens = list(request.prompt)
         self.prompt_length = len(self.tokens)
         self.min_length = self.prompt_length + request.params.min_tokens
-        self.limit = self.prompt_length + request.params.max_tokens
+        self.limit = self.prompt_length + (request.params.max_tokens or MAX_TOKENS)
         self.computed = self.scheduled = 0
         self.target = self.prompt_length
         self.keys: list[BlockKey] = []
@@ -113,7 +122,9 @@ class Sequence:
         self.last_token_at = 0.0
         self.cached_tokens: int | None = None
         self.preemptions = 0
-        self.logprobs: list[float] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: dict[int, TokenLogprobs] = {}
+        """By position: a prompt that is computed again writes the same again."""
 
     @property
     def generated(self) -> list[int]:
@@ -167,4 +178,10 @@ class Sequence:
             cached_token_count=self.cached_tokens or 0,
             preemptions=self.preemptions,
             logprobs=tuple(self.logprobs) if self.request.params.logprobs is not None else None,
+            prompt_logprobs=self._all_prompt_logprobs(),
         )
+
+    def _all_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        if self.request.params.prompt_logprobs is None:
+            return None
+        return tuple(self.prompt_logprobs.get(position) for position in range(self.prompt_length))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Listing
 
-from weft.backends.noop import generate_alone
+from weft.backends.noop import generate_alone, score_alone
 from weft.config import PriorityPolicy
 from weft.plan import IterationPlan
 from weft.request import (
@@ -14,6 +14,7 @@ from weft.request import (
     Priority,
     RequestId,
     RequestState,
+    TokenLogprobs,
     TokenOutput,
 )
 from weft.scheduling.scheduler import ContinuousBatchScheduler
@@ -200,9 +201,11 @@ class OutputWatch:
         self.request = request
         self.request_id = request_id
         self.tokens: list[int] = []
+        self.outputs: list[TokenOutput] = []
         self.final: TokenOutput | None = None
 
     def take(self, output: TokenOutput) -> None:
+        self.outputs.append(output)
         require(self.final is None, f"request {self.request_id} got an output after its final one")
         require(output.request_id == self.request_id, "an output went to the wrong request")
         if output.token_id is not None:
@@ -234,10 +237,33 @@ def check_result(
             require(is_stop, f"request {rid} says it ended by a stop token and did not")
     else:
         require(tokens == alone[: len(tokens)], f"request {rid} got {tokens}, alone it gets {alone}")
+    _check_logprobs(watch, result, scheduler)
     require(
         min(result.waiting_time, result.prefill_time, result.decode_time) >= 0,
         "a phase took less than no time",
     )
+
+
+def _check_logprobs(
+    watch: OutputWatch, result: GenerationResult, scheduler: ContinuousBatchScheduler
+) -> None:
+    """Those of the tokens are what the request gets alone; those of the prompt too, once it has an answer."""
+    params, prompt, info = watch.request.params, list(watch.request.prompt), scheduler.info
+    rid = watch.request_id
+    tokens = [*prompt, *result.tokens]
+    if params.logprobs is not None:
+        alone = score_alone(tokens, len(prompt), params.logprobs, info)
+        require(list(result.logprobs or ()) == alone, f"request {rid} got other logprobs than alone")
+        told = [
+            TokenLogprobs(o.logprob or 0.0, o.top_logprobs) for o in watch.outputs if o.token_id is not None
+        ]
+        require(told == alone[: len(told)], f"request {rid} was told other logprobs")
+    if params.prompt_logprobs is not None and result.tokens:
+        alone = score_alone(prompt, 1, params.prompt_logprobs, info)
+        require(
+            result.prompt_logprobs == (None, *alone),
+            f"request {rid} got other logprobs of its prompt than alone",
+        )
 
 
 def _is_stop(tokens: Listing[int], sequence: Sequence) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,6 +50,9 @@ def draw(seed: int) -> Scenario:
     """A scenario small enough to be quick and tight enough to hurt: tiny blocks, tiny pools, few rows."""
     rng = random.Random(seed)
     scheduler = _draw_scheduler(rng)
+    # What was added later is drawn from a source of its own: a seed that once found a mistake draws the same today.
+    later = random.Random(f"later {seed}")
+    scheduler = dataclasses.replace(scheduler, session_lifetime=later.choice((0.0, 0.05, 600.0)))
     block_size = rng.choice((1, 2, 2, 3, 4, 4, 8))
     # Most pools hold two or three sequences at their longest: memory runs out all the time.
     num_blocks = -(-rng.randint(12, 60) // block_size) if rng.random() < 0.8 else rng.randint(40, 100)
@@ -71,7 +75,9 @@ def draw(seed: int) -> Scenario:
         swap_seconds_per_block=1e-4,
         fault_rates=_draw_fault_rates(rng),
         max_step_seconds=rng.choice((0.01, 0.1)),
-        arrivals=_draw_arrivals(rng, scheduler, min(num_blocks * block_size, max_context)),
+        arrivals=_draw_later(
+            later, _draw_arrivals(rng, scheduler, min(num_blocks * block_size, max_context))
+        ),
     )
 
 
@@ -144,6 +150,23 @@ def _draw_arrivals(rng: random.Random, scheduler: SchedulerConfig, capacity: int
         raises_at = rng.randrange(6) if rng.random() < 0.04 else None
         arrivals.append(Arrival(moment, request, cancel_at, raises_at))
     return tuple(arrivals)
+
+
+def _draw_later(rng: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arrival, ...]:
+    """The same arrivals, some in sessions, with logprobs, or as long as the context allows."""
+    has_sessions = rng.random() < 0.4
+    drawn = []
+    for arrival in arrivals:
+        request = arrival.request
+        params = request.params
+        if rng.random() < 0.15:
+            params = dataclasses.replace(params, logprobs=rng.randrange(3))
+        if rng.random() < 0.03 and not params.min_tokens:
+            params = dataclasses.replace(params, max_tokens=None)
+        session = rng.choice((None, "a", "b")) if has_sessions else None
+        request = dataclasses.replace(request, params=params, session_id=session)
+        drawn.append(dataclasses.replace(arrival, request=request))
+    return tuple(drawn)
 
 
 class DrawnFaults:

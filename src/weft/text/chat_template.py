@@ -62,7 +62,9 @@ class ChatTemplate:
         guard = self._unused_character(messages)
         return self._render(messages, guard, add_generation_prompt).replace(guard, "")
 
-    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = True
+    ) -> list[int]:
         """The prompt as token ids; control tokens come from the template alone."""
         guard = self._unused_character(messages)
         text = self._render(messages, guard, add_generation_prompt)

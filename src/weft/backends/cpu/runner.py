@@ -6,14 +6,17 @@ lock. The caller plans the next step meanwhile: BLAS lets go of the interpreter 
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from weft.backends.batch import Rows
-from weft.backends.cpu.sampler import sample
+from weft.backends.batch import Rows, ScoredPrompt
+from weft.backends.cpu.sampler import NOT_A_NUMBER, sample, score
 from weft.backends.cpu.swap import SwapSpace
 from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, ModelFileError
@@ -22,10 +25,14 @@ from weft.models.decoder import Decoder
 from weft.models.registry import build_decoder
 from weft.ops.reference import ReferenceOps
 from weft.plan import BackendInfo, IterationPlan, StepResult
+from weft.request import RequestId, TokenLogprobs
 
-# Without a wish the cache takes this share of the free memory, and no more than this.
-_MEMORY_SHARE = 4
-_MOST_BYTES = 2 << 30
+# What the cache takes without a wish: a number, not a share of the machine, so that a model behaves alike everywhere.
+# Memory is touched when a block is first used, and blocks used once are used again first: what is resident follows the
+# load.
+_DEFAULT_CACHE_BYTES = 2 << 30
+
+_SCORED_AT_ONCE = 64
 
 # What a small machine does in a second: only their ratio matters, and only to the choice between recompute and swap.
 _OPERATIONS_PER_SECOND = 1e11
@@ -93,20 +100,40 @@ class CpuBackend:
             result = StepResult(error=f"{type(error).__name__}: {error}")
         self._swaps.run_ready(last_step_over=plan.step)
         finished, failed = self._swaps.take_reports()
-        return StepResult(result.tokens, result.logprobs, result.errors, result.error, finished, failed)
+        return dataclasses.replace(result, finished_swaps=finished, failed_swaps=failed)
 
     def _compute(self, plan: IterationPlan) -> StepResult:
-        logits = self._decoder.forward(self._rows.indices(plan), self._cache)
+        scored = self._rows.scored_prompts(plan)
+        hidden = self._decoder.forward(self._rows.indices(plan, scored), self._cache)
         entries = self._rows.sampled_entries(plan)
-        if not len(entries.rows):
-            return StepResult()
+        num_sampled = len(entries.rows)
+        prompt_logprobs, errors = self._score_prompts(scored, hidden[num_sampled:])
+        if not num_sampled:
+            return StepResult(prompt_logprobs=prompt_logprobs, errors=errors)
+        logits = self._decoder.logits(hidden[:num_sampled])
         sampled = sample(logits, entries, self._rows, self._eos_token_ids)
         self._rows.record(entries, sampled.tokens)
-        return StepResult(
-            tokens=sampled.tokens.tolist(),
-            logprobs=None if sampled.logprobs is None else sampled.logprobs.tolist(),
-            errors={entries.request_ids[entry]: error for entry, error in sampled.errors.items()},
-        )
+        errors.update({entries.request_ids[entry]: error for entry, error in sampled.errors.items()})
+        return StepResult(sampled.tokens.tolist(), sampled.logprobs, prompt_logprobs, errors)
+
+    def _score_prompts(
+        self, scored: Sequence[ScoredPrompt], hidden: np.ndarray
+    ) -> tuple[dict[RequestId, tuple[int, list[TokenLogprobs]]], dict[RequestId, str]]:
+        """Logits of whole prompts would be large: they are made and used up piece by piece."""
+        logprobs: dict[RequestId, tuple[int, list[TokenLogprobs]]] = {}
+        errors: dict[RequestId, str] = {}
+        start = 0
+        for prompt in scored:
+            values: list[TokenLogprobs] = []
+            for first in range(0, len(prompt.tokens), _SCORED_AT_ONCE):
+                tokens = prompt.tokens[first : first + _SCORED_AT_ONCE]
+                logits = self._decoder.logits(hidden[start + first : start + first + len(tokens)])
+                values += score(logits, tokens, prompt.top_count)
+            start += len(prompt.tokens)
+            if not all(math.isfinite(value.logprob) for value in values):
+                errors[prompt.request_id] = NOT_A_NUMBER
+            logprobs[prompt.request_id] = (prompt.first, values)
+        return logprobs, errors
 
 
 def open_cpu_backend(
@@ -122,13 +149,13 @@ def open_cpu_backend(
 
 
 def _choose_blocks(pool: KvCachePoolConfig, block_bytes: int, max_context: int) -> int:
+    """As many as asked for; else the default, or the model's whole context where the machine has room for twice that."""
     if pool.num_blocks is not None:
         return pool.num_blocks
-    available = _available_memory()
-    wanted = min(_MOST_BYTES, available // _MEMORY_SHARE) // block_bytes
-    # One request should be able to use the model's whole context, where that leaves half of the memory to others.
-    whole_context = -(-max_context // pool.block_size)
-    return max(1, min(max(wanted, whole_context), available // 2 // block_bytes))
+    room = _available_memory() // 2
+    whole_context = -(-max_context // pool.block_size) * block_bytes
+    wanted = whole_context if _DEFAULT_CACHE_BYTES < whole_context <= room else _DEFAULT_CACHE_BYTES
+    return max(1, min(wanted, room) // block_bytes)
 
 
 def _available_memory() -> int:

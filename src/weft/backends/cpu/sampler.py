@@ -6,14 +6,16 @@ the argmax of what is left plus the noise of `backends.noise`. Greedy is the arg
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from weft.backends.batch import Rows, SampledEntries
 from weft.backends.noise import GUMBEL_MAX, GUMBEL_MIN, gumbel, noise_keys
-from weft.request import SamplingParams
+from weft.request import SamplingParams, TokenLogprobs
+
+NOT_A_NUMBER = "the model's output is not a number (NaN or infinite logits)"
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,7 @@ class Sampled:
     """One token per entry; an entry with an error has a token without meaning."""
 
     tokens: np.ndarray  # int64 [S]
-    logprobs: (
-        np.ndarray | None
-    )  # float64 [S], under the model's own distribution: before any of the parameters
+    logprobs: list[TokenLogprobs | None] | None  # None for all where nobody asked
     errors: dict[int, str]  # entry -> why it has no token
 
 
@@ -34,7 +34,7 @@ def sample(
     errors: dict[int, str] = {}
     best = logits.max(axis=1)  # NaN where a row has one
     for entry in np.flatnonzero(~np.isfinite(best)).tolist():
-        errors[entry] = "the model's output is not a number (NaN or infinite logits)"
+        errors[entry] = NOT_A_NUMBER
 
     scores = logits
     shaped = [entry for entry in np.flatnonzero(~entries.is_plain).tolist() if entry not in errors]
@@ -50,11 +50,40 @@ def sample(
     if len(drawn):
         tokens[drawn] = _draw(scores[drawn], drawn, entries, rows)
 
-    logprobs = None
-    if entries.wants_logprobs:
-        totals = np.exp((logits - best[:, None]).astype(np.float64)).sum(axis=1)
-        logprobs = logits[np.arange(len(tokens)), tokens].astype(np.float64) - best - np.log(totals)
-    return Sampled(tokens, logprobs, errors)
+    return Sampled(tokens, _wanted_logprobs(logits, tokens, entries.top_counts, errors), errors)
+
+
+def score(logits: np.ndarray, tokens: np.ndarray, top_count: int) -> list[TokenLogprobs]:
+    """How likely each of `tokens` [N] is by its row of `logits` [N, vocabulary], under the model's own distribution:
+    before any of the parameters. Beside it the likeliest ones; of equals those with the lowest ids."""
+    best = logits.max(axis=1, keepdims=True).astype(np.float64)
+    normaliser = best + np.log(np.exp(logits - best).sum(axis=1, keepdims=True))
+    chosen = logits[np.arange(len(tokens)), tokens] - normaliser[:, 0]
+    if not top_count:
+        return [TokenLogprobs(value) for value in chosen.tolist()]
+    top_count = min(top_count, logits.shape[1])
+    lowest = np.partition(logits, -top_count, axis=1)[:, -top_count]
+    scored = []
+    for row, value in enumerate(chosen.tolist()):
+        candidates = np.flatnonzero(logits[row] >= lowest[row])
+        values = logits[row, candidates]
+        ranked = np.argsort(-values, kind="stable")[:top_count]
+        logprobs = (values[ranked] - normaliser[row, 0]).tolist()
+        scored.append(TokenLogprobs(value, tuple(zip(candidates[ranked].tolist(), logprobs, strict=True))))
+    return scored
+
+
+def _wanted_logprobs(
+    logits: np.ndarray, tokens: np.ndarray, top_counts: np.ndarray, errors: Mapping[int, str]
+) -> list[TokenLogprobs | None] | None:
+    if (top_counts < 0).all():
+        return None
+    logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+    for top_count in np.unique(top_counts[top_counts >= 0]).tolist():
+        entries = [e for e in np.flatnonzero(top_counts == top_count).tolist() if e not in errors]
+        for entry, value in zip(entries, score(logits[entries], tokens[entries], top_count), strict=True):
+            logprobs[entry] = value
+    return logprobs
 
 
 def _shape(
