@@ -1,8 +1,7 @@
 """The default model through the real engine: a request's tokens do not depend on company, chunks or memory.
 
-In float64, where the order of summation cannot change a token: what is compared here is the engine's arithmetic of
-positions, blocks and rows over a real forward pass. The first layers of the model are enough for that and keep the
-tests short; all of its layers run in tests/parity.
+All of its layers, in float64, where the order of summation cannot change a token: what is compared here is the
+engine's arithmetic of positions, blocks and rows over a real forward pass, token by token, exactly.
 """
 
 from __future__ import annotations
@@ -14,19 +13,23 @@ import numpy as np
 import pytest
 
 from weft.backends.cpu.runner import CpuBackend
-from weft.config import KvCachePoolConfig, PreemptionMode, SchedulerConfig, ServingEngineConfig
+from weft.config import (
+    KvCachePoolConfig,
+    PreemptionMode,
+    PriorityPolicy,
+    SchedulerConfig,
+    ServingEngineConfig,
+)
 from weft.engine.serving import ServingEngine
 from weft.loading.gguf import GgufFile
 from weft.models.decoder import Decoder
-from weft.models.names import by_decoder_name
-from weft.models.registry import build_config
+from weft.models.registry import build_decoder
 from weft.ops.base import StepIndices
 from weft.ops.reference import ReferenceOps
 from weft.request import GenerationResult, InferenceRequest, Priority, RequestState, SamplingParams
 from weft.text.tokenizer import Tokenizer
 
-LAYERS = 6
-NEW_TOKENS = 10
+NEW_TOKENS = 7
 SHARED = "Every morning the baker opened the shop before the sun came up over the hills, and"
 TEXTS = [
     "The capital of France is",
@@ -37,39 +40,49 @@ TEXTS = [
     "def add(a, b):\n    return",
     "Water boils at one hundred degrees, and ice melts at",
     "Dear Sir or Madam,",
+    "Once upon a time there was",
+    "日本の首都は",
+    "SELECT name FROM",
+    "The three primary colours are",
+    SHARED + " the street was quiet, but for the cat of the neighbours, which",
+    "List of fruits:\n- apple\n-",
+    "Q: How many legs has a spider?\nA:",
+    "\n",
+]
+# Sixteen greedy requests, then the same texts with every parameter that shapes the choice.
+SHAPES = [
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "typical_p": 0.7},
+    {"temperature": 0.8, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+    {"temperature": 1.0, "logit_bias": {28: 2.0, 30: -100.0}},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "min_tokens": 4},
 ]
 
 
 @pytest.fixture(scope="module")
 def decoder(default_model_file: GgufFile) -> Decoder:
-    config = dataclasses.replace(build_config(default_model_file.metadata), layers=LAYERS)
-    tensors = by_decoder_name(default_model_file.tensors)
-    weights = {name: tensor for name, tensor in tensors.items() if not is_layer_from(name, LAYERS)}
-    return Decoder(config, weights, ReferenceOps(np.float64))
-
-
-def is_layer_from(name: str, first: int) -> bool:
-    parts = name.split(".")
-    return parts[0] == "layers" and int(parts[1]) >= first
+    ops = ReferenceOps(np.float64)
+    return build_decoder("gguf", default_model_file.metadata, default_model_file.tensors, ops)
 
 
 @pytest.fixture(scope="module")
 def requests(default_tokenizer: Tokenizer) -> list[InferenceRequest]:
-    """Greedy and drawn ones in turn."""
-    return [
-        InferenceRequest(
-            tuple(default_tokenizer.encode(text)),
-            SamplingParams(max_tokens=NEW_TOKENS, temperature=0.7 * (i % 2), seed=i, ignore_eos=True),
-        )
-        for i, text in enumerate(TEXTS)
-    ]
+    """32 mixed ones."""
+    prompts = [tuple(default_tokenizer.encode(text)) for text in TEXTS]
+    common = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 1}
+    greedy = [SamplingParams(temperature=0.0, **common) for _ in prompts]  # type: ignore[arg-type]
+    shaped = [SamplingParams(seed=i, **common, **SHAPES[i % len(SHAPES)]) for i in range(len(prompts))]  # type: ignore[arg-type]
+    return [InferenceRequest(p, params) for p, params in zip(prompts * 2, greedy + shaped, strict=True)]
 
 
 def make_engine(
-    decoder: Decoder, *, blocks: int = 64, swap_blocks: int = 0, overlap: bool = False, **scheduler: object
+    decoder: Decoder, *, blocks: int = 256, swap_blocks: int = 0, overlap: bool = False, **scheduler: object
 ) -> ServingEngine:
     config = ServingEngineConfig(
-        scheduler=SchedulerConfig(**{"max_running": 8, "prefix_caching": False, **scheduler}),  # type: ignore[arg-type]
+        scheduler=SchedulerConfig(**{"max_running": 32, "prefix_caching": False, **scheduler}),  # type: ignore[arg-type]
         cache=KvCachePoolConfig(num_blocks=blocks, block_size=8, swap_blocks=swap_blocks),
         overlap=overlap,
     )
@@ -85,21 +98,29 @@ def run(engine: ServingEngine, requests: Sequence[InferenceRequest]) -> list[Gen
     return results  # type: ignore[return-value]
 
 
-def tokens(results: Sequence[GenerationResult]) -> list[tuple[int, ...]]:
-    return [result.tokens for result in results]
+def assert_equal(results: Sequence[GenerationResult], alone: Sequence[GenerationResult]) -> None:
+    """The same tokens, exactly; their logprobs up to the last bits of a float64."""
+    assert [result.tokens for result in results] == [result.tokens for result in alone]
+    for ours, theirs in zip(results, alone, strict=True):
+        np.testing.assert_allclose(logprobs(ours), logprobs(theirs), rtol=0, atol=1e-10)
+
+
+def logprobs(result: GenerationResult) -> list[float]:
+    assert result.logprobs is not None
+    return [value for one in result.logprobs for value in (one.logprob, one.top[0][1])]
 
 
 @pytest.fixture(scope="module")
-def alone(decoder: Decoder, requests: list[InferenceRequest]) -> list[tuple[int, ...]]:
+def alone(decoder: Decoder, requests: list[InferenceRequest]) -> list[GenerationResult]:
     """Each request with the engine to itself."""
     engine = make_engine(decoder)
-    result = [run(engine, [request])[0].tokens for request in requests]
+    results = [run(engine, [request])[0] for request in requests]
     engine.stop()
-    return result
+    return results
 
 
 def test_tokens_equal_those_of_the_bare_decoder(
-    decoder: Decoder, requests: list[InferenceRequest], alone: list[tuple[int, ...]]
+    decoder: Decoder, requests: list[InferenceRequest], alone: list[GenerationResult]
 ) -> None:
     """Without engine, rows or batches: the whole text computed anew for every token."""
     request = requests[0]
@@ -117,47 +138,48 @@ def test_tokens_equal_those_of_the_bare_decoder(
             logit_indices=np.array([length - 1]),
         )
         text.append(int(decoder.logits(decoder.forward(step, decoder.new_cache(blocks, 8))).argmax()))
-    assert tuple(text[len(request.prompt) :]) == alone[0][:4]
+    assert tuple(text[len(request.prompt) :]) == alone[0].tokens[:4]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 def test_tokens_are_the_same_in_a_batch(
-    decoder: Decoder, requests: list[InferenceRequest], alone: list[tuple[int, ...]], overlap: bool
+    decoder: Decoder, requests: list[InferenceRequest], alone: list[GenerationResult], overlap: bool
 ) -> None:
     engine = make_engine(decoder, overlap=overlap)
-    assert tokens(run(engine, requests)) == alone
+    assert_equal(run(engine, requests), alone)
     engine.stop()
 
 
 def test_tokens_are_the_same_with_prompts_in_chunks_of_seven(
-    decoder: Decoder, requests: list[InferenceRequest], alone: list[tuple[int, ...]]
+    decoder: Decoder, requests: list[InferenceRequest], alone: list[GenerationResult]
 ) -> None:
     engine = make_engine(
-        decoder, overlap=True, max_chunk_tokens=7, max_prefill_tokens=16, max_tokens_per_step=24
+        decoder, overlap=True, max_chunk_tokens=7, max_prefill_tokens=40, max_tokens_per_step=72
     )
-    assert tokens(run(engine, requests)) == alone
+    assert_equal(run(engine, requests), alone)
     engine.stop()
 
 
 def test_tokens_are_the_same_with_a_prefix_hit(
-    decoder: Decoder, requests: list[InferenceRequest], alone: list[tuple[int, ...]]
+    decoder: Decoder, requests: list[InferenceRequest], alone: list[GenerationResult]
 ) -> None:
     engine = make_engine(decoder, overlap=True, prefix_caching=True)
     # In one step: the second of the two that share a prefix waits for, or reads, the blocks of the first.
-    assert tokens(run(engine, requests[3:5])) == alone[3:5]
+    assert_equal(run(engine, requests[3:5]), alone[3:5])
     again = run(engine, requests)
-    assert tokens(again) == alone
+    assert_equal(again, alone)
+    assert again[12].cached_token_count >= 16 and again[19].cached_token_count >= 16
     assert again[3].cached_token_count >= 16 and again[4].cached_token_count >= 16
     engine.stop()
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_tokens_are_the_same_after_preemption(
-    decoder: Decoder, requests: list[InferenceRequest], alone: list[tuple[int, ...]], mode: PreemptionMode
+    decoder: Decoder, requests: list[InferenceRequest], alone: list[GenerationResult], mode: PreemptionMode
 ) -> None:
-    # All eight need 24 blocks at their ends: memory runs out while they generate.
-    engine = make_engine(decoder, blocks=14, swap_blocks=32, overlap=True, preemption=mode)
-    assert tokens(run(engine, requests)) == alone
+    # All 32 need about 100 blocks at their ends: memory runs out while they generate.
+    engine = make_engine(decoder, blocks=48, swap_blocks=64, overlap=True, preemption=mode)
+    assert_equal(run(engine, requests), alone)
     stats = engine.stats()[0]
     by_swap, by_recompute = stats.preemptions_by_swap, stats.preemptions_by_recompute
     assert by_swap > 0 if mode is PreemptionMode.SWAP else by_recompute > 0 and by_swap == 0
@@ -166,39 +188,78 @@ def test_tokens_are_the_same_after_preemption(
 
 
 def test_tokens_are_the_same_for_a_victim_of_an_urgent_request(
-    decoder: Decoder, requests: list[InferenceRequest], alone: list[tuple[int, ...]]
+    decoder: Decoder, requests: list[InferenceRequest], alone: list[GenerationResult]
 ) -> None:
-    engine = make_engine(decoder, blocks=5, overlap=True)
+    engine = make_engine(decoder, blocks=4, overlap=True, policy=PriorityPolicy.PRIORITY)
     victim = engine.submit(requests[3])
     for _ in range(4):
         engine.run_iteration()
     urgent = InferenceRequest(requests[6].prompt, requests[6].params, priority=Priority.CRITICAL)
-    assert tokens(run(engine, [urgent])) == [alone[6]]
+    assert_equal(run(engine, [urgent]), [alone[6]])
     result = engine.get_result(victim)
     assert result is not None and result.preemptions == 1
-    assert result.tokens == alone[3]
+    assert_equal([result], [alone[3]])
     engine.stop()
+
+
+def test_tokens_are_the_same_after_cancels_of_neighbours(
+    decoder: Decoder, requests: list[InferenceRequest], alone: list[GenerationResult]
+) -> None:
+    engine = make_engine(decoder, blocks=48, overlap=True, prefix_caching=True, max_chunk_tokens=16)
+    ids = [engine.submit(request) for request in requests]
+    gone = ids[1::3]
+    for step, request_id in enumerate(gone):  # one a step: waiting, in the middle of its prompt, generating
+        engine.run_iteration()
+        assert engine.cancel(request_id) or step > NEW_TOKENS
+    kept = [index for index, request_id in enumerate(ids) if request_id not in gone]
+    while engine.run_iteration():
+        engine.scheduler.check_integrity()
+    results = [engine.get_result(ids[index]) for index in kept]
+    assert_equal([result for result in results if result is not None], [alone[index] for index in kept])
+    engine.stop()
+
+
+def test_logprobs_of_a_prompt_are_the_same_in_chunks_and_in_company(
+    decoder: Decoder, requests: list[InferenceRequest]
+) -> None:
+    scored = [
+        dataclasses.replace(one, params=dataclasses.replace(one.params, prompt_logprobs=2, max_tokens=1))
+        for one in (requests[12], requests[4], requests[9])
+    ]
+    found = []
+    for chunk, company in ((512, []), (7, requests[:2])):
+        engine = make_engine(decoder, overlap=True, max_chunk_tokens=chunk)
+        found.append(
+            [result.prompt_logprobs or () for result in run(engine, [*scored, *company])[: len(scored)]]
+        )
+        engine.stop()
+    for request, first, second in zip(scored, *found, strict=True):
+        assert first[0] is None and len(first) == len(second) == len(request.prompt)
+        for one, other in zip(first[1:], second[1:], strict=True):
+            assert one is not None and other is not None
+            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+            np.testing.assert_allclose(one.logprob, other.logprob, rtol=0, atol=1e-10)
 
 
 def test_a_request_with_broken_numbers_fails_alone(
     decoder: Decoder,
     requests: list[InferenceRequest],
-    alone: list[tuple[int, ...]],
+    alone: list[GenerationResult],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One row of the logits turns into NaN in the middle: that request ends in error, the others as ever."""
     engine = make_engine(decoder, overlap=True)
-    forward, calls = decoder.forward, []
+    make_logits, calls = decoder.logits, []
 
-    def broken(step: StepIndices, cache: np.ndarray) -> np.ndarray:
-        logits = forward(step, cache)
+    def broken(rows: np.ndarray) -> np.ndarray:
+        logits = make_logits(rows)
         calls.append(len(logits))
         if len(calls) == 4:
             logits[2] = np.nan
         return logits
 
-    monkeypatch.setattr(decoder, "forward", broken)
-    ids = [engine.submit(request) for request in requests]
+    monkeypatch.setattr(decoder, "logits", broken)
+    ids = [engine.submit(request) for request in requests[:8]]
     engine.run_until_idle()
     results = [engine.get_result(request_id) for request_id in ids]
     failed = [
@@ -208,14 +269,14 @@ def test_a_request_with_broken_numbers_fails_alone(
     assert "not a number" in (results[failed[0]].error or "")  # type: ignore[union-attr]
     for index, result in enumerate(results):
         if index not in failed:
-            assert result is not None and result.tokens == alone[index]
+            assert result is not None and result.tokens == alone[index].tokens
     engine.stop()
 
 
 def test_a_step_that_breaks_down_is_tried_again(
     decoder: Decoder,
     requests: list[InferenceRequest],
-    alone: list[tuple[int, ...]],
+    alone: list[GenerationResult],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine(decoder, overlap=True)
@@ -228,6 +289,6 @@ def test_a_step_that_breaks_down_is_tried_again(
         return forward(step, cache)
 
     monkeypatch.setattr(decoder, "forward", broken)
-    assert tokens(run(engine, requests[:3])) == alone[:3]
+    assert_equal(run(engine, requests[:3]), alone[:3])
     assert engine.stats()[0].steps_failed == 1
     engine.stop()

@@ -1,7 +1,8 @@
-"""The default model against transformers: the same greedy text from the same dequantised weights."""
+"""The default model against transformers on the same dequantised weights: the same greedy text, the same perplexity."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from weft.backends import registry
+from weft.backends.base import Backend
 from weft.config import SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
 from weft.loading.checkpoint import open_checkpoint
@@ -51,6 +53,28 @@ CONVERSATIONS = [
     "Write one sentence about the sea.",
     "How many legs does a spider have, and why do they have so many?",
 ]
+
+
+# Borders of blocks (16) and chunks (64), and what lies between them, as slices of the reading text.
+LENGTHS = (
+    *(1, 2, 3, 5, 8, 13, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 80, 96, 112, 127, 128, 129),
+    *(191, 192, 193, 256, 320, 400, 512, 700, 999),
+)
+WINDOW = 1024
+WINDOWS = 3
+
+
+@pytest.fixture(scope="module")
+def reading(default_tokenizer: Tokenizer) -> list[int]:
+    """The repo's text for such measurements."""
+    path = Path(__file__).parents[1] / "data" / "reading.txt"
+    return default_tokenizer.encode(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def backend_factory(default_model_path: Path) -> Callable[[], Backend]:
+    checkpoint = open_checkpoint(default_model_path)
+    return lambda: registry.build("cpu", checkpoint=checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -120,19 +144,22 @@ def reference_logits(model: Any, prompt: list[int], text: list[int]) -> np.ndarr
 
 
 def test_greedy_text_equals_transformers_in_one_mixed_batch_with_chunked_prompts(
-    default_model_path: Path, default_tokenizer: Tokenizer, reference: Any, capsys: pytest.CaptureFixture[str]
+    backend_factory: Callable[[], Backend],
+    default_tokenizer: Tokenizer,
+    reading: list[int],
+    reference: Any,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     template = ChatTemplate(default_tokenizer)
     prompts = [default_tokenizer.encode(text) for text in PROMPTS]
     prompts += [template.encode([{"role": "user", "content": text}]) for text in CONVERSATIONS]
-    assert len(prompts) == 20 and min(map(len, prompts)) == 1 and max(map(len, prompts)) > 500
+    prompts += [reading[97 * i : 97 * i + length] for i, length in enumerate(LENGTHS)]
+    assert len(prompts) >= 50 and min(map(len, prompts)) == 1 and max(map(len, prompts)) == 999
 
     scheduler = SchedulerConfig(
-        max_running=20, max_tokens_per_step=256, max_prefill_tokens=192, max_chunk_tokens=64
+        max_running=24, max_tokens_per_step=256, max_prefill_tokens=192, max_chunk_tokens=64
     )
-    engine = ServingEngine(
-        registry.build("cpu", checkpoint=open_checkpoint(default_model_path)), ServingEngineConfig(scheduler)
-    )
+    engine = ServingEngine(backend_factory(), ServingEngineConfig(scheduler))
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     ids = [engine.submit(InferenceRequest(tuple(prompt), params)) for prompt in prompts]
     engine.run_until_idle()
@@ -154,4 +181,39 @@ def test_greedy_text_equals_transformers_in_one_mixed_batch_with_chunked_prompts
                 break  # after a tie transformers continues another text
     with capsys.disabled():
         print(f"\n  greedy parity: {len(prompts)} prompts, {ties} ties (best two logits within {TIE})")
-    assert ties <= 2, "more ties than chance gives: the logits are less equal than they should be"
+    assert ties * 100 <= len(prompts) * NEW_TOKENS, (
+        "more ties than chance gives: the logits are not equal enough"
+    )
+
+
+def test_perplexity_equals_transformers_within_a_thousandth(
+    backend_factory: Callable[[], Backend],
+    reading: list[int],
+    reference: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Through the engine: logprobs of prompts, in chunks, several at once."""
+    windows = [reading[start : start + WINDOW] for start in range(0, WINDOW * WINDOWS, WINDOW)]
+    engine = ServingEngine(backend_factory(), ServingEngineConfig(SchedulerConfig(max_running=4)))
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    ids = [engine.submit(InferenceRequest(tuple(window), params)) for window in windows]
+    engine.run_until_idle()
+    results = [engine.get_result(request_id) for request_id in ids]
+    engine.stop()
+
+    ours, theirs = [], []
+    for window, result in zip(windows, results, strict=True):
+        assert result is not None and result.prompt_logprobs is not None
+        ours += [one.logprob for one in result.prompt_logprobs if one is not None]
+        with torch.no_grad():
+            logits = reference(torch.tensor([window]), use_cache=False).logits[0, :-1].double()
+        picked = torch.log_softmax(logits, dim=1)[torch.arange(WINDOW - 1), torch.tensor(window[1:])]
+        theirs += picked.tolist()
+    assert len(ours) == len(theirs) == WINDOWS * (WINDOW - 1)
+    perplexities = [float(np.exp(-np.mean(values))) for values in (ours, theirs)]
+    with capsys.disabled():
+        print(
+            f"\n  perplexity of {len(ours)} tokens: {perplexities[0]:.5f}, transformers {perplexities[1]:.5f}"
+        )
+    assert abs(perplexities[0] / perplexities[1] - 1) < 1e-3
+    np.testing.assert_allclose(ours, theirs, atol=2e-3)
