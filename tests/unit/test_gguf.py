@@ -132,7 +132,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "a bool of 2": (gguf([pair("k", BOOL, b"\x02")], [], b""), "found 2"),
     "dimensions": (gguf([], [tensor("w", [1] * 9, F32, 0)], DATA), "has 9 dimensions"),
     "empty dimension": (gguf([], [tensor("w", [4, 0], F32, 0)], DATA), "empty dimension"),
-    "other format": (gguf([], [tensor("w", [256], 12, 0)], DATA), r"type 12 \(Q4_K\); weft reads F32, F16, Q4_0, Q4_1, Q8_0"),
+    "other format": (gguf([], [tensor("w", [256], 16, 0)], DATA), r"type 16 \(IQ2_XXS\); weft reads F32, F16, Q4_0, Q4_1, Q5_0"),
     "ragged blocks": (gguf([], [tensor("w", [33], Q8_0, 0)], DATA), "rows of 33 values"),
     "data past the end": (gguf([], [tensor("w", [2**40], F32, 0)], DATA), "the file ends at"),
     "a product beyond 64 bits": (gguf([], [tensor("w", [2**40, 2**40], F32, 0)], DATA), "the file ends at"),
