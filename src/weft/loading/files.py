@@ -95,7 +95,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     with _open_regular(path) as (file, size):
         if size > _MAX_JSON_BYTES:
-            raise ModelFileError(f"{path}: the file has {size} bytes, the limit for JSON is {_MAX_JSON_BYTES}")
+            raise ModelFileError(
+                f"{path}: the file has {size} bytes, the limit for JSON is {_MAX_JSON_BYTES}"
+            )
         return parse_json(path, file.read(_MAX_JSON_BYTES), "JSON")
 
 

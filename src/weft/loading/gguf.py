@@ -94,7 +94,9 @@ def _with_other_parts(first: GgufFile, count: int) -> GgufFile:
     if _whole_number(first, "split.no", 0) != 0 or int(match["number"]) != 1:
         first_name = f"{match['prefix']}-00001-of-{match['count']}.gguf"
         raise field_error(
-            first.path, "split.no", f"this is not the first of the {count} files; pass the path of {first_name}"
+            first.path,
+            "split.no",
+            f"this is not the first of the {count} files; pass the path of {first_name}",
         )
     tensors = dict(first.tensors)
     for number, name in enumerate(other_parts(first.path.name), start=1):
@@ -102,7 +104,9 @@ def _with_other_parts(first: GgufFile, count: int) -> GgufFile:
         for key, expected in (("split.no", number), ("split.count", count)):
             found = _whole_number(part, key, None)
             if found != expected:
-                problem = f"found {found}, expected {expected}; the files do not belong together, fetch them again"
+                problem = (
+                    f"found {found}, expected {expected}; the files do not belong together, fetch them again"
+                )
                 raise field_error(part.path, key, problem)
         for tensor_name, tensor in part.tensors.items():
             if tensor_name in tensors:
@@ -236,7 +240,12 @@ class _Reader:
 
     def strings(self, count: int, field: str) -> list[str]:
         """`string`, `count` times, written out: a vocabulary has 100,000 of them and start-up waits for it."""
-        data, end, position, unpack = self.data, self.table_end, self.position, struct.Struct("<Q").unpack_from
+        data, end, position, unpack = (
+            self.data,
+            self.table_end,
+            self.position,
+            struct.Struct("<Q").unpack_from,
+        )
         result: list[str] = []
         for index in range(count):
             if position + 8 > end:
