@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from weft.errors import ModelFileError
-from weft.loading.gguf import read_gguf
+from weft.loading.files import field_error, read_json
+from weft.loading.generation import gguf_sampling, huggingface_sampling
+from weft.loading.gguf import other_parts, read_gguf
+from weft.loading.safetensors import INDEX_NAME, SINGLE_NAME, read_safetensors, read_sharded_safetensors
+from weft.loading.tensor import StoredTensor
 from weft.loading.vocabulary import read_vocabulary
 
 Layout = Literal["gguf", "huggingface"]
+
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_MAX_NAMES_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -31,13 +38,185 @@ class Checkpoint:
     """What the model's makers suggest for sampling, under the names of `SamplingParams`."""
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
-    """The model at `path`, a GGUF file or a folder; errors name the file and the field."""
+def open_checkpoint(path: Path | str, own_architectures: Collection[str] = ()) -> Checkpoint:
+    """The model at `path`, a GGUF file or a folder; errors name the file and the field.
+
+    A folder may bring code of its own for its architecture (`auto_map` in config.json). weft never runs it. Some
+    makers ship such code beside an architecture that everybody knows; so a folder with code is opened where its
+    `model_type` or class is among `own_architectures`, those that weft has a decoder for, and refused otherwise.
+    """
     path = Path(path)
     if path.is_dir():
-        raise ModelFileError(f"{path}: is a folder; pass the path of a GGUF file")
+        return _open_folder(path, own_architectures)
+    if path.suffix == ".safetensors":
+        raise ModelFileError(f"{path}: is only the weights; pass the folder that also holds config.json")
+    if path.suffix in _PICKLE_SUFFIXES:
+        raise _pickle_error(path)
+    return _open_gguf(path)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
     try:
-        return Checkpoint(path, "gguf", file.metadata, file.tensors, read_vocabulary(file.metadata).end_ids)
+        end_ids = read_vocabulary(file.metadata).end_ids
     except ModelFileError as error:
         raise ModelFileError(f"{path}: {error}") from error
+    return Checkpoint(path, "gguf", file.metadata, file.tensors, end_ids, gguf_sampling(path, file.metadata))
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def _open_folder(folder: Path, own_architectures: Collection[str]) -> Checkpoint:
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError as error:
+        raise ModelFileError(f"{folder}: cannot be opened: {error.strerror or error}") from error
+    if SINGLE_NAME not in names and INDEX_NAME not in names:
+        return _open_gguf(folder / _only_gguf(folder, names))
+    if "config.json" not in names:
+        raise ModelFileError(f"{folder}: has weights but no config.json, which says what model they are of")
+    config_path = folder / "config.json"
+    config = read_json(config_path)
+    _refuse_quantised(config_path, config)
+    _refuse_remote_code(folder, config, names, own_architectures)
+    generation_path = folder / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.name in names else {}
+    return Checkpoint(
+        folder,
+        "huggingface",
+        config,
+        _read_weights(folder, names),
+        _end_ids(folder, names, config, generation),
+        huggingface_sampling(generation_path, generation),
+    )
+
+
+def _read_weights(folder: Path, names: list[str]) -> dict[str, StoredTensor]:
+    # A whole file before an index, as transformers does: an index may be left over from before the files were joined.
+    if SINGLE_NAME in names:
+        return read_safetensors(folder / SINGLE_NAME)
+    return read_sharded_safetensors(folder / INDEX_NAME)
+
+
+def _only_gguf(folder: Path, names: list[str]) -> str:
+    """The one GGUF model in a folder without safetensors; else an error that says what is there instead."""
+    found = [name for name in names if name.endswith(".gguf")]
+    later_parts = {part for name in found for part in other_parts(name)}
+    models = [name for name in found if name not in later_parts]
+    if len(models) == 1:
+        return models[0]
+    if models:
+        raise ModelFileError(f"{folder}: holds several GGUF models; pass the path of one: {_listed(models)}")
+    if pickles := [name for name in names if name.endswith(_PICKLE_SUFFIXES) and name != "training_args.bin"]:
+        raise _pickle_error(folder / pickles[0])
+    if weights := [name for name in names if name.endswith(".safetensors")]:
+        raise ModelFileError(
+            f"{folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}, only {_listed(weights)}; fetch the missing file"
+        )
+    raise ModelFileError(
+        f"{folder}: holds no model; expected config.json with {SINGLE_NAME} or {INDEX_NAME}, or a GGUF file"
+    )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
+    return ", ".join(names[:_MAX_NAMES_SHOWN]) + more
+
+
+def _pickle_error(path: Path) -> ModelFileError:
+    return ModelFileError(
+        f"{path}: pickle weights can run code when they are read, so weft does not read them; "
+        "convert the model to safetensors or GGUF"
+    )
+
+
+def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
+    for key in ("quantization_config", "compression_config"):
+        details = config.get(key)
+        if details is not None:
+            method = details.get("quant_method") if isinstance(details, dict) else None
+            raise field_error(
+                path,
+                key,
+                f"the weights are quantised ({method or 'method unknown'!r:.40}), which weft does not read yet; "
+                "take the model in bf16, or quantised as GGUF",
+            )
+
+
+def _refuse_remote_code(
+    folder: Path, config: Mapping[str, Any], names: list[str], own_architectures: Collection[str]
+) -> None:
+    classes = config.get("architectures")
+    known_as = [config.get("model_type"), *(classes if isinstance(classes, list) else [])]
+    is_known = any(isinstance(name, str) and name in own_architectures for name in known_as)
+    if _names_model_code(config.get("auto_map")) and not is_known:
+        raise field_error(
+            folder / "config.json",
+            "auto_map",
+            f"the architecture {config.get('model_type')!r:.80} needs code of its own; "
+            "weft never runs code of a checkpoint, and has no decoder for it",
+        )
+    # A tokenizer.json needs no code; where it is missing, the tokenizer is the code.
+    if "tokenizer_config.json" in names and "tokenizer.json" not in names:
+        path = folder / "tokenizer_config.json"
+        if read_json(path).get("auto_map"):
+            raise field_error(
+                path, "auto_map", "the tokenizer needs code of its own; weft never runs code of a checkpoint"
+            )
+
+
+def _names_model_code(auto_map: Any) -> bool:
+    if isinstance(auto_map, dict):
+        return any(name.startswith(("AutoConfig", "AutoModel")) for name in auto_map)
+    return bool(auto_map)
+
+
+# --- the tokens that end an answer ------------------------------------------------------------------------------------
+
+
+def _end_ids(
+    folder: Path, names: list[str], config: Mapping[str, Any], generation: Mapping[str, Any]
+) -> frozenset[int]:
+    """From generation_config.json, else config.json, else the tokenizer's files: the first that says anything.
+
+    An id that is no token's is refused: to drop it could leave a model that never ends an answer.
+    """
+    size = config.get("vocab_size")
+    limit = size if type(size) is int and size > 0 else 2**31
+    for name, values in (("generation_config.json", generation), ("config.json", config)):
+        value = values.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for token in ids:
+            if type(token) is not int or not 0 <= token < limit:
+                problem = f"{token!r:.80} is not the id of one of the {limit} tokens"
+                raise field_error(folder / name, "eos_token_id", problem)
+        if ids:
+            return frozenset(ids)
+    token = _tokenizer_end_id(folder, names)
+    if token is not None and token >= limit:
+        problem = f"its id {token} is not that of one of the {limit} tokens of config.json"
+        raise field_error(folder / "tokenizer_config.json", "eos_token", problem)
+    return frozenset() if token is None else frozenset((token,))
+
+
+def _tokenizer_end_id(folder: Path, names: list[str]) -> int | None:
+    """The id of tokenizer_config.json's eos_token, which is a text or an object with one."""
+    config_path, tokenizer_path = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if config_path.name not in names or tokenizer_path.name not in names:
+        return None
+    token = read_json(config_path).get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is None:
+        return None
+    added = read_json(tokenizer_path).get("added_tokens")
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, dict) and entry.get("content") == text:
+            number = entry.get("id")
+            if type(number) is not int or number < 0:
+                problem = f"the id of {text!r:.80} is {number!r:.80}, expected a whole number from 0"
+                raise field_error(tokenizer_path, "added_tokens", problem)
+            return number
+    raise field_error(
+        config_path, "eos_token", f"{text!r:.80} is not among the added_tokens of tokenizer.json"
+    )

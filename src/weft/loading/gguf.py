@@ -10,7 +10,7 @@ file justifies. Anything wrong raises `ModelFileError` with the file and the fie
 
 from __future__ import annotations
 
-import mmap
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,15 +20,22 @@ from typing import Any
 import numpy as np
 
 from weft.errors import ModelFileError
-from weft.loading.formats import FORMATS, OTHER_FORMAT_NAMES, TensorFormat, dequantise
+from weft.loading.files import MappedFile, field_error, map_file
+from weft.loading.formats import GGUF_FORMATS, OTHER_GGUF_FORMATS, TensorFormat
+from weft.loading.tensor import StoredTensor
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
+_HEADER_BYTES = 24
 _MAX_NAME_BYTES = 65_535
 _MAX_ENTRIES = 65_536  # of pairs, and of tensors; the largest published models have some thousands
 _MAX_DIMENSIONS = 4
 _MAX_ALIGNMENT = 1 << 20
 _DEFAULT_ALIGNMENT = 32
+
+# Where pairs and tensor table have to end; the largest vocabularies, with a whole tokenizer.json of 30 MB beside them,
+# need half of it. A file with holes costs its author nothing: without this it could hold billions of empty strings.
+_MAX_TABLE_BYTES = 128 << 20
 
 # The smallest a key-value pair and a tensor entry can be: what bounds their counts by the size of the file.
 _MIN_PAIR_BYTES = 8 + 4 + 1
@@ -40,75 +47,100 @@ _SCALARS: dict[int, str] = {
 }  # fmt: skip
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
-
-@dataclass(frozen=True)
-class GgufTensor:
-    """One tensor of the file: raw bytes in the map, turned into numbers only when asked.
-
-    `shape` is in numpy order (rows first), so a linear layer is [outputs, inputs].
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    format: TensorFormat
-    raw: np.ndarray  # uint8, a view of the map; never writable
-
-    @property
-    def format_name(self) -> str:
-        return self.format.name
-
-    def read_into(self, out: np.ndarray) -> None:
-        """Write the values into `out`, a floating point array of the same shape."""
-        out[...] = dequantise(self.raw, self.format, self.shape)
-
-    def rows(self, indices: np.ndarray) -> np.ndarray:
-        """float32 copies of these rows of a matrix; nothing else of it is read."""
-        rows = self.raw.reshape(self.shape[0], -1)[indices]
-        return dequantise(rows, self.format, (len(indices), self.shape[1]))
-
-    def to_float32(self) -> np.ndarray:
-        """A fresh float32 array."""
-        return dequantise(self.raw, self.format, self.shape)
+# The name of one file of several: model-00002-of-00003.gguf.
+_PART_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A checked file: its metadata (numbers, strings, lists of strings, read-only numpy arrays) and tensors."""
+    """A checked model: its metadata (numbers, strings, lists of strings, read-only numpy arrays) and tensors."""
 
     path: Path
     version: int
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
+    tensors: Mapping[str, StoredTensor]
 
 
 def read_gguf(path: Path | str) -> GgufFile:
-    """Open, check and map a GGUF file; the map lives as long as any tensor of it does."""
-    path = Path(path)
-    return _Reader(path, _map_file(path)).read()
+    """Open, check and map a GGUF file, or the first of several that make one model together, with the others."""
+    first = _read_one(Path(path))
+    count = _whole_number(first, "split.count", 1)
+    return first if count <= 1 else _with_other_parts(first, count)
 
 
-def _map_file(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            # An empty file cannot be mapped, and what cannot hold a header is no model either.
-            size = file.seek(0, 2)
-            if size < 24:
-                raise ModelFileError(
-                    f"{path}: header: the file has {size} bytes, a GGUF header alone needs 24"
+def other_parts(name: str) -> list[str]:
+    """The names of the files that follow, where `name` is that of the first of several."""
+    match = _PART_NAME.fullmatch(name)
+    if match is None or int(match["number"]) != 1:
+        return []
+    numbers = range(2, int(match["count"]) + 1)
+    return [f"{match['prefix']}-{number:05}-of-{match['count']}.gguf" for number in numbers]
+
+
+def _read_one(path: Path) -> GgufFile:
+    return _Reader(map_file(path, "GGUF", _HEADER_BYTES)).read()
+
+
+def _with_other_parts(first: GgufFile, count: int) -> GgufFile:
+    """The whole model from its first file, which has all of the metadata and says how many files there are."""
+    match = _PART_NAME.fullmatch(first.path.name)
+    if match is None or int(match["count"]) != count:
+        raise field_error(
+            first.path,
+            "split.count",
+            f"the model is split into {count} files, whose names end in -00001-of-{count:05}.gguf and so on; "
+            "give them the names they were published under",
+        )
+    if _whole_number(first, "split.no", 0) != 0 or int(match["number"]) != 1:
+        first_name = f"{match['prefix']}-00001-of-{match['count']}.gguf"
+        raise field_error(
+            first.path,
+            "split.no",
+            f"this is not the first of the {count} files; pass the path of {first_name}",
+        )
+    tensors = dict(first.tensors)
+    for number, name in enumerate(other_parts(first.path.name), start=1):
+        part = _read_one(first.path.with_name(name))
+        for key, expected in (("split.no", number), ("split.count", count)):
+            found = _whole_number(part, key, None)
+            if found != expected:
+                problem = (
+                    f"found {found}, expected {expected}; the files do not belong together, fetch them again"
                 )
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ModelFileError(f"{path}: cannot be opened: {error.strerror or error}") from error
+                raise field_error(part.path, key, problem)
+        for tensor_name, tensor in part.tensors.items():
+            if tensor_name in tensors:
+                other = tensors[tensor_name].file.path.name
+                raise field_error(part.path, tensor_name, f"the tensor is also in {other}")
+            tensors[tensor_name] = tensor
+    expected = _whole_number(first, "split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        problem = f"{expected} tensors are announced, the {count} files hold {len(tensors)}"
+        raise field_error(first.path, "split.tensors.count", problem)
+    return GgufFile(first.path, first.version, first.metadata, tensors)
+
+
+def _whole_number(file: GgufFile, key: str, default: Any) -> Any:
+    value = file.metadata.get(key, default)
+    if value is not default and (not isinstance(value, int) or isinstance(value, bool)):
+        raise field_error(file.path, key, f"{value!r:.80} is not a whole number")
+    return value
 
 
 class _Reader:
     """A cursor over the bytes of one file; every step forward is checked against its end."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path = path
-        self.data = data
-        self.size = len(data)
+    def __init__(self, file: MappedFile) -> None:
+        self.file = file
+        self.path = file.path
+        self.data = file.data
+        self.size = file.size
         self.position = 0
+        self.table_end = min(file.size, _MAX_TABLE_BYTES)
+        if self.table_end == file.size:
+            self.end_text = f"the file ends at {file.size}"
+        else:
+            self.end_text = f"what comes before the tensor data must end at {_MAX_TABLE_BYTES}"
 
     def read(self) -> GgufFile:
         if self.data[:4] != _MAGIC:
@@ -145,26 +177,22 @@ class _Reader:
     # --- pieces -------------------------------------------------------------------------------------------------
 
     def error(self, field: str, problem: str) -> ModelFileError:
-        # repr of a hostile name, cut short: the message goes to a terminal and to a log.
-        shown = field if field.isprintable() and len(field) <= 120 else repr(field[:120])
-        return ModelFileError(f"{self.path}: {shown}: {problem}")
+        return field_error(self.path, field, problem)
 
     def take(self, count: int, field: str) -> int:
         """Claim the next `count` bytes and return where they start."""
         start = self.position
-        if count > self.size - start:
-            raise self.error(
-                field, f"needs {count} bytes at offset {start}, but the file ends at {self.size}"
-            )
+        if count > self.table_end - start:
+            raise self.error(field, f"needs {count} bytes at offset {start}, but {self.end_text}")
         self.position = start + count
         return start
 
     def check_count(self, count: int, smallest: int, field: str) -> None:
-        left = self.size - self.position
+        left = self.table_end - self.position
         if count > left // smallest:
             raise self.error(
                 field,
-                f"{count} entries of at least {smallest} bytes do not fit into the {left} bytes that are left",
+                f"{count} entries of at least {smallest} bytes do not fit into the {left} bytes that are left; {self.end_text}",
             )
 
     def number(self, code: str, field: str) -> int:
@@ -212,19 +240,20 @@ class _Reader:
 
     def strings(self, count: int, field: str) -> list[str]:
         """`string`, `count` times, written out: a vocabulary has 100,000 of them and start-up waits for it."""
-        data, size, position, unpack = self.data, self.size, self.position, struct.Struct("<Q").unpack_from
+        data, end, position, unpack = (
+            self.data,
+            self.table_end,
+            self.position,
+            struct.Struct("<Q").unpack_from,
+        )
         result: list[str] = []
         for index in range(count):
-            if position + 8 > size:
-                raise self.error(
-                    field, f"entry {index} of {count} starts at {position}, but the file ends at {size}"
-                )
+            if position + 8 > end:
+                raise self.error(field, f"entry {index} of {count} starts at {position}, but {self.end_text}")
             start = position + 8
             position = start + unpack(data, position)[0]
-            if position > size:
-                raise self.error(
-                    field, f"entry {index} of {count} ends at {position}, but the file ends at {size}"
-                )
+            if position > end:
+                raise self.error(field, f"entry {index} of {count} ends at {position}, but {self.end_text}")
             try:
                 result.append(data[start:position].decode("utf-8"))
             except UnicodeDecodeError as error:
@@ -247,10 +276,10 @@ class _Reader:
 
     # --- tensors ------------------------------------------------------------------------------------------------
 
-    def tensor_table(self, count: int, alignment: int) -> dict[str, GgufTensor]:
+    def tensor_table(self, count: int, alignment: int) -> dict[str, StoredTensor]:
         entries = [self.tensor_entry(index, alignment) for index in range(count)]
         data_start = -(-self.position // alignment) * alignment
-        tensors: dict[str, GgufTensor] = {}
+        tensors: dict[str, StoredTensor] = {}
         previous_end, previous_name = 0, ""
         # In order of offset, so that an overlap is found between neighbours. Overlapping tensors would let a small
         # file claim any amount of memory once they are turned into numbers.
@@ -265,8 +294,8 @@ class _Reader:
                     f"its data ends at byte {data_start + offset + byte_count}, but the file ends at {self.size}; "
                     "the file is cut short, fetch it again",
                 )
-            raw = np.frombuffer(self.data, np.uint8, byte_count, data_start + offset)
-            tensors[name] = GgufTensor(name, shape, tensor_format, raw)
+            start = data_start + offset
+            tensors[name] = StoredTensor(name, shape, tensor_format, self.file, start, byte_count)
             previous_end, previous_name = offset + byte_count, name
         return tensors
 
@@ -279,10 +308,10 @@ class _Reader:
         if 0 in dimensions:
             raise self.error(name, f"has an empty dimension: {dimensions}")
         kind = self.number("<I", f"{name} type")
-        tensor_format = FORMATS.get(kind)
+        tensor_format = GGUF_FORMATS.get(kind)
         if tensor_format is None:
-            known = ", ".join(entry.name for entry in FORMATS.values())
-            found = OTHER_FORMAT_NAMES.get(kind, "unknown")
+            known = ", ".join(entry.name for entry in GGUF_FORMATS.values())
+            found = OTHER_GGUF_FORMATS.get(kind, "unknown")
             raise self.error(
                 name,
                 f"is stored as type {kind} ({found}); weft reads {known}. Convert the model to one of these",
@@ -298,6 +327,5 @@ class _Reader:
         offset = self.number("<Q", f"{name} offset")
         if offset % alignment:
             raise self.error(name, f"offset {offset} is not a multiple of the alignment {alignment}")
-        byte_count = values // tensor_format.block_values * tensor_format.block_bytes
         # The file gives the fastest-moving dimension first, numpy the slowest.
-        return name, tuple(reversed(dimensions)), tensor_format, offset, byte_count
+        return name, tuple(reversed(dimensions)), tensor_format, offset, tensor_format.bytes_of(values)

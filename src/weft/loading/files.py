@@ -1,0 +1,151 @@
+"""Opens the files of a model, mapped into memory or as JSON; whatever is wrong is an error that names the file.
+
+A model file comes from a stranger: it may be a pipe that never ends, a link to nowhere, or text nested so deep that
+whoever walks it falls over.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from weft.errors import ModelFileError
+
+# The largest JSON file of a published model is a tokenizer of 30 MB; no config comes near.
+_MAX_JSON_BYTES = 64 << 20
+_MAX_JSON_DEPTH = 64
+
+# A page that is read brings its neighbours with it, also those before it that were let go: Linux maps 16 pages at a
+# time, or 2 MiB where its cache holds the file in huge pages. Without this, half of a file stayed resident.
+_NEIGHBOUR_BYTES = 2 << 20
+
+
+def field_error(path: Path, field: str, problem: str) -> ModelFileError:
+    """The error for one field of a file."""
+    # repr of a hostile name, cut short: the message goes to a terminal and to a log.
+    shown = field if field.isprintable() and len(field) <= 120 else repr(field[:120])
+    return ModelFileError(f"{path}: {shown}: {problem}")
+
+
+@contextmanager
+def _open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """The file and its size."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            found = "a folder" if path.is_dir() else "no regular file"
+            raise ModelFileError(f"{path}: cannot be opened: it is {found}")
+        with path.open("rb") as file:
+            yield file, os.fstat(file.fileno()).st_size
+    except FileNotFoundError as error:
+        if path.is_symlink():
+            problem = f"it is a link to {os.readlink(path)}, which does not exist; fetch the model again"
+            raise ModelFileError(f"{path}: cannot be opened: {problem}") from error
+        raise ModelFileError(f"{path}: cannot be opened: it does not exist") from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte in it
+        reason = getattr(error, "strerror", None) or error
+        raise ModelFileError(f"{path}: cannot be opened: {reason}") from error
+
+
+# --- mapped -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """The bytes of a file, read only; the map lives as long as anything that refers to it.
+
+    A file that is cut short by somebody else while it is mapped ends the process when the lost part is read: nothing
+    in Python can catch that. `weft pull` only ever replaces whole files.
+    """
+
+    path: Path
+    data: mmap.mmap
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def let_go(self, start: int, stop: int) -> None:
+        """These bytes will not be read again soon: their pages need not stay in this process's memory.
+
+        The pages can be had again from the system's cache or the disk, so it costs nothing but time if they are.
+        """
+        if hasattr(mmap, "MADV_DONTNEED"):
+            first = max(0, start - _NEIGHBOUR_BYTES)
+            first -= first % mmap.PAGESIZE
+            self.data.madvise(mmap.MADV_DONTNEED, first, stop - first)
+
+
+def map_file(path: Path, kind: str, header_bytes: int) -> MappedFile:
+    """A file of `kind`, which begins with a header of at least `header_bytes`."""
+    with _open_regular(path) as (file, size):
+        # An empty file cannot be mapped, and what cannot hold a header is no model either.
+        if size < header_bytes:
+            raise ModelFileError(
+                f"{path}: header: the file has {size} bytes, a {kind} header alone needs {header_bytes}"
+            )
+        return MappedFile(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    with _open_regular(path) as (file, size):
+        if size > _MAX_JSON_BYTES:
+            raise ModelFileError(
+                f"{path}: the file has {size} bytes, the limit for JSON is {_MAX_JSON_BYTES}"
+            )
+        return parse_json(path, file.read(size), "JSON")
+
+
+def parse_json(path: Path, text: bytes, field: str) -> dict[str, Any]:
+    """The object in `text`, which is `field` of the file: no name twice in one object, and not nested too deep."""
+    too_deep = f"is nested deeper than {_MAX_JSON_DEPTH} levels"
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_object)
+    except RecursionError as error:
+        raise field_error(path, field, too_deep) from error
+    except ValueError as error:  # not UTF-8, not JSON, a name twice, a number of thousands of digits
+        raise field_error(path, field, f"cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise field_error(path, field, f"is {_kind(value)}, expected an object")
+    if _depth_exceeds(value, _MAX_JSON_DEPTH):
+        raise field_error(path, field, too_deep)
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {twice[:120]!r} appears twice in one object")
+    return result
+
+
+def _depth_exceeds(value: Any, limit: int) -> bool:
+    # Level by level: a hostile value must not be able to exhaust the stack of whoever measures it.
+    level = [value]
+    for _ in range(limit):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _kind(value: Any) -> str:
+    kinds = {list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
+    return kinds.get(type(value), "a number")

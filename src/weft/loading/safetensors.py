@@ -1,0 +1,163 @@
+"""Reads safetensors files, one or many under an index, through a memory map; a security boundary.
+
+As with GGUF, every length, shape and offset is checked against the size of the file before it is used, and anything
+wrong raises `ModelFileError` with the file and the field.
+
+    u64 header length | JSON header, maybe padded with spaces | tensor data
+                        {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}
+
+The format forbids what a hostile file would need: the tensors fill the data one after the other, without holes and
+without overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from weft.errors import ModelFileError
+from weft.loading.files import MappedFile, field_error, map_file, parse_json, read_json
+from weft.loading.formats import SAFETENSORS_FORMATS, TensorFormat
+from weft.loading.tensor import StoredTensor
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # what the reference implementation allows
+_MAX_DIMENSIONS = 8
+_MAX_FILE_NAME = 255
+
+_Entry = tuple[int, int, str, tuple[int, ...], TensorFormat]  # start and end in the data first, to sort by
+
+
+def read_safetensors(path: Path | str) -> dict[str, StoredTensor]:
+    """The tensors of one file, by name."""
+    file = map_file(Path(path), "safetensors", _LENGTH_BYTES)
+    length = int.from_bytes(file.data[:_LENGTH_BYTES], "little")
+    data_start = _LENGTH_BYTES + length
+    if length > _MAX_HEADER_BYTES:
+        raise field_error(file.path, "header length", f"{length} bytes, the limit is {_MAX_HEADER_BYTES}")
+    if data_start > file.size:
+        raise field_error(
+            file.path,
+            "header length",
+            f"{length} bytes after the first {_LENGTH_BYTES}, but the file ends at {file.size}; "
+            "it is cut short or no safetensors file",
+        )
+    header = parse_json(file.path, file.data[_LENGTH_BYTES:data_start], "header")
+    header.pop("__metadata__", None)  # notes of whoever wrote the file; nothing weft needs
+    return _tensors(file, data_start, header)
+
+
+def _tensors(file: MappedFile, data_start: int, header: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    previous_end = 0
+    for start, end, name, shape, tensor_format in sorted(
+        (_entry(file.path, name, entry) for name, entry in header.items()), key=lambda entry: entry[:2]
+    ):
+        if start != previous_end:
+            raise field_error(
+                file.path,
+                name,
+                f"starts at {start}, but the data before it ends at {previous_end}; "
+                "the format allows neither overlaps nor holes",
+            )
+        if data_start + end > file.size:
+            raise field_error(
+                file.path,
+                name,
+                f"its data ends at byte {data_start + end}, but the file ends at {file.size}; "
+                "the file is cut short, fetch it again",
+            )
+        tensors[name] = StoredTensor(name, shape, tensor_format, file, data_start + start, end - start)
+        previous_end = end
+    if data_start + previous_end != file.size:
+        raise field_error(
+            file.path, "data", f"the tensors end at byte {data_start + previous_end}, the file at {file.size}"
+        )
+    return tensors
+
+
+def _entry(path: Path, name: str, entry: Any) -> _Entry:
+    if not isinstance(entry, dict):
+        raise field_error(path, name, "is not described by an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = (entry.get(field) for field in ("dtype", "shape", "data_offsets"))
+    tensor_format = SAFETENSORS_FORMATS.get(dtype) if isinstance(dtype, str) else None
+    if tensor_format is None:
+        known = ", ".join(SAFETENSORS_FORMATS)
+        raise field_error(
+            path, name, f"dtype is {dtype!r:.80}; weft reads {known}. Convert the model to one of these"
+        )
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+        expected = f"at most {_MAX_DIMENSIONS} whole numbers from 0"
+        raise field_error(path, name, f"shape is {shape!r:.80}, expected a list of {expected}")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise field_error(
+            path, name, f"data_offsets is {offsets!r:.80}, expected the start and the end of its data"
+        )
+    start, end = offsets
+    needed = tensor_format.bytes_of(math.prod(shape))
+    if end - start != needed:
+        raise field_error(
+            path,
+            name,
+            f"{dtype} of shape {shape!r:.80} takes {needed} bytes, data_offsets give it {end - start}",
+        )
+    return start, end, name, tuple(shape), tensor_format
+
+
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    """Whether it is a list of whole numbers that 64 bits can hold: Python would multiply far larger ones for hours."""
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+# --- several files ----------------------------------------------------------------------------------------------------
+
+
+def read_sharded_safetensors(index_path: Path | str) -> dict[str, StoredTensor]:
+    """The tensors of all files that an index names, by name."""
+    index_path = Path(index_path)
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise field_error(index_path, "weight_map", "missing or empty; expected the file of every tensor")
+    tensors: dict[str, StoredTensor] = {}
+    for shard in dict.fromkeys(_shard_name(index_path, *item) for item in weight_map.items()):
+        for name, tensor in _shard_tensors(index_path, shard).items():
+            if weight_map.get(name) != shard:
+                found = repr(weight_map[name]) if name in weight_map else "no file"
+                raise field_error(index_path, name, f"the tensor is in {shard}, the index names {found}")
+            tensors[name] = tensor
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            raise field_error(index_path, name, f"the index names {shard}, but the tensor is not in it")
+    return tensors
+
+
+def _shard_name(index_path: Path, tensor: str, shard: Any) -> str:
+    """The name of a file beside the index, and nothing else: "../x" or "/x" would be somebody else's file."""
+    if (
+        not isinstance(shard, str)
+        or not shard.endswith(".safetensors")
+        or not shard.isprintable()
+        or "/" in shard
+        or "\\" in shard
+        or len(shard.encode()) > _MAX_FILE_NAME
+    ):
+        raise field_error(
+            index_path,
+            tensor,
+            f"the index names {shard!r:.120}, expected the name of a .safetensors file beside it",
+        )
+    return shard
+
+
+def _shard_tensors(index_path: Path, shard: str) -> dict[str, StoredTensor]:
+    path = index_path.with_name(shard)
+    if not path.exists() and not path.is_symlink():
+        raise ModelFileError(
+            f"{index_path}: {shard}: the index names this file, but it is not there; fetch it"
+        )
+    return read_safetensors(path)
