@@ -7,7 +7,6 @@ tests short; all of its layers run in tests/parity.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,8 +17,7 @@ from weft.config import KvCachePoolConfig, PreemptionMode, SchedulerConfig, Serv
 from weft.engine.serving import ServingEngine
 from weft.loading.gguf import GgufFile
 from weft.models.decoder import Decoder
-from weft.models.names import by_decoder_name
-from weft.models.registry import build_config
+from weft.models.registry import build_decoder
 from weft.ops.base import StepIndices
 from weft.ops.reference import ReferenceOps
 from weft.request import GenerationResult, InferenceRequest, Priority, RequestState, SamplingParams
@@ -42,15 +40,13 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def decoder(default_model_file: GgufFile) -> Decoder:
-    config = dataclasses.replace(build_config(default_model_file.metadata), layers=LAYERS)
-    tensors = by_decoder_name(default_model_file.tensors)
-    weights = {name: tensor for name, tensor in tensors.items() if not is_layer_from(name, LAYERS)}
-    return Decoder(config, weights, ReferenceOps(np.float64))
-
-
-def is_layer_from(name: str, first: int) -> bool:
-    parts = name.split(".")
-    return parts[0] == "layers" and int(parts[1]) >= first
+    metadata = {**default_model_file.metadata, "llama.block_count": LAYERS}
+    tensors = {
+        name: tensor
+        for name, tensor in default_model_file.tensors.items()
+        if not name.startswith("blk.") or int(name.split(".")[1]) < LAYERS
+    }
+    return build_decoder("gguf", metadata, tensors, ReferenceOps(np.float64))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +112,8 @@ def test_tokens_equal_those_of_the_bare_decoder(
             block_tables=np.arange(blocks)[None],
             logit_indices=np.array([length - 1]),
         )
-        text.append(int(decoder.forward(step, decoder.new_cache(blocks, 8)).argmax()))
+        rows = decoder.forward(step, decoder.new_cache(blocks, 8))
+        text.append(int(decoder.logits(rows).argmax()))
     assert tuple(text[len(request.prompt) :]) == alone[0][:4]
 
 
@@ -186,16 +183,16 @@ def test_a_request_with_broken_numbers_fails_alone(
     alone: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One row of the logits turns into NaN in the middle: that request ends in error, the others as ever."""
+    """One row turns into NaN in the middle: that request ends in error, the others as ever."""
     engine = make_engine(decoder, overlap=True)
     forward, calls = decoder.forward, []
 
     def broken(step: StepIndices, cache: np.ndarray) -> np.ndarray:
-        logits = forward(step, cache)
-        calls.append(len(logits))
+        rows = forward(step, cache)
+        calls.append(len(rows))
         if len(calls) == 4:
-            logits[2] = np.nan
-        return logits
+            rows[2] = np.nan
+        return rows
 
     monkeypatch.setattr(decoder, "forward", broken)
     ids = [engine.submit(request) for request in requests]

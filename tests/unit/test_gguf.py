@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from weft.errors import ModelFileError
 from weft.loading.gguf import GgufFile, read_gguf
-from weft.models.names import decoder_name
 
 U32, FLOAT, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
 F32, F16, Q4_0, Q4_1, Q8_0 = 0, 1, 2, 3, 8
@@ -215,10 +214,3 @@ def test_absurd_numbers_anywhere_never_raise_another_error(
 @given(rest=st.binary(max_size=300))
 def test_noise_after_a_good_header_never_raises_another_error(fuzz_directory: Path, rest: bytes) -> None:
     read_everything(fuzz_directory, b"GGUF" + struct.pack("<I", 3) + rest)
-
-
-def test_tensor_names_of_the_file_become_the_decoders_names() -> None:
-    assert decoder_name("token_embd.weight") == "embedding"
-    assert decoder_name("blk.17.attn_q.weight") == "layers.17.wq"
-    assert decoder_name("blk.0.attn_q.bias") is None
-    assert decoder_name("blk.x.attn_q.weight") is None

@@ -59,10 +59,6 @@ class CpuBackend:
                 f"memory ({_available_memory() >> 20} MiB available); ask for fewer",
                 field="num_blocks",
             ) from error
-        weights = config.layers * (
-            config.hidden_size * (2 * config.heads + 2 * config.kv_heads) * config.head_size
-            + 3 * config.hidden_size * config.feed_forward_size
-        )
         return BackendInfo(
             vocabulary_size=config.vocabulary_size,
             max_context=max_context,
@@ -71,7 +67,7 @@ class CpuBackend:
             swap_blocks=swap_blocks,
             bytes_per_block=block_bytes,
             eos_token_ids=self._eos_token_ids,
-            recompute_seconds_per_token=2 * weights / _OPERATIONS_PER_SECOND,
+            recompute_seconds_per_token=2 * config.multiplications_per_token / _OPERATIONS_PER_SECOND,
             swap_seconds_per_block=block_bytes / _COPIED_BYTES_PER_SECOND,
         )
 
@@ -96,7 +92,7 @@ class CpuBackend:
         return StepResult(result.tokens, result.logprobs, result.errors, result.error, finished, failed)
 
     def _compute(self, plan: IterationPlan) -> StepResult:
-        logits = self._decoder.forward(self._rows.indices(plan), self._cache)
+        logits = self._decoder.logits(self._decoder.forward(self._rows.indices(plan), self._cache))
         entries = self._rows.sampled_entries(plan)
         if not len(entries.rows):
             return StepResult()
