@@ -7,7 +7,7 @@ import importlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,12 @@ class Case:
     model: str
     options: Mapping[str, Any]
     max_context: int | None = None
-    module: str = field(default="")
+    config: str = ""  # the name of its class, where that is not the model's and Config
 
     @property
     def modeling(self) -> str:
-        return f"transformers.models.{self.module or self.model.lower()}.modeling_{self.module or self.model.lower()}"
+        module = self.model.lower()
+        return f"transformers.models.{module}.modeling_{module}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def build_model(case: Case) -> Any:
     """transformers' model with weights that leave nothing neutral: norms are not ones, biases not zeros."""
     import transformers
 
-    config = getattr(transformers, f"{case.model}Config")(**case.options)
+    config = getattr(transformers, case.config or f"{case.model}Config")(**case.options)
     config._attn_implementation = "eager"
     torch.set_num_threads(1)  # as tests/conftest.py says of numpy
     model = getattr(transformers, f"{case.model}ForCausalLM")(config).eval()

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf_files import write_gguf
 from small_models import (
     NEW_TOKENS,
     PROMPT_LENGTH,
     SIZES,
     WIDE_HEADS,
     Case,
+    Reader,
     build_model,
     generate,
     logits_of,
@@ -97,9 +99,7 @@ CASES = {
     "qwen2, window in the last layers": Case(
         "Qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
     ),
-    "qwen2, yarn": Case(
-        "Qwen2", {**SIZES, **rope("yarn", factor=4.0, original_max_position_embeddings=32)}
-    ),
+    "qwen2, yarn": Case("Qwen2", {**SIZES, **rope("yarn", factor=4.0, original_max_position_embeddings=32)}),
     "qwen3": Case("Qwen3", {**WIDE_HEADS, "tie_word_embeddings": True}),
     "qwen3, biases and layer types": Case(
         "Qwen3",
@@ -110,6 +110,52 @@ CASES = {
             "sliding_window": 33,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
+    ),
+    "phi3": Case("Phi3", {**SIZES, "sliding_window": 24}),
+    "phi3, longrope, part of the head": Case(
+        "Phi3",
+        {
+            **SIZES,
+            "original_max_position_embeddings": 64,
+            **longrope(64, pairs=6, partial_rotary_factor=0.75),
+        },
+    ),
+    "granite": Case(
+        "Granite",
+        {
+            **SIZES,
+            "attention_bias": True,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.15,
+            "logits_scaling": 5.0,
+        },
+    ),
+    "olmo2": Case("Olmo2", {**SIZES, **rope("default", rope_theta=500_000.0)}),
+    "gemma2": Case(
+        "Gemma2",
+        {
+            **WIDE_HEADS,
+            "num_hidden_layers": 4,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 10,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma3": Case(
+        "Gemma3",
+        {
+            **WIDE_HEADS,
+            "num_hidden_layers": 7,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 30,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
+            },
+        },
+        config="Gemma3TextConfig",
     ),
 }
 
@@ -154,3 +200,51 @@ def test_logits_equal_transformers_to_the_last_digits_of_float64(name: str, tmp_
         error = relative_error(ours, logits_of(model.double(), tokens))
     print(f"{name}: relative error {error:.1e}")
     assert error <= 1e-10
+
+
+# What GGUF has words for. Its files of Mistral and Qwen2 do not carry a window, nor those of Gemma what scores are
+# divided by, if it is not the size of a head.
+GGUF_CASES = {
+    **{
+        name: CASES[name]
+        for name in (
+            "llama",
+            "llama, tied",
+            "llama, biases",
+            "llama, linear",
+            "llama, llama3",
+            "llama, yarn",
+            "llama, yarn, attention factor",
+            "mistral, no window",
+            "qwen2",
+            "qwen2, yarn",
+            "qwen3",
+            "phi3",
+            "phi3, longrope, part of the head",
+            "granite",
+            "olmo2",
+        )
+    },
+    **{
+        name: Case(
+            CASES[name].model, {**CASES[name].options, "query_pre_attn_scalar": 24}, config=CASES[name].config
+        )
+        for name in ("gemma2", "gemma3")
+    },
+}
+
+
+@pytest.mark.parametrize("name", GGUF_CASES)
+def test_a_gguf_file_gives_the_logits_of_the_checkpoint_it_was_made_from(name: str, tmp_path: Path) -> None:
+    case = GGUF_CASES[name]
+    checkpoint = save(build_model(case), tmp_path)
+    file = write_gguf(checkpoint, tmp_path / "model.gguf")
+    ops = ReferenceOps(np.float64)
+    tokens, expected = generate(
+        build_decoder("huggingface", checkpoint.config, checkpoint.sources, ops), 32, 16
+    )
+    reader = Reader(build_decoder("gguf", file.metadata, file.tensors, ops), len(tokens), 16)
+    error = relative_error(reader.feed(tokens), expected)
+    print(f"{name}: relative error {error:.1e}")
+    # Not exact: GGUF holds the numbers of the configuration in float32.
+    assert error <= 1e-4

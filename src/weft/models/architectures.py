@@ -120,12 +120,105 @@ def _qwen3(fields: Fields, max_context: int | None) -> ModelConfig:
     return describe(fields, max_context, qk_norm="head", windows=_qwen_windows(fields))
 
 
+def _phi3(fields: Fields, max_context: int | None) -> ModelConfig:
+    return describe(fields, max_context, windows=_windows(fields))
+
+
+def _granite(fields: Fields, max_context: int | None) -> ModelConfig:
+    return describe(
+        fields,
+        max_context,
+        gguf_interleaved=True,
+        # Without the field, transformers multiplies scores by 1 and llama.cpp by what is usual.
+        scale=fields.number("attention_scale", 1.0)
+        if fields.layout == "huggingface"
+        else fields.optional_number("attention_scale"),
+        embedding_scale=fields.number("embedding_scale", 1.0),
+        residual_scale=fields.number("residual_scale", 1.0),
+        logit_scale=1.0 / fields.number("logit_divisor", 1.0),
+    )
+
+
+def _olmo2(fields: Fields, max_context: int | None) -> ModelConfig:
+    if fields.size("window", 0, smallest=0):
+        raise fields.error(
+            "window", "this is an OLMo 3, which shares a name with OLMo 2; weft does not run it yet"
+        )
+    return describe(fields, max_context, pre_norms=False, post_norms=True, qk_norm="row")
+
+
+def _gemma2(fields: Fields, max_context: int | None) -> ModelConfig:
+    return describe(
+        fields,
+        max_context,
+        windows=_windows(fields, lambda layer: layer % 2 == 0, default=4096),
+        score_cap=_cap(fields, "score_cap", 50.0),
+        logit_cap=_cap(fields, "logit_cap", 30.0),
+        **_gemma_differences(fields, layers_of_27b=46),
+    )
+
+
+def _gemma3(fields: Fields, max_context: int | None) -> ModelConfig:
+    windows = _windows(fields, lambda layer: (layer + 1) % 6 != 0)
+    head_size = _head_size(fields)
+    full = read_rope(fields, head_size, base=1_000_000.0)
+    local = read_rope(
+        fields,
+        head_size,
+        layer_type="sliding_attention",
+        base_keys=("rope.freq_base_swa", "rope_local_base_freq"),
+        scaled=False,
+    )
+    return describe(
+        fields,
+        max_context,
+        windows=windows,
+        ropes=[full if window is None else local for window in windows],
+        qk_norm="head",
+        score_cap=fields.optional_number("score_cap"),
+        logit_cap=fields.optional_number("logit_cap"),
+        **_gemma_differences(fields, layers_of_27b=62),
+    )
+
+
+def _cap(fields: Fields, name: str, default: float) -> float | None:
+    """Early GGUF files of Gemma 2 do not name its caps and mean the usual ones; a null in config.json means none."""
+    return fields.optional_number(name) if fields.key(name) in fields.section.values else default
+
+
+def _gemma_differences(fields: Fields, layers_of_27b: int) -> dict[str, Any]:
+    if fields.flag("bidirectional", False):
+        raise fields.error("bidirectional", "weft computes causal attention only")
+    hidden_size = fields.size("hidden_size")
+    # GGUF files do not say what scores are divided by: the size of a head, but for the model of 27B.
+    divisor = _head_size(fields)
+    if fields.layout == "gguf" and _layers(fields) == layers_of_27b:
+        divisor = hidden_size // fields.size("heads")
+    return {
+        "scale": fields.number("query_scale_divisor", divisor) ** -0.5,
+        "embedding_scale": hidden_size**0.5,
+        # GGUF files hold the sum of 1 and the weight.
+        "norm_offset": 1.0 if fields.layout == "huggingface" else 0.0,
+        "post_norms": True,
+        "activation": "gelu_tanh",
+    }
+
+
+# With norms before and after, what stands after attention is a norm of its output.
+_POST_NORM = {"post_attention_layernorm": "attention_post_norm"}
+
 ARCHITECTURES = (
     Architecture("llama", "LlamaForCausalLM", "llama", _llama),
     # GGUF files of Mistral call themselves llama.
     Architecture("llama", "MistralForCausalLM", "mistral", _llama),
     Architecture("qwen2", "Qwen2ForCausalLM", "qwen2", _qwen2),
     Architecture("qwen3", "Qwen3ForCausalLM", "qwen3", _qwen3),
+    # GGUF files of Phi-3 hold gate and up as one.
+    Architecture("phi3", "Phi3ForCausalLM", "phi3", _phi3, renamed={"ffn_up": "w_gate_up"}),
+    Architecture("granite", "GraniteForCausalLM", "granite", _granite),
+    Architecture("olmo2", "Olmo2ForCausalLM", "olmo2", _olmo2, renamed=_POST_NORM),
+    Architecture("gemma2", "Gemma2ForCausalLM", "gemma2", _gemma2, renamed=_POST_NORM),
+    Architecture("gemma3", "Gemma3ForCausalLM", "gemma3_text", _gemma3, renamed=_POST_NORM),
 )
 
 
@@ -164,10 +257,13 @@ def _activation(fields: Fields, default: Activation) -> Activation:
     return activation
 
 
-def _windows(fields: Fields, is_local: Callable[[int], bool] = lambda layer: True) -> tuple[int | None, ...]:
-    """The window of each layer. `is_local` says which layers have one where the file gives a size and no list."""
+def _windows(
+    fields: Fields, is_local: Callable[[int], bool] = lambda layer: True, default: int = 0
+) -> tuple[int | None, ...]:
+    """The window of each layer. `is_local` says which layers have one where the file gives a size and no list, and
+    `default` what the size is where it gives none; 0 stands for no window."""
     layers = _layers(fields)
-    window = fields.size("window", 0, smallest=0)
+    window = fields.size("window", default, smallest=0)
     local = _local_layers(fields, layers)
     if window == 0:
         if local is not None and any(local) and fields.has("layer_types"):
