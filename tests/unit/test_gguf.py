@@ -29,7 +29,6 @@ from model_files import (
 )
 from weft.errors import ModelFileError
 from weft.loading.gguf import GgufFile, read_gguf
-from weft.models.names import decoder_name
 
 
 def read(directory: Path, content: bytes) -> GgufFile:
@@ -213,10 +212,3 @@ def test_a_number_of_a_split_that_is_none_is_refused(tmp_path: Path, key: str) -
     first.write_bytes(gguf([*pairs, bad], [], b""))
     with pytest.raises(ModelFileError, match=f"{key}: .* is not a whole number"):
         read_gguf(first)
-
-
-def test_tensor_names_of_the_file_become_the_decoders_names() -> None:
-    assert decoder_name("token_embd.weight") == "embedding"
-    assert decoder_name("blk.17.attn_q.weight") == "layers.17.wq"
-    assert decoder_name("blk.0.attn_q.bias") is None
-    assert decoder_name("blk.x.attn_q.weight") is None

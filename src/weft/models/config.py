@@ -3,37 +3,67 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from weft.errors import ModelFileError
-from weft.ops.base import AttentionShape, Rope
+from weft.ops.base import AttentionPattern, AttentionShape
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-type decoder: pre-norm layers of rotary attention with grouped heads and a gated feed-forward."""
+    """A decoder of rotary attention with grouped heads and a gated feed-forward, and all that differs between such.
+
+    What has a default is what a plain Llama does.
+    """
 
     architecture: str
     layers: int
     hidden_size: int
     feed_forward_size: int
-    heads: int
-    kv_heads: int
-    head_size: int
     vocabulary_size: int
     max_context: int
+    attention: AttentionShape
+    patterns: tuple[AttentionPattern, ...]
+    """The kinds of attention there are in the model."""
+    layer_patterns: tuple[int, ...]
+    """Which of them each layer uses."""
     norm_epsilon: float
-    rope: Rope
+    norm_offset: float = 0.0
+    """Added to every norm's weight: a model that was trained on 1 + weight stores the weight alone."""
+    pre_norms: bool = True
+    """Norms of what goes into attention and feed-forward."""
+    post_norms: bool = False
+    """Norms of what comes out of them, before it is added."""
+    qk_norm: Literal["head", "row"] | None = None
+    """Queries and keys are normalised, each head by itself or all heads of a token together."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    feed_forward_bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    tied_embedding: bool = False
+    """The embedding is the output matrix too."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
+        heads, kv_heads = self.attention.heads, self.attention.kv_heads
+        if heads % kv_heads:
             raise ModelFileError(
-                f"{self.architecture}: {self.heads} attention heads cannot share {self.kv_heads} key-value heads evenly"
-            )
-        if self.head_size % 2:
-            raise ModelFileError(
-                f"{self.architecture}: head size {self.head_size} is odd; rotary embedding needs pairs"
+                f"{self.architecture}: {heads} attention heads cannot share {kv_heads} key-value heads evenly"
             )
 
     @property
-    def attention(self) -> AttentionShape:
-        return AttentionShape(self.heads, self.kv_heads, self.head_size)
+    def query_size(self) -> int:
+        return self.attention.heads * self.attention.head_size
+
+    @property
+    def kv_size(self) -> int:
+        return self.attention.kv_heads * self.attention.head_size
+
+    @property
+    def multiplications_per_token(self) -> int:
+        """Weights that one token is multiplied with in the layers: what computing it again would cost."""
+        attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
+        return self.layers * (attention + 3 * self.hidden_size * self.feed_forward_size)

@@ -1,4 +1,4 @@
-"""The decoder: one Llama-type forward pass, described by its configuration and written over the ops interface."""
+"""The decoder: one forward pass, described by its configuration and written over the ops interface."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from typing import Any
 
 from weft.errors import ModelFileError
 from weft.models.config import ModelConfig
-from weft.ops.base import Ops, StepIndices, WeightSource
+from weft.ops.base import Ops, QkNorm, StepIndices, WeightSource
 
 
 @dataclass(frozen=True)
 class _Layer:
-    attention_norm: Any
+    """The weights of one layer; a norm that the model does not have is None."""
+
+    pattern: int
+    attention_norm: Any | None
     wqkv: Any
+    qk_norm: QkNorm | None
     wo: Any
-    feed_forward_norm: Any
+    attention_post_norm: Any | None
+    feed_forward_norm: Any | None
     w_gate_up: Any
     w_down: Any
+    feed_forward_post_norm: Any | None
 
 
 class Decoder:
@@ -28,40 +34,45 @@ class Decoder:
         self.config = config
         self.ops = ops
         loader = _Loader(config, weights, ops)
-        self._embedding = loader.linear(("embedding", config.vocabulary_size, config.hidden_size))
+        self._embedding, self._lm_head = loader.embedding_and_lm_head()
         self._layers = [loader.layer(index) for index in range(config.layers)]
-        self._final_norm = loader.vector("final_norm")
-        # A model without an output matrix uses its embedding for that too.
-        self._lm_head = self._embedding
-        if "lm_head" in weights:
-            self._lm_head = loader.linear(("lm_head", config.vocabulary_size, config.hidden_size))
+        self._final_norm = loader.vector("final_norm", config.hidden_size)
         loader.refuse_what_is_left()
+        self.weight_bytes = loader.weight_bytes
+        """What the weights hold in memory."""
+        self._activate = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_tanh_mul}[config.activation]
 
     def new_cache(self, blocks: int, block_size: int) -> Any:
         """An empty KV cache with the shape of this model."""
         return self.ops.new_cache(blocks, self.config.layers, block_size, self.config.attention)
 
     def forward(self, step: StepIndices, cache: Any) -> Any:
-        """Compute the step's tokens, write their K and V to the cache, return the rows of `step.logit_indices`, from
-        which `logits` makes logits."""
+        """Compute the step's tokens and write their K and V to the cache; returns the rows that `logits` takes, one
+        for each of `step.logit_indices`."""
         ops, config = self.ops, self.config
-        prepared = ops.prepare(step, cache, config.attention, config.rope)
-        hidden = ops.embedding(prepared, self._embedding)
+        prepared = ops.prepare(step, cache, config.attention, config.patterns)
+        hidden = ops.embedding(prepared, self._embedding, config.embedding_scale)
         for index, layer in enumerate(self._layers):
-            qkv = ops.linear(ops.rms_norm(hidden, layer.attention_norm, config.norm_epsilon), layer.wqkv)
-            queries = ops.rope_and_write(prepared, qkv, cache, index)
-            attended = ops.paged_attention(prepared, queries, cache, index)
-            hidden = ops.add(hidden, ops.linear(attended, layer.wo))
-            gate_up = ops.linear(
-                ops.rms_norm(hidden, layer.feed_forward_norm, config.norm_epsilon), layer.w_gate_up
-            )
-            hidden = ops.add(hidden, ops.linear(ops.silu_mul(gate_up), layer.w_down))
-        selected = ops.select_logit_rows(prepared, hidden)
-        return ops.rms_norm(selected, self._final_norm, config.norm_epsilon)
+            qkv = ops.linear(self._norm(hidden, layer.attention_norm), layer.wqkv)
+            queries = ops.rope_and_write(prepared, qkv, cache, index, layer.pattern, layer.qk_norm)
+            attended = ops.paged_attention(prepared, queries, cache, index, layer.pattern)
+            output = self._norm(ops.linear(attended, layer.wo), layer.attention_post_norm)
+            hidden = ops.add(hidden, output, config.residual_scale)
+            gate_up = ops.linear(self._norm(hidden, layer.feed_forward_norm), layer.w_gate_up)
+            output = ops.linear(self._activate(gate_up), layer.w_down)
+            output = self._norm(output, layer.feed_forward_post_norm)
+            hidden = ops.add(hidden, output, config.residual_scale)
+        return self._norm(ops.select_logit_rows(prepared, hidden), self._final_norm)
 
     def logits(self, rows: Any) -> Any:
-        """[N, vocabulary] for rows that `forward` returned."""
-        return self.ops.linear(rows, self._lm_head)
+        """Logits over the vocabulary from rows that `forward` returned, all of them or a piece."""
+        logits = self.ops.linear(rows, self._lm_head)
+        if self.config.logit_scale == 1.0 and self.config.logit_cap is None:
+            return logits
+        return self.ops.scale_and_cap(logits, self.config.logit_scale, self.config.logit_cap)
+
+    def _norm(self, rows: Any, weight: Any | None) -> Any:
+        return rows if weight is None else self.ops.rms_norm(rows, weight, self.config.norm_epsilon)
 
 
 class _Loader:
@@ -71,31 +82,77 @@ class _Loader:
         self.config = config
         self.left = dict(weights)
         self.ops = ops
+        self.weight_bytes = 0
+
+    def embedding_and_lm_head(self) -> tuple[Any, Any]:
+        vocabulary, hidden = self.config.vocabulary_size, self.config.hidden_size
+        if self.config.tied_embedding:
+            # Some checkpoints write the same matrix twice.
+            if "lm_head" in self.left:
+                self.take("lm_head", (vocabulary, hidden))
+            shared = self.linear(("embedding", vocabulary, hidden))
+            return shared, shared
+        embedding = self.counted(self.ops.load_embedding(self.take("embedding", (vocabulary, hidden))))
+        return embedding, self.linear(("lm_head", vocabulary, hidden))
 
     def layer(self, index: int) -> _Layer:
         config, prefix = self.config, f"layers.{index}."
-        hidden, feed_forward = config.hidden_size, config.feed_forward_size
-        query_size, kv_size = config.heads * config.head_size, config.kv_heads * config.head_size
+        hidden = config.hidden_size
         return _Layer(
-            attention_norm=self.vector(prefix + "attention_norm"),
-            wqkv=self.linear(
-                (prefix + "wq", query_size, hidden),
-                (prefix + "wk", kv_size, hidden),
-                (prefix + "wv", kv_size, hidden),
+            pattern=config.layer_patterns[index],
+            attention_norm=self.norm(prefix + "attention_norm", config.pre_norms),
+            wqkv=self.fused(
+                prefix + "wqkv",
+                (prefix + "wq", config.query_size, hidden),
+                (prefix + "wk", config.kv_size, hidden),
+                (prefix + "wv", config.kv_size, hidden),
+                bias=config.qkv_bias,
             ),
-            wo=self.linear((prefix + "wo", hidden, query_size)),
-            feed_forward_norm=self.vector(prefix + "feed_forward_norm"),
-            w_gate_up=self.linear(
-                (prefix + "w_gate", feed_forward, hidden), (prefix + "w_up", feed_forward, hidden)
+            qk_norm=self.qk_norm(prefix),
+            wo=self.linear((prefix + "wo", hidden, config.query_size), bias=config.output_bias),
+            attention_post_norm=self.norm(prefix + "attention_post_norm", config.post_norms),
+            feed_forward_norm=self.norm(prefix + "feed_forward_norm", config.pre_norms),
+            w_gate_up=self.fused(
+                prefix + "w_gate_up",
+                (prefix + "w_gate", config.feed_forward_size, hidden),
+                (prefix + "w_up", config.feed_forward_size, hidden),
+                bias=config.feed_forward_bias,
             ),
-            w_down=self.linear((prefix + "w_down", hidden, feed_forward)),
+            w_down=self.linear(
+                (prefix + "w_down", hidden, config.feed_forward_size), bias=config.feed_forward_bias
+            ),
+            feed_forward_post_norm=self.norm(prefix + "feed_forward_post_norm", config.post_norms),
         )
 
-    def vector(self, name: str) -> Any:
-        return self.ops.load_vector(self.take(name, (self.config.hidden_size,)))
+    def norm(self, name: str, exists: bool) -> Any | None:
+        return self.vector(name, self.config.hidden_size) if exists else None
 
-    def linear(self, *parts: tuple[str, int, int]) -> Any:
-        return self.ops.load_linear([self.take(name, (outputs, inputs)) for name, outputs, inputs in parts])
+    def qk_norm(self, prefix: str) -> QkNorm | None:
+        config = self.config
+        if config.qk_norm is None:
+            return None
+        row = config.qk_norm == "row"
+        return QkNorm(
+            query=self.vector(
+                prefix + "query_norm", config.query_size if row else config.attention.head_size
+            ),
+            key=self.vector(prefix + "key_norm", config.kv_size if row else config.attention.head_size),
+            epsilon=config.norm_epsilon,
+        )
+
+    def vector(self, name: str, size: int) -> Any:
+        return self.counted(self.ops.load_vector(self.take(name, (size,)), self.config.norm_offset))
+
+    def fused(self, whole: str, *parts: tuple[str, int, int], bias: bool) -> Any:
+        """A product the file stores in parts, or already as one."""
+        if whole not in self.left:
+            return self.linear(*parts, bias=bias)
+        return self.linear((whole, sum(outputs for _, outputs, _ in parts), parts[0][2]), bias=bias)
+
+    def linear(self, *parts: tuple[str, int, int], bias: bool = False) -> Any:
+        sources = [self.take(name, (outputs, inputs)) for name, outputs, inputs in parts]
+        biases = [self.take(f"{name}.bias", (outputs,)) for name, outputs, _ in parts] if bias else []
+        return self.counted(self.ops.load_linear(sources, biases))
 
     def take(self, name: str, shape: tuple[int, ...]) -> WeightSource:
         source = self.left.pop(name, None)
@@ -104,6 +161,10 @@ class _Loader:
         if source.shape != shape:
             raise ModelFileError(f"{name}: has shape {source.shape}, the model's metadata asks for {shape}")
         return source
+
+    def counted(self, weight: Any) -> Any:
+        self.weight_bytes += self.ops.nbytes(weight)
+        return weight
 
     def refuse_what_is_left(self) -> None:
         """A tensor nobody asked for (a bias, an expert) means a model this decoder would compute wrongly."""

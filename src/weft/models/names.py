@@ -1,51 +1,116 @@
-"""From the tensor names of GGUF files to the names the decoder asks for.
+"""From the tensor names of model files, in both layouts, to the names the decoder asks for.
 
-token_embd.weight         embedding
-blk.7.attn_q.weight       layers.7.wq
-output_norm.weight        final_norm
+GGUF                       safetensors                                 decoder
+token_embd.weight          model.embed_tokens.weight                   embedding
+blk.7.attn_q.weight        model.layers.7.self_attn.q_proj.weight      layers.7.wq
+blk.7.attn_q.bias          model.layers.7.self_attn.q_proj.bias        layers.7.wq.bias
+output_norm.weight         model.norm.weight                           final_norm
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
-_WHOLE_MODEL = {
-    "token_embd.weight": "embedding",
-    "output_norm.weight": "final_norm",
-    "output.weight": "lm_head",
-    # Frequency corrections that some models ship; known, so that the decoder can refuse what it cannot use.
-    "rope_freqs.weight": "rope_frequency_factors",
-}
-
-_PER_LAYER = {
-    "attn_norm.weight": "attention_norm",
-    "attn_q.weight": "wq",
-    "attn_k.weight": "wk",
-    "attn_v.weight": "wv",
-    "attn_output.weight": "wo",
-    "ffn_norm.weight": "feed_forward_norm",
-    "ffn_gate.weight": "w_gate",
-    "ffn_up.weight": "w_up",
-    "ffn_down.weight": "w_down",
-}
-
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)", re.DOTALL)
+from weft.models.fields import Layout
+from weft.models.rope_fields import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS
 
 T = TypeVar("T")
 
+# The parts of a layer under their names in each layout; both a weight and a bias may follow.
+_GGUF_PARTS = {
+    "attn_norm": "attention_norm",
+    "attn_q": "wq",
+    "attn_k": "wk",
+    "attn_v": "wv",
+    "attn_qkv": "wqkv",
+    "attn_q_norm": "query_norm",
+    "attn_k_norm": "key_norm",
+    "attn_output": "wo",
+    "post_attention_norm": "attention_post_norm",
+    "ffn_norm": "feed_forward_norm",
+    "ffn_gate": "w_gate",
+    "ffn_up": "w_up",
+    "ffn_down": "w_down",
+    "post_ffw_norm": "feed_forward_post_norm",
+}
+_HUGGINGFACE_PARTS = {
+    "input_layernorm": "attention_norm",
+    "self_attn.q_proj": "wq",
+    "self_attn.k_proj": "wk",
+    "self_attn.v_proj": "wv",
+    "self_attn.qkv_proj": "wqkv",
+    "self_attn.q_norm": "query_norm",
+    "self_attn.k_norm": "key_norm",
+    "self_attn.o_proj": "wo",
+    # After attention and before the feed-forward: Llama means the one, architectures with norms after both the other.
+    "post_attention_layernorm": "feed_forward_norm",
+    "pre_feedforward_layernorm": "feed_forward_norm",
+    "mlp.gate_proj": "w_gate",
+    "mlp.up_proj": "w_up",
+    "mlp.gate_up_proj": "w_gate_up",
+    "mlp.down_proj": "w_down",
+    "post_feedforward_layernorm": "feed_forward_post_norm",
+}
 
-def decoder_name(gguf_name: str) -> str | None:
-    """The decoder's name of a tensor, or None for one that no decoder of ours uses."""
-    layer = _LAYER.fullmatch(gguf_name)
-    if layer is None:
-        return _WHOLE_MODEL.get(gguf_name)
-    part = _PER_LAYER.get(layer[2])
-    return None if part is None else f"layers.{layer[1]}.{part}"
+
+@dataclass(frozen=True)
+class _Names:
+    whole_model: Mapping[str, str]
+    parts: Mapping[str, str]
+    layer: re.Pattern[str]  # number, part, and weight or bias
+    harmless: re.Pattern[str]  # tensors that say nothing the metadata does not say
 
 
-def by_decoder_name(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The same tensors under the decoder's names. One without such a name keeps its own: the decoder refuses
-    a model with tensors that it would silently ignore (a bias, an expert), and says which."""
-    return {decoder_name(name) or name: tensor for name, tensor in tensors.items()}
+_LAYER_NUMBER = r"(0|[1-9][0-9]{0,5})"
+
+_NAMES: dict[Layout, _Names] = {
+    "gguf": _Names(
+        {
+            "token_embd.weight": "embedding",
+            "output_norm.weight": "final_norm",
+            "output.weight": "lm_head",
+            "rope_freqs.weight": FREQUENCY_FACTORS,
+            "rope_factors_long.weight": LONG_FACTORS,
+            "rope_factors_short.weight": SHORT_FACTORS,
+        },
+        _GGUF_PARTS,
+        re.compile(rf"blk\.{_LAYER_NUMBER}\.([a-z_]+)\.(weight|bias)"),
+        harmless=re.compile(r"(?!)"),
+    ),
+    "huggingface": _Names(
+        {
+            "model.embed_tokens.weight": "embedding",
+            "model.norm.weight": "final_norm",
+            "lm_head.weight": "lm_head",
+        },
+        _HUGGINGFACE_PARTS,
+        re.compile(rf"model\.layers\.{_LAYER_NUMBER}\.([a-z_.]+)\.(weight|bias)"),
+        # Old checkpoints store the frequencies of their unscaled rotary embedding.
+        harmless=re.compile(rf"model\.(layers\.{_LAYER_NUMBER}\.self_attn\.)?rotary_emb\.inv_freq"),
+    ),
+}
+
+
+def decoder_name(layout: Layout, name: str, renamed: Mapping[str, str] | None = None) -> str | None:
+    """The decoder's name of a tensor, or None for one that no decoder of ours uses. `renamed` holds parts that mean
+    something else in this architecture."""
+    names = _NAMES[layout]
+    match = names.layer.fullmatch(name)
+    if match is None:
+        return names.whole_model.get(name)
+    number, part, kind = match.groups()
+    ours = (renamed or {}).get(part) or names.parts.get(part)
+    return None if ours is None else f"layers.{number}.{ours}{'.bias' if kind == 'bias' else ''}"
+
+
+def by_decoder_name(layout: Layout, tensors: Mapping[str, T], renamed: Mapping[str, str]) -> dict[str, T]:
+    """The same tensors under the decoder's names, without harmless ones. One without such a name keeps its own: the
+    decoder refuses a model with tensors that it would silently ignore, and says which."""
+    return {
+        decoder_name(layout, name, renamed) or name: tensor
+        for name, tensor in tensors.items()
+        if not _NAMES[layout].harmless.fullmatch(name)
+    }

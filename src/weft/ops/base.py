@@ -35,19 +35,47 @@ class StepIndices:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The sizes every attention operation of a model shares."""
+    """What every attention operation of a model shares.
+
+    A query's product with a key is multiplied by `scale`; with a `score_cap` c it then becomes c * tanh(score / c).
+    """
 
     heads: int
     kv_heads: int
     head_size: int
+    scale: float
+    score_cap: float | None = None
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding. `interleaved` turns pairs (0,1), (2,3), ...; otherwise (0, half), (1, half+1), ..."""
+    """Rotary position embedding: at position p, pair i of a head turns by p * frequencies[i] and grows by `scale`.
 
-    base: float
+    With n frequencies the first 2n features of a head turn and the rest stay as they are. `interleaved` turns the
+    pairs (0, 1), (2, 3), ...; otherwise they are (0, n), (1, n + 1), ...
+    """
+
+    frequencies: tuple[float, ...]
     interleaved: bool
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class AttentionPattern:
+    """How the layers of one kind attend. With a window w, position p sees p - w + 1 to p; without one, 0 to p."""
+
+    rope: Rope
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class QkNorm:
+    """The norm of queries and keys before they turn. A vector of one head's size is applied to each head, one of all
+    heads' size to the whole row."""
+
+    query: Any
+    key: Any
+    epsilon: float
 
 
 class WeightSource(Protocol):
@@ -82,46 +110,66 @@ class Ops(Protocol):
 
     # --- once, at load ------------------------------------------------------------------------------------------
 
-    def load_vector(self, source: WeightSource) -> Any:
-        """A norm's weight."""
+    def load_vector(self, source: WeightSource, offset: float = 0.0) -> Any:
+        """A norm's weight, with `offset` added to every value."""
 
-    def load_linear(self, sources: Sequence[WeightSource]) -> Any:
-        """A linear layer from one or more [outputs, inputs] tensors, stacked by outputs into one product."""
+    def load_linear(self, sources: Sequence[WeightSource], biases: Sequence[WeightSource] = ()) -> Any:
+        """A linear layer from one or more [outputs, inputs] tensors, stacked by outputs into one product; with
+        biases, one [outputs] tensor for each."""
+
+    def load_embedding(self, source: WeightSource) -> Any:
+        """A [vocabulary, features] table that is only ever looked up: it may stay as the file stores it."""
+
+    def nbytes(self, weight: Any) -> int:
+        """The memory that one of the above holds."""
 
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> Any:
         """An empty paged KV cache."""
 
     # --- once a step --------------------------------------------------------------------------------------------
 
-    def prepare(self, step: StepIndices, cache: Any, shape: AttentionShape, rope: Rope) -> Any:
-        """Everything the layers of one step share, in this implementation's own arrays."""
+    def prepare(
+        self, step: StepIndices, cache: Any, shape: AttentionShape, patterns: Sequence[AttentionPattern]
+    ) -> Any:
+        """Everything the layers of one step share, in this implementation's own arrays. Layers name their pattern
+        by its index in `patterns`."""
 
-    def embedding(self, prepared: Any, table: Any) -> Any:
-        """The rows of `table`, a linear layer's weight, for the step's token ids: [T, features]."""
+    def embedding(self, prepared: Any, table: Any, scale: float = 1.0) -> Any:
+        """The rows of `table` for the step's token ids, times `scale`: [T, features]. The table is what
+        `load_embedding` made, or a linear layer whose weight serves for both."""
 
     def select_logit_rows(self, prepared: Any, hidden: Any) -> Any:
         """The rows of the tokens after which logits are wanted: [S, features]."""
 
+    def scale_and_cap(self, logits: Any, scale: float, cap: float | None) -> Any:
+        """logits * scale, and with a cap c then c * tanh(logits / c); may be written into `logits`."""
+
     # --- in every layer -----------------------------------------------------------------------------------------
 
     def linear(self, inputs: Any, weight: Any) -> Any:
-        """inputs times the transposed weight: [T, outputs]."""
+        """inputs times the transposed weight, plus the bias where there is one: [T, outputs]."""
 
     def rms_norm(self, inputs: Any, weight: Any, epsilon: float) -> Any:
         """Each row divided by its root mean square, times the weight."""
 
-    def rope_and_write(self, prepared: Any, qkv: Any, cache: Any, layer: int) -> Any:
-        """Rotate Q and K of packed [Q | K | V] rows, write K and V to the cache, return Q.
+    def rope_and_write(
+        self, prepared: Any, qkv: Any, cache: Any, layer: int, pattern: int, norm: QkNorm | None = None
+    ) -> Any:
+        """Of packed [Q | K | V] rows: normalise Q and K where there is a norm, rotate them, write K and V to the
+        cache, return Q.
 
         Every row is written before this returns: a row of the same step may read a block that another row fills.
         """
 
-    def paged_attention(self, prepared: Any, queries: Any, cache: Any, layer: int) -> Any:
-        """Causal attention of each token over its request's context, read through the block table, the tokens of
-        this step too: [T, heads * head size]."""
+    def paged_attention(self, prepared: Any, queries: Any, cache: Any, layer: int, pattern: int) -> Any:
+        """Causal attention of each token over what the pattern lets it see of its request's context, read through
+        the block table, the tokens of this step too: [T, heads * head size]."""
 
     def silu_mul(self, gate_up: Any) -> Any:
         """silu(gate) * up of packed [gate | up] rows."""
 
-    def add(self, left: Any, right: Any) -> Any:
-        """The sum; an implementation may write it into `left`, which the caller does not use again."""
+    def gelu_tanh_mul(self, gate_up: Any) -> Any:
+        """gelu(gate) * up of packed [gate | up] rows, with the tanh form of gelu."""
+
+    def add(self, left: Any, right: Any, scale: float = 1.0) -> Any:
+        """left + right * scale; an implementation may write it into either, the caller uses neither again."""

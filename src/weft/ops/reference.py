@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.ops.base import AttentionShape, Rope, StepIndices, WeightSource
+from weft.ops.base import AttentionPattern, AttentionShape, QkNorm, Rope, StepIndices, WeightSource
 
 # Scores held at once by the attention of one long request: bounds memory, 32 MiB in float32.
 _MAX_SCORES = 8 << 20
@@ -22,12 +22,23 @@ _WEIGHT_FIRST_ROWS = 64
 
 
 @dataclass(frozen=True)
+class Linear:
+    """A linear layer in the type of the ops; the embedding too where a model shares it."""
+
+    weight: np.ndarray  # [outputs, inputs]
+    bias: np.ndarray | None = None
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        return self.weight[indices]
+
+
+@dataclass(frozen=True)
 class _SingleQueries:
-    """Requests with one token in the step and contexts of similar length: attended to as one padded batch."""
+    """Requests with one token in the step and similar numbers of blocks to read: attended to as one padded batch."""
 
     tokens: np.ndarray  # [N] into the step's tokens
     tables: np.ndarray  # [N, blocks]
-    hidden: np.ndarray  # bool [N, places]: past the end of the context
+    hidden: np.ndarray  # bool [N, places]: past the end of the context, or before the window
 
 
 @dataclass(frozen=True)
@@ -36,21 +47,35 @@ class _QueryRun:
 
     tokens: slice
     table: np.ndarray  # [blocks]
-    hidden: np.ndarray  # bool [queries, places]: after the query's own position
-    context_length: int
+    hidden: np.ndarray  # bool [queries, places]: after the query's own position, or before its window
+    unseen: np.ndarray  # bool [places]: hidden from every query
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One rope at the positions of the step."""
+
+    interleaved: bool
+    cosine: np.ndarray  # [T, 1, pairs]
+    sine: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """What the tokens of the step read of the cache under one window."""
+
+    singles: tuple[_SingleQueries, ...]
+    runs: tuple[_QueryRun, ...]
 
 
 @dataclass(frozen=True)
 class _Prepared:
     step: StepIndices
     shape: AttentionShape
-    interleaved: bool
-    cosine: np.ndarray  # [T, 1, head size / 2]
-    sine: np.ndarray
     blocks: np.ndarray  # [T] where this step's K and V go
     offsets: np.ndarray  # [T]
-    singles: tuple[_SingleQueries, ...]
-    runs: tuple[_QueryRun, ...]
+    turns: tuple[_Turn, ...]  # by pattern
+    reads: tuple[_Reads, ...]  # by pattern
 
 
 class ReferenceOps:
@@ -61,78 +86,126 @@ class ReferenceOps:
 
     # --- once, at load ------------------------------------------------------------------------------------------
 
-    def load_vector(self, source: WeightSource) -> np.ndarray:
-        return source.to_float32().astype(self.dtype, copy=False)
+    def load_vector(self, source: WeightSource, offset: float = 0.0) -> np.ndarray:
+        vector = np.empty(source.shape, self.dtype)
+        source.read_into(vector)
+        vector += offset
+        return vector
 
-    def load_linear(self, sources: Sequence[WeightSource]) -> np.ndarray:
-        weight = np.empty((sum(source.shape[0] for source in sources), sources[0].shape[1]), self.dtype)
-        start = 0
-        for source in sources:
-            weight[start : start + source.shape[0]] = source.to_float32()
-            start += source.shape[0]
-        return weight
+    def load_linear(self, sources: Sequence[WeightSource], biases: Sequence[WeightSource] = ()) -> Linear:
+        return Linear(self._stack(sources), self._stack(biases) if biases else None)
+
+    def load_embedding(self, source: WeightSource) -> WeightSource:
+        return source
+
+    def nbytes(self, weight: np.ndarray | Linear | WeightSource) -> int:
+        if isinstance(weight, np.ndarray):
+            return weight.nbytes
+        if isinstance(weight, Linear):
+            return weight.weight.nbytes + (0 if weight.bias is None else weight.bias.nbytes)
+        return weight.raw.nbytes
 
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> np.ndarray:
         return np.zeros((blocks, layers, 2, block_size, shape.kv_heads, shape.head_size), self.dtype)
 
+    def _stack(self, sources: Sequence[WeightSource]) -> np.ndarray:
+        """The tensors one below the other, each read straight into its place: no second copy at any moment."""
+        stacked = np.empty((sum(source.shape[0] for source in sources), *sources[0].shape[1:]), self.dtype)
+        start = 0
+        for source in sources:
+            source.read_into(stacked[start : start + source.shape[0]])
+            start += source.shape[0]
+        return stacked
+
     # --- once a step --------------------------------------------------------------------------------------------
 
-    def prepare(self, step: StepIndices, cache: np.ndarray, shape: AttentionShape, rope: Rope) -> _Prepared:
+    def prepare(
+        self,
+        step: StepIndices,
+        cache: np.ndarray,
+        shape: AttentionShape,
+        patterns: Sequence[AttentionPattern],
+    ) -> _Prepared:
         block_size = cache.shape[3]
-        # Angles in float64 whatever the type: in float32 a position of some thousands costs four digits of the angle.
-        frequencies = rope.base ** (-np.arange(0, shape.head_size, 2, dtype=np.float64) / shape.head_size)
-        angles = step.positions[:, None, None] * frequencies
-        single = np.diff(step.query_starts) == 1
+        turns = {rope: self._turn(step, rope) for rope in {pattern.rope for pattern in patterns}}
+        reads = {
+            window: _reads(step, window, block_size, shape.heads)
+            for window in {pattern.window for pattern in patterns}
+        }
         return _Prepared(
             step=step,
             shape=shape,
-            interleaved=rope.interleaved,
-            cosine=np.cos(angles).astype(self.dtype),
-            sine=np.sin(angles).astype(self.dtype),
             blocks=step.cells // block_size,
             offsets=step.cells % block_size,
-            singles=_single_queries(step, np.flatnonzero(single), block_size),
-            runs=_query_runs(step, np.flatnonzero(~single), block_size, shape.heads),
+            turns=tuple(turns[pattern.rope] for pattern in patterns),
+            reads=tuple(reads[pattern.window] for pattern in patterns),
         )
 
-    def embedding(self, prepared: _Prepared, table: np.ndarray) -> np.ndarray:
-        return table[prepared.step.token_ids]
+    def _turn(self, step: StepIndices, rope: Rope) -> _Turn:
+        # Angles in float64 whatever the type: in float32 a position of some thousands costs four digits of the angle.
+        angles = step.positions[:, None, None] * np.array(rope.frequencies, np.float64)
+        return _Turn(
+            rope.interleaved,
+            (np.cos(angles) * rope.scale).astype(self.dtype),
+            (np.sin(angles) * rope.scale).astype(self.dtype),
+        )
+
+    def embedding(self, prepared: _Prepared, table: Linear | WeightSource, scale: float = 1.0) -> np.ndarray:
+        rows = table.rows(prepared.step.token_ids).astype(self.dtype, copy=False)
+        return rows if scale == 1.0 else rows * self.dtype.type(scale)
 
     def select_logit_rows(self, prepared: _Prepared, hidden: np.ndarray) -> np.ndarray:
         return hidden[prepared.step.logit_indices]
 
+    def scale_and_cap(self, logits: np.ndarray, scale: float, cap: float | None) -> np.ndarray:
+        logits *= scale
+        return logits if cap is None else _cap(logits, cap)
+
     # --- in every layer -----------------------------------------------------------------------------------------
 
-    def linear(self, inputs: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    def linear(self, inputs: np.ndarray, weight: Linear) -> np.ndarray:
         if len(inputs) > _WEIGHT_FIRST_ROWS:
-            return inputs @ weight.T
-        return np.ascontiguousarray((weight @ inputs.T).T)
+            product = inputs @ weight.weight.T
+        else:
+            product = np.ascontiguousarray((weight.weight @ inputs.T).T)
+        if weight.bias is not None:
+            product += weight.bias
+        return product
 
     def rms_norm(self, inputs: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
-        mean_square = np.einsum("tf,tf->t", inputs, inputs)[:, None] / inputs.shape[1]
-        return inputs * (1.0 / np.sqrt(mean_square + epsilon)).astype(self.dtype, copy=False) * weight
+        return _normalise(inputs, weight, epsilon)
 
     def rope_and_write(
-        self, prepared: _Prepared, qkv: np.ndarray, cache: np.ndarray, layer: int
+        self,
+        prepared: _Prepared,
+        qkv: np.ndarray,
+        cache: np.ndarray,
+        layer: int,
+        pattern: int,
+        norm: QkNorm | None = None,
     ) -> np.ndarray:
         shape = prepared.shape
         rows = qkv.reshape(len(qkv), shape.heads + 2 * shape.kv_heads, shape.head_size)
         first_value = shape.heads + shape.kv_heads
-        rotated = _rotate(rows[:, :first_value], prepared)
-        cache[prepared.blocks, layer, 0, prepared.offsets] = rotated[:, shape.heads :]
+        queries, keys = rows[:, : shape.heads], rows[:, shape.heads : first_value]
+        if norm is not None:
+            queries = _normalise_heads(queries, norm.query, norm.epsilon)
+            keys = _normalise_heads(keys, norm.key, norm.epsilon)
+        turn = prepared.turns[pattern]
+        cache[prepared.blocks, layer, 0, prepared.offsets] = _rotate(keys, turn)
         cache[prepared.blocks, layer, 1, prepared.offsets] = rows[:, first_value:]
-        return rotated[:, : shape.heads]
+        return _rotate(queries, turn)
 
     def paged_attention(
-        self, prepared: _Prepared, queries: np.ndarray, cache: np.ndarray, layer: int
+        self, prepared: _Prepared, queries: np.ndarray, cache: np.ndarray, layer: int, pattern: int
     ) -> np.ndarray:
-        shape = prepared.shape
+        shape, reads = prepared.shape, prepared.reads[pattern]
         keys, values = cache[:, layer, 0], cache[:, layer, 1]
-        scaled = queries * self.dtype.type(shape.head_size**-0.5)
+        scaled = queries * self.dtype.type(shape.scale)
         output = np.empty((len(queries), shape.heads, shape.head_size), self.dtype)
-        for batch in prepared.singles:
+        for batch in reads.singles:
             output[batch.tokens] = _attend_singles(scaled[batch.tokens], keys, values, batch, shape)
-        for run in prepared.runs:
+        for run in reads.runs:
             output[run.tokens] = _attend_run(scaled[run.tokens], keys, values, run, shape)
         return output.reshape(len(queries), -1)
 
@@ -144,36 +217,63 @@ class ReferenceOps:
         ):  # exp of a very negative gate is infinite, and gate / infinity the right 0
             return gate / (1.0 + np.exp(-gate)) * up
 
-    def add(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    def gelu_tanh_mul(self, gate_up: np.ndarray) -> np.ndarray:
+        size = gate_up.shape[1] // 2
+        gate, up = gate_up[:, :size], gate_up[:, size:]
+        with np.errstate(
+            over="ignore"
+        ):  # the cube of a very large gate is infinite, and its tanh the right 1
+            inner = np.sqrt(2.0 / np.pi).astype(self.dtype) * (gate + 0.044715 * gate * gate * gate)
+            return 0.5 * gate * (1.0 + np.tanh(inner)) * up
+
+    def add(self, left: np.ndarray, right: np.ndarray, scale: float = 1.0) -> np.ndarray:
+        if scale != 1.0:
+            right *= scale
         left += right
         return left
 
 
-def _single_queries(step: StepIndices, requests: np.ndarray, block_size: int) -> tuple[_SingleQueries, ...]:
-    """Requests with one token, by the power of two that holds their blocks: padding at most doubles the work."""
+def _reads(step: StepIndices, window: int | None, block_size: int, heads: int) -> _Reads:
+    single = np.diff(step.query_starts) == 1
+    return _Reads(
+        singles=_single_queries(step, np.flatnonzero(single), window, block_size),
+        runs=_query_runs(step, np.flatnonzero(~single), window, block_size, heads),
+    )
+
+
+def _single_queries(
+    step: StepIndices, requests: np.ndarray, window: int | None, block_size: int
+) -> tuple[_SingleQueries, ...]:
+    """Requests with one token, by the power of two that holds the blocks they see: padding at most doubles the work."""
     if not len(requests):
         return ()
-    block_counts = -(-step.context_lengths[requests] // block_size)
+    lengths = step.context_lengths[requests]
+    first_seen = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+    first_blocks = first_seen // block_size
+    block_counts = -(-lengths // block_size) - first_blocks
     sizes = np.ceil(np.log2(block_counts)).astype(np.int64)
     batches = []
     for size in np.unique(sizes):
-        members = requests[sizes == size]
-        lengths = step.context_lengths[members]
-        blocks = int(-(-lengths.max() // block_size))
+        chosen = np.flatnonzero(sizes == size)
+        columns = first_blocks[chosen, None] + np.arange(block_counts[chosen].max())
+        positions = first_blocks[chosen, None] * block_size + np.arange(columns.shape[1] * block_size)
         batches.append(
             _SingleQueries(
-                tokens=step.query_starts[members],
-                tables=step.block_tables[members, :blocks],
-                hidden=np.arange(blocks * block_size) >= lengths[:, None],
+                tokens=step.query_starts[requests[chosen]],
+                # A padding column may lie beyond the table; whatever block it names there is hidden anyway.
+                tables=step.block_tables[
+                    requests[chosen, None], np.minimum(columns, step.block_tables.shape[1] - 1)
+                ],
+                hidden=(positions >= lengths[chosen, None]) | (positions < first_seen[chosen, None]),
             )
         )
     return tuple(batches)
 
 
 def _query_runs(
-    step: StepIndices, requests: np.ndarray, block_size: int, heads: int
+    step: StepIndices, requests: np.ndarray, window: int | None, block_size: int, heads: int
 ) -> tuple[_QueryRun, ...]:
-    """Requests with several tokens, in pieces whose scores fit `_MAX_SCORES`; a piece reads no further than it sees."""
+    """Requests with several tokens, in pieces whose scores fit `_MAX_SCORES`; a piece reads only blocks it sees."""
     runs = []
     for request in requests:
         first, end = int(step.query_starts[request]), int(step.query_starts[request + 1])
@@ -181,25 +281,50 @@ def _query_runs(
         for start in range(first, end, piece):
             tokens = slice(start, min(start + piece, end))
             positions = step.positions[tokens]
-            context_length = int(positions[-1]) + 1
-            blocks = -(-context_length // block_size)
-            hidden = np.arange(blocks * block_size) > positions[:, None]
-            runs.append(_QueryRun(tokens, step.block_tables[request, :blocks], hidden, context_length))
+            first_block = 0 if window is None else max(0, int(positions[0]) - window + 1) // block_size
+            end_block = int(positions[-1]) // block_size + 1
+            seen = np.arange(first_block * block_size, end_block * block_size)
+            hidden = seen > positions[:, None]
+            if window is not None:
+                hidden |= seen <= positions[:, None] - window
+            table = step.block_tables[request, first_block:end_block]
+            runs.append(_QueryRun(tokens, table, hidden, np.logical_and.reduce(hidden)))
     return tuple(runs)
 
 
-def _rotate(rows: np.ndarray, prepared: _Prepared) -> np.ndarray:
+def _normalise(rows: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    """Over the last axis."""
+    mean_square = np.einsum("...f,...f->...", rows, rows)[..., None] / rows.shape[-1]
+    return rows * (1.0 / np.sqrt(mean_square + epsilon)).astype(rows.dtype, copy=False) * weight
+
+
+def _normalise_heads(rows: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    """Each head of [T, heads, head size], or all of them as one, as the weight's size says."""
+    if len(weight) == rows.shape[2]:
+        return _normalise(rows, weight, epsilon)
+    return _normalise(rows.reshape(len(rows), -1), weight, epsilon).reshape(rows.shape)
+
+
+def _rotate(rows: np.ndarray, turn: _Turn) -> np.ndarray:
     """Each pair of features turned by its token's angle: [T, heads, head size]."""
-    half = rows.shape[2] // 2
-    if prepared.interleaved:
-        first, second = slice(0, None, 2), slice(1, None, 2)
+    pairs = turn.cosine.shape[2]
+    if turn.interleaved:
+        first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
     else:
-        first, second = slice(0, half), slice(half, None)
+        first, second = slice(0, pairs), slice(pairs, 2 * pairs)
     left, right = rows[..., first], rows[..., second]
-    rotated = np.empty_like(rows)
-    rotated[..., first] = left * prepared.cosine - right * prepared.sine
-    rotated[..., second] = right * prepared.cosine + left * prepared.sine
+    rotated = rows.copy()
+    rotated[..., first] = left * turn.cosine - right * turn.sine
+    rotated[..., second] = right * turn.cosine + left * turn.sine
     return rotated
+
+
+def _cap(scores: np.ndarray, cap: float) -> np.ndarray:
+    """In place: near 0 unchanged, never beyond the cap."""
+    scores /= cap
+    np.tanh(scores, out=scores)
+    scores *= cap
+    return scores
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
@@ -221,6 +346,8 @@ def _attend_singles(
     gathered_values[batch.hidden] = 0.0
     grouped = queries.reshape(count, shape.kv_heads, -1, shape.head_size)
     scores = grouped @ gathered_keys.transpose(0, 2, 3, 1)
+    if shape.score_cap is not None:
+        _cap(scores, shape.score_cap)
     np.copyto(scores, -np.inf, where=batch.hidden[:, None, None, :])
     attended = _softmax(scores) @ gathered_values.transpose(0, 2, 1, 3)
     return attended.reshape(count, shape.heads, shape.head_size)
@@ -232,11 +359,13 @@ def _attend_run(
     count = len(queries)
     gathered_keys = keys[run.table].reshape(-1, shape.kv_heads, shape.head_size)
     gathered_values = values[run.table].reshape(-1, shape.kv_heads, shape.head_size)
-    gathered_values[run.context_length :] = 0.0
+    gathered_values[run.unseen] = 0.0
     # [kv heads, queries of all heads of the group, head size]: one product per kv head
     grouped = queries.reshape(count, shape.kv_heads, -1, shape.head_size).transpose(1, 2, 0, 3)
     scores = grouped.reshape(shape.kv_heads, -1, shape.head_size) @ gathered_keys.transpose(1, 2, 0)
     scores = scores.reshape(shape.kv_heads, -1, count, scores.shape[-1])
+    if shape.score_cap is not None:
+        _cap(scores, shape.score_cap)
     np.copyto(scores, -np.inf, where=run.hidden)
     weights = _softmax(scores).reshape(shape.kv_heads, -1, scores.shape[-1])
     attended = (weights @ gathered_values.transpose(1, 0, 2)).reshape(

@@ -66,10 +66,6 @@ class CpuBackend:
                 f"memory ({_available_memory() >> 20} MiB available); ask for fewer",
                 field="num_blocks",
             ) from error
-        weights = config.layers * (
-            config.hidden_size * (2 * config.heads + 2 * config.kv_heads) * config.head_size
-            + 3 * config.hidden_size * config.feed_forward_size
-        )
         return BackendInfo(
             vocabulary_size=config.vocabulary_size,
             max_context=max_context,
@@ -78,8 +74,9 @@ class CpuBackend:
             swap_blocks=swap_blocks,
             bytes_per_block=block_bytes,
             eos_token_ids=self._eos_token_ids,
-            recompute_seconds_per_token=2 * weights / _OPERATIONS_PER_SECOND,
+            recompute_seconds_per_token=2 * config.multiplications_per_token / _OPERATIONS_PER_SECOND,
             swap_seconds_per_block=block_bytes / _COPIED_BYTES_PER_SECOND,
+            weight_bytes=self._decoder.weight_bytes,
         )
 
     def submit(self, plan: IterationPlan) -> Future[StepResult]:

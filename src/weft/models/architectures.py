@@ -1,0 +1,306 @@
+"""The architectures weft knows: how each differs from a plain Llama, said once for both layouts.
+
+A new one is a function that names its differences to `describe`, and a line in `ARCHITECTURES`. What no field of
+`ModelConfig` can say needs a field there and a line in the decoder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from weft.models.config import ModelConfig
+from weft.models.fields import LARGEST_HEAD, LARGEST_LAYERS, Fields
+from weft.models.rope import RopeParameters, resolve
+from weft.models.rope_fields import read_rope
+from weft.ops.base import AttentionPattern, AttentionShape
+
+Activation = Literal["silu", "gelu_tanh"]
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One line of the registry."""
+
+    gguf_name: str
+    """`general.architecture` of GGUF files; the first line with it counts."""
+    class_name: str
+    """The first of `architectures` in config.json."""
+    model_type: str
+    """What config.json says where it has no `architectures`."""
+    configure: Callable[[Fields, int | None], ModelConfig]
+    """The configuration from a file's fields, for contexts of at most the given length."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Parts of a layer whose names mean something else here (see `names`)."""
+
+
+def describe(
+    fields: Fields,
+    max_context: int | None,
+    *,
+    gguf_interleaved: bool = False,
+    ropes: Sequence[RopeParameters] = (),
+    windows: Sequence[int | None] = (),
+    scale: float | None = None,
+    score_cap: float | None = None,
+    activation: Activation = "silu",
+    **differences: Any,
+) -> ModelConfig:
+    """The configuration from the fields that all architectures share, and what is different in this one.
+
+    `ropes` and `windows` have an entry for each layer; without them all layers are the same and see everything.
+    `gguf_interleaved`: its GGUF files hold the rows of Q and K in the order that turns neighbouring pairs.
+    """
+    if fields.size("experts", 0, smallest=0) > 0:
+        raise fields.error(
+            "experts", f"{fields.get('experts')} experts; weft runs no mixtures of experts yet"
+        )
+    layers, heads, head_size = _layers(fields), fields.size("heads"), _head_size(fields)
+    context = fields.size("max_context")
+    if max_context is not None:
+        context = min(max_context, context)
+    kinds = [
+        # A window that holds the whole context is none.
+        (rope, None if window is None or window >= context else window)
+        for rope, window in zip(
+            ropes or [read_rope(fields, head_size)] * layers, windows or [None] * layers, strict=True
+        )
+    ]
+    distinct = list(dict.fromkeys(kinds))
+    interleaved = gguf_interleaved and fields.layout == "gguf"
+    config = ModelConfig(
+        architecture=fields.architecture,
+        layers=layers,
+        hidden_size=fields.size("hidden_size"),
+        feed_forward_size=fields.size("feed_forward_size"),
+        vocabulary_size=_vocabulary_size(fields),
+        max_context=context,
+        attention=AttentionShape(
+            heads=heads,
+            kv_heads=fields.size("kv_heads", heads),
+            head_size=head_size,
+            scale=head_size**-0.5 if scale is None else scale,
+            score_cap=score_cap,
+        ),
+        patterns=tuple(
+            AttentionPattern(resolve(rope, interleaved, context), window) for rope, window in distinct
+        ),
+        layer_patterns=tuple(distinct.index(kind) for kind in kinds),
+        norm_epsilon=fields.number("norm_epsilon"),
+        # GGUF has no word for biases; there the first layer shows what all must have.
+        qkv_bias=fields.flag("attention_bias", fields.has_tensor("layers.0.wq.bias")),
+        output_bias=fields.flag("attention_bias", fields.has_tensor("layers.0.wo.bias")),
+        feed_forward_bias=fields.flag("feed_forward_bias", fields.has_tensor("layers.0.w_gate.bias")),
+        activation=_activation(fields, activation),
+        tied_embedding=fields.flag("tied_embedding", False) or not fields.has_tensor("lm_head"),
+    )
+    return dataclasses.replace(config, **differences)
+
+
+# --- the architectures ------------------------------------------------------------------------------------------
+
+
+def _llama(fields: Fields, max_context: int | None) -> ModelConfig:
+    return describe(fields, max_context, gguf_interleaved=True, windows=_windows(fields))
+
+
+def _qwen2(fields: Fields, max_context: int | None) -> ModelConfig:
+    return describe(fields, max_context, qkv_bias=True, windows=_qwen_windows(fields))
+
+
+def _qwen3(fields: Fields, max_context: int | None) -> ModelConfig:
+    return describe(fields, max_context, qk_norm="head", windows=_qwen_windows(fields))
+
+
+def _phi3(fields: Fields, max_context: int | None) -> ModelConfig:
+    return describe(fields, max_context, windows=_windows(fields))
+
+
+def _granite(fields: Fields, max_context: int | None) -> ModelConfig:
+    return describe(
+        fields,
+        max_context,
+        gguf_interleaved=True,
+        # Without the field, transformers multiplies scores by 1 and llama.cpp by what is usual.
+        scale=fields.number("attention_scale", 1.0)
+        if fields.layout == "huggingface"
+        else fields.optional_number("attention_scale"),
+        embedding_scale=fields.number("embedding_scale", 1.0),
+        residual_scale=fields.number("residual_scale", 1.0),
+        logit_scale=1.0 / fields.number("logit_divisor", 1.0),
+    )
+
+
+def _olmo2(fields: Fields, max_context: int | None) -> ModelConfig:
+    if fields.size("window", 0, smallest=0):
+        raise fields.error(
+            "window", "this is an OLMo 3, which shares a name with OLMo 2; weft does not run it yet"
+        )
+    return describe(fields, max_context, pre_norms=False, post_norms=True, qk_norm="row")
+
+
+def _gemma2(fields: Fields, max_context: int | None) -> ModelConfig:
+    return describe(
+        fields,
+        max_context,
+        windows=_windows(fields, lambda layer: layer % 2 == 0, default=4096),
+        score_cap=_cap(fields, "score_cap", 50.0),
+        logit_cap=_cap(fields, "logit_cap", 30.0),
+        **_gemma_differences(fields, layers_of_27b=46),
+    )
+
+
+def _gemma3(fields: Fields, max_context: int | None) -> ModelConfig:
+    windows = _windows(fields, lambda layer: (layer + 1) % 6 != 0)
+    head_size = _head_size(fields)
+    full = read_rope(fields, head_size, base=1_000_000.0)
+    local = read_rope(
+        fields,
+        head_size,
+        layer_type="sliding_attention",
+        base_keys=("rope.freq_base_swa", "rope_local_base_freq"),
+        scaled=False,
+    )
+    return describe(
+        fields,
+        max_context,
+        windows=windows,
+        ropes=[full if window is None else local for window in windows],
+        qk_norm="head",
+        score_cap=fields.optional_number("score_cap"),
+        logit_cap=fields.optional_number("logit_cap"),
+        **_gemma_differences(fields, layers_of_27b=62),
+    )
+
+
+def _cap(fields: Fields, name: str, default: float) -> float | None:
+    """Early GGUF files of Gemma 2 do not name its caps and mean the usual ones; a null in config.json means none."""
+    return fields.optional_number(name) if fields.key(name) in fields.section.values else default
+
+
+def _gemma_differences(fields: Fields, layers_of_27b: int) -> dict[str, Any]:
+    if fields.flag("bidirectional", False):
+        raise fields.error("bidirectional", "weft computes causal attention only")
+    hidden_size = fields.size("hidden_size")
+    # GGUF files do not say what scores are divided by: the size of a head, but for the model of 27B.
+    divisor = _head_size(fields)
+    if fields.layout == "gguf" and _layers(fields) == layers_of_27b:
+        divisor = hidden_size // fields.size("heads")
+    return {
+        "scale": fields.number("query_scale_divisor", divisor) ** -0.5,
+        "embedding_scale": hidden_size**0.5,
+        # GGUF files hold the sum of 1 and the weight.
+        "norm_offset": 1.0 if fields.layout == "huggingface" else 0.0,
+        "post_norms": True,
+        "activation": "gelu_tanh",
+    }
+
+
+# With norms before and after, what stands after attention is a norm of its output.
+_POST_NORM = {"post_attention_layernorm": "attention_post_norm"}
+
+ARCHITECTURES = (
+    Architecture("llama", "LlamaForCausalLM", "llama", _llama),
+    # GGUF files of Mistral call themselves llama.
+    Architecture("llama", "MistralForCausalLM", "mistral", _llama),
+    Architecture("qwen2", "Qwen2ForCausalLM", "qwen2", _qwen2),
+    Architecture("qwen3", "Qwen3ForCausalLM", "qwen3", _qwen3),
+    # GGUF files of Phi-3 hold gate and up as one.
+    Architecture("phi3", "Phi3ForCausalLM", "phi3", _phi3, renamed={"ffn_up": "w_gate_up"}),
+    Architecture("granite", "GraniteForCausalLM", "granite", _granite),
+    Architecture("olmo2", "Olmo2ForCausalLM", "olmo2", _olmo2, renamed=_POST_NORM),
+    Architecture("gemma2", "Gemma2ForCausalLM", "gemma2", _gemma2, renamed=_POST_NORM),
+    Architecture("gemma3", "Gemma3ForCausalLM", "gemma3_text", _gemma3, renamed=_POST_NORM),
+)
+
+
+# --- fields that take more than a look --------------------------------------------------------------------------
+
+
+def _layers(fields: Fields) -> int:
+    return fields.size("layers", largest=LARGEST_LAYERS)
+
+
+def _head_size(fields: Fields) -> int:
+    hidden_size, heads = fields.size("hidden_size"), fields.size("heads")
+    if hidden_size < heads:
+        raise fields.error("heads", f"{heads} heads for {hidden_size} features")
+    head_size = fields.size("head_size", hidden_size // heads, largest=LARGEST_HEAD)
+    if fields.size("value_size", head_size) != head_size:
+        raise fields.error(
+            "value_size",
+            f"{fields.get('value_size')} differs from the size of a key, {head_size}; not supported",
+        )
+    return head_size
+
+
+def _vocabulary_size(fields: Fields) -> int:
+    tokens = fields.section.values.get("tokenizer.ggml.tokens")
+    return fields.size("vocabulary_size", len(tokens) if isinstance(tokens, list) else None)
+
+
+def _activation(fields: Fields, default: Activation) -> Activation:
+    name = fields.get("activation")
+    if name is None:
+        return default
+    activation = _ACTIVATIONS.get(name) if isinstance(name, str) else None
+    if activation is None:
+        raise fields.error("activation", f"{name!r:.80} is not supported; weft has {', '.join(_ACTIVATIONS)}")
+    return activation
+
+
+def _windows(
+    fields: Fields, is_local: Callable[[int], bool] = lambda layer: True, default: int = 0
+) -> tuple[int | None, ...]:
+    """The window of each layer. `is_local` says which layers have one where the file gives a size and no list, and
+    `default` what the size is where it gives none; 0 stands for no window."""
+    layers = _layers(fields)
+    window = fields.size("window", default, smallest=0)
+    local = _local_layers(fields, layers)
+    if window == 0:
+        if local is not None and any(local) and fields.has("layer_types"):
+            raise fields.error("window", "missing from the file, but some of its layer_types need it")
+        return (None,) * layers
+    if local is None:
+        local = [is_local(layer) for layer in range(layers)]
+    return tuple(window if is_window else None for is_window in local)
+
+
+def _local_layers(fields: Fields, layers: int) -> list[bool] | None:
+    """Which layers have a window, where the file says it: by name, one by one, or as every how many-th has none."""
+    names = fields.get("layer_types")
+    if names is not None:
+        if not isinstance(names, list) or len(names) != layers:
+            raise fields.error("layer_types", f"not a list of {layers} names, one for each layer")
+        for name in names:
+            if name not in ("full_attention", "sliding_attention"):
+                raise fields.error(
+                    "layer_types", f"{name!r:.80} is neither full_attention nor sliding_attention"
+                )
+        return [name == "sliding_attention" for name in names]
+    period = fields.get("window_period")
+    if period is None:
+        return None
+    if not isinstance(period, int):
+        flags = [bool(flag) for flag in period] if hasattr(period, "__len__") else []
+        if len(flags) != layers:
+            raise fields.error("window_period", f"{len(flags)} values for {layers} layers")
+        return flags
+    period = fields.size("window_period", largest=LARGEST_LAYERS)
+    return [(layer + 1) % period != 0 for layer in range(layers)]
+
+
+def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
+    """Qwen's files state a window they do not use, and use it, where they do, in the last layers."""
+    if fields.layout == "huggingface" and not fields.flag("uses_window", False):
+        return (None,) * _layers(fields)
+    first = fields.size("full_layers_first", 0, smallest=0)
+    return _windows(fields, lambda layer: layer >= first)

@@ -1,0 +1,204 @@
+"""What a model file says about rotary embedding, from either layout, as `RopeParameters`.
+
+GGUF has one set of keys, and tensors for factors. config.json says it in `rope_parameters`, in older files in
+`rope_scaling` beside a `rope_theta`; where layers differ, `rope_parameters` holds an object for each kind of layer.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from weft.errors import ModelFileError
+from weft.models.fields import Fields, Section
+from weft.models.rope import KINDS, RopeParameters
+
+LayerType = Literal["full_attention", "sliding_attention"]
+
+# Other words for a kind: an older one of Phi-3's makers, and GGUF's for no scaling.
+_SYNONYMS = {"su": "longrope", "none": "default"}
+
+# Tensors that `read_rope` turns into parameters, under the decoder's names.
+FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
+    "rope_frequency_factors",
+    "rope_long_factors",
+    "rope_short_factors",
+)
+ROPE_TENSORS = frozenset({FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS})
+
+
+def read_rope(
+    fields: Fields,
+    head_size: int,
+    base: float = 10_000.0,
+    layer_type: LayerType = "full_attention",
+    base_keys: tuple[str, str] = ("rope.freq_base", "rope_theta"),
+    scaled: bool = True,
+) -> RopeParameters:
+    """The rope of one kind of layer. `base` counts where the file names none under `base_keys` (GGUF's and
+    config.json's); without `scaled`, scaling that the file states outside of the layer's own object is not for it."""
+    if fields.layout == "gguf":
+        parameters = _from_gguf(fields, head_size, base, base_keys[0], scaled)
+    else:
+        parameters = _from_huggingface(fields, head_size, base, layer_type, base_keys[1], scaled)
+    if parameters.rotated_size % 2 or parameters.rotated_size > head_size:
+        raise ModelFileError(
+            f"rotary embedding turns pairs: {parameters.rotated_size} of {head_size} features of a head cannot turn"
+        )
+    return parameters
+
+
+def _from_gguf(fields: Fields, head_size: int, base: float, base_key: str, scaled: bool) -> RopeParameters:
+    section, key = fields.section, fields.gguf_key
+    rotated = section.size(key("rope.dimension_count"), head_size)
+    base = _base(section, key(base_key), base)
+    if not scaled:
+        return RopeParameters("default", base, rotated)
+    has_long_factors = fields.has_tensor(LONG_FACTORS) or fields.has_tensor(SHORT_FACTORS)
+    factor_key = key("rope.scaling.factor")
+    if not section.has(factor_key) and section.has(key("rope.scale_linear")):
+        factor_key = key("rope.scale_linear")  # its name in early files
+    # Files of Phi-3 have the factors and no type; a factor without a type has always meant linear.
+    unnamed = "longrope" if has_long_factors else "linear" if section.has(factor_key) else "default"
+    kind = _kind(section, key("rope.scaling.type"), unnamed)
+    if fields.has_tensor(FREQUENCY_FACTORS):
+        if kind not in ("default", "linear"):
+            raise section.error(key("rope.scaling.type"), f"{kind} beside the factors of rope_freqs.weight")
+        factors = fields.vector(FREQUENCY_FACTORS, rotated // 2)
+    else:
+        factors = ()
+    original_key, context_key = key("rope.scaling.original_context_length"), fields.key("max_context")
+    common = RopeParameters(kind, base, rotated, frequency_factors=factors)
+    if kind == "default":
+        return common
+    if kind == "longrope":
+        if not has_long_factors:
+            raise section.error(
+                "rope_factors_long.weight", "missing from the file, but it scales by longrope"
+            )
+        return RopeParameters(
+            kind,
+            base,
+            rotated,
+            original_context=section.size(original_key, smallest=2),
+            # The factor itself: where it is missing there is none, as in llama.cpp.
+            attention_factor=section.number(key("rope.scaling.attn_factor"), 1.0),
+            short_factors=_factor_tensor(fields, SHORT_FACTORS, rotated // 2),
+            long_factors=_factor_tensor(fields, LONG_FACTORS, rotated // 2),
+        )
+    factor = section.number(factor_key)
+    if kind == "linear":
+        return RopeParameters(kind, base, rotated, factor, frequency_factors=factors)
+    for rest in ("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"):
+        # Nobody writes them for the models weft knows; ignoring one would give fluent nonsense.
+        if section.number(key(rest), 1.0) != 1.0:
+            raise section.error(
+                key(rest), f"{section.number(key(rest))} is not supported with yarn; only 1 is"
+            )
+    has_log_multiplier = section.has(key("rope.scaling.yarn_log_multiplier"))
+    return RopeParameters(
+        kind,
+        base,
+        rotated,
+        factor,
+        original_context=section.size(original_key, section.size(context_key)),
+        attention_factor=section.optional_number(key("rope.scaling.yarn_attn_factor")),
+        beta_fast=section.number(key("rope.scaling.yarn_beta_fast"), 32.0),
+        beta_slow=section.number(key("rope.scaling.yarn_beta_slow"), 1.0),
+        mscale=1.0 if has_log_multiplier else None,
+        mscale_all=section.optional_number(key("rope.scaling.yarn_log_multiplier")),
+    )
+
+
+def _factor_tensor(fields: Fields, name: str, count: int) -> tuple[float, ...]:
+    if not fields.has_tensor(name):
+        raise ModelFileError(f"{name}: the tensor is missing from the file")
+    return fields.vector(name, count)
+
+
+def _from_huggingface(
+    fields: Fields, head_size: int, base: float, layer_type: LayerType, base_key: str, scaled: bool
+) -> RopeParameters:
+    top = fields.section
+    # The older name counts where a file has both: whoever extends a context by hand still writes that one.
+    section = top.section("rope_scaling" if top.has("rope_scaling") else "rope_parameters")
+    if section.has("full_attention") or section.has("sliding_attention"):
+        section = section.section(layer_type)
+    elif not scaled:
+        section = Section({}, section.where)
+    base = _base(section, "rope_theta", _base(top, base_key, base))
+    share = section.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
+    if share > 1.0:
+        raise section.error("partial_rotary_factor", f"{share} of a head cannot turn; it is at most 1")
+    rotated = int(head_size * share)
+    type_key = "rope_type" if section.has("rope_type") else "type"
+    kind = _kind(section, type_key, "default")
+    if kind == "yarn" and section.has("long_factor"):
+        kind = "longrope"  # what the first Phi-3 files call it
+    if kind == "default":
+        return RopeParameters(kind, base, rotated)
+    if kind == "linear":
+        return RopeParameters(kind, base, rotated, section.number("factor"))
+    context = fields.size("max_context")
+    original_key = "original_max_position_embeddings"
+    # Phi-3 states it beside the object, and there it counts more.
+    holder = top if top.has(original_key) else section
+    if kind == "longrope":
+        original = holder.size(original_key, smallest=2)
+        return RopeParameters(
+            kind,
+            base,
+            rotated,
+            factor=section.number("factor", context / original),
+            original_context=original,
+            attention_factor=section.optional_number("attention_factor"),
+            short_factors=section.numbers("short_factor", rotated // 2),
+            long_factors=section.numbers("long_factor", rotated // 2),
+        )
+    original = holder.size(original_key, context)
+    if kind == "llama3":
+        low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+        if low >= high:
+            raise section.error("low_freq_factor", f"{low} must be less than high_freq_factor, {high}")
+        return RopeParameters(
+            kind,
+            base,
+            rotated,
+            section.number("factor"),
+            original,
+            low_frequency_factor=low,
+            high_frequency_factor=high,
+        )
+    return RopeParameters(
+        kind,
+        base,
+        rotated,
+        section.number("factor", context / original),
+        original,
+        attention_factor=section.optional_number("attention_factor"),
+        beta_fast=section.number("beta_fast", 32.0),
+        beta_slow=section.number("beta_slow", 1.0),
+        truncate=section.flag("truncate", True),
+        mscale=section.optional_number("mscale"),
+        mscale_all=section.optional_number("mscale_all_dim"),
+    )
+
+
+def _base(section: Section, key: str, default: float) -> float:
+    base = section.number(key, default)
+    if base <= 1.0:
+        raise section.error(key, f"{base} is no base of rotary embedding; it is more than 1")
+    return base
+
+
+def _kind(section: Section, key: str, default: str) -> str:
+    kind = section.text(key, default)
+    kind = _SYNONYMS.get(kind, kind)
+    if kind == "dynamic":
+        raise section.error(
+            key,
+            "dynamic scaling changes with the length of a text, which a cache of keys cannot follow; "
+            "use yarn, or remove the scaling and stay inside the original context",
+        )
+    if kind not in KINDS:
+        raise section.error(key, f"{kind!r:.80} is not supported; weft scales by {', '.join(KINDS)}")
+    return kind

@@ -1,0 +1,188 @@
+"""Small random checkpoints of every architecture, as transformers writes them and as llama.cpp's converter would, and
+the two ways to run one: transformers over the whole text, and weft's decoder over chunks, blocks and single tokens."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from weft.models.decoder import Decoder
+from weft.ops.base import StepIndices
+
+torch = pytest.importorskip("torch")
+
+PROMPT_LENGTH = 100
+NEW_TOKENS = 64
+VOCABULARY = 97
+
+# 4 heads of 24 features for 64 of the model, where the architecture lets them differ.
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": 0,
+}
+WIDE_HEADS = {**SIZES, "head_dim": 24}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to build: transformers' name of the architecture, and what its configuration says."""
+
+    model: str
+    options: Mapping[str, Any]
+    max_context: int | None = None
+    config: str = ""  # the name of its class, where that is not the model's and Config
+
+    @property
+    def modeling(self) -> str:
+        module = self.model.lower()
+        return f"transformers.models.{module}.modeling_{module}"
+
+
+@dataclass(frozen=True)
+class ArraySource:
+    """A `WeightSource` over an array."""
+
+    array: np.ndarray
+    format_name: str = "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def raw(self) -> np.ndarray:
+        return self.array.reshape(-1).view(np.uint8)
+
+    def read_into(self, out: np.ndarray) -> None:
+        out[...] = self.array
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        return self.array[indices]
+
+    def to_float32(self) -> np.ndarray:
+        return self.array.copy()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the files of a model hold."""
+
+    config: dict[str, Any]
+    tensors: dict[str, np.ndarray]
+
+    @property
+    def sources(self) -> dict[str, ArraySource]:
+        return {name: ArraySource(array) for name, array in self.tensors.items()}
+
+
+def build_model(case: Case) -> Any:
+    """transformers' model with weights that leave nothing neutral: norms are not ones, biases not zeros."""
+    import transformers
+
+    config = getattr(transformers, case.config or f"{case.model}Config")(**case.options)
+    config._attn_implementation = "eager"
+    torch.set_num_threads(1)  # as tests/conftest.py says of numpy
+    model = getattr(transformers, f"{case.model}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            if "norm" in name:
+                values = values * 0.3 + parameter.mean().round().float()  # around 1, or 0 for Gemma
+            elif parameter.ndim == 1:
+                values = values * 0.3
+            elif "embed" not in name:
+                values = values * 1.5 / parameter.shape[-1] ** 0.5
+            parameter.copy_(values)
+    model.tie_weights()
+    return model
+
+
+def save(model: Any, folder: Path) -> Checkpoint:
+    """The model through the files that transformers writes."""
+    from safetensors.numpy import load_file
+
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    return Checkpoint(json.loads((folder / "config.json").read_text()), tensors)
+
+
+def logits_of(model: Any, tokens: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+
+
+class _DoubleTorch:
+    """torch, but for its float32, which is float64."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name in ("float", "float32") else getattr(torch, name)
+
+
+@contextmanager
+def transformers_in_float64(case: Case) -> Iterator[None]:
+    """transformers computes norms, softmax and rotary frequencies in float32 whatever the type of the model; here
+    they are computed in float64, so that all digits can be compared."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (case.modeling, "transformers.modeling_rope_utils"):
+            patch.setattr(importlib.import_module(module), "torch", _DoubleTorch())
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+class Reader:
+    """One request of a decoder, fed in pieces; its blocks lie scattered over the cache."""
+
+    def __init__(self, decoder: Decoder, length: int, block_size: int) -> None:
+        self.decoder = decoder
+        self.block_size = block_size
+        blocks = -(-length // block_size)
+        self.cache = decoder.new_cache(blocks + 3, block_size)
+        self.cache[...] = np.nan  # whatever is read without having been written shows
+        self.table = np.random.default_rng(1).permutation(blocks + 3)[:blocks]
+        self.position = 0
+
+    def feed(self, tokens: list[int]) -> np.ndarray:
+        """Logits after each of the tokens."""
+        positions = np.arange(self.position, self.position + len(tokens))
+        self.position += len(tokens)
+        step = StepIndices(
+            token_ids=np.array(tokens),
+            positions=positions,
+            cells=self.table[positions // self.block_size] * self.block_size + positions % self.block_size,
+            query_starts=np.array([0, len(tokens)]),
+            context_lengths=np.array([self.position]),
+            block_tables=self.table[None, : -(-self.position // self.block_size)],
+            logit_indices=np.arange(len(tokens)),
+        )
+        return self.decoder.logits(self.decoder.forward(step, self.cache))
+
+
+def prompt() -> list[int]:
+    return np.random.default_rng(3).integers(1, VOCABULARY, PROMPT_LENGTH).tolist()
+
+
+def generate(decoder: Decoder, chunk: int, block_size: int) -> tuple[list[int], np.ndarray]:
+    """The prompt in chunks, then greedy tokens one at a time: the whole text, and logits after all of its tokens."""
+    tokens = prompt()
+    reader = Reader(decoder, PROMPT_LENGTH + NEW_TOKENS, block_size)
+    rows = [reader.feed(tokens[start : start + chunk]) for start in range(0, PROMPT_LENGTH, chunk)]
+    for _ in range(NEW_TOKENS):
+        tokens.append(int(rows[-1][-1].argmax()))
+        rows.append(reader.feed(tokens[-1:]))
+    return tokens, np.concatenate(rows)
