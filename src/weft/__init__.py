@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 # Where each public name lives. The TYPE_CHECKING block below repeats it for type checkers; a test keeps the two equal.
 _HOME = {
     "LLM": "weft.llm",
+    "Job": "weft.llm",
     "ServingEngine": "weft.engine.serving",
     "ContinuousBatchScheduler": "weft.scheduling.scheduler",
     "ServingEngineConfig": "weft.config",
@@ -25,6 +26,7 @@ _HOME = {
     "SamplingParams": "weft.request",
     "InferenceRequest": "weft.request",
     "GenerationResult": "weft.request",
+    "TokenLogprobs": "weft.request",
     "TokenOutput": "weft.request",
     "IterationPlan": "weft.plan",
     "WeftError": "weft.errors",
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
         QueueFullError,
         WeftError,
     )
-    from weft.llm import LLM
+    from weft.llm import LLM, Job
     from weft.plan import IterationPlan
     from weft.request import (
         FinishReason,
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
         RequestId,
         RequestState,
         SamplingParams,
+        TokenLogprobs,
         TokenOutput,
     )
     from weft.scheduling.scheduler import ContinuousBatchScheduler
@@ -73,6 +76,7 @@ __all__ = [
     "InferenceRequest",
     "InvalidRequestError",
     "IterationPlan",
+    "Job",
     "KvCachePoolConfig",
     "ModelFileError",
     "PreemptionMode",
@@ -85,6 +89,7 @@ __all__ = [
     "SchedulerConfig",
     "ServingEngine",
     "ServingEngineConfig",
+    "TokenLogprobs",
     "TokenOutput",
     "WeftError",
     "__version__",
