@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ Layout = Literal["gguf", "huggingface"]
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_NAMES_SHOWN = 12
+_MAX_TOKENIZER_BYTES = 64 << 20  # the largest published has 33 MB
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ def open_checkpoint(path: Path | str, own_architectures: Collection[str] = ()) -
     `model_type` or class is among `own_architectures`, those that weft has a decoder for, and refused otherwise.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(
+        path
+    ):  # unlike Path.is_dir, false and no error where the folder above may not be entered
         return _open_folder(path, own_architectures)
     if path.suffix == ".safetensors":
         raise ModelFileError(f"{path}: is only the weights; pass the folder that also holds config.json")
@@ -209,7 +213,7 @@ def _tokenizer_end_id(folder: Path, names: list[str]) -> int | None:
     text = token.get("content") if isinstance(token, dict) else token
     if text is None:
         return None
-    added = read_json(tokenizer_path).get("added_tokens")
+    added = read_json(tokenizer_path, _MAX_TOKENIZER_BYTES).get("added_tokens")
     for entry in added if isinstance(added, list) else ():
         if isinstance(entry, dict) and entry.get("content") == text:
             number = entry.get("id")

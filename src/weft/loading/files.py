@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 
 from weft.errors import ModelFileError
 
-# The largest JSON file of a published model is a tokenizer of 30 MB; no config comes near.
-_MAX_JSON_BYTES = 64 << 20
+# An index of 65,536 tensors has 6 MB. What is read may take twenty times as much memory as its text.
+_MAX_JSON_BYTES = 16 << 20
 _MAX_JSON_DEPTH = 64
 
 # A page that is read brings its neighbours with it, also those before it that were let go: Linux maps 16 pages at a
@@ -96,13 +96,11 @@ def map_file(path: Path, kind: str, header_bytes: int) -> MappedFile:
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
+def read_json(path: Path, limit: int = _MAX_JSON_BYTES) -> dict[str, Any]:
+    """The object in a JSON file of at most `limit` bytes."""
     with _open_regular(path) as (file, size):
-        if size > _MAX_JSON_BYTES:
-            raise ModelFileError(
-                f"{path}: the file has {size} bytes, the limit for JSON is {_MAX_JSON_BYTES}"
-            )
+        if size > limit:
+            raise ModelFileError(f"{path}: the file has {size} bytes, the limit is {limit}")
         return parse_json(path, file.read(size), "JSON")
 
 

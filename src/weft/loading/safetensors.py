@@ -13,6 +13,7 @@ without overlaps.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -26,7 +27,8 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # what the reference implementation allows
+# Room for 100,000 tensors. The reference implementation allows six times as much, and no file comes near either.
+_MAX_HEADER_BYTES = 16 << 20
 _MAX_DIMENSIONS = 8
 _MAX_FILE_NAME = 255
 
@@ -156,7 +158,7 @@ def _shard_name(index_path: Path, tensor: str, shard: Any) -> str:
 
 def _shard_tensors(index_path: Path, shard: str) -> dict[str, StoredTensor]:
     path = index_path.with_name(shard)
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         raise ModelFileError(
             f"{index_path}: {shard}: the index names this file, but it is not there; fetch it"
         )
