@@ -290,7 +290,8 @@ def _local_layers(fields: Fields, layers: int) -> list[bool] | None:
     if period is None:
         return None
     if not isinstance(period, int):
-        flags = [bool(flag) for flag in period] if hasattr(period, "__len__") else []
+        is_list = hasattr(period, "__len__") and not isinstance(period, str)
+        flags = [bool(flag) for flag in period] if is_list else []
         if len(flags) != layers:
             raise fields.error("window_period", f"{len(flags)} values for {layers} layers")
         return flags

@@ -57,18 +57,13 @@ def find_architecture(layout: Layout, metadata: Mapping[str, Any]) -> Architectu
     """The registry's entry for a model; an unknown one is refused with the list of known ones."""
     if layout == "gguf":
         key, name = "general.architecture", metadata.get("general.architecture")
-        found = [entry for entry in ARCHITECTURES if entry.gguf_name == name]
-        known = {entry.gguf_name for entry in ARCHITECTURES}
+        known = {entry.gguf_name: entry for entry in reversed(ARCHITECTURES)}
+    elif isinstance(metadata.get("architectures"), list) and metadata["architectures"]:
+        key, name = "architectures", metadata["architectures"][0]
+        known = {entry.class_name: entry for entry in ARCHITECTURES}
     else:
-        classes = metadata.get("architectures")
-        if isinstance(classes, list) and classes:
-            key, name = "architectures", classes[0]
-            found = [entry for entry in ARCHITECTURES if entry.class_name == name]
-            known = {entry.class_name for entry in ARCHITECTURES}
-        else:
-            key, name = "model_type", metadata.get("model_type")
-            found = [entry for entry in ARCHITECTURES if entry.model_type == name]
-            known = {entry.model_type for entry in ARCHITECTURES}
-    if not found:
+        key, name = "model_type", metadata.get("model_type")
+        known = {entry.model_type: entry for entry in ARCHITECTURES}
+    if not isinstance(name, str) or name not in known:
         raise ModelFileError(f"{key}: {name!r:.80} is not supported; weft runs {', '.join(sorted(known))}")
-    return found[0]
+    return known[name]

@@ -37,19 +37,14 @@ def read_rope(
     """The rope of one kind of layer. `base` counts where the file names none under `base_keys` (GGUF's and
     config.json's); without `scaled`, scaling that the file states outside of the layer's own object is not for it."""
     if fields.layout == "gguf":
-        parameters = _from_gguf(fields, head_size, base, base_keys[0], scaled)
-    else:
-        parameters = _from_huggingface(fields, head_size, base, layer_type, base_keys[1], scaled)
-    if parameters.rotated_size % 2 or parameters.rotated_size > head_size:
-        raise ModelFileError(
-            f"rotary embedding turns pairs: {parameters.rotated_size} of {head_size} features of a head cannot turn"
-        )
-    return parameters
+        return _from_gguf(fields, head_size, base, base_keys[0], scaled)
+    return _from_huggingface(fields, head_size, base, layer_type, base_keys[1], scaled)
 
 
 def _from_gguf(fields: Fields, head_size: int, base: float, base_key: str, scaled: bool) -> RopeParameters:
     section, key = fields.section, fields.gguf_key
-    rotated = section.size(key("rope.dimension_count"), head_size)
+    size_key = key("rope.dimension_count")
+    rotated = _rotated(section, size_key, section.size(size_key, head_size), head_size)
     base = _base(section, key(base_key), base)
     if not scaled:
         return RopeParameters("default", base, rotated)
@@ -67,9 +62,8 @@ def _from_gguf(fields: Fields, head_size: int, base: float, base_key: str, scale
     else:
         factors = ()
     original_key, context_key = key("rope.scaling.original_context_length"), fields.key("max_context")
-    common = RopeParameters(kind, base, rotated, frequency_factors=factors)
     if kind == "default":
-        return common
+        return RopeParameters(kind, base, rotated, frequency_factors=factors)
     if kind == "longrope":
         if not has_long_factors:
             raise section.error(
@@ -127,9 +121,7 @@ def _from_huggingface(
         section = Section({}, section.where)
     base = _base(section, "rope_theta", _base(top, base_key, base))
     share = section.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
-    if share > 1.0:
-        raise section.error("partial_rotary_factor", f"{share} of a head cannot turn; it is at most 1")
-    rotated = int(head_size * share)
+    rotated = _rotated(section, "partial_rotary_factor", int(head_size * share), head_size)
     type_key = "rope_type" if section.has("rope_type") else "type"
     kind = _kind(section, type_key, "default")
     if kind == "yarn" and section.has("long_factor"):
@@ -181,6 +173,14 @@ def _from_huggingface(
         mscale=section.optional_number("mscale"),
         mscale_all=section.optional_number("mscale_all_dim"),
     )
+
+
+def _rotated(section: Section, key: str, rotated: int, head_size: int) -> int:
+    if rotated % 2 or not 2 <= rotated <= head_size:
+        raise section.error(
+            key, f"pairs of features turn, and of a head's {head_size} features {rotated} cannot"
+        )
+    return rotated
 
 
 def _base(section: Section, key: str, default: float) -> float:
