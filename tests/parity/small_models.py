@@ -46,10 +46,11 @@ class Case:
     options: Mapping[str, Any]
     max_context: int | None = None
     config: str = ""  # the name of its class, where that is not the model's and Config
+    module: str = ""  # where transformers keeps it, where that is not the model's name
 
     @property
     def modeling(self) -> str:
-        module = self.model.lower()
+        module = self.module or self.model.lower()
         return f"transformers.models.{module}.modeling_{module}"
 
 
@@ -95,7 +96,7 @@ def build_model(case: Case) -> Any:
     import transformers
 
     config = getattr(transformers, case.config or f"{case.model}Config")(**case.options)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     torch.set_num_threads(1)  # as tests/conftest.py says of numpy
     model = getattr(transformers, f"{case.model}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(7)

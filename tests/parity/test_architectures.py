@@ -43,6 +43,8 @@ def longrope(original: int, pairs: int = 12, **options: Any) -> dict[str, Any]:
     return rope("longrope", original_max_position_embeddings=original, **factors, **options)
 
 
+EXPERTS = {"num_experts_per_tok": 2}
+
 CASES = {
     "llama": Case("Llama", {**WIDE_HEADS, **rope("default", rope_theta=5_000.0)}),
     "llama, tied": Case("Llama", {**SIZES, "tie_word_embeddings": True}),
@@ -157,6 +159,18 @@ CASES = {
         },
         config="Gemma3TextConfig",
     ),
+    "mixtral": Case("Mixtral", {**WIDE_HEADS, **EXPERTS, "num_local_experts": 5, "sliding_window": 24}),
+    "mixtral, no window": Case("Mixtral", {**WIDE_HEADS, **EXPERTS, "num_local_experts": 5}),
+    "qwen3 moe": Case(
+        "Qwen3Moe",
+        {**WIDE_HEADS, **EXPERTS, "num_experts": 6, "moe_intermediate_size": 40, "norm_topk_prob": True},
+        module="qwen3_moe",
+    ),
+    "qwen3 moe, shares as they are": Case(
+        "Qwen3Moe",
+        {**WIDE_HEADS, **EXPERTS, "num_experts": 6, "moe_intermediate_size": 40, "norm_topk_prob": False},
+        module="qwen3_moe",
+    ),
 }
 
 
@@ -219,6 +233,8 @@ GGUF_CASES = {
             "qwen2",
             "qwen2, yarn",
             "qwen3",
+            "qwen3 moe",
+            "mixtral, no window",
             "phi3",
             "phi3, longrope, part of the head",
             "granite",

@@ -398,7 +398,7 @@ def test_gguf_lists_the_layers_with_a_window_or_every_how_many_have_none() -> No
         ({"layer_types": ["full_attention"]}, "layer_types: not a list of 2 names"),
         ({"layer_types": ["full_attention", "odd"]}, "layer_types: 'odd' is neither"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window: missing from the file, but some of"),
-        ({"num_local_experts": 8}, "num_local_experts: 8 experts"),
+        ({"num_local_experts": 8}, "num_local_experts: llama with experts is not supported"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

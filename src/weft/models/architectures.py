@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from weft.models.config import ModelConfig
-from weft.models.fields import LARGEST_HEAD, LARGEST_LAYERS, Fields
+from weft.models.config import ExpertsConfig, ModelConfig
+from weft.models.fields import LARGEST_EXPERTS, LARGEST_HEAD, LARGEST_LAYERS, Fields
 from weft.models.rope import RopeParameters, resolve
 from weft.models.rope_fields import read_rope
 from weft.ops.base import AttentionPattern, AttentionShape
@@ -59,10 +59,8 @@ def describe(
     `ropes` and `windows` have an entry for each layer; without them all layers are the same and see everything.
     `gguf_interleaved`: its GGUF files hold the rows of Q and K in the order that turns neighbouring pairs.
     """
-    if fields.size("experts", 0, smallest=0) > 0:
-        raise fields.error(
-            "experts", f"{fields.get('experts')} experts; weft runs no mixtures of experts yet"
-        )
+    if differences.get("experts") is None and fields.size("experts", 0, smallest=0) > 0:
+        raise fields.error("experts", f"{fields.architecture} with experts is not supported")
     layers, heads, head_size = _layers(fields), fields.size("heads"), _head_size(fields)
     context = fields.size("max_context")
     if max_context is not None:
@@ -109,7 +107,13 @@ def describe(
 
 
 def _llama(fields: Fields, max_context: int | None) -> ModelConfig:
-    return describe(fields, max_context, gguf_interleaved=True, windows=_windows(fields))
+    # GGUF files of Mixtral call themselves llama too.
+    experts = _experts(fields, normalised=True) if fields.layout == "gguf" else None
+    return describe(fields, max_context, gguf_interleaved=True, windows=_windows(fields), experts=experts)
+
+
+def _mixtral(fields: Fields, max_context: int | None) -> ModelConfig:
+    return describe(fields, max_context, windows=_windows(fields), experts=_experts(fields, normalised=True))
 
 
 def _qwen2(fields: Fields, max_context: int | None) -> ModelConfig:
@@ -118,6 +122,21 @@ def _qwen2(fields: Fields, max_context: int | None) -> ModelConfig:
 
 def _qwen3(fields: Fields, max_context: int | None) -> ModelConfig:
     return describe(fields, max_context, qk_norm="head", windows=_qwen_windows(fields))
+
+
+def _qwen3_moe(fields: Fields, max_context: int | None) -> ModelConfig:
+    if fields.size("expert_layer_period", 1) != 1 or fields.get("layers_without_experts"):
+        key = "layers_without_experts" if fields.get("layers_without_experts") else "expert_layer_period"
+        raise fields.error(key, f"{fields.get(key)!r:.80}: layers without experts are not supported")
+    # GGUF has no word for it, and llama.cpp always divides.
+    normalised = fields.flag("normalised_shares", fields.layout == "gguf")
+    return describe(
+        fields,
+        max_context,
+        qk_norm="head",
+        windows=_qwen_windows(fields),
+        experts=_experts(fields, normalised),
+    )
 
 
 def _phi3(fields: Fields, max_context: int | None) -> ModelConfig:
@@ -213,6 +232,8 @@ ARCHITECTURES = (
     Architecture("llama", "MistralForCausalLM", "mistral", _llama),
     Architecture("qwen2", "Qwen2ForCausalLM", "qwen2", _qwen2),
     Architecture("qwen3", "Qwen3ForCausalLM", "qwen3", _qwen3),
+    Architecture("llama", "MixtralForCausalLM", "mixtral", _mixtral),
+    Architecture("qwen3moe", "Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
     # GGUF files of Phi-3 hold gate and up as one.
     Architecture("phi3", "Phi3ForCausalLM", "phi3", _phi3, renamed={"ffn_up": "w_gate_up"}),
     Architecture("granite", "GraniteForCausalLM", "granite", _granite),
@@ -245,6 +266,21 @@ def _head_size(fields: Fields) -> int:
 def _vocabulary_size(fields: Fields) -> int:
     tokens = fields.section.values.get("tokenizer.ggml.tokens")
     return fields.size("vocabulary_size", len(tokens) if isinstance(tokens, list) else None)
+
+
+def _experts(fields: Fields, normalised: bool) -> ExpertsConfig | None:
+    count = fields.size("experts", 0, largest=LARGEST_EXPERTS, smallest=0)
+    if count == 0:
+        return None
+    feed_forward_size = None
+    if not fields.has("expert_feed_forward_size"):
+        feed_forward_size = fields.size("feed_forward_size")
+    return ExpertsConfig(
+        count=count,
+        per_token=fields.size("experts_per_token", largest=count),
+        feed_forward_size=fields.size("expert_feed_forward_size", feed_forward_size),
+        normalised=normalised,
+    )
 
 
 def _activation(fields: Fields, default: Activation) -> Activation:

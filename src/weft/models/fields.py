@@ -18,6 +18,7 @@ Layout = Literal["gguf", "huggingface"]
 LARGEST_SIZE = (1 << 31) - 1
 LARGEST_LAYERS = 4096
 LARGEST_HEAD = 8192
+LARGEST_EXPERTS = 4096
 
 # Wide enough for every real number in a model's description, narrow enough that arithmetic with a few of them
 # neither overflows nor divides by zero.
@@ -54,6 +55,11 @@ _KEYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "logit_cap": ("final_logit_softcapping", ("final_logit_softcapping",)),
     "bidirectional": ("", ("use_bidirectional_attention",)),
     "experts": ("expert_count", ("num_local_experts", "num_experts")),
+    "experts_per_token": ("expert_used_count", ("num_experts_per_tok",)),
+    "expert_feed_forward_size": ("expert_feed_forward_length", ("moe_intermediate_size",)),
+    "normalised_shares": ("", ("norm_topk_prob",)),
+    "expert_layer_period": ("", ("decoder_sparse_step",)),
+    "layers_without_experts": ("", ("mlp_only_layers",)),
 }
 
 

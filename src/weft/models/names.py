@@ -35,6 +35,10 @@ _GGUF_PARTS = {
     "ffn_up": "w_up",
     "ffn_down": "w_down",
     "post_ffw_norm": "feed_forward_post_norm",
+    "ffn_gate_inp": "router",
+    "ffn_gate_exps": "experts.w_gate",
+    "ffn_up_exps": "experts.w_up",
+    "ffn_down_exps": "experts.w_down",
 }
 _HUGGINGFACE_PARTS = {
     "input_layernorm": "attention_norm",
@@ -53,6 +57,18 @@ _HUGGINGFACE_PARTS = {
     "mlp.gate_up_proj": "w_gate_up",
     "mlp.down_proj": "w_down",
     "post_feedforward_layernorm": "feed_forward_post_norm",
+    "mlp.gate": "router",
+    "block_sparse_moe.gate": "router",
+}
+# Safetensors files hold each expert by itself: mlp.experts.3.up_proj is experts.3.w_up.
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(0|[1-9][0-9]{0,5})\.([a-z0-9_]+)")
+_EXPERT_PARTS = {
+    "gate_proj": "w_gate",
+    "up_proj": "w_up",
+    "down_proj": "w_down",
+    "w1": "w_gate",
+    "w3": "w_up",
+    "w2": "w_down",
 }
 
 
@@ -87,7 +103,7 @@ _NAMES: dict[Layout, _Names] = {
             "lm_head.weight": "lm_head",
         },
         _HUGGINGFACE_PARTS,
-        re.compile(rf"model\.layers\.{_LAYER_NUMBER}\.([a-z_.]+)\.(weight|bias)"),
+        re.compile(rf"model\.layers\.{_LAYER_NUMBER}\.([a-z0-9_.]+)\.(weight|bias)"),
         # Old checkpoints store the frequencies of their unscaled rotary embedding.
         harmless=re.compile(rf"model\.(layers\.{_LAYER_NUMBER}\.self_attn\.)?rotary_emb\.inv_freq"),
     ),
@@ -103,6 +119,9 @@ def decoder_name(layout: Layout, name: str, renamed: Mapping[str, str] | None = 
         return names.whole_model.get(name)
     number, part, kind = match.groups()
     ours = (renamed or {}).get(part) or names.parts.get(part)
+    expert = _EXPERT.fullmatch(part)
+    if expert is not None and expert[2] in _EXPERT_PARTS:
+        ours = f"experts.{expert[1]}.{_EXPERT_PARTS[expert[2]]}"
     return None if ours is None else f"layers.{number}.{ours}{'.bias' if kind == 'bias' else ''}"
 
 
