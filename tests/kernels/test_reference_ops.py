@@ -358,6 +358,45 @@ def test_an_embedding_is_looked_up_as_it_is_stored_or_in_a_linear_layers_weight(
     np.testing.assert_array_equal(ops.embedding(prepared, table), source.array[ids])
 
 
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("is_whole", [False, True], ids=["a tensor each", "one tensor"])
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_a_mixture_weighs_the_experts_with_the_highest_shares(
+    normalise: bool, is_whole: bool, count: int
+) -> None:
+    rng = np.random.default_rng(8)
+    ops = ReferenceOps(np.float64)
+    gate, up, down = random_source(5, 12, 8), random_source(5, 12, 8), random_source(5, 8, 12)
+    parts = [
+        [whole] if is_whole else [ArraySource(expert) for expert in whole.array] for whole in (gate, up, down)
+    ]
+    experts = ops.load_experts(*parts)
+    assert ops.nbytes(experts) == 8 * 3 * 5 * 12 * 8
+    router = Linear(rng.normal(size=(5, 8)))
+    inputs = rng.normal(size=(count, 8))
+    output = ops.mixture(inputs, router, experts, 2, normalise)
+    assert output.shape == (count, 8)
+    for token, row in enumerate(inputs):
+        shares = np.exp(router.weight @ row) / np.exp(router.weight @ row).sum()
+        chosen = sorted(range(5), key=lambda expert: -shares[expert])[:2]
+        expected = np.zeros(8)
+        for expert in chosen:
+            inner = gate.array[expert].astype(np.float64) @ row
+            inner = inner / (1 + np.exp(-inner)) * (up.array[expert].astype(np.float64) @ row)
+            share = shares[expert] / (shares[chosen].sum() if normalise else 1.0)
+            expected += share * (down.array[expert].astype(np.float64) @ inner)
+        np.testing.assert_allclose(output[token], expected, atol=1e-12)
+
+
+def test_of_experts_with_equal_shares_the_first_ones_count() -> None:
+    ops = ReferenceOps(np.float64)
+    down = np.arange(4.0).astype(np.float16).reshape(4, 1, 1)  # expert n gives n times silu(1)
+    ones = ArraySource(np.ones((4, 1, 1), np.float16))
+    experts = ops.load_experts([ones], [ones], [ArraySource(down)])
+    output = ops.mixture(np.ones((3, 1)), Linear(np.zeros((4, 1))), experts, 2, True)
+    np.testing.assert_allclose(output, np.full((3, 1), 0.5 / (1 + np.exp(-1))), atol=1e-15)
+
+
 def test_the_small_operations_follow_their_formulas() -> None:
     rng = np.random.default_rng(4)
     ops = ReferenceOps(np.float64)

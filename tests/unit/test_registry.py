@@ -406,6 +406,24 @@ def test_a_wrong_field_is_refused_by_name(changes: dict[str, Any], message: str)
         from_json(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok: 9 is not a whole number from 1 to 8"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok: missing"),
+        ({"num_experts": 1 << 20}, "num_experts: 1048576 is not a whole number from 0 to 4096"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step: 2: layers without experts are not supported"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers: \[0\]: layers without experts are not supported"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
+    config = from_json(**moe, moe_intermediate_size=10)
+    assert config.multiplications_per_token == 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 2 * 10)
+    with pytest.raises(ModelFileError, match=message):
+        from_json(**{**moe, **changes})
+
+
 HOSTILE = [
     None,
     True,
