@@ -12,7 +12,7 @@ import pytest
 from weft.errors import ModelFileError
 from weft.models.architectures import ARCHITECTURES
 from weft.models.config import ModelConfig
-from weft.models.names import decoder_name
+from weft.models.names import decoder_name, file_name
 from weft.models.registry import build_config, build_decoder
 from weft.ops.base import AttentionPattern, Rope
 from weft.ops.reference import ReferenceOps
@@ -31,6 +31,7 @@ LLAMA_JSON: dict[str, Any] = {
     "rope_theta": 500.0,
     "tie_word_embeddings": False,
 }
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
 LLAMA_GGUF: dict[str, Any] = {
     "general.architecture": "llama",
     "llama.vocab_size": 50,
@@ -94,6 +95,10 @@ def llama_tensors() -> dict[str, ArraySource]:
             prefix + "mlp.down_proj.weight": source(32, 48),
         }
     return tensors
+
+
+def mistral(max_context: int | None = None, **changes: Any) -> ModelConfig:
+    return from_json(max_context, **MISTRAL, **changes)
 
 
 def from_json(max_context: int | None = None, **changes: Any) -> ModelConfig:
@@ -169,6 +174,19 @@ def test_tensor_names_of_a_file_become_the_decoders_names() -> None:
     assert decoder_name("huggingface", name, renamed) == "layers.3.attention_post_norm"
 
 
+def test_the_decoders_names_are_spelled_as_the_file_does() -> None:
+    renamed = {"post_attention_layernorm": "attention_post_norm"}
+    for name in (
+        "lm_head.weight",
+        "model.layers.3.self_attn.q_proj.bias",
+        "model.layers.3.post_attention_layernorm.weight",
+        "model.layers.3.pre_feedforward_layernorm.weight",
+    ):
+        assert file_name("huggingface", decoder_name("huggingface", name, renamed) or "", renamed) == name
+    assert file_name("gguf", "layers.3.w_gate_up", {"ffn_up": "w_gate_up"}) == "blk.3.ffn_up.weight"
+    assert file_name("huggingface", "somebody.else", {}) == "somebody.else"
+
+
 def test_what_the_weights_hold_is_counted() -> None:
     layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32
     decoder = build(llama_tensors())
@@ -208,25 +226,26 @@ def test_frequencies_that_old_checkpoints_store_do_no_harm() -> None:
 )
 def test_a_tensor_without_a_use_is_refused_by_name(name: str) -> None:
     tensors = {**llama_tensors(), name: source(32)}
-    ours = decoder_name("huggingface", name) or name
-    with pytest.raises(ModelFileError, match=f"{ours}: this decoder has no use for the tensor"):
+    with pytest.raises(ModelFileError, match=f"{name}: this decoder has no use for the tensor"):
         build(tensors, attention_bias=False)
 
 
 def test_a_missing_tensor_and_one_of_another_shape_are_refused_by_name() -> None:
     tensors = llama_tensors()
     tensors["model.layers.1.mlp.up_proj.weight"] = source(40, 32)
-    with pytest.raises(ModelFileError, match=r"layers.1.w_up: has shape \(40, 32\).*asks for \(48, 32\)"):
+    with pytest.raises(
+        ModelFileError, match=r"^model.layers.1.mlp.up_proj.weight: has shape \(40, 32\).*asks for \(48, 32\)"
+    ):
         build(tensors)
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(ModelFileError, match=r"layers.1.w_up: the tensor is missing"):
+    with pytest.raises(ModelFileError, match=r"^model.layers.1.mlp.up_proj.weight: the tensor is missing"):
         build(tensors)
 
 
 def test_biases_that_the_first_layer_has_are_asked_of_all() -> None:
     tensors = llama_tensors()
     tensors["model.layers.0.self_attn.q_proj.bias"] = source(32)
-    with pytest.raises(ModelFileError, match=r"layers.0.wk.bias: the tensor is missing"):
+    with pytest.raises(ModelFileError, match=r"^model.layers.0.self_attn.k_proj.bias: the tensor is missing"):
         build(tensors)
 
 
@@ -319,6 +338,32 @@ def test_yarn_in_gguf_takes_its_options() -> None:
         from_gguf(**options, rope__scaling__yarn_ext_factor=0.5)
 
 
+def test_the_older_spelling_of_gemma3s_two_ropes_means_the_same() -> None:
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 16, "sliding_window_pattern": 2}
+    old = from_json(
+        **gemma, rope_theta=2e6, rope_local_base_freq=3e3, rope_scaling={"rope_type": "linear", "factor": 8.0}
+    )
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}
+    local = {"rope_type": "default", "rope_theta": 3e3}
+    new = from_json(
+        **gemma, rope_theta=None, rope_parameters={"full_attention": full, "sliding_attention": local}
+    )
+    assert old == new
+    assert windows(new) == [16, None]
+    assert [pattern.rope.frequencies[1] for pattern in new.patterns] == pytest.approx(
+        [3e3**-0.25, 2e6**-0.25 / 8]
+    )
+
+
+def test_gemma2_has_caps_and_a_window_where_its_file_does_not_name_them() -> None:
+    config = from_json(8192, architectures=["Gemma2ForCausalLM"], max_position_embeddings=8192)
+    assert (config.attention.score_cap, config.logit_cap, windows(config)) == (50.0, 30.0, [4096, None])
+    null = from_json(
+        architectures=["Gemma2ForCausalLM"], attn_logit_softcapping=None, final_logit_softcapping=None
+    )
+    assert (null.attention.score_cap, null.logit_cap) == (None, None)
+
+
 # --- windows ----------------------------------------------------------------------------------------------------
 
 
@@ -327,9 +372,13 @@ def windows(config: ModelConfig) -> list[int | None]:
 
 
 def test_a_window_that_holds_the_whole_context_is_none() -> None:
-    assert windows(from_json(sliding_window=127)) == [127, 127]
-    assert windows(from_json(sliding_window=128)) == [None, None]
-    assert windows(from_json(64, sliding_window=64)) == [None, None]
+    assert windows(mistral(sliding_window=127)) == [127, 127]
+    assert windows(mistral(sliding_window=128)) == [None, None]
+    assert windows(mistral(64, sliding_window=64)) == [None, None]
+
+
+def test_llama_has_no_window_whatever_its_file_says() -> None:
+    assert windows(from_json(sliding_window=16)) == [None, None]
 
 
 def qwen2(**changes: Any) -> ModelConfig:
@@ -364,7 +413,7 @@ def test_gguf_lists_the_layers_with_a_window_or_every_how_many_have_none() -> No
         ({"num_hidden_layers": 1_000_000}, "num_hidden_layers: 1000000 is not a whole number from 1 to 4096"),
         ({"num_attention_heads": 0}, "num_attention_heads: 0 is not"),
         ({"num_attention_heads": 64}, "num_attention_heads: 64 heads for 32 features"),
-        ({"num_key_value_heads": 3}, "llama: 4 attention heads cannot share 3 key-value heads evenly"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 4 heads cannot share 3 of keys and values evenly"),
         (
             {"head_dim": 7},
             "partial_rotary_factor: pairs of features turn, and of a head's 7 features 7 cannot",
@@ -395,9 +444,12 @@ def test_gguf_lists_the_layers_with_a_window_or_every_how_many_have_none() -> No
             {"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}},
             "low_freq_factor: 4.0 must be less than high_freq_factor, 4.0",
         ),
-        ({"layer_types": ["full_attention"]}, "layer_types: not a list of 2 names"),
-        ({"layer_types": ["full_attention", "odd"]}, "layer_types: 'odd' is neither"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window: missing from the file, but some of"),
+        ({**MISTRAL, "layer_types": ["full_attention"]}, "layer_types: not a list of 2 names"),
+        ({**MISTRAL, "layer_types": ["full_attention", "odd"]}, "layer_types: 'odd' is neither"),
+        (
+            {**MISTRAL, "layer_types": ["sliding_attention"] * 2},
+            "sliding_window: missing from the file, but some of",
+        ),
         ({"num_local_experts": 8}, "num_local_experts: llama with experts is not supported"),
     ],
 )

@@ -61,7 +61,11 @@ def describe(
     """
     if differences.get("experts") is None and fields.size("experts", 0, smallest=0) > 0:
         raise fields.error("experts", f"{fields.architecture} with experts is not supported")
-    layers, heads, head_size = _layers(fields), fields.size("heads"), _head_size(fields)
+    layers, head_size = _layers(fields), _head_size(fields)
+    heads = fields.size("heads")
+    kv_heads = fields.size("kv_heads", heads)
+    if heads % kv_heads:
+        raise fields.error("kv_heads", f"{heads} heads cannot share {kv_heads} of keys and values evenly")
     context = fields.size("max_context")
     if max_context is not None:
         context = min(max_context, context)
@@ -83,7 +87,7 @@ def describe(
         max_context=context,
         attention=AttentionShape(
             heads=heads,
-            kv_heads=fields.size("kv_heads", heads),
+            kv_heads=kv_heads,
             head_size=head_size,
             scale=head_size**-0.5 if scale is None else scale,
             score_cap=score_cap,
@@ -107,13 +111,18 @@ def describe(
 
 
 def _llama(fields: Fields, max_context: int | None) -> ModelConfig:
-    # GGUF files of Mixtral call themselves llama too.
-    experts = _experts(fields, normalised=True) if fields.layout == "gguf" else None
-    return describe(fields, max_context, gguf_interleaved=True, windows=_windows(fields), experts=experts)
+    if fields.layout == "gguf":
+        return _mixtral(fields, max_context)  # Mistral and Mixtral call themselves llama there
+    return describe(fields, max_context)
+
+
+def _mistral(fields: Fields, max_context: int | None) -> ModelConfig:
+    return describe(fields, max_context, windows=_windows(fields))
 
 
 def _mixtral(fields: Fields, max_context: int | None) -> ModelConfig:
-    return describe(fields, max_context, windows=_windows(fields), experts=_experts(fields, normalised=True))
+    experts = _experts(fields, normalised=True)
+    return describe(fields, max_context, gguf_interleaved=True, windows=_windows(fields), experts=experts)
 
 
 def _qwen2(fields: Fields, max_context: int | None) -> ModelConfig:
@@ -144,14 +153,13 @@ def _phi3(fields: Fields, max_context: int | None) -> ModelConfig:
 
 
 def _granite(fields: Fields, max_context: int | None) -> ModelConfig:
+    # Without the field, transformers multiplies scores by 1 and llama.cpp by what is usual.
+    default_scale = 1.0 if fields.layout == "huggingface" else _head_size(fields) ** -0.5
     return describe(
         fields,
         max_context,
         gguf_interleaved=True,
-        # Without the field, transformers multiplies scores by 1 and llama.cpp by what is usual.
-        scale=fields.number("attention_scale", 1.0)
-        if fields.layout == "huggingface"
-        else fields.optional_number("attention_scale"),
+        scale=fields.number("attention_scale", default_scale),
         embedding_scale=fields.number("embedding_scale", 1.0),
         residual_scale=fields.number("residual_scale", 1.0),
         logit_scale=1.0 / fields.number("logit_divisor", 1.0),
@@ -228,11 +236,10 @@ _POST_NORM = {"post_attention_layernorm": "attention_post_norm"}
 
 ARCHITECTURES = (
     Architecture("llama", "LlamaForCausalLM", "llama", _llama),
-    # GGUF files of Mistral call themselves llama.
-    Architecture("llama", "MistralForCausalLM", "mistral", _llama),
+    Architecture("llama", "MistralForCausalLM", "mistral", _mistral),
+    Architecture("llama", "MixtralForCausalLM", "mixtral", _mixtral),
     Architecture("qwen2", "Qwen2ForCausalLM", "qwen2", _qwen2),
     Architecture("qwen3", "Qwen3ForCausalLM", "qwen3", _qwen3),
-    Architecture("llama", "MixtralForCausalLM", "mixtral", _mixtral),
     Architecture("qwen3moe", "Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
     # GGUF files of Phi-3 hold gate and up as one.
     Architecture("phi3", "Phi3ForCausalLM", "phi3", _phi3, renamed={"ffn_up": "w_gate_up"}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.errors import ModelFileError
 from weft.ops.base import AttentionPattern, AttentionShape
 
 
@@ -58,13 +57,6 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
-
-    def __post_init__(self) -> None:
-        heads, kv_heads = self.attention.heads, self.attention.kv_heads
-        if heads % kv_heads:
-            raise ModelFileError(
-                f"{self.architecture}: {heads} attention heads cannot share {kv_heads} key-value heads evenly"
-            )
 
     @property
     def query_size(self) -> int:

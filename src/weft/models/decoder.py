@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,17 @@ class _Layer:
 class Decoder:
     """The weights of one model, packed once, and the forward pass over them."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, WeightSource], ops: Ops) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, WeightSource],
+        ops: Ops,
+        file_name: Callable[[str], str] = str,
+    ) -> None:
+        """`weights` are under the decoder's names; `file_name` spells such a name as the file does, for errors."""
         self.config = config
         self.ops = ops
-        loader = _Loader(config, weights, ops)
+        loader = _Loader(config, weights, ops, file_name)
         self._embedding, self._lm_head = loader.embedding_and_lm_head()
         self._layers = [loader.layer(index) for index in range(config.layers)]
         self._final_norm = loader.vector("final_norm", config.hidden_size)
@@ -95,10 +102,17 @@ class Decoder:
 class _Loader:
     """Takes each tensor once, checks its shape against the configuration, and hands it to the ops."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, WeightSource], ops: Ops) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, WeightSource],
+        ops: Ops,
+        file_name: Callable[[str], str],
+    ) -> None:
         self.config = config
         self.left = dict(weights)
         self.ops = ops
+        self.file_name = file_name
         self.weight_bytes = 0
 
     def embedding_and_lm_head(self) -> tuple[Any, Any]:
@@ -206,9 +220,11 @@ class _Loader:
     def take(self, name: str, shape: tuple[int, ...]) -> WeightSource:
         source = self.left.pop(name, None)
         if source is None:
-            raise ModelFileError(f"{name}: the tensor is missing from the file")
+            raise ModelFileError(f"{self.file_name(name)}: the tensor is missing from the file")
         if source.shape != shape:
-            raise ModelFileError(f"{name}: has shape {source.shape}, the model's metadata asks for {shape}")
+            raise ModelFileError(
+                f"{self.file_name(name)}: has shape {source.shape}, the model's metadata asks for {shape}"
+            )
         return source
 
     def counted(self, weight: Any) -> Any:
@@ -219,6 +235,6 @@ class _Loader:
         """A tensor nobody asked for (a bias, an expert) means a model this decoder would compute wrongly."""
         if self.left:
             raise ModelFileError(
-                f"{sorted(self.left)[0]}: this decoder has no use for the tensor (and {len(self.left) - 1} more); "
+                f"{self.file_name(min(self.left))}: this decoder has no use for the tensor (and {len(self.left) - 1} more); "
                 f"the model is not a plain {self.config.architecture}"
             )

@@ -125,6 +125,23 @@ def decoder_name(layout: Layout, name: str, renamed: Mapping[str, str] | None = 
     return None if ours is None else f"layers.{number}.{ours}{'.bias' if kind == 'bias' else ''}"
 
 
+def file_name(layout: Layout, name: str, renamed: Mapping[str, str]) -> str:
+    """How a file spells a name of the decoder's: what `decoder_name` undoes. For people who look into the file."""
+    names = _NAMES[layout]
+    for theirs, ours in names.whole_model.items():
+        if ours == name:
+            return theirs
+    prefix = "blk" if layout == "gguf" else "model.layers"
+    _, _, rest = name.partition("layers.")
+    number, _, part = rest.partition(".")
+    kind = "bias" if part.endswith(".bias") else "weight"
+    for theirs in [*names.parts, *renamed]:
+        candidate = f"{prefix}.{number}.{theirs}.{kind}"
+        if decoder_name(layout, candidate, renamed) == name:
+            return candidate
+    return name
+
+
 def by_decoder_name(layout: Layout, tensors: Mapping[str, T], renamed: Mapping[str, str]) -> dict[str, T]:
     """The same tensors under the decoder's names, without harmless ones. One without such a name keeps its own: the
     decoder refuses a model with tensors that it would silently ignore, and says which."""

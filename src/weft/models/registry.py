@@ -10,7 +10,7 @@ from weft.models.architectures import ARCHITECTURES, Architecture
 from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder
 from weft.models.fields import Fields, Layout
-from weft.models.names import by_decoder_name
+from weft.models.names import by_decoder_name, file_name
 from weft.models.rope_fields import ROPE_TENSORS
 from weft.ops.base import Ops, WeightSource
 
@@ -26,8 +26,11 @@ def build_decoder(
 
     `max_context` shortens the model's own context.
     """
-    config, weights = _read(layout, metadata, tensors, max_context)
-    return Decoder(config, weights, ops)
+    architecture = find_architecture(layout, metadata)
+    named = by_decoder_name(layout, tensors, architecture.renamed)
+    config = architecture.configure(Fields(layout, architecture.gguf_name, metadata, named), max_context)
+    weights = {name: source for name, source in named.items() if name not in ROPE_TENSORS}
+    return Decoder(config, weights, ops, lambda name: file_name(layout, name, architecture.renamed))
 
 
 def build_config(
@@ -37,20 +40,9 @@ def build_config(
     max_context: int | None = None,
 ) -> ModelConfig:
     """What `build_decoder` would build, without reading a weight."""
-    return _read(layout, metadata, tensors, max_context)[0]
-
-
-def _read(
-    layout: Layout,
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, WeightSource],
-    max_context: int | None,
-) -> tuple[ModelConfig, dict[str, WeightSource]]:
     architecture = find_architecture(layout, metadata)
     named = by_decoder_name(layout, tensors, architecture.renamed)
-    fields = Fields(layout, architecture.gguf_name, metadata, named)
-    config = architecture.configure(fields, max_context)
-    return config, {name: source for name, source in named.items() if name not in ROPE_TENSORS}
+    return architecture.configure(Fields(layout, architecture.gguf_name, metadata, named), max_context)
 
 
 def find_architecture(layout: Layout, metadata: Mapping[str, Any]) -> Architecture:
