@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from array_source import ArraySource
 from weft.ops import reference
 from weft.ops.base import AttentionPattern, AttentionShape, QkNorm, Rope, StepIndices
 from weft.ops.reference import Linear, ReferenceOps
@@ -272,31 +273,6 @@ def test_a_row_reads_a_block_that_another_row_fills_in_the_same_step() -> None:
         prepared, ops.rope_and_write(prepared, np.roll(qkv, -1, axis=0), cache, 0, 0), cache, 0, 0
     )
     np.testing.assert_allclose(np.roll(together, -1, axis=0), expected, atol=1e-13)
-
-
-@dataclass(frozen=True)
-class ArraySource:
-    """A `WeightSource` over an array, stored in float16."""
-
-    array: np.ndarray
-    format_name: str = "F16"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def raw(self) -> np.ndarray:
-        return self.array.reshape(-1).view(np.uint8)
-
-    def read_into(self, out: np.ndarray) -> None:
-        out[...] = self.array
-
-    def rows(self, indices: np.ndarray) -> np.ndarray:
-        return self.array[indices].astype(np.float32)
-
-    def to_float32(self) -> np.ndarray:
-        return self.array.astype(np.float32)
 
 
 def random_source(*shape: int) -> ArraySource:

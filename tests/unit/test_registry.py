@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from array_source import ArraySource
 from weft.errors import ModelFileError
 from weft.models.architectures import ARCHITECTURES
 from weft.models.config import ModelConfig
@@ -44,31 +45,6 @@ LLAMA_GGUF: dict[str, Any] = {
     "llama.attention.layer_norm_rms_epsilon": 1e-5,
     "llama.rope.freq_base": 500.0,
 }
-
-
-@dataclass(frozen=True)
-class ArraySource:
-    """A `WeightSource` over an array."""
-
-    array: np.ndarray
-    format_name: str = "F32"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def raw(self) -> np.ndarray:
-        return self.array.reshape(-1).view(np.uint8)
-
-    def read_into(self, out: np.ndarray) -> None:
-        out[...] = self.array
-
-    def rows(self, indices: np.ndarray) -> np.ndarray:
-        return self.array[indices]
-
-    def to_float32(self) -> np.ndarray:
-        return self.array.copy()
 
 
 def source(*shape: int) -> ArraySource:
