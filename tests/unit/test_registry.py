@@ -276,12 +276,31 @@ def test_factors_in_a_gguf_file_divide_the_frequencies() -> None:
         f / factor for f, factor in zip(plain.patterns[0].rope.frequencies, (1, 2, 4, 8), strict=True)
     ]
     assert config.patterns[0].rope.frequencies == pytest.approx(expected)
-    with pytest.raises(ModelFileError, match=r"rope_frequency_factors: has shape \(3,\), where 4 values"):
+    with pytest.raises(ModelFileError, match=r"rope_freqs.weight: has shape \(3,\), where 4 values"):
         from_gguf({"rope_freqs.weight": source(3)})
-    with pytest.raises(ModelFileError, match=r"rope_frequency_factors: 0.0 is not a number from"):
+    with pytest.raises(ModelFileError, match=r"rope_freqs.weight: 0.0 is not a number from"):
         from_gguf({"rope_freqs.weight": ArraySource(np.zeros(4, np.float32))})
     with pytest.raises(ModelFileError, match=r"llama.rope.scaling.type: yarn beside the factors"):
         from_gguf({"rope_freqs.weight": factors}, rope__scaling__type="yarn", rope__scaling__factor=2.0)
+
+
+def test_longrope_in_gguf_needs_both_sets_of_factors() -> None:
+    original = {"rope__scaling__original_context_length": 64}
+    long, short = ArraySource(np.arange(5, 9, dtype=np.float32)), ArraySource(np.ones(4, np.float32))
+    both = from_gguf({"rope_factors_long.weight": long, "rope_factors_short.weight": short}, **original)
+    json = from_json(rope_scaling={"type": "longrope", **LONGROPE})
+    assert both.patterns[0].rope.frequencies == json.patterns[0].rope.frequencies
+    with pytest.raises(ModelFileError, match=r"rope_factors_short.weight: the tensor is missing"):
+        from_gguf({"rope_factors_long.weight": long}, **original)
+    with pytest.raises(ModelFileError, match=r"rope_factors_short.weight: the tensor is missing"):
+        from_gguf(rope__scaling__type="longrope", **original)
+    with pytest.raises(ModelFileError, match=r"llama.rope.scaling.type: llama3 is not a word of GGUF"):
+        from_gguf(rope__scaling__type="llama3")
+
+
+def test_factors_of_another_layout_are_a_tensor_without_a_use() -> None:
+    with pytest.raises(ModelFileError, match=r"rope_freqs.weight: this decoder has no use"):
+        build({**llama_tensors(), "rope_freqs.weight": source(4)})
 
 
 def test_a_factor_without_a_type_is_linear_in_gguf() -> None:

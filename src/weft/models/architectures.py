@@ -98,7 +98,10 @@ def describe(
         layer_patterns=tuple(distinct.index(kind) for kind in kinds),
         norm_epsilon=fields.number("norm_epsilon"),
         # GGUF has no word for biases; there the first layer shows what all must have.
-        qkv_bias=fields.flag("attention_bias", fields.has_tensor("layers.0.wq.bias")),
+        qkv_bias=fields.flag(
+            "attention_bias",
+            fields.has_tensor("layers.0.wq.bias") or fields.has_tensor("layers.0.wqkv.bias"),
+        ),
         output_bias=fields.flag("attention_bias", fields.has_tensor("layers.0.wo.bias")),
         feed_forward_bias=fields.flag("feed_forward_bias", fields.has_tensor("layers.0.w_gate.bias")),
         activation=_activation(fields, activation),

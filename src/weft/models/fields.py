@@ -193,7 +193,9 @@ class Fields:
 
     def vector(self, name: str, count: int) -> tuple[float, ...]:
         """The values of a tensor that is part of the description rather than of the weights."""
-        source = self._tensors[name]
+        source = self._tensors.get(name)
+        if source is None:
+            raise ModelFileError(f"{name}: the tensor is missing from the file")
         if source.shape != (count,):
             raise ModelFileError(
                 f"{name}: has shape {source.shape}, where {count} values are needed, one for each pair that turns"

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from weft.models.fields import Layout
-from weft.models.rope_fields import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS
 
 T = TypeVar("T")
 
@@ -88,9 +87,6 @@ _NAMES: dict[Layout, _Names] = {
             "token_embd.weight": "embedding",
             "output_norm.weight": "final_norm",
             "output.weight": "lm_head",
-            "rope_freqs.weight": FREQUENCY_FACTORS,
-            "rope_factors_long.weight": LONG_FACTORS,
-            "rope_factors_short.weight": SHORT_FACTORS,
         },
         _GGUF_PARTS,
         re.compile(rf"blk\.{_LAYER_NUMBER}\.([a-z_]+)\.(weight|bias)"),

@@ -11,7 +11,7 @@ from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder
 from weft.models.fields import Fields, Layout
 from weft.models.names import by_decoder_name, file_name
-from weft.models.rope_fields import ROPE_TENSORS
+from weft.models.rope_fields import GGUF_ROPE_TENSORS
 from weft.ops.base import Ops, WeightSource
 
 
@@ -29,7 +29,8 @@ def build_decoder(
     architecture = find_architecture(layout, metadata)
     named = by_decoder_name(layout, tensors, architecture.renamed)
     config = architecture.configure(Fields(layout, architecture.gguf_name, metadata, named), max_context)
-    weights = {name: source for name, source in named.items() if name not in ROPE_TENSORS}
+    described = GGUF_ROPE_TENSORS if layout == "gguf" else frozenset()
+    weights = {name: source for name, source in named.items() if name not in described}
     return Decoder(config, weights, ops, lambda name: file_name(layout, name, architecture.renamed))
 
 
