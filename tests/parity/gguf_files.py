@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from weft.loading.gguf import GgufFile, read_gguf
 gguf = pytest.importorskip("gguf")
 
 # The architectures in GGUF's words, by transformers' model_type.
-NAMES = {"mistral": "llama", "gemma3_text": "gemma3"}
+NAMES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
 # Where llama.cpp turns neighbouring pairs, the rows of Q and K are put in that order.
 PERMUTED = ("llama", "granite")
 
@@ -31,7 +32,7 @@ def write_gguf(checkpoint: Checkpoint, path: Path) -> GgufFile:
     writer.add_token_list([f"token {index}" for index in range(config["vocab_size"])])
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    for hf_name, array in checkpoint.tensors.items():
+    for hf_name, array in _with_experts_stacked(checkpoint.tensors).items():
         writer.add_tensor(
             names.get_name(hf_name, try_suffixes=(".weight", ".bias")), _values(hf_name, array, config, name)
         )
@@ -114,11 +115,27 @@ def _write_differences(writer: Any, config: dict[str, Any], name: str) -> None:
     if name == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config.get("num_local_experts"):
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if name == "qwen3moe":
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if name == "granite":
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+
+
+def _with_experts_stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts are stored each by itself in safetensors, and as one tensor in GGUF."""
+    stacked: dict[str, list[np.ndarray]] = {}
+    for name in sorted(tensors):  # there are fewer than ten experts, so this is their order
+        merged = re.sub(r"experts\.\d\.", "experts.", name)
+        # The name that the gguf package knows for all experts of a Mixtral.
+        merged = re.sub(r"model\.(.*)\.block_sparse_moe\.experts", r"\1.feed_forward.experts", merged)
+        stacked.setdefault(merged, []).append(tensors[name])
+    return {name: np.stack(parts) if ".experts." in name else parts[0] for name, parts in stacked.items()}
 
 
 def _values(hf_name: str, array: np.ndarray, config: dict[str, Any], name: str) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from array_source import ArraySource
 from weft.models.decoder import Decoder
 from weft.ops.base import StepIndices
 
@@ -46,36 +47,12 @@ class Case:
     options: Mapping[str, Any]
     max_context: int | None = None
     config: str = ""  # the name of its class, where that is not the model's and Config
+    module: str = ""  # where transformers keeps it, where that is not the model's name
 
     @property
     def modeling(self) -> str:
-        module = self.model.lower()
+        module = self.module or self.model.lower()
         return f"transformers.models.{module}.modeling_{module}"
-
-
-@dataclass(frozen=True)
-class ArraySource:
-    """A `WeightSource` over an array."""
-
-    array: np.ndarray
-    format_name: str = "F32"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def raw(self) -> np.ndarray:
-        return self.array.reshape(-1).view(np.uint8)
-
-    def read_into(self, out: np.ndarray) -> None:
-        out[...] = self.array
-
-    def rows(self, indices: np.ndarray) -> np.ndarray:
-        return self.array[indices]
-
-    def to_float32(self) -> np.ndarray:
-        return self.array.copy()
 
 
 @dataclass(frozen=True)
@@ -95,7 +72,7 @@ def build_model(case: Case) -> Any:
     import transformers
 
     config = getattr(transformers, case.config or f"{case.model}Config")(**case.options)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     torch.set_num_threads(1)  # as tests/conftest.py says of numpy
     model = getattr(transformers, f"{case.model}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(7)
@@ -186,3 +163,40 @@ def generate(decoder: Decoder, chunk: int, block_size: int) -> tuple[list[int], 
         tokens.append(int(rows[-1][-1].argmax()))
         rows.append(reader.feed(tokens[-1:]))
     return tokens, np.concatenate(rows)
+
+
+def logits_in_a_batch(
+    decoder: Decoder, texts: list[list[int]], plan: list[list[int]], block_size: int
+) -> list[np.ndarray]:
+    """Logits after every token of each text. Every entry of `plan` is a step: how many tokens of each text it takes."""
+    needed = [-(-len(text) // block_size) for text in texts]
+    order = np.random.default_rng(2).permutation(sum(needed) + 3)
+    tables = np.zeros((len(texts), max(needed)), np.int64)
+    for row, count in enumerate(needed):
+        tables[row, :count], order = order[:count], order[count:]
+    cache = decoder.new_cache(sum(needed) + 3, block_size)
+    cache[...] = np.nan
+    done = np.zeros(len(texts), np.int64)
+    pieces: list[list[np.ndarray]] = [[] for _ in texts]
+    for counts in plan:
+        rows = np.flatnonzero(counts)
+        positions = [np.arange(done[row], done[row] + counts[row]) for row in rows]
+        blocks = [tables[row, places // block_size] for row, places in zip(rows, positions, strict=True)]
+        flat = np.concatenate(positions)
+        done[rows] += np.array(counts)[rows]
+        starts = np.concatenate([[0], np.cumsum(np.array(counts)[rows])])
+        step = StepIndices(
+            token_ids=np.concatenate(
+                [np.array(texts[row])[places] for row, places in zip(rows, positions, strict=True)]
+            ),
+            positions=flat,
+            cells=np.concatenate(blocks) * block_size + flat % block_size,
+            query_starts=starts,
+            context_lengths=done[rows],
+            block_tables=tables[rows, : -(-int(done[rows].max()) // block_size)],
+            logit_indices=np.arange(len(flat)),
+        )
+        logits = decoder.logits(decoder.forward(step, cache))
+        for index, row in enumerate(rows):
+            pieces[row].append(logits[starts[index] : starts[index + 1]])
+    return [np.concatenate(piece) for piece in pieces]

@@ -15,11 +15,13 @@ from small_models import (
     NEW_TOKENS,
     PROMPT_LENGTH,
     SIZES,
+    VOCABULARY,
     WIDE_HEADS,
     Case,
     Reader,
     build_model,
     generate,
+    logits_in_a_batch,
     logits_of,
     save,
     transformers_in_float64,
@@ -42,6 +44,8 @@ def longrope(original: int, pairs: int = 12, **options: Any) -> dict[str, Any]:
     factors = {"short_factor": SHORT_FACTORS[:pairs], "long_factor": LONG_FACTORS[:pairs]}
     return rope("longrope", original_max_position_embeddings=original, **factors, **options)
 
+
+EXPERTS = {"num_experts_per_tok": 2}
 
 CASES = {
     "llama": Case("Llama", {**WIDE_HEADS, **rope("default", rope_theta=5_000.0)}),
@@ -157,6 +161,18 @@ CASES = {
         },
         config="Gemma3TextConfig",
     ),
+    "mixtral": Case("Mixtral", {**WIDE_HEADS, **EXPERTS, "num_local_experts": 5, "sliding_window": 24}),
+    "mixtral, no window": Case("Mixtral", {**WIDE_HEADS, **EXPERTS, "num_local_experts": 5}),
+    "qwen3 moe": Case(
+        "Qwen3Moe",
+        {**WIDE_HEADS, **EXPERTS, "num_experts": 6, "moe_intermediate_size": 40, "norm_topk_prob": True},
+        module="qwen3_moe",
+    ),
+    "qwen3 moe, shares as they are": Case(
+        "Qwen3Moe",
+        {**WIDE_HEADS, **EXPERTS, "num_experts": 6, "moe_intermediate_size": 40, "norm_topk_prob": False},
+        module="qwen3_moe",
+    ),
 }
 
 
@@ -219,6 +235,8 @@ GGUF_CASES = {
             "qwen2",
             "qwen2, yarn",
             "qwen3",
+            "qwen3 moe",
+            "mixtral, no window",
             "phi3",
             "phi3, longrope, part of the head",
             "granite",
@@ -248,3 +266,18 @@ def test_a_gguf_file_gives_the_logits_of_the_checkpoint_it_was_made_from(name: s
     print(f"{name}: relative error {error:.1e}")
     # Not exact: GGUF holds the numbers of the configuration in float32.
     assert error <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "phi3, longrope, part of the head", "mixtral"])
+def test_logits_do_not_depend_on_company_or_chunks(name: str, tmp_path: Path) -> None:
+    """In float64: whole texts alone against chunks and single tokens of four texts in the same steps."""
+    case = CASES[name]
+    checkpoint = save(build_model(case), tmp_path)
+    decoder = build_decoder("huggingface", checkpoint.config, checkpoint.sources, ReferenceOps(np.float64))
+    rng = np.random.default_rng(4)
+    texts = [rng.integers(1, VOCABULARY, length).tolist() for length in (100, 41, 9, 66)]
+    plan = [[50, 40, 0, 7], [0, 1, 8, 7], [49, 0, 0, 7], [1, 0, 1, 45]]
+    together = logits_in_a_batch(decoder, texts, plan, 8)
+    for text, ours in zip(texts, together, strict=True):
+        (alone,) = logits_in_a_batch(decoder, [text], [[len(text)]], 8)
+        assert relative_error(ours, alone) <= 1e-12

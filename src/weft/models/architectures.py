@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from weft.models.config import ModelConfig
-from weft.models.fields import LARGEST_HEAD, LARGEST_LAYERS, Fields
+from weft.models.config import ExpertsConfig, ModelConfig
+from weft.models.fields import LARGEST_EXPERTS, LARGEST_HEAD, LARGEST_LAYERS, Fields
 from weft.models.rope import RopeParameters, resolve
 from weft.models.rope_fields import read_rope
 from weft.ops.base import AttentionPattern, AttentionShape
@@ -59,11 +59,13 @@ def describe(
     `ropes` and `windows` have an entry for each layer; without them all layers are the same and see everything.
     `gguf_interleaved`: its GGUF files hold the rows of Q and K in the order that turns neighbouring pairs.
     """
-    if fields.size("experts", 0, smallest=0) > 0:
-        raise fields.error(
-            "experts", f"{fields.get('experts')} experts; weft runs no mixtures of experts yet"
-        )
-    layers, heads, head_size = _layers(fields), fields.size("heads"), _head_size(fields)
+    if differences.get("experts") is None and fields.size("experts", 0, smallest=0) > 0:
+        raise fields.error("experts", f"{fields.architecture} with experts is not supported")
+    layers, head_size = _layers(fields), _head_size(fields)
+    heads = fields.size("heads")
+    kv_heads = fields.size("kv_heads", heads)
+    if heads % kv_heads:
+        raise fields.error("kv_heads", f"{heads} heads cannot share {kv_heads} of keys and values evenly")
     context = fields.size("max_context")
     if max_context is not None:
         context = min(max_context, context)
@@ -85,7 +87,7 @@ def describe(
         max_context=context,
         attention=AttentionShape(
             heads=heads,
-            kv_heads=fields.size("kv_heads", heads),
+            kv_heads=kv_heads,
             head_size=head_size,
             scale=head_size**-0.5 if scale is None else scale,
             score_cap=score_cap,
@@ -96,7 +98,10 @@ def describe(
         layer_patterns=tuple(distinct.index(kind) for kind in kinds),
         norm_epsilon=fields.number("norm_epsilon"),
         # GGUF has no word for biases; there the first layer shows what all must have.
-        qkv_bias=fields.flag("attention_bias", fields.has_tensor("layers.0.wq.bias")),
+        qkv_bias=fields.flag(
+            "attention_bias",
+            fields.has_tensor("layers.0.wq.bias") or fields.has_tensor("layers.0.wqkv.bias"),
+        ),
         output_bias=fields.flag("attention_bias", fields.has_tensor("layers.0.wo.bias")),
         feed_forward_bias=fields.flag("feed_forward_bias", fields.has_tensor("layers.0.w_gate.bias")),
         activation=_activation(fields, activation),
@@ -109,7 +114,18 @@ def describe(
 
 
 def _llama(fields: Fields, max_context: int | None) -> ModelConfig:
-    return describe(fields, max_context, gguf_interleaved=True, windows=_windows(fields))
+    if fields.layout == "gguf":
+        return _mixtral(fields, max_context)  # Mistral and Mixtral call themselves llama there
+    return describe(fields, max_context)
+
+
+def _mistral(fields: Fields, max_context: int | None) -> ModelConfig:
+    return describe(fields, max_context, windows=_windows(fields))
+
+
+def _mixtral(fields: Fields, max_context: int | None) -> ModelConfig:
+    experts = _experts(fields, normalised=True)
+    return describe(fields, max_context, gguf_interleaved=True, windows=_windows(fields), experts=experts)
 
 
 def _qwen2(fields: Fields, max_context: int | None) -> ModelConfig:
@@ -120,19 +136,33 @@ def _qwen3(fields: Fields, max_context: int | None) -> ModelConfig:
     return describe(fields, max_context, qk_norm="head", windows=_qwen_windows(fields))
 
 
+def _qwen3_moe(fields: Fields, max_context: int | None) -> ModelConfig:
+    if fields.size("expert_layer_period", 1) != 1 or fields.get("layers_without_experts"):
+        key = "layers_without_experts" if fields.get("layers_without_experts") else "expert_layer_period"
+        raise fields.error(key, f"{fields.get(key)!r:.80}: layers without experts are not supported")
+    # GGUF has no word for it, and llama.cpp always divides.
+    normalised = fields.flag("normalised_shares", fields.layout == "gguf")
+    return describe(
+        fields,
+        max_context,
+        qk_norm="head",
+        windows=_qwen_windows(fields),
+        experts=_experts(fields, normalised),
+    )
+
+
 def _phi3(fields: Fields, max_context: int | None) -> ModelConfig:
     return describe(fields, max_context, windows=_windows(fields))
 
 
 def _granite(fields: Fields, max_context: int | None) -> ModelConfig:
+    # Without the field, transformers multiplies scores by 1 and llama.cpp by what is usual.
+    default_scale = 1.0 if fields.layout == "huggingface" else _head_size(fields) ** -0.5
     return describe(
         fields,
         max_context,
         gguf_interleaved=True,
-        # Without the field, transformers multiplies scores by 1 and llama.cpp by what is usual.
-        scale=fields.number("attention_scale", 1.0)
-        if fields.layout == "huggingface"
-        else fields.optional_number("attention_scale"),
+        scale=fields.number("attention_scale", default_scale),
         embedding_scale=fields.number("embedding_scale", 1.0),
         residual_scale=fields.number("residual_scale", 1.0),
         logit_scale=1.0 / fields.number("logit_divisor", 1.0),
@@ -209,10 +239,11 @@ _POST_NORM = {"post_attention_layernorm": "attention_post_norm"}
 
 ARCHITECTURES = (
     Architecture("llama", "LlamaForCausalLM", "llama", _llama),
-    # GGUF files of Mistral call themselves llama.
-    Architecture("llama", "MistralForCausalLM", "mistral", _llama),
+    Architecture("llama", "MistralForCausalLM", "mistral", _mistral),
+    Architecture("llama", "MixtralForCausalLM", "mixtral", _mixtral),
     Architecture("qwen2", "Qwen2ForCausalLM", "qwen2", _qwen2),
     Architecture("qwen3", "Qwen3ForCausalLM", "qwen3", _qwen3),
+    Architecture("qwen3moe", "Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
     # GGUF files of Phi-3 hold gate and up as one.
     Architecture("phi3", "Phi3ForCausalLM", "phi3", _phi3, renamed={"ffn_up": "w_gate_up"}),
     Architecture("granite", "GraniteForCausalLM", "granite", _granite),
@@ -245,6 +276,21 @@ def _head_size(fields: Fields) -> int:
 def _vocabulary_size(fields: Fields) -> int:
     tokens = fields.section.values.get("tokenizer.ggml.tokens")
     return fields.size("vocabulary_size", len(tokens) if isinstance(tokens, list) else None)
+
+
+def _experts(fields: Fields, normalised: bool) -> ExpertsConfig | None:
+    count = fields.size("experts", 0, largest=LARGEST_EXPERTS, smallest=0)
+    if count == 0:
+        return None
+    feed_forward_size = None
+    if not fields.has("expert_feed_forward_size"):
+        feed_forward_size = fields.size("feed_forward_size")
+    return ExpertsConfig(
+        count=count,
+        per_token=fields.size("experts_per_token", largest=count),
+        feed_forward_size=fields.size("expert_feed_forward_size", feed_forward_size),
+        normalised=normalised,
+    )
 
 
 def _activation(fields: Fields, default: Activation) -> Activation:
@@ -290,7 +336,8 @@ def _local_layers(fields: Fields, layers: int) -> list[bool] | None:
     if period is None:
         return None
     if not isinstance(period, int):
-        flags = [bool(flag) for flag in period] if hasattr(period, "__len__") else []
+        is_list = hasattr(period, "__len__") and not isinstance(period, str)
+        flags = [bool(flag) for flag in period] if is_list else []
         if len(flags) != layers:
             raise fields.error("window_period", f"{len(flags)} values for {layers} layers")
         return flags

@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.errors import ModelFileError
 from weft.ops.base import AttentionPattern, AttentionShape
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A feed-forward made of experts, of which each token uses a few."""
+
+    count: int
+    per_token: int
+    feed_forward_size: int
+    normalised: bool
+    """The shares of the experts that a token uses are divided by their sum."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     feed_forward_bias: bool = False
+    experts: ExpertsConfig | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"
     tied_embedding: bool = False
     """The embedding is the output matrix too."""
@@ -46,13 +57,6 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
-
-    def __post_init__(self) -> None:
-        heads, kv_heads = self.attention.heads, self.attention.kv_heads
-        if heads % kv_heads:
-            raise ModelFileError(
-                f"{self.architecture}: {heads} attention heads cannot share {kv_heads} key-value heads evenly"
-            )
 
     @property
     def query_size(self) -> int:
@@ -66,4 +70,7 @@ class ModelConfig:
     def multiplications_per_token(self) -> int:
         """Weights that one token is multiplied with in the layers: what computing it again would cost."""
         attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
-        return self.layers * (attention + 3 * self.hidden_size * self.feed_forward_size)
+        inner = self.feed_forward_size
+        if self.experts is not None:
+            inner = self.experts.per_token * self.experts.feed_forward_size
+        return self.layers * (attention + 3 * self.hidden_size * inner)

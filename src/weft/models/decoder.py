@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import ModelFileError
 from weft.models.config import ModelConfig
 from weft.ops.base import Ops, QkNorm, StepIndices, WeightSource
+
+
+@dataclass(frozen=True)
+class _FeedForward:
+    gate_up: Any
+    down: Any
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    router: Any
+    experts: Any
 
 
 @dataclass(frozen=True)
@@ -22,18 +34,24 @@ class _Layer:
     wo: Any
     attention_post_norm: Any | None
     feed_forward_norm: Any | None
-    w_gate_up: Any
-    w_down: Any
+    feed_forward: _FeedForward | _Mixture
     feed_forward_post_norm: Any | None
 
 
 class Decoder:
     """The weights of one model, packed once, and the forward pass over them."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, WeightSource], ops: Ops) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, WeightSource],
+        ops: Ops,
+        file_name: Callable[[str], str] = str,
+    ) -> None:
+        """`weights` are under the decoder's names; `file_name` spells such a name as the file does, for errors."""
         self.config = config
         self.ops = ops
-        loader = _Loader(config, weights, ops)
+        loader = _Loader(config, weights, ops, file_name)
         self._embedding, self._lm_head = loader.embedding_and_lm_head()
         self._layers = [loader.layer(index) for index in range(config.layers)]
         self._final_norm = loader.vector("final_norm", config.hidden_size)
@@ -58,8 +76,7 @@ class Decoder:
             attended = ops.paged_attention(prepared, queries, cache, index, layer.pattern)
             output = self._norm(ops.linear(attended, layer.wo), layer.attention_post_norm)
             hidden = ops.add(hidden, output, config.residual_scale)
-            gate_up = ops.linear(self._norm(hidden, layer.feed_forward_norm), layer.w_gate_up)
-            output = ops.linear(self._activate(gate_up), layer.w_down)
+            output = self._feed_forward(self._norm(hidden, layer.feed_forward_norm), layer.feed_forward)
             output = self._norm(output, layer.feed_forward_post_norm)
             hidden = ops.add(hidden, output, config.residual_scale)
         return self._norm(ops.select_logit_rows(prepared, hidden), self._final_norm)
@@ -71,6 +88,13 @@ class Decoder:
             return logits
         return self.ops.scale_and_cap(logits, self.config.logit_scale, self.config.logit_cap)
 
+    def _feed_forward(self, rows: Any, weights: _FeedForward | _Mixture) -> Any:
+        if isinstance(weights, _FeedForward):
+            return self.ops.linear(self._activate(self.ops.linear(rows, weights.gate_up)), weights.down)
+        experts = self.config.experts
+        assert experts is not None, "a layer has experts only where the configuration has"
+        return self.ops.mixture(rows, weights.router, weights.experts, experts.per_token, experts.normalised)
+
     def _norm(self, rows: Any, weight: Any | None) -> Any:
         return rows if weight is None else self.ops.rms_norm(rows, weight, self.config.norm_epsilon)
 
@@ -78,10 +102,17 @@ class Decoder:
 class _Loader:
     """Takes each tensor once, checks its shape against the configuration, and hands it to the ops."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, WeightSource], ops: Ops) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, WeightSource],
+        ops: Ops,
+        file_name: Callable[[str], str],
+    ) -> None:
         self.config = config
         self.left = dict(weights)
         self.ops = ops
+        self.file_name = file_name
         self.weight_bytes = 0
 
     def embedding_and_lm_head(self) -> tuple[Any, Any]:
@@ -112,16 +143,48 @@ class _Loader:
             wo=self.linear((prefix + "wo", hidden, config.query_size), bias=config.output_bias),
             attention_post_norm=self.norm(prefix + "attention_post_norm", config.post_norms),
             feed_forward_norm=self.norm(prefix + "feed_forward_norm", config.pre_norms),
-            w_gate_up=self.fused(
-                prefix + "w_gate_up",
-                (prefix + "w_gate", config.feed_forward_size, hidden),
-                (prefix + "w_up", config.feed_forward_size, hidden),
-                bias=config.feed_forward_bias,
-            ),
-            w_down=self.linear(
-                (prefix + "w_down", hidden, config.feed_forward_size), bias=config.feed_forward_bias
-            ),
+            feed_forward=self.feed_forward(prefix) if config.experts is None else self.mixture(prefix),
             feed_forward_post_norm=self.norm(prefix + "feed_forward_post_norm", config.post_norms),
+        )
+
+    def feed_forward(self, prefix: str) -> _FeedForward:
+        hidden, inner, bias = (
+            self.config.hidden_size,
+            self.config.feed_forward_size,
+            self.config.feed_forward_bias,
+        )
+        return _FeedForward(
+            gate_up=self.fused(
+                prefix + "w_gate_up",
+                (prefix + "w_gate", inner, hidden),
+                (prefix + "w_up", inner, hidden),
+                bias=bias,
+            ),
+            down=self.linear((prefix + "w_down", hidden, inner), bias=bias),
+        )
+
+    def mixture(self, prefix: str) -> _Mixture:
+        experts, hidden = self.config.experts, self.config.hidden_size
+        assert experts is not None
+        count, inner = experts.count, experts.feed_forward_size
+
+        def take_all(part: str, outputs: int, inputs: int) -> list[WeightSource]:
+            whole = f"{prefix}experts.{part}"
+            if whole in self.left:
+                return [self.take(whole, (count, outputs, inputs))]
+            return [
+                self.take(f"{prefix}experts.{expert}.{part}", (outputs, inputs)) for expert in range(count)
+            ]
+
+        return _Mixture(
+            router=self.linear((prefix + "router", count, hidden)),
+            experts=self.counted(
+                self.ops.load_experts(
+                    take_all("w_gate", inner, hidden),
+                    take_all("w_up", inner, hidden),
+                    take_all("w_down", hidden, inner),
+                )
+            ),
         )
 
     def norm(self, name: str, exists: bool) -> Any | None:
@@ -157,9 +220,11 @@ class _Loader:
     def take(self, name: str, shape: tuple[int, ...]) -> WeightSource:
         source = self.left.pop(name, None)
         if source is None:
-            raise ModelFileError(f"{name}: the tensor is missing from the file")
+            raise ModelFileError(f"{self.file_name(name)}: the tensor is missing from the file")
         if source.shape != shape:
-            raise ModelFileError(f"{name}: has shape {source.shape}, the model's metadata asks for {shape}")
+            raise ModelFileError(
+                f"{self.file_name(name)}: has shape {source.shape}, the model's metadata asks for {shape}"
+            )
         return source
 
     def counted(self, weight: Any) -> Any:
@@ -170,6 +235,6 @@ class _Loader:
         """A tensor nobody asked for (a bias, an expert) means a model this decoder would compute wrongly."""
         if self.left:
             raise ModelFileError(
-                f"{sorted(self.left)[0]}: this decoder has no use for the tensor (and {len(self.left) - 1} more); "
+                f"{self.file_name(min(self.left))}: this decoder has no use for the tensor (and {len(self.left) - 1} more); "
                 f"the model is not a plain {self.config.architecture}"
             )

@@ -18,6 +18,7 @@ Layout = Literal["gguf", "huggingface"]
 LARGEST_SIZE = (1 << 31) - 1
 LARGEST_LAYERS = 4096
 LARGEST_HEAD = 8192
+LARGEST_EXPERTS = 4096
 
 # Wide enough for every real number in a model's description, narrow enough that arithmetic with a few of them
 # neither overflows nor divides by zero.
@@ -54,6 +55,11 @@ _KEYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "logit_cap": ("final_logit_softcapping", ("final_logit_softcapping",)),
     "bidirectional": ("", ("use_bidirectional_attention",)),
     "experts": ("expert_count", ("num_local_experts", "num_experts")),
+    "experts_per_token": ("expert_used_count", ("num_experts_per_tok",)),
+    "expert_feed_forward_size": ("expert_feed_forward_length", ("moe_intermediate_size",)),
+    "normalised_shares": ("", ("norm_topk_prob",)),
+    "expert_layer_period": ("", ("decoder_sparse_step",)),
+    "layers_without_experts": ("", ("mlp_only_layers",)),
 }
 
 
@@ -187,7 +193,9 @@ class Fields:
 
     def vector(self, name: str, count: int) -> tuple[float, ...]:
         """The values of a tensor that is part of the description rather than of the weights."""
-        source = self._tensors[name]
+        source = self._tensors.get(name)
+        if source is None:
+            raise ModelFileError(f"{name}: the tensor is missing from the file")
         if source.shape != (count,):
             raise ModelFileError(
                 f"{name}: has shape {source.shape}, where {count} values are needed, one for each pair that turns"

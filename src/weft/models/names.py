@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from weft.models.fields import Layout
-from weft.models.rope_fields import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS
 
 T = TypeVar("T")
 
@@ -35,6 +34,10 @@ _GGUF_PARTS = {
     "ffn_up": "w_up",
     "ffn_down": "w_down",
     "post_ffw_norm": "feed_forward_post_norm",
+    "ffn_gate_inp": "router",
+    "ffn_gate_exps": "experts.w_gate",
+    "ffn_up_exps": "experts.w_up",
+    "ffn_down_exps": "experts.w_down",
 }
 _HUGGINGFACE_PARTS = {
     "input_layernorm": "attention_norm",
@@ -53,6 +56,18 @@ _HUGGINGFACE_PARTS = {
     "mlp.gate_up_proj": "w_gate_up",
     "mlp.down_proj": "w_down",
     "post_feedforward_layernorm": "feed_forward_post_norm",
+    "mlp.gate": "router",
+    "block_sparse_moe.gate": "router",
+}
+# Safetensors files hold each expert by itself: mlp.experts.3.up_proj is experts.3.w_up.
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(0|[1-9][0-9]{0,5})\.([a-z0-9_]+)")
+_EXPERT_PARTS = {
+    "gate_proj": "w_gate",
+    "up_proj": "w_up",
+    "down_proj": "w_down",
+    "w1": "w_gate",
+    "w3": "w_up",
+    "w2": "w_down",
 }
 
 
@@ -72,9 +87,6 @@ _NAMES: dict[Layout, _Names] = {
             "token_embd.weight": "embedding",
             "output_norm.weight": "final_norm",
             "output.weight": "lm_head",
-            "rope_freqs.weight": FREQUENCY_FACTORS,
-            "rope_factors_long.weight": LONG_FACTORS,
-            "rope_factors_short.weight": SHORT_FACTORS,
         },
         _GGUF_PARTS,
         re.compile(rf"blk\.{_LAYER_NUMBER}\.([a-z_]+)\.(weight|bias)"),
@@ -87,7 +99,7 @@ _NAMES: dict[Layout, _Names] = {
             "lm_head.weight": "lm_head",
         },
         _HUGGINGFACE_PARTS,
-        re.compile(rf"model\.layers\.{_LAYER_NUMBER}\.([a-z_.]+)\.(weight|bias)"),
+        re.compile(rf"model\.layers\.{_LAYER_NUMBER}\.([a-z0-9_.]+)\.(weight|bias)"),
         # Old checkpoints store the frequencies of their unscaled rotary embedding.
         harmless=re.compile(rf"model\.(layers\.{_LAYER_NUMBER}\.self_attn\.)?rotary_emb\.inv_freq"),
     ),
@@ -103,7 +115,27 @@ def decoder_name(layout: Layout, name: str, renamed: Mapping[str, str] | None = 
         return names.whole_model.get(name)
     number, part, kind = match.groups()
     ours = (renamed or {}).get(part) or names.parts.get(part)
+    expert = _EXPERT.fullmatch(part)
+    if expert is not None and expert[2] in _EXPERT_PARTS:
+        ours = f"experts.{expert[1]}.{_EXPERT_PARTS[expert[2]]}"
     return None if ours is None else f"layers.{number}.{ours}{'.bias' if kind == 'bias' else ''}"
+
+
+def file_name(layout: Layout, name: str, renamed: Mapping[str, str]) -> str:
+    """How a file spells a name of the decoder's: what `decoder_name` undoes. For people who look into the file."""
+    names = _NAMES[layout]
+    for theirs, ours in names.whole_model.items():
+        if ours == name:
+            return theirs
+    prefix = "blk" if layout == "gguf" else "model.layers"
+    _, _, rest = name.partition("layers.")
+    number, _, part = rest.partition(".")
+    kind = "bias" if part.endswith(".bias") else "weight"
+    for theirs in [*names.parts, *renamed]:
+        candidate = f"{prefix}.{number}.{theirs}.{kind}"
+        if decoder_name(layout, candidate, renamed) == name:
+            return candidate
+    return name
 
 
 def by_decoder_name(layout: Layout, tensors: Mapping[str, T], renamed: Mapping[str, str]) -> dict[str, T]:

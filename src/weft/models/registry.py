@@ -10,8 +10,8 @@ from weft.models.architectures import ARCHITECTURES, Architecture
 from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder
 from weft.models.fields import Fields, Layout
-from weft.models.names import by_decoder_name
-from weft.models.rope_fields import ROPE_TENSORS
+from weft.models.names import by_decoder_name, file_name
+from weft.models.rope_fields import GGUF_ROPE_TENSORS
 from weft.ops.base import Ops, WeightSource
 
 
@@ -26,8 +26,12 @@ def build_decoder(
 
     `max_context` shortens the model's own context.
     """
-    config, weights = _read(layout, metadata, tensors, max_context)
-    return Decoder(config, weights, ops)
+    architecture = find_architecture(layout, metadata)
+    named = by_decoder_name(layout, tensors, architecture.renamed)
+    config = architecture.configure(Fields(layout, architecture.gguf_name, metadata, named), max_context)
+    described = GGUF_ROPE_TENSORS if layout == "gguf" else frozenset()
+    weights = {name: source for name, source in named.items() if name not in described}
+    return Decoder(config, weights, ops, lambda name: file_name(layout, name, architecture.renamed))
 
 
 def build_config(
@@ -37,38 +41,22 @@ def build_config(
     max_context: int | None = None,
 ) -> ModelConfig:
     """What `build_decoder` would build, without reading a weight."""
-    return _read(layout, metadata, tensors, max_context)[0]
-
-
-def _read(
-    layout: Layout,
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, WeightSource],
-    max_context: int | None,
-) -> tuple[ModelConfig, dict[str, WeightSource]]:
     architecture = find_architecture(layout, metadata)
     named = by_decoder_name(layout, tensors, architecture.renamed)
-    fields = Fields(layout, architecture.gguf_name, metadata, named)
-    config = architecture.configure(fields, max_context)
-    return config, {name: source for name, source in named.items() if name not in ROPE_TENSORS}
+    return architecture.configure(Fields(layout, architecture.gguf_name, metadata, named), max_context)
 
 
 def find_architecture(layout: Layout, metadata: Mapping[str, Any]) -> Architecture:
     """The registry's entry for a model; an unknown one is refused with the list of known ones."""
     if layout == "gguf":
         key, name = "general.architecture", metadata.get("general.architecture")
-        found = [entry for entry in ARCHITECTURES if entry.gguf_name == name]
-        known = {entry.gguf_name for entry in ARCHITECTURES}
+        known = {entry.gguf_name: entry for entry in reversed(ARCHITECTURES)}
+    elif isinstance(metadata.get("architectures"), list) and metadata["architectures"]:
+        key, name = "architectures", metadata["architectures"][0]
+        known = {entry.class_name: entry for entry in ARCHITECTURES}
     else:
-        classes = metadata.get("architectures")
-        if isinstance(classes, list) and classes:
-            key, name = "architectures", classes[0]
-            found = [entry for entry in ARCHITECTURES if entry.class_name == name]
-            known = {entry.class_name for entry in ARCHITECTURES}
-        else:
-            key, name = "model_type", metadata.get("model_type")
-            found = [entry for entry in ARCHITECTURES if entry.model_type == name]
-            known = {entry.model_type for entry in ARCHITECTURES}
-    if not found:
+        key, name = "model_type", metadata.get("model_type")
+        known = {entry.model_type: entry for entry in ARCHITECTURES}
+    if not isinstance(name, str) or name not in known:
         raise ModelFileError(f"{key}: {name!r:.80} is not supported; weft runs {', '.join(sorted(known))}")
-    return found[0]
+    return known[name]

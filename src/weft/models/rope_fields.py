@@ -6,9 +6,9 @@ GGUF has one set of keys, and tensors for factors. config.json says it in `rope_
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
-from weft.errors import ModelFileError
 from weft.models.fields import Fields, Section
 from weft.models.rope import KINDS, RopeParameters
 
@@ -17,13 +17,10 @@ LayerType = Literal["full_attention", "sliding_attention"]
 # Other words for a kind: an older one of Phi-3's makers, and GGUF's for no scaling.
 _SYNONYMS = {"su": "longrope", "none": "default"}
 
-# Tensors that `read_rope` turns into parameters, under the decoder's names.
-FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
-    "rope_frequency_factors",
-    "rope_long_factors",
-    "rope_short_factors",
-)
-ROPE_TENSORS = frozenset({FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS})
+# Tensors of GGUF files that are part of the description: `read_rope` turns them into parameters.
+FREQUENCY_FACTORS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+GGUF_ROPE_TENSORS = frozenset({FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS})
 
 
 def read_rope(
@@ -37,82 +34,77 @@ def read_rope(
     """The rope of one kind of layer. `base` counts where the file names none under `base_keys` (GGUF's and
     config.json's); without `scaled`, scaling that the file states outside of the layer's own object is not for it."""
     if fields.layout == "gguf":
-        parameters = _from_gguf(fields, head_size, base, base_keys[0], scaled)
-    else:
-        parameters = _from_huggingface(fields, head_size, base, layer_type, base_keys[1], scaled)
-    if parameters.rotated_size % 2 or parameters.rotated_size > head_size:
-        raise ModelFileError(
-            f"rotary embedding turns pairs: {parameters.rotated_size} of {head_size} features of a head cannot turn"
-        )
-    return parameters
+        return _from_gguf(fields, head_size, base, base_keys[0], scaled)
+    return _from_huggingface(fields, head_size, base, layer_type, base_keys[1], scaled)
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------
 
 
 def _from_gguf(fields: Fields, head_size: int, base: float, base_key: str, scaled: bool) -> RopeParameters:
     section, key = fields.section, fields.gguf_key
-    rotated = section.size(key("rope.dimension_count"), head_size)
+    size_key = key("rope.dimension_count")
+    rotated = _rotated(section, size_key, section.size(size_key, head_size), head_size)
     base = _base(section, key(base_key), base)
     if not scaled:
         return RopeParameters("default", base, rotated)
-    has_long_factors = fields.has_tensor(LONG_FACTORS) or fields.has_tensor(SHORT_FACTORS)
     factor_key = key("rope.scaling.factor")
     if not section.has(factor_key) and section.has(key("rope.scale_linear")):
         factor_key = key("rope.scale_linear")  # its name in early files
     # Files of Phi-3 have the factors and no type; a factor without a type has always meant linear.
-    unnamed = "longrope" if has_long_factors else "linear" if section.has(factor_key) else "default"
+    unnamed = "linear" if section.has(factor_key) else "default"
+    if fields.has_tensor(LONG_FACTORS) or fields.has_tensor(SHORT_FACTORS):
+        unnamed = "longrope"
     kind = _kind(section, key("rope.scaling.type"), unnamed)
+    plain = RopeParameters(kind, base, rotated)
     if fields.has_tensor(FREQUENCY_FACTORS):
         if kind not in ("default", "linear"):
-            raise section.error(key("rope.scaling.type"), f"{kind} beside the factors of rope_freqs.weight")
-        factors = fields.vector(FREQUENCY_FACTORS, rotated // 2)
-    else:
-        factors = ()
-    original_key, context_key = key("rope.scaling.original_context_length"), fields.key("max_context")
-    common = RopeParameters(kind, base, rotated, frequency_factors=factors)
-    if kind == "default":
-        return common
+            raise section.error(key("rope.scaling.type"), f"{kind} beside the factors of {FREQUENCY_FACTORS}")
+        plain = replace(plain, frequency_factors=fields.vector(FREQUENCY_FACTORS, plain.pairs))
     if kind == "longrope":
-        if not has_long_factors:
-            raise section.error(
-                "rope_factors_long.weight", "missing from the file, but it scales by longrope"
-            )
-        return RopeParameters(
-            kind,
-            base,
-            rotated,
-            original_context=section.size(original_key, smallest=2),
-            # The factor itself: where it is missing there is none, as in llama.cpp.
-            attention_factor=section.number(key("rope.scaling.attn_factor"), 1.0),
-            short_factors=_factor_tensor(fields, SHORT_FACTORS, rotated // 2),
-            long_factors=_factor_tensor(fields, LONG_FACTORS, rotated // 2),
-        )
-    factor = section.number(factor_key)
+        return _gguf_longrope(fields, plain)
+    if kind == "yarn":
+        return _gguf_yarn(fields, replace(plain, factor=section.number(factor_key)))
     if kind == "linear":
-        return RopeParameters(kind, base, rotated, factor, frequency_factors=factors)
-    for rest in ("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"):
-        # Nobody writes them for the models weft knows; ignoring one would give fluent nonsense.
-        if section.number(key(rest), 1.0) != 1.0:
-            raise section.error(
-                key(rest), f"{section.number(key(rest))} is not supported with yarn; only 1 is"
-            )
-    has_log_multiplier = section.has(key("rope.scaling.yarn_log_multiplier"))
-    return RopeParameters(
-        kind,
-        base,
-        rotated,
-        factor,
-        original_context=section.size(original_key, section.size(context_key)),
-        attention_factor=section.optional_number(key("rope.scaling.yarn_attn_factor")),
-        beta_fast=section.number(key("rope.scaling.yarn_beta_fast"), 32.0),
-        beta_slow=section.number(key("rope.scaling.yarn_beta_slow"), 1.0),
-        mscale=1.0 if has_log_multiplier else None,
-        mscale_all=section.optional_number(key("rope.scaling.yarn_log_multiplier")),
+        return replace(plain, factor=section.number(factor_key))
+    if kind == "default":
+        return plain
+    raise section.error(key("rope.scaling.type"), f"{kind} is not a word of GGUF files")
+
+
+def _gguf_longrope(fields: Fields, plain: RopeParameters) -> RopeParameters:
+    section, key = fields.section, fields.gguf_key
+    return replace(
+        plain,
+        original_context=section.size(key("rope.scaling.original_context_length"), smallest=2),
+        # The factor itself; where it is missing there is none, as in llama.cpp.
+        attention_factor=section.number(key("rope.scaling.attn_factor"), 1.0),
+        short_factors=fields.vector(SHORT_FACTORS, plain.pairs),
+        long_factors=fields.vector(LONG_FACTORS, plain.pairs),
     )
 
 
-def _factor_tensor(fields: Fields, name: str, count: int) -> tuple[float, ...]:
-    if not fields.has_tensor(name):
-        raise ModelFileError(f"{name}: the tensor is missing from the file")
-    return fields.vector(name, count)
+def _gguf_yarn(fields: Fields, plain: RopeParameters) -> RopeParameters:
+    section, key = fields.section, fields.gguf_key
+    for rest in ("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"):
+        # Nobody writes them for the models weft knows; ignoring one would give fluent nonsense.
+        if (value := section.number(key(rest), 1.0)) != 1.0:
+            raise section.error(key(rest), f"{value} is not supported with yarn; only 1 is")
+    log_multiplier = section.optional_number(key("rope.scaling.yarn_log_multiplier"))
+    return replace(
+        plain,
+        original_context=section.size(
+            key("rope.scaling.original_context_length"), fields.size("max_context")
+        ),
+        attention_factor=section.optional_number(key("rope.scaling.yarn_attn_factor")),
+        beta_fast=section.number(key("rope.scaling.yarn_beta_fast"), 32.0),
+        beta_slow=section.number(key("rope.scaling.yarn_beta_slow"), 1.0),
+        mscale=None if log_multiplier is None else 1.0,
+        mscale_all=log_multiplier,
+    )
+
+
+# --- config.json ------------------------------------------------------------------------------------------------
 
 
 def _from_huggingface(
@@ -127,53 +119,36 @@ def _from_huggingface(
         section = Section({}, section.where)
     base = _base(section, "rope_theta", _base(top, base_key, base))
     share = section.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
-    if share > 1.0:
-        raise section.error("partial_rotary_factor", f"{share} of a head cannot turn; it is at most 1")
-    rotated = int(head_size * share)
-    type_key = "rope_type" if section.has("rope_type") else "type"
-    kind = _kind(section, type_key, "default")
+    rotated = _rotated(section, "partial_rotary_factor", int(head_size * share), head_size)
+    kind = _kind(section, "rope_type" if section.has("rope_type") else "type", "default")
     if kind == "yarn" and section.has("long_factor"):
         kind = "longrope"  # what the first Phi-3 files call it
+    plain = RopeParameters(kind, base, rotated)
     if kind == "default":
-        return RopeParameters(kind, base, rotated)
+        return plain
     if kind == "linear":
-        return RopeParameters(kind, base, rotated, section.number("factor"))
-    context = fields.size("max_context")
-    original_key = "original_max_position_embeddings"
-    # Phi-3 states it beside the object, and there it counts more.
+        return replace(plain, factor=section.number("factor"))
+    # Phi-3 states the original context beside the object, and there it counts more.
+    original_key, context = "original_max_position_embeddings", fields.size("max_context")
     holder = top if top.has(original_key) else section
-    if kind == "longrope":
-        original = holder.size(original_key, smallest=2)
-        return RopeParameters(
-            kind,
-            base,
-            rotated,
-            factor=section.number("factor", context / original),
-            original_context=original,
-            attention_factor=section.optional_number("attention_factor"),
-            short_factors=section.numbers("short_factor", rotated // 2),
-            long_factors=section.numbers("long_factor", rotated // 2),
-        )
-    original = holder.size(original_key, context)
-    if kind == "llama3":
-        low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
-        if low >= high:
-            raise section.error("low_freq_factor", f"{low} must be less than high_freq_factor, {high}")
-        return RopeParameters(
-            kind,
-            base,
-            rotated,
-            section.number("factor"),
-            original,
-            low_frequency_factor=low,
-            high_frequency_factor=high,
-        )
-    return RopeParameters(
-        kind,
-        base,
-        rotated,
-        section.number("factor", context / original),
-        original,
+    original = holder.size(original_key, None if kind == "longrope" else context, smallest=2)
+    plain = replace(plain, original_context=original)
+    return {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[kind](section, plain, context)
+
+
+def _llama3(section: Section, plain: RopeParameters, context: int) -> RopeParameters:
+    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+    if low >= high:
+        raise section.error("low_freq_factor", f"{low} must be less than high_freq_factor, {high}")
+    return replace(
+        plain, factor=section.number("factor"), low_frequency_factor=low, high_frequency_factor=high
+    )
+
+
+def _yarn(section: Section, plain: RopeParameters, context: int) -> RopeParameters:
+    return replace(
+        plain,
+        factor=section.number("factor", context / plain.original_context),
         attention_factor=section.optional_number("attention_factor"),
         beta_fast=section.number("beta_fast", 32.0),
         beta_slow=section.number("beta_slow", 1.0),
@@ -181,6 +156,27 @@ def _from_huggingface(
         mscale=section.optional_number("mscale"),
         mscale_all=section.optional_number("mscale_all_dim"),
     )
+
+
+def _longrope(section: Section, plain: RopeParameters, context: int) -> RopeParameters:
+    return replace(
+        plain,
+        factor=section.number("factor", context / plain.original_context),
+        attention_factor=section.optional_number("attention_factor"),
+        short_factors=section.numbers("short_factor", plain.pairs),
+        long_factors=section.numbers("long_factor", plain.pairs),
+    )
+
+
+# --- both -------------------------------------------------------------------------------------------------------
+
+
+def _rotated(section: Section, key: str, rotated: int, head_size: int) -> int:
+    if rotated % 2 or not 2 <= rotated <= head_size:
+        raise section.error(
+            key, f"pairs of features turn, and of a head's {head_size} features {rotated} cannot"
+        )
+    return rotated
 
 
 def _base(section: Section, key: str, default: float) -> float:

@@ -117,6 +117,12 @@ class Ops(Protocol):
         """A linear layer from one or more [outputs, inputs] tensors, stacked by outputs into one product; with
         biases, one [outputs] tensor for each."""
 
+    def load_experts(
+        self, gate: Sequence[WeightSource], up: Sequence[WeightSource], down: Sequence[WeightSource]
+    ) -> Any:
+        """The feed-forwards of a mixture. Each of the three is one [experts, outputs, inputs] tensor, or a tensor
+        [outputs, inputs] for each expert."""
+
     def load_embedding(self, source: WeightSource) -> Any:
         """A [vocabulary, features] table that is only ever looked up: it may stay as the file stores it."""
 
@@ -170,6 +176,12 @@ class Ops(Protocol):
 
     def gelu_tanh_mul(self, gate_up: Any) -> Any:
         """gelu(gate) * up of packed [gate | up] rows, with the tanh form of gelu."""
+
+    def mixture(self, inputs: Any, router: Any, experts: Any, per_token: int, normalise: bool) -> Any:
+        """A feed-forward by experts. The softmax of the router's output, a linear layer, gives each expert a share
+        of a token; the `per_token` highest count (of equal ones the first), with `normalise` divided by their sum.
+        The outputs of these experts, silu(gate) * up and then down, times their shares, are summed in the order of
+        their numbers."""
 
     def add(self, left: Any, right: Any, scale: float = 1.0) -> Any:
         """left + right * scale; an implementation may write it into either, the caller uses neither again."""

@@ -33,6 +33,15 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The feed-forwards of a mixture."""
+
+    gate: np.ndarray  # [experts, features inside, features]
+    up: np.ndarray
+    down: np.ndarray  # [experts, features, features inside]
+
+
+@dataclass(frozen=True)
 class _SingleQueries:
     """Requests with one token in the step and similar numbers of blocks to read: attended to as one padded batch."""
 
@@ -95,12 +104,19 @@ class ReferenceOps:
     def load_linear(self, sources: Sequence[WeightSource], biases: Sequence[WeightSource] = ()) -> Linear:
         return Linear(self._stack(sources), self._stack(biases) if biases else None)
 
+    def load_experts(
+        self, gate: Sequence[WeightSource], up: Sequence[WeightSource], down: Sequence[WeightSource]
+    ) -> Experts:
+        return Experts(self._experts(gate), self._experts(up), self._experts(down))
+
     def load_embedding(self, source: WeightSource) -> WeightSource:
         return source
 
-    def nbytes(self, weight: np.ndarray | Linear | WeightSource) -> int:
+    def nbytes(self, weight: np.ndarray | Linear | Experts | WeightSource) -> int:
         if isinstance(weight, np.ndarray):
             return weight.nbytes
+        if isinstance(weight, Experts):
+            return weight.gate.nbytes + weight.up.nbytes + weight.down.nbytes
         if isinstance(weight, Linear):
             return weight.weight.nbytes + (0 if weight.bias is None else weight.bias.nbytes)
         return weight.raw.nbytes
@@ -116,6 +132,10 @@ class ReferenceOps:
             source.read_into(stacked[start : start + source.shape[0]])
             start += source.shape[0]
         return stacked
+
+    def _experts(self, sources: Sequence[WeightSource]) -> np.ndarray:
+        stacked = self._stack(sources)
+        return stacked if stacked.ndim == 3 else stacked.reshape(len(sources), *sources[0].shape)
 
     # --- once a step --------------------------------------------------------------------------------------------
 
@@ -211,11 +231,7 @@ class ReferenceOps:
 
     def silu_mul(self, gate_up: np.ndarray) -> np.ndarray:
         size = gate_up.shape[1] // 2
-        gate, up = gate_up[:, :size], gate_up[:, size:]
-        with np.errstate(
-            over="ignore"
-        ):  # exp of a very negative gate is infinite, and gate / infinity the right 0
-            return gate / (1.0 + np.exp(-gate)) * up
+        return _silu(gate_up[:, :size]) * gate_up[:, size:]
 
     def gelu_tanh_mul(self, gate_up: np.ndarray) -> np.ndarray:
         size = gate_up.shape[1] // 2
@@ -225,6 +241,22 @@ class ReferenceOps:
         ):  # the cube of a very large gate is infinite, and its tanh the right 1
             inner = np.sqrt(2.0 / np.pi).astype(self.dtype) * (gate + 0.044715 * gate * gate * gate)
             return 0.5 * gate * (1.0 + np.tanh(inner)) * up
+
+    def mixture(
+        self, inputs: np.ndarray, router: Linear, experts: Experts, per_token: int, normalise: bool
+    ) -> np.ndarray:
+        shares = _softmax(self.linear(inputs, router))
+        chosen = np.argsort(-shares, axis=1, kind="stable")[:, :per_token]
+        weights = np.take_along_axis(shares, chosen, axis=1)
+        if normalise:
+            weights /= weights.sum(axis=1, keepdims=True)
+        output = np.zeros_like(inputs)
+        for expert in np.unique(chosen):
+            tokens, places = np.nonzero(chosen == expert)
+            rows = inputs[tokens]
+            inner = _silu(rows @ experts.gate[expert].T) * (rows @ experts.up[expert].T)
+            output[tokens] += (inner @ experts.down[expert].T) * weights[tokens, places, None]
+        return output
 
     def add(self, left: np.ndarray, right: np.ndarray, scale: float = 1.0) -> np.ndarray:
         if scale != 1.0:
@@ -317,6 +349,13 @@ def _rotate(rows: np.ndarray, turn: _Turn) -> np.ndarray:
     rotated[..., first] = left * turn.cosine - right * turn.sine
     rotated[..., second] = right * turn.cosine + left * turn.sine
     return rotated
+
+
+def _silu(gate: np.ndarray) -> np.ndarray:
+    with np.errstate(
+        over="ignore"
+    ):  # exp of a very negative gate is infinite, and gate / infinity the right 0
+        return gate / (1.0 + np.exp(-gate))
 
 
 def _cap(scores: np.ndarray, cap: float) -> np.ndarray:
