@@ -260,30 +260,6 @@ def test_pickle_weights_beside_safetensors_do_no_harm(tmp_path: Path) -> None:
     assert open_checkpoint(folder(tmp_path, pytorch_model__bin=b"\x80\x04")).layout == "huggingface"
 
 
-AUTO_MAP = {
-    "AutoConfig": "configuration_own.OwnConfig",
-    "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
-}
-
-
-def test_an_architecture_that_needs_code_of_its_own_is_refused(tmp_path: Path) -> None:
-    own = config(model_type="own", architectures=["OwnForCausalLM"], auto_map=AUTO_MAP)
-    path = folder(tmp_path, config__json=own)
-    with pytest.raises(
-        ModelFileError, match=r"config.json: auto_map: .*'own' needs code of its own; weft never runs"
-    ):
-        open_checkpoint(path, own_architectures={"llama", "LlamaForCausalLM"})
-
-
-@pytest.mark.parametrize("own", ["phi3", "Phi3ForCausalLM"])
-def test_code_beside_an_architecture_weft_has_itself_is_not_needed(tmp_path: Path, own: str) -> None:
-    phi = config(model_type="phi3", architectures=["Phi3ForCausalLM"], auto_map=AUTO_MAP)
-    path = folder(tmp_path, config__json=phi)
-    assert open_checkpoint(path, own_architectures=[own]).metadata == phi
-    with pytest.raises(ModelFileError, match="auto_map"):
-        open_checkpoint(path)
-
-
 def test_a_tokenizer_that_is_code_is_refused_and_one_with_a_tokenizer_json_is_not(tmp_path: Path) -> None:
     remote = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
     with pytest.raises(ModelFileError, match=r"tokenizer_config.json: auto_map: the tokenizer needs code"):

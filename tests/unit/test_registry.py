@@ -14,7 +14,7 @@ from weft.errors import ModelFileError
 from weft.models.architectures import ARCHITECTURES
 from weft.models.config import ModelConfig
 from weft.models.names import decoder_name, file_name
-from weft.models.registry import build_config, build_decoder
+from weft.models.registry import build_config, build_decoder, find_architecture
 from weft.ops.base import AttentionPattern, Rope
 from weft.ops.reference import ReferenceOps
 
@@ -119,6 +119,20 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(
         ModelFileError, match=f"{field} is not supported; weft runs .*(llama|Llama).*(qwen2|Qwen2)"
     ):
         build_config(layout, metadata, {})
+
+
+AUTO_MAP = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}
+
+
+def test_an_architecture_that_needs_code_of_its_own_is_refused() -> None:
+    own = {"architectures": ["OwnForCausalLM"], "auto_map": AUTO_MAP}
+    with pytest.raises(ModelFileError, match="'OwnForCausalLM' is not supported; .*never runs code"):
+        find_architecture("huggingface", own)
+
+
+def test_code_beside_an_architecture_weft_has_itself_is_not_needed() -> None:
+    phi = {"architectures": ["Phi3ForCausalLM"], "auto_map": AUTO_MAP}
+    assert find_architecture("huggingface", phi).model_type == "phi3"
 
 
 def test_every_architecture_is_found_by_each_of_its_names() -> None:

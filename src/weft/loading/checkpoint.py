@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -40,18 +40,17 @@ class Checkpoint:
     """What the model's makers suggest for sampling, under the names of `SamplingParams`."""
 
 
-def open_checkpoint(path: Path | str, own_architectures: Collection[str] = ()) -> Checkpoint:
+def open_checkpoint(path: Path | str) -> Checkpoint:
     """The model at `path`, a GGUF file or a folder; errors name the file and the field.
 
-    A folder may bring code of its own for its architecture (`auto_map` in config.json). weft never runs it. Some
-    makers ship such code beside an architecture that everybody knows; so a folder with code is opened where its
-    `model_type` or class is among `own_architectures`, those that weft has a decoder for, and refused otherwise.
+    Code that a folder brings along is never run. Whether the model needs it is for the registry of architectures to
+    say, and it refuses what it does not know.
     """
     path = Path(path)
     if os.path.isdir(
         path
     ):  # unlike Path.is_dir, false and no error where the folder above may not be entered
-        return _open_folder(path, own_architectures)
+        return _open_folder(path)
     if path.suffix == ".safetensors":
         raise ModelFileError(f"{path}: is only the weights; pass the folder that also holds config.json")
     if path.suffix in _PICKLE_SUFFIXES:
@@ -71,7 +70,7 @@ def _open_gguf(path: Path) -> Checkpoint:
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
-def _open_folder(folder: Path, own_architectures: Collection[str]) -> Checkpoint:
+def _open_folder(folder: Path) -> Checkpoint:
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError as error:
@@ -83,7 +82,7 @@ def _open_folder(folder: Path, own_architectures: Collection[str]) -> Checkpoint
     config_path = folder / "config.json"
     config = read_json(config_path)
     _refuse_quantised(config_path, config)
-    _refuse_remote_code(folder, config, names, own_architectures)
+    _refuse_tokenizer_code(folder, names)
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.name in names else {}
     return Checkpoint(
@@ -148,32 +147,14 @@ def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_remote_code(
-    folder: Path, config: Mapping[str, Any], names: list[str], own_architectures: Collection[str]
-) -> None:
-    classes = config.get("architectures")
-    known_as = [config.get("model_type"), *(classes if isinstance(classes, list) else [])]
-    is_known = any(isinstance(name, str) and name in own_architectures for name in known_as)
-    if _names_model_code(config.get("auto_map")) and not is_known:
-        raise field_error(
-            folder / "config.json",
-            "auto_map",
-            f"the architecture {config.get('model_type')!r:.80} needs code of its own; "
-            "weft never runs code of a checkpoint, and has no decoder for it",
-        )
-    # A tokenizer.json needs no code; where it is missing, the tokenizer is the code.
+def _refuse_tokenizer_code(folder: Path, names: list[str]) -> None:
+    """A tokenizer.json needs no code; where it is missing, the tokenizer is the code."""
     if "tokenizer_config.json" in names and "tokenizer.json" not in names:
         path = folder / "tokenizer_config.json"
         if read_json(path).get("auto_map"):
             raise field_error(
                 path, "auto_map", "the tokenizer needs code of its own; weft never runs code of a checkpoint"
             )
-
-
-def _names_model_code(auto_map: Any) -> bool:
-    if isinstance(auto_map, dict):
-        return any(name.startswith(("AutoConfig", "AutoModel")) for name in auto_map)
-    return bool(auto_map)
 
 
 # --- the tokens that end an answer ------------------------------------------------------------------------------------

@@ -58,5 +58,13 @@ def find_architecture(layout: Layout, metadata: Mapping[str, Any]) -> Architectu
         key, name = "model_type", metadata.get("model_type")
         known = {entry.model_type: entry for entry in ARCHITECTURES}
     if not isinstance(name, str) or name not in known:
-        raise ModelFileError(f"{key}: {name!r:.80} is not supported; weft runs {', '.join(sorted(known))}")
+        # Makers also ship code beside architectures that everybody knows: only for an unknown one does it matter.
+        code = (
+            "it comes with code of its own, and weft never runs code of a checkpoint; "
+            if metadata.get("auto_map")
+            else ""
+        )
+        raise ModelFileError(
+            f"{key}: {name!r:.80} is not supported; {code}weft runs {', '.join(sorted(known))}"
+        )
     return known[name]
