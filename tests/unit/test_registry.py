@@ -126,7 +126,7 @@ AUTO_MAP = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM":
 
 def test_an_architecture_that_needs_code_of_its_own_is_refused() -> None:
     own = {"architectures": ["OwnForCausalLM"], "auto_map": AUTO_MAP}
-    with pytest.raises(ModelFileError, match="'OwnForCausalLM' is not supported; .*never runs code"):
+    with pytest.raises(ModelFileError, match=r"'OwnForCausalLM' is not supported; .*never runs code"):
         find_architecture("huggingface", own)
 
 
