@@ -27,7 +27,8 @@ Model = Annotated[
         "--model",
         "-m",
         metavar="MODEL",
-        help="'default' (SmolLM2-135M-Instruct, fetched on first use) or a path to a GGUF file.",
+        help="'default' (SmolLM2-135M-Instruct), 'hf:owner/name' (see `weft pull --help`), or a path to a GGUF file "
+        "or a folder with safetensors. Fetched on first use.",
     ),
 ]
 MaxTokens = Annotated[
@@ -67,16 +68,40 @@ def weft(
 @app.command()
 def pull(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="'default' or a path to a GGUF file.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="'default', 'hf:owner/name' of the Hugging Face hub (with ':Q4_K_M' or '/file.gguf' for GGUF files, "
+            "and '@revision'), or a path.",
+        ),
     ] = "default",
 ) -> None:
-    """Fetch a model into the cache, check it, and print where it is.
+    """Fetch a model into the cache, check all of it, and print where it is.
 
-    The cache is the user cache directory; the environment variable WEFT_HOME names another.
+    A pull that was stopped goes on where it was. The cache is the user cache directory; WEFT_HOME names another.
+    HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE count for the hub.
     """
     from weft.cli.pull import pull_command
 
     pull_command(model)
+
+
+@app.command()
+def models(json: AsJson = False) -> None:
+    """List the models on this machine, by the names to ask for them with."""
+    from weft.cli.pull import models_command
+
+    models_command(json)
+
+
+@app.command()
+def remove(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that `weft models` shows.")],
+) -> None:
+    """Delete a model from the cache."""
+    from weft.cli.pull import remove_command
+
+    remove_command(model)
 
 
 @app.command()
