@@ -1,5 +1,6 @@
 """The `weft` command line: what each command takes and says. The work is imported inside the command that needs it."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -32,19 +33,36 @@ Model = Annotated[
     ),
 ]
 MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", "-n", metavar="N", help="Most new tokens to generate; at least 1.")
+    int | None,
+    typer.Option("--max-tokens", "-n", metavar="N", help="Most new tokens to generate; at least 1."),
 ]
 Temperature = Annotated[
-    float,
+    float | None,
     typer.Option(
         "--temperature",
         "-t",
         metavar="T",
-        help="Randomness of the choice of tokens; 0 always takes the best.",
+        help="Randomness of the choice of tokens; 0 always takes the best. Not given: what the model's makers say.",
     ),
 ]
+TopP = Annotated[
+    float | None,
+    typer.Option(metavar="P", help="Choose among the likeliest tokens that together have this probability."),
+]
 Seed = Annotated[
-    int, typer.Option(metavar="N", help="Seed of the sampling noise: the same seed gives the same text.")
+    int | None,
+    typer.Option(metavar="N", help="Seed of the sampling noise: the same seed gives the same text."),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="End the text before this; may be given several times."),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Longest context in tokens, prompt and answer; default: the model's own."),
+]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Say what memory the model takes even where nobody looks.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 
@@ -107,21 +125,85 @@ def remove(
 @app.command()
 def generate(
     prompts: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="PROMPT",
             help="Text to continue; '-', once, reads it from standard input. Several prompts run as one batch.",
         ),
-    ],
+    ] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--file", "-f", metavar="PATH", help="A file that is one prompt; may be given several times."
+        ),
+    ] = None,
+    input: Annotated[
+        Path | None,
+        typer.Option(
+            "--input", "-i", metavar="PATH", help="JSON lines to answer, '-' for standard input; see above."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            help="Where the answers go as JSON lines, '-' for standard output.",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Keep the answers in an output that exists, and add what is missing."),
+    ] = False,
     model: Model = "default",
-    max_tokens: MaxTokens = 64,
-    temperature: Temperature = 0.0,
-    seed: Seed = 0,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    n: Annotated[int | None, typer.Option("--n", metavar="N", help="Answers to each prompt.")] = None,
+    context: Context = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Take each prompt as a message, and answer it in the model's chat format."
+        ),
+    ] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message, with --chat.")] = None,
+    verbose: Verbose = False,
 ) -> None:
-    """Continue one or more prompts and print the text."""
+    """Continue prompts and print the text, or answer a file of JSON lines.
+
+    A prompt gets 64 new tokens, one with --chat as many as the context has room for, unless --max-tokens says otherwise.
+
+    A line of --input is a string, an object with "prompt" or "messages" and, beside them, "id" and sampling parameters, or
+    a request of the OpenAI batch format (its "model" is not looked at: --model answers). Each is answered by one line, in
+    the order in which they end, found again by "id", "custom_id" or "index"; a bad line gets an error and the others go
+    on. Exit code 1: some failed.
+    """
     from weft.cli.generate import generate_command
 
-    generate_command(prompts, model=model, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    generate_command(
+        prompts or [],
+        files=file or [],
+        input_path=input,
+        output_path=output,
+        overwrite=overwrite,
+        resume=resume,
+        model=model,
+        context=context,
+        chat=chat,
+        system=system,
+        verbose=verbose,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        n=n,
+    )
 
 
 @app.command()
@@ -130,17 +212,32 @@ def chat(
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message that opens the conversation.")
     ] = None,
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
-    seed: Seed = 0,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    context: Context = None,
+    verbose: Verbose = False,
 ) -> None:
     """Talk to a model. Ctrl-D or /exit ends the conversation; /help lists the other commands.
 
-    An answer ends by itself, after --max-tokens, or with Ctrl-C; what was said until then is remembered.
+    An answer ends by itself, after --max-tokens, when the context is full, or with Ctrl-C; what was said until then is
+    remembered.
     """
     from weft.cli.chat import chat_command
 
-    chat_command(model=model, system=system, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    chat_command(
+        model=model,
+        system=system,
+        context=context,
+        verbose=verbose,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+    )
 
 
 @app.command()
@@ -212,6 +309,10 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except BrokenPipeError:
+        # Whoever read the output has enough, as `head` does. Nothing may be written on the way out either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
 
 
 if __name__ == "__main__":
