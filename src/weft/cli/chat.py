@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from weft.cli.start import check_sampling, start
+from weft.cli.start import check_sampling, shown_name, start
 from weft.cli.terminal import one_line, printable
 from weft.errors import InvalidRequestError, WeftError
 from weft.request import FinishReason, GenerationResult, SamplingParams
@@ -47,9 +47,8 @@ def chat_command(
     with start(model, context, verbose) as llm:
         llm.text.require_chat_template()
         params = llm.default_params(chat=True, **sampling)
-        console.print(
-            f"{printable(model)} - /help shows the commands", style="dim", soft_wrap=True, markup=False
-        )
+        name = printable(shown_name(model))
+        console.print(f"{name} - /help shows the commands", style="dim", soft_wrap=True, markup=False)
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # a stray byte must not end the conversation
         with _Interrupts() as interrupts:

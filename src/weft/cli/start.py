@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from weft.cli.pull import fetch
+from weft.loading.wheel import DEFAULT_MODEL
 from weft.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -19,6 +21,13 @@ _MIB = 1 << 20
 def check_sampling(given: dict[str, object]) -> None:
     """Refuses a value out of range before a model is fetched and loaded for it."""
     SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def shown_name(model: str) -> str:
+    """What to call the model before a person: a file's name rather than the way to it."""
+    if model == "default":
+        return DEFAULT_MODEL.file.name
+    return model if model.startswith("hf:") else Path(model).name
 
 
 def start(model: str, context: int | None, verbose: bool) -> LLM:
