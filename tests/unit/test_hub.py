@@ -55,6 +55,8 @@ class Hub(ThreadingHTTPServer):
         self.ranges = True
         self.storage: str | None = None
         """Another host that the content of files really comes from."""
+        self.names_storage_late = False
+        """Only when the content is asked for, as an endpoint that is a mirror may do."""
         self.tokens_at_storage: list[str | None] = []
         self.stop_after: int | None = None
         """Each answer breaks off after so many bytes."""
@@ -124,11 +126,13 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(403, b"", {"X-Error-Code": "GatedRepo"})
         commit = self.server.revisions.get(commit, commit)
         content = self.server.commits[commit][name]
-        if self.server.storage is not None and self.headers["Host"] not in self.server.storage:
+        is_late = self.command == "HEAD" and self.server.names_storage_late
+        if self.server.storage and self.headers["Host"] not in self.server.storage and not is_late:
             headers = {"Location": self.server.storage + self.path, "X-Repo-Commit": commit}
             headers |= {"X-Linked-ETag": f'"{git_digest(content)}"', "X-Linked-Size": str(len(content))}
             return self._answer(302, b"", headers)
-        self.server.tokens_at_storage.append(self.headers.get("Authorization"))
+        if not is_late:
+            self.server.tokens_at_storage.append(self.headers.get("Authorization"))
         sent = self.server.served.get((commit, name), content)
         headers = {
             "ETag": f'"{hashlib.sha256(content).hexdigest() if len(content) >= LARGE else git_digest(content)}"',
@@ -393,10 +397,12 @@ def test_a_gated_model_says_where_to_agree_and_a_token_opens_it(
     assert (pull("hf:owner/name") / "model.safetensors").read_bytes() == WEIGHTS
 
 
+@pytest.mark.parametrize("late", [False, True])
 def test_the_token_goes_to_the_hub_and_not_to_the_storage_behind_it(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.names_storage_late = late
     hub.storage = hub.url.replace("127.0.0.1", "localhost")
     assert (pull("hf:owner/name") / "model.safetensors").read_bytes() == WEIGHTS
     assert hub.tokens_at_storage == [None] * 3
