@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -324,6 +326,36 @@ def test_a_failed_second_try_leaves_the_first_answer(
     stdin(b"one\n/regenerate\ntwo\n")
     chat_command(**OPTIONS, system=None)
     assert llm.asked[2][1] == {"role": "assistant", "content": "first"}
+
+
+def test_a_stopped_answer_is_remembered_as_far_as_it_was_said(
+    serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def press_ctrl_c(times: int) -> None:
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    class Stopped(FakeLLM):
+        def _stream(
+            self, result: GenerationResult, on_result: Callable[[GenerationResult], object]
+        ) -> Generator[str, None, None]:
+            if result.text == "early":
+                press_ctrl_c(1)
+            try:
+                yield result.text
+                press_ctrl_c(1)
+                on_result(result)
+            finally:
+                press_ctrl_c(3)  # while it is being stopped, and when it is over
+
+    llm = serve(lambda prompt: prompt)
+    llm.__class__ = Stopped
+    stdin(b"early\nlate\n/exit\n")
+    chat_command(**OPTIONS, system=None)
+    captured = capsys.readouterr()
+    assert captured.err.count("[stopped]") == 2 and captured.out == "\nlate\n"
+    assert [len(messages) for messages in llm.asked] == [1, 1], "nothing was said before the first word"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_message_can_have_several_lines(

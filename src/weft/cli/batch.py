@@ -107,7 +107,7 @@ class Batch:
     """One run: takes lines as fast as answers come, and counts them."""
 
     def __init__(self, llm: LLM, model: str, wishes: Wishes, output: Output) -> None:
-        self.num_done = self.num_failed = self.num_skipped = self.num_tokens = 0
+        self.num_read = self.num_done = self.num_failed = self.num_skipped = self.num_tokens = 0
         self._llm = llm
         self._model = model
         self._wishes = wishes
@@ -120,7 +120,9 @@ class Batch:
             with _progress(source) as show:
                 for job, result in self._llm.run(self._jobs(source)):
                     self._take(job.key, result)
-                    show(self._says())
+                    # Lines are read ahead of their answers.
+                    answered = self.num_done + self.num_failed + self.num_skipped
+                    show(answered / self.num_read, self._says())
         finally:
             skipped = f"; {self.num_skipped} were answered before" if self.num_skipped else ""
             Console(stderr=True, highlight=False).print(
@@ -136,6 +138,7 @@ class Batch:
         for index, raw in enumerate(read_lines(source)):
             if isinstance(raw, bytes) and not raw.strip():
                 continue
+            self.num_read += 1
             line, content = (
                 read_line(raw, index, form) if isinstance(raw, bytes) else (Line(index, form), raw)
             )
@@ -163,28 +166,29 @@ class Batch:
 
     def _says(self) -> str:
         speed = self.num_tokens / max(time.monotonic() - self._started, 1e-9)
-        return f"{self.num_done} done, {self.num_failed} failed, {self.num_tokens:,} tokens, {speed:,.0f} a second"
+        return f"{self.num_done} done, {self.num_failed} failed, {speed:,.0f} tokens/s"
 
 
 @contextmanager
-def _progress(source: IO[bytes]) -> Iterator[Callable[[str], None]]:
-    """A bar over the bytes of the input that are read, where a person looks at it. A pipe has no end to run towards."""
+def _progress(source: IO[bytes]) -> Iterator[Callable[[float, str], None]]:
+    """A bar over the bytes of the input, where a person looks at it; a pipe has no end to run towards. It is shown
+    which part of what was read is answered, and what to say beside the bar."""
     console = Console(stderr=True)
     columns = (
         TextColumn("generating"),
-        BarColumn(),
+        BarColumn(24),
         TimeRemainingColumn(),
         TextColumn("{task.fields[says]}"),
     )
-    is_file, total = source.seekable(), None
+    is_file, begin, total = source.seekable(), 0, None
     if is_file:
         begin = source.tell()
-        total = source.seek(0, os.SEEK_END)
+        total = source.seek(0, os.SEEK_END) - begin
         source.seek(begin)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("", total=total, says="")
 
-        def show(says: str) -> None:
-            bars.update(task, completed=source.tell() if is_file else 0, says=says)
+        def show(share: float, says: str) -> None:
+            bars.update(task, completed=(source.tell() - begin) * share if is_file else 0, says=says)
 
         yield show

@@ -8,7 +8,8 @@ import json
 import signal
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,7 @@ class _Interrupts:
     any other moment, it must not end the program."""
 
     def __init__(self) -> None:
-        self._may_raise = False
+        self._may_raise = self._is_pending = False
 
     def __enter__(self) -> _Interrupts:
         self._previous = signal.signal(signal.SIGINT, self._handle)
@@ -73,6 +74,16 @@ class _Interrupts:
         if self._may_raise:
             self._may_raise = False
             raise KeyboardInterrupt
+        self._is_pending = True
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, Ctrl-C waits: a spinner that is stopped half would turn for ever."""
+        self._may_raise, self._is_pending = False, False
+        yield
+        if self._is_pending:
+            raise KeyboardInterrupt
+        self._may_raise = True
 
     def finishes(self, action: Callable[[], None]) -> bool:
         """Run `action`; False if Ctrl-C ended it."""
@@ -156,7 +167,7 @@ class _Conversation:
     def _command_stats(self, argument: str) -> None:
         result = self._result
         if result is None:
-            self._say("There is no answer yet.")
+            self._say("No answer has ended by itself yet.")
             return
         first, speed = result.time_to_first_token, result.decode_tokens_per_second
         self._say(
@@ -200,37 +211,40 @@ class _Conversation:
             if isinstance(error, InvalidRequestError) and error.code == "context_length_exceeded":
                 self._say("/clear starts anew.", "red")
             return False
+        if answer is None:
+            return False
         self._messages = [*asked, {"role": "assistant", "content": answer}]
         return True
 
-    def _answer(self, messages: list[Message], params: SamplingParams) -> str:
+    def _answer(self, messages: list[Message], params: SamplingParams) -> str | None:
+        """What was said; None where it was stopped before the first word."""
         pieces: list[str] = []
         results: list[GenerationResult] = []
-        errors: list[WeftError] = []
+
         status = self._console.status("Reading")
 
+        # All of it, from reading the messages on, so that Ctrl-C right behind the Enter key counts.
         def show() -> None:
-            try:
-                status.start()
+            stream = self._llm.stream_chat(
+                messages, params, session_id=self._session_id, on_result=results.append
+            )
+            with closing(stream):  # cancels what is not generated yet
+                with self._interrupts.held():
+                    status.start()
                 for piece in stream:
-                    status.stop()
+                    with self._interrupts.held():
+                        status.stop()
                     pieces.append(piece)
                     print(printable(piece), end="", flush=True)
-            except WeftError as error:
-                errors.append(error)
 
-        stream = self._llm.stream_chat(
-            messages, params, session_id=self._session_id, on_result=results.append
-        )
         try:
             was_finished = self._interrupts.finishes(show)
-        finally:
-            stream.close()  # cancels what is not generated yet
-            status.stop()
-        if errors:
+        except WeftError:
             if pieces:
                 print(flush=True)  # the error gets a line of its own
-            raise errors[0]
+            raise
+        finally:
+            status.stop()
         if not was_finished:
             self._mark("[stopped]")
         if results:
@@ -238,7 +252,7 @@ class _Conversation:
             if results[0].finish_reason is FinishReason.LENGTH:
                 self._mark(_cut_marker(results[0], params))
         print(flush=True)
-        return "".join(pieces)
+        return "".join(pieces) if was_finished or pieces else None
 
     def _mark(self, text: str) -> None:
         """A remark behind the answer; on a line of its own where the answer goes elsewhere."""

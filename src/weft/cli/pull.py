@@ -68,7 +68,7 @@ class _Display:
         self._model = model
         self._console = Console(stderr=True, highlight=False)
         columns = (
-            *(TextColumn("{task.description}"), BarColumn(), DownloadColumn()),
+            *(TextColumn("{task.description}"), BarColumn(24), DownloadColumn()),
             *(TransferSpeedColumn(), TimeRemainingColumn()),
         )
         self._bars = Progress(*columns, console=self._console, transient=True)
