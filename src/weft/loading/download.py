@@ -6,6 +6,7 @@ import errno
 import hashlib
 import http.client
 import re
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -166,8 +167,10 @@ def _is_of_the_disk(error: Exception) -> bool:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether asking again may help: not where the server understood and refused."""
-    return not isinstance(error, urllib.error.HTTPError) or error.code in (408, 425, 429) or error.code >= 500
+    """Whether asking again may help: not where the server understood and refused, or cannot prove who it is."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code in (408, 425, 429) or error.code >= 500
+    return not isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError)
 
 
 def _transfer_failed(expected: Expected, done: int, error: Exception) -> TransferError:
