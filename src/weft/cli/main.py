@@ -1,6 +1,5 @@
 """The `weft` command line: what each command takes and says. The work is imported inside the command that needs it."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -309,10 +308,6 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BrokenPipeError:
-        # Whoever read the output has enough, as `head` does. Nothing may be written on the way out either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
 
 
 if __name__ == "__main__":
