@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
+import os
+import signal
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +19,13 @@ from weft.cli.chat import chat_command
 from weft.cli.main import main
 from weft.cli.terminal import one_line, printable
 from weft.errors import InvalidRequestError, WeftError
+from weft.llm import Job, MemoryUse
 from weft.request import FinishReason, GenerationResult, RequestId, RequestState, SamplingParams
 
-OPTIONS: dict[str, Any] = {"model": "default", "max_tokens": 4, "temperature": 0.0, "seed": 0}
+OPTIONS: dict[str, Any] = {
+    **{"model": "default", "context": None, "verbose": False},
+    **{"max_tokens": 4, "temperature": 0.0, "seed": 0},
+}
 DONE = GenerationResult(
     request_id=RequestId(0),
     tokens=(1, 2, 3, 4),
@@ -45,10 +52,14 @@ Answer = Callable[[str], str | GenerationResult | WeftError]
 class FakeLLM:
     """Answers the last message (or prompt) with what `answer` makes of it, and remembers what it was asked."""
 
+    memory = MemoryUse(weights=3 << 20, kv_cache=2 << 20, swap=1 << 20, kv_tokens=4096, max_context=2048)
+
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.asked: list[Sequence[Mapping[str, str]]] = []
-        self.text = SimpleNamespace(require_chat_template=lambda: None)
+        self.sessions: list[str | None] = []
+        self.params: list[SamplingParams | None] = []
+        self.text = SimpleNamespace(require_chat_template=lambda: None, tokenizer=None)
 
     def __enter__(self) -> FakeLLM:
         return self
@@ -56,24 +67,43 @@ class FakeLLM:
     def __exit__(self, *error: object) -> None:
         pass
 
+    def default_params(self, *, chat: bool = False, **overrides: Any) -> SamplingParams:
+        given = {name: value for name, value in overrides.items() if value is not None}
+        return SamplingParams(**{"max_tokens": None if chat else 16, **given})
+
     def _result(self, prompt: str) -> GenerationResult:
         answer = self.answer(prompt)
         if isinstance(answer, WeftError):
             raise answer
         return dataclasses.replace(DONE, text=answer) if isinstance(answer, str) else answer
 
-    def generate(self, prompts: list[str], params: SamplingParams) -> list[GenerationResult]:
-        return [self._result(prompt) for prompt in prompts]
+    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, GenerationResult | WeftError]]:
+        for job in jobs:
+            try:
+                assert isinstance(job.prompt, str)
+                yield job, self._result(job.prompt)
+            except WeftError as error:
+                yield job, error
+
+    def stream(self, prompt: str, params: SamplingParams) -> Generator[str, None, None]:
+        return self._stream(self._result(prompt), lambda _: None)
 
     def stream_chat(
         self,
         messages: Sequence[Mapping[str, str]],
         params: SamplingParams,
         *,
-        on_result: Callable[[GenerationResult], object],
+        session_id: str | None = None,
+        on_result: Callable[[GenerationResult], object] = lambda _: None,
     ) -> Generator[str, None, None]:
         self.asked.append(list(messages))
-        result = self._result(messages[-1]["content"])
+        self.sessions.append(session_id)
+        self.params.append(params)
+        return self._stream(self._result(messages[-1]["content"]), on_result)
+
+    def _stream(
+        self, result: GenerationResult, on_result: Callable[[GenerationResult], object]
+    ) -> Generator[str, None, None]:
         yield result.text
         on_result(result)
         if result.state is not RequestState.COMPLETED:
@@ -86,9 +116,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], FakeLLM]:
 
     def arrange(answer: Answer) -> FakeLLM:
         llm = FakeLLM(answer)
-        monkeypatch.setattr("weft.llm.LLM", lambda path: llm)
-        for command in ("chat", "generate"):
-            monkeypatch.setattr(f"weft.cli.{command}.fetch", lambda model: Path("[red]model.gguf"))
+        monkeypatch.setattr("weft.llm.LLM", lambda path, max_context: llm)
+        monkeypatch.setattr("weft.cli.start.fetch", lambda model: Path("model.gguf"))
         return llm
 
     return arrange
@@ -149,7 +178,7 @@ def test_generate_prints_all_that_is_complete_before_it_says_what_failed(
         "weft: 2 of 4 prompts failed",
     ]
     assert run_main(monkeypatch, "generate", "late") == 1
-    assert capsys.readouterr() == ("", "weft: the prompt 'late' failed: deadline passed\n")
+    assert capsys.readouterr() == (" te", "weft: the text is not complete: deadline passed\n")
 
 
 @pytest.mark.parametrize(
@@ -260,8 +289,116 @@ def test_the_name_of_a_file_is_no_markup(
 ) -> None:
     serve(lambda prompt: "yes")
     stdin(b"")
-    chat_command(**OPTIONS, system=None)
+    chat_command(**{**OPTIONS, "model": "/folder/[red]model.gguf"}, system=None)
     assert "[red]model.gguf - /help" in capsys.readouterr().err
+
+
+def test_a_conversation_has_one_session_until_it_is_cleared(
+    serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None]
+) -> None:
+    llm = serve(lambda prompt: "yes")
+    stdin(b"one\ntwo\n/clear\nthree\n/system be brief\nfour\n")
+    chat_command(**OPTIONS, system=None)
+    first, second, third, fourth = llm.sessions
+    assert first == second and len({first, third, fourth}) == 3 and None not in llm.sessions
+    assert [len(messages) for messages in llm.asked] == [1, 3, 1, 2]
+    assert llm.asked[3][0] == {"role": "system", "content": "be brief"}
+
+
+def test_an_answer_is_given_once_more_with_another_seed(
+    serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter(["first", "second", "third"])
+    llm = serve(lambda prompt: next(answers))
+    stdin(b"/regenerate\none\n/regenerate\ntwo\n")
+    chat_command(**OPTIONS, system=None)
+    assert "There is no answer yet." in capsys.readouterr().err
+    assert [params.seed for params in llm.params if params] == [0, 1, 0]
+    assert llm.asked[1] == llm.asked[0]
+    assert llm.asked[2][1] == {"role": "assistant", "content": "second"}
+
+
+def test_a_failed_second_try_leaves_the_first_answer(
+    serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None]
+) -> None:
+    answers: Iterator[str | WeftError] = iter(["first", WeftError("no"), "third"])
+    llm = serve(lambda prompt: next(answers))
+    stdin(b"one\n/regenerate\ntwo\n")
+    chat_command(**OPTIONS, system=None)
+    assert llm.asked[2][1] == {"role": "assistant", "content": "first"}
+
+
+def test_a_stopped_answer_is_remembered_as_far_as_it_was_said(
+    serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def press_ctrl_c(times: int) -> None:
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    class Stopped(FakeLLM):
+        def _stream(
+            self, result: GenerationResult, on_result: Callable[[GenerationResult], object]
+        ) -> Generator[str, None, None]:
+            if result.text == "early":
+                press_ctrl_c(1)
+            try:
+                yield result.text
+                press_ctrl_c(1)
+                on_result(result)
+            finally:
+                press_ctrl_c(3)  # while it is being stopped, and when it is over
+
+    llm = serve(lambda prompt: prompt)
+    llm.__class__ = Stopped
+    stdin(b"early\nlate\n/exit\n")
+    chat_command(**OPTIONS, system=None)
+    captured = capsys.readouterr()
+    assert captured.err.count("[stopped]") == 2 and captured.out == "\nlate\n"
+    assert [len(messages) for messages in llm.asked] == [1, 1], "nothing was said before the first word"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_message_can_have_several_lines(
+    serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None]
+) -> None:
+    llm = serve(lambda prompt: "yes")
+    stdin(b'a\\\nb\\\nc\n"""first\n\n/help\nlast"""\n"""\nx\n"""\n"""one"""\nend\\\n')
+    chat_command(**OPTIONS, system=None)
+    said = [messages[-1]["content"] for messages in llm.asked]
+    assert said == ["a\nb\nc", "first\n\n/help\nlast", "x\n", "one", "end"]
+
+
+def test_a_conversation_is_saved_to_a_new_file_only(
+    serve: Callable[[Answer], FakeLLM],
+    stdin: Callable[[bytes], None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    serve(lambda prompt: "yes")
+    stdin(f"hé\n/save {tmp_path}/talk.jsonl\n/save {tmp_path}/talk.jsonl\n/save\n".encode())
+    chat_command(**OPTIONS, system=None)
+    lines = [json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
+    assert lines == [{"role": "user", "content": "hé"}, {"role": "assistant", "content": "yes"}]
+    err = capsys.readouterr().err
+    assert "2 messages are in" in err and "cannot be written" in err and "needs the path" in err
+
+
+def test_what_the_model_takes_is_told_to_who_asks(
+    serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve(lambda prompt: "yes")
+    monkeypatch.setattr(sys, "argv", ["weft", "generate", "x", "--verbose"])
+    with pytest.raises(SystemExit):
+        main()
+    captured = capsys.readouterr()
+    assert captured.out == "yes\n"
+    told = [line.split() for line in captured.err.splitlines()]
+    assert told[0] == ["weights", "3", "MiB"] and told[2] == ["swap", "1", "MiB", "at", "most"]
+    assert " ".join(told[1]) == "KV cache 2 MiB at most: 4,096 tokens, 2,048 in one context"
+    monkeypatch.setattr(sys, "argv", ["weft", "generate", "x"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == ""
 
 
 # --- what both share --------------------------------------------------------------------------------------------

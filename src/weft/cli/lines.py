@@ -1,0 +1,233 @@
+"""What a line of a batch file asks for: from JSON to a job, with every mistake named.
+
+A line is a string (a prompt), an object with "prompt" or "messages" and sampling parameters beside them, or an object of
+the OpenAI batch format, whose "body" is what would be sent to the server.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from weft.errors import InvalidRequestError
+from weft.request import SamplingParams
+
+if TYPE_CHECKING:
+    from weft.llm import Job
+
+MAX_LINE_BYTES = 64 << 20
+"""Longer than any context; one line is the most that is held of a file at once."""
+
+_URLS: dict[str, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+_PARAMETERS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_OTHER_NAMES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
+# Fields that the OpenAI API knows and that change nothing here: who asks, and which model, which --model says.
+_WITHOUT_EFFECT = frozenset(
+    ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+)
+# Fields of the OpenAI API that are fine as long as they ask for what happens anyway.
+_ONLY: dict[str, tuple[object, ...]] = {
+    "stream": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+}
+
+Form = Literal["plain", "chat", "completion"]
+"""Which shape the answer has: ours, or one of the OpenAI API's in the shape of its batch output."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Who an answer is for."""
+
+    index: int
+    """Its place in the input, from 0; lines without content count too."""
+    form: Form = "plain"
+    identifier: str | int | None = None
+
+    @property
+    def key(self) -> str | int:
+        """What the line is found again by in an output."""
+        return self.index if self.identifier is None else self.identifier
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line says about every line that does not say it itself."""
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int = 64
+    """Of a plain prompt; the OpenAI forms have the defaults of the API."""
+    as_chat: bool = False
+    system: str | None = None
+
+    def messages(self, text: str) -> list[dict[str, str]]:
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        return [*opening, {"role": "user", "content": text}]
+
+
+def read_lines(file: IO[bytes]) -> Iterator[bytes | InvalidRequestError]:
+    """The lines of a file, one at a time, however long the file is."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if len(line) <= MAX_LINE_BYTES:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE_BYTES)
+        yield InvalidRequestError(f"the line is longer than the {MAX_LINE_BYTES} bytes that are allowed")
+
+
+def read_line(raw: bytes, index: int, previous: Form) -> tuple[Line, dict[str, Any] | InvalidRequestError]:
+    """Who the line is from and what it holds, or what is wrong with it. A line that is no JSON object is answered in
+    the form of the one before."""
+    line = Line(index, previous)
+    try:
+        content = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_number)
+        json.dumps(content, ensure_ascii=False).encode()  # refuses half a surrogate pair
+    except (ValueError, RecursionError) as error:
+        return line, InvalidRequestError(f"the line is not JSON: {error}", code="invalid_json")
+    if isinstance(content, str):
+        content = {"prompt": content}
+    if not isinstance(content, dict):
+        return line, InvalidRequestError(
+            f"the line is a JSON {type(content).__name__}; allowed: a string or an object"
+        )
+    identifier = content.pop("custom_id", None)
+    identifier = content.pop("id", None) if identifier is None else identifier
+    if identifier is not None and (not isinstance(identifier, str | int) or isinstance(identifier, bool)):
+        return line, InvalidRequestError(
+            "the id of the line is neither a string nor a whole number", field="id"
+        )
+    if "body" not in content and "url" not in content:
+        return Line(index, "plain", identifier), content
+    form = _URLS.get(str(content.get("url")))
+    line = Line(index, form or "chat", identifier)
+    if form is None:
+        allowed = " or ".join(_URLS)
+        return line, InvalidRequestError(f"url is {content.get('url')!r}; allowed: {allowed}", field="url")
+    if content.get("method", "POST") != "POST":
+        return line, InvalidRequestError(f"method is {content['method']!r}; allowed: POST", field="method")
+    if identifier is None:
+        return line, InvalidRequestError(
+            "custom_id is missing; every request needs its own", field="custom_id"
+        )
+    if not isinstance(content.get("body"), dict):
+        return line, InvalidRequestError(
+            "body is not an object; it holds what is sent to the url", field="body"
+        )
+    return line, content["body"]
+
+
+def make_job(
+    line: Line,
+    content: Mapping[str, Any],
+    wishes: Wishes,
+    default_params: Callable[..., SamplingParams],
+) -> Job:
+    """The job of a line; raises InvalidRequestError with the field that is wrong. null stands for the default."""
+    from weft.llm import Job
+
+    given = {name: value for name, value in content.items() if value is not None}
+    prompt, messages = given.pop("prompt", None), given.pop("messages", None)
+    tools = given.pop("tools", None)
+    _check_question(line.form, prompt, messages)
+    if messages is not None:
+        messages = [_message(message, place) for place, message in enumerate(messages)]
+    elif wishes.as_chat and line.form == "plain" and isinstance(prompt, str):
+        messages, prompt = wishes.messages(prompt), None
+    if tools is not None and (messages is None or not isinstance(tools, list)):
+        raise InvalidRequestError("tools is for messages, and a list of functions", field="tools")
+    sampling = {**wishes.sampling, **_sampling(given)}
+    if messages is None and line.form == "plain":
+        sampling.setdefault("max_tokens", wishes.max_tokens)
+    params = default_params(chat=messages is not None, **sampling)
+    return Job(prompt=prompt, messages=messages, params=params, key=line, tools=tools)
+
+
+def _check_question(form: Form, prompt: Any, messages: Any) -> None:
+    if form == "chat" and prompt is not None:
+        raise InvalidRequestError("prompt is for /v1/completions; a chat has messages", field="prompt")
+    if form == "completion" and messages is not None:
+        raise InvalidRequestError(
+            "messages is for /v1/chat/completions; a completion has a prompt", field="messages"
+        )
+    if (prompt is None) == (messages is None):
+        both = "both are" if prompt is not None else "neither is"
+        raise InvalidRequestError(f"a line has either a prompt or messages; {both} given", field="prompt")
+    if messages is not None and not isinstance(messages, list):
+        raise InvalidRequestError("messages is not a list", field="messages")
+    is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if prompt is not None and not isinstance(prompt, str) and not is_tokens:
+        raise InvalidRequestError(
+            "prompt is neither a string nor a list of token ids; one prompt a line", field="prompt"
+        )
+    if prompt is not None and not prompt:
+        raise InvalidRequestError("prompt is empty; give it at least one character", field="prompt")
+
+
+def _message(message: Any, place: int) -> dict[str, Any]:
+    """A message with its content as one text, which is what templates of text models take."""
+    name = f"messages[{place}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError(f"{name} is not an object with a role", field=name)
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if (
+                not isinstance(part, dict)
+                or part.get("type") != "text"
+                or not isinstance(part.get("text"), str)
+            ):
+                raise InvalidRequestError(
+                    f"{name} has a part that is not text; weft reads text alone", field=name
+                )
+        content = "".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise InvalidRequestError(f"the content of {name} is not text", field=name)
+    return {**message, "content": content} if "content" in message else message
+
+
+def _sampling(given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `SamplingParams`, from those and from the names of the OpenAI API."""
+    found: dict[str, Any] = {}
+    top_logprobs = given.pop("top_logprobs", None)
+    for name, value in given.items():
+        name = _OTHER_NAMES.get(name, name)
+        if name in _ONLY:
+            if value not in _ONLY[name]:
+                allowed = " or ".join(json.dumps(one) for one in _ONLY[name])
+                raise InvalidRequestError(
+                    f"{name} is {json.dumps(value)}; allowed here: {allowed}", field=name
+                )
+        elif name in _PARAMETERS:
+            found[name] = value
+        elif name not in _WITHOUT_EFFECT:
+            allowed = ", ".join(sorted(_PARAMETERS | {"prompt", "messages", "tools", "id"}))
+            raise InvalidRequestError(f"{name} is not a field of a request; allowed: {allowed}", field=name)
+    if isinstance(found.get("logprobs"), bool):  # a chat says whether, and beside it how many
+        found["logprobs"] = (top_logprobs or 0) if found["logprobs"] else None
+    elif top_logprobs is not None:
+        raise InvalidRequestError('top_logprobs needs "logprobs": true beside it', field="top_logprobs")
+    if isinstance(found.get("logit_bias"), dict):
+        found["logit_bias"] = {_token_id(token): bias for token, bias in found["logit_bias"].items()}
+    return found
+
+
+def _token_id(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidRequestError(
+            f"logit_bias has the key {text!r}; allowed: token ids", field="logit_bias"
+        ) from None
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is not a number of JSON")

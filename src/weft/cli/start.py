@@ -1,0 +1,55 @@
+"""Loads the model for a command that runs one, and says what it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from weft.cli.pull import fetch
+from weft.loading.wheel import DEFAULT_MODEL
+from weft.request import SamplingParams
+
+if TYPE_CHECKING:
+    from weft.llm import LLM, MemoryUse
+
+_MIB = 1 << 20
+
+
+def check_sampling(given: dict[str, object]) -> None:
+    """Refuses a value out of range before a model is fetched and loaded for it."""
+    SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def shown_name(model: str) -> str:
+    """What to call the model before a person: a file's name rather than the way to it."""
+    if model == "default":
+        return DEFAULT_MODEL.file.name
+    return model if model.startswith("hf:") else Path(model).name
+
+
+def start(model: str, context: int | None, verbose: bool) -> LLM:
+    """The model, ready to run; a table on stderr says what memory it has, where a person looks at it."""
+    path = fetch(model)
+    console = Console(stderr=True, highlight=False)
+    with console.status("Loading the model"):
+        from weft.llm import LLM  # numpy and the tokenizer take their time too
+
+        llm = LLM(str(path), max_context=context)
+    if verbose or console.is_terminal:
+        console.print(_memory_table(llm.memory), style="dim")
+    return llm
+
+
+def _memory_table(memory: MemoryUse) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    tokens = f"{memory.kv_tokens:,} tokens, {memory.max_context:,} in one context"
+    table.add_row("weights", f"{memory.weights / _MIB:,.0f} MiB", "")
+    table.add_row("KV cache", f"{memory.kv_cache / _MIB:,.0f} MiB", f"at most: {tokens}")
+    table.add_row("swap", f"{memory.swap / _MIB:,.0f} MiB", "at most")
+    return table
