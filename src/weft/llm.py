@@ -15,8 +15,9 @@ from weft.backends import registry
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError, WeftError
+from weft.loading.cache import Progress
 from weft.loading.checkpoint import open_checkpoint
-from weft.loading.pull import Progress, pull
+from weft.loading.pull import pull
 from weft.request import (
     FinishReason,
     GenerationResult,
@@ -89,7 +90,8 @@ class LLM:
         engine_config = _build_config(config)
         checkpoint = open_checkpoint(pull(model, progress))
         self.text = open_model_text(checkpoint)
-        self._defaults = checkpoint.generation
+        self.suggestions: Mapping[str, Any] = checkpoint.generation
+        """What the model's makers suggest for sampling, by the names of `SamplingParams`."""
         self.engine = ServingEngine(
             registry.build(backend, checkpoint=checkpoint, max_context=max_context), engine_config
         )
@@ -116,7 +118,7 @@ class LLM:
         A completion has 16 new tokens unless told otherwise, an answer in a chat what the context has room for.
         """
         given = {name: value for name, value in overrides.items() if value is not None}
-        return SamplingParams(**{"max_tokens": None if chat else 16, **self._defaults, **given})
+        return SamplingParams(**{"max_tokens": None if chat else 16, **self.suggestions, **given})
 
     def generate(
         self,
@@ -285,8 +287,8 @@ class LLM:
         self.engine.check(request)
 
         def read() -> Generator[str, None, None]:
-            choices.submit(request)
             try:
+                choices.submit(request)
                 while (piece := pieces.get()) is not None:
                     if piece:
                         yield piece

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Iterator
 
 import pytest
 
-from weft.cli.chat import chat_command
-from weft.cli.generate import generate_command
 from weft.cli.main import main
 from weft.errors import InvalidRequestError, ModelFileError, WeftError
 from weft.llm import LLM
@@ -138,52 +135,6 @@ def test_unknown_options_are_refused_by_name() -> None:
 def test_a_file_that_is_no_model_is_refused(tmp_path: object) -> None:
     with pytest.raises(ModelFileError, match="magic"):
         LLM(__file__)
-
-
-# --- the commands -----------------------------------------------------------------------------------------------
-
-
-def test_generate_prints_the_text_alone_or_after_its_prompt(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"model": "default", "max_tokens": 3, "temperature": 0.0, "seed": 0}
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(CAPITAL.encode())))
-    generate_command(["-"], **options)  # type: ignore[arg-type]
-    assert capsys.readouterr().out.startswith(" Paris")
-    generate_command([CAPITAL, "1, 2, 3,"], **options)  # type: ignore[arg-type]
-    out = capsys.readouterr().out
-    assert out.startswith(CAPITAL + " Paris") and "\n1, 2, 3, 4" in out
-
-
-def test_chat_answers_every_line_and_knows_its_commands(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = "/help\n/nothing\nWhat is the capital of France?\n/clear\n\n/exit\nnever read\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    chat_command(model="default", system=None, max_tokens=12, temperature=0.0, seed=0)
-    captured = capsys.readouterr()
-    assert "Paris" in captured.out
-    assert "/clear" in captured.err and "no command '/nothing'" in captured.err
-    assert captured.out.count("\n") == 1, "one answer, and nothing after /exit"
-
-
-def test_ctrl_c_stops_the_answer_and_not_the_program(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted: list[bool] = []
-
-    def interrupt_once(text: str) -> str:
-        if not interrupted and not text.endswith(".gguf"):  # in the first answer
-            interrupted.append(True)
-            raise KeyboardInterrupt
-        return text
-
-    monkeypatch.setattr("weft.cli.chat.printable", interrupt_once)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me a story.\nWhat is the capital of France?\n"))
-    chat_command(model="default", system=None, max_tokens=12, temperature=0.0, seed=0)
-    captured = capsys.readouterr()
-    assert "[stopped]" in captured.err
-    assert "Paris" in captured.out
 
 
 def test_a_bad_model_file_ends_with_exit_code_2_and_one_line(

@@ -113,13 +113,13 @@ def test_generate_refuses_a_prompt_that_can_never_run_before_any_runs(llm: LLM) 
 def test_defaults_are_the_models_own_and_chat_may_fill_the_context(llm: LLM) -> None:
     assert llm.default_params() == SamplingParams(max_tokens=16)
     assert llm.default_params(chat=True).max_tokens is None
-    llm._defaults = {"temperature": 0.6, "top_p": 0.9}  # as generation_config.json would say
+    llm.suggestions = {"temperature": 0.6, "top_p": 0.9}  # as generation_config.json would say
     try:
         assert llm.default_params(top_p=None, seed=3) == SamplingParams(
             max_tokens=16, temperature=0.6, top_p=0.9, seed=3
         )
     finally:
-        llm._defaults = {}
+        llm.suggestions = {}
 
 
 def test_a_second_turn_finds_the_first_in_the_cache(llm: LLM) -> None:

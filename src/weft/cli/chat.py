@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from weft.cli.start import check_sampling, shown_name, start
+from weft.cli.start import check_sampling, shown_name, start, usual_temperature
 from weft.cli.terminal import one_line, printable
 from weft.errors import InvalidRequestError, WeftError
 from weft.request import FinishReason, GenerationResult, SamplingParams
@@ -47,6 +47,9 @@ def chat_command(
     console = Console(stderr=True, highlight=False)
     with start(model, context, verbose) as llm:
         llm.text.require_chat_template()
+        sampling["temperature"] = (
+            usual_temperature(llm) if sampling.get("temperature") is None else sampling["temperature"]
+        )
         params = llm.default_params(chat=True, **sampling)
         name = printable(shown_name(model))
         console.print(f"{name} - /help shows the commands", style="dim", soft_wrap=True, markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import sys
@@ -15,7 +16,7 @@ from rich.console import Console
 from weft.cli.answers import error_of
 from weft.cli.batch import Batch, open_output
 from weft.cli.lines import Line, Wishes, make_job
-from weft.cli.start import check_sampling, start
+from weft.cli.start import check_sampling, start, usual_temperature
 from weft.cli.terminal import one_line, printable
 from weft.errors import InvalidRequestError, WeftError
 from weft.request import GenerationResult
@@ -54,13 +55,14 @@ def generate_command(
         raise InvalidRequestError("--input brings its own prompts; leave the others out", field="input")
     if input_path is None and output_path is None:
         with start(model, context, verbose) as llm:
-            _print_texts(llm, texts, wishes)
+            _print_texts(llm, texts, dataclasses.replace(wishes, temperature=usual_temperature(llm)))
         return
     with (
         _open_input(input_path, texts) as source,
         open_output(path, overwrite, resume) as output,
         start(model, context, verbose) as llm,
     ):
+        wishes = dataclasses.replace(wishes, temperature=usual_temperature(llm))
         Batch(llm, model, wishes, output).run(source)
 
 

@@ -65,6 +65,8 @@ class Wishes:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int = 64
     """Of a plain prompt; the OpenAI forms have the defaults of the API."""
+    temperature: float | None = None
+    """Likewise, where the model's makers suggest none."""
     as_chat: bool = False
     system: str | None = None
 
@@ -145,8 +147,11 @@ def make_job(
     if tools is not None and (messages is None or not isinstance(tools, list)):
         raise InvalidRequestError("tools is for messages, and a list of functions", field="tools")
     sampling = {**wishes.sampling, **_sampling(given)}
-    if messages is None and line.form == "plain":
-        sampling.setdefault("max_tokens", wishes.max_tokens)
+    if line.form == "plain":
+        if wishes.temperature is not None:
+            sampling.setdefault("temperature", wishes.temperature)
+        if messages is None:
+            sampling.setdefault("max_tokens", wishes.max_tokens)
     params = default_params(chat=messages is not None, **sampling)
     return Job(prompt=prompt, messages=messages, params=params, key=line, tools=tools)
 

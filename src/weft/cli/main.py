@@ -41,7 +41,7 @@ Temperature = Annotated[
         "--temperature",
         "-t",
         metavar="T",
-        help="Randomness of the choice of tokens; 0 always takes the best. Not given: what the model's makers say.",
+        help="Randomness of the choice of tokens; 0 always takes the best. Not given: what the model's makers suggest, or 0.",
     ),
 ]
 TopP = Annotated[

@@ -30,6 +30,12 @@ def shown_name(model: str) -> str:
     return model if model.startswith("hf:") else Path(model).name
 
 
+def usual_temperature(llm: LLM) -> float | None:
+    """For who gives none: the model's own, where its makers suggest one (None here); else no randomness at all, since
+    the API's 1.0 makes a small model ramble."""
+    return None if "temperature" in llm.suggestions else 0.0
+
+
 def start(model: str, context: int | None, verbose: bool) -> LLM:
     """The model, ready to run; a table on stderr says what memory it has, where a person looks at it."""
     path = fetch(model)
