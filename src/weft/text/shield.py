@@ -7,57 +7,74 @@ the marked text, and takes the marks out before anything else looks at it, so th
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 
 class Shield:
     """Marks the control tokens in text from outside.
 
-    `literals` is the source of a chat template. Strings that it mentions in quotes are left as they are: it
-    compares roles and types with them.
+    `template` is the source of the chat template that will get the text, "" for none. What it compares with must stay
+    as it is: a role that it mentions in quotes, a key that it looks up.
     """
 
-    def __init__(self, control_tokens: Collection[str], literals: str = "") -> None:
-        self._tokens = frozenset(token for token in control_tokens if token)
-        self._literals = literals
-        self.pattern = any_of(self._tokens)
-        self._longest = max(map(len, self._tokens), default=0)
-        self._beginnings = {token[:end] for token in self._tokens for end in range(1, len(token))}
-        self._endings = {token[start:] for token in self._tokens for start in range(1, len(token))}
-        self._all = "\0".join(self._tokens)
+    def __init__(self, control_tokens: Collection[str], template: str = "") -> None:
+        tokens = {token for token in control_tokens if token}
+        escaped = [re.escape(token) for token in sorted(tokens, key=len, reverse=True)]
+        self.pattern = re.compile("|".join(escaped) or r"(?!)")
+        """Matches the longest control token at a place."""
+        self._template = template
+        self._longest = max(map(len, tokens), default=0)
+        self._first_characters = {token[0] for token in tokens}
+        self._last_characters = {token[-1] for token in tokens}
+        self._beginnings = {token[:end] for token in tokens for end in range(1, len(token))}
+        self._endings = {token[start:] for token in tokens for start in range(1, len(token))}
+        self._all = "\0".join(tokens)
 
     def mark_whole(self, text: str, mark: str) -> str:
         """`text` with the mark inside every whole control token."""
         return self.pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
 
     def mark(self, value: Any, mark: str) -> Any:
-        """`value` with all its strings marked, those included that a template could make a control token with.
+        """`value` with all its strings marked, those included that could become a part of a control token.
 
-        A template may write `'<|' + role + '|>'`, or one string after the other.
+        A template may write `'<|' + role + '|>'`, or one string right after another.
         """
         if isinstance(value, str):
-            return self._mark_part(value, mark)
+            return self._mark_string(value, mark, self._is_compared)
         if isinstance(value, Mapping):
-            return {self.mark(key, mark): self.mark(item, mark) for key, item in value.items()}
+            return {
+                self._mark_string(key, mark, self._is_looked_up): self.mark(item, mark)
+                for key, item in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.mark(item, mark) for item in value]
         return value
 
-    def _mark_part(self, text: str, mark: str) -> str:
-        lengths = range(1, min(self._longest, len(text) + 1))
-        begins = any(text[:length] in self._endings for length in lengths)
-        ends = any(text[-length:] in self._beginnings for length in lengths)
+    def _mark_string(self, text: str, mark: str, is_known: Callable[[str], bool]) -> str:
         if 0 < len(text) < self._longest and text in self._all:
-            begins = ends = not self._is_literal(text)
+            return text if is_known(text) else mark + text + mark
         marked = self.mark_whole(text, mark)
-        return (mark if begins else "") + marked + (mark if ends else "")
+        if self._begins_as_end(text):
+            marked = mark + marked
+        if self._ends_as_beginning(text):
+            marked += mark
+        return marked
 
-    def _is_literal(self, text: str) -> bool:
-        return f"'{text}'" in self._literals or f'"{text}"' in self._literals
+    def _begins_as_end(self, text: str) -> bool:
+        head = text[: self._longest]
+        if not any(character in head for character in self._last_characters):
+            return False
+        return any(head[:length] in self._endings for length in range(1, len(head) + 1))
 
+    def _ends_as_beginning(self, text: str) -> bool:
+        tail = text[-self._longest :]
+        if not any(character in tail for character in self._first_characters):
+            return False
+        return any(tail[start:] in self._beginnings for start in range(len(tail)))
 
-def any_of(words: Collection[str]) -> re.Pattern[str]:
-    """Matches the longest of `words` at a place; nothing for none."""
-    escaped = [re.escape(word) for word in sorted(words, key=len, reverse=True)]
-    return re.compile("|".join(escaped) or r"(?!)")
+    def _is_compared(self, text: str) -> bool:
+        return f"'{text}'" in self._template or f'"{text}"' in self._template
+
+    def _is_looked_up(self, key: str) -> bool:
+        return self._is_compared(key) or f".{key}" in self._template

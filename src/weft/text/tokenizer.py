@@ -160,7 +160,7 @@ def file_errors(where: str) -> Iterator[None]:
 
 def _escaped(text: str, mark: str) -> str:
     """`text` as the marking tokenizer expects it, with `mark` (if any) as MARK."""
-    if _ESCAPE in text and mark != _ESCAPE:
+    if _ESCAPE in text:
         text = text.replace(_ESCAPE, _ESCAPE + _ESCAPE_DIGIT)
     if MARK in text and mark != MARK:
         text = text.replace(MARK, _ESCAPE + _MARK_DIGIT)
