@@ -22,7 +22,7 @@ from weft.text.tokenizer import MARK, Tokenizer
 
 _LONGEST_SOURCE = 1 << 20
 # Unicode promises never to assign these; the first is what the tokenizer is quickest with.
-_NONCHARACTERS = [MARK, *(chr(code) for code in range(0xFDD4, 0xFDF0))]
+_NONCHARACTERS = [MARK, *(chr(code) for code in range(0xFDD3, 0xFDF0))]
 _PROBE = "probe"
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 

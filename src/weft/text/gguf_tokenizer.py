@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import tokenizers
@@ -13,6 +14,7 @@ from weft.text.families import family_of
 from weft.text.tokenizer import Specials, Tokenizer, file_errors
 
 _SPACE = "▁"  # what SentencePiece writes for a space
+_RUN = re.compile(f"{_SPACE}{{2,}}|\\n{{2,}}|\\t{{2,}}")
 _LONGEST_PIECE = 512  # characters; the longest of a real vocabulary have some dozens
 _REFUSED = {"bert": "WordPiece", "t5": "unigram", "rwkv": "RWKV", "plamo2": "PLaMo 2"}
 
@@ -118,10 +120,10 @@ def _merges_of_scores(
 ) -> list[tuple[str, str]]:
     """Every way to make a token from two others, in the order that SentencePiece would take them: best score first.
 
-    Gemma's scores do not follow the order of its merges; the order of its tokens does.
+    Gemma's scores do not follow the order of its merges; the order of its tokens does, behind its runs of white space.
     """
     if vocabulary.architecture.startswith("gemma"):
-        scores = [-float(index) for index in range(len(spelled))]
+        scores = [0.0 if _RUN.fullmatch(token) else -1.0 - index for index, token in enumerate(spelled)]
     elif vocabulary.scores is not None:
         scores = vocabulary.scores.tolist()
     else:

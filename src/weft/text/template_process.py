@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _WORKER = Path(__file__).with_name("template_worker.py")
-_SECONDS = 20.0
+_SECONDS = 10.0
 _ANSWER_BYTES = 64 << 20
 
 

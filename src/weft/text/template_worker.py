@@ -15,7 +15,7 @@ from typing import Any
 import minijinja
 
 _FUEL = 2_000_000  # instructions of the template; a conversation of a thousand messages needs some hundred thousand
-_MEMORY_BYTES = 1 << 30  # of address space, of which Python takes some 50 MB; also the bound on any string
+_MEMORY_BYTES = 512 << 20  # of address space, of which Python takes some 50 MB
 
 # `{% generation %}` marks what training should learn from; without meaning here, and unknown to minijinja.
 _GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")

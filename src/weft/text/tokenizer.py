@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tokenizers
-from tokenizers import normalizers
+from tokenizers import Regex, normalizers
 
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.text.shield import Shield
 
-# Noncharacters, which Unicode promises never to assign. The tokenizer removes MARK; one that is part of a text comes
-# as ESCAPE and a digit.
-MARK, _ESCAPE, _MARK_DIGIT, _ESCAPE_DIGIT = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+# Noncharacters, which Unicode promises never to assign. Followed by _GOES the mark is taken out of a text; one that
+# was part of it is followed by _STAYS.
+MARK, _STAYS, _GOES = "\ufdd0", "\ufdd1", "\ufdd2"
 
 _SPACE = "▁"  # what SentencePiece writes for a space
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
@@ -85,7 +85,7 @@ class Tokenizer:
         if allow_control:
             text = _escaped(text, mark)
         else:
-            text = self._shield.mark_whole(_escaped(text, ""), MARK)
+            text = self._shield.mark_whole(_escaped(text, ""), MARK + _GOES)
         follow_files = add_bos is None
         with file_errors("the tokenizer"):
             ids: list[int] = self._backend.encode(text, add_special_tokens=follow_files).ids
@@ -159,19 +159,17 @@ def file_errors(where: str) -> Iterator[None]:
 
 
 def _escaped(text: str, mark: str) -> str:
-    """`text` as the marking tokenizer expects it, with `mark` (if any) as MARK."""
-    if _ESCAPE in text:
-        text = text.replace(_ESCAPE, _ESCAPE + _ESCAPE_DIGIT)
-    if MARK in text and mark != MARK:
-        text = text.replace(MARK, _ESCAPE + _MARK_DIGIT)
-    return text.replace(mark, MARK) if mark else text
+    """`text` as the normalizer expects it: marks go, and whatever else looks like one stays."""
+    if mark != MARK:
+        text = text.replace(MARK, MARK + _STAYS)
+    return text.replace(mark, MARK + _GOES) if mark else text
 
 
 def _removing_marks(normalizer: Any) -> normalizers.Normalizer:
     steps = [
-        normalizers.Replace(MARK, ""),
-        normalizers.Replace(_ESCAPE + _MARK_DIGIT, MARK),
-        normalizers.Replace(_ESCAPE + _ESCAPE_DIGIT, _ESCAPE),
+        normalizers.Replace(MARK + _GOES, ""),
+        # Without touching the mark before it: a text's first character must keep its place.
+        normalizers.Replace(Regex(f"(?<={MARK}){_STAYS}"), ""),
     ]
     return normalizers.Sequence(steps if normalizer is None else [*steps, normalizer])
 
