@@ -20,8 +20,11 @@ _MEMORY_BYTES = 512 << 20  # of address space, of which Python takes some 50 MB
 # `{% generation %}` marks what training should learn from; without meaning here, and unknown to minijinja.
 _GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 _TAG = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
-_FORMAT = re.compile(r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")\s*%(?![}\-+])\s*")
-_OPERAND = re.compile(r"[\w.]+|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+_STRING = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+_FORMAT = re.compile(rf"({_STRING})(\s*%(?!\}})\s*)?", re.DOTALL)
+_OPERAND = re.compile(rf"{_STRING}|[\w.]*", re.DOTALL)
+_BRACKET = re.compile(rf"{_STRING}|[()\[\]]", re.DOTALL)
+_ATTRIBUTES = re.compile(r"(?:\.\w+)*")
 
 
 class Templates:
@@ -81,34 +84,34 @@ def _as_minijinja(source: str) -> str:
 
 def _without_percent(tag: str) -> str:
     """A tag with `'...' % value` and `'...' % (a, b)` as `'...'|format(...)`."""
-    found = _FORMAT.search(tag)
-    while found:
-        end = _end_of_operand(tag, found.end())
-        operand = tag[found.end() : end]
-        if tag[found.end()] == "(":
-            operand = operand[1:-1]
-        tag = f"{tag[: found.start()]}{found[1]}|format({operand}){tag[end:]}"
-        found = _FORMAT.search(tag, found.start() + len(found[1]))
+    place = 0
+    while found := _FORMAT.search(tag, place):
+        place = found.end()
+        if found[2]:
+            end = _end_of_operand(tag, place)
+            operand = tag[place:end]
+            if operand.startswith("("):
+                operand = operand[1:-1]
+            tag = f"{tag[: found.end(1)]}|format({operand}){tag[end:]}"
     return tag
 
 
 def _end_of_operand(tag: str, start: int) -> int:
     """Where a name, a literal or something in parentheses ends, with what is called or looked up behind it."""
     first = _OPERAND.match(tag, start)
-    end = first.end() if first else start
-    while end < len(tag) and tag[end] in "([":
+    assert first is not None, "it matches nothing too"
+    end = first.end()
+    while tag[end : end + 1] in ("(", "["):
         end = _end_of_brackets(tag, end)
-        attribute = re.compile(r"(?:\.\w+)*").match(tag, end)
-        end = attribute.end() if attribute else end
-        if tag[start] == "(":
-            break
+        attributes = _ATTRIBUTES.match(tag, end)
+        end = attributes.end() if attributes else end
     return end
 
 
 def _end_of_brackets(tag: str, start: int) -> int:
     depth = 0
-    for part in re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[()\[\]]").finditer(tag, start):
-        depth += (part[0] in "([") - (part[0] in ")]") if len(part[0]) == 1 else 0
+    for part in _BRACKET.finditer(tag, start):
+        depth += (part[0] in "([") - (part[0] in ")]")
         if depth == 0:
             return part.end()
     return len(tag)
