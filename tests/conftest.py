@@ -61,7 +61,12 @@ def llama_cpp_models() -> Path:
                 for member in members:
                     _, found, name = member.name.partition(LLAMA_CPP_MODELS)
                     target = Path(staging) / "models" / name.replace("/", "_")
-                    if found and member.isfile() and member.size <= LARGEST_MEMBER and not name.startswith("."):
+                    if (
+                        found
+                        and member.isfile()
+                        and member.size <= LARGEST_MEMBER
+                        and not name.startswith(".")
+                    ):
                         target.write_bytes(members.extractfile(member).read())
             (Path(staging) / "models").rename(place)
     return place

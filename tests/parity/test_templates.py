@@ -34,7 +34,9 @@ def call(name: str, call_id: str, **arguments: Any) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-WEATHER = call("get_weather", "123456789", city="Zürich <b>", days=2, metric=1.5, now=True, units=None, tags=[1, "a"])
+WEATHER = call(
+    "get_weather", "123456789", city="Zürich <b>", days=2, metric=1.5, now=True, units=None, tags=[1, "a"]
+)
 NOTHING = call("list_files", "abcdefghi")
 QUESTION = said("user", "How is the weather?")
 SUNNY = said("tool", "sunny & warm", tool_call_id="123456789", name="get_weather")
@@ -88,7 +90,11 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 
 
 TOOLS = [
-    tool("get_weather", city={"type": "string", "description": "a city"}, days={"type": "integer", "enum": [1, 2]}),
+    tool(
+        "get_weather",
+        city={"type": "string", "description": "a city"},
+        days={"type": "integer", "enum": [1, 2]},
+    ),
     tool("list_files"),
 ]
 
@@ -110,7 +116,9 @@ def template_names(folder: Path) -> list[str]:
 
 def tiny_vocabulary(source: str) -> Vocabulary:
     """All that rendering needs of a model: its names for special tokens."""
-    ids = {f"tokenizer.ggml.{kind}_token_id": i for i, kind in enumerate(("bos", "eos", "unknown", "padding"))}
+    ids = {
+        f"tokenizer.ggml.{kind}_token_id": i for i, kind in enumerate(("bos", "eos", "unknown", "padding"))
+    }
     tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": list(NAMES.values())}
     return read_vocabulary({**tokens, **ids, "tokenizer.chat_template": source})
 
@@ -144,7 +152,9 @@ def with_json_arguments(messages: Messages) -> Messages:
     copied = json.loads(json.dumps(messages))
     for message in copied:
         for tool_call in message.get("tool_calls", ()):
-            tool_call["function"]["arguments"] = json.dumps(tool_call["function"]["arguments"], ensure_ascii=False)
+            tool_call["function"]["arguments"] = json.dumps(
+                tool_call["function"]["arguments"], ensure_ascii=False
+            )
     return copied
 
 
@@ -155,7 +165,9 @@ def our_text(template: ChatTemplate, messages: Messages, tools: Any, prompt: boo
         return None
 
 
-def test_every_template_renders_as_in_transformers(llama_cpp_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_template_renders_as_in_transformers(
+    llama_cpp_models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     counts = {"equal": 0, "both refuse": 0, "arguments as JSON": 0, "only ours renders": 0}
     for name in template_names(llama_cpp_models):
         source = (llama_cpp_models / f"templates_{name}.jinja").read_text("utf-8")
@@ -207,7 +219,9 @@ def test_prompts_have_the_ids_of_transformers(
     source = (llama_cpp_models / f"templates_{template_name}.jinja").read_text("utf-8")
     vocabulary = read_vocabulary(read_gguf(path).metadata)
     reference = reference_tokenizer(vocabulary_name, path, vocabulary)
-    template = ChatTemplate(tokenizer_of(replace(vocabulary, chat_templates={"default": source})), now=lambda: NOW)
+    template = ChatTemplate(
+        tokenizer_of(replace(vocabulary, chat_templates={"default": source})), now=lambda: NOW
+    )
     compared = 0
     for messages, tools, prompt in itertools.product(CONVERSATIONS.values(), (None, TOOLS), (True, False)):
         try:
@@ -222,7 +236,9 @@ def test_prompts_have_the_ids_of_transformers(
     assert compared > 20
 
 
-@pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "meta-llama-Llama-3.1-8B-Instruct", "google-gemma-2-2b-it"])
+@pytest.mark.parametrize(
+    "name", ["Qwen-Qwen3-0.6B", "meta-llama-Llama-3.1-8B-Instruct", "google-gemma-2-2b-it"]
+)
 def test_the_last_message_is_continued_as_in_transformers(llama_cpp_models: Path, name: str) -> None:
     source = (llama_cpp_models / f"templates_{name}.jinja").read_text("utf-8")
     template = ChatTemplate(tokenizer_of(tiny_vocabulary(source)), now=lambda: NOW)
@@ -252,7 +268,9 @@ def test_the_named_templates_of_a_file_are_chosen_as_in_transformers(llama_cpp_m
     tokenizer = tokenizer_of(vocabulary)
     reference = reference_tokenizer("command-r", llama_cpp_models / "ggml-vocab-command-r.gguf", vocabulary)
     reference.chat_template = dict(vocabulary.chat_templates)
-    old = [{**tool, "parameter_definitions": {"a": {"type": "str", "description": "d"}}} for tool in bare_tools]
+    old = [
+        {**tool, "parameter_definitions": {"a": {"type": "str", "description": "d"}}} for tool in bare_tools
+    ]
     for tools in (None, old):
         expected = reference.apply_chat_template(
             [QUESTION], tools=tools, add_generation_prompt=True, return_dict=False

@@ -83,7 +83,10 @@ def test_gguf_ids_equal_transformers(pair: Pair) -> None:
 def test_tokenizer_json_ids_equal_transformers(pair: Pair, tmp_path: Path) -> None:
     pair.reference.save_pretrained(tmp_path)
     ours = read_folder_tokenizer(tmp_path)
-    assert differences([(text, pair.reference.encode(text, add_special_tokens=False)) for text in TEXTS], ours) == []
+    assert (
+        differences([(text, pair.reference.encode(text, add_special_tokens=False)) for text in TEXTS], ours)
+        == []
+    )
     whole = "\n".join(TEXTS)
     assert ours.encode(whole) == pair.reference.encode(whole)
     assert ours.specials.names == pair.reference.special_tokens_map
@@ -103,7 +106,9 @@ def test_text_never_becomes_a_control_token(pair: Pair) -> None:
         for text in (control, f"a{control}b", f" {control} {control}\n", control + control):
             ids = pair.ours.encode(text, add_bos=False)
             assert not pair.ours.control_ids.intersection(ids), text
-            assert pair.ours.decode(ids).lstrip(" ") == text.lstrip(" ")  # SentencePiece puts a space in front
+            assert pair.ours.decode(ids).lstrip(" ") == text.lstrip(
+                " "
+            )  # SentencePiece puts a space in front
 
 
 def test_any_tokens_decode_as_in_transformers(pair: Pair) -> None:

@@ -21,7 +21,8 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 from weft.loading.vocabulary import Vocabulary
 
 TEXTS: list[str] = [
-    json.loads(line) for line in (Path(__file__).parent / "corpus" / "texts.jsonl").read_text("utf-8").splitlines()
+    json.loads(line)
+    for line in (Path(__file__).parent / "corpus" / "texts.jsonl").read_text("utf-8").splitlines()
 ]
 
 # Families whose tokenizer transformers builds by a class of its own.
@@ -84,6 +85,11 @@ def reference_tokenizer(name: str, path: Path, vocabulary: Vocabulary) -> PreTra
         backend.add_tokens([AddedToken(token, normalized=False) for token in user_defined])
         control = [tokens[index] for index in vocabulary.control_ids]
         backend.add_special_tokens([AddedToken(token, normalized=False) for token in control])
-    ids = {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id, "unk": vocabulary.unknown_id, "pad": vocabulary.padding_id}
+    ids = {
+        "bos": vocabulary.bos_id,
+        "eos": vocabulary.eos_id,
+        "unk": vocabulary.unknown_id,
+        "pad": vocabulary.padding_id,
+    }
     names = {f"{kind}_token": tokens[token_id] for kind, token_id in ids.items() if token_id is not None}
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **names)

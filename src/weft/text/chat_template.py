@@ -111,7 +111,9 @@ class ChatTemplate:
         tools = checked_objects(chat.tools, "tools")
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
         if name not in self._sources:
-            raise InvalidRequestError("the model's chat template is for tools alone; send tools", field="tools")
+            raise InvalidRequestError(
+                "the model's chat template is for tools alone; send tools", field="tools"
+            )
         try:
             return self._render_with(chat, name, tools, parse_arguments=True)
         except TemplateFailed as error:
@@ -156,7 +158,8 @@ class ChatTemplate:
     def _reads_parts(self, name: str, messages: Sequence[Message]) -> bool:
         """Whether the template takes a list of parts for content; asked only where there is one."""
         has_parts = any(
-            isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple) for message in messages
+            isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
+            for message in messages
         )
         return has_parts and name in self._templates_that_read_parts
 

@@ -52,7 +52,9 @@ def _falcon() -> PreTokenizer:
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}"
+_LLAMA3 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}"
+)
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}"
 # As Qwen2, with marks as parts of words.
 _QWEN35 = (
@@ -112,7 +114,17 @@ def _named(family: Family, *names: str) -> dict[str, Family]:
 
 
 FAMILIES: dict[str, Family] = {
-    **_named(Family(_gpt2), "gpt-2", "phi-2", "exaone4", "gigachat", "granite-docling", "jais", "mellum", "trillion"),
+    **_named(
+        Family(_gpt2),
+        "gpt-2",
+        "phi-2",
+        "exaone4",
+        "gigachat",
+        "granite-docling",
+        "jais",
+        "mellum",
+        "trillion",
+    ),
     **_named(Family(_gpt2, composes=True), "mpt", "olmo"),
     **_named(Family(_single_digits), "codeshell", "exaone", "minerva-7b", "refact", "smollm", "starcoder"),
     **_named(Family(_single_digits, composes=True), "command-r"),
@@ -127,7 +139,11 @@ FAMILIES: dict[str, Family] = {
     **_named(Family(_splits(_QWEN35), composes=True), "qwen35"),
     **_named(Family(_splits(_cased("", r"\p{N}")), ignore_merges=True, adds_bos=True), "tekken"),
     **_named(
-        Family(_splits(_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"))), "gpt-4o", "kanana2", "llama4", "minimax-m2"
+        Family(_splits(_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"))),
+        "gpt-4o",
+        "kanana2",
+        "llama4",
+        "minimax-m2",
     ),
     **_named(Family(_deepseek_llm), "deepseek-llm"),
     **_named(Family(_deepseek_coder), "deepseek-coder"),

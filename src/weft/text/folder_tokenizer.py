@@ -24,7 +24,9 @@ def read_folder_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer in a model folder; errors name the file and the field."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        others = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file()]
+        others = [
+            name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file()
+        ]
         hint = (
             f"there is a {others[0]}, which weft does not read; save the tokenizer once with transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
@@ -125,7 +127,9 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         return {"default": found}
     templates = {}
     for entry in found if isinstance(found, list) else [found]:
-        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
+        if not isinstance(entry, dict) or not all(
+            isinstance(entry.get(key), str) for key in ("name", "template")
+        ):
             raise ModelFileError(
                 f"{_CONFIG}: chat_template is neither a template nor a list of objects with name and template"
             )

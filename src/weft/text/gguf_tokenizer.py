@@ -36,7 +36,9 @@ def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
     is_byte_level = vocabulary.model == "gpt2"
     backend.add_tokens(
         _added(
-            tokens[i] for i in vocabulary.user_defined_ids if is_byte_level or not _is_run_of_spaces(tokens[i])
+            tokens[i]
+            for i in vocabulary.user_defined_ids
+            if is_byte_level or not _is_run_of_spaces(tokens[i])
         )
     )
     bos_id = vocabulary.bos_id

@@ -52,9 +52,9 @@ class Shield:
         return value
 
     def _mark_string(self, text: str, mark: str, is_known: Callable[[str], bool]) -> str:
-        if 0 < len(text) < self._longest and text in self._all:
-            return text if is_known(text) else mark + text + mark
         marked = self.mark_whole(text, mark)
+        if marked == text and 0 < len(text) < self._longest and text in self._all:
+            return text if text.isidentifier() and is_known(text) else mark + text + mark
         if self._begins_as_end(text):
             marked = mark + marked
         if self._ends_as_beginning(text):

@@ -69,7 +69,9 @@ class TemplateProcess:
             self._process = None
             _end(process)
             raise TemplateFailed(str(error) or "it ran out of memory") from error
-        except BaseException:  # Ctrl-C between question and answer: the answer must not be taken for the next one
+        except (
+            BaseException
+        ):  # Ctrl-C between question and answer: the answer must not be taken for the next one
             self._process = None
             _end(process)
             raise

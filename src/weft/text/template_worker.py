@@ -9,6 +9,7 @@ import json
 import re
 import resource
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -31,6 +32,8 @@ class Templates:
     """The compiled templates of one model."""
 
     def __init__(self, sources: dict[str, str]) -> None:
+        self._mark = ""
+        self._time = datetime.min
         # The settings every Hugging Face template is written for.
         self._environment = minijinja.Environment(
             trim_blocks=True, lstrip_blocks=True, fuel=_FUEL, auto_escape_callback=lambda name: None
@@ -39,8 +42,6 @@ class Templates:
         self._environment.add_test("iterable", _is_iterable)
         self._environment.add_function("raise_exception", _raise_exception)
         self._environment.add_function("strftime_now", lambda pattern: self._time.strftime(pattern))
-        self._mark = ""
-        self._time = datetime.min
         for name, source in sources.items():
             self._environment.add_template(name, _as_minijinja(source))
 
@@ -53,12 +54,14 @@ class Templates:
         value: Any,
         ensure_ascii: bool = False,
         indent: int | str | None = None,
-        separators: tuple[str, str] | None = None,
+        separators: Sequence[str] | None = None,
         sort_keys: bool = False,
     ) -> str:
         """As Hugging Face does it; minijinja's own escapes `<>&'` for HTML."""
-        separators = None if separators is None else tuple(separators)
-        text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+        between, after = separators or (", " if indent is None else ",", ": ")
+        text = json.dumps(
+            value, ensure_ascii=False, indent=indent, separators=(between, after), sort_keys=sort_keys
+        )
         # The mark must stay the character that the tokenizer takes out.
         return re.sub(f"[^\\x00-\\x7f{self._mark}]", _escape, text) if ensure_ascii else text
 
@@ -132,7 +135,9 @@ def _answer(templates: Templates | None, line: bytes) -> tuple[Templates | None,
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # running out of memory is an answer here, not an accident
+    resource.setrlimit(
+        resource.RLIMIT_CORE, (0, 0)
+    )  # running out of memory is an answer here, not an accident
     templates: Templates | None = None
     for line in sys.stdin.buffer:
         templates, answer = _answer(templates, line)

@@ -188,7 +188,8 @@ def _matching_control_tokens_as_written(backend: tokenizers.Tokenizer) -> tokeni
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
     """Whether tokens are written in the byte alphabet; else they are SentencePiece's. Other kinds are refused."""
-    state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
+    decoder = backend.decoder
+    state: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
     parts = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = {part["type"] for part in parts}
     if kinds == {"ByteLevel"}:
