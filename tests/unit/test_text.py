@@ -639,24 +639,27 @@ def test_a_user_defined_token_that_structures_the_prompt_is_shielded(tmp_path: P
     assert template.encode([{"role": "user", "content": "/</t><t>"}]) == [5, 4, 0, 2, 1]
 
 
+TEXT_ALONE = "<{{ messages[0].content }}>"
+PARTS_ALONE = "{% for part in messages[0].content %}<{{ part.text }}>{% endfor %}"
+EITHER = "{% if messages[0].content is string %}" + TEXT_ALONE + "{% else %}" + PARTS_ALONE + "{% endif %}"
+
+
 @pytest.mark.parametrize(
-    ("source", "expected"),
+    ("source", "of_text", "of_parts"),
     [
-        ("{{ messages[0].content }}", "one\ntwo"),
-        ("{% for part in messages[0].content %}[{{ part.text }}]{% endfor %}", "o"),
-        (
-            "{% if messages[0].content is string %}{{ messages[0].content }}{% else %}"
-            "{% for part in messages[0].content %}{{ part.text }}{% endfor %}{% endif %}",
-            "onetwo",
-        ),
+        (TEXT_ALONE, "<one>", "<one\ntwo>"),
+        (PARTS_ALONE, "<one>", "<one><two>"),
+        (EITHER, "<one>", "<one><two>"),
+        ("x{{ raise_exception('no') if messages|length == 1 }}" + TEXT_ALONE, "x<one>", "x<one\ntwo>"),
     ],
 )
-def test_content_in_parts_is_joined_for_templates_that_read_text_alone(
-    vocabulary: Vocabulary, source: str, expected: str
+def test_content_comes_in_the_form_that_the_template_reads(
+    vocabulary: Vocabulary, source: str, of_text: str, of_parts: str
 ) -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    rendered = with_template(vocabulary, source).render([{"role": "user", "content": parts}])
-    assert rendered.startswith(expected) or rendered == "[]" * 7
+    template = with_template(vocabulary, source)
+    parts = [{"type": "text", "text": "one"}, "two"]
+    assert template.render([{"role": "user", "content": "one"}, *HI]) == of_text
+    assert template.render([{"role": "user", "content": parts}, *HI]) == of_parts
 
 
 def test_arguments_of_a_tool_call_are_an_object_or_what_the_template_takes(vocabulary: Vocabulary) -> None:

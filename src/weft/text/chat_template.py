@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from weft.errors import InvalidRequestError, ModelFileError
-from weft.text.messages import Message, checked_objects, has_tool_arguments, normalised_messages
+from weft.text.messages import ContentForm, Message, checked_objects, has_tool_arguments, normalised_messages
 from weft.text.shield import Shield
 from weft.text.template_process import TemplateFailed, TemplateProcess
 from weft.text.tokenizer import MARK, Tokenizer
@@ -131,7 +131,7 @@ class ChatTemplate:
     def _render_with(self, chat: _Chat, name: str, tools: Any, parse_arguments: bool) -> tuple[str, str]:
         messages = normalised_messages(
             chat.messages,
-            keep_parts=self._reads_parts(name, chat.messages),
+            content_form=self._content_forms[name],
             parse_arguments=parse_arguments,
         )
         context = {
@@ -155,29 +155,25 @@ class ChatTemplate:
         complete = {**names, **context, "add_generation_prompt": add_generation_prompt}
         return self._process.render(name, complete, mark=mark, now=self._now())
 
-    def _reads_parts(self, name: str, messages: Sequence[Message]) -> bool:
-        """Whether the template takes a list of parts for content; asked only where there is one."""
-        has_parts = any(
-            isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
-            for message in messages
-        )
-        return has_parts and name in self._templates_that_read_parts
-
     @cached_property
-    def _templates_that_read_parts(self) -> frozenset[str]:
-        return frozenset(name for name in self._sources if self._passes_probe(name))
+    def _content_forms(self) -> dict[str, ContentForm]:
+        return {name: self._content_form(name) for name in self._sources}
 
-    def _passes_probe(self, name: str) -> bool:
-        """Whether a list of one text makes the same prompt as the text itself."""
-        contents: tuple[Any, Any] = (_PROBE, [{"type": "text", "text": _PROBE}])
-        try:
-            plain, parts = (
-                self._run(name, {"messages": [{"role": "user", "content": content}]}, MARK, True)
-                for content in contents
-            )
-        except TemplateFailed:
-            return False
-        return _PROBE in plain and plain == parts
+    def _content_form(self, name: str) -> ContentForm:
+        """What the template reads: found by giving it a text, and a list with that text."""
+        contents = (_PROBE, [{"type": "text", "text": _PROBE}])
+        rendered = []
+        for content in contents:
+            try:
+                rendered.append(
+                    self._run(name, {"messages": [{"role": "user", "content": content}]}, MARK, True)
+                )
+            except TemplateFailed:
+                rendered.append("")
+        text, parts = rendered
+        if _PROBE in text:
+            return "either" if text == parts else "text"
+        return "parts" if _PROBE in parts else "text"
 
 
 def _shield(tokenizer: Tokenizer, source: str) -> Shield:

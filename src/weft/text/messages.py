@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from weft.errors import InvalidRequestError
 
 Message = Mapping[str, Any]
+
+ContentForm = Literal["text", "parts", "either"]
+"""What a template reads as the content of a message: a string, a list of parts, or whichever it gets."""
 
 # Names under which clients send what a model thought; templates read the first, or the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def normalised_messages(
-    messages: Sequence[Message], *, keep_parts: bool, parse_arguments: bool
+    messages: Sequence[Message], *, content_form: ContentForm, parse_arguments: bool
 ) -> list[dict[str, Any]]:
-    """Copies of the messages, as templates expect them.
+    """Copies of the messages, as the template expects them.
 
-    Content in parts stays a list if the template can read one (`keep_parts`), else it becomes one string. A tool call's
-    arguments, which come as a string of JSON, become an object.
+    Parts become one string for a template that reads no lists, and strings a list of one part for one that reads nothing
+    else. A tool call's arguments, which come as a string of JSON, become an object.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise InvalidRequestError(f"messages is {_kind(messages)}; send a list of messages", field="messages")
     if not messages:
         raise InvalidRequestError("messages is empty; send at least one message", field="messages")
     return [
-        _message(message, f"messages[{index}]", keep_parts, parse_arguments)
+        _message(message, f"messages[{index}]", content_form, parse_arguments)
         for index, message in enumerate(messages)
     ]
 
@@ -48,7 +51,7 @@ def has_tool_arguments(messages: Sequence[Message]) -> bool:
     return any(message.get("tool_calls") for message in messages)
 
 
-def _message(message: Any, where: str, keep_parts: bool, parse_arguments: bool) -> dict[str, Any]:
+def _message(message: Any, where: str, content_form: ContentForm, parse_arguments: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(
             f"{where} is {_kind(message)} without a role; send {{'role': 'user', 'content': '...'}}"
@@ -58,7 +61,7 @@ def _message(message: Any, where: str, keep_parts: bool, parse_arguments: bool) 
         )
     result = dict(message)
     if "content" in result:
-        result["content"] = _content(result["content"], f"{where}.content", keep_parts)
+        result["content"] = _content(result["content"], f"{where}.content", content_form)
     if result.get("tool_calls") is not None:
         calls = checked_objects(result["tool_calls"], f"{where}.tool_calls") or []
         result["tool_calls"] = [_tool_call(call, parse_arguments) for call in calls]
@@ -68,15 +71,21 @@ def _message(message: Any, where: str, keep_parts: bool, parse_arguments: bool) 
     return result
 
 
-def _content(content: Any, where: str, keep_parts: bool) -> Any:
-    if content is None or isinstance(content, str):
-        return content
+def _content(content: Any, where: str, form: ContentForm) -> Any:
+    if content is None:
+        return None
+    if isinstance(content, str):
+        return _parts([content]) if form == "parts" else content
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InvalidRequestError(
             f"{where} is {_kind(content)}; send a string, or a list of text parts", field="messages"
         )
     texts = [_text_of_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
-    return [{"type": "text", "text": text} for text in texts] if keep_parts else "\n".join(texts)
+    return "\n".join(texts) if form == "text" else _parts(texts)
+
+
+def _parts(texts: list[str]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def _text_of_part(part: Any, where: str) -> str:

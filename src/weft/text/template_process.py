@@ -48,13 +48,16 @@ class TemplateProcess:
             return self._ask(request)["text"]
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is for the program, not for this process
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is for the program, not for this process
+            )
+        except OSError as error:
+            raise TemplateFailed(f"its process cannot be started: {error}") from error
         weakref.finalize(self, _end, self._process)
         self._ask(self._sources)
 

@@ -68,12 +68,12 @@ class Tokenizer:
         return self.specials.end_ids
 
     def encode(
-        self, text: str, *, allow_control: bool = False, add_bos: bool | None = None, mark: str = MARK
+        self, text: str, *, allow_control: bool = False, add_bos: bool | None = None, mark: str = ""
     ) -> list[int]:
         """The token ids of `text`. A byte without a token in the vocabulary is left out, as in every BPE.
 
-        `allow_control` turns strings such as `<|im_end|>` into their tokens, where there is no `mark` in them: only
-        for the text of a chat template. `add_bos` None does what the model's files say.
+        `allow_control` turns strings such as `<|im_end|>` into their tokens, where no `mark` is in them: only for the
+        text of a chat template, which marks what came from outside with a character that occurs nowhere else. `add_bos` None does what the model's files say.
         """
         try:
             text.encode()
