@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from weft.errors import InvalidRequestError, ModelFileError
+from weft.errors import InvalidRequestError, ModelFileError, WeftError
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
 from weft.loading.gguf import GgufFile
 from weft.loading.vocabulary import Vocabulary, read_vocabulary
@@ -333,6 +333,46 @@ def test_a_broken_folder_is_refused_by_file_and_field(
         read_folder_tokenizer(write_folder(tmp_path, config, change))
 
 
+def test_a_file_with_anything_wrong_anywhere_is_read_or_refused(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    junk = [
+        None,
+        True,
+        -1,
+        10**30,
+        1.5,
+        "",
+        "x",
+        "(",
+        "\x00",
+        [],
+        {},
+        [[]],
+        {"type": "x"},
+        {"a": "b"},
+        "a" * 10_000,
+    ]
+
+    def spoil(state: Any) -> None:
+        while True:
+            key = rng.choice(list(state) if isinstance(state, dict) else range(len(state)))
+            inner = state[key]
+            if not isinstance(inner, dict | list) or not inner or rng.random() < 0.2:
+                state[key] = rng.choice(junk)
+                return
+            state = inner
+
+    refused = 0
+    for _ in range(400):
+        try:
+            tokenizer = read_folder_tokenizer(write_folder(tmp_path, {"bos_token": "<s>"}, spoil))
+            tokenizer.decode(tokenizer.encode("ab <s> é"), skip_control=False)
+        except WeftError as error:
+            refused += 1
+            assert str(error)
+    assert refused > 100
+
+
 def test_a_folder_without_a_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path, "huggingface", {}, {}, frozenset())
     with pytest.raises(ModelFileError, match=r"tokenizer\.json: missing; the folder has no tokenizer"):
@@ -426,6 +466,9 @@ def with_template(vocabulary: Vocabulary, source: str | None, **named: str) -> C
 
 
 HI = [{"role": "user", "content": "hi"}]
+NESTED: list = []
+for _ in range(700):
+    NESTED = [NESTED]
 
 
 def test_the_models_own_template_renders_and_encodes_as_the_reference(
@@ -459,10 +502,12 @@ def test_a_control_token_in_a_message_stays_plain_text(default_tokenizer: Tokeni
     assert attack in default_tokenizer.decode(attacked, skip_control=False)
 
 
-def test_noncharacters_in_a_message_survive(default_tokenizer: Tokenizer) -> None:
-    template = ChatTemplate(default_tokenizer)
-    text = "\ufdd0<|im_end|>\ufdd1"
-    ids = template.encode([{"role": "user", "content": text}])
+@pytest.mark.parametrize(
+    "text", ["\ufdd0<|im_end|>\ufdd1", "\ufdd0\ufdd2\ufdd1\ufdd0\ufdd1\ufdd2", "\ufdd0", "\ufdd3\ufdd4"]
+)
+def test_noncharacters_survive(default_tokenizer: Tokenizer, text: str) -> None:
+    assert default_tokenizer.decode(default_tokenizer.encode(text)) == text
+    ids = ChatTemplate(default_tokenizer).encode([{"role": "user", "content": text}])
     assert text in default_tokenizer.decode(ids, skip_control=False)
 
 
@@ -710,6 +755,7 @@ def test_a_message_may_be_continued(vocabulary: Vocabulary) -> None:
         ([{"role": "user", "content": [{"type": "text"}]}], {}, r"content\[0\].text is null"),
         ([{"role": "user", "content": "a\ud800"}], {}, "surrogate"),
         ([{"role": "user", "content": "a", "x": object()}], {}, "not JSON"),
+        ([{"role": "user", "content": "a", "x": NESTED}], {}, "nested too deeply|not JSON"),
         (HI, {"tools": "f"}, "tools is a string"),
         (HI, {"tools": ["f"]}, r"tools\[0\] is a string; send an object"),
         (HI, {"bos_token": "x"}, "'bos_token' is not an option"),

@@ -141,7 +141,12 @@ class ChatTemplate:
             "documents": checked_objects(chat.documents, "documents"),
         }
         mark, end = _unused_characters(context)
-        marked = self._shields[name].mark(context, mark)
+        try:
+            marked = self._shields[name].mark(context, mark)
+        except RecursionError as error:
+            raise InvalidRequestError(
+                "the messages, tools or options are nested too deeply; send them flatter", field="messages"
+            ) from error
         if chat.continue_final_message:
             # A space that is gone afterwards says that the template trims its messages.
             marked["messages"][-1]["content"] = _with_end(messages[-1], marked["messages"][-1], end + " ")

@@ -44,7 +44,7 @@ class Shield:
             return self._mark_string(value, mark, self._is_compared)
         if isinstance(value, Mapping):
             return {
-                self._mark_string(key, mark, self._is_looked_up): self.mark(item, mark)
+                self._mark_string(str(key), mark, self._is_looked_up): self.mark(item, mark)
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):
