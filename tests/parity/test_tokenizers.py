@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_references import FAMILIES, TEXTS, reference_tokenizer
+from text_references import COMPARED, TEXTS, reference_tokenizer
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import PreTrainedTokenizerFast
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from weft.errors import ModelFileError
 from weft.loading.gguf import read_gguf
 from weft.loading.vocabulary import Vocabulary, read_vocabulary
+from weft.text.families import FAMILIES
 from weft.text.folder_tokenizer import read_folder_tokenizer
 from weft.text.gguf_tokenizer import tokenizer_of
 from weft.text.tokenizer import Tokenizer
@@ -32,7 +36,7 @@ class Pair:
     reference: PreTrainedTokenizerFast
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=COMPARED)
 def pair(request: pytest.FixtureRequest, llama_cpp_models: Path) -> Pair:
     path = llama_cpp_models / f"ggml-vocab-{request.param}.gguf"
     vocabulary = read_vocabulary(read_gguf(path).metadata)
@@ -155,6 +159,17 @@ def test_derived_merges_equal_those_a_file_lists(llama_cpp_models: Path) -> None
     listed, derived = tokenizer_of(vocabulary), tokenizer_of(replace(vocabulary, model="llama", merges=[]))
     for text in TEXTS:
         assert derived.encode(text) == listed.encode(text), repr(text)
+
+
+@pytest.mark.parametrize(
+    "name", ["dbrx", "gpt-4o", "llama-bpe", "llama4", "minimax-m2", "qwen2", "qwen35", "tekken"]
+)
+def test_text_is_cut_as_in_transformers_where_there_is_no_vocabulary_to_try(name: str) -> None:
+    split = Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), behavior="isolated")
+    reference = Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+    ours = FAMILIES[name].pre_tokenizer()
+    for text in (*TEXTS, "\n".join(TEXTS)):
+        assert ours.pre_tokenize_str(text) == reference.pre_tokenize_str(text), repr(text)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("bert-bge", "WordPiece"), ("nomic-bert-moe", "unigram")])

@@ -62,7 +62,7 @@ RULES: dict[str, list[Any]] = {
     "starcoder": [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)],
 }
 
-FAMILIES = (*CLASSES, *FROM_GGUF, *RULES)
+COMPARED = (*CLASSES, *FROM_GGUF, *RULES)
 
 
 def reference_tokenizer(name: str, path: Path, vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
