@@ -135,9 +135,8 @@ def _answer(templates: Templates | None, line: bytes) -> tuple[Templates | None,
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    resource.setrlimit(
-        resource.RLIMIT_CORE, (0, 0)
-    )  # running out of memory is an answer here, not an accident
+    # Running out of memory is an answer here, not an accident.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     templates: Templates | None = None
     for line in sys.stdin.buffer:
         templates, answer = _answer(templates, line)
