@@ -1,8 +1,12 @@
-"""What several test folders share: the default model, fetched once into the user's cache."""
+"""What several test folders share: the default model and llama.cpp's vocabularies, fetched once into the user's cache."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,8 +16,9 @@ import pytest
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from weft.loading.gguf import GgufFile, read_gguf
-from weft.loading.pull import pull
+from weft.loading.pull import models_directory, pull
 from weft.loading.vocabulary import read_vocabulary
+from weft.text.gguf_tokenizer import tokenizer_of
 from weft.text.tokenizer import Tokenizer
 
 
@@ -29,4 +34,39 @@ def default_model_file(default_model_path: Path) -> GgufFile:
 
 @pytest.fixture(scope="session")
 def default_tokenizer(default_model_file: GgufFile) -> Tokenizer:
-    return Tokenizer(read_vocabulary(default_model_file.metadata))
+    return tokenizer_of(read_vocabulary(default_model_file.metadata))
+
+
+LLAMA_CPP_SDIST = "llama-cpp-python==0.3.36"
+LLAMA_CPP_MODELS = "vendor/llama.cpp/models/"
+LARGEST_MEMBER = 64 << 20
+
+
+@pytest.fixture(scope="session")
+def llama_cpp_models() -> Path:
+    """A folder with vocabularies of many model families, what llama.cpp makes of texts with them, and chat templates.
+
+    They are part of a source distribution on the Python package index, so that no model hub is needed.
+    """
+    place = models_directory().parent / "test-data" / LLAMA_CPP_SDIST.replace("==", "-")
+    if not place.is_dir():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent) as staging:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+            only_source = ["--no-deps", "--no-binary", "llama-cpp-python", "--dest", staging]
+            subprocess.run([*command, *only_source, LLAMA_CPP_SDIST], check=True)
+            (archive,) = Path(staging).glob("*.tar.gz")
+            (Path(staging) / "models").mkdir()
+            with tarfile.open(archive) as members:
+                for member in members:
+                    _, found, name = member.name.partition(LLAMA_CPP_MODELS)
+                    target = Path(staging) / "models" / name.replace("/", "_")
+                    if (
+                        found
+                        and member.isfile()
+                        and member.size <= LARGEST_MEMBER
+                        and not name.startswith(".")
+                    ):
+                        target.write_bytes(members.extractfile(member).read())
+            (Path(staging) / "models").rename(place)
+    return place

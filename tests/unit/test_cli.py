@@ -54,6 +54,8 @@ class FakeLLM:
 
     memory = MemoryUse(weights=3 << 20, kv_cache=2 << 20, swap=1 << 20, kv_tokens=4096, max_context=2048)
 
+    suggestions: dict[str, float] = {}  # noqa: RUF012
+
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.asked: list[Sequence[Mapping[str, str]]] = []

@@ -140,9 +140,7 @@ def make_job(
     prompt, messages = given.pop("prompt", None), given.pop("messages", None)
     tools = given.pop("tools", None)
     _check_question(line.form, prompt, messages)
-    if messages is not None:
-        messages = [_message(message, place) for place, message in enumerate(messages)]
-    elif wishes.as_chat and line.form == "plain" and isinstance(prompt, str):
+    if messages is None and wishes.as_chat and line.form == "plain" and isinstance(prompt, str):
         messages, prompt = wishes.messages(prompt), None
     if tools is not None and (messages is None or not isinstance(tools, list)):
         raise InvalidRequestError("tools is for messages, and a list of functions", field="tools")
@@ -175,28 +173,6 @@ def _check_question(form: Form, prompt: Any, messages: Any) -> None:
         )
     if prompt is not None and not prompt:
         raise InvalidRequestError("prompt is empty; give it at least one character", field="prompt")
-
-
-def _message(message: Any, place: int) -> dict[str, Any]:
-    """A message with its content as one text, which is what templates of text models take."""
-    name = f"messages[{place}]"
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise InvalidRequestError(f"{name} is not an object with a role", field=name)
-    content = message.get("content")
-    if isinstance(content, list):
-        for part in content:
-            if (
-                not isinstance(part, dict)
-                or part.get("type") != "text"
-                or not isinstance(part.get("text"), str)
-            ):
-                raise InvalidRequestError(
-                    f"{name} has a part that is not text; weft reads text alone", field=name
-                )
-        content = "".join(part["text"] for part in content)
-    if content is not None and not isinstance(content, str):
-        raise InvalidRequestError(f"the content of {name} is not text", field=name)
-    return {**message, "content": content} if "content" in message else message
 
 
 def _sampling(given: dict[str, Any]) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def _describe(kept: KeptModel) -> _Description:
             file_format = "GGUF" if checkpoint.layout == "gguf" else "safetensors"
             stored = f"{file_format} {most[0][0]}" if most else file_format
         except WeftError as error:
-            problem = one_line(error)
+            problem = one_line(error).removeprefix(f"{kept.path}: ")
     return _Description(kept.name, architecture, parameters, stored, kept.size, str(kept.path), problem)
 
 

@@ -1,17 +1,46 @@
-"""The vocabulary a GGUF file carries, checked: tokens, merges, kinds of tokens, and the ids with a meaning."""
+"""The vocabulary a GGUF file carries, checked: tokens, merges or scores, kinds of tokens, and the ids with a meaning."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.errors import ModelFileError
 
 # How the file marks tokens that are not plain text.
-_CONTROL, _USER_DEFINED = 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+
+# Files name one end token, and many models end a turn with another one. These are the names that model families use.
+_END_NAMES = frozenset(
+    (
+        *(
+            "<|im_end|>",
+            "<|eot_id|>",
+            "<|eom_id|>",
+            "<|end|>",
+            "<|return|>",
+            "<|call|>",
+            "<|calls|>",
+            "<|flush|>",
+        ),
+        *(
+            "<|endoftext|>",
+            "<|end_of_text|>",
+            "<end_of_turn>",
+            "<turn|>",
+            "<end_of_utterance>",
+            "<eos>",
+            "</s>",
+        ),
+        *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>"),
+    )
+)
+
+_TEMPLATE = "tokenizer.chat_template"
 
 
 @dataclass(frozen=True)
@@ -19,56 +48,111 @@ class Vocabulary:
     """Everything a tokenizer is built from."""
 
     model: str
-    pre_tokenizer: str
+    """The kind of tokenizer: "gpt2" is byte-level BPE, "llama" SentencePiece BPE."""
+    pre_tokenizer: str | None
+    """The name of the rule that cuts text before merging; None in files made before there were names."""
+    architecture: str
     tokens: list[str]
     merges: list[tuple[str, str]]
+    scores: NDArray[np.float32] | None
     control_ids: tuple[int, ...]
     """Tokens that steer the model (`<|im_end|>`); text of a user never becomes one of them."""
     user_defined_ids: tuple[int, ...]
     """Whole strings with a token of their own, in anybody's text."""
+    byte_ids: tuple[int, ...]
+    """`<0x00>` to `<0xFF>` of a SentencePiece vocabulary: bytes of characters that have no token."""
     bos_id: int | None
     eos_id: int | None
+    unknown_id: int | None
+    padding_id: int | None
     end_ids: frozenset[int]
     """Every token that ends an answer."""
-    add_bos: bool
-    chat_template: str | None
+    add_bos: bool | None
+    """None: the file does not say, so the family's habit holds."""
+    add_space_prefix: bool | None
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    """By name; "default" is the one of plain conversations."""
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     """The vocabulary in the metadata of a model file."""
-    tokens = _strings(metadata, "tokenizer.ggml.tokens")
-    kinds = metadata.get("tokenizer.ggml.token_type")
+    tokens = _tokens(metadata)
+    kinds = _numbers(metadata, "tokenizer.ggml.token_type", len(tokens))
     if kinds is None:
         kinds = np.ones(len(tokens), np.int32)
-    if not isinstance(kinds, np.ndarray) or len(kinds) != len(tokens):
-        found = len(kinds) if isinstance(kinds, np.ndarray | list) else "no list"
-        raise ModelFileError(f"tokenizer.ggml.token_type: {found} entries for {len(tokens)} tokens")
-    ends = [
-        _token_id(metadata, f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom")
-    ]
-    template = metadata.get("tokenizer.chat_template")
+    # An unknown-token that text could become would be as bad as any control token; the others of its kind are padding.
+    control = np.flatnonzero((kinds == _CONTROL) | (kinds == _UNKNOWN)).tolist()
+    ids = {
+        name: _token_id(metadata, f"tokenizer.ggml.{name}_token_id", len(tokens))
+        for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
+    }
+    named_ends = {ids[name] for name in ("eos", "eot", "eom")}
+    pre_tokenizer = metadata.get("tokenizer.ggml.pre")
     return Vocabulary(
         model=_word(metadata, "tokenizer.ggml.model"),
-        pre_tokenizer=_word(metadata, "tokenizer.ggml.pre"),
+        pre_tokenizer=None if pre_tokenizer is None else _word(metadata, "tokenizer.ggml.pre"),
+        architecture=str(metadata.get("general.architecture", "")),
         tokens=tokens,
         merges=_merges(metadata),
-        control_ids=tuple(np.flatnonzero(kinds == _CONTROL).tolist()),
+        scores=_numbers(metadata, "tokenizer.ggml.scores", len(tokens)),
+        control_ids=tuple(control),
         user_defined_ids=tuple(np.flatnonzero(kinds == _USER_DEFINED).tolist()),
-        bos_id=_token_id(metadata, "tokenizer.ggml.bos_token_id", len(tokens)),
-        eos_id=ends[0],
-        end_ids=frozenset(end for end in ends if end is not None),
-        add_bos=metadata.get("tokenizer.ggml.add_bos_token") is True,
-        chat_template=template if isinstance(template, str) else None,
+        byte_ids=tuple(np.flatnonzero(kinds == _BYTE).tolist()),
+        bos_id=ids["bos"],
+        eos_id=ids["eos"],
+        unknown_id=ids["unknown"],
+        padding_id=ids["padding"],
+        end_ids=frozenset(end for end in named_ends if end is not None) | _ends_by_name(tokens, control),
+        add_bos=_flag(metadata, "tokenizer.ggml.add_bos_token"),
+        add_space_prefix=_flag(metadata, "tokenizer.ggml.add_space_prefix"),
+        chat_templates=_chat_templates(metadata),
     )
+
+
+def _ends_by_name(tokens: list[str], control_ids: list[int]) -> frozenset[int]:
+    """The control tokens that end a turn by their name. A plain token of that name is text, so kinds decide."""
+    ends = {tokens[i]: i for i in control_ids if tokens[i] in _END_NAMES}
+    # In the harmony format <|end|> only ends one message of several; the turn ends with one of the others.
+    if ("<|return|>" in ends and "<|call|>" in ends) or ("<|flush|>" in ends and "<|calls|>" in ends):
+        ends.pop("<|end|>", None)
+    return frozenset(ends.values())
+
+
+def _tokens(metadata: Mapping[str, Any]) -> list[str]:
+    # A token without text can never be written; a name of its own keeps it apart from its like.
+    tokens = [
+        token or f"[EMPTY_{index}]" for index, token in enumerate(_strings(metadata, "tokenizer.ggml.tokens"))
+    ]
+    if len(set(tokens)) != len(tokens):
+        first: dict[str, int] = {}
+        for index, token in enumerate(tokens):
+            if first.setdefault(token, index) != index:
+                raise ModelFileError(
+                    f"tokenizer.ggml.tokens: entries {first[token]} and {index} are both {token!r:.80}; "
+                    "a vocabulary has every token once"
+                )
+    return tokens
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     value = metadata.get(key)
     # The reader makes lists of strings only; an array of numbers is a numpy array.
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list) or not value or not isinstance(value[0], str):
         raise ModelFileError(
             f"{key}: missing, or not a list of strings; the file has no vocabulary weft can use"
         )
+    return value
+
+
+def _numbers(metadata: Mapping[str, Any], key: str, size: int) -> NDArray[Any] | None:
+    value = metadata.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, np.ndarray) or value.ndim != 1 or len(value) != size:
+        found = len(value) if isinstance(value, np.ndarray | list) else "no list"
+        raise ModelFileError(f"{key}: {found} entries for {size} tokens")
+    if value.dtype.kind == "f" and not np.isfinite(value).all():
+        raise ModelFileError(f"{key}: entry {int(np.argmin(np.isfinite(value)))} is not a finite number")
     return value
 
 
@@ -76,6 +160,13 @@ def _word(metadata: Mapping[str, Any], key: str) -> str:
     value = metadata.get(key)
     if not isinstance(value, str):
         raise ModelFileError(f"{key}: missing, or not a string")
+    return value
+
+
+def _flag(metadata: Mapping[str, Any], key: str) -> bool | None:
+    value = metadata.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ModelFileError(f"{key}: {value!r:.80} is not true or false")
     return value
 
 
@@ -91,6 +182,15 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
             )
         merges.append((left, right))
     return merges
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """`tokenizer.chat_template`, and those with a name: `tokenizer.chat_template.tool_use`."""
+    templates: dict[str, str] = {}
+    for key in metadata:
+        if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}."):
+            templates[key.removeprefix(_TEMPLATE).removeprefix(".") or "default"] = _word(metadata, key)
+    return templates
 
 
 def _token_id(metadata: Mapping[str, Any], key: str, size: int) -> int | None:

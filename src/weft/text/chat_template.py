@@ -1,118 +1,241 @@
 """A model's own chat template: from messages to the tokens of a prompt.
 
-A template is code from a model file. It runs in minijinja, which has no way out of the template, with a limit on
-its work. What users wrote must not steer the model: a control token such as `<|im_end|>` inside a message gets a
-character that occurs nowhere else put into it before rendering, and the tokenizer takes that character out again
-after it has looked for control tokens.
+The template runs in a process of its own (`template_process`). What users wrote must not steer the model: a control
+token such as `<|im_end|>` in anything that comes from outside is marked before rendering (`shield`), and the
+tokenizer takes the marks out again after it has looked for control tokens.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
-import minijinja
-
 from weft.errors import InvalidRequestError, ModelFileError
-from weft.text.tokenizer import Tokenizer
+from weft.text.messages import ContentForm, Message, checked_objects, has_tool_arguments, normalised_messages
+from weft.text.shield import Shield
+from weft.text.template_process import TemplateFailed, TemplateProcess
+from weft.text.tokenizer import MARK, Tokenizer
 
-_FUEL = 1_000_000  # instructions of the template; a long conversation needs some thousands
-_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode promises never to assign these
+_LONGEST_SOURCE = 1 << 20
+# Unicode promises never to assign these; the first is what the tokenizer is quickest with.
+_NONCHARACTERS = [MARK, *(chr(code) for code in range(0xFDD3, 0xFDF0))]
+_PROBE = "probe"
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
-# Marks what training should learn from; without meaning here, and unknown to minijinja.
-_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
-Message = Mapping[str, Any]
+@dataclass(frozen=True)
+class _Chat:
+    """Everything from outside that goes into one prompt."""
+
+    messages: Sequence[Message]
+    tools: Any
+    documents: Any
+    options: Mapping[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
 
 
 class ChatTemplate:
-    """One compiled template."""
+    """The templates of one model, compiled. May be used from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, now: Callable[[], datetime] = datetime.now) -> None:
-        vocabulary = tokenizer.vocabulary
-        if vocabulary.chat_template is None:
+        sources = tokenizer.specials.chat_templates
+        if not sources:
+            raise ModelFileError("chat_template: the model has no chat template; use it without chat")
+        for name, source in sources.items():
+            if len(source) > _LONGEST_SOURCE:
+                raise ModelFileError(
+                    f"chat_template: {name!r:.80} has {len(source)} characters; allowed: {_LONGEST_SOURCE}"
+                )
+        if not sources.keys() & {"default", "tool_use"}:
             raise ModelFileError(
-                "tokenizer.chat_template: the model file has no chat template; use it without chat"
+                f"chat_template: none is the default; the model has only {', '.join(sorted(sources))!s:.200}"
             )
         self._tokenizer = tokenizer
-        # Longest first, so that no control token is cut by a shorter one inside it.
-        words = sorted((vocabulary.tokens[i] for i in vocabulary.control_ids), key=len, reverse=True)
-        self._control = re.compile("|".join(re.escape(word) for word in words if word) or r"(?!)")
-        self._names = {
-            "bos_token": "" if vocabulary.bos_id is None else vocabulary.tokens[vocabulary.bos_id],
-            "eos_token": "" if vocabulary.eos_id is None else vocabulary.tokens[vocabulary.eos_id],
-        }
-        # The settings every Hugging Face template is written for.
-        self._environment = minijinja.Environment(
-            trim_blocks=True, lstrip_blocks=True, fuel=_FUEL, auto_escape_callback=lambda name: None
-        )
-        self._environment.add_filter("tojson", _to_json)
-        self._environment.add_function("raise_exception", _raise_exception)
-        self._environment.add_function("strftime_now", lambda pattern: now().strftime(pattern))
+        self._now = now
+        self._sources = sources
+        self._shields = {name: _shield(tokenizer, source) for name, source in sources.items()}
         try:
-            self._environment.add_template("chat", _GENERATION_TAG.sub("", vocabulary.chat_template))
-        except minijinja.TemplateError as error:
-            raise ModelFileError(f"tokenizer.chat_template: {error.message}") from error
+            self._process = TemplateProcess(sources)
+        except TemplateFailed as error:
+            raise ModelFileError(f"chat_template: {error}") from error
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The prompt as text, for people."""
-        guard = self._unused_character(messages)
-        return self._render(messages, guard, add_generation_prompt).replace(guard, "")
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **options: Any,
+    ) -> str:
+        """The prompt as text, for people. `options` are the template's own, such as `enable_thinking`."""
+        chat = _Chat(messages, tools, documents, options, add_generation_prompt, continue_final_message)
+        text, mark = self._render(chat)
+        return text.replace(mark, "")
 
     def encode(
-        self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **options: Any,
     ) -> list[int]:
         """The prompt as token ids; control tokens come from the template alone."""
-        guard = self._unused_character(messages)
-        text = self._render(messages, guard, add_generation_prompt)
+        chat = _Chat(messages, tools, documents, options, add_generation_prompt, continue_final_message)
+        text, mark = self._render(chat)
         # A template that wants the beginning-of-sequence token writes it itself.
-        return self._tokenizer.encode(text, allow_control=True, add_bos=False, ignore=guard)
+        return self._tokenizer.encode(text, allow_control=True, add_bos=False, mark=mark)
 
-    def _render(self, messages: Sequence[Message], guard: str, add_generation_prompt: bool) -> str:
-        if not messages:
-            raise InvalidRequestError("messages is empty; send at least one message", field="messages")
-        try:
-            return self._environment.render_template(
-                "chat",
-                messages=[self._guarded(message, guard) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **self._names,
-            )
-        except minijinja.TemplateError as error:
+    def _render(self, chat: _Chat) -> tuple[str, str]:
+        """The prompt, marked, and the mark."""
+        reserved = (_RESERVED | self._tokenizer.specials.names.keys()) & chat.options.keys()
+        if reserved:
             raise InvalidRequestError(
-                f"the model's chat template refused the messages: {error.message}", field="messages"
-            ) from error
-
-    def _guarded(self, value: Any, guard: str) -> Any:
-        """`value` with the guard after the first character of every control token in any of its strings."""
-        if isinstance(value, str):
-            return self._control.sub(lambda match: match[0][0] + guard + match[0][1:], value)
-        if isinstance(value, Mapping):
-            return {self._guarded(key, guard): self._guarded(item, guard) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._guarded(item, guard) for item in value]
-        return value
-
-    def _unused_character(self, messages: Sequence[Message]) -> str:
-        text = json.dumps(list(messages), ensure_ascii=False, default=str)
-        for character in _NONCHARACTERS:
-            if character not in text:
-                return character
+                f"{min(reserved)!r} is not an option of the chat template; weft sets it itself",
+                field="chat_template_kwargs",
+            )
+        if chat.continue_final_message and chat.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other; set one of them to false",
+                field="continue_final_message",
+            )
+        tools = checked_objects(chat.tools, "tools")
+        name = "tool_use" if tools and "tool_use" in self._sources else "default"
+        if name not in self._sources:
+            raise InvalidRequestError(
+                "the model's chat template is for tools alone; send tools", field="tools"
+            )
+        try:
+            return self._render_with(chat, name, tools, parse_arguments=True)
+        except TemplateFailed as error:
+            failure = error
+        if has_tool_arguments(chat.messages):
+            # Templates of some families (DeepSeek) join the arguments of a call with text: they want the JSON.
+            try:
+                return self._render_with(chat, name, tools, parse_arguments=False)
+            except TemplateFailed:
+                pass
         raise InvalidRequestError(
-            f"the messages use all {len(_NONCHARACTERS)} noncharacters of Unicode; send text without them",
+            f"the model's chat template refused the messages: {failure}", field="messages"
+        ) from failure
+
+    def _render_with(self, chat: _Chat, name: str, tools: Any, parse_arguments: bool) -> tuple[str, str]:
+        messages = normalised_messages(
+            chat.messages,
+            content_form=self._content_forms[name],
+            parse_arguments=parse_arguments,
+        )
+        context = {
+            **chat.options,
+            "messages": messages,
+            "tools": tools,
+            "documents": checked_objects(chat.documents, "documents"),
+        }
+        mark, end = _unused_characters(context)
+        try:
+            marked = self._shields[name].mark(context, mark)
+        except RecursionError as error:
+            raise InvalidRequestError(
+                "the messages, tools or options are nested too deeply; send them flatter", field="messages"
+            ) from error
+        if chat.continue_final_message:
+            # A space that is gone afterwards says that the template trims its messages.
+            marked["messages"][-1]["content"] = _with_end(messages[-1], marked["messages"][-1], end + " ")
+        text = self._run(name, marked, mark, chat.add_generation_prompt)
+        if chat.continue_final_message:
+            text = _until_end(text, end)
+        return text, mark
+
+    def _run(self, name: str, context: Mapping[str, Any], mark: str, add_generation_prompt: bool) -> str:
+        names = self._tokenizer.specials.names
+        complete = {**names, **context, "add_generation_prompt": add_generation_prompt}
+        return self._process.render(name, complete, mark=mark, now=self._now())
+
+    @cached_property
+    def _content_forms(self) -> dict[str, ContentForm]:
+        return {name: self._content_form(name) for name in self._sources}
+
+    def _content_form(self, name: str) -> ContentForm:
+        """What the template reads: found by giving it a text, and a list with that text."""
+        contents = (_PROBE, [{"type": "text", "text": _PROBE}])
+        rendered = []
+        for content in contents:
+            try:
+                rendered.append(
+                    self._run(name, {"messages": [{"role": "user", "content": content}]}, MARK, True)
+                )
+            except TemplateFailed:
+                rendered.append("")
+        text, parts = rendered
+        if _PROBE in text:
+            return "either" if text == parts else "text"
+        return "parts" if _PROBE in parts else "text"
+
+
+def _shield(tokenizer: Tokenizer, source: str) -> Shield:
+    """Shields control tokens, and user-defined ones that the template writes to structure the prompt.
+
+    Those that it also looks for in a message (`'</think>'` in quotes) must stay what they are.
+    """
+    written = {
+        token
+        for token in tokenizer.user_defined_tokens.values()
+        if token in source and not token.isspace() and not (f"'{token}'" in source or f'"{token}"' in source)
+    }
+    return Shield({*tokenizer.control_tokens.values(), *written}, source)
+
+
+def _unused_characters(context: Mapping[str, Any]) -> tuple[str, str]:
+    """Two noncharacters that nothing in `context` holds. Says what cannot be sent to a template at all."""
+    try:
+        text = json.dumps(context, ensure_ascii=False)
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            "the messages hold half of a surrogate pair; send valid Unicode", field="messages"
+        ) from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"the messages, tools or options are not JSON: {error}", field="messages"
+        ) from error
+    unused = [character for character in _NONCHARACTERS if character not in text]
+    if len(unused) < 2:
+        raise InvalidRequestError(
+            f"the messages use {len(_NONCHARACTERS) - len(unused)} different noncharacters of Unicode; "
+            f"allowed: {len(_NONCHARACTERS) - 2}",
             field="messages",
         )
+    return unused[0], unused[1]
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False
-) -> str:
-    """As Hugging Face does it; minijinja's own escapes `<>&'` for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+def _with_end(message: Mapping[str, Any], marked: Mapping[str, Any], end: str) -> Any:
+    """The marked content of the message that is to be continued, with `end` behind its text."""
+    content = marked.get("content")
+    if isinstance(content, str) and message["content"]:
+        return content + end
+    if isinstance(content, list) and content:
+        last = content[-1]
+        return [*content[:-1], {**last, "text": last["text"] + end}]
+    raise InvalidRequestError(
+        "continue_final_message is set, and the last message has no text to continue", field="messages"
+    )
 
 
-def _raise_exception(message: str) -> None:
-    raise minijinja.TemplateError(message)
+def _until_end(text: str, end: str) -> str:
+    place = text.rfind(end)
+    if place < 0:
+        raise InvalidRequestError(
+            "continue_final_message is set, and the model's chat template leaves the end of the last message out",
+            field="continue_final_message",
+        )
+    is_trimmed = text[place + 1 : place + 2] != " "
+    return text[:place].rstrip() if is_trimmed else text[:place]

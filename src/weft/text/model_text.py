@@ -1,4 +1,4 @@
-"""The text side of a model file: its tokenizer and its chat template, read together."""
+"""The text side of a model: its tokenizer and its chat template, whatever files they come from."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from weft.errors import InvalidRequestError, ModelFileError
 from weft.loading.checkpoint import Checkpoint
 from weft.loading.vocabulary import read_vocabulary
 from weft.text.chat_template import ChatTemplate
+from weft.text.folder_tokenizer import read_folder_tokenizer
+from weft.text.gguf_tokenizer import tokenizer_of
 from weft.text.tokenizer import Tokenizer
 
 
@@ -30,8 +32,10 @@ class ModelText:
 def open_model_text(checkpoint: Checkpoint) -> ModelText:
     """Tokenizer and chat template of a model; errors name its path."""
     try:
-        tokenizer = Tokenizer(read_vocabulary(checkpoint.metadata))
-        has_template = tokenizer.vocabulary.chat_template is not None
-        return ModelText(tokenizer, ChatTemplate(tokenizer) if has_template else None)
+        if checkpoint.layout == "gguf":
+            tokenizer = tokenizer_of(read_vocabulary(checkpoint.metadata))
+        else:
+            tokenizer = read_folder_tokenizer(checkpoint.path)
+        return ModelText(tokenizer, ChatTemplate(tokenizer) if tokenizer.specials.chat_templates else None)
     except ModelFileError as error:
         raise ModelFileError(f"{checkpoint.path}: {error}") from error

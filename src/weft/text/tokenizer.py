@@ -1,75 +1,79 @@
-"""The tokenizer of a model file: text to token ids, and token ids to the bytes they stand for."""
+"""A model's tokenizer: text to token ids, and token ids to the bytes they stand for.
+
+`tokenizers` does the work on whole strings, exactly as in transformers. Two things are added: control tokens in
+text that people wrote stay text (see `shield`), and every token is known by its bytes, so that a stream of tokens
+becomes text without looking back.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from tokenizers import Regex, normalizers
 
 from weft.errors import InvalidRequestError, ModelFileError
-from weft.loading.vocabulary import Vocabulary
+from weft.text.shield import Shield
+
+# Noncharacters, which Unicode promises never to assign. Followed by _GOES the mark is taken out of a text; one that
+# was part of it is followed by _STAYS.
+MARK, _STAYS, _GOES = "\ufdd0", "\ufdd1", "\ufdd2"
+
+_SPACE = "▁"  # what SentencePiece writes for a space
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
-def _smollm() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+@dataclass(frozen=True)
+class Specials:
+    """What a model's files say about tokens with a meaning."""
 
-
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-# How text is cut before merging; a wrong one gives tokens that the model has rarely seen, and no error.
-_PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {"gpt-2": _gpt2, "smollm": _smollm}
+    bos_id: int | None = None
+    eos_id: int | None = None
+    end_ids: frozenset[int] = frozenset()
+    """Every token that ends an answer, as far as the tokenizer's files know."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What chat templates call them: bos_token, eos_token, ..."""
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    """Sources by name; "default" is the one of plain conversations."""
 
 
 class Tokenizer:
-    """Byte-level BPE. Control tokens in a text are plain text unless the caller says otherwise."""
+    """May be used from several threads. Control tokens in a text are plain text unless the caller says otherwise."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        if vocabulary.model != "gpt2":
-            raise ModelFileError(
-                f"tokenizer.ggml.model: {vocabulary.model!r:.80} is not supported; weft reads gpt2"
-            )
-        if vocabulary.pre_tokenizer not in _PRE_TOKENIZERS:
-            raise ModelFileError(
-                f"tokenizer.ggml.pre: {vocabulary.pre_tokenizer!r:.80} is not supported; "
-                f"weft knows {', '.join(sorted(_PRE_TOKENIZERS))}"
-            )
-        self.vocabulary = vocabulary
-        self.control_ids = frozenset(vocabulary.control_ids)
-        self._whole_ids = {
-            vocabulary.tokens[i]: i for i in (*vocabulary.user_defined_ids, *vocabulary.control_ids)
+    def __init__(self, backend: tokenizers.Tokenizer, specials: Specials) -> None:
+        backend = _matching_control_tokens_as_written(backend)
+        self.specials = specials
+        added = backend.get_added_tokens_decoder()
+        self.control_tokens = {token_id: token.content for token_id, token in added.items() if token.special}
+        self.user_defined_tokens = {
+            token_id: token.content for token_id, token in added.items() if not token.special
         }
-        self._user_defined = _any_of(vocabulary.tokens[i] for i in vocabulary.user_defined_ids)
-        self._all_whole = _any_of(self._whole_ids)
-        self._bpe = self._build_bpe()
+        self.control_ids = frozenset(self.control_tokens)
+        self.vocabulary_size = max(backend.get_vocab().values(), default=-1) + 1
+        self._is_byte_level = _is_byte_level(backend)
+        self._shield = Shield(self.control_tokens.values())
+        backend.normalizer = _removing_marks(backend.normalizer)
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
         self._bytes: dict[int, bytes] = {}
-
-    def _build_bpe(self) -> tokenizers.Tokenizer:
-        ids = {token: index for index, token in enumerate(self.vocabulary.tokens)}
-        try:
-            bpe = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=self.vocabulary.merges))
-        except (
-            Exception
-        ) as error:  # the library raises its base class; a merge of unknown tokens is the usual cause
-            raise ModelFileError(f"tokenizer.ggml.merges: {error}") from error
-        bpe.pre_tokenizer = _PRE_TOKENIZERS[self.vocabulary.pre_tokenizer]()
-        return bpe
 
     @property
     def end_ids(self) -> frozenset[int]:
-        return self.vocabulary.end_ids
+        return self.specials.end_ids
 
     def encode(
-        self, text: str, *, allow_control: bool = False, add_bos: bool | None = None, ignore: str = ""
+        self, text: str, *, allow_control: bool = False, add_bos: bool | None = None, mark: str = ""
     ) -> list[int]:
         """The token ids of `text`. A byte without a token in the vocabulary is left out, as in every BPE.
 
-        `allow_control` turns strings such as `<|im_end|>` into their tokens: only for text of a chat template.
-        `add_bos` None does what the model file says. `ignore` is a character to leave out after control tokens
-        were looked for (see `chat_template`).
+        `allow_control` turns strings such as `<|im_end|>` into their tokens, where no `mark` is in them: only for the
+        text of a chat template, which marks what came from outside with a character that occurs nowhere else. `add_bos` None does what the model's files say.
         """
         try:
             text.encode()
@@ -78,18 +82,33 @@ class Tokenizer:
                 f"the text has half of a surrogate pair at character {error.start}; send valid Unicode",
                 field="prompt",
             ) from error
-        pattern = self._all_whole if allow_control else self._user_defined
-        ids: list[int] = []
-        if self.vocabulary.bos_id is not None and (self.vocabulary.add_bos if add_bos is None else add_bos):
-            ids.append(self.vocabulary.bos_id)
-        # The pattern has one group, so every second piece is a whole token.
-        for index, piece in enumerate(pattern.split(text) if pattern else (text,)):
-            if index % 2:
-                ids.append(self._whole_ids[piece])
-            elif piece:
-                plain = piece.replace(ignore, "") if ignore else piece
-                ids.extend(self._bpe.encode(plain, add_special_tokens=False).ids)
+        if allow_control:
+            text = _escaped(text, mark)
+        else:
+            text = self._shield.mark_whole(_escaped(text, ""), MARK + _GOES)
+        follow_files = add_bos is None
+        with file_errors("the tokenizer"):
+            ids: list[int] = self._backend.encode(text, add_special_tokens=follow_files).ids
+            added = self._backend.num_special_tokens_to_add(False) if follow_files else 0
+        self._check_control(text, ids, allowed=added)
+        bos_id = self.specials.bos_id
+        if add_bos and bos_id is not None:
+            ids.insert(0, bos_id)
         return ids
+
+    def _check_control(self, text: str, ids: list[int], allowed: int) -> None:
+        """Some vocabularies reach control tokens by merging; text that people wrote must not."""
+        found = [token for token in ids if token in self.control_ids]
+        if len(found) <= allowed:
+            return
+        written = [match[0] for match in self._shield.pattern.finditer(text)]
+        if len(found) > allowed + len(written):
+            names = {self.control_tokens[token] for token in found} - set(written)
+            raise InvalidRequestError(
+                f"the text becomes the control token {min(names, default='')!r} even as plain text in this model's "
+                "tokenizer; send it without that",
+                field="prompt",
+            )
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for; it may hold half a character.
@@ -98,25 +117,92 @@ class Tokenizer:
         """
         known = self._bytes.get(token_id)
         if known is None:
-            if not 0 <= token_id < len(self.vocabulary.tokens):
-                return b""
-            text = self.vocabulary.tokens[token_id]
-            known = text.encode() if text in self._whole_ids else _characters_to_bytes(text)
-            self._bytes[token_id] = known
+            known = self._bytes[token_id] = self._bytes_of(token_id)
         return known
 
+    def token_text(self, token_id: int) -> str:
+        """A token for people, as in a list of likely ones; half a character shows as a replacement character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
     def decode(self, token_ids: Sequence[int], *, skip_control: bool = True) -> str:
-        """The text of whole sequences; for a stream use `Detokenizer`."""
-        pieces = (
-            self.token_bytes(token) for token in token_ids if not (skip_control and token in self.control_ids)
-        )
+        """The text of whole sequences; for a stream use `Detokenizer`.
+
+        A first token that brings a space keeps it: a completion goes on where its prompt ended.
+        """
+        skipped = self.control_ids if skip_control else frozenset()
+        pieces = (self.token_bytes(token) for token in token_ids if token not in skipped)
         return b"".join(pieces).decode("utf-8", "replace")
 
+    def _bytes_of(self, token_id: int) -> bytes:
+        whole = self.control_tokens.get(token_id) or self.user_defined_tokens.get(token_id)
+        if whole is not None:
+            return whole.encode()
+        text = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocabulary_size else None
+        if text is None:
+            return b""
+        if self._is_byte_level:
+            return _characters_to_bytes(text)
+        byte = _BYTE_TOKEN.fullmatch(text)
+        return bytes.fromhex(byte[1]) if byte else text.replace(_SPACE, " ").encode()
 
-def _any_of(words: Iterable[str]) -> re.Pattern[str] | None:
-    """Matches the longest of `words`, as one group; None for none."""
-    escaped = [re.escape(word) for word in sorted(words, key=len, reverse=True) if word]
-    return re.compile("(" + "|".join(escaped) + ")") if escaped else None
+
+@contextmanager
+def file_errors(where: str) -> Iterator[None]:
+    """Errors of `tokenizers`, which raises its base class, and panics, as errors of the model file."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic derives from BaseException, so that nobody catches it by accident.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ModelFileError(f"{where}: {str(error)[:300]}") from error
+        raise
+
+
+def _escaped(text: str, mark: str) -> str:
+    """`text` as the normalizer expects it: marks go, and whatever else looks like one stays."""
+    if mark != MARK:
+        text = text.replace(MARK, MARK + _STAYS)
+    return text.replace(mark, MARK + _GOES) if mark else text
+
+
+def _removing_marks(normalizer: Any) -> normalizers.Normalizer:
+    steps = [
+        normalizers.Replace(MARK + _GOES, ""),
+        # Without touching the mark before it: a text's first character must keep its place.
+        normalizers.Replace(Regex(f"(?<={MARK}){_STAYS}"), ""),
+    ]
+    return normalizers.Sequence(steps if normalizer is None else [*steps, normalizer])
+
+
+def _matching_control_tokens_as_written(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Control tokens that are looked for in normalised text would be found there with the marks gone."""
+    added = backend.get_added_tokens_decoder().values()
+    if not any(token.special and token.normalized for token in added):
+        return backend
+    state = json.loads(backend.to_str())
+    for token in state["added_tokens"]:
+        if token["special"]:
+            token["normalized"] = False
+    return tokenizers.Tokenizer.from_str(json.dumps(state))
+
+
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    """Whether tokens are written in the byte alphabet; else they are SentencePiece's. Other kinds are refused."""
+    decoder = backend.decoder
+    state: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    kinds = {part["type"] for part in parts}
+    if kinds == {"ByteLevel"}:
+        return True
+    replaces_space = any(part["type"] == "Replace" and part["content"] == " " for part in parts)
+    if kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"} and (
+        replaces_space or "Metaspace" in kinds
+    ):
+        return False
+    raise ModelFileError(
+        f"decoder: {state['type']!r} of {', '.join(sorted(map(str, kinds)))} is not supported; "
+        "weft reads ByteLevel, and SentencePiece's (Replace, ByteFallback, Fuse, Strip, Metaspace)"
+    )
 
 
 def _byte_alphabet() -> dict[str, int]:

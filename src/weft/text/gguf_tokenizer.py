@@ -1,0 +1,150 @@
+"""Builds the tokenizer of a GGUF file, which carries a vocabulary and the names of rules, but no tokenizer.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+
+from weft.errors import ModelFileError
+from weft.loading.vocabulary import Vocabulary
+from weft.text.families import family_of
+from weft.text.tokenizer import Specials, Tokenizer, file_errors
+
+_SPACE = "▁"  # what SentencePiece writes for a space
+_RUN = re.compile(f"{_SPACE}{{2,}}|\\n{{2,}}|\\t{{2,}}")
+_LONGEST_PIECE = 512  # characters; the longest of a real vocabulary have some dozens
+_REFUSED = {"bert": "WordPiece", "t5": "unigram", "rwkv": "RWKV", "plamo2": "PLaMo 2"}
+
+
+def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
+    """The tokenizer that a GGUF file's vocabulary describes."""
+    if vocabulary.model == "gpt2":
+        backend, adds_bos = _byte_level(vocabulary)
+    elif vocabulary.model in ("llama", "gemma4"):
+        backend, adds_bos = _sentencepiece(vocabulary), True
+    else:
+        kind = f" ({_REFUSED[vocabulary.model]})" if vocabulary.model in _REFUSED else ""
+        raise ModelFileError(
+            f"tokenizer.ggml.model: {vocabulary.model!r:.80}{kind} is not supported; weft reads gpt2 (byte-level BPE), "
+            "llama (SentencePiece BPE) and gemma4"
+        )
+    tokens = vocabulary.tokens
+    backend.add_special_tokens(_added(tokens[i] for i in vocabulary.control_ids))
+    is_byte_level = vocabulary.model == "gpt2"
+    backend.add_tokens(
+        _added(
+            tokens[i]
+            for i in vocabulary.user_defined_ids
+            if is_byte_level or not _is_run_of_spaces(tokens[i])
+        )
+    )
+    bos_id = vocabulary.bos_id
+    if bos_id is not None and (adds_bos if vocabulary.add_bos is None else vocabulary.add_bos):
+        backend.post_processor = processors.TemplateProcessing(
+            single=["bos", "$A"],
+            special_tokens=[{"id": "bos", "ids": [bos_id], "tokens": [tokens[bos_id]]}],
+        )
+    ids = {
+        "bos_token": bos_id,
+        "eos_token": vocabulary.eos_id,
+        "unk_token": vocabulary.unknown_id,
+        "pad_token": vocabulary.padding_id,
+    }
+    names = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
+    specials = Specials(bos_id, vocabulary.eos_id, vocabulary.end_ids, names, dict(vocabulary.chat_templates))
+    return Tokenizer(backend, specials)
+
+
+def _added(texts: Iterable[str]) -> list[AddedToken]:
+    return [AddedToken(text, normalized=False) for text in texts]
+
+
+def _byte_level(vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    family = family_of(vocabulary.pre_tokenizer)
+    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+    with file_errors("tokenizer.ggml.merges"):  # a merge of unknown tokens is the usual cause
+        model = models.BPE(vocab=ids, merges=_safe_merges(vocabulary), ignore_merges=family.ignore_merges)
+    backend = tokenizers.Tokenizer(model)
+    if family.composes:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = family.pre_tokenizer()
+    backend.decoder = decoders.ByteLevel()
+    return backend, family.adds_bos
+
+
+def _sentencepiece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    tokens = vocabulary.tokens
+    # Gemma's files write its runs of spaces as spaces, and look them up as SentencePiece writes them.
+    spelled = [_SPACE * len(token) if _is_run_of_spaces(token) else token for token in tokens]
+    ids = {token: index for index, token in enumerate(spelled)}
+    merges = _safe_merges(vocabulary) if vocabulary.merges else _merges_of_scores(vocabulary, spelled, ids)
+    unknown = None if vocabulary.unknown_id is None else tokens[vocabulary.unknown_id]
+    with file_errors("tokenizer.ggml.merges" if vocabulary.merges else "tokenizer.ggml.tokens"):
+        model = models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    prefix = vocabulary.add_space_prefix
+    if prefix is None:
+        prefix = vocabulary.model == "llama"
+    if prefix and vocabulary.architecture == "phi3":
+        # Phi-3 puts a space before every stretch of text, the others before the first one that has none.
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
+        )
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(
+            replacement=_SPACE, prepend_scheme="first" if prefix else "never", split=False
+        )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return backend
+
+
+def _is_run_of_spaces(token: str) -> bool:
+    return len(token) > 1 and not token.strip(" ")
+
+
+def _not_text(vocabulary: Vocabulary) -> set[str]:
+    """Tokens that merging must never reach: text of a user would steer the model through them."""
+    return {vocabulary.tokens[i] for i in (*vocabulary.control_ids, *vocabulary.byte_ids)}
+
+
+def _safe_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    barred = _not_text(vocabulary)
+    return [merge for merge in vocabulary.merges if merge[0] + merge[1] not in barred]
+
+
+def _merges_of_scores(
+    vocabulary: Vocabulary, spelled: list[str], ids: dict[str, int]
+) -> list[tuple[str, str]]:
+    """Every way to make a token from two others, in the order that SentencePiece would take them: best score first.
+
+    Gemma's scores do not follow the order of its merges; the order of its tokens does, behind its runs of white space.
+    """
+    if vocabulary.architecture.startswith("gemma"):
+        scores = [0.0 if _RUN.fullmatch(token) else -1.0 - index for index, token in enumerate(spelled)]
+    elif vocabulary.scores is not None:
+        scores = vocabulary.scores.tolist()
+    else:
+        raise ModelFileError("tokenizer.ggml.scores: missing; a vocabulary without merges needs them")
+    barred = _not_text(vocabulary)
+    barred |= {spelled[i] for i in vocabulary.user_defined_ids if not _is_run_of_spaces(vocabulary.tokens[i])}
+    pieces = ids.keys() - barred
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, score in zip(spelled, scores, strict=True):
+        if token in barred:
+            continue
+        if len(token) > _LONGEST_PIECE:  # the work grows with the square of the length
+            raise ModelFileError(
+                f"tokenizer.ggml.tokens: entry {ids[token]} has {len(token)} characters; allowed: {_LONGEST_PIECE}"
+            )
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in pieces and right in pieces:
+                found.append((-score, -cut, cut - len(token), left, right))
+    # Among ways of one score the longest left part comes first, as in transformers.
+    found.sort(key=lambda way: way[:3])
+    return [(left, right) for *_, left, right in found]

@@ -1,0 +1,123 @@
+"""Messages, tools and options of a chat, checked and brought into the form that chat templates are written for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from weft.errors import InvalidRequestError
+
+Message = Mapping[str, Any]
+
+ContentForm = Literal["text", "parts", "either"]
+"""What a template reads as the content of a message: a string, a list of parts, or whichever it gets."""
+
+# Names under which clients send what a model thought; templates read the first, or the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def normalised_messages(
+    messages: Sequence[Message], *, content_form: ContentForm, parse_arguments: bool
+) -> list[dict[str, Any]]:
+    """Copies of the messages, as the template expects them.
+
+    Parts become one string for a template that reads no lists, and strings a list of one part for one that reads nothing
+    else. A tool call's arguments, which come as a string of JSON, become an object.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise InvalidRequestError(f"messages is {_kind(messages)}; send a list of messages", field="messages")
+    if not messages:
+        raise InvalidRequestError("messages is empty; send at least one message", field="messages")
+    return [
+        _message(message, f"messages[{index}]", content_form, parse_arguments)
+        for index, message in enumerate(messages)
+    ]
+
+
+def checked_objects(values: Any, field: str) -> list[Any] | None:
+    """A list of objects, such as tools; None for none."""
+    if values is None:
+        return None
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise InvalidRequestError(f"{field} is {_kind(values)}; send a list of objects", field=field)
+    for index, value in enumerate(values):
+        if not isinstance(value, Mapping):
+            raise InvalidRequestError(f"{field}[{index}] is {_kind(value)}; send an object", field=field)
+    return list(values) or None
+
+
+def has_tool_arguments(messages: Sequence[Message]) -> bool:
+    return any(message.get("tool_calls") for message in messages)
+
+
+def _message(message: Any, where: str, content_form: ContentForm, parse_arguments: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError(
+            f"{where} is {_kind(message)} without a role; send {{'role': 'user', 'content': '...'}}"
+            if isinstance(message, Mapping)
+            else f"{where} is {_kind(message)}; send {{'role': 'user', 'content': '...'}}",
+            field="messages",
+        )
+    result = dict(message)
+    if "content" in result:
+        result["content"] = _content(result["content"], f"{where}.content", content_form)
+    if result.get("tool_calls") is not None:
+        calls = checked_objects(result["tool_calls"], f"{where}.tool_calls") or []
+        result["tool_calls"] = [_tool_call(call, parse_arguments) for call in calls]
+    reasoning = next((result[name] for name in _REASONING if result.get(name) is not None), None)
+    if reasoning is not None:
+        result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
+    return result
+
+
+def _content(content: Any, where: str, form: ContentForm) -> Any:
+    if content is None:
+        return None
+    if isinstance(content, str):
+        return _parts([content]) if form == "parts" else content
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise InvalidRequestError(
+            f"{where} is {_kind(content)}; send a string, or a list of text parts", field="messages"
+        )
+    texts = [_text_of_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+    return "\n".join(texts) if form == "text" else _parts(texts)
+
+
+def _parts(texts: list[str]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in ("text", "refusal"):
+        found = f"has the type {kind!r:.80}" if isinstance(part, Mapping) else f"is {_kind(part)}"
+        raise InvalidRequestError(
+            f"{where} {found}; weft takes text only: {{'type': 'text', 'text': '...'}}", field="messages"
+        )
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{where}.{kind} is {_kind(text)}; send a string", field="messages")
+    return text
+
+
+def _tool_call(call: Mapping[str, Any], parse_arguments: bool) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        return dict(call)
+    arguments = function["arguments"]
+    if parse_arguments and isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            pass  # what a model called a tool with need not be JSON; some templates take it as it is
+    elif not parse_arguments and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
+    return kinds.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
