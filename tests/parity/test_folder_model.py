@@ -1,0 +1,133 @@
+"""A model as the hub serves it, a folder with safetensors and a tokenizer.json, from the path to the text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.cli.main import main
+from weft.errors import ModelFileError
+from weft.llm import LLM
+from weft.request import FinishReason, SamplingParams
+
+torch = pytest.importorskip("torch")
+
+NEW_TOKENS = 24
+TEXTS = ["The capital of France is", "日本の首都は", "def add(a, b):\n    return", "word " * 90]
+TALK = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "What is the capital of Italy?"},
+]
+
+
+@pytest.fixture(scope="module")
+def reference(
+    default_model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, Any, Any]]:
+    """The folder, transformers' model, and its tokenizer: random weights in bf16, the default model's vocabulary."""
+    from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(5)
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(default_model_path.parent, gguf_file=default_model_path.name)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.5,
+    )
+    model = Qwen3ForCausalLM(config).eval().to(torch.bfloat16)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[tokenizer.eos_token_id, 7], temperature=0.6, top_p=0.9, do_sample=True
+    )
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder, max_shard_size="4MB")
+    tokenizer.save_pretrained(folder)
+    assert (folder / "model.safetensors.index.json").exists(), "several files"
+    # Read again: in the model at hand the frequencies of the rotary embedding were rounded to bf16 as well.
+    yield folder, Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokenizer
+
+
+@pytest.fixture(scope="module")
+def llm(reference: tuple[Path, Any, Any]) -> Iterator[LLM]:
+    with LLM(str(reference[0]), num_blocks=128, max_running=4, max_chunk_tokens=32) as opened:
+        yield opened
+
+
+def greedy_text(reference: tuple[Path, Any, Any], prompt: list[int]) -> list[int]:
+    _, model, _ = reference
+    with torch.no_grad():
+        tokens = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS
+        )
+    return tokens[0, len(prompt) :].tolist()
+
+
+def test_greedy_text_is_that_of_transformers(reference: tuple[Path, Any, Any], llm: LLM) -> None:
+    _, _, tokenizer = reference
+    params = SamplingParams(max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, temperature=0.0)
+    for text, result in zip(TEXTS, llm.generate(TEXTS, params), strict=True):
+        expected = greedy_text(reference, tokenizer(text)["input_ids"])
+        assert list(result.tokens) == expected
+        assert result.text == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_a_conversation_has_the_prompt_and_the_answer_of_transformers(
+    reference: tuple[Path, Any, Any], llm: LLM
+) -> None:
+    prompt = reference[2].apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
+    assert llm.text.require_chat_template().encode(TALK) == prompt
+    params = SamplingParams(max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, temperature=0.0)
+    assert list(llm.chat(TALK, params).tokens) == greedy_text(reference, prompt)
+
+
+def test_defaults_and_ends_come_from_generation_config(reference: tuple[Path, Any, Any], llm: LLM) -> None:
+    assert llm.default_params() == SamplingParams(max_tokens=16, temperature=0.6, top_p=0.9)
+    pushed = SamplingParams(max_tokens=9, temperature=0.0, logit_bias={7: 100.0})
+    result = llm.generate("anything", pushed)[0]
+    assert (result.tokens, result.finish_reason) == ((7,), FinishReason.END_OF_SEQUENCE)
+    assert llm.memory.max_context == 256
+
+
+def test_an_embedding_that_is_not_tied_stays_in_its_own_format_in_memory(llm: LLM, reference: Any) -> None:
+    """bf16 takes two bytes a number; the numpy ops hold all other weights in float32."""
+    table = 64 * len(reference[2])
+    others = sum(p.numel() for p in reference[1].parameters()) - table
+    assert llm.memory.weights == 2 * table + 4 * others
+
+
+def test_the_commands_take_a_folder(
+    reference: tuple[Path, Any, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(reference[0])
+    monkeypatch.setattr(
+        "sys.argv", ["weft", "generate", "Hello", "-m", folder, "-n", "3", "-t", "0", "--output", "-"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out)["usage"]["completion_tokens"] == 3
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(
+    reference: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    config = json.loads((reference[0] / "config.json").read_text())
+    for source in reference[0].iterdir():
+        (tmp_path / source.name).symlink_to(source)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(
+        ModelFileError, match=r"'MambaForCausalLM' is not supported; weft runs .*LlamaForCausalLM"
+    ):
+        LLM(str(tmp_path))
