@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from weft.backends.batch import Rows
-from weft.backends.cpu.sampler import Sampled, sample, score
-from weft.backends.noise import GUMBEL_MAX, GUMBEL_MIN, as_seed, gumbel, noise_bits, noise_keys
+from weft.backends.cpu.sampler import Sampled, _filter, sample, score
+from weft.backends.noise import GUMBEL_MAX, GUMBEL_MIN, as_seed, gumbel, noise_bits, noise_keys, uniform
 from weft.plan import IterationPlan, RowStart
 from weft.request import RequestId, SamplingParams
 
@@ -94,7 +94,7 @@ def test_the_bits_never_change() -> None:
 def test_the_noise_is_gumbel_and_independent_in_all_three_arguments() -> None:
     seeds, indices = np.meshgrid(np.arange(40, dtype=np.uint64), np.arange(40))
     keys = noise_keys(seeds.ravel(), indices.ravel())
-    noise = gumbel(keys[:, None], np.arange(200)[None, :])
+    noise = gumbel(uniform(noise_bits(keys[:, None], np.arange(200)[None, :])))
     assert noise.mean() == pytest.approx(np.euler_gamma, abs=0.01)
     assert noise.std() == pytest.approx(np.pi / np.sqrt(6), abs=0.01)
     assert noise.min() >= GUMBEL_MIN and noise.max() <= GUMBEL_MAX
@@ -142,12 +142,13 @@ def test_draws_follow_the_softmax() -> None:
     np.testing.assert_allclose(np.bincount(cold)[:4] / 4000, chances**2 / (chances**2).sum(), atol=0.03)
 
 
-def test_leaving_out_hopeless_tokens_changes_nothing() -> None:
-    logits = random_logits(50, scale=12.0)
+@pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 12.0])
+def test_leaving_out_hopeless_tokens_changes_nothing(scale: float) -> None:
+    logits = random_logits(50, scale=scale)
     tokens = draw(logits, [SamplingParams(temperature=1.0)] * 50).tokens
     keys = noise_keys(np.arange(50, dtype=np.uint64), np.zeros(50, np.int64))
     full = (logits - logits.max(axis=1, keepdims=True)).astype(np.float64) + gumbel(
-        keys[:, None], np.arange(VOCABULARY)
+        uniform(noise_bits(keys[:, None], np.arange(VOCABULARY)))
     )
     assert tokens.tolist() == full.argmax(axis=1).tolist()
 
@@ -290,3 +291,15 @@ def test_an_entry_without_a_token_has_no_logprobs_and_spoils_no_others() -> None
     sampled = draw(logits, [SamplingParams(temperature=0.0, logprobs=2)] * 3)
     assert sampled.logprobs is not None and sampled.logprobs[1] is None
     assert sampled.logprobs[0] is not None and len(sampled.logprobs[2].top) == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999999])
+def test_the_nucleus_is_that_of_a_full_sort_however_wide_it_is(scale: float, top_p: float) -> None:
+    generator = np.random.default_rng(3)
+    scores = generator.standard_normal(5000) * scale
+    ranked = np.sort(scores)[::-1]
+    chances = np.exp(ranked) / np.exp(ranked).sum()
+    expected = ranked[np.flatnonzero(np.cumsum(chances) - chances < top_p)[-1]]
+    _filter(filtered := scores - scores.max(), SamplingParams(top_p=top_p))
+    assert scores[filtered > -np.inf].min() == expected

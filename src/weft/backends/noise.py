@@ -52,7 +52,11 @@ def noise_bits(keys: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
     return _mix(keys + (token_ids.astype(np.uint64) + np.uint64(1)) * _GAMMA) >> np.uint64(32)
 
 
-def gumbel(keys: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """float64 Gumbel noise for each pair of key and token id (broadcast)."""
-    uniform = (noise_bits(keys, token_ids).astype(np.float64) + 0.5) * 2.0**-32
-    return -np.log(-np.log1p(-uniform))
+def uniform(bits: np.ndarray) -> np.ndarray:
+    """float64 between 0 and 1, neither of them."""
+    return (bits.astype(np.float64) + 0.5) * 2.0**-32
+
+
+def gumbel(uniform_values: np.ndarray) -> np.ndarray:
+    """float64 Gumbel noise from uniform values: the smaller those, the larger it is."""
+    return -np.log(-np.log1p(-uniform_values))
