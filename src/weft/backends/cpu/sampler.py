@@ -183,7 +183,7 @@ def _nucleus_floor(scores: np.ndarray, top_p: float) -> float:
     ranked = np.sort(candidates)[::-1]
     chances = np.exp(ranked - best) / total
     kept = np.cumsum(chances) - chances < top_p  # what stands before a token is not enough yet
-    return ranked[kept][-1]
+    return float(ranked[kept][-1])
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
