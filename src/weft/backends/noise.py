@@ -47,7 +47,7 @@ def noise_keys(seeds: np.ndarray, output_indices: np.ndarray) -> np.ndarray:
     return _mix(_mix(seeds.astype(np.uint64) + _GAMMA) + output_indices.astype(np.uint64) * _GAMMA)
 
 
-def noise_bits(keys: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+def noise_bits(keys: np.ndarray | np.uint64, token_ids: np.ndarray) -> np.ndarray:
     """32 random bits, as uint64, for each pair of key and token id (broadcast)."""
     return _mix(keys + (token_ids.astype(np.uint64) + np.uint64(1)) * _GAMMA) >> np.uint64(32)
 
