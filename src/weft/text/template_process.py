@@ -70,8 +70,13 @@ class TemplateProcess:
             answer = json.loads(_read_line(process.stdout.fileno()))
         except (OSError, EOFError) as error:
             self._process = None
-            _end(process)
-            raise TemplateFailed(str(error) or "it ran out of memory") from error
+            code = _end(process, patience=1.0)
+            # A signal is what running out of memory ends it with; one that ends by itself never began.
+            cause = (
+                "it ran out of memory" if code < 0 else "its process does not run; is minijinja installed?"
+            )
+            limit = str(error) if isinstance(error, EOFError) else ""
+            raise TemplateFailed(limit or cause) from error
         except (
             BaseException
         ):  # Ctrl-C between question and answer: the answer must not be taken for the next one
@@ -83,15 +88,19 @@ class TemplateProcess:
         return answer
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
+def _end(process: subprocess.Popen[bytes], patience: float = 0.0) -> int:
+    try:
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             try:
                 pipe.close()
             except OSError:  # what was not written yet has no reader any more
                 pass
+    return process.returncode
 
 
 def _read_line(descriptor: int) -> bytes:
@@ -104,7 +113,7 @@ def _read_line(descriptor: int) -> bytes:
             raise EOFError(f"it took more than {_SECONDS:.0f} seconds")
         part = os.read(descriptor, 1 << 20)
         if not part:
-            raise EOFError("it ran out of memory")
+            raise EOFError
         parts.append(part)
         size += len(part)
         if size > _ANSWER_BYTES:
