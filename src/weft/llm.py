@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex, TypeVar
 
 from weft.backends import registry
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
@@ -18,6 +19,7 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.loading.cache import Progress
 from weft.loading.checkpoint import open_checkpoint
 from weft.loading.pull import pull
+from weft.progress import GenerationBar, PullBar
 from weft.request import (
     FinishReason,
     GenerationResult,
@@ -35,6 +37,8 @@ from weft.text.tokenizer import Tokenizer
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
 OnResult = Callable[[GenerationResult], object]
+
+K = TypeVar("K")
 
 _IN_FLIGHT = 4
 """`run` keeps this many times the engine's rows under way: enough to keep it busy, few enough to forget."""
@@ -88,7 +92,9 @@ class LLM:
         **config: Any,
     ) -> None:
         engine_config = _build_config(config)
-        checkpoint = open_checkpoint(pull(model, progress))
+        with ExitStack() as stack:
+            path = pull(model, progress or stack.enter_context(PullBar(model, only_in_terminal=True)))
+        checkpoint = open_checkpoint(path)
         self.text = open_model_text(checkpoint)
         self.suggestions: Mapping[str, Any] = checkpoint.generation
         """What the model's makers suggest for sampling, by the names of `SamplingParams`."""
@@ -122,7 +128,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         show_progress: bool | None = None,
@@ -176,35 +182,7 @@ class LLM:
         Jobs are taken from the iterable only as fast as they are done, so it may be endless. Leaving the loop early
         cancels what is under way.
         """
-        ended: queue.SimpleQueue[tuple[Job, _Choices]] = queue.SimpleQueue()
-        under_way: set[_Choices] = set()
-        most = _IN_FLIGHT * self.engine.config.scheduler.max_running
-        source = iter(jobs)
-        is_exhausted = False
-        try:
-            while under_way or not is_exhausted:
-                while not is_exhausted and len(under_way) < most and ended.empty():
-                    job = next(source, None)
-                    if job is None:
-                        is_exhausted = True
-                        break
-                    choices = None
-                    try:
-                        request = self._request(job)
-                        choices = _Choices(self, request.params)
-                        choices.on_end = partial(ended.put, (job, choices))
-                        under_way.add(choices)
-                        choices.submit(request)
-                    except WeftError as error:
-                        under_way.discard(choices)
-                        yield job, error
-                if under_way:
-                    job, choices = ended.get()
-                    under_way.discard(choices)
-                    yield job, choices.result()
-        finally:
-            for choices in under_way:
-                choices.cancel()
+        return self._run((job, self._attempt(job)) for job in jobs)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, on_result: OnResult | None = None
@@ -242,37 +220,61 @@ class LLM:
         self.close()
 
     def _request(self, job: Job) -> InferenceRequest:
-        """Tokenised; raises InvalidRequestError for a job that can never run."""
+        """Tokenised and checked; raises InvalidRequestError for a job that can never run."""
+        if not isinstance(job, Job):
+            raise InvalidRequestError(f"a job is {type(job).__name__}; allowed: weft.Job")
         if (job.prompt is None) == (job.messages is None):
             raise InvalidRequestError("a job has either a prompt or messages", field="prompt")
         if job.messages is not None:
             template = self.text.require_chat_template()
-            tokens = template.encode(job.messages, tools=job.tools, **job.template_options)
+            tokens: Sequence[int] = template.encode(
+                job.messages, tools=job.tools, options=job.template_options
+            )
+        elif isinstance(job.prompt, str):
+            tokens = self.tokenizer.encode(job.prompt)
         else:
-            tokens = self.tokenizer.encode(job.prompt) if isinstance(job.prompt, str) else job.prompt  # type: ignore[assignment]
+            tokens = job.prompt  # type: ignore[assignment]
         params = job.params or self.default_params(chat=job.messages is not None)
-        return InferenceRequest(tuple(tokens), params, session_id=job.session_id)
+        request = InferenceRequest(tuple(tokens), params, session_id=job.session_id)
+        self.engine.check(request)
+        return request
+
+    def _attempt(self, job: Job) -> InferenceRequest | WeftError:
+        try:
+            return self._request(job)
+        except WeftError as error:
+            return error
 
     def _all(self, jobs: list[Job], show_progress: bool | None) -> list[GenerationResult]:
         """The results of all jobs, in their order. Raises before any runs where one of them never could."""
-        requests = [self._request(job) for job in jobs]
-        for request in requests:
-            self.engine.check(request)
-        results: list[GenerationResult | None] = [None] * len(jobs)
-        ready = (
-            Job(r.prompt, params=r.params, key=i, session_id=r.session_id) for i, r in enumerate(requests)
-        )
+        results: dict[int, GenerationResult] = {}
         with ExitStack() as stack:
             if show_progress is None:
                 show_progress = len(jobs) > 1
-            advance = stack.enter_context(_ProgressBar(len(jobs))) if show_progress else None
-            for job, result in self.run(ready):
+            advance = stack.enter_context(GenerationBar(len(jobs))) if show_progress else None
+            requests = [self._request(job) for job in jobs]
+            for index, result in self._run(enumerate(requests)):
                 if isinstance(result, WeftError):
                     raise result
-                results[job.key] = result
+                results[index] = result
                 if advance is not None:
                     advance(result)
-        return results  # type: ignore[return-value]
+        return [results[index] for index in range(len(jobs))]
+
+    def _run(
+        self, source: Iterable[tuple[K, InferenceRequest | WeftError]]
+    ) -> Iterator[tuple[K, GenerationResult | WeftError]]:
+        """Feeds the engine from `source` in a thread, so that answers come out while the next request is awaited."""
+        feeder = _Feeder(self, source, _IN_FLIGHT * self.engine.config.scheduler.max_running)
+        try:
+            while (ended := feeder.ended.get()) is not None:
+                key, outcome = ended
+                yield key, outcome if isinstance(outcome, WeftError) else outcome.result()
+                feeder.room.release()
+        finally:
+            feeder.stop()
+        if feeder.failure is not None:
+            raise feeder.failure
 
     def _stream(self, job: Job, on_result: OnResult | None) -> Generator[str, None, None]:
         request = self._request(job)
@@ -282,40 +284,115 @@ class LLM:
                 field="n",
             )
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        choices = _Choices(self, request.params, pieces.put)
-        choices.on_end = lambda: pieces.put(None)
-        self.engine.check(request)
+        choices = _Choices(self, request.params, partial(pieces.put, None), pieces.put)
 
         def read() -> Generator[str, None, None]:
+            is_over = False
             try:
                 choices.submit(request)
                 while (piece := pieces.get()) is not None:
                     if piece:
                         yield piece
+                is_over = True
             finally:
                 choices.cancel()
+                while not is_over and choices.is_submitted:
+                    is_over = pieces.get() is None  # within a step: the engine says the last word
+                if on_result is not None and is_over:
+                    on_result(choices.result())
             result = choices.result()
-            if on_result is not None:
-                on_result(result)
             if result.state is not RequestState.COMPLETED:
                 raise WeftError(f"the text is not complete: {result.error or f'it was {result.state.value}'}")
 
         return read()
 
 
+class _Feeder:
+    """Submits requests from a source, in a thread of its own, and collects what ended."""
+
+    def __init__(
+        self, llm: LLM, source: Iterable[tuple[Any, InferenceRequest | WeftError]], most: int
+    ) -> None:
+        self.ended: queue.SimpleQueue[tuple[Any, _Choices | WeftError] | None] = queue.SimpleQueue()
+        """None, once everything has ended."""
+        self.room = threading.Semaphore(most)
+        """Given back when an ended one is taken, so that the source is read only as fast as its results are."""
+        self.failure: BaseException | None = None
+        """What the source raised."""
+        self._llm = llm
+        self._source = iter(source)
+        self._lock = threading.Lock()
+        self._under_way: set[_Choices] = set()
+        self._is_exhausted = self._is_stopped = False
+        threading.Thread(target=self._feed, name="weft-feeder", daemon=True).start()
+
+    def stop(self) -> None:
+        """Cancels what is under way; nothing more is submitted."""
+        with self._lock:
+            self._is_stopped = True
+            left = list(self._under_way)
+        self.room.release()
+        for choices in left:
+            choices.cancel()
+
+    def _feed(self) -> None:
+        try:
+            while self.room.acquire() and not self._is_stopped:
+                key, request = next(self._source)
+                if isinstance(request, WeftError):
+                    self.ended.put((key, request))
+                else:
+                    self._submit(key, request)
+        except StopIteration:
+            pass
+        except BaseException as error:
+            self.failure = error
+            self.stop()
+        with self._lock:
+            self._is_exhausted = True
+            if not self._under_way:
+                self.ended.put(None)
+
+    def _submit(self, key: Any, request: InferenceRequest) -> None:
+        choices = _Choices(self._llm, request.params, lambda: self._finish(key, choices))
+        with self._lock:
+            self._under_way.add(choices)
+        try:
+            choices.submit(request)
+        except WeftError as error:
+            self._finish(key, choices, error)
+        if self._is_stopped:
+            choices.cancel()
+
+    def _finish(self, key: Any, choices: _Choices, error: WeftError | None = None) -> None:
+        with self._lock:
+            self._under_way.discard(choices)
+            self.ended.put((key, error or choices))
+            if self._is_exhausted and not self._under_way:
+                self.ended.put(None)
+
+
 class _Choices:
     """The answers to one request, collected in the engine's thread; `on_end` is called there once all are over."""
 
     def __init__(
-        self, llm: LLM, params: SamplingParams, deliver: Callable[[str], object] | None = None
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        on_end: Callable[[], object],
+        deliver: Callable[[str], object] | None = None,
     ) -> None:
         self._llm = llm
         self._params = params
+        self._on_end = on_end
         self._deliver = deliver
         self._answers: dict[RequestId, _Answer] = {}
         self._num_over = 0
         self._ids: tuple[RequestId, ...] = ()
-        self.on_end: Callable[[], object] = lambda: None
+
+    @property
+    def is_submitted(self) -> bool:
+        return bool(self._ids)
 
     def submit(self, request: InferenceRequest) -> None:
         # Blocks while the queue is full: a million prompts never wait in memory twice.
@@ -327,7 +404,7 @@ class _Choices:
 
     def result(self) -> GenerationResult:
         """The first answer, with the others as its siblings."""
-        first, *others = (self._answers[request_id].result() for request_id in self._ids)
+        first, *others = (answer.result() for _, answer in sorted(self._answers.items()))
         return dataclasses.replace(first, siblings=tuple(others))
 
     def _take(self, output: TokenOutput) -> None:
@@ -338,16 +415,16 @@ class _Choices:
         is_over = output.is_final
         try:
             answer.take(output)
-        except (
-            BaseException
-        ):  # the engine fails the request and calls no more; whoever waits must not wait for ever
-            is_over = True
+        except BaseException:
+            is_over = (
+                True  # the engine fails the request and calls no more; whoever waits must not wait for ever
+            )
             raise
         finally:
             if is_over:
                 self._num_over += 1
                 if self._num_over == self._params.n:
-                    self.on_end()
+                    self._on_end()
 
 
 class _Answer:
@@ -407,60 +484,35 @@ class _Answer:
         )
 
 
-class _ProgressBar:
-    """How many prompts are done, and how fast tokens come; nothing where standard error is no terminal."""
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[speed]}"),
-        )
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("generating"),
-            *columns,
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=total, speed="")
-        self._tokens = 0
-
-    def __enter__(self) -> Callable[[GenerationResult], None]:
-        self._bar.start()
-        return self._advance
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def _advance(self, result: GenerationResult) -> None:
-        self._tokens += sum(len(choice.tokens) for choice in result.choices)
-        elapsed = self._bar.tasks[self._task].elapsed or 0.0
-        speed = f"{self._tokens / elapsed:,.0f} tokens/s" if elapsed > 0 else ""
-        self._bar.update(self._task, advance=1, speed=speed)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is a string or a list of token ids; everything else is a list of prompts."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """One prompt is a string or some token ids; everything else is some prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        several: list[Any] = list(prompts)
+    except TypeError:
+        raise InvalidRequestError(
+            f"prompts is {type(prompts).__name__}; allowed: text, token ids, or a list of those",
+            field="prompt",
+        ) from None
+    return [several] if several and isinstance(several[0], SupportsIndex) else several
 
 
 def _for_each(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams | None]:
-    each = [params] * count if params is None or isinstance(params, SamplingParams) else list(params)
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    each = list(params)
+    if not all(isinstance(one, SamplingParams) for one in each):
+        raise InvalidRequestError(
+            f"params is {type(params).__name__}; allowed: SamplingParams, or a list of them", field="params"
+        )
     if len(each) != count:
         raise InvalidRequestError(
             f"params has {len(each)} entries for {count} prompts; pass one, or one for each"
         )
-    return each  # type: ignore[return-value]
+    return list(each)
 
 
 def _build_config(options: dict[str, Any]) -> ServingEngineConfig:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,6 +102,41 @@ def test_jobs_are_taken_only_as_fast_as_they_are_done(llm: LLM) -> None:
     assert llm.engine.metrics().requests_running == 0, "leaving the loop cancels the rest"
 
 
+def test_answers_come_out_while_the_next_job_is_awaited(llm: LLM) -> None:
+    answered = threading.Event()
+
+    def slowly() -> Iterator[Job]:
+        yield Job(CAPITAL, params=GREEDY, key=0)
+        assert answered.wait(60), "the first answer is not given out before the second job is here"
+        yield Job(CAPITAL, params=GREEDY, key=1)
+
+    keys = []
+    for job, _ in llm.run(slowly()):
+        keys.append(job.key)
+        answered.set()
+    assert keys == [0, 1]
+
+
+def test_what_the_source_of_jobs_raises_is_raised_and_ends_the_rest(llm: LLM) -> None:
+    def broken() -> Iterator[Job]:
+        yield Job(CAPITAL, params=SamplingParams(max_tokens=200, ignore_eos=True))
+        raise ZeroDivisionError("planted")
+
+    with pytest.raises(ZeroDivisionError):
+        list(llm.run(broken()))
+    llm.generate(CAPITAL, GREEDY)
+    assert llm.engine.metrics().requests_running == 0
+
+
+def test_a_stream_that_is_left_gives_the_result_of_what_there_was(llm: LLM) -> None:
+    results: list[GenerationResult] = []
+    stream = llm.stream(CAPITAL, SamplingParams(max_tokens=4000, ignore_eos=True), on_result=results.append)
+    next(stream)
+    stream.close()
+    assert [result.state for result in results] == [RequestState.CANCELLED]
+    assert results[0].text.startswith(" ") and results[0].tokens
+
+
 def test_generate_refuses_a_prompt_that_can_never_run_before_any_runs(llm: LLM) -> None:
     before = llm.engine.stats()[0].steps
     with pytest.raises(InvalidRequestError, match="allowed: at most"):
@@ -145,9 +182,36 @@ def test_a_shorter_context_is_one_that_requests_are_held_to() -> None:
             short.generate("word " * 100, GREEDY)
 
 
+@pytest.mark.parametrize("wanted", [1, 0, -5, 8193, "64", 64.0, True])
+def test_a_context_that_the_model_cannot_have_is_refused(wanted: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="allowed: a whole number from 2 to 8192, the model's own"):
+        LLM(max_context=wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3,), "prompts is int; allowed: text, token ids"),
+        (("x", {"max_tokens": 3}), "params is dict; allowed: SamplingParams"),
+        (([None],), "either a prompt or messages"),
+    ],
+)
+def test_a_call_that_makes_no_sense_is_told_so(llm: LLM, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate(*arguments)
+
+
+def test_arrays_and_iterators_of_prompts_are_fine(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(CAPITAL)
+    expected = llm.generate(CAPITAL, GREEDY)[0].tokens
+    assert llm.generate(np.array(ids), GREEDY)[0].tokens == expected
+    assert [r.tokens for r in llm.generate(iter([CAPITAL, ids]), GREEDY)] == [expected] * 2
+
+
 MEASURE = """
 import sys
 from pathlib import Path
+from typing import Any
 from weft.backends import registry
 from weft.config import KvCachePoolConfig
 from weft.loading.checkpoint import open_checkpoint

@@ -209,13 +209,15 @@ def invent_an_event(events: list[dict[str, Any]]) -> int:
 
 def drop_a_field(events: list[dict[str, Any]]) -> int:
     number = index_of(events, lambda e: e["event"] == "add")
-    del events[number]["seed"]
+    del events[number]["requests"][0]["seed"]
     return number + 1
 
 
 def change_a_prompt(events: list[dict[str, Any]]) -> int:
-    number = index_of(events, lambda e: e["event"] == "add" and len(e["request"]["prompt"]) > 4)
-    events[number]["request"]["prompt"] = []
+    number = index_of(
+        events, lambda e: e["event"] == "add" and len(e["requests"][0]["request"]["prompt"]) > 4
+    )
+    events[number]["requests"][0]["request"]["prompt"] = []
     return number + 1
 
 

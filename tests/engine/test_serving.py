@@ -1014,6 +1014,14 @@ def test_several_answers_are_taken_in_together_or_not_at_all() -> None:
         engine.submit_choices(InferenceRequest((1, 2), SamplingParams(n=5)), block=True)
     assert len(engine.submit_choices(InferenceRequest((1, 2), SamplingParams(n=3)))) == 3
     engine.stop()
+    # More tokens than the queue holds: alone they are taken all the same, beside others none of them is.
+    engine = make_engine(scheduler={"max_waiting_tokens": 10})
+    four = InferenceRequest((1, 2, 3, 4, 5), SamplingParams(n=4, max_tokens=2))
+    assert len(engine.submit_choices(four)) == 4
+    with pytest.raises(QueueFullError):
+        engine.submit_choices(four)
+    assert engine.metrics().requests_pending == 4
+    engine.stop()
 
 
 def test_only_the_first_of_several_answers_carries_the_prompts_logprobs() -> None:

@@ -217,3 +217,42 @@ def test_keys_made_bit_by_bit_equal_keys_made_at_once(length: int) -> None:
     for end in range(length + 1):
         extend_keys(bit_by_bit, root_key("s", "a"), tokens[:end], 3)
     assert bit_by_bit == at_once and len(at_once) == length // 3
+
+
+# --- memory that is there only once it is used ------------------------------------------------------------------
+
+
+def use_and_cache(pool: BlockPool, count: int, name: bytes) -> None:
+    """What a request does: takes blocks, fills them with content of its own, gives them back."""
+    blocks = pool.allocate(count)
+    assert blocks is not None
+    for index, block in enumerate(blocks):
+        pool.register(block, b"%b %d" % (name, index))
+    pool.release(blocks)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize(("eager", "most"), [(0, 10), (4, 10), (20, 20), (None, 100)])
+def test_memory_follows_the_load_however_much_there_is_to_cache(eager: int | None, most: int) -> None:
+    pool = BlockPool(100, eager)
+    for number in range(40):
+        use_and_cache(pool, 5, b"%d" % number)
+    assert pool.num_touched == most
+
+
+def test_a_larger_load_gets_memory_that_was_never_used() -> None:
+    pool = BlockPool(100, 0)
+    use_and_cache(pool, 5, b"small")
+    assert pool.allocate(80) is not None and pool.num_touched >= 80
+    assert pool.allocate(20) is not None and pool.num_touched == 100
+
+
+def test_hot_content_is_worth_more_memory() -> None:
+    pool = BlockPool(100, 0)
+    for index in range(5):
+        pool.heat(b"talk %d" % index)
+    use_and_cache(pool, 5, b"talk")
+    for number in range(10):
+        use_and_cache(pool, 5, b"%d" % number)
+    assert all(pool.lookup(b"talk %d" % index) is not None for index in range(5))
+    assert pool.num_touched <= 15

@@ -87,7 +87,13 @@ RULES = (
         weft=(*VOCABULARY, "weft.ops"),
         third_party=(),
     ),
-    Rule(("weft.loading",), "loading knows no array library but numpy", never=ARRAY_LIBRARIES),
+    Rule(
+        ("weft.loading",),
+        "loading knows the vocabulary, and no array library but numpy",
+        weft=VOCABULARY,
+        never=ARRAY_LIBRARIES,
+    ),
+    Rule(("weft.text",), "text knows the vocabulary and model files", weft=(*VOCABULARY, "weft.loading")),
     Rule(
         ("weft.server",),
         "server knows engine.client and text",
@@ -101,8 +107,8 @@ OTHER_ROOMS = (
     "weft.cli",
     "weft.llm",
     "weft.ops",
+    "weft.progress",
     "weft.simulation",
-    "weft.text",
 )
 
 

@@ -138,6 +138,7 @@ class NoopBackend:
         faults: Faults | None = None,
         recompute_seconds_per_token: float = 1e-4,
         swap_seconds_per_block: float = 1e-4,
+        eager_blocks: int | None = None,
     ) -> None:
         self._vocabulary_size = vocabulary_size
         self._max_context = max_context
@@ -145,6 +146,7 @@ class NoopBackend:
         self._random = random_source
         self._faults = faults
         self._costs = (recompute_seconds_per_token, swap_seconds_per_block)
+        self._eager_blocks = eager_blocks
         self._rows: dict[int, _Row] = {}
         self._waiting_steps: deque[_Step] = deque()
         self._waiting_swaps: list[tuple[SwapTask, bool]] = []
@@ -166,6 +168,7 @@ class NoopBackend:
             eos_token_ids=self._eos_token_ids,
             recompute_seconds_per_token=self._costs[0],
             swap_seconds_per_block=self._costs[1],
+            eager_blocks=self._eager_blocks,
         )
         return self.info
 

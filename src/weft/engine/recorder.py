@@ -70,9 +70,10 @@ class _RecordingScheduler(ContinuousBatchScheduler):
         self._readings = clock
         self._write("start", version=LOG_VERSION, config=_plain(config), info=_plain(info))
 
-    def add(self, sequence: Sequence) -> None:
-        super().add(sequence)
-        self._write("add", id=sequence.request_id, seed=sequence.seed, request=_plain(sequence.request))
+    def add(self, *sequences: Sequence) -> None:
+        super().add(*sequences)
+        added = [{"id": s.request_id, "seed": s.seed, "request": _plain(s.request)} for s in sequences]
+        self._write("add", requests=added)
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
         done = super().cancel(request_id, reason)
@@ -174,8 +175,11 @@ def _replay_event(
 ) -> None:
     kind = event["event"]
     if kind == "add":
-        scheduler.add(Sequence(_request_from(event["request"]), RequestId(event["id"]), event["seed"]))
-        report.requests += 1
+        added = event["requests"]
+        scheduler.add(
+            *(Sequence(_request_from(one["request"]), RequestId(one["id"]), one["seed"]) for one in added)
+        )
+        report.requests += len(added)
     elif kind == "cancel":
         scheduler.cancel(RequestId(event["id"]), event["reason"])
     elif kind == "finish":

@@ -119,7 +119,7 @@ class ServingEngine:
 
     def check(self, request: InferenceRequest) -> None:
         """Raises InvalidRequestError for a request that could never run; takes nothing in."""
-        self._sequence(request.children(0)[0])
+        self.scheduler.check(request)
 
     async def submit_async(self, request: InferenceRequest) -> GenerationResult:
         """Submits and waits for the result. Cancelling the task cancels the request."""
@@ -209,8 +209,10 @@ class ServingEngine:
                 if self._stopping:
                     cause = self._failure or "the engine was stopped"
                     raise EngineStoppedError(f"{cause} and takes no more requests")
+                for number, sequence in enumerate(sequences):
+                    sequence.request_id = RequestId(self._next_id + number)
                 try:
-                    self.scheduler.queue.check_room(sum(s.prompt_length for s in sequences), len(sequences))
+                    self.scheduler.add(*sequences)
                     break
                 except QueueFullError:
                     left = None if give_up_at is None else give_up_at - time.monotonic()
@@ -218,15 +220,13 @@ class ServingEngine:
                     if not block or self._is_called_back or (left is not None and left <= 0):
                         raise
                     self._changed.wait(left)
-            for sequence in sequences:
-                sequence.request_id = RequestId(self._next_id)
-                self.scheduler.add(sequence)
-                self._next_id += 1
-                self._alive.add(sequence.request_id)
-                if callback is not None:
-                    self._callbacks[sequence.request_id] = callback
+            ids = tuple(sequence.request_id for sequence in sequences)
+            self._next_id += len(ids)
+            self._alive.update(ids)
+            if callback is not None:
+                self._callbacks.update(dict.fromkeys(ids, callback))
             self._changed.notify_all()
-        return tuple(sequence.request_id for sequence in sequences)
+        return ids
 
     def _seed_for(self, request: InferenceRequest) -> int:
         seed = request.params.seed

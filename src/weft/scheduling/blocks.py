@@ -32,10 +32,16 @@ class BlockPool:
     A block is in exactly one of three places: referred to (count above 0), evictable (count 0, content cached,
     in the order it was last used; those with a hot key in a list of their own that is touched last), or free.
     `available` is what an allocation may take: free and evictable.
+
+    A block that was never used may not be memory yet. Beyond `eager_blocks` such blocks are used for what runs, and
+    for as much again of what is cached; then cold content makes room first, so that memory follows the load.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, eager_blocks: int | None = None) -> None:
         self.num_blocks = num_blocks
+        self._eager_blocks = num_blocks if eager_blocks is None else eager_blocks
+        self.num_touched = 0
+        """Blocks from this one on were never used: the free list gives out the lowest of them first."""
         self._references = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._cached: dict[BlockKey, int] = {}
@@ -77,10 +83,15 @@ class BlockPool:
         """Takes `count` blocks: free ones, then the least recently used cached ones, then hot ones. None: not enough."""
         if count > self.available:
             return None
+        most_touched = max(self._eager_blocks, 2 * (self.num_referenced + count))
         taken = []
         for _ in range(count):
-            if self._free:
-                block = self._free.pop()
+            free = self._free
+            if free and (
+                free[-1] < self.num_touched or self.num_touched < most_touched or not self._evictable
+            ):
+                block = free.pop()
+                self.num_touched = max(self.num_touched, block + 1)
             else:
                 block, _ = (self._evictable or self._evictable_hot).popitem(last=False)
                 self._drop_key(block)
@@ -167,6 +178,9 @@ class BlockPool:
         referenced = [block for block, count in enumerate(self._references) if count]
         keyed = {block: key for block, key in enumerate(self._keys) if key is not None}
         assert len(free) == len(self._free), "a block is free twice"
+        assert free.issuperset(range(self.num_touched, self.num_blocks)), (
+            "a block is in use that was never used"
+        )
         assert min(self._references, default=0) >= 0, "a reference count is negative"
         evictable = self._evictable.keys() | self._evictable_hot.keys()
         assert len(evictable) == len(self._evictable) + len(self._evictable_hot), "a block is hot and is not"

@@ -54,9 +54,14 @@ class KvCacheManager:
     """
 
     def __init__(
-        self, num_blocks: int, num_rows: int, swap_blocks: int = 0, bytes_per_block: int = 0
+        self,
+        num_blocks: int,
+        num_rows: int,
+        swap_blocks: int = 0,
+        bytes_per_block: int = 0,
+        eager_blocks: int | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, eager_blocks)
         self.num_rows = num_rows
         self.num_swap_slots = swap_blocks
         self.bytes_per_block = bytes_per_block

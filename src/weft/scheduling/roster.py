@@ -21,7 +21,7 @@ class Roster:
         self._config = config
         self._info = info
         self.kv_cache = KvCacheManager(
-            info.num_blocks, config.max_running, info.swap_blocks, info.bytes_per_block
+            info.num_blocks, config.max_running, info.swap_blocks, info.bytes_per_block, info.eager_blocks
         )
         self.prefixes = PrefixSharing(self.kv_cache.pool, info.block_size, config.prefix_caching)
         self.sessions = Sessions(self.kv_cache.pool, config.session_lifetime)

@@ -19,6 +19,7 @@ from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import (
     FinishReason,
     GenerationResult,
+    InferenceRequest,
     RequestId,
     RequestState,
     TokenLogprobs,
@@ -123,30 +124,20 @@ class ContinuousBatchScheduler:
 
     # ------------------------------------------------------------------ requests come and go
 
-    def prepare(self, sequence: Sequence) -> None:
-        """Refuses what can never run, saying both numbers, and computes its block keys.
-
-        The long part of taking a long prompt in. It touches nothing but the sequence: any thread may call it.
-        """
-        prompt, vocabulary = sequence.request.prompt, self.info.vocabulary_size
-        if sequence.request.params.n != 1:
-            raise InvalidRequestError(
-                f"n is {sequence.request.params.n}; allowed here: 1. `submit_choices` takes requests for several answers",
-                field="n",
-            )
+    def check(self, request: InferenceRequest) -> None:
+        """Raises InvalidRequestError for what can never run, saying both numbers. Any thread may call it."""
+        prompt, params, vocabulary = request.prompt, request.params, self.info.vocabulary_size
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < vocabulary:
                 raise InvalidRequestError(
                     f"prompt holds token id {token}; allowed: 0 to {vocabulary - 1}", field="prompt"
                 )
-        beyond = [token for token in sequence.request.params.logit_bias if token >= vocabulary]
+        beyond = [token for token in params.logit_bias if token >= vocabulary]
         if beyond:
             raise InvalidRequestError(
                 f"logit_bias names token id {beyond[0]}; allowed: 0 to {vocabulary - 1}", field="logit_bias"
             )
-        longest = self.max_sequence_length
-        if sequence.request.max_sequence_length is not None:
-            longest = min(longest, sequence.request.max_sequence_length)
+        longest = self._longest(request)
         if len(prompt) >= longest:
             raise InvalidRequestError(
                 f"prompt has {len(prompt)} tokens; allowed: at most {longest - 1}, so that one new token fits "
@@ -160,29 +151,47 @@ class ContinuousBatchScheduler:
                 "shorten it, or turn chunked_prefill on",
                 field="prompt",
             )
-        sequence.limit = min(sequence.limit, longest)
-        if not sequence.request.params.ignore_eos:
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Checks it and computes its block keys: the long part of taking a long prompt in. It touches nothing but the
+        sequence: any thread may call it."""
+        request = sequence.request
+        if request.params.n != 1:
+            raise InvalidRequestError(
+                f"n is {request.params.n}; allowed here: 1. `submit_choices` takes requests for several answers",
+                field="n",
+            )
+        self.check(request)
+        sequence.limit = min(sequence.limit, self._longest(request))
+        if not request.params.ignore_eos:
             sequence.stop_ids |= self.info.eos_token_ids
         self._roster.prefixes.extend_keys(sequence)
         sequence.is_prepared = True
 
-    def add(self, sequence: Sequence) -> None:
-        """Takes a new request in, or raises InvalidRequestError or QueueFullError and changes nothing."""
-        if not sequence.is_prepared:
-            self.prepare(sequence)
-        if sequence.request_id in self.sequences:
-            raise InvalidRequestError(f"request_id {sequence.request_id} is in use", field="request_id")
-        self.queue.check_room(sequence.prompt_length)
-        request, now = sequence.request, self._clock()
-        sequence.order = self._next_order
-        self._next_order += 1
-        sequence.arrival = sequence.since = now
-        if request.deadline is not None:
-            sequence.deadline_at = now + request.deadline
-            heapq.heappush(self._deadlines, (sequence.deadline_at, sequence.order, sequence))
-        self.sequences[sequence.request_id] = sequence
-        self.queue.push(sequence)
-        self.stats.prompt_tokens += sequence.prompt_length
+    def _longest(self, request: InferenceRequest) -> int:
+        """Tokens that the request's sequence may grow to."""
+        wanted = request.max_sequence_length
+        return self.max_sequence_length if wanted is None else min(self.max_sequence_length, wanted)
+
+    def add(self, *sequences: Sequence) -> None:
+        """Takes new requests in, all of them, or raises InvalidRequestError or QueueFullError and changes nothing."""
+        for sequence in sequences:
+            if not sequence.is_prepared:
+                self.prepare(sequence)
+            if sequence.request_id in self.sequences:
+                raise InvalidRequestError(f"request_id {sequence.request_id} is in use", field="request_id")
+        self.queue.check_room(sum(s.prompt_length for s in sequences), len(sequences))
+        now = self._clock()
+        for sequence in sequences:
+            sequence.order = self._next_order
+            self._next_order += 1
+            sequence.arrival = sequence.since = now
+            if sequence.request.deadline is not None:
+                sequence.deadline_at = now + sequence.request.deadline
+                heapq.heappush(self._deadlines, (sequence.deadline_at, sequence.order, sequence))
+            self.sequences[sequence.request_id] = sequence
+            self.queue.push(sequence)
+            self.stats.prompt_tokens += sequence.prompt_length
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
         """Ends a request in whatever state it is. False: it is over already, or never was."""

@@ -89,6 +89,7 @@ class Simulation:
             faults=self.faults if any(scenario.fault_rates) else None,
             recompute_seconds_per_token=scenario.recompute_seconds_per_token,
             swap_seconds_per_block=scenario.swap_seconds_per_block,
+            eager_blocks=scenario.eager_blocks,
         )
         config = scenario.engine
         if log_path is not None:

@@ -40,6 +40,7 @@ class Scenario:
     eos_token_ids: frozenset[int]
     recompute_seconds_per_token: float
     swap_seconds_per_block: float
+    eager_blocks: int | None
     fault_rates: tuple[float, float, float, float]
     """Per submit, per step, per request and step, per swap."""
     max_step_seconds: float
@@ -73,6 +74,7 @@ def draw(seed: int) -> Scenario:
         eos_token_ids=frozenset(rng.sample(range(vocabulary_size), 2)) if rng.random() < 0.5 else frozenset(),
         recompute_seconds_per_token=rng.choice((1e-5, 1e-4, 1e-3)),
         swap_seconds_per_block=1e-4,
+        eager_blocks=later.choice((None, 0, num_blocks // 4)),
         fault_rates=_draw_fault_rates(rng),
         max_step_seconds=rng.choice((0.01, 0.1)),
         arrivals=_draw_later(

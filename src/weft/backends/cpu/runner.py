@@ -22,15 +22,16 @@ from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.loading.checkpoint import Checkpoint
 from weft.models.decoder import Decoder
-from weft.models.registry import build_decoder
+from weft.models.registry import build_config, build_decoder
 from weft.ops.reference import ReferenceOps
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import RequestId, TokenLogprobs
 
 # What the cache takes without a wish: a number, not a share of the machine, so that a model behaves alike everywhere.
 # Memory is touched when a block is first used, and blocks used once are used again first: what is resident follows the
-# load.
+# load, but for this much that cached content may always have.
 _DEFAULT_CACHE_BYTES = 2 << 30
+_EAGER_CACHE_BYTES = 256 << 20
 
 _SCORED_AT_ONCE = 64
 
@@ -57,10 +58,8 @@ class CpuBackend:
             self._cache = self._decoder.new_cache(num_blocks, pool.block_size)
             self._swaps = SwapSpace(self._cache, swap_blocks)
             self._rows = Rows(num_rows, max_context, pool.block_size)
-        except (
-            MemoryError,
-            ValueError,
-        ) as error:  # numpy's word for more than an address space holds is ValueError
+        # numpy's word for more than an address space holds is ValueError
+        except (MemoryError, ValueError) as error:
             raise InvalidRequestError(
                 f"num_blocks {num_blocks} and swap_blocks {swap_blocks} of {block_bytes} bytes do not fit into "
                 f"memory ({_available_memory() >> 20} MiB available); ask for fewer",
@@ -77,6 +76,7 @@ class CpuBackend:
             recompute_seconds_per_token=2 * config.multiplications_per_token / _OPERATIONS_PER_SECOND,
             swap_seconds_per_block=block_bytes / _COPIED_BYTES_PER_SECOND,
             weight_bytes=self._decoder.weight_bytes,
+            eager_blocks=min(num_blocks, _EAGER_CACHE_BYTES // block_bytes),
         )
 
     def submit(self, plan: IterationPlan) -> Future[StepResult]:
@@ -137,12 +137,23 @@ def open_cpu_backend(
     checkpoint: Checkpoint, dtype: np.dtype | type = np.float32, max_context: int | None = None
 ) -> CpuBackend:
     """The backend for a model; errors name its path. `max_context` shortens the model's own context."""
-    ops = ReferenceOps(dtype)
+    layout, metadata, tensors = checkpoint.layout, checkpoint.metadata, checkpoint.tensors
     try:
-        decoder = build_decoder(checkpoint.layout, checkpoint.metadata, checkpoint.tensors, ops, max_context)
+        own_context = build_config(layout, metadata, tensors).max_context
+        if max_context is not None:
+            _check_context(max_context, own_context)
+        decoder = build_decoder(layout, metadata, tensors, ReferenceOps(dtype), max_context)
     except ModelFileError as error:
         raise ModelFileError(f"{checkpoint.path}: {error}") from error
     return CpuBackend(decoder, checkpoint.end_ids)
+
+
+def _check_context(wanted: int, own: int) -> None:
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or not 2 <= wanted <= own:
+        raise InvalidRequestError(
+            f"max_context is {wanted!r}; allowed: a whole number from 2 to {own}, the model's own context",
+            field="max_context",
+        )
 
 
 def _choose_blocks(pool: KvCachePoolConfig, block_bytes: int, max_context: int) -> int:
