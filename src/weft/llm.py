@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -102,6 +103,8 @@ class LLM:
             registry.build(backend, checkpoint=checkpoint, max_context=max_context), engine_config
         )
         self.engine.start()
+        # Who forgets to close gets memory and threads back all the same.
+        weakref.finalize(self, self.engine.stop)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -235,7 +238,7 @@ class LLM:
         else:
             tokens = job.prompt  # type: ignore[assignment]
         params = job.params or self.default_params(chat=job.messages is not None)
-        request = InferenceRequest(tuple(tokens), params, session_id=job.session_id)
+        request = InferenceRequest(tokens, params, session_id=job.session_id)  # type: ignore[arg-type]
         self.engine.check(request)
         return request
 
@@ -269,7 +272,11 @@ class LLM:
         try:
             while (ended := feeder.ended.get()) is not None:
                 key, outcome = ended
-                yield key, outcome if isinstance(outcome, WeftError) else outcome.result()
+                try:
+                    result = outcome if isinstance(outcome, WeftError) else outcome.result()
+                except WeftError as error:
+                    result = error
+                yield key, result
                 feeder.room.release()
         finally:
             feeder.stop()
@@ -448,6 +455,8 @@ class _Answer:
         if not self._stop.is_stopped:
             if output.token_id is not None:
                 self._token_count += 1
+            # The token that ends an answer is no part of its text, whatever kind of token its vocabulary calls it.
+            if output.token_id is not None and output.finish_reason is not FinishReason.END_OF_SEQUENCE:
                 self._add(self._until_stop(self._detokenizer.add(output.token_id)))
             if self._stop.is_stopped:
                 self._is_finished_here = self._engine.finish(output.request_id, self._token_count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import subprocess
 import sys
@@ -13,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weft.errors import InvalidRequestError, WeftError
+from weft.errors import EngineStoppedError, InvalidRequestError, WeftError
 from weft.llm import LLM, Job
-from weft.request import GenerationResult, RequestState, SamplingParams
+from weft.request import GenerationResult, InferenceRequest, RequestState, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 CAPITAL = "The capital of France is"
@@ -74,15 +75,46 @@ def test_a_bad_job_is_answered_with_its_error_and_the_others_with_their_results(
         Job(messages=[], params=GREEDY, key="silent"),
         Job(messages=QUESTION, params=GREEDY, key="chat"),
         Job(CAPITAL, params=SamplingParams(logit_bias={10**6: 1.0}), key="bias"),
+        Job(7, params=GREEDY, key="number"),  # type: ignore[arg-type]
     ]
     outcomes = {job.key: result for job, result in llm.run(jobs)}
     assert isinstance(outcomes["long"], InvalidRequestError)
     assert outcomes["long"].code == "context_length_exceeded"
-    for key in ("empty", "silent", "bias"):
+    for key in ("empty", "silent", "bias", "number"):
         assert isinstance(outcomes[key], WeftError), key
     for key in ("good", "chat"):
         result = outcomes[key]
         assert isinstance(result, GenerationResult) and result.state is RequestState.COMPLETED
+
+
+def test_something_that_is_no_job_is_answered_with_an_error(llm: LLM) -> None:
+    outcomes = [result for _, result in llm.run([None, Job(CAPITAL, params=GREEDY)])]  # type: ignore[list-item]
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == [
+        "GenerationResult",
+        "InvalidRequestError",
+    ]
+
+
+def test_the_token_that_ends_an_answer_is_no_part_of_its_text(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the vocabulary calls it plain text, as some files do."""
+    monkeypatch.setattr(llm.tokenizer, "control_ids", frozenset())
+    end = min(llm.engine.scheduler.info.eos_token_ids)
+    result = llm.generate(CAPITAL, SamplingParams(max_tokens=5, temperature=0.0, logit_bias={end: 100.0}))[0]
+    assert (result.tokens, result.text) == ((end,), "")
+
+
+def test_a_model_nobody_refers_to_any_more_is_stopped() -> None:
+    forgotten = LLM(num_blocks=64, max_running=2)
+    forgotten.generate(CAPITAL, GREEDY)
+    engine, name = forgotten.engine, "weft-engine"
+    running = [thread for thread in threading.enumerate() if thread.name == name]
+    del forgotten
+    gc.collect()
+    with pytest.raises(EngineStoppedError):
+        engine.submit(InferenceRequest((1,)))
+    assert len([thread for thread in threading.enumerate() if thread.name == name]) < len(running)
 
 
 def test_jobs_are_taken_only_as_fast_as_they_are_done(llm: LLM) -> None:
@@ -180,6 +212,16 @@ def test_a_shorter_context_is_one_that_requests_are_held_to() -> None:
         assert result.prompt_token_count + len(result.tokens) == 64
         with pytest.raises(InvalidRequestError, match="allowed: at most 63"):
             short.generate("word " * 100, GREEDY)
+
+
+def test_memory_of_the_cache_follows_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request at a time never takes more than twice what one needs, however many different ones there were."""
+    monkeypatch.setattr("weft.backends.cpu.runner._EAGER_CACHE_BYTES", 0)
+    with LLM(max_context=256, max_running=4) as small:
+        pool = small.engine.scheduler.kv_cache.pool
+        for number in range(12):
+            small.generate(f"{number} times the same words, " + "word " * 40, SamplingParams(max_tokens=2))
+        assert pool.num_blocks > 1000 and pool.num_touched <= 2 * 4
 
 
 @pytest.mark.parametrize("wanted", [1, 0, -5, 8193, "64", 64.0, True])
