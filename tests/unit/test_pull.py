@@ -347,8 +347,8 @@ def test_a_path_is_a_path(tmp_path: Path) -> None:
         pull(str(tmp_path / "nothing.gguf"))
     with pytest.raises(ModelFileError, match="did you mean the model hf:owner/name of the hub"):
         pull("owner/name")
-    with pytest.raises(ModelFileError, match="~nobody-here/m.gguf: does not exist"):
-        pull("~nobody-here/m.gguf")
+    with pytest.raises(ModelFileError, match="~nobody-here/m: does not exist"):
+        pull("~nobody-here/m")
 
 
 def test_a_home_that_cannot_be_written_names_the_variable(
