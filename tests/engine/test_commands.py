@@ -241,6 +241,8 @@ def test_prompts_are_written_as_lines_where_an_output_is_named(weft: Any, tmp_pa
     out = tmp_path / "out.jsonl"
     assert weft("generate", PARIS, "Two", "-o", str(out), "-n", "1", *GREEDY)[:2] == (0, "")
     assert {answer["index"] for answer in json_lines(out.read_text())} == {0, 1}
+    assert weft("generate", PARIS, "-o", str(out), "--overwrite", "-n", "1", *GREEDY)[0] == 0
+    assert [answer["text"] for answer in json_lines(out.read_text())] == [" Paris"]
     assert json_lines(weft("generate", PARIS, "-o", "-", "-n", "1", *GREEDY)[1])[0]["text"] == " Paris"
 
 

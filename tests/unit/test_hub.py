@@ -24,7 +24,11 @@ from weft.loading.cache import PullProgress, models_directory
 from weft.loading.hub import HubModel, parse_hub_name
 from weft.loading.pull import kept_models, pull, remove
 
-WEIGHTS = bytes(range(256)) * 20_000
+DATA = bytes(range(256)) * 20_000
+HEADER = json.dumps(
+    {"w": {"dtype": "F32", "shape": [len(DATA) // 4], "data_offsets": [0, len(DATA)]}}
+).encode()
+WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + DATA
 FILES = {
     "config.json": b'{"model_type": "llama"}',
     "tokenizer.json": b"{}",
