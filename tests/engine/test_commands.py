@@ -20,6 +20,7 @@ from weft.cli.batch import Batch, Output
 from weft.cli.lines import Wishes
 from weft.cli.main import main
 from weft.llm import LLM
+from weft.loading.wheel import DEFAULT_MODEL
 
 GREEDY = ("--temperature", "0")
 PARIS = "The capital of France is"
@@ -67,6 +68,7 @@ def test_one_prompt_is_continued_as_it_is_for_use_in_a_pipe(weft: Any) -> None:
 def test_prompts_come_from_arguments_standard_input_and_files(weft: Any, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("Water boils at")
+    assert weft("generate", "-n", "2", *GREEDY, stdin=f"{PARIS}\n") == (0, " Paris.\n", "")
     code, out, _ = weft("generate", "-", "One, two,", "-f", str(file), "-n", "2", *GREEDY, stdin=PARIS)
     texts = out.split("\n\n")
     assert code == 0
@@ -75,7 +77,9 @@ def test_prompts_come_from_arguments_standard_input_and_files(weft: Any, tmp_pat
 
 
 def test_a_prompt_with_chat_is_a_message_and_may_have_several_answers(weft: Any, llm: LLM) -> None:
-    code, out, _ = weft("generate", "--chat", "Say hello.", "-n", "4", "--seed", "1", "--n", "2", "-t", "1")
+    code, out, _ = weft(
+        "generate", "--chat", "Say hello.", "-n", "4", "--seed", "1", "--answers", "2", "-t", "1"
+    )
     expected = llm.chat(
         [{"role": "user", "content": "Say hello."}],
         llm.default_params(max_tokens=4, seed=1, n=2, temperature=1),
@@ -90,12 +94,16 @@ def test_a_stop_string_ends_the_text(weft: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "no prompt is given"),
+        ((), "standard input is empty"),
         (("x", "--input", "-"), "--input brings its own prompts"),
         (("x", "--system", "be brief"), "--system needs --chat"),
         (("-f", "/nowhere/x"), "/nowhere/x: cannot be read: No such file"),
         (("-i", "/nowhere/x"), "/nowhere/x: cannot be read: No such file"),
         (("x", "-o", "/nowhere/x"), "/nowhere/x: cannot be written: No such file"),
+        (("x", "-o", "/"), "/: cannot be written: Is a directory"),
+        (("x", "--resume"), "--resume needs --output with a file"),
+        (("x", "--overwrite", "-o", "-"), "--overwrite needs --output with a file"),
+        (("x", "--overwrite", "--resume", "-o", "x"), "--overwrite and --resume exclude each other"),
     ],
 )
 def test_a_mistake_in_the_call_is_told_with_exit_code_2(
@@ -160,7 +168,7 @@ def test_requests_of_the_openai_batch_format_get_its_answers(weft: Any) -> None:
     assert answers["bad"]["response"]["status_code"] == 400
     body = answers["chat"]["response"]["body"]
     assert answers["chat"]["error"] is None and answers["chat"]["response"]["status_code"] == 200
-    assert body["object"] == "chat.completion" and body["model"] == "default"
+    assert body["object"] == "chat.completion" and body["model"] == DEFAULT_MODEL.file.name
     assert body["choices"][0]["message"]["role"] == "assistant" and body["usage"]["completion_tokens"] == 2
     body = answers["text"]["response"]["body"]
     assert body["object"] == "text_completion" and body["choices"][0]["text"] == " Paris."
@@ -186,10 +194,55 @@ def test_a_run_that_was_cut_short_is_taken_up_again(weft: Any, tmp_path: Path) -
     }
 
 
+def test_an_id_and_the_index_of_another_line_are_two_things(weft: Any, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"id": 1, "prompt": "a"}\n{"prompt": "b"}\n')
+    out.write_text('{"index": 0, "id": 1, "text": "x"}\n')
+    code, _, err = weft("generate", "-i", str(source), "-o", str(out), "--resume", "-n", "1")
+    assert code == 0 and "1 done, 0 failed" in err and "1 were answered before" in err
+    assert [answer["index"] for answer in json_lines(out.read_text())] == [0, 1]
+
+
+def test_a_second_line_with_the_same_id_is_refused_also_when_the_first_was_answered_before(
+    weft: Any, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"id": "a", "prompt": "one"}\n\n{"id": "a", "prompt": "two"}\n')
+    for resume in ((), ("--resume",)):
+        code, _, err = weft("generate", "-i", str(source), "-o", str(out), "-n", "1", *resume)
+        assert code == 1 and "1 failed" in err
+        good, bad = sorted(json_lines(out.read_text()), key=lambda answer: "error" in answer)
+        assert "text" in good and bad["index"] == 2 and bad["error"]["code"] == "duplicate_id"
+        assert bad["error"]["message"] == "the id 'a' is already that of line 1; give line 3 its own"
+
+
+def test_an_output_survives_a_model_that_does_not_load(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("old\n")
+    arguments = ["weft", "generate", "x", "-o", str(out), "--overwrite", "-m", "/nowhere/m.gguf"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert out.read_text() == "old\n" and "/nowhere/m.gguf: does not exist" in capsys.readouterr().err
+
+
+def test_the_input_is_not_the_output(weft: Any, tmp_path: Path) -> None:
+    source, link = tmp_path / "in.jsonl", tmp_path / "link.jsonl"
+    source.write_text('"a"\n')
+    link.symlink_to(source)
+    for flag in ("--overwrite", "--resume"):
+        code, _, err = weft("generate", "-i", str(source), "-o", str(link), flag)
+        assert code == 2 and "is the input too" in err and source.read_text() == '"a"\n'
+
+
 def test_prompts_are_written_as_lines_where_an_output_is_named(weft: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert weft("generate", PARIS, "Two", "-o", str(out), "-n", "1", *GREEDY)[:2] == (0, "")
     assert {answer["index"] for answer in json_lines(out.read_text())} == {0, 1}
+    assert weft("generate", PARIS, "-o", str(out), "--overwrite", "-n", "1", *GREEDY)[0] == 0
+    assert [answer["text"] for answer in json_lines(out.read_text())] == [" Paris"]
     assert json_lines(weft("generate", PARIS, "-o", "-", "-n", "1", *GREEDY)[1])[0]["text"] == " Paris"
 
 

@@ -7,39 +7,52 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from weft.cli import lines as lines_module
-from weft.cli.answers import error_answer
+from weft.cli.answers import answer, error_answer
 from weft.cli.batch import Output, open_output
 from weft.cli.lines import Line, Wishes, make_job, read_line, read_lines
 from weft.errors import InvalidRequestError, WeftError
 from weft.llm import Job
-from weft.request import SamplingParams
+from weft.request import (
+    FinishReason,
+    GenerationResult,
+    RequestId,
+    RequestState,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 USER = [{"role": "user", "content": "hi"}]
 
 
-def default_params(*, chat: bool = False, **overrides: Any) -> SamplingParams:
-    """A model whose makers suggest a temperature."""
-    return SamplingParams(**{"max_tokens": None if chat else 16, "temperature": 0.5, **overrides})
+class Model:
+    """As much of an LLM as a line needs."""
+
+    def __init__(self, **suggestions: float) -> None:
+        self.suggestions = suggestions
+
+    def default_params(self, *, chat: bool = False, **overrides: Any) -> SamplingParams:
+        return SamplingParams(**{"max_tokens": None if chat else 16, **self.suggestions, **overrides})
 
 
-def job_of(content: object, wishes: Wishes | None = None) -> Job:
+def job_of(content: object, wishes: Wishes | None = None, model: Model | None = None) -> Job:
     line, read = read_line(json.dumps(content).encode(), 0, "plain")
     if isinstance(read, InvalidRequestError):
         raise read
-    return make_job(line, read, wishes or Wishes(), default_params)
+    return make_job(line, read, wishes or Wishes(), model or Model(temperature=0.5))  # type: ignore[arg-type]
 
 
 def request(body: dict[str, object], url: str = "/v1/chat/completions") -> dict[str, object]:
     return {"custom_id": "a", "method": "POST", "url": url, "body": body}
 
 
-def params_of(content: object, wishes: Wishes | None = None) -> SamplingParams:
-    params = job_of(content, wishes).params
+def params_of(content: object, wishes: Wishes | None = None, model: Model | None = None) -> SamplingParams:
+    params = job_of(content, wishes, model).params
     assert params is not None
     return params
 
@@ -65,6 +78,14 @@ def test_what_is_not_said_comes_from_the_command_line_then_from_the_model() -> N
     assert params_of(request({"messages": USER})).max_tokens is None
     assert params_of(request({"prompt": "x"}, "/v1/completions")).max_tokens == 16
     assert params_of(request({"prompt": "x"}, "/v1/completions"), Wishes({"max_tokens": 5})).max_tokens == 5
+
+
+def test_without_a_suggestion_the_forms_of_the_api_have_its_temperature_and_a_plain_line_none() -> None:
+    model = Model()
+    assert params_of("x", model=model).temperature == 0
+    assert params_of({"messages": USER}, model=model).temperature == 0
+    assert params_of(request({"messages": USER}), model=model).temperature == 1
+    assert params_of("x", Wishes({"temperature": 0.3}), model).temperature == 0.3
 
 
 def test_null_stands_for_the_default() -> None:
@@ -135,6 +156,15 @@ def test_a_bad_line_is_refused_by_what_is_wrong_in_it(content: object, message: 
         job_of(content)
 
 
+def test_the_fields_that_are_named_as_allowed_are_allowed() -> None:
+    with pytest.raises(InvalidRequestError, match="id is not a field of a request; allowed: ") as caught:
+        job_of(request({"messages": USER, "id": "a"}))
+    named = str(caught.value).split("allowed: ")[1].split(", ")
+    assert "id" not in named and {"model", "max_completion_tokens", "stream", "top_logprobs"} <= set(named)
+    with pytest.raises(InvalidRequestError, match=r"allowed: .*, id, "):
+        job_of({"prompt": "x", "temprature": 1})
+
+
 @pytest.mark.parametrize(
     "raw", [b"{", b"\xff", b'"\\ud800"', b'{"prompt": "x", "temperature": NaN}', b"[" * 100_000]
 )
@@ -165,6 +195,30 @@ def test_an_error_is_told_in_the_form_of_the_request() -> None:
     assert nobody["response"] is None and nobody["error"]["message"] == "line 5: too hot"
 
 
+def test_the_token_that_was_chosen_is_among_the_top_logprobs_of_a_completion() -> None:
+    result = GenerationResult(
+        request_id=RequestId(0),
+        tokens=(2,),
+        text="c",
+        state=RequestState.COMPLETED,
+        finish_reason=FinishReason.LENGTH,
+        error=None,
+        waiting_time=0.0,
+        prefill_time=0.0,
+        decode_time=0.0,
+        time_to_first_token=None,
+        decode_steps=1,
+        prompt_token_count=1,
+        cached_token_count=0,
+        preemptions=0,
+        logprobs=(TokenLogprobs(-3.0, ((0, -0.1), (1, -2.5))),),
+    )
+    tokenizer: Any = SimpleNamespace(token_bytes=lambda token: b"abc"[token : token + 1])
+    answered = answer(Line(0, "completion", "x"), result, tokenizer, "model")
+    (choice,) = answered["response"]["body"]["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"a": -0.1, "b": -2.5, "c": -3.0}]
+
+
 def test_a_line_without_end_is_skipped_and_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 10)
     first, second, third = read_lines(io.BytesIO(b"a" * 10_000 + b"\n" + b"short\n" + b"last"))
@@ -185,8 +239,13 @@ def test_an_output_that_exists_is_kept_unless_the_caller_says_what_to_do(tmp_pat
         pass
     assert path.read_text() == "old\n"
     with open_output(path, True, False) as output:
+        assert path.read_text() == "old\n", "until the model is loaded something can go wrong"
+        output.begin()
         output.write({"a": "é"})
     assert path.read_text() == '{"a": "é"}\n'
+    path.write_text("")
+    with open_output(path, False, False):
+        pass  # nothing can be lost of an empty file, such as the one of a run that ended early
 
 
 def test_resuming_keeps_whole_answers_and_drops_errors_and_what_was_cut(tmp_path: Path) -> None:
@@ -200,17 +259,49 @@ def test_resuming_keeps_whole_answers_and_drops_errors_and_what_was_cut(tmp_path
         {"index": 3, "error": {"message": "no"}},
         {"id": "batch_req_4", "custom_id": "four", "response": {"status_code": 500}, "error": None},
         {"id": "batch_req_5", "custom_id": None, "response": None, "error": {"message": "no"}},
-        "something else",
     ]
     path.write_text(
         "".join(json.dumps(one) + "\n" for one in [*kept, *dropped]) + '{"index": 9, "text": "x"}'
     )
     with open_output(path, False, True) as output:
-        assert output.done == {0, "one", "two"}
+        assert output.done == {("index", 0), ("id", "one"), ("id", "two")}
         output.write({"index": 6, "text": "y"})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [*kept, {"index": 6, "text": "y"}]
     with open_output(tmp_path / "new.jsonl", False, True) as output:
         assert output.done == frozenset()
+
+
+@pytest.mark.parametrize("foreign", ["notes", '"text"', '{"id": 1}', '{"custom_id": "a", "body": {}}'])
+def test_a_file_that_is_no_output_is_not_resumed(tmp_path: Path, foreign: str) -> None:
+    path = tmp_path / "notes.txt"
+    content = f'{{"index": 0, "text": "x"}}\n{foreign}\n'
+    path.write_text(content)
+    with (
+        pytest.raises(InvalidRequestError, match="line 2 is not one that weft wrote"),
+        open_output(path, False, True),
+    ):
+        pass
+    assert path.read_text() == content and [one.name for one in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_an_output_that_is_resumed_keeps_its_mode_and_the_link_to_it(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
+    real.write_text('{"index": 0, "text": "x"}\n{"cut')
+    real.chmod(0o600)
+    link.symlink_to(real)
+    with open_output(link, False, True) as output:
+        output.write({"index": 1, "text": "y"})
+    assert link.is_symlink() and real.stat().st_mode & 0o777 == 0o600
+    assert [json.loads(line)["index"] for line in real.read_text().splitlines()] == [0, 1]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_disk_that_is_full_is_told_with_the_way_to_go_on() -> None:
+    with (
+        pytest.raises(WeftError, match=r"/dev/full: cannot be written: No space .* --resume goes on"),
+        open_output(Path("/dev/full"), False, False) as output,
+    ):
+        output.write({"index": 0})
 
 
 def test_ctrl_c_waits_for_the_line_that_is_being_written(tmp_path: Path) -> None:

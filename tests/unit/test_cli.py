@@ -20,10 +20,10 @@ from weft.cli.main import main
 from weft.cli.terminal import one_line, printable
 from weft.errors import InvalidRequestError, WeftError
 from weft.llm import Job, MemoryUse
-from weft.request import FinishReason, GenerationResult, RequestId, RequestState, SamplingParams
+from weft.request import MAX_SEED, FinishReason, GenerationResult, RequestId, RequestState, SamplingParams
 
 OPTIONS: dict[str, Any] = {
-    **{"model": "default", "context": None, "verbose": False},
+    **{"model": "default", "context": None},
     **{"max_tokens": 4, "temperature": 0.0, "seed": 0},
 }
 DONE = GenerationResult(
@@ -61,7 +61,9 @@ class FakeLLM:
         self.asked: list[Sequence[Mapping[str, str]]] = []
         self.sessions: list[str | None] = []
         self.params: list[SamplingParams | None] = []
-        self.text = SimpleNamespace(require_chat_template=lambda: None, tokenizer=None)
+        self.text = SimpleNamespace(
+            require_chat_template=lambda: None, tokenizer=None, chat_template=object()
+        )
 
     def __enter__(self) -> FakeLLM:
         return self
@@ -115,6 +117,8 @@ class FakeLLM:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], FakeLLM]:
     """Puts a FakeLLM in the place of the model for both commands."""
+    # Only a terminal is told what memory a model takes.
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
 
     def arrange(answer: Answer) -> FakeLLM:
         llm = FakeLLM(answer)
@@ -131,6 +135,17 @@ def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
 
     return arrange
+
+
+class Terminal(io.TextIOWrapper):
+    """A stream that says it is one."""
+
+    def __init__(self) -> None:
+        self.content = io.BytesIO()
+        super().__init__(self.content, "utf-8")
+
+    def isatty(self) -> bool:
+        return True
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -160,9 +175,64 @@ def test_generate_reads_standard_input_once(
     stdin(b"text")
     assert run_main(monkeypatch, "generate", "-", "x", "-") == 2
     assert "'-' is given 2 times; allowed: once" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "stdin", None)
-    assert run_main(monkeypatch, "generate", "-") == 2
-    assert "standard input is closed" in capsys.readouterr().err
+    for arguments in (("-",), ()):
+        monkeypatch.setattr(sys, "stdin", None)  # `<&-`
+        assert run_main(monkeypatch, "generate", *arguments) == 2
+        assert "standard input is empty" in capsys.readouterr().err
+
+
+def test_generate_asks_for_a_prompt_where_a_person_could_only_wait(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert run_main(monkeypatch, "generate") == 2
+    assert "no prompt is given" in capsys.readouterr().err
+
+
+def test_a_person_sees_which_answer_is_whose(
+    serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = dataclasses.replace(DONE, siblings=(dataclasses.replace(DONE, text=" else"),))
+    serve(lambda prompt: two if prompt == "b" else DONE)
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert run_main(monkeypatch, "generate", "a", "b") == 0
+    assert screen.content.getvalue().decode().splitlines() == [
+        *("--- prompt 1 of 2, answer 1 of 1", "a text", ""),
+        *("--- prompt 2 of 2, answer 1 of 2", "b text", ""),
+        *("--- prompt 2 of 2, answer 2 of 2", "b else", ""),
+    ]
+
+
+def test_generate_with_chat_says_what_to_do_with_a_model_that_was_not_made_for_it(
+    serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve(lambda prompt: "never").text.chat_template = None
+    assert run_main(monkeypatch, "generate", "--chat", "x") == 2
+    assert capsys.readouterr() == ("", "weft: the model has no chat template; leave --chat out\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_behind_standard_output_is_an_error_of_one_line(
+    serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve(lambda prompt: "yes")
+    full = Path("/dev/full").open("w")  # noqa: SIM115  # closing it would fail
+    monkeypatch.setattr(sys, "stdout", full)
+    assert run_main(monkeypatch, "generate", "x") == 1
+    assert capsys.readouterr().err == "weft: [Errno 28] No space left on device\n"
+    with pytest.raises(OSError, match="No space"):
+        full.close()
+
+
+def test_an_answer_is_printed_also_where_a_letter_of_it_cannot_be(
+    serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(lambda prompt: "café")
+    content = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, "ascii"))
+    assert run_main(monkeypatch, "generate", "x") == 0
+    assert content.getvalue() == b"caf?\n"
 
 
 def test_generate_prints_all_that_is_complete_before_it_says_what_failed(
@@ -223,6 +293,15 @@ def test_chat_needs_a_chat_template_before_the_first_prompt(
     assert llm.asked == [] and sys.stdin.read() == "hello\n"
 
 
+def test_chat_without_a_standard_input_is_over_at_once(
+    serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = serve(lambda prompt: "never")
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run_main(monkeypatch, "chat") == 0
+    assert llm.asked == []
+
+
 def test_chat_advises_to_clear_only_where_that_helps(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,10 +359,11 @@ def test_two_slashes_send_one(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     llm = serve(lambda prompt: "yes")
-    stdin(b"//etc/hosts\n  //x\n/etc\n")
+    stdin(b'//etc/hosts\n  //x\n/etc\n"""/etc\n/exit"""\n"""//x"""\n/quit\nnever\n')
     chat_command(**OPTIONS, system=None)
-    assert [messages[-1]["content"] for messages in llm.asked] == ["/etc/hosts", "  /x"]
-    assert "no command '/etc'" in capsys.readouterr().err
+    said = [messages[-1]["content"] for messages in llm.asked]
+    assert said == ["/etc/hosts", "  /x", "/etc\n/exit", "//x"], "quotes keep what is between them"
+    assert capsys.readouterr().err.count("no command '/etc'") == 1
 
 
 def test_the_name_of_a_file_is_no_markup(
@@ -313,11 +393,24 @@ def test_an_answer_is_given_once_more_with_another_seed(
     answers = iter(["first", "second", "third"])
     llm = serve(lambda prompt: next(answers))
     stdin(b"/regenerate\none\n/regenerate\ntwo\n")
-    chat_command(**OPTIONS, system=None)
-    assert "There is no answer yet." in capsys.readouterr().err
+    chat_command(**{**OPTIONS, "temperature": 0.9}, system=None)
+    err = capsys.readouterr().err
+    assert "There is no answer yet." in err and "At temperature 0" not in err
     assert [params.seed for params in llm.params if params] == [0, 1, 0]
+    assert [params.temperature for params in llm.params if params] == [0.9, 0.9, 0.9]
     assert llm.asked[1] == llm.asked[0]
     assert llm.asked[2][1] == {"role": "assistant", "content": "second"}
+
+
+def test_a_second_answer_to_a_likeliest_one_is_sampled_and_says_so(
+    serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = serve(lambda prompt: "yes")
+    stdin(b"one\n/regenerate\n/regenerate\ntwo\n")
+    chat_command(**{**OPTIONS, "seed": MAX_SEED}, system=None)
+    assert [params.temperature for params in llm.params if params] == [0, 0.7, 0.7, 0]
+    assert len({params.seed for params in llm.params[:3] if params}) == 3
+    assert capsys.readouterr().err.count("At temperature 0 the answer is always the same") == 2
 
 
 def test_a_failed_second_try_leaves_the_first_answer(
@@ -360,6 +453,53 @@ def test_a_stopped_answer_is_remembered_as_far_as_it_was_said(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_the_stats_are_those_of_the_last_answer_also_of_a_stopped_one(
+    serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stopped(FakeLLM):
+        def _stream(
+            self, result: GenerationResult, on_result: Callable[[GenerationResult], object]
+        ) -> Generator[str, None, None]:
+            try:
+                yield result.text
+                os.kill(os.getpid(), signal.SIGINT)
+            finally:
+                on_result(dataclasses.replace(result, state=RequestState.CANCELLED))
+
+    llm = serve(lambda prompt: dataclasses.replace(DONE, prompt_token_count=int(prompt)))
+    llm.__class__ = Stopped
+    stdin(b"/stats\n7\n/stats\n1234\n/stats\n/clear\n/stats\n")
+    chat_command(**OPTIONS, system=None)
+    told = [line for line in capsys.readouterr().err.splitlines() if "answer" in line]
+    assert [line.split(" tokens")[0] for line in told] == [
+        *("There is no answer yet.", "prompt 7", "prompt 1,234", "There is no answer yet.")
+    ]
+
+
+def test_a_person_is_told_once_how_to_leave_and_sees_that_a_message_is_begun(
+    serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = iter(["ctrl-c", "ctrl-c", '"""', "a", 'b"""', "ctrl-d"])
+    signs: list[str] = []
+
+    def type_line(sign: str) -> str:
+        signs.append(sign)
+        key = next(keys)
+        if key == "ctrl-c":
+            os.kill(os.getpid(), signal.SIGINT)
+        if key == "ctrl-d":
+            raise EOFError
+        return key
+
+    llm = serve(lambda prompt: "yes")
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("builtins.input", type_line)
+    chat_command(**OPTIONS, system=None)
+    assert signs == ["> ", "> ", "> ", ". ", ". ", "> "]
+    assert capsys.readouterr().err.count("Ctrl-D or /exit leaves.") == 1
+    assert llm.asked[0][-1]["content"] == "a\nb"
+
+
 def test_a_message_can_have_several_lines(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None]
 ) -> None:
@@ -377,30 +517,31 @@ def test_a_conversation_is_saved_to_a_new_file_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     serve(lambda prompt: "yes")
-    stdin(f"hé\n/save {tmp_path}/talk.jsonl\n/save {tmp_path}/talk.jsonl\n/save\n".encode())
+    paths = (f"{tmp_path}/talk.jsonl", f"{tmp_path}/talk.jsonl", "", "~nobody-here/x", "a\0b")
+    stdin("".join(["hé\n", *(f"/save {path}\n" for path in paths)]).encode())
     chat_command(**OPTIONS, system=None)
     lines = [json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
     assert lines == [{"role": "user", "content": "hé"}, {"role": "assistant", "content": "yes"}]
     err = capsys.readouterr().err
-    assert "2 messages are in" in err and "cannot be written" in err and "needs the path" in err
+    assert "2 messages are in" in err and "exists already and stays as it is; give another name" in err
+    assert "needs the path" in err and "~nobody-here/x: cannot be written" in err
+    assert "a\\x00b: cannot be written" in err
 
 
-def test_what_the_model_takes_is_told_to_who_asks(
+def test_a_person_is_told_what_memory_the_model_takes(
     serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(lambda prompt: "yes")
-    monkeypatch.setattr(sys, "argv", ["weft", "generate", "x", "--verbose"])
-    with pytest.raises(SystemExit):
-        main()
-    captured = capsys.readouterr()
-    assert captured.out == "yes\n"
-    told = [line.split() for line in captured.err.splitlines()]
-    assert told[0] == ["weights", "3", "MiB"] and told[2] == ["swap", "1", "MiB", "at", "most"]
-    assert " ".join(told[1]) == "KV cache 2 MiB at most: 4,096 tokens, 2,048 in one context"
-    monkeypatch.setattr(sys, "argv", ["weft", "generate", "x"])
-    with pytest.raises(SystemExit):
-        main()
-    assert capsys.readouterr().err == ""
+    assert run_main(monkeypatch, "generate", "x") == 0
+    assert capsys.readouterr() == ("yes\n", "")
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "dumb")  # no colours
+    assert run_main(monkeypatch, "generate", "x") == 0
+    screen.flush()
+    told = [" ".join(line.split()) for line in screen.content.getvalue().decode().splitlines()]
+    assert {"weights 3 MiB", "swap 1 MiB at most"} <= set(told)
+    assert "KV cache 2 MiB at most: 4,096 tokens, 2,048 in one context" in told
 
 
 # --- what both share --------------------------------------------------------------------------------------------
@@ -417,9 +558,61 @@ def test_text_of_every_script_reaches_the_terminal_as_it_is() -> None:
     assert printable(text) == text
 
 
+# --- pull -------------------------------------------------------------------------------------------------------
+
+
+def test_a_path_is_pulled_only_if_weft_can_run_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes, folder = tmp_path / "notes.gguf", tmp_path / "model"
+    notes.write_text("This is no model at all.")
+    assert run_main(monkeypatch, "pull", str(notes)) == 2
+    assert f"{notes}: magic: " in capsys.readouterr().err
+    folder.mkdir()
+    assert run_main(monkeypatch, "pull", str(folder)) == 2
+    assert f"{folder}: holds no model" in capsys.readouterr().err
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (folder / "config.json").write_text('{"architectures": ["NoSuchForCausalLM"]}')
+    assert run_main(monkeypatch, "pull", str(folder)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"{folder}: architectures: 'NoSuchForCausalLM' is not supported" in captured.err
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert run_main(monkeypatch, "pull", str(folder)) == 0
+    assert capsys.readouterr() == (f"{folder}\n", "")
+
+
+def test_the_list_of_models_says_what_is_wrong_with_a_link_to_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path))
+    link = tmp_path / "models" / "m.gguf"
+    link.parent.mkdir()
+    link.symlink_to("/nowhere/at/all")
+    assert run_main(monkeypatch, "models") == 0
+    assert "it is a link to /nowhere/at/all, which does not exist" in capsys.readouterr().out
+    assert run_main(monkeypatch, "remove", str(link)) == 0
+    assert not link.is_symlink() and "Deleted" in capsys.readouterr().err
+
+
+# --- help -------------------------------------------------------------------------------------------------------
+
+
+def test_help_is_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = ("pull", "models", "remove", "generate", "chat", "replay", "simulate-check", "bench")
+    for command in commands:
+        assert run_main(monkeypatch, command, "--help") == 0
+        out = capsys.readouterr().out
+        assert "<" not in out, "a type of Python is shown"
+    assert run_main(monkeypatch, "--help") == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {command} " in out for command in commands) and "..." not in out.split("Commands:")[1]
+
+
 def test_help_of_replay_claims_no_more_than_it_checks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_main(monkeypatch, "replay", "--help") == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "every plan is the same" in out and "token" not in out
+    assert "every plan has to be the same" in out and "token" not in out

@@ -24,7 +24,11 @@ from weft.loading.cache import PullProgress, models_directory
 from weft.loading.hub import HubModel, parse_hub_name
 from weft.loading.pull import kept_models, pull, remove
 
-WEIGHTS = bytes(range(256)) * 20_000
+DATA = bytes(range(256)) * 20_000
+HEADER = json.dumps(
+    {"w": {"dtype": "F32", "shape": [len(DATA) // 4], "data_offsets": [0, len(DATA)]}}
+).encode()
+WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + DATA
 FILES = {
     "config.json": b'{"model_type": "llama"}',
     "tokenizer.json": b"{}",
@@ -283,12 +287,29 @@ def test_a_gguf_file_is_chosen_by_itself_by_its_name_or_by_its_quantisation(hub:
     assert pull("hf:owner/name/sub/m-q8_0.gguf").read_bytes() == b"sub/m-q8_0.gguf" * 500
     assert pull("hf:owner/name:Q8_0").name == "m-q8_0.gguf"
     assert pull("hf:owner/name:Q4_K_M").name == "m.Q4_K_M.gguf"
-    with pytest.raises(ModelFileError, match=r"has 3 GGUF files; name one: hf:owner/name/m\.Q4_K_M\.gguf, "):
+    with pytest.raises(ModelFileError, match=r"has 3 GGUF models; name one: hf:owner/name/m\.Q4_K_M\.gguf, "):
         pull("hf:owner/name")
-    with pytest.raises(ModelFileError, match=r"none of its 3 GGUF files is Q4_K; name one"):
+    with pytest.raises(ModelFileError, match=r"has 3 GGUF models; none of them is Q4_K; name one"):
         pull("hf:owner/name:Q4_K")
     gguf_repository(hub, "only.gguf")
     assert pull("hf:owner/name").name == "only.gguf"
+
+
+def test_a_gguf_model_of_several_files_is_fetched_as_one(hub: Hub) -> None:
+    parts = [f"big/m-Q8_0-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    gguf_repository(hub, *parts)
+    first = models_directory() / "hub" / "owner--name" / ("a" * 40) / parts[0]
+    for name in ("hf:owner/name", "hf:owner/name:Q8_0", f"hf:owner/name/{parts[0]}"):
+        assert pull(name) == first
+        assert sorted(contents(first.parent)) == [Path(part).name for part in parts]
+    with pytest.raises(
+        ModelFileError, match=r"none of them is .*-00002-.*; name one: hf:.*-00001-of-00003\.gguf$"
+    ):
+        pull(f"hf:owner/name/{parts[1]}")
+    gguf_repository(hub, *parts, "small-Q4_0.gguf")
+    with pytest.raises(ModelFileError, match="has 2 GGUF models; name one"):
+        pull("hf:owner/name", verify=True)
+    assert pull("hf:owner/name:Q4_0").name == "small-Q4_0.gguf"
 
 
 @pytest.mark.parametrize(
@@ -296,7 +317,7 @@ def test_a_gguf_file_is_chosen_by_itself_by_its_name_or_by_its_quantisation(hub:
     [
         ({"config.json": b"{}", "pytorch_model.bin": b"x"}, "only as pytorch_model.bin, a pickle"),
         ({"README.md": b"x"}, "neither safetensors beside a config.json nor a GGUF file"),
-        ({"m-00001-of-00002.gguf": b"x"}, "one part of several"),
+        ({"m-00001-of-00002.gguf": b"x"}, "m-00002-of-00002.gguf is missing: .* 1 of the 2 files"),
         ({"../../escape.gguf": b"x"}, "neither safetensors"),
     ],
 )
@@ -324,7 +345,9 @@ def test_a_killed_pull_leaves_no_model_and_the_next_one_goes_on_where_it_stopped
             assert process.poll() is None
         process.send_signal(signal.SIGKILL)
     here = partial.stat().st_size
-    assert kept_models() == [] and not (folder / "model.safetensors").exists()
+    (begun,) = kept_models()
+    assert begun.name == "hf:owner/name" and begun.problem and "not all of it came" in begun.problem
+    assert begun.size > here and not (folder / "model.safetensors").exists()
     hub.hang_after = None
     hub.asked.clear()
     assert (pull("hf:owner/name") / "model.safetensors").read_bytes() == WEIGHTS
@@ -366,7 +389,7 @@ def test_another_content_than_the_hub_announced_is_refused_and_not_kept(
     hub.served[("a" * 40, name)] = wrong
     with pytest.raises(ModelFileError, match=name):
         pull("hf:owner/name")
-    assert kept_models() == []
+    assert all(kept.problem for kept in kept_models())
     hub.served.clear()
     assert (pull("hf:owner/name") / name).read_bytes() == right
 
@@ -476,13 +499,42 @@ def test_a_removed_model_leaves_nothing_behind(hub: Hub) -> None:
         remove("hf:owner/name")
 
 
+def test_what_was_begun_can_be_removed_by_its_name_and_by_no_other(hub: Hub) -> None:
+    partial = models_directory() / "hub" / "owner--name" / ("a" * 40) / ".partial-m.Q4_0.gguf"
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(b"begun")
+    with pytest.raises(ModelFileError, match="is not in the cache; what is there: hf:owner/name"):
+        remove("hf:owner/name:Q8_0")
+    assert partial.read_bytes() == b"begun"
+    assert remove("hf:owner/name") == 5
+    assert kept_models() == [] and not partial.exists()
+
+
+def test_a_model_is_not_removed_while_somebody_pulls_from_its_repository(hub: Hub) -> None:
+    gguf_repository(hub, "m.Q4_0.gguf", "m.Q8_0.gguf")
+    pull("hf:owner/name:Q8_0")
+    hub.hang_after = 1_000
+    waiting = threading.Event()
+    command = [sys.executable, "-m", "weft.cli.main", "pull", "hf:owner/name:Q4_0"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+        assert hub.hanging.wait(30)
+        partial = models_directory() / "hub" / "owner--name" / ("a" * 40) / ".partial-m.Q4_0.gguf"
+        removal = threading.Thread(target=remove, args=("hf:owner/name:Q8_0", lambda _: waiting.set()))
+        removal.start()
+        assert waiting.wait(30)
+        assert partial.exists() and [kept.name for kept in kept_models()] == ["hf:owner/name:Q8_0"]
+        process.send_signal(signal.SIGKILL)
+    removal.join()
+    assert "hf:owner/name:Q8_0" not in {kept.name for kept in kept_models()}
+
+
 def test_a_manifest_that_was_tampered_with_is_no_model(hub: Hub, tmp_path: Path) -> None:
     pull("hf:owner/name")
     (manifest,) = (models_directory() / "hub").glob("*.json")
     content = json.loads(manifest.read_text())
     content["files"][0]["name"] = "../../../../config.json"
-    manifest.write_text(json.dumps(content))
-    assert kept_models() == []
-    manifest.write_text("{")
-    assert kept_models() == []
+    for tampered in (json.dumps(content), "{"):
+        manifest.write_text(tampered)
+        assert [kept.problem for kept in kept_models()] == ["not all of it came; pull it again to go on"]
     assert (pull("hf:owner/name") / "config.json").read_bytes() == FILES["config.json"]

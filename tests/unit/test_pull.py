@@ -347,6 +347,8 @@ def test_a_path_is_a_path(tmp_path: Path) -> None:
         pull(str(tmp_path / "nothing.gguf"))
     with pytest.raises(ModelFileError, match="did you mean the model hf:owner/name of the hub"):
         pull("owner/name")
+    with pytest.raises(ModelFileError, match="~nobody-here/m: does not exist"):
+        pull("~nobody-here/m")
 
 
 def test_a_home_that_cannot_be_written_names_the_variable(
@@ -363,15 +365,31 @@ def test_the_cache_lists_what_it_holds_and_forgets_what_it_is_told_to(index: Pat
     models_directory().mkdir(parents=True)
     DEFAULT_MODEL.path.write_bytes(b"cut")
     (models_directory() / "mine.gguf").write_bytes(b"anything")
-    (models_directory() / f".partial-{WHEEL_NAME}").write_bytes(b"begun")
-    default, mine = kept_models()
+    (models_directory() / "nowhere.gguf").symlink_to("/nowhere/at/all")
+    DEFAULT_MODEL.partial_path.write_bytes(b"begun")
+    default, mine, nowhere = kept_models()
     assert default.name == "default" and default.problem == "3 bytes instead of 98362432"
     assert mine.name == str(models_directory() / "mine.gguf") and mine.problem is None
-    assert remove("default") == 3
-    with pytest.raises(ModelFileError, match="is not in the cache"):
+    assert [remove(kept.name) for kept in (default, mine, nowhere)] == [3, 8, 0]
+    assert files_kept() == [] and kept_models() == []
+    with pytest.raises(ModelFileError, match="is not in the cache; what is there: none"):
         remove("default")
+
+
+def test_a_default_model_that_was_begun_is_listed_and_can_be_removed(index: Path) -> None:
+    models_directory().mkdir(parents=True)
+    DEFAULT_MODEL.partial_path.write_bytes(b"begun")
+    (begun,) = kept_models()
+    assert begun.name == "default" and begun.problem and "not all of it came" in begun.problem
+    assert remove("default") == 5 and files_kept() == []
+
+
+def test_a_file_outside_the_cache_is_its_owners(index: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.gguf"
+    file.write_bytes(b"anything")
     with pytest.raises(ModelFileError, match="is not in the cache"):
-        remove(mine.name)
+        remove(str(file))
+    assert file.exists()
 
 
 def test_the_models_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,3 +400,6 @@ def test_the_models_folder_follows_the_environment(monkeypatch: pytest.MonkeyPat
     assert models_directory() == Path("/cache/weft/models")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert models_directory() == Path.home() / ".cache" / "weft" / "models"
+    monkeypatch.setenv("WEFT_HOME", "~nobody-here")
+    with pytest.raises(ModelFileError, match="~nobody-here: there is no such home directory; set WEFT_HOME"):
+        models_directory()

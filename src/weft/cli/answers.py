@@ -143,8 +143,10 @@ def _completion_logprobs(choice: GenerationResult, tokenizer: Tokenizer) -> dict
         "tokens": texts,
         "token_logprobs": [one.logprob for one in each],
         "top_logprobs": [
+            # The token that was chosen is among them even where it is none of the likeliest.
             {tokenizer.token_bytes(token).decode("utf-8", "replace"): logprob for token, logprob in one.top}
-            for one in each
+            | {text: one.logprob}
+            for text, one in zip(texts, each, strict=True)
         ],
         "text_offset": offsets[:-1],
     }

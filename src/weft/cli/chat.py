@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import signal
 import sys
 import uuid
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from weft.cli.start import check_sampling, shown_name, start, usual_temperature
+from weft.cli.start import check_sampling, command_params, shown_name, start
 from weft.cli.terminal import one_line, printable
 from weft.errors import InvalidRequestError, WeftError
 from weft.request import FinishReason, GenerationResult, SamplingParams
@@ -26,31 +27,29 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 
+_RETRY_TEMPERATURE = 0.7
+"""Of a second answer where the first was the likeliest: without randomness it would be the same again."""
+
 _HELP = """  /help          this list
   /clear         forget the conversation
   /system TEXT   begin anew with this system message; without TEXT, show it
   /regenerate    answer the last message once more
   /stats         tokens and times of the last answer
   /save PATH     write the conversation to a new file, as JSON lines
-  /exit          leave (so does Ctrl-D)
+  /exit          leave (so do /quit and Ctrl-D)
   //...          say something that begins with a slash
   ...\\           a line that ends so goes on in the next one
-  \"\"\"            begins a message of several lines, and ends it
+  \"\"\"            begins a message of several lines, and ends it; no command is looked for in it
   Ctrl-C         stop the answer; what was said until then is remembered"""
 
 
-def chat_command(
-    *, model: str, system: str | None, context: int | None, verbose: bool, **sampling: Any
-) -> None:
+def chat_command(*, model: str, system: str | None, context: int | None, **sampling: Any) -> None:
     """Read a message, answer it, until the end of the input."""
     check_sampling(sampling)
     console = Console(stderr=True, highlight=False)
-    with start(model, context, verbose) as llm:
+    with start(model, context) as llm:
         llm.text.require_chat_template()
-        sampling["temperature"] = (
-            usual_temperature(llm) if sampling.get("temperature") is None else sampling["temperature"]
-        )
-        params = llm.default_params(chat=True, **sampling)
+        params = command_params(llm, chat=True, **sampling)
         name = printable(shown_name(model))
         console.print(f"{name} - /help shows the commands", style="dim", soft_wrap=True, markup=False)
         if isinstance(sys.stdin, io.TextIOWrapper):
@@ -113,7 +112,7 @@ class _Conversation:
         self._console = console
         self._interrupts = interrupts
         self._num_tries = 0
-        self._result: GenerationResult | None = None
+        self._knows_how_to_leave = False
         self._clear()
 
     def run(self) -> None:
@@ -125,19 +124,22 @@ class _Conversation:
             "/stats": self._command_stats,
             "/save": self._command_save,
         }
-        while (said := self._read_message()) is not None:
+        while (message := self._read_message()) is not None:
+            said = message.text
             name, _, argument = said.strip().partition(" ")
-            if name == "/exit":
+            may_be_command = name.startswith("/") and not message.is_quoted
+            if may_be_command and name in ("/exit", "/quit"):
                 return
-            if name in commands:
+            if may_be_command and name in commands:
                 commands[name](argument.strip())
-            elif name.startswith("/") and not name.startswith("//"):
+            elif may_be_command and not name.startswith("//"):
                 self._say(f"There is no command {name!r}; /help lists them.", "")
             elif name:
                 self._num_tries = 0
-                self._ask(said.replace("/", "", 1) if name.startswith("//") else said)
+                self._ask(said.replace("/", "", 1) if may_be_command else said, self._params)
 
     def _clear(self) -> None:
+        self._result: GenerationResult | None = None
         self._messages: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         # The engine keeps the beginning of a conversation at hand under its session.
         self._session_id = uuid.uuid4().hex
@@ -160,17 +162,23 @@ class _Conversation:
         if not self._messages or self._messages[-1]["role"] != "assistant":
             self._say("There is no answer yet.")
             return
-        before, question = self._messages[:-2], self._messages[-2]
-        answer = self._messages[-1]
+        *before, question, _ = kept = self._messages
+        params = self._params
         self._num_tries += 1
+        if params.temperature == 0:
+            self._say(f"At temperature 0 the answer is always the same; this one has {_RETRY_TEMPERATURE}.")
+            params = dataclasses.replace(params, temperature=_RETRY_TEMPERATURE)
+        if params.seed is not None:
+            # Another one for each try, and within the bounds of a seed.
+            params = dataclasses.replace(params, seed=params.seed ^ self._num_tries)
         self._messages = before
-        if not self._ask(question["content"]):
-            self._messages = [*before, question, answer]
+        if not self._ask(question["content"], params):
+            self._messages = kept
 
     def _command_stats(self, argument: str) -> None:
         result = self._result
         if result is None:
-            self._say("No answer has ended by itself yet.")
+            self._say("There is no answer yet.")
             return
         first, speed = result.time_to_first_token, result.decode_tokens_per_second
         self._say(
@@ -186,27 +194,30 @@ class _Conversation:
             self._say("/save needs the path of a file.")
             return
         try:
-            with Path(argument).expanduser().open("x", encoding="utf-8") as file:
+            with Path(os.path.expanduser(argument)).open("x", encoding="utf-8") as file:
                 file.writelines(json.dumps(message, ensure_ascii=False) + "\n" for message in self._messages)
-        except OSError as error:
-            self._say(f"{argument}: cannot be written: {error.strerror}", "red")
+        except FileExistsError:
+            self._say(f"{argument}: exists already and stays as it is; give another name.", "red")
+            return
+        except (OSError, ValueError) as error:  # ValueError: a name with a zero byte in it
+            self._say(f"{argument}: cannot be written: {getattr(error, 'strerror', None) or error}", "red")
             return
         self._say(f"{len(self._messages)} messages are in {argument}.")
 
-    def _read_message(self) -> str | None:
+    def _read_message(self) -> _Typed | None:
         """One message, of one line or several; None at the end of the input. Ctrl-C drops what was begun."""
         while True:
-            lines: list[str] = []
-            if self._interrupts.finishes(lambda lines=lines: _read_lines(lines)):  # type: ignore[misc]
-                return "\n".join(lines) if lines else None
+            typed = _Typed()
+            if self._interrupts.finishes(typed.read):
+                return typed if typed.lines else None
             print()
+            if not typed.is_begun and not self._knows_how_to_leave:
+                self._knows_how_to_leave = True
+                self._say("Ctrl-D or /exit leaves.")
 
-    def _ask(self, said: str) -> bool:
+    def _ask(self, said: str, params: SamplingParams) -> bool:
         """Show the answer as it comes and add both to the conversation, which goes on without them where it fails."""
         asked = [*self._messages, {"role": "user", "content": said}]
-        params = self._params
-        if params.seed is not None and self._num_tries:
-            params = dataclasses.replace(params, seed=params.seed + self._num_tries)
         try:
             answer = self._answer(asked, params)
         except WeftError as error:
@@ -248,12 +259,11 @@ class _Conversation:
             raise
         finally:
             status.stop()
+            self._result = results[0] if results else None
         if not was_finished:
             self._mark("[stopped]")
-        if results:
-            self._result = results[0]
-            if results[0].finish_reason is FinishReason.LENGTH:
-                self._mark(_cut_marker(results[0], params))
+        elif self._result is not None and self._result.finish_reason is FinishReason.LENGTH:
+            self._mark(_cut_marker(self._result, params))
         print(flush=True)
         return "".join(pieces) if was_finished or pieces else None
 
@@ -265,35 +275,49 @@ class _Conversation:
         self._console.print(printable(text), style=style, markup=False, soft_wrap=True)
 
 
-def _read_lines(lines: list[str]) -> None:
-    """The lines of one message, into `lines`; none at the end of the input."""
-    # The question mark is for a person; a pipe gets the answers alone.
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
-        try:
-            import readline  # noqa: F401  # its import gives `input` a history and its keys
-        except ImportError:
-            pass
-    ends_at_quotes = False
-    while True:
-        try:
-            line = input(("> " if not lines else ". ") if is_terminal else "")
-        except EOFError:
-            return
-        if not lines and not ends_at_quotes and line.strip().startswith('"""'):
-            ends_at_quotes = True
-            line = line.strip()[3:]
-            if not line:
-                continue
-        if ends_at_quotes:
-            lines.append(line.removesuffix('"""'))
-            if line.endswith('"""'):
+class _Typed:
+    """What is typed as one message."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.is_quoted = False
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def is_begun(self) -> bool:
+        return bool(self.lines) or self.is_quoted
+
+    def read(self) -> None:
+        """Take lines until the message is complete; there are none at the end of the input."""
+        # The sign to type behind is for a person; a pipe gets the answers alone.
+        is_terminal = sys.stdin.isatty()
+        if is_terminal:
+            try:
+                import readline  # noqa: F401  # its import gives `input` a history and its keys
+            except ImportError:
+                pass
+        while True:
+            try:
+                line = input((". " if self.is_begun else "> ") if is_terminal else "")
+            except EOFError:
                 return
-        elif line.endswith("\\"):
-            lines.append(line[:-1])
-        else:
-            lines.append(line)
-            return
+            if not self.is_begun and line.strip().startswith('"""'):
+                self.is_quoted = True
+                line = line.strip()[3:]
+                if not line:
+                    continue
+            if self.is_quoted:
+                self.lines.append(line.removesuffix('"""'))
+                if line.endswith('"""'):
+                    return
+            elif line.endswith("\\"):
+                self.lines.append(line[:-1])
+            else:
+                self.lines.append(line)
+                return
 
 
 def _cut_marker(result: GenerationResult, params: SamplingParams) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from rich.console import Console
 from weft.cli.answers import error_of
 from weft.cli.batch import Batch, open_output
 from weft.cli.lines import Line, Wishes, make_job
-from weft.cli.start import check_sampling, start, usual_temperature
+from weft.cli.start import check_sampling, shown_name, start
 from weft.cli.terminal import one_line, printable
 from weft.errors import InvalidRequestError, WeftError
 from weft.request import GenerationResult
@@ -37,7 +37,6 @@ def generate_command(
     context: int | None,
     chat: bool,
     system: str | None,
-    verbose: bool,
     **sampling: Any,
 ) -> None:
     """Prompts from arguments, files and standard input ("-"), or lines of JSON from `input_path`."""
@@ -47,23 +46,42 @@ def generate_command(
         raise InvalidRequestError(
             "--system needs --chat: a plain prompt has no system message", field="system"
         )
-    wishes = Wishes(given, as_chat=chat, system=system)
     # "-" stands for standard output, and for JSON lines there even where prompts came as text.
     path = None if output_path is None or str(output_path) == "-" else output_path
-    texts = _read_prompts(prompts, files) if input_path is None else []
+    _check_files(input_path, path, overwrite, resume)
     if input_path is not None and (prompts or files):
         raise InvalidRequestError("--input brings its own prompts; leave the others out", field="input")
+    texts = _read_prompts(prompts, files) if input_path is None else []
+    wishes = Wishes(given, as_chat=chat, system=system)
     if input_path is None and output_path is None:
-        with start(model, context, verbose) as llm:
-            _print_texts(llm, texts, dataclasses.replace(wishes, temperature=usual_temperature(llm)))
+        with start(model, context) as llm:
+            _check_chat(llm, chat)
+            _print_texts(llm, texts, wishes)
         return
     with (
         _open_input(input_path, texts) as source,
         open_output(path, overwrite, resume) as output,
-        start(model, context, verbose) as llm,
+        start(model, context) as llm,
     ):
-        wishes = dataclasses.replace(wishes, temperature=usual_temperature(llm))
-        Batch(llm, model, wishes, output).run(source)
+        _check_chat(llm, chat)
+        Batch(llm, shown_name(model), wishes, output).run(source)
+
+
+def _check_files(input_path: Path | None, path: Path | None, overwrite: bool, resume: bool) -> None:
+    """Refuses what can only be a mistake, before it costs a file."""
+    for is_given, option in ((overwrite, "--overwrite"), (resume, "--resume")):
+        if is_given and path is None:
+            raise InvalidRequestError(f"{option} needs --output with a file", field="output")
+    if overwrite and resume:
+        raise InvalidRequestError("--overwrite and --resume exclude each other; give one", field="output")
+    both_exist = input_path and path and os.path.exists(input_path) and os.path.exists(path)
+    if both_exist and os.path.samefile(input_path, path):  # type: ignore[arg-type]
+        raise InvalidRequestError(f"{path}: is the input too; name another output", field="output")
+
+
+def _check_chat(llm: LLM, chat: bool) -> None:
+    if chat and llm.text.chat_template is None:
+        raise InvalidRequestError("the model has no chat template; leave --chat out", field="chat")
 
 
 def _read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
@@ -73,9 +91,11 @@ def _read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
             field="prompt",
         )
     if not prompts and not files:
-        raise InvalidRequestError(
-            "no prompt is given; write one, '-' for standard input, --file or --input", field="prompt"
-        )
+        if sys.stdin.isatty():
+            raise InvalidRequestError(
+                "no prompt is given; write one, '-' for standard input, --file or --input", field="prompt"
+            )
+        prompts = ["-"]
     texts = [_read_stdin() if prompt == "-" else prompt for prompt in prompts]
     texts += [_read_text(path) for path in files]
     for text in texts:
@@ -85,9 +105,10 @@ def _read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
 
 
 def _read_stdin() -> str:
-    if sys.stdin is None:
-        raise InvalidRequestError("standard input is closed; give the prompt itself", field="prompt")
-    return _decoded(sys.stdin.buffer.read(), "standard input")
+    content = sys.stdin.buffer.read()
+    if not content:
+        raise InvalidRequestError("standard input is empty; give the prompt itself", field="prompt")
+    return _decoded(content, "standard input")
 
 
 def _read_text(path: Path) -> str:
@@ -99,7 +120,7 @@ def _read_text(path: Path) -> str:
 
 def _decoded(content: bytes, where: str) -> str:
     try:
-        return content.decode()
+        return content.decode().removesuffix("\n")  # `echo` and editors end a text with one that nobody meant
     except UnicodeDecodeError as error:
         raise InvalidRequestError(
             f"{where} is not UTF-8 at byte {error.start}; convert it first", field="prompt"
@@ -113,8 +134,6 @@ def _open_input(path: Path | None, texts: list[str]) -> Iterator[IO[bytes]]:
         yield io.BytesIO(b"".join(json.dumps(text).encode() + b"\n" for text in texts))
         return
     if str(path) == "-":
-        if sys.stdin is None:
-            raise InvalidRequestError("standard input is closed; name a file", field="input")
         yield sys.stdin.buffer
         return
     try:
@@ -126,10 +145,7 @@ def _open_input(path: Path | None, texts: list[str]) -> Iterator[IO[bytes]]:
 
 
 def _jobs(llm: LLM, texts: list[str], wishes: Wishes) -> list[Job]:
-    return [
-        make_job(Line(index), {"prompt": text}, wishes, llm.default_params)
-        for index, text in enumerate(texts)
-    ]
+    return [make_job(Line(index), {"prompt": text}, wishes, llm) for index, text in enumerate(texts)]
 
 
 def _print_texts(llm: LLM, texts: list[str], wishes: Wishes) -> None:
@@ -152,8 +168,9 @@ def _print_texts(llm: LLM, texts: list[str], wishes: Wishes) -> None:
             failures.append(WeftError(f"the prompt {text[:40]!r} failed: {error}"))
             continue
         assert isinstance(result, GenerationResult)
-        for choice in result.choices:
-            # Several completions are told apart by their prompts; those of one prompt by an empty line.
+        for number, choice in enumerate(result.choices, start=1):
+            if sys.stdout.isatty():
+                _print(f"--- prompt {index + 1} of {len(texts)}, answer {number} of {len(result.choices)}")
             _print(f"{text}{choice.text}\n" if len(texts) > 1 and not wishes.as_chat else f"{choice.text}\n")
     if not failures:
         return

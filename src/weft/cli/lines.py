@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Literal
 
+from weft.cli.start import command_params
 from weft.errors import InvalidRequestError
 from weft.request import SamplingParams
 
 if TYPE_CHECKING:
-    from weft.llm import Job
+    from weft.llm import LLM, Job
 
 MAX_LINE_BYTES = 64 << 20
 """Longer than any context; one line is the most that is held of a file at once."""
@@ -39,6 +40,13 @@ _ONLY: dict[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True,),
 }
 
+_FIELDS = frozenset(
+    (*_PARAMETERS, *_OTHER_NAMES, *_WITHOUT_EFFECT, *_ONLY, "prompt", "messages", "tools", "top_logprobs")
+)
+
+Key = tuple[Literal["id", "index"], str | int]
+"""What a line is found again by in an output; an index and an id may be the same number."""
+
 Form = Literal["plain", "chat", "completion"]
 """Which shape the answer has: ours, or one of the OpenAI API's in the shape of its batch output."""
 
@@ -53,9 +61,8 @@ class Line:
     identifier: str | int | None = None
 
     @property
-    def key(self) -> str | int:
-        """What the line is found again by in an output."""
-        return self.index if self.identifier is None else self.identifier
+    def key(self) -> Key:
+        return ("index", self.index) if self.identifier is None else ("id", self.identifier)
 
 
 @dataclass(frozen=True)
@@ -63,10 +70,6 @@ class Wishes:
     """What the command line says about every line that does not say it itself."""
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    max_tokens: int = 64
-    """Of a plain prompt; the OpenAI forms have the defaults of the API."""
-    temperature: float | None = None
-    """Likewise, where the model's makers suggest none."""
     as_chat: bool = False
     system: str | None = None
 
@@ -127,13 +130,9 @@ def read_line(raw: bytes, index: int, previous: Form) -> tuple[Line, dict[str, A
     return line, content["body"]
 
 
-def make_job(
-    line: Line,
-    content: Mapping[str, Any],
-    wishes: Wishes,
-    default_params: Callable[..., SamplingParams],
-) -> Job:
-    """The job of a line; raises InvalidRequestError with the field that is wrong. null stands for the default."""
+def make_job(line: Line, content: Mapping[str, Any], wishes: Wishes, llm: LLM) -> Job:
+    """The job of a line; raises InvalidRequestError with the field that is wrong. null stands for the default, which
+    is the API's in the forms of the API."""
     from weft.llm import Job
 
     given = {name: value for name, value in content.items() if value is not None}
@@ -144,13 +143,12 @@ def make_job(
         messages, prompt = wishes.messages(prompt), None
     if tools is not None and (messages is None or not isinstance(tools, list)):
         raise InvalidRequestError("tools is for messages, and a list of functions", field="tools")
-    sampling = {**wishes.sampling, **_sampling(given)}
+    sampling = {**wishes.sampling, **_sampling(given, line.form)}
+    is_chat = messages is not None
     if line.form == "plain":
-        if wishes.temperature is not None:
-            sampling.setdefault("temperature", wishes.temperature)
-        if messages is None:
-            sampling.setdefault("max_tokens", wishes.max_tokens)
-    params = default_params(chat=messages is not None, **sampling)
+        params = command_params(llm, chat=is_chat, **sampling)
+    else:
+        params = llm.default_params(chat=is_chat, **sampling)
     return Job(prompt=prompt, messages=messages, params=params, key=line, tools=tools)
 
 
@@ -175,7 +173,7 @@ def _check_question(form: Form, prompt: Any, messages: Any) -> None:
         raise InvalidRequestError("prompt is empty; give it at least one character", field="prompt")
 
 
-def _sampling(given: dict[str, Any]) -> dict[str, Any]:
+def _sampling(given: dict[str, Any], form: Form) -> dict[str, Any]:
     """Fields of `SamplingParams`, from those and from the names of the OpenAI API."""
     found: dict[str, Any] = {}
     top_logprobs = given.pop("top_logprobs", None)
@@ -190,7 +188,7 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
         elif name in _PARAMETERS:
             found[name] = value
         elif name not in _WITHOUT_EFFECT:
-            allowed = ", ".join(sorted(_PARAMETERS | {"prompt", "messages", "tools", "id"}))
+            allowed = ", ".join(sorted(_FIELDS | {"id"} if form == "plain" else _FIELDS))
             raise InvalidRequestError(f"{name} is not a field of a request; allowed: {allowed}", field=name)
     if isinstance(found.get("logprobs"), bool):  # a chat says whether, and beside it how many
         found["logprobs"] = (top_logprobs or 0) if found["logprobs"] else None

@@ -1,5 +1,7 @@
 """The `weft` command line: what each command takes and says. The work is imported inside the command that needs it."""
 
+import io
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,13 +13,17 @@ from weft.errors import WeftError
 
 app = typer.Typer(
     name="weft",
-    help="Serve large language models: continuous batching, a paged KV cache, one engine for a laptop and an H200.",
+    help="Run large language models on this machine: continuous batching, a paged KV cache, models as GGUF or "
+    "safetensors.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: the boxes break paragraphs where the source does
 )
 bench_app = typer.Typer(
-    help="Measure the engine: what a step costs, and what batching brings.", no_args_is_help=True
+    help="Measure the engine. What a step costs, and what batching brings.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 app.add_typer(bench_app, name="bench")
 
@@ -41,7 +47,8 @@ Temperature = Annotated[
         "--temperature",
         "-t",
         metavar="T",
-        help="Randomness of the choice of tokens; 0 always takes the best. Not given: what the model's makers suggest, or 0.",
+        help="Randomness of the choice of tokens; 0 always takes the best. Default: what the model's makers "
+        "suggest, else 0.",
     ),
 ]
 TopP = Annotated[
@@ -59,9 +66,6 @@ Stop = Annotated[
 Context = Annotated[
     int | None,
     typer.Option(metavar="N", help="Longest context in tokens, prompt and answer; default: the model's own."),
-]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Say what memory the model takes even where nobody looks.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 
@@ -83,17 +87,12 @@ def weft(
 
 
 @app.command()
-def pull(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="'default', 'hf:owner/name' of the Hugging Face hub (with ':Q4_K_M' or '/file.gguf' for GGUF files, "
-            "and '@revision'), or a path.",
-        ),
-    ] = "default",
-) -> None:
-    """Fetch a model into the cache, check all of it, and print where it is.
+def pull(model: Annotated[str, typer.Argument(metavar="MODEL", hidden=True)] = "default") -> None:
+    """Fetch a model and check it.
+
+    MODEL is 'default' (also where none is named), 'hf:owner/name' of the Hugging Face hub (with ':Q4_K_M' or
+    '/file.gguf' for GGUF files, and '@revision'), or a path, which is only checked. Every byte that was fetched is
+    compared with its checksum; whether weft can run the model is looked at too. Then its path is printed.
 
     A pull that was stopped goes on where it was. The cache is the user cache directory; WEFT_HOME names another.
     HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE count for the hub.
@@ -105,17 +104,21 @@ def pull(
 
 @app.command()
 def models(json: AsJson = False) -> None:
-    """List the models on this machine, by the names to ask for them with."""
+    """List the models in the cache.
+
+    By the names to ask for them with, with those that are not whole.
+    """
     from weft.cli.pull import models_command
 
     models_command(json)
 
 
 @app.command()
-def remove(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that `weft models` shows.")],
-) -> None:
-    """Delete a model from the cache."""
+def remove(model: Annotated[str, typer.Argument(metavar="MODEL", hidden=True)]) -> None:
+    """Delete a model from the cache.
+
+    MODEL is a name that `weft models` shows. It waits for a pull that is under way.
+    """
     from weft.cli.pull import remove_command
 
     remove_command(model)
@@ -123,13 +126,7 @@ def remove(
 
 @app.command()
 def generate(
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="PROMPT",
-            help="Text to continue; '-', once, reads it from standard input. Several prompts run as one batch.",
-        ),
-    ] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", hidden=True)] = None,
     file: Annotated[
         list[Path] | None,
         typer.Option(
@@ -138,9 +135,7 @@ def generate(
     ] = None,
     input: Annotated[
         Path | None,
-        typer.Option(
-            "--input", "-i", metavar="PATH", help="JSON lines to answer, '-' for standard input; see above."
-        ),
+        typer.Option("--input", "-i", metavar="PATH", help="JSON lines to answer, '-' for standard input."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -151,10 +146,12 @@ def generate(
             help="Where the answers go as JSON lines, '-' for standard output.",
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the output where it exists.")
+    ] = False,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Keep the answers in an output that exists, and add what is missing."),
+        typer.Option("--resume", help="Keep the answers in the output, and add what is missing."),
     ] = False,
     model: Model = "default",
     max_tokens: MaxTokens = None,
@@ -162,25 +159,34 @@ def generate(
     top_p: TopP = None,
     seed: Seed = None,
     stop: Stop = None,
-    n: Annotated[int | None, typer.Option("--n", metavar="N", help="Answers to each prompt.")] = None,
+    answers: Annotated[
+        int | None, typer.Option(metavar="N", help="How many for each prompt; default: 1.")
+    ] = None,
     context: Context = None,
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat", help="Take each prompt as a message, and answer it in the model's chat format."
+            "--chat", help="Take each plain prompt as a message, and answer it in the model's chat format."
         ),
     ] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message, with --chat.")] = None,
-    verbose: Verbose = False,
 ) -> None:
-    """Continue prompts and print the text, or answer a file of JSON lines.
+    """Continue prompts, or answer JSON lines.
+
+    PROMPT is a text to continue, '-' one from standard input, which is also read where a pipe leads there and nothing
+    else is given; --file names more. Of standard input and files the last line end is no part of the prompt. Several
+    prompts run as one batch. One answer to one prompt is printed as it is made; programs that ask for several should
+    read JSON lines: '-o -'.
 
     A prompt gets 64 new tokens, one with --chat as many as the context has room for, unless --max-tokens says otherwise.
 
     A line of --input is a string, an object with "prompt" or "messages" and, beside them, "id" and sampling parameters, or
-    a request of the OpenAI batch format (its "model" is not looked at: --model answers). Each is answered by one line, in
-    the order in which they end, found again by "id", "custom_id" or "index"; a bad line gets an error and the others go
-    on. Exit code 1: some failed.
+    a request of the OpenAI batch format (its "model" is not looked at: --model answers). What a line does not say is
+    taken from the options; after them requests of the OpenAI format have the defaults of that API (16 new tokens of a
+    completion, temperature 1 where the model's makers suggest none).
+
+    Each line is answered by one line, in the order in which they end, found again by "id", "custom_id" or "index"; a bad
+    line gets an error and the others go on. Exit code 1: some failed.
     """
     from weft.cli.generate import generate_command
 
@@ -195,13 +201,12 @@ def generate(
         context=context,
         chat=chat,
         system=system,
-        verbose=verbose,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
         seed=seed,
         stop=stop,
-        n=n,
+        n=answers,
     )
 
 
@@ -217,7 +222,6 @@ def chat(
     seed: Seed = None,
     stop: Stop = None,
     context: Context = None,
-    verbose: Verbose = False,
 ) -> None:
     """Talk to a model. Ctrl-D or /exit ends the conversation; /help lists the other commands.
 
@@ -230,7 +234,6 @@ def chat(
         model=model,
         system=system,
         context=context,
-        verbose=verbose,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -243,15 +246,14 @@ def chat(
 def replay(
     path: Annotated[
         Path,
-        typer.Argument(
-            metavar="LOG",
-            help="A log that an engine wrote (log_path in its config).",
-            exists=True,
-            dir_okay=False,
-        ),
+        typer.Argument(metavar="LOG", hidden=True, exists=True, dir_okay=False),
     ],
 ) -> None:
-    """Run a recorded log through the real scheduler again and check that every plan is the same."""
+    """Check a recorded log.
+
+    LOG is what an engine wrote (log_path in its config). It is run through the real scheduler again, and every plan has
+    to be the same.
+    """
     from weft.cli.replay import replay_command
 
     replay_command(path)
@@ -267,7 +269,9 @@ def simulate_check(
         int, typer.Option("--jobs", "-j", min=1, metavar="N", help="Processes to spread the scenarios over.")
     ] = 1,
 ) -> None:
-    """Check the engine in seeded simulations: random load, faults and tiny pools on a virtual clock.
+    """Check the engine in seeded simulations.
+
+    They have random load, faults and tiny pools, on a virtual clock.
 
     A failure prints its seed; `weft simulate-check --scenarios 1 --seed N` repeats exactly that scenario.
     """
@@ -283,7 +287,10 @@ def bench_scheduler(
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Time the scheduler's own work in a step (schedule and apply) against running and waiting requests."""
+    """Time the scheduler's own work in a step.
+
+    Schedule and apply, against running and waiting requests.
+    """
     from weft.bench.scheduler import main as run
 
     run(quick=quick, json=json)
@@ -291,7 +298,10 @@ def bench_scheduler(
 
 @bench_app.command("batching")
 def bench_batching(json: AsJson = False) -> None:
-    """Compare continuous with static batching on a cost model and a virtual clock."""
+    """Compare continuous and static batching.
+
+    On a cost model and a virtual clock.
+    """
     from weft.bench.batching import main as run
 
     run(json=json)
@@ -299,6 +309,7 @@ def bench_batching(json: AsJson = False) -> None:
 
 def main() -> None:
     """Run the command line. The one place where an expected error becomes a message and an exit code."""
+    _prepare_streams()
     try:
         app()
     except WeftError as error:
@@ -306,8 +317,24 @@ def main() -> None:
 
         print(f"weft: {one_line(error)}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+    except OSError as error:
+        # Of standard output, which may lead to a full disk: every other file is opened by somebody who says more.
+        # What it still holds would fail once more at the end.
+        sys.stdout = io.StringIO()
+        print(f"weft: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _prepare_streams() -> None:
+    """A stream that the caller closed is None: nothing comes from it, and what is said there is lost. A character that
+    the terminal has no code for must not end the program."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  # until the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

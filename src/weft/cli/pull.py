@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,10 +25,11 @@ from rich.progress import (
 from rich.table import Table
 
 from weft.cli.terminal import one_line, printable
-from weft.errors import WeftError
+from weft.errors import ModelFileError, WeftError
 from weft.loading.cache import PullProgress, models_directory
 from weft.loading.checkpoint import open_checkpoint
 from weft.loading.pull import KeptModel, kept_models, pull, remove
+from weft.models.registry import find_architecture
 
 _STAGES = {
     "wait": "Waiting for another process that is pulling",
@@ -39,15 +41,21 @@ _STAGES = {
 
 
 def pull_command(model: str) -> None:
-    """Fetch `model`, check all of it, and print where it is."""
-    print(fetch(model, verify=True))
+    """Fetch `model`, check all of it and that weft can run it, and print where it is."""
+    path = fetch(model, verify=True)
+    checkpoint = open_checkpoint(path)
+    try:
+        find_architecture(checkpoint.layout, checkpoint.metadata)
+    except ModelFileError as error:
+        raise ModelFileError(f"{path}: {error}") from error
+    print(path)
 
 
 def fetch(model: str, verify: bool = False) -> Path:
     """The file or folder of `model`. Says on stderr what is going on, where there is something to do."""
     display = _Display(model)
     try:
-        path = pull(model, display.show, verify)
+        return pull(model, display.show, verify)
     except KeyboardInterrupt:
         display.stop()
         if display.was_fetched:
@@ -55,9 +63,6 @@ def fetch(model: str, verify: bool = False) -> Path:
         raise
     finally:
         display.stop()
-    if display.was_fetched:
-        display.say(f"Kept in {path}")
-    return path
 
 
 class _Display:
@@ -84,11 +89,15 @@ class _Display:
             self.was_fetched = True
             size = decimal(event.total_bytes)
             begun = f", of which {decimal(event.done_bytes)} are here" if event.done_bytes else ""
-            self.say(f"The model '{self._model}' is not on this machine yet: fetching {size}{begun}, once.")
+            self.say(
+                f"The model '{self._model}' is not on this machine yet: "
+                f"fetching {size}{begun}, once, into {models_directory()}"
+            )
         if self._console.is_terminal:
             self._bars.start()
         elif event.stage != "find":
-            self.say(_STAGES[event.stage])
+            size = f" {decimal(event.total_bytes)}" if event.total_bytes else ""
+            self.say(f"{_STAGES[event.stage]}{size}")
         total = event.total_bytes or None
         self._tasks[event.stage] = self._bars.add_task(
             _STAGES[event.stage], total=total, completed=event.done_bytes
@@ -148,9 +157,12 @@ def models_command(json: bool) -> None:
 
 def remove_command(model: str) -> None:
     """Delete a model from the cache."""
-    Console(stderr=True, highlight=False).print(
-        f"Deleted '{printable(model)}': {decimal(remove(model))}", markup=False, soft_wrap=True
-    )
+    display = _Display(model)
+    try:
+        size = remove(model, display.show)
+    finally:
+        display.stop()
+    display.say(f"Deleted '{model}': {decimal(size)}")
 
 
 def _describe(kept: KeptModel) -> _Description:
@@ -162,9 +174,7 @@ def _describe(kept: KeptModel) -> _Description:
             architecture = str(checkpoint.metadata.get(key, ""))
             formats: Counter[str] = Counter()
             for tensor in checkpoint.tensors.values():
-                count = 1
-                for length in tensor.shape:
-                    count *= length
+                count = math.prod(tensor.shape)
                 parameters += count
                 formats[tensor.format_name] += count
             most = formats.most_common(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from weft.llm import LLM, MemoryUse
 
 _MIB = 1 << 20
+_MAX_TOKENS = 64
+"""Of a plain prompt: a paragraph, where the API's 16 are half a sentence."""
 
 
 def check_sampling(given: dict[str, object]) -> None:
@@ -30,13 +32,17 @@ def shown_name(model: str) -> str:
     return model if model.startswith("hf:") else Path(model).name
 
 
-def usual_temperature(llm: LLM) -> float | None:
-    """For who gives none: the model's own, where its makers suggest one (None here); else no randomness at all, since
-    the API's 1.0 makes a small model ramble."""
-    return None if "temperature" in llm.suggestions else 0.0
+def command_params(llm: LLM, *, chat: bool, **given: Any) -> SamplingParams:
+    """What a command samples with where it is not told: the model's own temperature, where its makers suggest one, else
+    no randomness at all, since the API's 1.0 makes a small model ramble."""
+    usual: dict[str, Any] = {} if "temperature" in llm.suggestions else {"temperature": 0.0}
+    if not chat:
+        usual["max_tokens"] = _MAX_TOKENS
+    said = {name: value for name, value in given.items() if value is not None}
+    return llm.default_params(chat=chat, **(usual | said))
 
 
-def start(model: str, context: int | None, verbose: bool) -> LLM:
+def start(model: str, context: int | None) -> LLM:
     """The model, ready to run; a table on stderr says what memory it has, where a person looks at it."""
     path = fetch(model)
     console = Console(stderr=True, highlight=False)
@@ -44,7 +50,7 @@ def start(model: str, context: int | None, verbose: bool) -> LLM:
         from weft.llm import LLM  # numpy and the tokenizer take their time too
 
         llm = LLM(str(path), max_context=context)
-    if verbose or console.is_terminal:
+    if console.is_terminal:
         console.print(_memory_table(llm.memory), style="dim")
     return llm
 

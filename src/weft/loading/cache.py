@@ -30,11 +30,20 @@ Progress = Callable[[PullProgress], None]
 
 def models_directory() -> Path:
     """Where models are kept: under WEFT_HOME, or under the user's cache directory."""
-    home = os.environ.get("WEFT_HOME")
-    if home:
-        return Path(home).expanduser() / "models"
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "weft" / "models"
+    home, cache = os.environ.get("WEFT_HOME"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if home:
+            return Path(home).expanduser() / "models"
+        return (Path(cache) if cache else Path.home() / ".cache") / "weft" / "models"
+    except RuntimeError as error:  # a '~' of somebody who has no home directory
+        raise ModelFileError(
+            f"{home or '~'}: there is no such home directory; set WEFT_HOME to the folder to keep models in"
+        ) from error
+
+
+def partial_path(target: Path) -> Path:
+    """Where a file is while it is not whole: beside its place, so that it can be moved there in one step."""
+    return target.with_name(f".partial-{target.name}")
 
 
 @contextmanager

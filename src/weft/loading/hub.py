@@ -29,15 +29,15 @@ from weft.loading.cache import (
     models_directory,
     move_into_place,
     only_one_pull,
+    partial_path,
     require_room,
 )
 from weft.loading.download import Expected, Location, download, matches
+from weft.loading.gguf import other_parts
 
-_PARTIAL_PREFIX = ".partial-"
 _TIMEOUT_SECONDS = 20.0
 _FORMS = "hf:OWNER/NAME, hf:OWNER/NAME:Q4_K_M or hf:OWNER/NAME/FILE.gguf, each with @REVISION where wanted"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -63,6 +63,10 @@ class HubModel:
     def manifest_path(self) -> Path:
         return hub_directory() / f"{quote(str(self)[3:], safe='@:')}.json"
 
+    @property
+    def lock_path(self) -> Path:
+        return hub_directory() / f".{self.folder.name}.lock"
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -78,8 +82,8 @@ class Manifest:
 
     @property
     def path(self) -> Path:
-        """What the loader is given: the GGUF file, or the folder."""
-        is_gguf = len(self.files) == 1 and self.files[0].name.endswith(".gguf")
+        """What the loader is given: the GGUF file, the first of several, or the folder."""
+        is_gguf = all(file.name.endswith(".gguf") for file in self.files)
         return self.folder / self.files[0].name if is_gguf else self.folder
 
     @property
@@ -132,7 +136,7 @@ def pull_hub_model(name: str, progress: Progress, verify: bool = False) -> Path:
         kept = read_manifest(model.manifest_path)
         if kept is not None and not verify and not kept.missing():
             return kept.path
-        with only_one_pull(hub_directory() / f".{model.folder.name}.lock", progress):
+        with only_one_pull(model.lock_path, progress):
             kept = read_manifest(model.manifest_path)
             if kept is not None and not verify and not kept.missing():
                 return kept.path
@@ -145,14 +149,20 @@ def pull_hub_model(name: str, progress: Progress, verify: bool = False) -> Path:
     return manifest.path
 
 
-def remove_hub_model(name: str) -> Manifest | None:
-    """Forget a pulled model and delete the files that no other one uses; None where there is none."""
-    model = parse_hub_name(name)
-    with errors_of_the_disk(hub_directory()):
+def begun_repositories() -> Iterator[HubModel]:
+    """Those of which some bytes came, and no model yet."""
+    finished = {parse_hub_name(manifest.model).folder for manifest in manifests()}
+    for folder in sorted(hub_directory().glob("*--*/")):
+        if folder not in finished:
+            yield HubModel(folder.name.replace("--", "/", 1))
+
+
+def remove_hub_model(model: HubModel, progress: Progress) -> None:
+    """Forget a pulled model, or one that was begun, and delete the files that no other one uses."""
+    with only_one_pull(model.lock_path, progress):
         manifest = read_manifest(model.manifest_path)
         model.manifest_path.unlink(missing_ok=True)
         _sweep(model, manifest)
-    return manifest
 
 
 def _fetch(
@@ -170,7 +180,7 @@ def _fetch(
             done += file.size
         else:
             to_fetch.append(file)
-    partials = [_partial(manifest.folder / file.name) for file in to_fetch]
+    partials = [partial_path(manifest.folder / file.name) for file in to_fetch]
     begun = sum(path.stat().st_size for path in partials if path.exists())
     require_room(manifest.folder, sum(file.size for file in to_fetch) - begun)
     for file, partial in zip(to_fetch, partials, strict=True):
@@ -197,7 +207,7 @@ def _take_over(
     target = manifest.folder / file.name
     for place in places:
         if place != target and matches(place, file, check):
-            partial = _partial(target)
+            partial = partial_path(target)
             partial.unlink(missing_ok=True)
             try:
                 os.link(place, partial)  # no second copy on the disk
@@ -214,7 +224,7 @@ def _write(model: HubModel, manifest: Manifest) -> None:
         "commit": manifest.commit,
         "files": [dataclasses.asdict(file) for file in manifest.files],
     }
-    draft = _partial(model.manifest_path)
+    draft = partial_path(model.manifest_path)
     draft.write_text(json.dumps(content, indent=1) + "\n")
     move_into_place(draft, model.manifest_path)
 
@@ -340,7 +350,7 @@ def _choose(model: HubModel, files: list[Expected]) -> list[Expected]:
     """The files that make the model, out of all in the repository. Never code, never pickles."""
     ggufs = [file for file in files if file.name.endswith(".gguf") and "mmproj" not in file.name.lower()]
     if model.file or model.quantisation:
-        return [_choose_gguf(model, ggufs)]
+        return _choose_gguf(model, ggufs)
     here = [file for file in files if "/" not in file.name]
     safetensors = [file for file in here if file.name.endswith(".safetensors")]
     # Some repositories hold the same weights twice; these are the names that every loader knows.
@@ -348,10 +358,8 @@ def _choose(model: HubModel, files: list[Expected]) -> list[Expected]:
     if weights and any(file.name == "config.json" for file in here):
         small = [f for f in here if f.name.endswith((".json", ".jinja")) or f.name == "tokenizer.model"]
         return [*small, *weights]
-    if len(ggufs) == 1:
-        return [_one_file(model, ggufs[0])]
     if ggufs:
-        raise ModelFileError(f"{model}: has {len(ggufs)} GGUF files; name one: {_names(model, ggufs)}")
+        return _choose_gguf(model, ggufs)
     pickles = [file.name for file in files if file.name.endswith(_PICKLES)]
     if pickles:
         raise ModelFileError(
@@ -364,39 +372,38 @@ def _choose(model: HubModel, files: list[Expected]) -> list[Expected]:
     )
 
 
-def _choose_gguf(model: HubModel, ggufs: list[Expected]) -> Expected:
+def _choose_gguf(model: HubModel, files: list[Expected]) -> list[Expected]:
+    """The one GGUF file that is meant; where it is the first of several that are one model, all of them."""
+    later_parts = {part for file in files for part in other_parts(file.name)}
+    firsts = [file for file in files if file.name not in later_parts]
+    wanted = re.compile(rf"(^|[-._/]){re.escape(model.quantisation)}(?=[-.])", re.IGNORECASE)
     if model.file:
-        found = [file for file in ggufs if file.name == model.file]
+        found = [file for file in firsts if file.name == model.file]
     else:
-        wanted = re.compile(rf"(^|[-._/]){re.escape(model.quantisation)}(?=[-.])", re.IGNORECASE)
-        found = [file for file in ggufs if wanted.search(file.name)]
-    if len(found) == 1:
-        return _one_file(model, found[0])
-    what = model.file or model.quantisation
-    if not ggufs:
-        raise ModelFileError(f"{model}: there is no {what}: the repository has no GGUF file")
-    raise ModelFileError(
-        f"{model}: {len(found) or 'none'} of its {len(ggufs)} GGUF files "
-        f"{'are' if len(found) > 1 else 'is'} {what}; name one: {_names(model, found or ggufs)}"
-    )
-
-
-def _one_file(model: HubModel, file: Expected) -> Expected:
-    if _PART.search(file.name):
-        raise ModelFileError(
-            f"{model}: {file.name} is one part of several; weft reads GGUF models of one file. "
-            "Choose another quantisation, or join the parts and pass the path"
+        found = [file for file in firsts if not model.quantisation or wanted.search(file.name)]
+    if len(found) != 1:
+        what = model.file or model.quantisation
+        if not files:
+            raise ModelFileError(f"{model}: there is no {what}: the repository has no GGUF file")
+        of_these = (
+            f"{len(found) or 'none'} of them {'are' if len(found) > 1 else 'is'} {what}; " if what else ""
         )
-    return file
+        raise ModelFileError(
+            f"{model}: has {len(firsts)} GGUF models; {of_these}name one: {_names(model, found or firsts)}"
+        )
+    by_name = {file.name: file for file in files}
+    parts = [found[0].name, *other_parts(found[0].name)]
+    if missing := [name for name in parts if name not in by_name]:
+        raise ModelFileError(
+            f"{model}: {missing[0]} is missing: the repository has {len(parts) - len(missing)} of the "
+            f"{len(parts)} files of this model; choose another one"
+        )
+    return [by_name[name] for name in parts]
 
 
 def _names(model: HubModel, files: list[Expected]) -> str:
     shown = [str(HubModel(model.repository, model.revision, file.name)) for file in files[:20]]
     return ", ".join(shown) + (f" and {len(files) - 20} more" if len(files) > 20 else "")
-
-
-def _partial(target: Path) -> Path:
-    return target.with_name(_PARTIAL_PREFIX + target.name)
 
 
 def _has_size(path: Path, size: int) -> bool:

