@@ -45,6 +45,7 @@ class PullBar:
         self._bars.update(self._tasks[event.stage], completed=event.done_bytes)
 
     def say(self, text: str) -> None:
+        """A line beside the bars; only once there was something to show."""
         if not self._only_in_terminal or self._console.is_terminal:
             self._console.print(text, style="dim", markup=False, soft_wrap=True)
 

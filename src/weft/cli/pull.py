@@ -13,31 +13,15 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 
 from weft.cli.terminal import one_line, printable
 from weft.errors import ModelFileError, WeftError
-from weft.loading.cache import PullProgress, models_directory
+from weft.loading.cache import models_directory
 from weft.loading.checkpoint import open_checkpoint
 from weft.loading.pull import KeptModel, kept_models, pull, remove
 from weft.models.registry import find_architecture
-
-_STAGES = {
-    "wait": "Waiting for another process that is pulling",
-    "find": "Asking where it is",
-    "download": "Downloading",
-    "unpack": "Unpacking",
-    "check": "Checking",
-}
+from weft.progress import PullBar
 
 
 def pull_command(model: str) -> None:
@@ -53,64 +37,14 @@ def pull_command(model: str) -> None:
 
 def fetch(model: str, verify: bool = False) -> Path:
     """The file or folder of `model`. Says on stderr what is going on, where there is something to do."""
-    display = _Display(model)
+    bar = PullBar(model)
     try:
-        return pull(model, display.show, verify)
+        with bar as show:
+            return pull(model, show, verify)
     except KeyboardInterrupt:
-        display.stop()
-        if display.was_fetched:
-            display.say("Stopped. What came is kept: the next pull goes on from there.")
+        if bar.was_fetched:
+            bar.say("Stopped. What came is kept: the next pull goes on from there.")
         raise
-    finally:
-        display.stop()
-
-
-class _Display:
-    """Shows a pull: bars in a terminal, a line for each stage elsewhere."""
-
-    def __init__(self, model: str) -> None:
-        self.was_fetched = False
-        self._model = model
-        self._console = Console(stderr=True, highlight=False)
-        columns = (
-            *(TextColumn("{task.description}"), BarColumn(24), DownloadColumn()),
-            *(TransferSpeedColumn(), TimeRemainingColumn()),
-        )
-        self._bars = Progress(*columns, console=self._console, transient=True)
-        self._tasks: dict[str, TaskID] = {}
-
-    def show(self, event: PullProgress) -> None:
-        if event.stage not in self._tasks:
-            self._begin(event)
-        self._bars.update(self._tasks[event.stage], completed=event.done_bytes)
-
-    def _begin(self, event: PullProgress) -> None:
-        if event.stage == "download" and not self.was_fetched:
-            self.was_fetched = True
-            size = decimal(event.total_bytes)
-            begun = f", of which {decimal(event.done_bytes)} are here" if event.done_bytes else ""
-            self.say(
-                f"The model '{self._model}' is not on this machine yet: "
-                f"fetching {size}{begun}, once, into {models_directory()}"
-            )
-        if self._console.is_terminal:
-            self._bars.start()
-        elif event.stage != "find":
-            size = f" {decimal(event.total_bytes)}" if event.total_bytes else ""
-            self.say(f"{_STAGES[event.stage]}{size}")
-        total = event.total_bytes or None
-        self._tasks[event.stage] = self._bars.add_task(
-            _STAGES[event.stage], total=total, completed=event.done_bytes
-        )
-        if "find" in self._tasks and event.stage != "find":
-            self._bars.update(self._tasks["find"], visible=False)
-
-    def say(self, text: str) -> None:
-        self._console.print(printable(text), style="dim", markup=False, soft_wrap=True)
-
-    def stop(self) -> None:
-        if self._console.is_terminal:
-            self._bars.stop()
 
 
 @dataclass(frozen=True)
@@ -157,12 +91,10 @@ def models_command(json: bool) -> None:
 
 def remove_command(model: str) -> None:
     """Delete a model from the cache."""
-    display = _Display(model)
-    try:
-        size = remove(model, display.show)
-    finally:
-        display.stop()
-    display.say(f"Deleted '{model}': {decimal(size)}")
+    with PullBar(model) as show:
+        size = remove(model, show)
+    console = Console(stderr=True, highlight=False)
+    console.print(f"Deleted '{printable(model)}': {decimal(size)}", style="dim", markup=False, soft_wrap=True)
 
 
 def _describe(kept: KeptModel) -> _Description:
