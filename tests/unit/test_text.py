@@ -342,6 +342,12 @@ def test_a_link_to_nowhere_in_a_folder_is_refused_by_its_name(tmp_path: Path) ->
         read_folder_tokenizer(tmp_path)
 
 
+def test_a_tokenizer_of_absurd_size_is_refused_unread(tmp_path: Path) -> None:
+    os.truncate(write_folder(tmp_path) / "tokenizer.json", 1 << 40)
+    with pytest.raises(ModelFileError, match=r"tokenizer.json: the file has 1099511627776 bytes, the limit"):
+        read_folder_tokenizer(tmp_path)
+
+
 def test_a_character_that_the_vocabulary_lacks_is_the_unknown_token(tmp_path: Path) -> None:
     def without_bytes(state: dict) -> None:
         state["model"].update(vocab={"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>", merges=[])
@@ -840,6 +846,7 @@ def test_a_message_may_be_continued(vocabulary: Vocabulary) -> None:
             "'tools' is not an option of the chat template; weft sets it itself",
         ),
         (HI, {"options": {"messages": []}}, "'messages' is not an option"),
+        (HI, {"options": ["x"]}, "the options of the chat template are list; send an object"),
         (HI, {"options": {"add_generation_prompt": False}}, "'add_generation_prompt' is not an option"),
         ([{"role": "user"}], {}, r"messages\[0\] has no content; send a string"),
         ([*HI, {"role": "tool", "content": None}], {}, r"messages\[1\] has no content"),

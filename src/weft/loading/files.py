@@ -1,4 +1,4 @@
-"""Opens the files of a model, mapped into memory, as text or as JSON; whatever is wrong is an error that names the file.
+"""Opens the files of a model, mapped into memory, as text or as JSON; an error names the file and what is wrong.
 
 A model file comes from a stranger: it may be a pipe that never ends, a link to nowhere, or text nested so deep that
 whoever walks it falls over.

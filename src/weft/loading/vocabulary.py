@@ -1,4 +1,4 @@
-"""The vocabulary a GGUF file carries, checked: tokens, merges or scores, kinds of tokens, and the ids with a meaning."""
+"""The vocabulary of a GGUF file, checked: tokens, merges or scores, kinds of tokens, and the ids with a meaning."""
 
 from __future__ import annotations
 

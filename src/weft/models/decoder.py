@@ -229,6 +229,7 @@ class _Loader:
         """A tensor nobody asked for (a bias, an expert) means a model this decoder would compute wrongly."""
         if self.left:
             raise ModelFileError(
-                f"{self.file_name(min(self.left))}: this decoder has no use for the tensor (and {len(self.left) - 1} more); "
+                f"{self.file_name(min(self.left))}: this decoder has no use for the tensor "
+                f"(and {len(self.left) - 1} more); "
                 f"the model is not a plain {self.config.architecture}"
             )

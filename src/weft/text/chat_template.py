@@ -108,6 +108,11 @@ class ChatTemplate:
 
     def _render(self, chat: _Chat) -> tuple[str, str]:
         """The prompt, marked, and the mark."""
+        if not isinstance(chat.options, Mapping):
+            raise InvalidRequestError(
+                f"the options of the chat template are {type(chat.options).__name__}; send an object",
+                field="chat_template_kwargs",
+            )
         reserved = (_RESERVED | self._tokenizer.specials.names.keys()) & chat.options.keys()
         if reserved:
             raise InvalidRequestError(

@@ -22,8 +22,8 @@ def normalised_messages(
 ) -> list[dict[str, Any]]:
     """Copies of the messages, as the template expects them.
 
-    Parts become one string for a template that reads no lists, and strings a list of one part for one that reads nothing
-    else. A tool call's arguments, which come as a string of JSON, become an object.
+    Parts become one string for a template that reads no lists, and strings a list of one part for one that reads
+    nothing else. A tool call's arguments, which come as a string of JSON, become an object.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise InvalidRequestError(f"messages is {_kind(messages)}; send a list of messages", field="messages")
