@@ -5,6 +5,7 @@ A text of 164 tokens: a prompt that crosses chunks, blocks, windows and the orig
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from small_models import (
     transformers_in_float64,
 )
 
-from weft.models.registry import build_decoder
+from weft.models.architectures import ARCHITECTURES
+from weft.models.registry import build_config, build_decoder
 from weft.ops.reference import ReferenceOps
 
 TIE = 1e-4
@@ -281,3 +283,71 @@ def test_logits_do_not_depend_on_company_or_chunks(name: str, tmp_path: Path) ->
     for text, ours in zip(texts, together, strict=True):
         (alone,) = logits_in_a_batch(decoder, [text], [[len(text)]], 8)
         assert relative_error(ours, alone) <= 1e-12
+
+
+# --- what config.json does not say --------------------------------------------------------------------------------
+
+CLASSES = {entry.class_name: entry.model_type for entry in ARCHITECTURES}
+
+
+def class_defaults(model_type: str, **options: Any) -> dict[str, Any]:
+    import transformers
+
+    return transformers.AutoConfig.for_model(model_type, **options).to_dict()
+
+
+@pytest.mark.parametrize("windows", [{}, {"use_sliding_window": True}])
+@pytest.mark.parametrize("class_name", CLASSES)
+def test_a_field_that_is_not_there_has_the_default_of_transformers_class(
+    class_name: str, windows: dict[str, bool]
+) -> None:
+    """A file that has all fields, one that has none, and all that lack one."""
+    written = {**class_defaults(CLASSES[class_name], **windows), "architectures": [class_name]}
+    expected = build_config("huggingface", written, {})
+    assert build_config("huggingface", {"architectures": [class_name], **windows}, {}) == expected
+    for key in written.keys() - {"architectures", "use_sliding_window"}:
+        rest = {name: value for name, value in written.items() if name != key}
+        assert build_config("huggingface", rest, {}) == expected, key
+
+
+@pytest.mark.parametrize("class_name", CLASSES)
+def test_a_file_without_its_defaults_gives_the_logits_of_transformers(
+    class_name: str, tmp_path: Path
+) -> None:
+    import transformers
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 112, "num_hidden_layers": 2}
+    experts = {"num_experts": 12, "moe_intermediate_size": 40} if class_name.startswith("Qwen3Moe") else {}
+    model_type = CLASSES[class_name]
+    config_class = type(transformers.AutoConfig.for_model(model_type)).__name__
+    case = Case(
+        class_name.removesuffix("ForCausalLM"), {**sizes, **experts, "pad_token_id": 0}, config=config_class
+    )
+    checkpoint = save(build_model(case), tmp_path)
+    defaults = class_defaults(model_type)
+    kept = {key: value for key, value in checkpoint.config.items() if value != defaults.get(key, "none")}
+    assert "rms_norm_eps" not in kept and "num_attention_heads" not in kept
+    (tmp_path / "config.json").write_text(json.dumps({**kept, "model_type": model_type}))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    decoder = build_decoder("huggingface", kept, checkpoint.sources, ReferenceOps())
+    tokens, ours = generate(decoder, 32, 16)
+    assert relative_error(ours, logits_of(reference, tokens)) <= 1e-4
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_an_output_matrix_beside_a_tied_embedding_is_used_as_in_transformers(
+    same: bool, tmp_path: Path
+) -> None:
+    import transformers
+    from safetensors.numpy import save_file
+
+    checkpoint = save(build_model(CASES["llama, tied"]), tmp_path)
+    embedding = checkpoint.tensors["model.embed_tokens.weight"]
+    checkpoint.tensors["lm_head.weight"] = embedding.copy() if same else embedding[::-1].copy()
+    save_file(checkpoint.tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    decoder = build_decoder("huggingface", checkpoint.config, checkpoint.sources, ReferenceOps())
+    tokens, ours = generate(decoder, 32, 16)
+    assert relative_error(ours, logits_of(reference, tokens)) <= 1e-4

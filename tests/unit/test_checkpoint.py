@@ -53,6 +53,8 @@ def test_a_folder_gives_config_tensors_and_end(tmp_path: Path) -> None:
     assert set(checkpoint.tensors) == {"matrix", "half", "brain"}
     assert checkpoint.end_ids == {2}
     assert checkpoint.generation == {}
+    assert checkpoint.architecture == "llama"
+    assert (checkpoint.parameter_count, checkpoint.stored_as) == (14, "safetensors F32")
 
 
 def test_shards_are_read_by_their_index_and_a_whole_file_comes_first(tmp_path: Path) -> None:
@@ -71,6 +73,8 @@ def test_a_gguf_file_gives_metadata_tensors_and_end(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(path)
     assert (checkpoint.path, checkpoint.layout, checkpoint.end_ids) == (path, "gguf", {2})
     assert set(checkpoint.tensors) == {"first", "second"}
+    assert checkpoint.vocabulary is not None and checkpoint.vocabulary.tokens == ["a", "b", "<end>"]
+    assert (checkpoint.parameter_count, checkpoint.stored_as) == (40, "GGUF Q8_0")
 
 
 def test_a_folder_with_one_gguf_model_is_that_model(tmp_path: Path) -> None:
@@ -172,6 +176,7 @@ def test_an_end_token_the_tokenizer_does_not_have_is_refused(
             {"top_k": 20, "min_p": 0.05, "typical_p": 0.95, "repetition_penalty": 1.05},
         ),
         ({"do_sample": False}, {"temperature": 0.0}),
+        ({"do_sample": True, "top_p": 0.9}, {"temperature": 1.0, "top_p": 0.9}),
         ({"do_sample": False, "temperature": 0.7, "top_p": 0.8}, {"temperature": 0.0, "top_p": 0.8}),
         ({"temperature": None, "top_k": None, "do_sample": None}, {}),
         ({"max_new_tokens": 7, "max_length": 9, "bos_token_id": 1, "transformers_version": "5.0"}, {}),

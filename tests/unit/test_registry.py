@@ -137,11 +137,9 @@ def test_code_beside_an_architecture_weft_has_itself_is_not_needed() -> None:
 
 def test_every_architecture_is_found_by_each_of_its_names() -> None:
     for entry in ARCHITECTURES:
-        names: dict[str, Any] = {"architectures": [entry.class_name]}
-        with pytest.raises(ModelFileError, match="missing"):
-            build_config("huggingface", names, {})
-        with pytest.raises(ModelFileError, match="missing"):
-            build_config("huggingface", {"model_type": entry.model_type}, {})
+        config = build_config("huggingface", {"architectures": [entry.class_name]}, {})
+        assert config == build_config("huggingface", {"model_type": entry.model_type}, {})
+        assert config.architecture == entry.gguf_name
         with pytest.raises(ModelFileError, match=f"{entry.gguf_name}.*missing"):
             build_config("gguf", {"general.architecture": entry.gguf_name}, {})
 
@@ -184,19 +182,22 @@ def test_what_the_weights_hold_is_counted() -> None:
     assert decoder.config.multiplications_per_token == 2 * (layer - 2 * 32)
 
 
-def test_a_model_without_an_output_matrix_shares_its_embedding() -> None:
+def test_an_output_matrix_that_is_in_the_file_is_used_whatever_the_file_says() -> None:
+    tensors = {**llama_tensors(), "lm_head.weight": ArraySource(np.full((50, 32), 2.0, np.float32))}
+    for tied in (True, False):
+        logits = build(tensors, tie_word_embeddings=tied).logits(np.ones((1, 32), np.float32))
+        np.testing.assert_array_equal(logits, np.full((1, 50), 64.0))
+
+
+def test_a_model_shares_its_embedding_only_where_its_file_says_so() -> None:
     tensors = llama_tensors()
     whole = build(tensors).weight_bytes
     del tensors["lm_head.weight"]
-    assert build(tensors).weight_bytes == whole - 4 * 50 * 32
-
-
-def test_a_model_that_says_so_shares_its_embedding_though_the_file_has_an_output_matrix() -> None:
-    tensors = llama_tensors()
-    tensors["lm_head.weight"] = ArraySource(np.full((50, 32), np.nan, np.float32))
-    decoder = build(tensors, tie_word_embeddings=True)
-    logits = decoder.logits(np.ones((1, 32), np.float32))
-    np.testing.assert_array_equal(logits, np.full((1, 50), 32.0))
+    assert build(tensors, tie_word_embeddings=True).weight_bytes == whole - 4 * 50 * 32
+    with pytest.raises(ModelFileError, match=r"^lm_head.weight: the tensor is missing from the file"):
+        build(tensors)
+    assert not from_gguf().tied_embedding
+    assert build_config("gguf", LLAMA_GGUF, {}).tied_embedding  # it has no other way to say so
 
 
 def test_frequencies_that_old_checkpoints_store_do_no_harm() -> None:
@@ -348,7 +349,8 @@ def test_yarn_in_gguf_takes_its_options() -> None:
 
 
 def test_the_older_spelling_of_gemma3s_two_ropes_means_the_same() -> None:
-    gemma = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 16, "sliding_window_pattern": 2}
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 8, "sliding_window_pattern": 2}
+    gemma["sliding_window"] = 16
     old = from_json(
         **gemma, rope_theta=2e6, rope_local_base_freq=3e3, rope_scaling={"rope_type": "linear", "factor": 8.0}
     )
@@ -399,6 +401,11 @@ def test_qwen2_uses_its_window_only_where_it_says_so() -> None:
     assert windows(qwen2(use_sliding_window=True, max_window_layers=1)) == [None, 16]
     types = ["sliding_attention", "full_attention"]
     assert windows(qwen2(use_sliding_window=True, max_window_layers=1, layer_types=types)) == [16, None]
+
+
+def test_qwen3_moe_uses_its_window_in_all_layers() -> None:
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "sliding_window": 16, "max_window_layers": 1}
+    assert windows(from_json(**moe, use_sliding_window=True)) == [16, 16]
 
 
 def test_gguf_lists_the_layers_with_a_window_or_every_how_many_have_none() -> None:
@@ -456,7 +463,7 @@ def test_gguf_lists_the_layers_with_a_window_or_every_how_many_have_none() -> No
         ({**MISTRAL, "layer_types": ["full_attention"]}, "layer_types: not a list of 2 names"),
         ({**MISTRAL, "layer_types": ["full_attention", "odd"]}, "layer_types: 'odd' is neither"),
         (
-            {**MISTRAL, "layer_types": ["sliding_attention"] * 2},
+            {**MISTRAL, "sliding_window": None, "layer_types": ["sliding_attention"] * 2},
             "sliding_window: missing from the file, but some of",
         ),
         ({"num_local_experts": 8}, "num_local_experts: llama with experts is not supported"),
@@ -475,6 +482,10 @@ def test_a_wrong_field_is_refused_by_name(changes: dict[str, Any], message: str)
         ({"num_experts": 1 << 20}, "num_experts: 1048576 is not a whole number from 0 to 4096"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step: 2: layers without experts are not supported"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers: \[0\]: layers without experts are not supported"),
+        (
+            {"hidden_act": "gelu_pytorch_tanh"},
+            "hidden_act: 'gelu_pytorch_tanh' is not supported in experts, only silu",
+        ),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -511,12 +522,12 @@ HOSTILE = [
 def test_no_value_of_a_field_breaks_anything_but_the_file(architecture: str) -> None:
     """Whatever stands in one place of the description: a configuration, or an error that the user can read."""
     scaling = {"rope_type": "yarn", **LLAMA3, **LONGROPE, "beta_fast": 32.0, "beta_slow": 1.0}
-    base = {**LLAMA_JSON, "architectures": [architecture], "use_sliding_window": True}
+    base = {**LLAMA_JSON, "architectures": [architecture], "use_sliding_window": True, "head_dim": 8}
     if architecture != "Olmo2ForCausalLM":
         base["sliding_window"] = 16
     for kind in ("default", "linear", "llama3", "yarn", "longrope"):
         build_config("huggingface", {**base, "rope_scaling": {**scaling, "rope_type": kind}}, {})
-        for key in [*base, "head_dim", "layer_types", "attn_logit_softcapping", "partial_rotary_factor"]:
+        for key in [*base, "layer_types", "attn_logit_softcapping", "partial_rotary_factor"]:
             for value in HOSTILE:
                 build_or_refuse(
                     "huggingface", {**base, "rope_scaling": {**scaling, "rope_type": kind}, key: value}

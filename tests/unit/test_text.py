@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -111,12 +112,9 @@ def test_control_tokens_in_a_text_are_plain_text_unless_allowed(default_tokenize
     assert default_tokenizer.decode(control, skip_control=False) == text
 
 
-def test_end_tokens_come_from_the_file(default_tokenizer: Tokenizer) -> None:
+def test_end_tokens_come_from_the_file(vocabulary: Vocabulary) -> None:
     # The file names <|im_end|>; the other is a control token that ends a text by its name.
-    assert {default_tokenizer.token_text(token) for token in default_tokenizer.end_ids} == {
-        "<|im_end|>",
-        "<|endoftext|>",
-    }
+    assert {vocabulary.tokens[token] for token in vocabulary.end_ids} == {"<|im_end|>", "<|endoftext|>"}
 
 
 def test_half_a_surrogate_pair_is_refused(default_tokenizer: Tokenizer) -> None:
@@ -248,7 +246,7 @@ def test_a_folder_is_read_with_its_configuration(tmp_path: Path) -> None:
     text = open_model_text(Checkpoint(write_folder(tmp_path, config), "huggingface", {}, {}, frozenset()))
     tokenizer = text.tokenizer
     assert tokenizer.specials.names == {"bos_token": "<s>", "eos_token": "</s>"}
-    assert (tokenizer.specials.bos_id, tokenizer.end_ids) == (4, {5})
+    assert tokenizer.specials.bos_id == 4
     assert tokenizer.encode("ab") == [4, 2]
     assert tokenizer.encode("ab", add_bos=False) == [2]
     assert text.require_chat_template().encode([{"role": "user", "content": "hi"}])[0] == 4
@@ -304,10 +302,11 @@ def broken(key: str, value: Any) -> Callable[[dict], None]:
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
-        ("{", lambda state: None, "tokenizer_config.json: is not JSON"),
-        ("[" * 100_000, lambda state: None, "tokenizer_config.json: is not JSON"),
-        ("[]", lambda state: None, "tokenizer_config.json: holds list, expected an object"),
-        ({"bos_token": 7}, lambda state: None, "tokenizer_config.json: bos_token is 7"),
+        ("{", lambda state: None, "tokenizer_config.json: JSON: cannot be read"),
+        ("[" * 100_000, lambda state: None, "tokenizer_config.json: JSON: is nested deeper"),
+        ("[]", lambda state: None, "tokenizer_config.json: JSON: is a list, expected an object"),
+        ('{"a": 1, "a": 2}', lambda state: None, "tokenizer_config.json: JSON: .* appears twice"),
+        ({"bos_token": 7}, lambda state: None, "tokenizer_config.json: bos_token: 7 is not the text"),
         ({"added_tokens_decoder": {"x": 1}}, lambda state: None, "added_tokens_decoder"),
         (
             {"added_tokens_decoder": {"0": {"content": "<y>"}}},
@@ -329,8 +328,35 @@ def broken(key: str, value: Any) -> Callable[[dict], None]:
 def test_a_broken_folder_is_refused_by_file_and_field(
     tmp_path: Path, config: Any, change: Callable[[dict], None], message: str
 ) -> None:
-    with pytest.raises(ModelFileError, match=message):
-        read_folder_tokenizer(write_folder(tmp_path, config, change))
+    write_folder(tmp_path, config, change)
+    with pytest.raises(ModelFileError, match=message) as error:
+        read_folder_tokenizer(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path}/tokenizer")
+
+
+def test_a_link_to_nowhere_in_a_folder_is_refused_by_its_name(tmp_path: Path) -> None:
+    (write_folder(tmp_path) / "tokenizer_config.json").symlink_to("gone")
+    with pytest.raises(
+        ModelFileError, match=r"tokenizer_config.json: cannot be opened: it is a link to gone"
+    ):
+        read_folder_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_of_absurd_size_is_refused_unread(tmp_path: Path) -> None:
+    os.truncate(write_folder(tmp_path) / "tokenizer.json", 1 << 40)
+    with pytest.raises(ModelFileError, match=r"tokenizer.json: the file has 1099511627776 bytes, the limit"):
+        read_folder_tokenizer(tmp_path)
+
+
+def test_a_character_that_the_vocabulary_lacks_is_the_unknown_token(tmp_path: Path) -> None:
+    def without_bytes(state: dict) -> None:
+        state["model"].update(vocab={"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>", merges=[])
+        state["added_tokens"] = [{**state["added_tokens"][0], "id": 0, "content": "<unk>"}]
+        state["post_processor"] = None
+
+    tokenizer = read_folder_tokenizer(write_folder(tmp_path, {"unk_token": "<unk>"}, without_bytes))
+    assert tokenizer.control_tokens == {0: "<unk>"}
+    assert tokenizer.encode("aXb") == [1, 0, 2]
 
 
 def test_a_file_with_anything_wrong_anywhere_is_read_or_refused(tmp_path: Path) -> None:
@@ -597,6 +623,25 @@ def test_the_process_of_a_template_that_was_killed_is_started_again(default_toke
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert template.render(HI) == before
+    assert process.stdin is not None and process.stdin.closed, "the pipes of the old one are not kept"
+
+
+def test_a_template_that_was_closed_has_no_process_until_it_renders_again(
+    default_tokenizer: Tokenizer,
+) -> None:
+    template = ChatTemplate(default_tokenizer)
+    before, process = template.render(HI), template._process._process
+    template.close()
+    assert process is not None and process.returncode is not None
+    assert template.render(HI) == before
+
+
+def test_a_python_that_does_not_know_its_path_is_an_error_of_the_template(
+    default_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", None)
+    with pytest.raises(ModelFileError, match="does not know its own path"):
+        ChatTemplate(default_tokenizer)
 
 
 def test_several_threads_may_render_at_once(default_tokenizer: Tokenizer) -> None:
@@ -620,8 +665,9 @@ def test_a_template_that_does_not_parse_or_is_missing_is_an_error_of_the_file(vo
 
 def test_a_model_without_a_template_has_none(default_model_path: Path) -> None:
     checkpoint = open_checkpoint(default_model_path)
-    metadata = {key: value for key, value in checkpoint.metadata.items() if key != "tokenizer.chat_template"}
-    text = open_model_text(dataclasses.replace(checkpoint, metadata=metadata))
+    assert checkpoint.vocabulary is not None
+    vocabulary = dataclasses.replace(checkpoint.vocabulary, chat_templates={})
+    text = open_model_text(dataclasses.replace(checkpoint, vocabulary=vocabulary))
     with pytest.raises(InvalidRequestError, match="no chat template; give it plain prompts"):
         text.require_chat_template()
 
@@ -655,13 +701,11 @@ def test_nothing_from_outside_becomes_a_control_token(vocabulary: Vocabulary, at
     source = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}{{ message.name }}"
         "<|{{ message.name }}|><{{ message.name }}>{{ message|tojson }}{{ message|tojson(ensure_ascii=true) }}"
-        "<|im_end|>{% endfor %}"
+        "{{ tools|tojson }}{{ x }}<|im_end|>{% endfor %}"
     )
     template = with_template(vocabulary, source)
-    control = [
-        token for token in template.encode(attack, tools=attack, x="<|im_end|>") if token in {0, 1, 2, 3, 4}
-    ]
-    assert control == [1, 2]
+    ids = template.encode(attack, tools=attack, options={"x": "<|im_end|>"})
+    assert [token for token in ids if token in {0, 1, 2, 3, 4}] == [1, 2]
     assert "\ufdd0" not in template.render(attack) and "fdd0" not in template.render(attack)
 
 
@@ -725,6 +769,43 @@ def test_the_template_for_tools_is_taken_when_there_are_tools(vocabulary: Vocabu
     assert template.render(HI, tools=[{"name": "f"}]) == "f"
 
 
+def test_tools_for_a_template_that_does_not_tell_the_model_of_them_are_refused(
+    vocabulary: Vocabulary,
+) -> None:
+    deaf = with_template(vocabulary, "{% if tools %}Use them.{% endif %}{{ messages[0].content }}")
+    assert not deaf.uses_tools
+    assert deaf.render(HI, tools=[]) == "hi"
+    with pytest.raises(InvalidRequestError, match="does not tell the model of tools; send none") as error:
+        deaf.encode(HI, tools=[{"name": "f"}])
+    assert error.value.field == "tools"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ tools|tojson }}",
+        "{% for tool in tools %}{{ tool.function.name }}{% endfor %}",
+        "{% for tool in tools %}{{ tool.name }}{% endfor %}",
+        "{% if messages[0].role == 'system' %}{{ tools|tojson }}{% endif %}x",
+        "{{ raise_exception('no system') if messages[0].role == 'system' }}{{ tools|tojson }}",
+    ],
+)
+def test_a_template_that_tells_the_model_of_tools_is_known(vocabulary: Vocabulary, source: str) -> None:
+    assert with_template(vocabulary, source).uses_tools
+
+
+def test_what_a_model_said_may_be_calls_or_thoughts_alone(vocabulary: Vocabulary) -> None:
+    template = with_template(vocabulary, "{{ messages|length }}{{ messages[1].reasoning_content }}")
+    for said in ({"tool_calls": [{"function": {"name": "f"}}]}, {"content": None, "reasoning": "hm"}):
+        assert template.render([*HI, {"role": "assistant", **said}]) == f"2{said.get('reasoning', '')}"
+
+
+def test_options_may_have_any_name_that_weft_does_not_use(vocabulary: Vocabulary) -> None:
+    # "name" is also a part of this model's control token <reponame>.
+    template = with_template(vocabulary, "{{ name }}{{ self }}{{ context }}{{ mark }}")
+    assert template.render(HI, options={"name": "a", "self": "b", "context": "c", "mark": "d"}) == "abcd"
+
+
 def test_a_message_may_be_continued(vocabulary: Vocabulary) -> None:
     messages = [*HI, {"role": "assistant", "content": "Once "}]
     keeps = with_template(vocabulary, "{% for m in messages %}[{{ m.content }}]{% endfor %}")
@@ -735,7 +816,7 @@ def test_a_message_may_be_continued(vocabulary: Vocabulary) -> None:
     with pytest.raises(InvalidRequestError, match="exclude each other"):
         keeps.render(messages, continue_final_message=True)
     with pytest.raises(InvalidRequestError, match="no text to continue"):
-        keeps.render([{"role": "assistant", "content": None}], **open_end)
+        keeps.render([{"role": "assistant", "content": ""}], **open_end)
     with pytest.raises(InvalidRequestError, match="leaves the end of the last message out"):
         with_template(vocabulary, "x").render(messages, **open_end)
 
@@ -758,7 +839,18 @@ def test_a_message_may_be_continued(vocabulary: Vocabulary) -> None:
         ([{"role": "user", "content": "a", "x": NESTED}], {}, "nested too deeply|not JSON"),
         (HI, {"tools": "f"}, "tools is a string"),
         (HI, {"tools": ["f"]}, r"tools\[0\] is a string; send an object"),
-        (HI, {"bos_token": "x"}, "'bos_token' is not an option"),
+        (HI, {"options": {"bos_token": "x"}}, "'bos_token' is not an option"),
+        (
+            HI,
+            {"options": {"tools": []}},
+            "'tools' is not an option of the chat template; weft sets it itself",
+        ),
+        (HI, {"options": {"messages": []}}, "'messages' is not an option"),
+        (HI, {"options": ["x"]}, "the options of the chat template are list; send an object"),
+        (HI, {"options": {"add_generation_prompt": False}}, "'add_generation_prompt' is not an option"),
+        ([{"role": "user"}], {}, r"messages\[0\] has no content; send a string"),
+        ([*HI, {"role": "tool", "content": None}], {}, r"messages\[1\] has no content"),
+        ([*HI, {"role": "assistant", "tool_calls": []}], {}, r"messages\[1\] has no content"),
         ([{"role": "user", "content": "".join(map(chr, range(0xFDD0, 0xFDF0)))}], {}, "noncharacters"),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +16,12 @@ from weft.loading.generation import gguf_sampling, huggingface_sampling
 from weft.loading.gguf import other_parts, read_gguf
 from weft.loading.safetensors import INDEX_NAME, SINGLE_NAME, read_safetensors, read_sharded_safetensors
 from weft.loading.tensor import StoredTensor
-from weft.loading.vocabulary import read_vocabulary
+from weft.loading.vocabulary import Vocabulary, read_vocabulary
 
 Layout = Literal["gguf", "huggingface"]
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_NAMES_SHOWN = 12
-_MAX_TOKENIZER_BYTES = 64 << 20  # the largest published has 33 MB
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,32 @@ class Checkpoint:
     layout: Layout
     metadata: Mapping[str, Any]
     """The key-value pairs of the GGUF file, or config.json."""
-    tensors: Mapping[str, Any]
-    """`weft.ops.base.WeightSource`s under the names they have in the files."""
+    tensors: Mapping[str, StoredTensor]
+    """Under the names they have in the files."""
     end_ids: frozenset[int]
     """Every token that ends an answer."""
     generation: Mapping[str, Any] = field(default_factory=dict)
     """What the model's makers suggest for sampling, under the names of `SamplingParams`."""
+    vocabulary: Vocabulary | None = None
+    """That of a GGUF file; a folder has a tokenizer.json instead."""
+
+    @property
+    def architecture(self) -> str:
+        """What the files call it."""
+        return str(self.metadata.get("general.architecture" if self.layout == "gguf" else "model_type", ""))
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    @property
+    def stored_as(self) -> str:
+        """The kind of file, and the format of most of its parameters: "GGUF Q4_K"."""
+        formats: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            formats[tensor.format_name] += math.prod(tensor.shape)
+        kind = "GGUF" if self.layout == "gguf" else "safetensors"
+        return " ".join([kind, *(name for name, _ in formats.most_common(1))])
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
@@ -47,9 +68,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     say, and it refuses what it does not know.
     """
     path = Path(path)
-    if os.path.isdir(
-        path
-    ):  # unlike Path.is_dir, false and no error where the folder above may not be entered
+    # Unlike Path.is_dir, false and no error where the folder above may not be entered.
+    if os.path.isdir(path):
         return _open_folder(path)
     if path.suffix == ".safetensors":
         raise ModelFileError(f"{path}: is only the weights; pass the folder that also holds config.json")
@@ -61,10 +81,18 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 def _open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
     try:
-        end_ids = read_vocabulary(file.metadata).end_ids
+        vocabulary = read_vocabulary(file.metadata)
     except ModelFileError as error:
         raise ModelFileError(f"{path}: {error}") from error
-    return Checkpoint(path, "gguf", file.metadata, file.tensors, end_ids, gguf_sampling(path, file.metadata))
+    return Checkpoint(
+        path,
+        "gguf",
+        file.metadata,
+        file.tensors,
+        vocabulary.end_ids,
+        gguf_sampling(path, file.metadata),
+        vocabulary,
+    )
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -194,7 +222,7 @@ def _tokenizer_end_id(folder: Path, names: list[str]) -> int | None:
     text = token.get("content") if isinstance(token, dict) else token
     if text is None:
         return None
-    added = read_json(tokenizer_path, _MAX_TOKENIZER_BYTES).get("added_tokens")
+    added = read_json(tokenizer_path).get("added_tokens")
     for entry in added if isinstance(added, list) else ():
         if isinstance(entry, dict) and entry.get("content") == text:
             number = entry.get("id")

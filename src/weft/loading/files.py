@@ -1,4 +1,4 @@
-"""Opens the files of a model, mapped into memory or as JSON; whatever is wrong is an error that names the file.
+"""Opens the files of a model, mapped into memory, as text or as JSON; an error names the file and what is wrong.
 
 A model file comes from a stranger: it may be a pipe that never ends, a link to nowhere, or text nested so deep that
 whoever walks it falls over.
@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 
 from weft.errors import ModelFileError
 
-# An index of 65,536 tensors has 6 MB. What is read may take twenty times as much memory as its text.
-_MAX_JSON_BYTES = 16 << 20
+# The largest published tokenizer.json has 33 MB. What is read may take twenty times as much memory as its text.
+_MAX_TEXT_BYTES = 64 << 20
 _MAX_JSON_DEPTH = 64
 
 # A page that is read brings its neighbours with it, also those before it that were let go: Linux maps 16 pages at a
@@ -93,15 +93,27 @@ def map_file(path: Path, kind: str, header_bytes: int) -> MappedFile:
         return MappedFile(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-# --- JSON -------------------------------------------------------------------------------------------------------------
+# --- text and JSON ----------------------------------------------------------------------------------------------------
 
 
-def read_json(path: Path, limit: int = _MAX_JSON_BYTES) -> dict[str, Any]:
-    """The object in a JSON file of at most `limit` bytes."""
+def read_text(path: Path) -> str:
+    """The text in a file."""
+    try:
+        return _read(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelFileError(f"{path}: byte {error.start} is not UTF-8") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    return parse_json(path, _read(path), "JSON")
+
+
+def _read(path: Path) -> bytes:
     with _open_regular(path) as (file, size):
-        if size > limit:
-            raise ModelFileError(f"{path}: the file has {size} bytes, the limit is {limit}")
-        return parse_json(path, file.read(size), "JSON")
+        if size > _MAX_TEXT_BYTES:
+            raise ModelFileError(f"{path}: the file has {size} bytes, the limit is {_MAX_TEXT_BYTES}")
+        return file.read(size)
 
 
 def parse_json(path: Path, text: bytes, field: str) -> dict[str, Any]:

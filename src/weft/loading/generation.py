@@ -38,6 +38,9 @@ def huggingface_sampling(path: Path, generation_config: Mapping[str, Any]) -> di
     if do_sample is False:
         # The file's own way to say greedy; a temperature beside it has no effect there either.
         suggested["temperature"] = 0.0
+    elif do_sample:
+        # To sample without a temperature is to sample at 1.
+        suggested.setdefault("temperature", 1.0)
     return suggested
 
 

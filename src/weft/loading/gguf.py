@@ -10,6 +10,7 @@ file justifies. Anything wrong raises `ModelFileError` with the file and the fie
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Mapping
@@ -56,7 +57,6 @@ class GgufFile:
     """A checked model: its metadata (numbers, strings, lists of strings, read-only numpy arrays) and tensors."""
 
     path: Path
-    version: int
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
 
@@ -104,9 +104,8 @@ def _with_other_parts(first: GgufFile, count: int) -> GgufFile:
         for key, expected in (("split.no", number), ("split.count", count)):
             found = _whole_number(part, key, None)
             if found != expected:
-                problem = (
-                    f"found {found}, expected {expected}; the files do not belong together, fetch them again"
-                )
+                found_instead = f"found {found}, expected {expected}"
+                problem = f"{found_instead}; the files do not belong together, fetch them again"
                 raise field_error(part.path, key, problem)
         for tensor_name, tensor in part.tensors.items():
             if tensor_name in tensors:
@@ -117,7 +116,7 @@ def _with_other_parts(first: GgufFile, count: int) -> GgufFile:
     if expected != len(tensors):
         problem = f"{expected} tensors are announced, the {count} files hold {len(tensors)}"
         raise field_error(first.path, "split.tensors.count", problem)
-    return GgufFile(first.path, first.version, first.metadata, tensors)
+    return GgufFile(first.path, first.metadata, tensors)
 
 
 def _whole_number(file: GgufFile, key: str, default: Any) -> Any:
@@ -149,10 +148,9 @@ class _Reader:
         version = self.number("<I", "version")
         if version not in _VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            is_big_endian = swapped in _VERSIONS
             reason = (
-                "it is big-endian, weft reads little-endian files"
-                if swapped in _VERSIONS
-                else "weft reads 2, 3"
+                "it is big-endian, weft reads little-endian files" if is_big_endian else "weft reads 2, 3"
             )
             raise self.error("version", f"found {version}; {reason}")
         tensor_count = self.number("<Q", "tensor count")
@@ -172,7 +170,7 @@ class _Reader:
                 raise self.error(key, "the key appears twice")
             metadata[key] = self.value(self.number("<I", f"{key} type"), key)
         tensors = self.tensor_table(tensor_count, self.alignment(metadata))
-        return GgufFile(self.path, version, metadata, tensors)
+        return GgufFile(self.path, metadata, tensors)
 
     # --- pieces -------------------------------------------------------------------------------------------------
 
@@ -192,7 +190,8 @@ class _Reader:
         if count > left // smallest:
             raise self.error(
                 field,
-                f"{count} entries of at least {smallest} bytes do not fit into the {left} bytes that are left; {self.end_text}",
+                f"{count} entries of at least {smallest} bytes do not fit into the {left} bytes that are left; "
+                f"{self.end_text}",
             )
 
     def number(self, code: str, field: str) -> int:
@@ -240,12 +239,8 @@ class _Reader:
 
     def strings(self, count: int, field: str) -> list[str]:
         """`string`, `count` times, written out: a vocabulary has 100,000 of them and start-up waits for it."""
-        data, end, position, unpack = (
-            self.data,
-            self.table_end,
-            self.position,
-            struct.Struct("<Q").unpack_from,
-        )
+        data, end, position = self.data, self.table_end, self.position
+        unpack = struct.Struct("<Q").unpack_from
         result: list[str] = []
         for index in range(count):
             if position + 8 > end:
@@ -321,9 +316,7 @@ class _Reader:
                 name,
                 f"rows of {dimensions[0]} values cannot be cut into blocks of {tensor_format.block_values}",
             )
-        values = 1
-        for dimension in dimensions:
-            values *= dimension  # Python integers: the product of four 64-bit numbers does not wrap
+        values = math.prod(dimensions)  # Python integers: the product of four 64-bit numbers does not wrap
         offset = self.number("<Q", f"{name} offset")
         if offset % alignment:
             raise self.error(name, f"offset {offset} is not a multiple of the alignment {alignment}")

@@ -1,4 +1,4 @@
-"""The vocabulary a GGUF file carries, checked: tokens, merges or scores, kinds of tokens, and the ids with a meaning."""
+"""The vocabulary of a GGUF file, checked: tokens, merges or scores, kinds of tokens, and the ids with a meaning."""
 
 from __future__ import annotations
 
@@ -15,30 +15,11 @@ from weft.errors import ModelFileError
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
 # Files name one end token, and many models end a turn with another one. These are the names that model families use.
-_END_NAMES = frozenset(
-    (
-        *(
-            "<|im_end|>",
-            "<|eot_id|>",
-            "<|eom_id|>",
-            "<|end|>",
-            "<|return|>",
-            "<|call|>",
-            "<|calls|>",
-            "<|flush|>",
-        ),
-        *(
-            "<|endoftext|>",
-            "<|end_of_text|>",
-            "<end_of_turn>",
-            "<turn|>",
-            "<end_of_utterance>",
-            "<eos>",
-            "</s>",
-        ),
-        *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>"),
-    )
-)
+_END_NAMES = {
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+    "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<turn|>", "<end_of_utterance>", "<eos>", "</s>",
+    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>",
+}  # fmt: skip
 
 _TEMPLATE = "tokenizer.chat_template"
 

@@ -61,23 +61,17 @@ def describe(
     """
     if differences.get("experts") is None and fields.size("experts", 0, smallest=0) > 0:
         raise fields.error("experts", f"{fields.architecture} with experts is not supported")
-    layers, head_size = _layers(fields), _head_size(fields)
-    heads = fields.size("heads")
-    kv_heads = fields.size("kv_heads", heads)
-    if heads % kv_heads:
-        raise fields.error("kv_heads", f"{heads} heads cannot share {kv_heads} of keys and values evenly")
+    layers, attention = _layers(fields), _attention(fields, scale, score_cap)
     context = fields.size("max_context")
     if max_context is not None:
         context = min(max_context, context)
-    kinds = [
-        # A window that holds the whole context is none.
-        (rope, None if window is None or window >= context else window)
-        for rope, window in zip(
-            ropes or [read_rope(fields, head_size)] * layers, windows or [None] * layers, strict=True
-        )
-    ]
+    ropes = ropes or [read_rope(fields, attention.head_size)] * layers
+    # A window that holds the whole context is none.
+    narrow = [window if window is not None and window < context else None for window in windows]
+    kinds = list(zip(ropes, narrow or [None] * layers, strict=True))
     distinct = list(dict.fromkeys(kinds))
     interleaved = gguf_interleaved and fields.layout == "gguf"
+    qkv_bias, output_bias, feed_forward_bias = _biases(fields)
     config = ModelConfig(
         architecture=fields.architecture,
         layers=layers,
@@ -85,27 +79,20 @@ def describe(
         feed_forward_size=fields.size("feed_forward_size"),
         vocabulary_size=_vocabulary_size(fields),
         max_context=context,
-        attention=AttentionShape(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_size=head_size,
-            scale=head_size**-0.5 if scale is None else scale,
-            score_cap=score_cap,
-        ),
+        attention=attention,
         patterns=tuple(
-            AttentionPattern(resolve(rope, interleaved, context), window) for rope, window in distinct
+            AttentionPattern(resolve(rope, interleaved, context), seen) for rope, seen in distinct
         ),
         layer_patterns=tuple(distinct.index(kind) for kind in kinds),
         norm_epsilon=fields.number("norm_epsilon"),
-        # GGUF has no word for biases; there the first layer shows what all must have.
-        qkv_bias=fields.flag(
-            "attention_bias",
-            fields.has_tensor("layers.0.wq.bias") or fields.has_tensor("layers.0.wqkv.bias"),
-        ),
-        output_bias=fields.flag("attention_bias", fields.has_tensor("layers.0.wo.bias")),
-        feed_forward_bias=fields.flag("feed_forward_bias", fields.has_tensor("layers.0.w_gate.bias")),
         activation=_activation(fields, activation),
-        tied_embedding=fields.flag("tied_embedding", False) or not fields.has_tensor("lm_head"),
+        # An output matrix that is there is used, whatever the file says, as in transformers and llama.cpp; GGUF has
+        # no word for one that is shared.
+        tied_embedding=fields.flag("tied_embedding", fields.layout == "gguf")
+        and not fields.has_tensor("lm_head"),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        feed_forward_bias=feed_forward_bias,
     )
     return dataclasses.replace(config, **differences)
 
@@ -146,7 +133,7 @@ def _qwen3_moe(fields: Fields, max_context: int | None) -> ModelConfig:
         fields,
         max_context,
         qk_norm="head",
-        windows=_qwen_windows(fields),
+        windows=_qwen_windows(fields, full_layers_first=False),
         experts=_experts(fields, normalised),
     )
 
@@ -156,13 +143,11 @@ def _phi3(fields: Fields, max_context: int | None) -> ModelConfig:
 
 
 def _granite(fields: Fields, max_context: int | None) -> ModelConfig:
-    # Without the field, transformers multiplies scores by 1 and llama.cpp by what is usual.
-    default_scale = 1.0 if fields.layout == "huggingface" else _head_size(fields) ** -0.5
     return describe(
         fields,
         max_context,
         gguf_interleaved=True,
-        scale=fields.number("attention_scale", default_scale),
+        scale=fields.number("attention_scale", _head_size(fields) ** -0.5),
         embedding_scale=fields.number("embedding_scale", 1.0),
         residual_scale=fields.number("residual_scale", 1.0),
         logit_scale=1.0 / fields.number("logit_divisor", 1.0),
@@ -273,6 +258,28 @@ def _head_size(fields: Fields) -> int:
     return head_size
 
 
+def _attention(fields: Fields, scale: float | None, score_cap: float | None) -> AttentionShape:
+    head_size, heads = _head_size(fields), fields.size("heads")
+    kv_heads = fields.size("kv_heads", heads)
+    if heads % kv_heads:
+        raise fields.error("kv_heads", f"{heads} heads cannot share {kv_heads} of keys and values evenly")
+    return AttentionShape(heads, kv_heads, head_size, head_size**-0.5 if scale is None else scale, score_cap)
+
+
+def _biases(fields: Fields) -> tuple[bool, bool, bool]:
+    """Of Q, K and V, of the output of attention, and of the feed-forward. Where the file has no word for it, the
+    first layer shows what all must have."""
+    qkv, output, gate = (
+        any(fields.has_tensor(f"layers.0.{part}.bias") for part in parts)
+        for parts in (("wq", "wqkv"), ("wo",), ("w_gate",))
+    )
+    return (
+        fields.flag("attention_bias", qkv),
+        fields.flag("attention_bias", output),
+        fields.flag("feed_forward_bias", gate),
+    )
+
+
 def _vocabulary_size(fields: Fields) -> int:
     tokens = fields.section.values.get("tokenizer.ggml.tokens")
     return fields.size("vocabulary_size", len(tokens) if isinstance(tokens, list) else None)
@@ -282,6 +289,10 @@ def _experts(fields: Fields, normalised: bool) -> ExpertsConfig | None:
     count = fields.size("experts", 0, largest=LARGEST_EXPERTS, smallest=0)
     if count == 0:
         return None
+    if _activation(fields, "silu") != "silu":
+        raise fields.error(
+            "activation", f"{fields.get('activation')!r} is not supported in experts, only silu"
+        )
     feed_forward_size = None
     if not fields.has("expert_feed_forward_size"):
         feed_forward_size = fields.size("feed_forward_size")
@@ -345,9 +356,9 @@ def _local_layers(fields: Fields, layers: int) -> list[bool] | None:
     return [(layer + 1) % period != 0 for layer in range(layers)]
 
 
-def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
-    """Qwen's files state a window they do not use, and use it, where they do, in the last layers."""
+def _qwen_windows(fields: Fields, full_layers_first: bool = True) -> tuple[int | None, ...]:
+    """Qwen's files state a window they do not use, and use it, where they do, in the last layers, or in all."""
     if fields.layout == "huggingface" and not fields.flag("uses_window", False):
         return (None,) * _layers(fields)
-    first = fields.size("full_layers_first", 0, smallest=0)
+    first = fields.size("full_layers_first", 0, smallest=0) if full_layers_first else 0
     return _windows(fields, lambda layer: layer >= first)

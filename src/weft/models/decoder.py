@@ -118,9 +118,6 @@ class _Loader:
     def embedding_and_lm_head(self) -> tuple[Any, Any]:
         vocabulary, hidden = self.config.vocabulary_size, self.config.hidden_size
         if self.config.tied_embedding:
-            # Some checkpoints write the same matrix twice.
-            if "lm_head" in self.left:
-                self.take("lm_head", (vocabulary, hidden))
             shared = self.linear(("embedding", vocabulary, hidden))
             return shared, shared
         embedding = self.counted(self.ops.load_embedding(self.take("embedding", (vocabulary, hidden))))
@@ -148,11 +145,8 @@ class _Loader:
         )
 
     def feed_forward(self, prefix: str) -> _FeedForward:
-        hidden, inner, bias = (
-            self.config.hidden_size,
-            self.config.feed_forward_size,
-            self.config.feed_forward_bias,
-        )
+        hidden, inner = self.config.hidden_size, self.config.feed_forward_size
+        bias = self.config.feed_forward_bias
         return _FeedForward(
             gate_up=self.fused(
                 prefix + "w_gate_up",
@@ -235,6 +229,7 @@ class _Loader:
         """A tensor nobody asked for (a bias, an expert) means a model this decoder would compute wrongly."""
         if self.left:
             raise ModelFileError(
-                f"{self.file_name(min(self.left))}: this decoder has no use for the tensor (and {len(self.left) - 1} more); "
+                f"{self.file_name(min(self.left))}: this decoder has no use for the tensor "
+                f"(and {len(self.left) - 1} more); "
                 f"the model is not a plain {self.config.architecture}"
             )

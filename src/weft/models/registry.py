@@ -9,6 +9,7 @@ from weft.errors import ModelFileError
 from weft.models.architectures import ARCHITECTURES, Architecture
 from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder
+from weft.models.defaults import DEFAULTS
 from weft.models.fields import Fields, Layout
 from weft.models.names import by_decoder_name, file_name
 from weft.models.rope_fields import GGUF_ROPE_TENSORS
@@ -26,12 +27,12 @@ def build_decoder(
 
     `max_context` shortens the model's own context.
     """
-    architecture = find_architecture(layout, metadata)
-    named = by_decoder_name(layout, tensors, architecture.renamed)
-    config = architecture.configure(Fields(layout, architecture.gguf_name, metadata, named), max_context)
+    config = build_config(layout, metadata, tensors, max_context)
+    renamed = find_architecture(layout, metadata).renamed
     described = GGUF_ROPE_TENSORS if layout == "gguf" else frozenset()
+    named = by_decoder_name(layout, tensors, renamed)
     weights = {name: source for name, source in named.items() if name not in described}
-    return Decoder(config, weights, ops, lambda name: file_name(layout, name, architecture.renamed))
+    return Decoder(config, weights, ops, lambda name: file_name(layout, name, renamed))
 
 
 def build_config(
@@ -40,8 +41,10 @@ def build_config(
     tensors: Mapping[str, WeightSource],
     max_context: int | None = None,
 ) -> ModelConfig:
-    """What `build_decoder` would build, without reading a weight."""
+    """What `build_decoder` builds, without reading a weight."""
     architecture = find_architecture(layout, metadata)
+    if layout == "huggingface":
+        metadata = {**DEFAULTS[architecture.model_type], **metadata}
     named = by_decoder_name(layout, tensors, architecture.renamed)
     return architecture.configure(Fields(layout, architecture.gguf_name, metadata, named), max_context)
 

@@ -236,9 +236,8 @@ class ReferenceOps:
     def gelu_tanh_mul(self, gate_up: np.ndarray) -> np.ndarray:
         size = gate_up.shape[1] // 2
         gate, up = gate_up[:, :size], gate_up[:, size:]
-        with np.errstate(
-            over="ignore"
-        ):  # the cube of a very large gate is infinite, and its tanh the right 1
+        # The cube of a very large gate is infinite, and its tanh the right 1.
+        with np.errstate(over="ignore"):
             inner = np.sqrt(2.0 / np.pi).astype(self.dtype) * (gate + 0.044715 * gate * gate * gate)
             return 0.5 * gate * (1.0 + np.tanh(inner)) * up
 
@@ -352,9 +351,8 @@ def _rotate(rows: np.ndarray, turn: _Turn) -> np.ndarray:
 
 
 def _silu(gate: np.ndarray) -> np.ndarray:
-    with np.errstate(
-        over="ignore"
-    ):  # exp of a very negative gate is infinite, and gate / infinity the right 0
+    # exp of a very negative gate is infinite, and gate / infinity the right 0.
+    with np.errstate(over="ignore"):
         return gate / (1.0 + np.exp(-gate))
 
 

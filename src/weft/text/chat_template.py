@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from weft.errors import InvalidRequestError, ModelFileError
-from weft.text.messages import ContentForm, Message, checked_objects, has_tool_arguments, normalised_messages
+from weft.text.messages import ContentForm, Message, checked_objects, has_tool_calls, normalised_messages
 from weft.text.shield import Shield
 from weft.text.template_process import TemplateFailed, TemplateProcess
 from weft.text.tokenizer import MARK, Tokenizer
@@ -24,6 +25,9 @@ _LONGEST_SOURCE = 1 << 20
 # Unicode promises never to assign these; the first is what the tokenizer is quickest with.
 _NONCHARACTERS = [MARK, *(chr(code) for code in range(0xFDD3, 0xFDF0))]
 _PROBE = "probe"
+# In the form of the OpenAI API, and in the older one in which it is the function itself.
+_PROBE_FUNCTION = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
+_PROBE_TOOL = {"type": "function", "function": _PROBE_FUNCTION, **_PROBE_FUNCTION}
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
 
@@ -32,11 +36,11 @@ class _Chat:
     """Everything from outside that goes into one prompt."""
 
     messages: Sequence[Message]
-    tools: Any
-    documents: Any
-    options: Mapping[str, Any]
-    add_generation_prompt: bool
-    continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class ChatTemplate:
@@ -64,19 +68,9 @@ class ChatTemplate:
         except TemplateFailed as error:
             raise ModelFileError(f"chat_template: {error}") from error
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **options: Any,
-    ) -> str:
-        """The prompt as text, for people. `options` are the template's own, such as `enable_thinking`."""
-        chat = _Chat(messages, tools, documents, options, add_generation_prompt, continue_final_message)
-        text, mark = self._render(chat)
+    def render(self, messages: Sequence[Message], **chat: Any) -> str:
+        """The prompt as text, for people. Takes what `encode` takes."""
+        text, mark = self._render(_Chat(messages, **chat))
         return text.replace(mark, "")
 
     def encode(
@@ -85,18 +79,40 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **options: Any,
     ) -> list[int]:
-        """The prompt as token ids; control tokens come from the template alone."""
+        """The prompt as token ids; control tokens come from the template alone.
+
+        `options` are the template's own, such as `enable_thinking`.
+        """
         chat = _Chat(messages, tools, documents, options, add_generation_prompt, continue_final_message)
         text, mark = self._render(chat)
         # A template that wants the beginning-of-sequence token writes it itself.
         return self._tokenizer.encode(text, allow_control=True, add_bos=False, mark=mark)
 
+    @cached_property
+    def uses_tools(self) -> bool:
+        """Whether the model is told of tools: found by giving the template one, without and with a system message."""
+        name = "tool_use" if "tool_use" in self._sources else "default"
+        talk = [{"role": role, "content": "hello"} for role in ("system", "user")]
+        probes = [self._probe(name, messages, [_PROBE_TOOL]) for messages in (talk[1:], talk)]
+        rendered = [text for text in probes if text is not None]
+        # Of a template that takes neither nothing is known: let it say what it thinks of the request.
+        return not rendered or any(_PROBE in text for text in rendered)
+
+    def close(self) -> None:
+        """End the template's process; rendering starts it again."""
+        self._process.close()
+
     def _render(self, chat: _Chat) -> tuple[str, str]:
         """The prompt, marked, and the mark."""
+        if not isinstance(chat.options, Mapping):
+            raise InvalidRequestError(
+                f"the options of the chat template are {type(chat.options).__name__}; send an object",
+                field="chat_template_kwargs",
+            )
         reserved = (_RESERVED | self._tokenizer.specials.names.keys()) & chat.options.keys()
         if reserved:
             raise InvalidRequestError(
@@ -114,11 +130,15 @@ class ChatTemplate:
             raise InvalidRequestError(
                 "the model's chat template is for tools alone; send tools", field="tools"
             )
+        if tools and not self.uses_tools:
+            raise InvalidRequestError(
+                "the model's chat template does not tell the model of tools; send none", field="tools"
+            )
         try:
             return self._render_with(chat, name, tools, parse_arguments=True)
         except TemplateFailed as error:
             failure = error
-        if has_tool_arguments(chat.messages):
+        if has_tool_calls(chat.messages):
             # Templates of some families (DeepSeek) join the arguments of a call with text: they want the JSON.
             try:
                 return self._render_with(chat, name, tools, parse_arguments=False)
@@ -142,7 +162,8 @@ class ChatTemplate:
         }
         mark, end = _unused_characters(context)
         try:
-            marked = self._shields[name].mark(context, mark)
+            # Not the names of variables: a template reads them bare, and cannot write them.
+            marked = {key: self._shields[name].mark(value, mark) for key, value in context.items()}
         except RecursionError as error:
             raise InvalidRequestError(
                 "the messages, tools or options are nested too deeply; send them flatter", field="messages"
@@ -167,18 +188,19 @@ class ChatTemplate:
     def _content_form(self, name: str) -> ContentForm:
         """What the template reads: found by giving it a text, and a list with that text."""
         contents = (_PROBE, [{"type": "text", "text": _PROBE}])
-        rendered = []
-        for content in contents:
-            try:
-                rendered.append(
-                    self._run(name, {"messages": [{"role": "user", "content": content}]}, MARK, True)
-                )
-            except TemplateFailed:
-                rendered.append("")
-        text, parts = rendered
+        text, parts = (
+            self._probe(name, [{"role": "user", "content": content}]) or "" for content in contents
+        )
         if _PROBE in text:
             return "either" if text == parts else "text"
         return "parts" if _PROBE in parts else "text"
+
+    def _probe(self, name: str, messages: list[dict[str, Any]], tools: Any = None) -> str | None:
+        """What the template makes of it; None if it refuses."""
+        try:
+            return self._run(name, {"messages": messages, "tools": tools}, MARK, True)
+        except TemplateFailed:
+            return None
 
 
 def _shield(tokenizer: Tokenizer, source: str) -> Shield:

@@ -54,8 +54,7 @@ def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
         "pad_token": vocabulary.padding_id,
     }
     names = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
-    specials = Specials(bos_id, vocabulary.eos_id, vocabulary.end_ids, names, dict(vocabulary.chat_templates))
-    return Tokenizer(backend, specials)
+    return Tokenizer(backend, Specials(bos_id, names, vocabulary.chat_templates))
 
 
 def _added(texts: Iterable[str]) -> list[AddedToken]:

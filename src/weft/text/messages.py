@@ -22,8 +22,8 @@ def normalised_messages(
 ) -> list[dict[str, Any]]:
     """Copies of the messages, as the template expects them.
 
-    Parts become one string for a template that reads no lists, and strings a list of one part for one that reads nothing
-    else. A tool call's arguments, which come as a string of JSON, become an object.
+    Parts become one string for a template that reads no lists, and strings a list of one part for one that reads
+    nothing else. A tool call's arguments, which come as a string of JSON, become an object.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise InvalidRequestError(f"messages is {_kind(messages)}; send a list of messages", field="messages")
@@ -47,7 +47,7 @@ def checked_objects(values: Any, field: str) -> list[Any] | None:
     return list(values) or None
 
 
-def has_tool_arguments(messages: Sequence[Message]) -> bool:
+def has_tool_calls(messages: Sequence[Message]) -> bool:
     return any(message.get("tool_calls") for message in messages)
 
 
@@ -60,15 +60,26 @@ def _message(message: Any, where: str, content_form: ContentForm, parse_argument
             field="messages",
         )
     result = dict(message)
+    reasoning = next((result[name] for name in _REASONING if result.get(name) is not None), None)
+    if result.get("content") is None and _needs_content(result, reasoning):
+        raise InvalidRequestError(
+            f"{where} has no content; send a string, or a list of text parts", field="messages"
+        )
     if "content" in result:
         result["content"] = _content(result["content"], f"{where}.content", content_form)
     if result.get("tool_calls") is not None:
         calls = checked_objects(result["tool_calls"], f"{where}.tool_calls") or []
         result["tool_calls"] = [_tool_call(call, parse_arguments) for call in calls]
-    reasoning = next((result[name] for name in _REASONING if result.get(name) is not None), None)
     if reasoning is not None:
         result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
     return result
+
+
+def _needs_content(message: Message, reasoning: Any) -> bool:
+    """What a model said may be calls or thoughts alone; what a template reads of roles of its own is for it to say."""
+    if message["role"] == "assistant":
+        return not message.get("tool_calls") and reasoning is None
+    return message["role"] in ("system", "developer", "user", "tool")
 
 
 def _content(content: Any, where: str, form: ContentForm) -> Any:

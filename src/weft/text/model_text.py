@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.loading.checkpoint import Checkpoint
-from weft.loading.vocabulary import read_vocabulary
 from weft.text.chat_template import ChatTemplate
 from weft.text.folder_tokenizer import read_folder_tokenizer
 from weft.text.gguf_tokenizer import tokenizer_of
@@ -23,7 +22,7 @@ class ModelText:
     def require_chat_template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise InvalidRequestError(
-                "the model has no chat template; give it plain prompts instead (`weft generate`)",
+                "the model has no chat template; give it plain prompts (`weft generate` without --chat)",
                 field="messages",
             )
         return self.chat_template
@@ -31,11 +30,11 @@ class ModelText:
 
 def open_model_text(checkpoint: Checkpoint) -> ModelText:
     """Tokenizer and chat template of a model; errors name its path."""
+    if checkpoint.vocabulary is None:
+        tokenizer = read_folder_tokenizer(checkpoint.path)
     try:
-        if checkpoint.layout == "gguf":
-            tokenizer = tokenizer_of(read_vocabulary(checkpoint.metadata))
-        else:
-            tokenizer = read_folder_tokenizer(checkpoint.path)
+        if checkpoint.vocabulary is not None:
+            tokenizer = tokenizer_of(checkpoint.vocabulary)
         return ModelText(tokenizer, ChatTemplate(tokenizer) if tokenizer.specials.chat_templates else None)
     except ModelFileError as error:
         raise ModelFileError(f"{checkpoint.path}: {error}") from error

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class TemplateProcess:
         self._sources = dict(sources)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._end: Callable[[], object] = lambda: None
         with self._lock:
             self._start()
 
@@ -47,7 +48,15 @@ class TemplateProcess:
                 self._start()
             return self._ask(request)["text"]
 
+    def close(self) -> None:
+        """End the process; it is started again when there is something to render."""
+        with self._lock:
+            self._end()
+
     def _start(self) -> None:
+        self._end()
+        if not sys.executable:
+            raise TemplateFailed("its process cannot be started: this Python does not know its own path")
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(_WORKER)],
@@ -58,7 +67,7 @@ class TemplateProcess:
             )
         except OSError as error:
             raise TemplateFailed(f"its process cannot be started: {error}") from error
-        weakref.finalize(self, _end, self._process)
+        self._end = weakref.finalize(self, _end, self._process)
         self._ask(self._sources)
 
     def _ask(self, request: Any) -> dict[str, str]:
@@ -77,9 +86,8 @@ class TemplateProcess:
             )
             limit = str(error) if isinstance(error, EOFError) else ""
             raise TemplateFailed(limit or cause) from error
-        except (
-            BaseException
-        ):  # Ctrl-C between question and answer: the answer must not be taken for the next one
+        except BaseException:
+            # Ctrl-C between question and answer: the answer must not be taken for the next one.
             self._process = None
             _end(process)
             raise

@@ -33,9 +33,6 @@ class Specials:
     """What a model's files say about tokens with a meaning."""
 
     bos_id: int | None = None
-    eos_id: int | None = None
-    end_ids: frozenset[int] = frozenset()
-    """Every token that ends an answer, as far as the tokenizer's files know."""
     names: Mapping[str, str] = field(default_factory=dict)
     """What chat templates call them: bos_token, eos_token, ..."""
     chat_templates: Mapping[str, str] = field(default_factory=dict)
@@ -55,6 +52,7 @@ class Tokenizer:
         }
         self.control_ids = frozenset(self.control_tokens)
         self.vocabulary_size = max(backend.get_vocab().values(), default=-1) + 1
+        self._unknown = getattr(backend.model, "unk_token", None) or specials.names.get("unk_token")
         self._is_byte_level = _is_byte_level(backend)
         self._shield = Shield(self.control_tokens.values())
         backend.normalizer = _removing_marks(backend.normalizer)
@@ -63,17 +61,14 @@ class Tokenizer:
         self._backend = backend
         self._bytes: dict[int, bytes] = {}
 
-    @property
-    def end_ids(self) -> frozenset[int]:
-        return self.specials.end_ids
-
     def encode(
         self, text: str, *, allow_control: bool = False, add_bos: bool | None = None, mark: str = ""
     ) -> list[int]:
         """The token ids of `text`. A byte without a token in the vocabulary is left out, as in every BPE.
 
         `allow_control` turns strings such as `<|im_end|>` into their tokens, where no `mark` is in them: only for the
-        text of a chat template, which marks what came from outside with a character that occurs nowhere else. `add_bos` None does what the model's files say.
+        text of a chat template, which marks what came from outside with a character that occurs nowhere else.
+        `add_bos` None does what the model's files say.
         """
         try:
             text.encode()
@@ -97,11 +92,14 @@ class Tokenizer:
         return ids
 
     def _check_control(self, text: str, ids: list[int], allowed: int) -> None:
-        """Some vocabularies reach control tokens by merging; text that people wrote must not."""
-        found = [token for token in ids if token in self.control_ids]
+        """Some vocabularies reach control tokens by merging; text that people wrote must not.
+
+        But for the unknown token: what a character without a token becomes steers no model.
+        """
+        found = [token for token in ids if self.control_tokens.get(token, self._unknown) != self._unknown]
         if len(found) <= allowed:
             return
-        written = [match[0] for match in self._shield.pattern.finditer(text)]
+        written = [match[0] for match in self._shield.pattern.finditer(text) if match[0] != self._unknown]
         if len(found) > allowed + len(written):
             names = {self.control_tokens[token] for token in found} - set(written)
             raise InvalidRequestError(

@@ -1,0 +1,102 @@
+"""What a field means that config.json leaves out: the default of transformers' configuration class.
+
+Those classes differ where one would not expect it (the base of rotary embedding, the window, the size of a head), and
+a wrong guess gives fluent nonsense. A null in the file is no default: it stays what the file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+_MISTRAL: dict[str, Any] = {
+    **_LLAMA,
+    "intermediate_size": 14_336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}
+_QWEN2: dict[str, Any] = {
+    **_LLAMA,
+    "vocab_size": 151_936,
+    "intermediate_size": 22_016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_GEMMA2: dict[str, Any] = {
+    **_LLAMA,
+    "vocab_size": 256_000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+
+# By `model_type`. Where files have two names for a field, its default is under the one that counts less.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "mixtral": {
+        **_MISTRAL,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "sliding_window": None,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2": _QWEN2,
+    "qwen3": {**_QWEN2, "head_dim": 128},
+    "qwen3_moe": {
+        **_QWEN2,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "phi3": {
+        **_LLAMA,
+        "vocab_size": 32_064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    },
+    "granite": {**_LLAMA, "attention_multiplier": 1.0},
+    "olmo2": {**_LLAMA, "vocab_size": 50_304, "rms_norm_eps": 1e-5},
+    "gemma2": _GEMMA2,
+    "gemma3_text": {
+        **_GEMMA2,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1_000_000.0,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+}
