@@ -213,6 +213,7 @@ class LLM:
     def close(self) -> None:
         """Stop the engine; what is not over is cancelled."""
         self.engine.stop()
+        self.text.close()
 
     def __enter__(self) -> LLM:
         return self

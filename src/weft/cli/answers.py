@@ -134,7 +134,7 @@ def _chat_logprobs(choice: GenerationResult, tokenizer: Tokenizer) -> dict[str, 
 
 def _completion_logprobs(choice: GenerationResult, tokenizer: Tokenizer) -> dict[str, Any]:
     """The older form: parallel lists, and where in the text each token begins."""
-    texts = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in choice.tokens]
+    texts = [tokenizer.token_text(token) for token in choice.tokens]
     offsets = [0]
     for text in texts:
         offsets.append(offsets[-1] + len(text))
@@ -144,7 +144,7 @@ def _completion_logprobs(choice: GenerationResult, tokenizer: Tokenizer) -> dict
         "token_logprobs": [one.logprob for one in each],
         "top_logprobs": [
             # The token that was chosen is among them even where it is none of the likeliest.
-            {tokenizer.token_bytes(token).decode("utf-8", "replace"): logprob for token, logprob in one.top}
+            {tokenizer.token_text(token): logprob for token, logprob in one.top}
             | {text: one.logprob}
             for text, one in zip(texts, each, strict=True)
         ],

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import json as json_module
-import math
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from weft.errors import ModelFileError, WeftError
 from weft.loading.cache import models_directory
 from weft.loading.checkpoint import open_checkpoint
 from weft.loading.pull import KeptModel, kept_models, pull, remove
-from weft.models.registry import find_architecture
+from weft.models.registry import build_config
 from weft.progress import PullBar
 
 
@@ -29,7 +27,7 @@ def pull_command(model: str) -> None:
     path = fetch(model, verify=True)
     checkpoint = open_checkpoint(path)
     try:
-        find_architecture(checkpoint.layout, checkpoint.metadata)
+        build_config(checkpoint.layout, checkpoint.metadata, checkpoint.tensors)
     except ModelFileError as error:
         raise ModelFileError(f"{path}: {error}") from error
     print(path)
@@ -102,16 +100,8 @@ def _describe(kept: KeptModel) -> _Description:
     if problem is None:
         try:
             checkpoint = open_checkpoint(kept.path)  # maps the files and reads their headers, no weights
-            key = "general.architecture" if checkpoint.layout == "gguf" else "model_type"
-            architecture = str(checkpoint.metadata.get(key, ""))
-            formats: Counter[str] = Counter()
-            for tensor in checkpoint.tensors.values():
-                count = math.prod(tensor.shape)
-                parameters += count
-                formats[tensor.format_name] += count
-            most = formats.most_common(1)
-            file_format = "GGUF" if checkpoint.layout == "gguf" else "safetensors"
-            stored = f"{file_format} {most[0][0]}" if most else file_format
+            architecture, stored = checkpoint.architecture, checkpoint.stored_as
+            parameters = checkpoint.parameter_count
         except WeftError as error:
             problem = one_line(error).removeprefix(f"{kept.path}: ")
     return _Description(kept.name, architecture, parameters, stored, kept.size, str(kept.path), problem)

@@ -19,6 +19,11 @@ class ModelText:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
 
+    def close(self) -> None:
+        """End the process that renders templates."""
+        if self.chat_template is not None:
+            self.chat_template.close()
+
     def require_chat_template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise InvalidRequestError(
