@@ -213,7 +213,7 @@ def test_the_token_that_was_chosen_is_among_the_top_logprobs_of_a_completion() -
         preemptions=0,
         logprobs=(TokenLogprobs(-3.0, ((0, -0.1), (1, -2.5))),),
     )
-    tokenizer: Any = SimpleNamespace(token_bytes=lambda token: b"abc"[token : token + 1])
+    tokenizer: Any = SimpleNamespace(token_text=lambda token: "abc"[token])
     answered = answer(Line(0, "completion", "x"), result, tokenizer, "model")
     (choice,) = answered["response"]["body"]["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"a": -0.1, "b": -2.5, "c": -3.0}]

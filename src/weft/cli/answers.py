@@ -144,8 +144,7 @@ def _completion_logprobs(choice: GenerationResult, tokenizer: Tokenizer) -> dict
         "token_logprobs": [one.logprob for one in each],
         "top_logprobs": [
             # The token that was chosen is among them even where it is none of the likeliest.
-            {tokenizer.token_text(token): logprob for token, logprob in one.top}
-            | {text: one.logprob}
+            {tokenizer.token_text(token): logprob for token, logprob in one.top} | {text: one.logprob}
             for text, one in zip(texts, each, strict=True)
         ],
         "text_offset": offsets[:-1],
