@@ -74,7 +74,7 @@ RULES = (
         ("weft.engine",),
         "engine knows the vocabulary, scheduling, backends.base and backends.registry",
         weft=(*VOCABULARY, "weft.scheduling", "weft.backends.base", "weft.backends.registry"),
-        third_party=(),
+        third_party=("msgspec",),
     ),
     Rule(
         ("weft.backends",),
