@@ -24,6 +24,8 @@ _READ_BYTES = 1 << 18
 _RESTART_SECONDS = (0.0, 0.5, 2.0, 5.0, 10.0)
 """Waits before a restart, by how many there were since the engine last ran for a minute."""
 _METRICS_SECONDS = 5.0
+_TURN = 256
+"""After so many tokens whoever reads them has a turn; one read of the socket may hold more than a reader may be behind."""
 
 
 class EngineState(enum.Enum):
@@ -36,30 +38,39 @@ class EngineDiedError(WeftError):
     """The engine's process ended while it had the request."""
 
 
+class SlowReaderError(WeftError):
+    """Whoever reads an answer fell too far behind, and it was cancelled."""
+
+
 class Answer:
     """One answer under way: what the engine said of it and was not read yet."""
 
-    def __init__(self, client: EngineClient, answer_id: int, capacity: int) -> None:
+    def __init__(self, client: EngineClient, answer_id: int, capacity: int, arrived: asyncio.Event) -> None:
         self.id = answer_id
         self.result: GenerationResult | None = None
         """Known once the final output can be read."""
+        self.arrived = arrived
+        """Set whenever there is something to take; may be shared by answers that are read together."""
         self._client = client
         self._capacity = capacity
         self._unread: deque[TokenOutput] = deque()
-        self._arrived = asyncio.Event()
         self._failure: WeftError | None = None
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
 
-    async def read(self) -> list[TokenOutput]:
-        """All outputs that arrived since the last call, at least one. Raises what kept the request from going on."""
-        while not self._unread:
-            if self._failure is not None:
-                raise self._failure
-            self._arrived.clear()
-            await self._arrived.wait()
+    def take(self) -> list[TokenOutput]:
+        """All outputs that arrived since the last call. Raises what kept the request from going on."""
+        if self._failure is not None:
+            raise self._failure
         outputs = list(self._unread)
         self._unread.clear()
+        return outputs
+
+    async def read(self) -> list[TokenOutput]:
+        """As `take`, and waits for at least one."""
+        while not (outputs := self.take()):
+            self.arrived.clear()
+            await self.arrived.wait()
         return outputs
 
     def __aiter__(self) -> AsyncIterator[list[TokenOutput]]:
@@ -83,15 +94,20 @@ class Answer:
     # -- called by the client
 
     def put(self, output: TokenOutput) -> None:
+        if self._failure is not None:
+            return
+        if len(self._unread) >= self._capacity:
+            # What is missing from the text cannot be made good: the answer is lost, its memory is not.
+            self._unread.clear()
+            self.fail(SlowReaderError(f"the reader is more than {self._capacity} tokens behind"))
+            self.cancel("slow reader")
+            return
         if output.token_id is not None:
             self._tokens.append(output.token_id)
             if output.logprob is not None:
                 self._logprobs.append(TokenLogprobs(output.logprob, output.top_logprobs))
-        if len(self._unread) >= self._capacity and not output.is_final:
-            self.cancel(f"reader is more than {self._capacity} tokens behind")
-            return
         self._unread.append(output)
-        self._arrived.set()
+        self.arrived.set()
 
     def end(self, ended: wire.Ended, wants_logprobs: bool) -> None:
         self.result = dataclasses.replace(
@@ -101,8 +117,9 @@ class Answer:
         )
 
     def fail(self, error: WeftError) -> None:
-        self._failure = error
-        self._arrived.set()
+        if self._failure is None:
+            self._failure = error
+        self.arrived.set()
 
 
 class EngineClient:
@@ -144,16 +161,27 @@ class EngineClient:
             self._watch.cancel()
         await self._end_process(patience)
 
-    async def submit(self, request: InferenceRequest) -> list[Answer]:
-        """One answer for each of the request's `n`. A refusal is raised when it is first read."""
+    async def submit(self, request: InferenceRequest, arrived: asyncio.Event | None = None) -> list[Answer]:
+        """One answer for each of the request's `n`, all of which set `arrived`. A refusal is raised when one is first
+        read."""
         if self.state is not EngineState.READY:
             raise EngineStoppedError("the engine is not ready; try again in a moment")
-        answers = [Answer(self, next(self._numbers), self._capacity) for _ in range(request.params.n)]
+        answers = [
+            Answer(self, next(self._numbers), self._capacity, arrived or asyncio.Event())
+            for _ in range(request.params.n)
+        ]
         wants_logprobs = request.params.logprobs is not None
         self._answers.update({answer.id: (answer, wants_logprobs) for answer in answers})
         self._send(wire.Submit(tuple(answer.id for answer in answers), request))
         assert self._writer is not None
-        await self._writer.drain()
+        try:
+            await self._writer.drain()
+        except OSError:
+            pass  # the process is gone; `_keep_running` finds out and tells the answers
+        except asyncio.CancelledError:
+            for answer in answers:  # nobody will have a hold on them
+                answer.cancel()
+            raise
         return answers
 
     async def metrics(self) -> ServingMetrics:
@@ -205,13 +233,17 @@ class EngineClient:
         tries = 0
         while True:
             began = loop.time()
+            num_taken = 0
             async for message in self._messages:
                 self._take(message)
+                if isinstance(message, wire.Step) and (num_taken := num_taken + len(message.outputs)) >= _TURN:
+                    num_taken = 0
+                    await asyncio.sleep(0)
+            self._change(EngineState.STARTING)
             await self._end_process(1.0)
             self._fail_all(self._failure or EngineDiedError("the engine's process died"))
             tries = 0 if loop.time() - began > 60 else tries + 1
             while True:
-                self._change(EngineState.STARTING)
                 await asyncio.sleep(_RESTART_SECONDS[min(tries, len(_RESTART_SECONDS) - 1)])
                 self.restarts += 1
                 try:
@@ -291,7 +323,7 @@ async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[wire.FromEngi
         while received := await reader.read(_READ_BYTES):
             for content in frames.feed(received):
                 yield wire.from_engine.decode(content)
-    except OSError:
+    except (OSError, ValueError):  # gone, or no longer to be understood, which is as good as gone
         return
 
 

@@ -33,12 +33,10 @@ class EngineProcess:
         self._connection = connection
         self._frames = wire.Frames()
         self._unsent: queue.SimpleQueue[wire.Message | None] = queue.SimpleQueue()
-        self._names: dict[RequestId, int] = {}
         self._ids: dict[int, RequestId] = {}
+        """Of what is not over, by the client's names."""
         self._outputs: list[TokenOutput] = []
         self._ended: list[wire.Ended] = []
-        self._lock = threading.Lock()
-        """Over names and ids: requests come in one thread and end in another."""
         self._writer = threading.Thread(target=self._write, name="weft-writer", daemon=True)
 
     def run(self) -> int:
@@ -92,25 +90,29 @@ class EngineProcess:
             self._engine.stop()
 
     def _submit(self, message: wire.Submit) -> None:
+        names: dict[RequestId, int] = {}
+        are_known = threading.Event()
+
+        def take(output: TokenOutput) -> None:
+            are_known.wait()  # the first token may be quicker than the line that notes the names
+            self._take(output, names[output.request_id])
+
         try:
-            # Tokens may come before the ids are known here: the lock makes them wait.
-            with self._lock:
-                ids = self._engine.submit_choices(message.request, self._take)
-                self._names.update(zip(ids, message.ids, strict=True))
-                self._ids.update(zip(message.ids, ids, strict=True))
+            ids = self._engine.submit_choices(message.request, take)
         except WeftError as error:
             field, code = getattr(error, "field", ""), getattr(error, "code", "")
             self._send(wire.Refused(message.ids, type(error).__name__, str(error), field, code))
+            return
+        names.update(zip(ids, message.ids, strict=True))
+        self._ids.update(zip(message.ids, ids, strict=True))
+        are_known.set()
 
     # -- in the engine's thread
 
-    def _take(self, output: TokenOutput) -> None:
-        with self._lock:
-            name = self._names[output.request_id]
-            if output.is_final:
-                del self._names[output.request_id], self._ids[name]
+    def _take(self, output: TokenOutput, name: int) -> None:
         self._outputs.append(output._replace(request_id=RequestId(name)))
         if output.is_final:
+            del self._ids[name]
             result = self._engine.get_result(output.request_id)
             assert result is not None
             told = dataclasses.replace(result, request_id=RequestId(name), tokens=(), logprobs=None)
@@ -145,8 +147,10 @@ class EngineProcess:
 
 
 def main() -> None:
-    # Ctrl-C in a terminal goes to the client too, which decides when to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C in a terminal, and a service manager that ends a whole group, reach the client too: it decides when to
+    # stop, after what is under way has ended, and closing the connection is how it says so.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     raise SystemExit(EngineProcess(connection).run())
 
