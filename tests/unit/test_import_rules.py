@@ -96,8 +96,8 @@ RULES = (
     Rule(("weft.text",), "text knows the vocabulary and model files", weft=(*VOCABULARY, "weft.loading")),
     Rule(
         ("weft.server",),
-        "server knows engine.client and text",
-        weft=(*VOCABULARY, "weft.engine.client", "weft.text"),
+        "server knows engine.client, text, and the model files that the text side is opened from",
+        weft=(*VOCABULARY, "weft.engine.client", "weft.loading.checkpoint", "weft.text"),
     ),
 )
 

@@ -58,10 +58,14 @@ class Answer:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
 
-    def take(self) -> list[TokenOutput]:
-        """All outputs that arrived since the last call. Raises what kept the request from going on."""
+    def check(self) -> None:
+        """Raises what kept the request from going on."""
         if self._failure is not None:
             raise self._failure
+
+    def take(self) -> list[TokenOutput]:
+        """All outputs that arrived since the last call. Raises what kept the request from going on."""
+        self.check()
         outputs = list(self._unread)
         self._unread.clear()
         return outputs
@@ -161,6 +165,12 @@ class EngineClient:
             self._watch.cancel()
         await self._end_process(patience)
 
+    def kill(self) -> None:
+        """Ends the process at once; for who has no time left to wait."""
+        self._change(EngineState.STOPPED)
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
     async def submit(self, request: InferenceRequest, arrived: asyncio.Event | None = None) -> list[Answer]:
         """One answer for each of the request's `n`, all of which set `arrived`. A refusal is raised when one is first
         read."""
@@ -236,7 +246,10 @@ class EngineClient:
             num_taken = 0
             async for message in self._messages:
                 self._take(message)
-                if isinstance(message, wire.Step) and (num_taken := num_taken + len(message.outputs)) >= _TURN:
+                if (
+                    isinstance(message, wire.Step)
+                    and (num_taken := num_taken + len(message.outputs)) >= _TURN
+                ):
                     num_taken = 0
                     await asyncio.sleep(0)
             self._change(EngineState.STARTING)

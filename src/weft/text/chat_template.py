@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from weft.errors import InvalidRequestError, ModelFileError
@@ -85,11 +86,14 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **options: Any,
     ) -> list[int]:
-        """The prompt as token ids; control tokens come from the template alone."""
+        """The prompt as token ids; control tokens come from the template alone.
+
+        `options` are the template's own, such as `enable_thinking`.
+        """
         chat = _Chat(messages, tools, documents, options, add_generation_prompt, continue_final_message)
         text, mark = self._render(chat)
         # A template that wants the beginning-of-sequence token writes it itself.
