@@ -67,7 +67,8 @@ class TimedProtocol(H11Protocol):
     def _give_up(self) -> None:
         if self.transport.is_closing():
             return
-        if self.cycle is None or not self.cycle.response_started:
+        # A body that is still coming may have been answered already, by an error.
+        if self._timed_state is h11.IDLE or not self.cycle.response_started:
             error = ApiError(408, "the request did not arrive in time; send it again", code="timeout")
             body = msgspec.json.encode(error.body)
             head = (
