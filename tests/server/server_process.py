@@ -40,7 +40,9 @@ class Server:
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
     def chat(self, **fields: Any) -> httpx.Response:
-        return self.client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 4, **fields})
+        return self.client.post(
+            "/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 4, **fields}
+        )
 
     def complete(self, prompt: Any = "Hello", **fields: Any) -> httpx.Response:
         return self.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, **fields})
@@ -50,7 +52,12 @@ class Server:
         wait_for(
             lambda: all(
                 self.metric(name) == 0
-                for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "http_requests_open")
+                for name in (
+                    "num_requests_running",
+                    "num_requests_waiting",
+                    "kv_cache_usage_perc",
+                    "http_requests_open",
+                )
             )
         )
 

@@ -71,7 +71,9 @@ def strict_server(default_model_path: Path) -> Iterator[Server]:
     """Keys, little patience, a short queue."""
     limits = {"header_seconds": 0.5, "body_seconds": 1.0, "max_requests": 2}
     headers = {"Authorization": "Bearer second"}
-    with running_server(default_model_path, api_keys=["first", "second"], headers=headers, **limits) as server:
+    with running_server(
+        default_model_path, api_keys=["first", "second"], headers=headers, **limits
+    ) as server:
         yield server
 
 
@@ -105,8 +107,12 @@ def test_04_no_host_opens_a_route_that_asks_for_a_key(strict_server: Server) -> 
         assert response.status_code in (400, 401)
 
 
-@pytest.mark.parametrize("key", ["", "Bearer", "Bearer wrong", "Bearer firs", "Basic first", "first", "Bearer é"])
-def test_05_a_missing_or_wrong_key_is_refused_everywhere_but_at_health(strict_server: Server, key: str) -> None:
+@pytest.mark.parametrize(
+    "key", ["", "Bearer", "Bearer wrong", "Bearer firs", "Basic first", "first", "Bearer é"]
+)
+def test_05_a_missing_or_wrong_key_is_refused_everywhere_but_at_health(
+    strict_server: Server, key: str
+) -> None:
     headers = {"Authorization": key.encode()}
     for path in ("/v1/models", "/metrics", "/version", "/ready", "/nowhere"):
         response = strict_server.client.get(path, headers=headers)
@@ -134,7 +140,9 @@ def test_05_each_of_several_keys_opens_the_server(strict_server: Server, key: st
         {"Origin": "http://localhost.evil.example"},
     ],
 )
-def test_07_other_names_and_pages_do_not_reach_a_loopback_server(server: Server, headers: dict[str, str]) -> None:
+def test_07_other_names_and_pages_do_not_reach_a_loopback_server(
+    server: Server, headers: dict[str, str]
+) -> None:
     error_of(server.client.post("/v1/completions", headers=headers, json={"prompt": "x"}), 403)
 
 
@@ -174,16 +182,43 @@ def test_08_what_is_no_json_is_refused(server: Server, body: bytes) -> None:
 
 FIELDS = (
     *("model", "stream", "stream_options", "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k"),
-    *("min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
-    *("stop", "stop_token_ids", "ignore_eos", "priority", "deadline", "ttft_target", "cache_salt", "session_id"),
+    *(
+        "min_p",
+        "typical_p",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+        "seed",
+    ),
+    *(
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "priority",
+        "deadline",
+        "ttft_target",
+        "cache_salt",
+        "session_id",
+    ),
     *("response_format", "user", "metadata"),
 )
-CHAT_FIELDS = (*FIELDS, "messages", "logprobs", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs")
+CHAT_FIELDS = (
+    *FIELDS,
+    "messages",
+    "logprobs",
+    "top_logprobs",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+)
 COMPLETION_FIELDS = (*FIELDS, "prompt", "logprobs", "echo", "suffix", "best_of")
 
 
 @pytest.mark.parametrize("field", CHAT_FIELDS)
-def test_09_a_wrong_type_in_a_chat_is_refused_by_its_name_and_null_is_the_default(server: Server, field: str) -> None:
+def test_09_a_wrong_type_in_a_chat_is_refused_by_its_name_and_null_is_the_default(
+    server: Server, field: str
+) -> None:
     # A dict would be a metadata, a string a stop: a list of lists is nowhere right.
     assert error_of(server.chat(**{field: [[{}]]}), 400)["param"].startswith(field)
     if field != "messages":
@@ -276,7 +311,9 @@ def test_19_a_prompt_longer_than_the_context_is_refused_with_both_numbers(server
     assert error["code"] == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("prompt", [[], [-1], [49152], [1, "a"], [[]], [[1], "a", 2], [1.5], [True], [[1, [2]]]])
+@pytest.mark.parametrize(
+    "prompt", [[], [-1], [49152], [1, "a"], [[]], [[1], "a", 2], [1.5], [True], [[1, [2]]]]
+)
 def test_20_prompts_that_are_none_are_refused(server: Server, prompt: Any) -> None:
     assert error_of(server.complete(prompt), 400)["param"].startswith("prompt")
 
@@ -326,7 +363,9 @@ def test_23_a_template_and_reserved_arguments_of_a_request_are_refused(server: S
     assert server.chat(chat_template_kwargs={"enable_thinking": False}).status_code == 200
 
 
-@pytest.mark.parametrize("choice", ["always", {"type": "banana"}, "required", {"type": "function", "function": {}}])
+@pytest.mark.parametrize(
+    "choice", ["always", {"type": "banana"}, "required", {"type": "function", "function": {}}]
+)
 def test_30_an_unknown_tool_choice_is_refused(server: Server, choice: Any) -> None:
     error_of(server.chat(tool_choice=choice), 400, "tool_choice")
 

@@ -158,11 +158,12 @@ class EngineClient:
         self._watch = asyncio.create_task(self._keep_running())
 
     async def stop(self, patience: float = 10.0) -> None:
-        """Stops the engine; what is under way is cancelled."""
+        """Stops the engine; what is under way is cancelled, and whoever reads it told."""
         self._change(EngineState.STOPPED)
         self._send(wire.Stop())
         if self._watch is not None:
             self._watch.cancel()
+        self._fail_all(EngineStoppedError("the engine was stopped before the answer was complete"))
         await self._end_process(patience)
 
     def kill(self) -> None:

@@ -100,6 +100,7 @@ class _Life:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             date_header=False,
             h11_max_incomplete_event_size=settings.max_header_bytes,
