@@ -120,6 +120,23 @@ def test_echo_with_logprobs_scores_the_prompt(real_client: openai.OpenAI) -> Non
     ] == tokens
 
 
+def test_16_a_stop_string_over_several_tokens_never_leaks(client: openai.OpenAI) -> None:
+    options: Any = {"model": MODEL, "prompt": "One", "max_tokens": 40, "seed": 3}
+    text = client.completions.create(**options).choices[0].text
+    stop = text[60:85]
+    assert len(stop) == 25
+    cut = client.completions.create(**options, stop=stop)
+    assert cut.choices[0].text == text[: text.index(stop)] and cut.choices[0].finish_reason == "stop"
+    assert cut.usage is not None and cut.usage.completion_tokens < 40
+    stream = client.completions.create(
+        **options, stop=stop, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == cut.choices[0].text
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == cut.usage.completion_tokens
+
+
 def test_the_same_seed_gives_the_same_text_and_another_does_not(client: openai.OpenAI) -> None:
     def text(seed: int) -> str | None:
         answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8, seed=seed)  # type: ignore[arg-type]

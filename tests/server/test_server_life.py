@@ -26,7 +26,7 @@ LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 8000}
 def slow_server(default_model_path: Path) -> Iterator[Server]:
     """The real model, so that an answer takes its time; one sequence at a time, so that others wait."""
     options = {"checkpoint": str(default_model_path), "max_context": 2048}
-    engine = {"scheduler": {"max_running": 1}}
+    engine = {"scheduler": {"max_running": 1, "max_waiting_requests": 2}}
     with running_server(
         default_model_path, backend="cpu", backend_options=options, engine=engine, drain_seconds=20
     ) as server:
@@ -73,6 +73,20 @@ def test_38_a_client_that_leaves_during_a_long_prompt_frees_its_memory(slow_serv
     connection = send_request(slow_server, prompt=[5] * 1800, max_tokens=10)
     wait_for(lambda: slow_server.metric("num_requests_running") == 1)
     connection.close()
+    slow_server.wait_until_free()
+
+
+def test_39_a_full_queue_is_a_429_that_says_when_to_come_back(slow_server: Server) -> None:
+    connections = [send_request(slow_server, stream=True)]
+    wait_for(lambda: slow_server.metric("num_requests_running") == 1)
+    connections += [send_request(slow_server) for _ in range(2)]
+    wait_for(lambda: slow_server.metric("num_requests_waiting") == 2)
+    for stream in (True, False):
+        refused = slow_server.complete(stream=stream)
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) >= 1
+    for connection in connections:
+        connection.close()
     slow_server.wait_until_free()
 
 
@@ -192,6 +206,24 @@ def test_40_a_second_signal_quits_at_once_and_leaves_nothing(default_model_path:
         assert server.process.wait(10) == 128 + signal.SIGTERM
         connection.close()
         wait_for(lambda: not [pid for pid in children if Path(f"/proc/{pid}").exists()])
+
+
+def test_a_signal_while_the_model_is_loaded_ends_the_server(default_model_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    process = subprocess.Popen(weft(str(default_model_path), "--port", "0"), env=environment)
+    started = Server(process, 0, httpx.Client())  # type: ignore[arg-type]
+
+    def has_engine() -> bool:
+        try:
+            return bool(started.engine_pid())
+        except AssertionError:
+            return False
+
+    wait_for(has_engine)
+    engine = started.engine_pid()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    wait_for(lambda: not Path(f"/proc/{engine}").exists())
 
 
 def test_a_server_that_is_killed_leaves_nothing_running(default_model_path: Path) -> None:

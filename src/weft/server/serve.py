@@ -75,6 +75,7 @@ class _Life:
             await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 starting.cancel()
+                self._engine.kill()  # it reads no messages before its weights are loaded
                 return
             starting.result()
             app = ServerApp(self._settings, text, checkpoint.generation, self._engine)
