@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 import h11
 import msgspec
+from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from weft.server.errors import ApiError
 
@@ -19,11 +20,12 @@ logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 class TimedProtocol(H11Protocol):
     """A request has `header_seconds` for its headers and `body_seconds` for all of it, counted from its first byte."""
 
-    header_seconds = 10.0
-    body_seconds = 120.0
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self, config: Config, state: ServerState, *, header_seconds: float, body_seconds: float
+    ) -> None:
+        super().__init__(config, state, app_state={})
+        self._header_seconds = header_seconds
+        self._body_seconds = body_seconds
         self._timer: asyncio.TimerHandle | None = None
         self._timed_state: object = None
 
@@ -51,7 +53,7 @@ class TimedProtocol(H11Protocol):
             self._stop_timer()
         elif state is not self._timed_state:
             self._stop_timer()
-            seconds = self.header_seconds if state is h11.IDLE else self.body_seconds
+            seconds = self._header_seconds if state is h11.IDLE else self._body_seconds
             self._timer, self._timed_state = self.loop.call_later(seconds, self._give_up), state
 
     @property

@@ -59,6 +59,7 @@ class _Life:
         self._stop = asyncio.Event()
         self._state = ServerState()
         self._was_ready = False
+        self._new_protocol: Callable[[], TimedProtocol]
         self._engine = EngineClient(
             settings.backend, settings.backend_options, settings.engine, on_change=self._tell_state
         )
@@ -67,6 +68,7 @@ class _Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        server = await self._bind()  # a port that is taken is told before a model is loaded for nothing
         checkpoint = open_checkpoint(self._settings.model)
         text = open_model_text(checkpoint)
         starting = asyncio.ensure_future(self._engine.start())
@@ -80,23 +82,34 @@ class _Life:
             starting.result()
             app = ServerApp(self._settings, text, checkpoint.generation, self._engine)
             try:
-                await self._listen(app, text.chat_template is not None)
+                await self._listen(server, app)
             finally:
                 app.encoder.close()
         finally:
             stopping.cancel()
             await self._engine.stop()
 
-    async def _listen(self, app: ServerApp, has_chat_template: bool) -> None:
+    async def _bind(self) -> asyncio.Server:
+        """The address is ours; nobody is listened to yet."""
         settings = self._settings
-        protocol = type(
-            "Protocol",
-            (TimedProtocol,),
-            {"header_seconds": settings.header_seconds, "body_seconds": settings.body_seconds},
-        )
+        try:
+            return await asyncio.get_running_loop().create_server(
+                lambda: self._new_protocol(),
+                settings.host,
+                settings.port,
+                backlog=_BACKLOG,
+                start_serving=False,
+            )
+        except OSError as error:
+            raise WeftError(
+                f"cannot listen on {settings.host}, port {settings.port}: {error.strerror or error}; "
+                "name another with --host and --port"
+            ) from error
+
+    async def _listen(self, server: asyncio.Server, app: ServerApp) -> None:
+        settings = self._settings
         config = uvicorn.Config(
             app.asgi(),
-            http=protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -108,23 +121,21 @@ class _Life:
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         )
         config.load()
-        try:
-            server = await asyncio.get_running_loop().create_server(
-                lambda: protocol(config=config, server_state=self._state, app_state={}),
-                settings.host,
-                settings.port,
-                backlog=_BACKLOG,
-            )
-        except OSError as error:
-            raise WeftError(
-                f"cannot listen on {settings.host}, port {settings.port}: {error.strerror or error}; "
-                "name another with --host and --port"
-            ) from error
+        self._new_protocol = lambda: TimedProtocol(
+            config, self._state, header_seconds=settings.header_seconds, body_seconds=settings.body_seconds
+        )
+        await server.start_serving()
         info = self._engine.info
         assert info is not None
         port = server.sockets[0].getsockname()[1]
         self._on_start(
-            Started(settings.host, port, info, self._engine.max_sequence_length, has_chat_template)
+            Started(
+                settings.host,
+                port,
+                info,
+                self._engine.max_sequence_length,
+                has_chat_template=app.text.chat_template is not None,
+            )
         )
         await self._stop.wait()
         # Until the last request is over new ones are still answered: with a 503, which says more than a closed door.
