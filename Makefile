@@ -1,5 +1,5 @@
-# Two commands do everything on a fresh machine with Python 3.11 and pip:
-#   make chat    talk to the default model      make test    run every check
+# Three commands do everything on a fresh machine with Python 3.11 and pip:
+#   make chat    talk to the default model      make serve    serve it      make test    run every check
 # Set-up happens once, in .venv, and again only when pyproject.toml or constraints.txt change.
 
 PYTHON ?= python3
@@ -7,11 +7,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help chat test lint clean
+.PHONY: help chat serve test lint clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make chat    set up what is missing and talk to the default model (no torch needed)"
+	@echo "make serve   set up what is missing and serve the OpenAI API with the default model; ARGS='--port 9000'"
 	@echo "make test    set up what is missing and run ruff, mypy and pytest"
 	@echo "make lint    the first two of those alone"
 	@echo "make clean   remove the environment, build output and caches"
@@ -19,6 +20,10 @@ help:
 
 chat: $(VENV)/.runtime
 	@$(BIN)/weft chat $(ARGS)
+
+# exec: Ctrl-C and SIGTERM go to the server itself, which ends what it started.
+serve: $(VENV)/.runtime
+	@exec $(BIN)/weft serve $(ARGS)
 
 test: lint
 	@echo "==> pytest"

@@ -74,7 +74,7 @@ RULES = (
         ("weft.engine",),
         "engine knows the vocabulary, scheduling, backends.base and backends.registry",
         weft=(*VOCABULARY, "weft.scheduling", "weft.backends.base", "weft.backends.registry"),
-        third_party=(),
+        third_party=("msgspec",),
     ),
     Rule(
         ("weft.backends",),
@@ -96,8 +96,8 @@ RULES = (
     Rule(("weft.text",), "text knows the vocabulary and model files", weft=(*VOCABULARY, "weft.loading")),
     Rule(
         ("weft.server",),
-        "server knows engine.client and text",
-        weft=(*VOCABULARY, "weft.engine.client", "weft.text"),
+        "server knows engine.client, text, and the model files that the text side is opened from",
+        weft=(*VOCABULARY, "weft.engine.client", "weft.loading.checkpoint", "weft.text"),
     ),
 )
 

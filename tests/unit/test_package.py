@@ -88,9 +88,10 @@ def test_the_command_prints_its_version() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], ["pull", "generate", "chat", "replay", "simulate-check", "bench"]),
+        ([], ["pull", "generate", "chat", "serve", "replay", "simulate-check", "bench"]),
         (["bench"], ["scheduler", "batching"]),
         (["generate"], ["--max-tokens", "--temperature"]),
+        (["serve"], ["--host", "--port", "--api-key", "--context"]),
         (["simulate-check"], ["--scenarios", "--seed", "--jobs"]),
     ],
 )

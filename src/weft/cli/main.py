@@ -243,6 +243,59 @@ def chat(
 
 
 @app.command()
+def serve(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="As in `weft chat --model`; fetched on first use.")
+    ] = "default",
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 lets other machines in.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="N", help="0 takes any that is free.")
+    ] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What requests call the model; default: its file's name."),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY", envvar="WEFT_API_KEY", help="Ask for this key; may be given several times."
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="The same, from a file with one key in a line.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Let the pages of this origin call the server from a browser."),
+    ] = None,
+    context: Context = None,
+    drain: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="SECONDS", help="How long requests may go on after SIGTERM or Ctrl-C."),
+    ] = 30.0,
+) -> None:
+    """Serve the OpenAI API: chats, completions, models; health and metrics beside them.
+
+    SIGTERM and Ctrl-C let what is under way end; once more quits at once.
+    """
+    from weft.cli.serve import serve_command
+
+    serve_command(
+        model,
+        host=host,
+        port=port,
+        name=name,
+        api_key=api_key or [],
+        api_key_file=api_key_file,
+        allow_origin=allow_origin or [],
+        context=context,
+        drain=drain,
+    )
+
+
+@app.command()
 def replay(
     path: Annotated[
         Path,

@@ -40,7 +40,8 @@ class ServingEngine:
 
     Use it as a context manager (a thread runs the loop), call `run()` in a thread of your own, or call
     `run_iteration()` yourself. Every other method may be called from any thread at any time, and from callbacks.
-    Callbacks run in the thread of the loop, outside its lock: once per token, the final one once.
+    Callbacks run in the thread of the loop, outside its lock: once per token, the final one once; then
+    `after_delivery`, once for all that a step gave.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class ServingEngine:
         *,
         clock: Clock = time.monotonic,
         seed: int | None = None,
+        after_delivery: Callable[[], object] | None = None,
     ) -> None:
         self.config = config or ServingEngineConfig()
+        self._after_delivery = after_delivery
         self._backend = backend
         self._clock = clock
         self._seeds = random.Random(seed)
@@ -354,6 +357,8 @@ class ServingEngine:
             except Exception as error:
                 callbacks.pop(output.request_id, None)
                 self._fail_for_callback(output.request_id, f"callback raised {type(error).__name__}: {error}")
+        if self._after_delivery is not None:
+            self._after_delivery()
         with self._changed:
             while len(self._results) > self.config.max_kept_results:
                 self._results.popitem(last=False)

@@ -20,7 +20,7 @@ from weft.backends.cpu.sampler import NOT_A_NUMBER, sample, score
 from weft.backends.cpu.swap import SwapSpace
 from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, ModelFileError
-from weft.loading.checkpoint import Checkpoint
+from weft.loading.checkpoint import Checkpoint, open_checkpoint
 from weft.models.decoder import Decoder
 from weft.models.registry import build_config, build_decoder
 from weft.ops.reference import ReferenceOps
@@ -134,9 +134,11 @@ class CpuBackend:
 
 
 def open_cpu_backend(
-    checkpoint: Checkpoint, dtype: np.dtype | type = np.float32, max_context: int | None = None
+    checkpoint: Checkpoint | str, dtype: np.dtype | type = np.float32, max_context: int | None = None
 ) -> CpuBackend:
-    """The backend for a model; errors name its path. `max_context` shortens the model's own context."""
+    """The backend for a model, or for the path of one; errors name it. `max_context` shortens the model's own context."""
+    if isinstance(checkpoint, str):
+        checkpoint = open_checkpoint(checkpoint)
     layout, metadata, tensors = checkpoint.layout, checkpoint.metadata, checkpoint.tensors
     try:
         own_context = build_config(layout, metadata, tensors).max_context

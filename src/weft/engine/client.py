@@ -1,0 +1,349 @@
+"""The engine as the server sees it: an asyncio client of the engine's process, which it starts, watches and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import itertools
+import socket
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from weft import errors
+from weft.config import ServingEngineConfig
+from weft.engine import wire
+from weft.errors import EngineStoppedError, WeftError
+from weft.metrics import ServingMetrics
+from weft.plan import BackendInfo
+from weft.request import GenerationResult, InferenceRequest, TokenLogprobs, TokenOutput
+
+_READ_BYTES = 1 << 18
+_RESTART_SECONDS = (0.0, 0.5, 2.0, 5.0, 10.0)
+"""Waits before a restart, by how many there were since the engine last ran for a minute."""
+_METRICS_SECONDS = 5.0
+_TURN = 256
+"""After so many tokens whoever reads them has a turn; one read of the socket may hold more than a reader may be behind."""
+
+
+class EngineState(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    STOPPED = "stopped"
+
+
+class EngineDiedError(WeftError):
+    """The engine's process ended while it had the request."""
+
+
+class SlowReaderError(WeftError):
+    """Whoever reads an answer fell too far behind, and it was cancelled."""
+
+
+class Answer:
+    """One answer under way: what the engine said of it and was not read yet."""
+
+    def __init__(self, client: EngineClient, answer_id: int, capacity: int, arrived: asyncio.Event) -> None:
+        self.id = answer_id
+        self.result: GenerationResult | None = None
+        """Known once the final output can be read."""
+        self.arrived = arrived
+        """Set whenever there is something to take; may be shared by answers that are read together."""
+        self._client = client
+        self._capacity = capacity
+        self._unread: deque[TokenOutput] = deque()
+        self._failure: WeftError | None = None
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def check(self) -> None:
+        """Raises what kept the request from going on."""
+        if self._failure is not None:
+            raise self._failure
+
+    def take(self) -> list[TokenOutput]:
+        """All outputs that arrived since the last call. Raises what kept the request from going on."""
+        self.check()
+        outputs = list(self._unread)
+        self._unread.clear()
+        return outputs
+
+    async def read(self) -> list[TokenOutput]:
+        """As `take`, and waits for at least one."""
+        while not (outputs := self.take()):
+            self.arrived.clear()
+            await self.arrived.wait()
+        return outputs
+
+    def __aiter__(self) -> AsyncIterator[list[TokenOutput]]:
+        return self._outputs()
+
+    async def _outputs(self) -> AsyncIterator[list[TokenOutput]]:
+        while True:
+            outputs = await self.read()
+            yield outputs
+            if outputs[-1].is_final:
+                return
+
+    def finish(self, num_tokens: int) -> None:
+        """A stop was found in the text: the answer is complete after its first `num_tokens` tokens."""
+        self._client._send(wire.Finish(self.id, num_tokens))
+
+    def cancel(self, reason: str | None = None) -> None:
+        """Ends it wherever it is; nothing happens to one that is over."""
+        self._client._cancel(self, reason)
+
+    # -- called by the client
+
+    def put(self, output: TokenOutput) -> None:
+        if self._failure is not None:
+            return
+        if len(self._unread) >= self._capacity:
+            # What is missing from the text cannot be made good: the answer is lost, its memory is not.
+            self._unread.clear()
+            self.fail(SlowReaderError(f"the reader is more than {self._capacity} tokens behind"))
+            self.cancel("slow reader")
+            return
+        if output.token_id is not None:
+            self._tokens.append(output.token_id)
+            if output.logprob is not None:
+                self._logprobs.append(TokenLogprobs(output.logprob, output.top_logprobs))
+        self._unread.append(output)
+        self.arrived.set()
+
+    def end(self, ended: wire.Ended, wants_logprobs: bool) -> None:
+        self.result = dataclasses.replace(
+            ended.result,
+            tokens=tuple(self._tokens[: ended.num_tokens]),
+            logprobs=tuple(self._logprobs[: ended.num_tokens]) if wants_logprobs else None,
+        )
+
+    def fail(self, error: WeftError) -> None:
+        if self._failure is None:
+            self._failure = error
+        self.arrived.set()
+
+
+class EngineClient:
+    """Starts the engine's process and keeps one running. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        backend: str,
+        options: Mapping[str, Any],
+        config: ServingEngineConfig,
+        *,
+        on_change: Callable[[EngineState], object] = lambda state: None,
+    ) -> None:
+        self.state = EngineState.STOPPED
+        self.info: BackendInfo | None = None
+        self.max_sequence_length = 0
+        self.restarts = 0
+        self._start = wire.Start(backend, dict(options), config)
+        self._capacity = config.stream_buffer
+        self._on_change = on_change
+        self._answers: dict[int, tuple[Answer, bool]] = {}
+        self._numbers = itertools.count()
+        self._metrics: dict[int, asyncio.Future[ServingMetrics]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._failure: WeftError | None = None
+
+    async def start(self) -> None:
+        """Starts the process and waits until it is ready; raises what keeps it from that."""
+        await self._launch()
+        self._watch = asyncio.create_task(self._keep_running())
+
+    async def stop(self, patience: float = 10.0) -> None:
+        """Stops the engine; what is under way is cancelled, and whoever reads it told."""
+        self._change(EngineState.STOPPED)
+        self._send(wire.Stop())
+        if self._watch is not None:
+            self._watch.cancel()
+        self._fail_all(EngineStoppedError("the engine was stopped before the answer was complete"))
+        await self._end_process(patience)
+
+    def kill(self) -> None:
+        """Ends the process at once; for who has no time left to wait."""
+        self._change(EngineState.STOPPED)
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def submit(self, request: InferenceRequest, arrived: asyncio.Event | None = None) -> list[Answer]:
+        """One answer for each of the request's `n`, all of which set `arrived`. A refusal is raised when one is first
+        read."""
+        if self.state is not EngineState.READY:
+            raise EngineStoppedError("the engine is not ready; try again in a moment")
+        answers = [
+            Answer(self, next(self._numbers), self._capacity, arrived or asyncio.Event())
+            for _ in range(request.params.n)
+        ]
+        wants_logprobs = request.params.logprobs is not None
+        self._answers.update({answer.id: (answer, wants_logprobs) for answer in answers})
+        self._send(wire.Submit(tuple(answer.id for answer in answers), request))
+        assert self._writer is not None
+        try:
+            await self._writer.drain()
+        except OSError:
+            pass  # the process is gone; `_keep_running` finds out and tells the answers
+        except asyncio.CancelledError:
+            for answer in answers:  # nobody will have a hold on them
+                answer.cancel()
+            raise
+        return answers
+
+    async def metrics(self) -> ServingMetrics:
+        """The engine's figures of this moment."""
+        if self.state is not EngineState.READY:
+            raise EngineStoppedError("the engine is not ready; try again in a moment")
+        number = next(self._numbers)
+        future = self._metrics[number] = asyncio.get_running_loop().create_future()
+        self._send(wire.AskMetrics(number))
+        try:
+            return await asyncio.wait_for(future, _METRICS_SECONDS)
+        except TimeoutError:
+            raise EngineStoppedError("the engine does not answer") from None
+        finally:
+            self._metrics.pop(number, None)
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._answers)
+
+    # ------------------------------------------------------------------ the process
+
+    async def _launch(self) -> None:
+        """Starts a process and waits for its first word."""
+        self._change(EngineState.STARTING)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "weft.engine.process", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+            )
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._failure = None
+        self._send(self._start)
+        self._messages = _messages(reader)
+        async for message in self._messages:
+            self._take(message)
+            if self.state is EngineState.READY or self._failure is not None:
+                break
+        if self.state is not EngineState.READY:
+            await self._end_process(1.0)
+            raise self._failure or EngineDiedError("the engine's process ended before it was ready")
+
+    async def _keep_running(self) -> None:
+        """Takes messages until the process ends, tells everyone, starts another, for ever."""
+        loop = asyncio.get_running_loop()
+        tries = 0
+        while True:
+            began = loop.time()
+            num_taken = 0
+            async for message in self._messages:
+                self._take(message)
+                if (
+                    isinstance(message, wire.Step)
+                    and (num_taken := num_taken + len(message.outputs)) >= _TURN
+                ):
+                    num_taken = 0
+                    await asyncio.sleep(0)
+            self._change(EngineState.STARTING)
+            await self._end_process(1.0)
+            self._fail_all(self._failure or EngineDiedError("the engine's process died"))
+            tries = 0 if loop.time() - began > 60 else tries + 1
+            while True:
+                await asyncio.sleep(_RESTART_SECONDS[min(tries, len(_RESTART_SECONDS) - 1)])
+                self.restarts += 1
+                try:
+                    await self._launch()
+                    break
+                except WeftError:
+                    tries += 1
+
+    async def _end_process(self, patience: float) -> None:
+        process, self._process = self._process, None
+        if self._writer is not None:
+            self._writer.close()
+        if process is None:
+            return
+        try:
+            await asyncio.wait_for(process.wait(), patience)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+    def _change(self, state: EngineState) -> None:
+        if state is not self.state:
+            self.state = state
+            self._on_change(state)
+
+    # ------------------------------------------------------------------ messages
+
+    def _send(self, message: wire.Message) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(wire.framed(message))
+
+    def _cancel(self, answer: Answer, reason: str | None) -> None:
+        if answer.id in self._answers:
+            self._send(wire.Cancel(answer.id, reason))
+
+    def _take(self, message: wire.FromEngine) -> None:
+        if isinstance(message, wire.Step):
+            self._take_step(message)
+        elif isinstance(message, wire.Refused):
+            for answer_id in message.ids:
+                answer, _ = self._answers.pop(answer_id)
+                answer.fail(_refusal(message))
+        elif isinstance(message, wire.Metrics):
+            future = self._metrics.get(message.number)
+            if future is not None and not future.done():
+                future.set_result(message.metrics)
+        elif isinstance(message, wire.Ready):
+            self.info, self.max_sequence_length = message.info, message.max_sequence_length
+            self._change(EngineState.READY)
+        else:
+            self._failure = EngineDiedError(message.message)
+            self._failure.exit_code = message.exit_code
+
+    def _take_step(self, step: wire.Step) -> None:
+        ended = {one.result.request_id: one for one in step.ended}
+        for output in step.outputs:
+            answer, wants_logprobs = self._answers[output.request_id]
+            answer.put(output)
+            if output.is_final:
+                del self._answers[output.request_id]
+                answer.end(ended[output.request_id], wants_logprobs)
+
+    def _fail_all(self, error: WeftError) -> None:
+        answers = [answer for answer, _ in self._answers.values()]
+        self._answers.clear()
+        for answer in answers:
+            answer.fail(error)
+        for future in self._metrics.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[wire.FromEngine]:
+    """Until the other side is gone."""
+    frames = wire.Frames()
+    try:
+        while received := await reader.read(_READ_BYTES):
+            for content in frames.feed(received):
+                yield wire.from_engine.decode(content)
+    except (OSError, ValueError):  # gone, or no longer to be understood, which is as good as gone
+        return
+
+
+def _refusal(message: wire.Refused) -> WeftError:
+    kind = getattr(errors, message.kind, WeftError)
+    if kind is errors.InvalidRequestError:
+        return errors.InvalidRequestError(message.message, field=message.field, code=message.code)
+    error: WeftError = kind(message.message)
+    return error

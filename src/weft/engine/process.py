@@ -1,0 +1,159 @@
+"""The engine in a process of its own: builds what the client asks for, then runs requests and reports every step.
+
+The process talks to the client over one end of a socket pair, whose other end only the client has; when that is
+closed, the process ends. One thread reads, one writes, and the loop of the engine runs in the main thread: neither a
+slow client nor a long message makes a step wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+from weft.backends import registry
+from weft.engine import wire
+from weft.engine.serving import ServingEngine
+from weft.errors import WeftError
+from weft.request import RequestId, TokenOutput
+
+_READ_BYTES = 1 << 18
+
+
+class EngineProcess:
+    """Owns the connection and the names that the client gave to requests."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._frames = wire.Frames()
+        self._unsent: queue.SimpleQueue[wire.Message | None] = queue.SimpleQueue()
+        self._ids: dict[int, RequestId] = {}
+        """Of what is not over, by the client's names."""
+        self._outputs: list[TokenOutput] = []
+        self._ended: list[wire.Ended] = []
+        self._writer = threading.Thread(target=self._write, name="weft-writer", daemon=True)
+
+    def run(self) -> int:
+        """Until the client is gone or says stop; the exit code."""
+        self._writer.start()
+        try:
+            start = wire.to_engine.decode(next(self._received()))
+            assert isinstance(start, wire.Start), "the first message says what to build"
+            backend = registry.build(start.backend, **start.options)
+            self._engine = ServingEngine(backend, start.config, after_delivery=self._flush)
+        except WeftError as error:
+            return self._fail(str(error), error.exit_code)
+        except (Exception, StopIteration) as error:
+            return self._fail(f"{type(error).__name__}: {error}", 1)
+        scheduler = self._engine.scheduler
+        self._send(wire.Ready(scheduler.info, scheduler.max_sequence_length))
+        reader = threading.Thread(target=self._read, name="weft-reader", daemon=True)
+        reader.start()
+        try:
+            self._engine.run()
+        except Exception as error:
+            return self._fail(f"{type(error).__name__}: {error}", 1)
+        return self._end(0)
+
+    # -- in the reader's thread
+
+    def _received(self) -> Any:
+        while received := self._connection.recv(_READ_BYTES):
+            yield from self._frames.feed(received)
+
+    def _read(self) -> None:
+        try:
+            for content in self._received():
+                self._obey(wire.to_engine.decode(content))
+        except (OSError, ValueError, msgspec.MsgspecError):
+            pass  # gone, or no longer to be understood: either way there is nobody to work for
+        self._engine.stop()
+
+    def _obey(self, message: wire.ToEngine) -> None:
+        if isinstance(message, wire.Submit):
+            self._submit(message)
+        elif isinstance(message, wire.Cancel):
+            if (request_id := self._ids.get(message.id)) is not None:
+                self._engine.cancel(request_id, message.reason)
+        elif isinstance(message, wire.Finish):
+            if (request_id := self._ids.get(message.id)) is not None:
+                self._engine.finish(request_id, message.num_tokens)
+        elif isinstance(message, wire.AskMetrics):
+            self._send(wire.Metrics(message.number, self._engine.metrics()))
+        elif isinstance(message, wire.Stop):
+            self._engine.stop()
+
+    def _submit(self, message: wire.Submit) -> None:
+        names: dict[RequestId, int] = {}
+        are_known = threading.Event()
+
+        def take(output: TokenOutput) -> None:
+            are_known.wait()  # the first token may be quicker than the line that notes the names
+            self._take(output, names[output.request_id])
+
+        try:
+            ids = self._engine.submit_choices(message.request, take)
+        except WeftError as error:
+            field, code = getattr(error, "field", ""), getattr(error, "code", "")
+            self._send(wire.Refused(message.ids, type(error).__name__, str(error), field, code))
+            return
+        names.update(zip(ids, message.ids, strict=True))
+        self._ids.update(zip(message.ids, ids, strict=True))
+        are_known.set()
+
+    # -- in the engine's thread
+
+    def _take(self, output: TokenOutput, name: int) -> None:
+        self._outputs.append(output._replace(request_id=RequestId(name)))
+        if output.is_final:
+            del self._ids[name]
+            result = self._engine.get_result(output.request_id)
+            assert result is not None
+            told = dataclasses.replace(result, request_id=RequestId(name), tokens=(), logprobs=None)
+            self._ended.append(wire.Ended(len(result.tokens), told))
+
+    def _flush(self) -> None:
+        if self._outputs:
+            self._send(wire.Step(tuple(self._outputs), tuple(self._ended)))
+            self._outputs.clear()
+            self._ended.clear()
+
+    # -- writing
+
+    def _send(self, message: wire.Message) -> None:
+        self._unsent.put(message)
+
+    def _write(self) -> None:
+        while (message := self._unsent.get()) is not None:
+            try:
+                self._connection.sendall(wire.framed(message))
+            except OSError:
+                return
+
+    def _fail(self, message: str, exit_code: int) -> int:
+        self._send(wire.Failed(message, exit_code))
+        return self._end(exit_code)
+
+    def _end(self, exit_code: int) -> int:
+        self._unsent.put(None)
+        self._writer.join(5.0)
+        return exit_code
+
+
+def main() -> None:
+    # Ctrl-C in a terminal, and a service manager that ends a whole group, reach the client too: it decides when to
+    # stop, after what is under way has ended, and closing the connection is how it says so.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    raise SystemExit(EngineProcess(connection).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What the engine's process and its client say to each other: messages, and how they are cut out of a stream of bytes.
+
+A message is MessagePack behind its length in four bytes. The vocabulary itself travels: msgspec checks types when it
+decodes, and the classes of `weft.request` their own values. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from weft.config import ServingEngineConfig
+from weft.metrics import ServingMetrics
+from weft.plan import BackendInfo
+from weft.request import GenerationResult, InferenceRequest, TokenOutput
+
+_LENGTH = struct.Struct("<I")
+MAX_MESSAGE_BYTES = 1 << 30
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """What all messages share; none is changed once it was made."""
+
+
+# --- to the engine ------------------------------------------------------------------------------------------------
+
+
+class Start(Message):
+    """The first message: which backend to build, and the engine around it."""
+
+    backend: str
+    options: dict[str, Any]
+    config: ServingEngineConfig
+
+
+class Submit(Message):
+    """A request; `ids` are the client's names for its `n` answers."""
+
+    ids: tuple[int, ...]
+    request: InferenceRequest
+
+
+class Cancel(Message):
+    id: int
+    reason: str | None = None
+
+
+class Finish(Message):
+    """A stop was found in the text: the answer is complete after this many tokens."""
+
+    id: int
+    num_tokens: int
+
+
+class AskMetrics(Message):
+    number: int
+
+
+class Stop(Message):
+    pass
+
+
+ToEngine = Start | Submit | Cancel | Finish | AskMetrics | Stop
+
+
+# --- from the engine ----------------------------------------------------------------------------------------------
+
+
+class Ready(Message):
+    info: BackendInfo
+    max_sequence_length: int
+
+
+class Failed(Message):
+    """The engine could not be built, or broke down; the process ends."""
+
+    message: str
+    exit_code: int
+
+
+class Refused(Message):
+    """A request that was not taken in."""
+
+    ids: tuple[int, ...]
+    kind: str
+    """The name of the error's class in `weft.errors`."""
+    message: str
+    field: str = ""
+    code: str = ""
+
+
+class Ended(msgspec.Struct, array_like=True):
+    """How an answer ended. Tokens and logprobs, which the outputs told already, are left out of the result; the first
+    `num_tokens` of those told are its own."""
+
+    num_tokens: int
+    result: GenerationResult
+
+
+class Step(Message):
+    """What happened since the last one: tokens and ends in order, and how those ended that did. Ids are the client's."""
+
+    outputs: tuple[TokenOutput, ...]
+    ended: tuple[Ended, ...]
+
+
+class Metrics(Message):
+    number: int
+    metrics: ServingMetrics
+
+
+FromEngine = Ready | Failed | Refused | Step | Metrics
+
+encode = msgspec.msgpack.Encoder().encode
+to_engine = msgspec.msgpack.Decoder(ToEngine)
+from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def framed(message: Message) -> bytes:
+    content = encode(message)
+    return _LENGTH.pack(len(content)) + content
+
+
+class Frames:
+    """Cuts what was received into the contents of messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, received: bytes) -> Iterator[bytes]:
+        """The messages that are complete now. Raises ValueError for a length no message has."""
+        self._buffer += received
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > MAX_MESSAGE_BYTES:
+                raise ValueError(f"a message of {length} bytes; allowed: {MAX_MESSAGE_BYTES}")
+            end = start + _LENGTH.size + length
+            if end > len(self._buffer):
+                break
+            yield bytes(self._buffer[start + _LENGTH.size : end])
+            start = end
+        del self._buffer[:start]

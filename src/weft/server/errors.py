@@ -1,0 +1,68 @@
+"""Errors as clients of the OpenAI API know them: a status, and a body that says what was wrong and in which field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from weft.engine.client import EngineDiedError, SlowReaderError
+from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """Ends a request with this status; the message is for whoever sent it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return json_response(self.body, self.status, self.headers)
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+def as_api_error(error: WeftError) -> ApiError:
+    """What an expected error of weft is called over HTTP."""
+    message = str(error)
+    if isinstance(error, InvalidRequestError):
+        return ApiError(400, message, param=error.field or None, code=error.code or None)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, EngineStoppedError):
+        return ApiError(503, message, code="engine_not_ready", headers={"Retry-After": "1"})
+    if isinstance(error, EngineDiedError):
+        return ApiError(503, message, code="engine_died", headers={"Retry-After": "1"})
+    if isinstance(error, SlowReaderError):
+        return ApiError(408, message, code="slow_reader")
+    return ApiError(500, message, code="failed")

@@ -1,0 +1,131 @@
+"""What an operator's Prometheus reads, under the names that vLLM made known, with `weft:` before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from weft.engine.client import EngineClient
+from weft.errors import WeftError
+from weft.request import FinishReason, GenerationResult
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_TOKEN_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+)
+_REQUEST_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+_FINISHED = {FinishReason.LENGTH: "length", FinishReason.STOP: "stop", FinishReason.END_OF_SEQUENCE: "stop"}
+
+
+class ServerMetrics:
+    """Counts what was answered; the engine's own figures are asked for when somebody looks."""
+
+    def __init__(self, model: str) -> None:
+        self._registry = registry = CollectorRegistry(auto_describe=True)
+        labels = {"model_name": model}
+
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(f"weft:{name}", help, labels, registry=registry).labels(**labels)
+
+        def counter(name: str, help: str) -> Counter:
+            return Counter(f"weft:{name}", help, labels, registry=registry).labels(**labels)
+
+        def histogram(name: str, help: str, buckets: Sequence[float] = _REQUEST_SECONDS) -> Histogram:
+            return Histogram(f"weft:{name}", help, labels, registry=registry, buckets=buckets).labels(
+                **labels
+            )
+
+        self._running = gauge("num_requests_running", "Requests in the batch.")
+        self._waiting = gauge("num_requests_waiting", "Requests that wait for their first or next turn.")
+        self._cache_usage = gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0 to 1.")
+        self._engine_up = gauge("engine_up", "1 while the engine's process is ready.")
+        self._restarts = gauge("engine_restarts", "How often the engine's process was started again.")
+        self._preemptions = gauge("num_preemptions", "Preemptions since the engine's process started.")
+        self.open_requests = gauge("http_requests_open", "Requests under way in the server.")
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were answered.")
+        self._cached_tokens = counter("prefix_cache_hits", "Those that were found in the cache.")
+        self._generated_tokens = counter("generation_tokens", "Tokens that were generated.")
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "From the whole request to its first token.", _TOKEN_SECONDS
+        )
+        self._per_token = histogram(
+            "time_per_output_token_seconds", "Mean time between two tokens of an answer.", _TOKEN_SECONDS
+        )
+        self._between = histogram(
+            "inter_token_latency_seconds",
+            "Time since the last delivery, per token delivered.",
+            _TOKEN_SECONDS,
+        )
+        self._latency = histogram("e2e_request_latency_seconds", "From the whole request to the last token.")
+        self._queue = histogram("request_queue_time_seconds", "Waiting for the first turn.")
+        self._prefill = histogram("request_prefill_time_seconds", "From the first turn to the first token.")
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.")
+        self._success = Counter(
+            "weft:request_success",
+            "Answers that ended as they should.",
+            [*labels, "finished_reason"],
+            registry=registry,
+        )
+        self._failed = Counter(
+            "weft:request_failure", "Requests that got an error.", [*labels, "status"], registry=registry
+        )
+        self._labels = labels
+
+    def first_token(self, seconds: float) -> None:
+        self._first_token.observe(seconds)
+
+    def delivery(self, seconds: float, num_tokens: int) -> None:
+        """Some tokens, so long after those before them."""
+        self._between.observe(seconds / num_tokens)
+
+    def answered(self, results: Sequence[GenerationResult], prompts: int, seconds: float) -> None:
+        """A request whose answers are complete; `prompts` is how many it had."""
+        per_prompt = len(results) // prompts
+        for index, result in enumerate(results):
+            if index % per_prompt == 0:
+                self._prompt_tokens.inc(result.prompt_token_count)
+                self._cached_tokens.inc(result.cached_token_count)
+            self._generated_tokens.inc(len(result.tokens))
+            self._success.labels(**self._labels, finished_reason=_FINISHED[result.finish_reason]).inc()
+            self._queue.observe(result.waiting_time)
+            self._prefill.observe(result.prefill_time)
+            self._decode.observe(result.decode_time)
+            if len(result.tokens) > 1:
+                self._per_token.observe(result.decode_time / (len(result.tokens) - 1))
+        self._latency.observe(seconds)
+
+    def failed(self, status: int) -> None:
+        self._failed.labels(**self._labels, status=str(status)).inc()
+
+    async def text(self, engine: EngineClient) -> bytes:
+        self._restarts.set(engine.restarts)
+        try:
+            figures = await engine.metrics()
+        except WeftError:
+            for each in (self._engine_up, self._running, self._waiting, self._cache_usage):
+                each.set(0)
+        else:
+            self._engine_up.set(1)
+            self._running.set(figures.requests_running)
+            self._waiting.set(figures.requests_pending + figures.requests_preempted)
+            self._cache_usage.set(figures.cache_utilisation)
+            self._preemptions.set(figures.preemptions)
+        return generate_latest(self._registry)

@@ -1,0 +1,192 @@
+"""The objects of the OpenAI API that go out: whole answers, chunks of streams, usage, logprobs."""
+
+from __future__ import annotations
+
+import codecs
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from weft.request import FinishReason, GenerationResult, TokenLogprobs
+from weft.server.answers import Piece
+from weft.text.tokenizer import Tokenizer
+
+Form = Literal["chat", "completion"]
+
+_FINISH = {FinishReason.STOP: "stop", FinishReason.END_OF_SEQUENCE: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that is repeated before its answers."""
+
+    text: str = ""
+    tokens: Sequence[int] = ()
+
+
+_NO_ECHO = Echo()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all that is said about one request has in common."""
+
+    form: Form
+    model: str
+    tokenizer: Tokenizer
+    wants_logprobs: bool = False
+    num_choices_per_prompt: int = 1
+    echoes: Sequence[Echo] = ()
+    """For each prompt, where it is to be repeated before its answers."""
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def id(self) -> str:
+        return f"{'chatcmpl' if self.form == 'chat' else 'cmpl'}-{self.request_id}"
+
+    def answer(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        """The whole answer of a request that was not streamed."""
+        return {
+            "id": self.id,
+            "object": "chat.completion" if self.form == "chat" else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": [
+                # The prompt's own logprobs come with the first of its answers.
+                self._choice(index, result, results[index - index % self.num_choices_per_prompt])
+                for index, result in enumerate(results)
+            ],
+            "usage": self.usage(results),
+        }
+
+    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "chat.completion.chunk" if self.form == "chat" else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **more,
+        }
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """The first chunk of a chat's answer, which says who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def piece(self, piece: Piece, offset: int) -> dict[str, Any]:
+        """What was added; `offset` is where in the text of a completion it begins."""
+        logprobs = None
+        if self.wants_logprobs and piece.tokens:
+            logprobs = self._logprobs(piece.tokens, piece.logprobs, offset)
+        content: dict[str, Any] = {"text": piece.text}
+        if self.form == "chat":
+            content = {"delta": {"content": piece.text}}
+        return {"index": piece.choice.index, **content, "logprobs": logprobs, "finish_reason": None}
+
+    def closing(self, index: int, result: GenerationResult) -> dict[str, Any]:
+        """The last chunk of an answer, which says why it ended."""
+        return {
+            "index": index,
+            **({"delta": {}} if self.form == "chat" else {"text": ""}),
+            "logprobs": None,
+            "finish_reason": _FINISH[result.finish_reason],
+            "timings": _timings(result),
+        }
+
+    def usage(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        """Over all answers; a prompt counts once, however many answers it has."""
+        firsts = results[:: self.num_choices_per_prompt]
+        prompt = sum(result.prompt_token_count for result in firsts)
+        completion = sum(len(result.tokens) for result in results)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(result.cached_token_count for result in firsts)},
+        }
+
+    def echo(self, index: int) -> Echo:
+        """What stands before an answer."""
+        return self.echoes[index // self.num_choices_per_prompt] if self.echoes else _NO_ECHO
+
+    def _choice(self, index: int, result: GenerationResult, first: GenerationResult) -> dict[str, Any]:
+        echo = self.echo(index)
+        logprobs = None
+        if self.wants_logprobs:
+            scored = [*(first.prompt_logprobs or ()), *(result.logprobs or ())]
+            logprobs = self._logprobs([*echo.tokens, *result.tokens], scored, 0)
+        content: dict[str, Any] = {"text": echo.text + result.text}
+        if self.form == "chat":
+            content = {"message": {"role": "assistant", "content": result.text, "refusal": None}}
+        return {
+            "index": index,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": _FINISH[result.finish_reason],
+            "timings": _timings(result),
+        }
+
+    def _logprobs(
+        self, tokens: Sequence[int], each: Sequence[TokenLogprobs | None], offset: int
+    ) -> dict[str, Any]:
+        if self.form == "chat":
+            return {"content": [self._entry(*pair) for pair in zip(tokens, each, strict=True)]}
+        return self._completion_logprobs(tokens, each, offset)
+
+    def _entry(self, token: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
+        assert logprobs is not None, (
+            "only a prompt begins with a token without logprobs, and no chat repeats it"
+        )
+        return {
+            **self._named(token, logprobs.logprob),
+            "top_logprobs": [self._named(*other) for other in logprobs.top],
+        }
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        content = self.tokenizer.token_bytes(token)
+        return {"token": content.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(content)}
+
+    def _completion_logprobs(
+        self, tokens: Sequence[int], each: Sequence[TokenLogprobs | None], offset: int
+    ) -> dict[str, Any]:
+        """The older form: parallel lists, and where in the text each token begins."""
+        offsets = []
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(decoder.decode(self.tokenizer.token_bytes(token)))
+        names = [self._name(token) for token in tokens]
+        return {
+            "tokens": names,
+            "token_logprobs": [None if one is None else one.logprob for one in each],
+            "top_logprobs": [
+                None
+                if one is None
+                # The token that was chosen is always among them.
+                else {**{self._name(other): value for other, value in one.top}, name: one.logprob}
+                for name, one in zip(names, each, strict=True)
+            ],
+            "text_offset": offsets,
+        }
+
+    def _name(self, token: int) -> str:
+        """A token as a key: half a character is written as its bytes, since all halves would look alike."""
+        content = self.tokenizer.token_bytes(token)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def _timings(result: GenerationResult) -> dict[str, Any]:
+    """Seconds in each phase; weft's own addition to the API."""
+    return {
+        "queue": result.waiting_time,
+        "prefill": result.prefill_time,
+        "decode": result.decode_time,
+        "preemptions": result.preemptions,
+    }

@@ -1,0 +1,81 @@
+"""HTTP/1.1 on one connection, as uvicorn and h11 speak it, with an end to waiting for a request that trickles in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import h11
+import msgspec
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from weft.server.errors import ApiError
+
+# uvicorn warns of every request that is no HTTP; whoever sends junk must not fill the log.
+logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+
+
+class TimedProtocol(H11Protocol):
+    """A request has `header_seconds` for its headers and `body_seconds` for all of it, counted from its first byte."""
+
+    def __init__(
+        self, config: Config, state: ServerState, *, header_seconds: float, body_seconds: float
+    ) -> None:
+        super().__init__(config, state, app_state={})
+        self._header_seconds = header_seconds
+        self._body_seconds = body_seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self._timed_state: object = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """One timer for each state in which the client has something left to send; more bytes do not wind it up again."""
+        state = self.conn.their_state
+        waits = (state is h11.IDLE and self._has_begun) or state is h11.SEND_BODY
+        if not waits:
+            self._stop_timer()
+        elif state is not self._timed_state:
+            self._stop_timer()
+            seconds = self._header_seconds if state is h11.IDLE else self._body_seconds
+            self._timer, self._timed_state = self.loop.call_later(seconds, self._give_up), state
+
+    @property
+    def _has_begun(self) -> bool:
+        """Between two requests a connection may rest as long as keep-alive lets it, but not before the first."""
+        return self.cycle is None or bool(self.conn.trailing_data[0])
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timed_state = None, None
+
+    def _give_up(self) -> None:
+        if self.transport.is_closing():
+            return
+        # A body that is still coming may have been answered already, by an error.
+        if self._timed_state is h11.IDLE or not self.cycle.response_started:
+            error = ApiError(408, "the request did not arrive in time; send it again", code="timeout")
+            body = msgspec.json.encode(error.body)
+            head = (
+                "HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()

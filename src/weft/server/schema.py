@@ -1,0 +1,193 @@
+"""What a request may hold: the fields of the OpenAI API and weft's own, their types, and how a body is read into them.
+
+Types are checked here; ranges are checked where the values belong, in `SamplingParams` and `InferenceRequest`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from weft.server.errors import ApiError
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What chats and completions share. A null in a request stands for the default, and never arrives here."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    priority: int | str = 1
+    """A number as in `Priority`, or its name."""
+    deadline: float | None = None
+    ttft_target: float | None = None
+    cache_salt: str = ""
+    session_id: str | None = None
+    response_format: dict[str, Any] | None = None
+    # Who asks, and what OpenAI does with it: taken, and without effect here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    prompt: str | list[Any]
+    logprobs: int | None = None
+    echo: bool = False
+    suffix: str = ""
+    best_of: int | None = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    """Text, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+# Fields that would change the answer if weft knew them: better refused than left out in silence.
+_REFUSED = {
+    "chat_template": "weft takes a model's own template only",
+    "guided_json": "weft has no structured output yet",
+    "guided_regex": "weft has no structured output yet",
+    "guided_choice": "weft has no structured output yet",
+    "guided_grammar": "weft has no structured output yet",
+    "structured_outputs": "weft has no structured output yet",
+    "grammar": "weft has no structured output yet",
+    "json_schema": "weft has no structured output yet",
+    "functions": "it was replaced by tools",
+    "function_call": "it was replaced by tool_choice",
+    "audio": "weft answers in text only",
+}
+_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_MAX_NAMED = 8
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def read(kind: type[T], body: bytes) -> tuple[T, list[str]]:
+    """The request in `body`, and the names of fields that nobody knows. Raises ApiError for what cannot be read."""
+    content = _parse(body)
+    if not isinstance(content, dict):
+        raise ApiError(400, "the body is not a JSON object; send one", code="invalid_json")
+    given = {name: value for name, value in content.items() if value is not None}
+    for name in sorted(_REFUSED.keys() & given.keys()):
+        raise ApiError(
+            400, f"{name} is not supported: {_REFUSED[name]}; leave it out", param=name, code="unsupported"
+        )
+    unknown = sorted(given.keys() - set(kind.__struct_fields__))
+    try:
+        return msgspec.convert(given, kind), [_shown(name) for name in unknown[:_MAX_NAMED]]
+    except msgspec.ValidationError as error:
+        message, param = str(error), None
+        if found := _PATH.search(message):
+            message, param = message[: found.start()], found["path"]
+        elif missing := re.search(r"missing required field `(\w+)`", message):
+            param = missing[1]
+        named = f"{param}: {message}" if param else message
+        raise ApiError(400, named, param=param, code="invalid_type") from None
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply; send it flatter", code="invalid_json") from None
+    except ValueError as error:  # bad UTF-8 too
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def _shown(name: str) -> str:
+    return re.sub(r"[^\w.-]", "?", name[:40], flags=re.ASCII)  # it goes into a header
+
+
+ToolChoice = Literal["auto", "none"]
+
+
+def check_tool_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> ToolChoice:
+    """Whether the model is told of the tools; what would force a call needs a grammar."""
+    if choice is None or choice == "auto":
+        return "auto"
+    if choice == "none":
+        return "none"
+    is_named = isinstance(choice, dict) and choice.get("type") == "function"
+    if not has_tools and (is_named or choice == "required"):
+        raise ApiError(
+            400,
+            "tool_choice asks for a call, and there are no tools",
+            param="tool_choice",
+            code="invalid_value",
+        )
+    if is_named or choice == "required":
+        raise ApiError(
+            400,
+            "tool_choice: a call cannot be forced yet; allowed: auto, none",
+            param="tool_choice",
+            code="unsupported",
+        )
+    raise ApiError(
+        400,
+        f"tool_choice is {str(choice)!r:.80}; allowed: auto, none",
+        param="tool_choice",
+        code="invalid_value",
+    )
+
+
+def check_response_format(form: dict[str, Any] | None) -> None:
+    kind = "text" if form is None else form.get("type")
+    if kind == "text":
+        return
+    if kind in ("json_object", "json_schema"):
+        message = f"response_format: {kind} is not supported yet; allowed: text"
+        raise ApiError(400, message, param="response_format", code="unsupported")
+    message = f"response_format has the type {kind!r:.80}; allowed: text"
+    raise ApiError(400, message, param="response_format", code="invalid_value")

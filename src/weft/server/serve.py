@@ -1,0 +1,174 @@
+"""The life of a server: engine and text side up, listening, draining, gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from weft.engine.client import EngineClient, EngineState
+from weft.errors import WeftError
+from weft.loading.checkpoint import open_checkpoint
+from weft.plan import BackendInfo
+from weft.server.app import ServerApp
+from weft.server.protocol import TimedProtocol
+from weft.server.settings import ServerSettings
+from weft.text.model_text import open_model_text
+
+_BACKLOG = 1024
+_KEEP_ALIVE_SECONDS = 30
+_LAST_WORDS_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """What there is to tell once requests are taken."""
+
+    host: str
+    port: int
+    info: BackendInfo
+    max_context: int
+    has_chat_template: bool
+
+
+def serve(
+    settings: ServerSettings,
+    on_start: Callable[[Started], object],
+    say: Callable[[str], object],
+) -> None:
+    """Serves until a signal ends it; `say` gets a line where something happens that an operator wants to know."""
+    asyncio.run(_Life(settings, on_start, say).run())
+
+
+class _Life:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        on_start: Callable[[Started], object],
+        say: Callable[[str], object],
+    ) -> None:
+        self._settings = settings
+        self._on_start = on_start
+        self._say = say
+        self._stop = asyncio.Event()
+        self._state = ServerState()
+        self._was_ready = False
+        self._new_protocol: Callable[[], TimedProtocol]
+        self._engine = EngineClient(
+            settings.backend, settings.backend_options, settings.engine, on_change=self._tell_state
+        )
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        server = await self._bind()  # a port that is taken is told before a model is loaded for nothing
+        checkpoint = open_checkpoint(self._settings.model)
+        text = open_model_text(checkpoint)
+        starting = asyncio.ensure_future(self._engine.start())
+        stopping = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                starting.cancel()
+                self._engine.kill()  # it reads no messages before its weights are loaded
+                return
+            starting.result()
+            app = ServerApp(self._settings, text, checkpoint.generation, self._engine)
+            try:
+                await self._listen(server, app)
+            finally:
+                app.encoder.close()
+        finally:
+            stopping.cancel()
+            await self._engine.stop()
+
+    async def _bind(self) -> asyncio.Server:
+        """The address is ours; nobody is listened to yet."""
+        settings = self._settings
+        try:
+            return await asyncio.get_running_loop().create_server(
+                lambda: self._new_protocol(),
+                settings.host,
+                settings.port,
+                backlog=_BACKLOG,
+                start_serving=False,
+            )
+        except OSError as error:
+            raise WeftError(
+                f"cannot listen on {settings.host}, port {settings.port}: {error.strerror or error}; "
+                "name another with --host and --port"
+            ) from error
+
+    async def _listen(self, server: asyncio.Server, app: ServerApp) -> None:
+        settings = self._settings
+        config = uvicorn.Config(
+            app.asgi(),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            h11_max_incomplete_event_size=settings.max_header_bytes,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        )
+        config.load()
+        self._new_protocol = lambda: TimedProtocol(
+            config, self._state, header_seconds=settings.header_seconds, body_seconds=settings.body_seconds
+        )
+        await server.start_serving()
+        info = self._engine.info
+        assert info is not None
+        port = server.sockets[0].getsockname()[1]
+        self._on_start(
+            Started(
+                settings.host,
+                port,
+                info,
+                self._engine.max_sequence_length,
+                has_chat_template=app.text.chat_template is not None,
+            )
+        )
+        await self._stop.wait()
+        # Until the last request is over new ones are still answered: with a 503, which says more than a closed door.
+        app.is_draining = True
+        seconds = settings.drain_seconds
+        self._say(f"Stopping: what is under way has {seconds:g} s to end. Once more quits at once.")
+        if not await app.wait_until_idle(seconds):
+            self._say("Not everything ended in time; the rest is cancelled.")
+            await self._engine.stop()
+            await app.wait_until_idle(_LAST_WORDS_SECONDS)
+        server.close()
+        await self._close_connections()
+
+    async def _close_connections(self) -> None:
+        """Each once what was written to it has left; whoever does not read is not waited for long."""
+        give_up_at = time.monotonic() + _LAST_WORDS_SECONDS
+        if self._state.tasks:
+            await asyncio.wait(self._state.tasks, timeout=_LAST_WORDS_SECONDS)
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        while self._state.connections and time.monotonic() < give_up_at:
+            await asyncio.sleep(0.01)
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop.is_set():
+            self._engine.kill()
+            os._exit(128 + number)
+        self._stop.set()
+
+    def _tell_state(self, state: EngineState) -> None:
+        if state is EngineState.READY:
+            if self._was_ready:
+                self._say("The engine is ready again.")
+            self._was_ready = True
+        elif state is EngineState.STARTING and self._was_ready:
+            self._say("The engine's process died; its requests got an error, and it is started again.")

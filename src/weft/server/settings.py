@@ -1,0 +1,44 @@
+"""What an operator may set: frozen, checked where it is used, each with a default that suits most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.config import PriorityPolicy, SchedulerConfig, ServingEngineConfig
+
+
+def _engine_config() -> ServingEngineConfig:
+    # How long a prompt may hold the others up is measured, not guessed: machines differ a hundredfold.
+    return ServingEngineConfig(scheduler=SchedulerConfig(policy=PriorityPolicy.ADAPTIVE))
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """One server. `model` is a path: a GGUF file, or a folder with safetensors."""
+
+    model: str
+    names: tuple[str, ...]
+    """What requests may call the model; the first is the one that answers carry."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any that is free."""
+    api_keys: tuple[str, ...] = ()
+    """None at all: everyone may ask."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages that may call the server from a browser; "*" for all."""
+    backend: str = "cpu"
+    backend_options: Mapping[str, Any] = field(default_factory=dict)
+    engine: ServingEngineConfig = field(default_factory=_engine_config)
+    drain_seconds: float = 30.0
+    """What is under way at a SIGTERM has this long to end."""
+    max_body_bytes: int = 16 << 20
+    max_header_bytes: int = 64 << 10
+    header_seconds: float = 10.0
+    body_seconds: float = 120.0
+    """A request has this long to arrive, from its first byte."""
+    max_answers: int = 1024
+    """Prompts times `n` of one request."""
+    max_requests: int = 4096
+    """Requests that may be under way at once, waiting ones too."""

@@ -1,0 +1,172 @@
+"""Answers as server-sent events: the first token at once, then as many together as the load makes sensible."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from weft.errors import WeftError
+from weft.request import GenerationResult
+from weft.server.answers import Choices, Piece
+from weft.server.errors import ApiError, as_api_error
+from weft.server.metrics import ServerMetrics
+from weft.server.openai import Shape
+
+_SECONDS_PER_EVENT = 1e-4
+"""What writing one event costs. Each stream rests so long for each stream that is open, so that all together never take
+more than the time there is: alone a stream is not slowed, and among hundreds its events hold several tokens."""
+_LONGEST_REST = 0.1
+_SHORTEST_REST = 1e-3
+
+T = TypeVar("T")
+
+
+class Disconnected(Exception):
+    """The client is gone; there is nobody to answer."""
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """The outcome of `work`. Where the client goes away first, `work` is cancelled and Disconnected raised."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Disconnected
+    finally:
+        for task in (working, watching):
+            if not task.done():
+                task.cancel()
+        # Cancelled, it gives back what it holds; that has to be over before anybody hears of it.
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Streams `choices` to whoever asked. Everything it holds is given back when the client goes away."""
+
+    open_streams = 0
+
+    def __init__(
+        self,
+        choices: Choices,
+        shape: Shape,
+        metrics: ServerMetrics,
+        *,
+        began: float,
+        include_usage: bool,
+        headers: dict[str, str],
+        on_end: Callable[[list[GenerationResult] | ApiError | None], object],
+    ) -> None:
+        super().__init__(None, 200, {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+        del self.headers["content-length"]
+        self._choices = choices
+        self._shape = shape
+        self._metrics = metrics
+        self._include_usage = include_usage
+        self._on_end = on_end
+        self._last = began
+        self._offsets: dict[int, int] = {}
+        """Where in its text each answer is; one is in here once something of it was sent."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        EventStream.open_streams += 1
+        outcome: list[GenerationResult] | ApiError | None = None
+        try:
+            outcome = await unless_disconnected(receive, self._send_all(send))
+        except Disconnected:
+            pass
+        finally:
+            EventStream.open_streams -= 1
+            self._choices.cancel()
+            self._on_end(outcome)
+
+    async def _send_all(self, send: Send) -> list[GenerationResult] | ApiError:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        outcome: list[GenerationResult] | ApiError
+        try:
+            outcome = await self._send_pieces(send)
+        except WeftError as error:
+            outcome = as_api_error(error)
+        except ApiError as error:
+            outcome = error
+        # The status went out long ago: an error is one more event, and the stream has no [DONE].
+        last = _event(outcome.body) if isinstance(outcome, ApiError) else b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+        return outcome
+
+    async def _send_pieces(self, send: Send) -> list[GenerationResult]:
+        choices = self._choices
+        while not choices.is_over:
+            await choices.wait()
+            pieces = choices.take()
+            if pieces:
+                self._measure(pieces)
+                await send(_body(b"".join(_event(self._chunk([one])) for one in self._events(pieces))))
+            if not choices.is_over:
+                rest = min(_SECONDS_PER_EVENT * EventStream.open_streams, _LONGEST_REST)
+                if rest > _SHORTEST_REST:
+                    await asyncio.sleep(rest)
+        if self._include_usage:
+            usage = self._shape.usage(choices.results)
+            await send(_body(_event(self._shape.chunk([], usage=usage))))
+        return choices.results
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._include_usage:
+            return self._shape.chunk(choices, usage=None)
+        return self._shape.chunk(choices)
+
+    def _events(self, pieces: list[Piece]) -> list[dict[str, Any]]:
+        shape = self._shape
+        events: list[dict[str, Any]] = []
+        for piece in pieces:
+            index = piece.choice.index
+            offset = self._offsets.get(index)
+            if offset is None:
+                offset = self._open(index, events)
+            if piece.text or (shape.wants_logprobs and piece.tokens):
+                events.append(shape.piece(piece, offset))
+            self._offsets[index] = offset + len(piece.text)
+            if piece.choice.result is not None:
+                events.append(shape.closing(index, piece.choice.result))
+        return events
+
+    def _open(self, index: int, events: list[dict[str, Any]]) -> int:
+        """What comes before the first token; returns where the text stands then."""
+        if self._shape.form == "chat":
+            events.append(self._shape.opening(index))
+            return 0
+        echo = self._shape.echo(index)
+        if echo.text:
+            events.append({"index": index, "text": echo.text, "logprobs": None, "finish_reason": None})
+        return len(echo.text)
+
+    def _measure(self, pieces: list[Piece]) -> None:
+        now = time.monotonic()
+        num_tokens = sum(len(piece.tokens) for piece in pieces)
+        if num_tokens and not self._offsets:
+            self._metrics.first_token(now - self._last)
+        elif num_tokens:
+            self._metrics.delivery(now - self._last, num_tokens)
+        self._last = now
+
+
+def _event(content: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def _body(content: bytes) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": True}

@@ -1,0 +1,211 @@
+"""The engine's process and its asyncio client: what goes over the socket, and what happens when one side fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
+from weft.engine import wire
+from weft.engine.client import Answer, EngineClient, EngineDiedError, EngineState, SlowReaderError
+from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
+from weft.request import FinishReason, InferenceRequest, RequestState, SamplingParams, TokenOutput
+
+CONFIG = ServingEngineConfig(cache=KvCachePoolConfig(num_blocks=1024))
+
+
+def request(max_tokens: int = 8, **params: object) -> InferenceRequest:
+    return InferenceRequest((1, 2, 3), SamplingParams(max_tokens=max_tokens, **params))  # type: ignore[arg-type]
+
+
+def with_client(use: Callable[[EngineClient], Awaitable[None]], config: ServingEngineConfig = CONFIG) -> None:
+    async def run() -> None:
+        client = EngineClient("noop", {}, config)
+        await client.start()
+        try:
+            await use(client)
+        finally:
+            await client.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def outputs_of(answer: Answer) -> list[TokenOutput]:
+    return [output async for outputs in answer for output in outputs]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_tokens_logprobs_and_the_result_arrive_and_agree() -> None:
+    async def use(client: EngineClient) -> None:
+        [answer] = await client.submit(request(logprobs=2, seed=1))
+        outputs = await outputs_of(answer)
+        result = answer.result
+        assert result is not None and result.state is RequestState.COMPLETED
+        assert result.tokens == tuple(output.token_id for output in outputs) and len(result.tokens) == 8
+        assert result.logprobs is not None
+        assert [one.logprob for one in result.logprobs] == [output.logprob for output in outputs]
+        assert result.finish_reason is FinishReason.LENGTH and outputs[-1].is_final
+        assert client.num_under_way == 0
+
+    with_client(use)
+
+
+def test_a_finish_cuts_the_result_at_the_token_that_completed_the_stop() -> None:
+    async def use(client: EngineClient) -> None:
+        [answer] = await client.submit(request(5000))
+        await answer.read()
+        answer.finish(1)
+        await outputs_of(answer)
+        assert answer.result is not None and len(answer.result.tokens) == 1
+        assert answer.result.finish_reason is FinishReason.STOP
+
+    with_client(use)
+
+
+def test_refusals_keep_their_kind_and_field_and_take_nothing_in() -> None:
+    async def use(client: EngineClient) -> None:
+        [first, second] = await client.submit(
+            InferenceRequest((1,) * 9000, SamplingParams(max_tokens=5, n=2))
+        )
+        for answer in (first, second):
+            with pytest.raises(InvalidRequestError, match="9000") as refused:
+                await answer.read()
+            assert (refused.value.field, refused.value.code) == ("prompt", "context_length_exceeded")
+        answers = [(await client.submit(request(5000)))[0] for _ in range(8)]
+        with pytest.raises(QueueFullError):
+            await asyncio.gather(*(outputs_of(answer) for answer in answers))
+
+    config = ServingEngineConfig(scheduler=SchedulerConfig(max_running=1, max_waiting_requests=2))
+    with_client(use, config)
+
+
+def test_a_cancel_ends_an_answer_and_frees_its_blocks() -> None:
+    async def use(client: EngineClient) -> None:
+        [answer] = await client.submit(request(5000))
+        await answer.read()
+        answer.cancel("enough")
+        await outputs_of(answer)
+        assert answer.result is not None and answer.result.state is RequestState.CANCELLED
+        assert (await client.metrics()).cache_utilisation == 0
+
+    with_client(use)
+
+
+def test_a_reader_that_falls_behind_is_told_and_its_request_cancelled() -> None:
+    async def use(client: EngineClient) -> None:
+        [slow] = await client.submit(request(4000))
+        [quick] = await client.submit(request(300))
+        # One that keeps up loses nothing, however small the buffer is.
+        assert len(await outputs_of(quick)) == 300
+        await until(lambda: client.num_under_way == 0)
+        with pytest.raises(SlowReaderError):
+            await slow.read()
+        assert (await client.metrics()).requests_cancelled == 1
+
+    with_client(use, ServingEngineConfig(cache=CONFIG.cache, stream_buffer=512))
+
+
+def test_a_killed_process_fails_its_answers_and_another_is_started() -> None:
+    states: list[EngineState] = []
+
+    async def use(client: EngineClient) -> None:
+        client._on_change = states.append
+        [answer] = await client.submit(request(8000))
+        await answer.read()
+        assert client._process is not None
+        os.kill(client._process.pid, signal.SIGKILL)
+        with pytest.raises(EngineDiedError):
+            await outputs_of(answer)
+        with pytest.raises(EngineStoppedError):
+            await client.submit(request())
+        await until(lambda: client.state is EngineState.READY)
+        assert client.restarts == 1 and states == [EngineState.STARTING, EngineState.READY]
+        [answer] = await client.submit(request())
+        assert len(await outputs_of(answer)) == 8
+
+    with_client(use)
+
+
+def test_stopping_tells_whoever_waits() -> None:
+    async def use(client: EngineClient) -> None:
+        [answer] = await client.submit(request(8000))
+        await answer.read()
+        await client.stop()
+        with pytest.raises(EngineStoppedError):
+            await outputs_of(answer)
+
+    with_client(use)
+
+
+def test_an_engine_that_cannot_be_built_says_why_with_its_exit_code() -> None:
+    async def run(backend: str, options: dict[str, object]) -> None:
+        await EngineClient(backend, options, CONFIG).start()
+
+    with pytest.raises(WeftError, match="backend is 'banana'") as unknown:
+        asyncio.run(run("banana", {}))
+    assert unknown.value.exit_code == 2
+    with pytest.raises(WeftError, match=r"/nowhere/model\.gguf") as missing:
+        asyncio.run(run("cpu", {"checkpoint": "/nowhere/model.gguf"}))
+    assert missing.value.exit_code == 2
+
+
+JUNK = [b"\xff" * 8, struct.pack("<I", 3) + b"abc", b"GET / HTTP/1.1\r\n\r\n" * 100, b"\x00\x00\x00\x00"]
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=["a huge length", "no message", "HTTP", "an empty message"])
+@pytest.mark.parametrize("is_started", [True, False], ids=["after the start", "as the start"])
+def test_36_junk_on_the_socket_ends_the_process_and_nothing_else(junk: bytes, is_started: bool) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "weft.engine.process", str(theirs.fileno())], pass_fds=(theirs.fileno(),)
+        )
+        theirs.close()
+        if is_started:
+            ours.sendall(wire.framed(wire.Start("noop", {}, CONFIG)))
+            ours.recv(1 << 16)
+        ours.sendall(junk)
+        ours.shutdown(socket.SHUT_WR)
+        assert process.wait(30) == (0 if is_started else 1)
+
+
+def test_36_nothing_internal_listens_on_tcp() -> None:
+    async def use(client: EngineClient) -> None:
+        assert client._process is not None
+        descriptors = Path(f"/proc/{client._process.pid}/fd")
+        links = {os.readlink(link) for link in descriptors.iterdir() if link.is_symlink()}
+        sockets = {link[8:-1] for link in links if link.startswith("socket:")}
+        tcp = "".join(
+            Path(f"/proc/net/{name}").read_text()
+            for name in ("tcp", "tcp6")
+            if Path(f"/proc/net/{name}").exists()
+        )
+        listening = {line.split()[9] for line in tcp.splitlines() if " 0A " in line}
+        assert sockets and not sockets & listening
+
+    with_client(use)
+
+
+def test_frames_come_out_whole_however_they_were_cut() -> None:
+    messages = [wire.Cancel(number, "x" * number) for number in range(50)]
+    stream = b"".join(map(wire.framed, messages))
+    for size in (1, 3, 7, 1000):
+        frames = wire.Frames()
+        parts = [stream[start : start + size] for start in range(0, len(stream), size)]
+        contents = [content for part in parts for content in frames.feed(part)]
+        assert [wire.to_engine.decode(content) for content in contents] == messages
+    with pytest.raises(ValueError, match="allowed"):
+        list(wire.Frames().feed(b"\xff\xff\xff\xff"))

@@ -1,0 +1,31 @@
+"""Starts a real server with settings that no flag sets: the noop backend, small limits. Its stdin's end is its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+
+import msgspec
+
+from weft.server.serve import Started, serve
+from weft.server.settings import ServerSettings
+
+
+def announce(started: Started) -> None:
+    print(json.dumps({"port": started.port}), flush=True)
+
+
+def end_with_parent() -> None:
+    """A test that is killed takes its servers along."""
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    settings = msgspec.convert(json.loads(sys.argv[1]), ServerSettings)
+    serve(settings, announce, lambda line: print(line, file=sys.stderr, flush=True))

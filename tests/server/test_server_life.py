@@ -1,0 +1,305 @@
+"""Clients that go away, an engine that dies, signals: the server gives back what it holds and goes on, or ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server_process import MODEL, SOURCE, Server, running_server, wait_for
+
+LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 8000}
+
+
+@pytest.fixture(scope="module")
+def slow_server(default_model_path: Path) -> Iterator[Server]:
+    """The real model, so that an answer takes its time; one sequence at a time, so that others wait."""
+    options = {"checkpoint": str(default_model_path), "max_context": 2048}
+    engine = {"scheduler": {"max_running": 1, "max_waiting_requests": 2}}
+    with running_server(
+        default_model_path, backend="cpu", backend_options=options, engine=engine, drain_seconds=20
+    ) as server:
+        yield server
+
+
+def send_request(server: Server, receive_buffer: int | None = None, **fields: Any) -> socket.socket:
+    """A request on a connection of its own, to be dropped at will."""
+    body = json.dumps(
+        {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, **fields}
+    ).encode()
+    connection = socket.socket()
+    connection.settimeout(60)
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", server.port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_38_a_client_that_leaves_while_decoding_frees_its_memory(slow_server: Server, stream: bool) -> None:
+    connection = send_request(slow_server, stream=stream)
+    wait_for(lambda: slow_server.metric("kv_cache_usage_perc") > 0)
+    connection.close()
+    slow_server.wait_until_free()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_38_a_client_that_leaves_while_queued_is_forgotten(slow_server: Server, stream: bool) -> None:
+    running = send_request(slow_server, stream=True)
+    wait_for(lambda: slow_server.metric("num_requests_running") == 1)
+    queued = send_request(slow_server, stream=stream)
+    wait_for(lambda: slow_server.metric("num_requests_waiting") == 1)
+    queued.close()
+    wait_for(lambda: slow_server.metric("num_requests_waiting") == 0)
+    assert slow_server.metric("num_requests_running") == 1
+    running.close()
+    slow_server.wait_until_free()
+
+
+def test_38_a_client_that_leaves_during_a_long_prompt_frees_its_memory(slow_server: Server) -> None:
+    connection = send_request(slow_server, prompt=[5] * 700, max_tokens=10)
+    wait_for(lambda: slow_server.metric("num_requests_running") == 1)
+    connection.close()
+    slow_server.wait_until_free()
+
+
+def test_39_a_full_queue_is_a_429_that_says_when_to_come_back(slow_server: Server) -> None:
+    connections = [send_request(slow_server, stream=True)]
+    wait_for(lambda: slow_server.metric("num_requests_running") == 1)
+    connections += [send_request(slow_server) for _ in range(2)]
+    wait_for(lambda: slow_server.metric("num_requests_waiting") == 2)
+    for stream in (True, False):
+        refused = slow_server.complete(stream=stream)
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) >= 1
+    for connection in connections:
+        connection.close()
+    slow_server.wait_until_free()
+
+
+def test_a_deadline_ends_a_request_with_a_504(slow_server: Server) -> None:
+    response = slow_server.complete(max_tokens=1500, ignore_eos=True, deadline=0.3)
+    assert response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"
+    slow_server.wait_until_free()
+
+
+def test_39_a_reader_that_does_not_read_is_cancelled(default_model_path: Path) -> None:
+    with running_server(default_model_path, engine={"stream_buffer": 64}) as server:
+        # More than all the buffers on the way hold: some 10 MB.
+        connection = send_request(
+            server, stream=True, n=8, max_tokens=2000, prompt=[1], logprobs=20, receive_buffer=4096
+        )
+        wait_for(lambda: server.metric("num_requests_running") > 0)
+        wait_for(
+            lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 0, 40
+        )
+        assert server.complete().status_code == 200
+        received = b""
+        while part := connection.recv(1 << 20):
+            received += part
+            if b"\r\n0\r\n" in part[-16:]:
+                break
+        connection.close()
+        assert b'"code":"slow_reader"' in received and b"[DONE]" not in received
+        server.wait_until_free()
+
+
+def test_40_a_killed_engine_is_an_error_for_its_requests_and_comes_back(default_model_path: Path) -> None:
+    with running_server(default_model_path) as server:
+        engine = server.engine_pid()
+        statuses: list[int] = []
+
+        def ask_whole() -> None:
+            with httpx.Client(base_url=server.url, timeout=60) as client:
+                statuses.append(client.post("/v1/completions", json={**LONG, "n": 20}).status_code)
+
+        asking = threading.Thread(target=ask_whole)
+        asking.start()
+        with server.client.stream(
+            "POST", "/v1/completions", json={**LONG, "n": 20, "stream": True}
+        ) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.kill(engine, signal.SIGKILL)
+            *_, last = (line for line in lines if line)
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["code"] == "engine_died" and error["type"] == "server_error"
+        asking.join()
+        assert statuses == [503]
+        seen = set()
+
+        def is_back() -> bool:
+            seen.add(server.client.get("/health").status_code)
+            return server.client.get("/ready").status_code == 200
+
+        wait_for(is_back)
+        assert seen == {200, 503}
+        assert server.engine_pid() != engine
+        assert server.metric("engine_restarts") == 1
+        assert server.complete().status_code == 200
+        server.wait_until_free()
+
+
+def test_40_sigterm_lets_what_runs_end_refuses_the_new_and_leaves_nothing(default_model_path: Path) -> None:
+    options = {"checkpoint": str(default_model_path), "max_context": 2048}
+    with running_server(default_model_path, backend="cpu", backend_options=options) as server:
+        children = server.children()
+        body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            refused = {}
+
+            def is_refused() -> bool:
+                refused["answer"] = server.complete()
+                return bool(refused["answer"].status_code == 503)
+
+            wait_for(is_refused)
+            assert refused["answer"].json()["error"]["code"] == "draining"
+            assert server.client.get("/ready").status_code == 503
+            assert server.client.get("/health").status_code == 200
+            *_, last = (line for line in lines if line)
+        assert last == "data: [DONE]"
+        assert server.process.wait(20) == 0
+        wait_for(lambda: not [pid for pid in children if Path(f"/proc/{pid}").exists()])
+
+
+def test_40_what_does_not_end_in_time_is_told_and_the_server_ends_all_the_same(
+    default_model_path: Path,
+) -> None:
+    options = {"checkpoint": str(default_model_path), "max_context": 2048}
+    settings = {"backend": "cpu", "backend_options": options, "drain_seconds": 0.2}
+    with running_server(default_model_path, **settings) as server:
+        body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            *_, last = (line for line in lines if line)
+        assert "error" in json.loads(last.removeprefix("data: "))
+        assert server.process.wait(20) == 0
+
+
+def test_40_a_second_signal_quits_at_once_and_leaves_nothing(default_model_path: Path) -> None:
+    options = {"checkpoint": str(default_model_path), "max_context": 2048}
+    with running_server(default_model_path, backend="cpu", backend_options=options) as server:
+        children = server.children()
+        connection = send_request(server, stream=True)
+        wait_for(lambda: server.metric("num_requests_running") == 1)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.client.get("/ready").status_code == 503)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 128 + signal.SIGTERM
+        connection.close()
+        wait_for(lambda: not [pid for pid in children if Path(f"/proc/{pid}").exists()])
+
+
+def test_a_signal_while_the_model_is_loaded_ends_the_server(default_model_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    process = subprocess.Popen(weft(str(default_model_path), "--port", "0"), env=environment)
+    started = Server(process, 0, httpx.Client())  # type: ignore[arg-type]
+
+    def has_engine() -> bool:
+        try:
+            return bool(started.engine_pid())
+        except AssertionError:
+            return False
+
+    wait_for(has_engine)
+    engine = started.engine_pid()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    wait_for(lambda: not Path(f"/proc/{engine}").exists())
+
+
+def test_a_server_that_is_killed_leaves_nothing_running(default_model_path: Path) -> None:
+    with running_server(default_model_path) as server:
+        children = server.children()
+        assert children
+        server.process.kill()
+        server.process.wait(10)
+        wait_for(lambda: not [pid for pid in children if Path(f"/proc/{pid}").exists()])
+
+
+def test_an_idle_server_uses_next_to_no_cpu(default_model_path: Path) -> None:
+    def ticks(pids: list[int]) -> int:
+        stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
+        return sum(int(fields[11]) + int(fields[12]) for fields in stats)
+
+    with running_server(default_model_path) as server:
+        assert server.complete().status_code == 200
+        pids = [server.process.pid, *server.children()]
+        before = ticks(pids)
+        time.sleep(1.0)
+        assert ticks(pids) - before <= 1  # of 10 ms
+
+
+def weft(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "weft.cli.main", "serve", *arguments]
+
+
+def test_the_command_says_what_it_serves_and_where_and_ctrl_c_ends_it(default_model_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "WEFT_API_KEY": "secret"}
+    process = subprocess.Popen(
+        weft(str(default_model_path), "--port", "0", "--name", MODEL, "--context", "512"),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stderr is not None
+    try:
+        said = ""
+        while "Serving" not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        assert MODEL in said and "KV cache" in said and "512 in one context" in said
+        found = re.search(r"http://127\.0\.0\.1:\d+/v1", said)
+        assert found is not None
+        models = httpx.get(f"{found[0]}/models", headers={"Authorization": "Bearer secret"}).json()["data"]
+        assert [(model["id"], model["max_model_len"]) for model in models] == [(MODEL, 512)]
+        assert httpx.get(f"{found[0]}/models").status_code == 401
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "said"),
+    [
+        (["/nowhere/model.gguf"], 2, "/nowhere/model.gguf"),
+        (["default", "--context", "1"], 2, "max_context"),
+        (["default", "--api-key-file", "/dev/null"], 2, "no key"),
+    ],
+)
+def test_the_command_refuses_in_one_line(arguments: list[str], exit_code: int, said: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(
+        weft(*arguments, "--port", "0"), capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == exit_code
+    assert done.stderr.startswith("weft: ") and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_command_says_that_a_port_is_taken(shared_server: Server, default_model_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    command = weft(str(default_model_path), "--port", str(shared_server.port))
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 1 and "cannot listen" in done.stderr and str(shared_server.port) in done.stderr
