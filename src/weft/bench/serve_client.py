@@ -29,7 +29,7 @@ class Exchange:
         """Of a response that is no stream: an error, or a document that was asked for."""
         self._over = over
         self._events = EventReader()
-        self._is_stream = False
+        self._is_stream: bool | None = None  # until the headers are there
         self.has_bytes = False
 
     @property
@@ -39,9 +39,8 @@ class Exchange:
     def feed(self, data: bytes, now: float) -> None:
         self.has_bytes = True
         try:
-            had_headers = self.response.has_headers
             body = self.response.feed(data)
-            if not had_headers and self.response.has_headers:
+            if self._is_stream is None and self.response.status:
                 kind = self.response.headers.get("content-type", "")
                 self._is_stream = self.response.status == 200 and kind.startswith("text/event-stream")
             if self._is_stream:

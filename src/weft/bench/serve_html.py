@@ -27,6 +27,8 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 44
 MOST_POINTS = 2000
 """Of one series: a plot shows no more, and a file of a million points opens nowhere."""
 NUM_COLOURS = 8
+SHORTEST = 0.1
+"""Milliseconds at which an axis of powers of ten begins at the earliest: what came in one read is 0 apart."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --faint: #6b7280; --grid: #e3e6ea; --paper: #fff; --note: #fff6dd;
@@ -38,7 +40,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } p.about { color: var(--faint); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto; }
 th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } th { color: var(--faint); font-weight: 600; }
+th:first-child, td:first-child, .latency td:nth-child(2) { text-align: left; } th { color: var(--faint); font-weight: 600; }
 ul.notes { background: var(--note); padding: .6rem 1rem .6rem 2rem; border-radius: 6px; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)); gap: 1rem; }
 figure { margin: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; }
@@ -106,7 +108,9 @@ def page(report: Report) -> str:
         f"<h1>{escape(report.url)}</h1>\n<p class='about'>{about}</p>",
         f"<ul class='notes'>{''.join(f'<li>{escape(note)}</li>' for note in said)}</ul>" if said else "",
         "<h2>Throughput</h2>" + _table(throughput_columns(has_targets), throughput),
-        "<h2>Latency, ms</h2>" + _table(("work", "", "p50", "p90", "p99", "max", "mean", "count"), latency),
+        "<h2>Latency, ms</h2><div class='latency'>"
+        + _table(("work", "", "p50", "p90", "p99", "max", "mean", "count"), latency)
+        + "</div>",
         _plots("Against the rate", _sweep_plots(report)),
         _plots("Distributions", _distribution_plots(report.phases)),
         _plots("Over time", [_time_plot(phase) for phase in report.phases]),
@@ -255,7 +259,7 @@ def _axes(x_scale: Scale, y_scale: Scale, x_label: str, y_label: str) -> str:
 
 def _scale(values: Sequence[float], start: float, end: float, is_log: bool = False) -> Scale:
     if is_log:
-        shown = [max(value, 1e-3) for value in values]
+        shown = [max(value, SHORTEST) for value in values]
         first, last = math.floor(math.log10(min(shown))), math.ceil(math.log10(max(shown)))
         return Scale(10.0**first, 10.0 ** max(last, first + 1), start, end, is_log=True)
     high = max(*values, 0.0)

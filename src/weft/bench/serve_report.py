@@ -113,6 +113,14 @@ def _phase_notes(phase: PhaseResult) -> list[str]:
         said.append(
             f"requests were sent late, {1000 * summary.late_start.p99:.1f} ms at p99: the client had too little CPU time"
         )
+    due = [record.due for record in phase.records if record.due is not None]
+    if phase.rate is not None and due and summary.end_to_end is not None:
+        span = max(due) - min(due)
+        if span < 2 * summary.end_to_end.p50:
+            said.append(
+                f"requests arrived for {span:.1f} s and an answer takes {summary.end_to_end.p50:.1f} s: "
+                "starting and stopping weigh on the throughput, ask for more requests"
+            )
     return said + _counting_notes(summary)
 
 

@@ -14,6 +14,10 @@ LONGEST_LINE = 1 << 20
 LONGEST_HEADERS = 64 << 10
 LONGEST_ERROR = 64 << 10
 
+_DECODE = (
+    json.JSONDecoder().decode
+)  # `json.loads` finds out the encoding and its own options anew at every call
+
 
 class JunkError(Exception):
     """What arrived is not what the protocol allows here."""
@@ -31,18 +35,15 @@ class ResponseReader:
     """One HTTP response: status, headers, and the bytes of its body freed from the framing."""
 
     def __init__(self) -> None:
-        self.status = 0
+        self.status = 0  # until the headers are there
         self.headers: dict[str, str] = {}
         self.is_complete = False
         self._pending = b""
         self._chunk_left = 0
         self._after_chunk = False
         self._in_trailers = False
+        self._is_chunked = False
         self._length_left: int | None = None
-
-    @property
-    def has_headers(self) -> bool:
-        return self.status != 0
 
     @property
     def keeps_connection(self) -> bool:
@@ -53,7 +54,7 @@ class ResponseReader:
         """The part of the body that `data` brings; JunkError where it is no HTTP."""
         if self.is_complete:
             raise JunkError("bytes after the end of the response")
-        if not self.has_headers:
+        if not self.status:
             data = self._pending + data
             end = data.find(b"\r\n\r\n")
             if end < 0:
@@ -78,12 +79,8 @@ class ResponseReader:
 
     def end_of_stream(self) -> None:
         """The server closed the connection, which ends a body that has no other end."""
-        if self.has_headers and not self._is_chunked and self._length_left is None:
+        if self.status and not self._is_chunked and self._length_left is None:
             self.is_complete = True
-
-    @property
-    def _is_chunked(self) -> bool:
-        return self.headers.get("transfer-encoding", "").lower().endswith("chunked")
 
     def _read_headers(self, head: bytes) -> None:
         first, *lines = head.decode("latin-1").split("\r\n")
@@ -95,6 +92,7 @@ class ResponseReader:
             name, _, value = line.partition(":")
             self.headers[name.strip().lower()] = value.strip()
         self.status = int(code)
+        self._is_chunked = self.headers.get("transfer-encoding", "").lower().endswith("chunked")
         length = self.headers.get("content-length")
         if length is not None and not self._is_chunked:
             if not length.isdecimal():
@@ -189,7 +187,7 @@ class Answer:
             self.is_done, self.ended = True, now
             return
         try:
-            chunk = json.loads(payload)
+            chunk = _DECODE(payload.decode())
         except (ValueError, RecursionError):
             raise JunkError(f"an event that is no JSON: {payload[:80]!r}") from None
         if not isinstance(chunk, dict):
@@ -200,14 +198,16 @@ class Answer:
             return
         if usage := chunk.get("usage"):
             self._take_usage(usage)
-        choices = chunk.get("choices") or ()
-        if not isinstance(choices, list | tuple) or not all(isinstance(choice, dict) for choice in choices):
-            raise JunkError(f"choices that are no list of objects: {payload[:80]!r}")
+        choices = chunk.get("choices") or []
+        if not isinstance(choices, list):
+            raise JunkError(f"choices that are no list: {payload[:80]!r}")
         for choice in choices:
+            if not isinstance(choice, dict):
+                raise JunkError(f"a choice that is no object: {payload[:80]!r}")
             if reason := choice.get("finish_reason"):
                 self.finish_reason = str(reason)
-        if any(_carries_tokens(choice) for choice in choices):
-            self.chunk_times.append(now)
+            if _carries_tokens(choice):
+                self.chunk_times.append(now)
 
     def fail(self, kind: str, detail: str, now: float) -> None:
         """The first failure counts: what follows is its echo."""
