@@ -29,8 +29,15 @@ Handler = Callable[["Call"], Awaitable[None]]
 class Call:
     """One request as the server got it, and ways to answer it."""
 
-    def __init__(self, path: str, headers: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        self.path, self.headers, self.body, self.writer = path, headers, body, writer
+    def __init__(
+        self,
+        path: str,
+        headers: str,
+        body: dict[str, Any],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.path, self.headers, self.body, self.reader, self.writer = path, headers, body, reader, writer
 
     @property
     def prompt(self) -> Any:
@@ -99,7 +106,7 @@ class Server:
                 length = int(head.lower().partition("content-length: ")[2].partition("\r\n")[0])
                 body = await reader.readexactly(length)
                 path = head.split(" ")[1]
-                call = Call(path, head, json.loads(body) if body else {}, writer)
+                call = Call(path, head, json.loads(body) if body else {}, reader, writer)
                 if path.endswith("/v1/models"):
                     call.whole("200 OK", {"data": [{"id": "test-model"}]})
                 elif self.answer_probe and call.is_probe:
@@ -250,14 +257,14 @@ async def die_in_the_answer(call: Call) -> None:
 
 
 async def stall_before(call: Call) -> None:
-    await asyncio.sleep(30)
+    await call.reader.read()  # until the client has enough
 
 
 async def stall_in_the_answer(call: Call) -> None:
     call.begin()
     call.token()
     await call.writer.drain()
-    await asyncio.sleep(30)
+    await call.reader.read()  # until the client has enough
 
 
 async def send_junk(call: Call) -> None:
@@ -381,7 +388,7 @@ def test_a_body_that_never_ends_does_not_spoil_an_answer_that_has(monkeypatch: p
         call.token()
         call.event(b"data: [DONE]\n\n")
         await call.writer.drain()
-        await asyncio.sleep(30)
+        await call.reader.read()  # until the client has enough
 
     result, _ = measured(handler, Phase("p", items(2, max_tokens=1), clients=1))
     assert result.summary.answered == 2

@@ -150,7 +150,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _time_out(self, exchange: Exchange, seconds: float) -> None:
         now = perf_counter()
-        exchange.answer.fail(f"timed out {exchange.where}", f"not finished after {seconds:g} s", now)
+        exchange.answer.fail(f"timed out {exchange.where}", f"not finished after {seconds:.3g} s", now)
         exchange.end_of_stream(now, "timed out")
 
 
