@@ -415,6 +415,7 @@ def test_a_server_that_takes_everything_is_asked_exactly() -> None:
     report, calls = shapes_of(lambda body: False)
     assert report.dialect.takes_ids and report.dialect.takes_exact_length and report.dialect.takes_usage
     assert len(calls) == 3, "one request to find out"
+    assert calls[0].prompt == [8, 7, 0], "backwards, or a cache would help the first that is measured"
     assert report.dialect.model == "test-model"
 
 

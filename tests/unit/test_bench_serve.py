@@ -626,6 +626,11 @@ def test_cpu_time_is_split_into_client_server_and_others(monkeypatch: pytest.Mon
     assert use.loudest == ("other 50%",)
     assert dataclasses.replace(use, cores=2).is_disturbed
     assert not dataclasses.replace(use, cores=2, others=0.09).is_disturbed
+    monkeypatch.setattr(serve_machine, "find_server", lambda host, port, processes: frozenset())
+    unseen = serve_machine.use_between(before, after, "localhost", 1)
+    assert unseen.others is None and not unseen.is_disturbed, "one of the others is the server"
+    elsewhere = serve_machine.use_between(before, after, "192.0.2.1", 1)
+    assert elsewhere.others == pytest.approx(1.6)
     assert not use.client_is_busy and dataclasses.replace(use, client=0.9).client_is_busy
 
 

@@ -90,13 +90,15 @@ def use_between(before: Snapshot | None, after: Snapshot | None, host: str, port
     }
     server = sum(spent[pid] for pid in server_pids) if server_pids else None
     everyone = (after.busy - before.busy + after.stolen - before.stolen) / tick / seconds
+    # A server that is here and cannot be seen (another user's) cannot be told from the others.
+    is_told_apart = bool(server_pids) or not _is_here(host)
     strangers = sorted(spent.keys() - server_pids - {os.getpid()}, key=lambda pid: -spent[pid])
     return MachineUse(
         cores=cores,
         load_average=load,
         client=client,
         server=server,
-        others=max(0.0, everyone - client - (server or 0.0)),
+        others=max(0.0, everyone - client - (server or 0.0)) if is_told_apart else None,
         loudest=tuple(
             f"{after.processes[pid].name} {spent[pid]:.0%}" for pid in strangers[:3] if spent[pid] >= 0.01
         ),
