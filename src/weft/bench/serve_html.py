@@ -12,6 +12,7 @@ from pathlib import Path
 
 from weft import __version__
 from weft.bench.report import machine
+from weft.bench.serve_measure import Targets
 from weft.bench.serve_report import (
     describe_targets,
     latency_rows,
@@ -23,7 +24,7 @@ from weft.bench.serve_report import (
 from weft.bench.serve_run import PhaseResult, Report
 
 WIDTH, HEIGHT = 560, 300
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 44
+LEFT, RIGHT, TOP, BOTTOM = 62, 26, 14, 44
 MOST_POINTS = 2000
 """Of one series: a plot shows no more, and a file of a million points opens nowhere."""
 NUM_COLOURS = 8
@@ -45,7 +46,7 @@ ul.notes { background: var(--note); padding: .6rem 1rem .6rem 2rem; border-radiu
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)); gap: 1rem; }
 figure { margin: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; }
 svg text { fill: var(--faint); font: 11px system-ui, sans-serif; } svg .grid { stroke: var(--grid); }
-svg .diagonal { stroke: var(--faint); stroke-dasharray: 4 4; }
+svg .mark { stroke: var(--faint); stroke-dasharray: 4 4; }
 .key { color: var(--faint); font-size: 13px; } .key span { display: inline-block; margin-right: 1rem; }
 .key i { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .35em; }
 """ + "".join(
@@ -112,7 +113,7 @@ def page(report: Report) -> str:
         + _table(("work", "", "p50", "p90", "p99", "max", "mean", "count"), latency)
         + "</div>",
         _plots("Against the rate", _sweep_plots(report)),
-        _plots("Distributions", _distribution_plots(report.phases)),
+        _plots("Distributions", _distribution_plots(report.phases, report.targets)),
         _plots("Over time", [_time_plot(phase) for phase in report.phases]),
     ]
     return (
@@ -132,20 +133,28 @@ def plot(
     *,
     log_x: bool = False,
     top: float | None = None,
+    target: float | None = None,
     diagonal: bool = False,
 ) -> str:
-    """A figure with axes, series and their key; nothing where there is nothing to show."""
+    """A figure with axes, series and their key; nothing where there is nothing to show.
+
+    `target` is a value of x to compare with, `diagonal` what y would be if it were x.
+    """
     points = [point for line in series for point in line.points]
     if not points:
         return ""
-    x_scale = _scale([x for x, _ in points], LEFT, WIDTH - RIGHT, is_log=log_x)
+    x_values = [x for x, _ in points] + ([] if target is None else [target])
+    x_scale = _scale(x_values, LEFT, WIDTH - RIGHT, is_log=log_x)
     y_values = [y for _, y in points] if top is None else [top]
     y_scale = _scale(y_values, HEIGHT - BOTTOM, TOP)
     body = [_axes(x_scale, y_scale, x_label, y_label)]
+    if target is not None:
+        x = x_scale.place(target)
+        body.append(f"<line class='mark' x1='{x:.1f}' y1='{TOP}' x2='{x:.1f}' y2='{HEIGHT - BOTTOM}'/>")
     if diagonal:
         end = min(x_scale.high, y_scale.high)
         (x1, y1), (x2, y2) = ((x_scale.place(v), y_scale.place(v)) for v in (0.0, end))
-        body.append(f"<line class='diagonal' x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}'/>")
+        body.append(f"<line class='mark' x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}'/>")
     for number, line in enumerate(series):
         colour = number % NUM_COLOURS
         placed = [(x_scale.place(x), y_scale.place(y)) for x, y in _thinned(line.points)]
@@ -195,7 +204,7 @@ def _sweep_plots(report: Report) -> list[str]:
     ]
 
 
-def _distribution_plots(phases: Sequence[PhaseResult]) -> list[str]:
+def _distribution_plots(phases: Sequence[PhaseResult], targets: Targets) -> list[str]:
     def shares(name: str, values: Iterable[float]) -> Series:
         ordered = sorted(1000 * value for value in values)
         return Series(name, tuple((value, 100 * (n + 1) / len(ordered)) for n, value in enumerate(ordered)))
@@ -205,9 +214,12 @@ def _distribution_plots(phases: Sequence[PhaseResult]) -> list[str]:
     gaps = [shares(name, (gap for r in of for gap in r.gaps)) for name, of in answered]
     ends = [shares(name, (r.end_to_end for r in of)) for name, of in answered]
     return [
-        plot("Time to first token", "ms", "% of requests within", first, log_x=True, top=100),
-        plot("Gap between chunks", "ms", "% of gaps within", gaps, log_x=True, top=100),
-        plot("End to end", "ms", "% of requests within", ends, log_x=True, top=100),
+        plot(title, "ms", f"% of {what} within", series, log_x=True, top=100, target=target and 1000 * target)
+        for title, what, series, target in (
+            ("Time to first token", "requests", first, targets.first_token),
+            ("Gap between chunks", "gaps", gaps, targets.gap),
+            ("End to end", "requests", ends, targets.end_to_end),
+        )
     ]
 
 
