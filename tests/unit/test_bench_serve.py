@@ -577,7 +577,7 @@ def test_the_address_may_end_in_v1_and_never_shows_its_password() -> None:
         b"GET /base/v1/models HTTP/1.1\r\nHost: localhost:8000\r\n"
     )
     assert Client("localhost").port == 80
-    for bad in ("ftp://x", "http://", "http://x:99999999", "http://x:port"):
+    for bad in ("ftp://x", "http://", "http://x:99999999", "http://x:port", "http://a..b", "http://[x"):
         with pytest.raises(InvalidRequestError, match="no address"):
             Client(bad)
 
@@ -662,7 +662,7 @@ QUIET = MachineUse(cores=2, load_average=0.1, client=0.1, server=1.0, others=0.0
 def phase_result(
     name: str, records: list[Record], rate: float | None = None, use: MachineUse = QUIET
 ) -> PhaseResult:
-    return PhaseResult(name, rate, summarise(records, Targets(first_token=0.5)), use, tuple(records))
+    return PhaseResult(name, rate, summarise(records, Targets(first_token=0.5)), use, 0, tuple(records))
 
 
 def report_of(*phases: PhaseResult, model: str = "m") -> Report:
@@ -749,15 +749,24 @@ def test_the_table_shows_every_phase_and_measure(capsys: pytest.CaptureFixture[s
         assert word in out
 
 
+def test_what_a_server_says_has_no_effect_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    rude = dataclasses.replace(failed(), failure_detail="[/] [red]no\x1b[2J")
+    serve_report.print_report(report_of(phase_result("[bold]p", [rude]), model="[/b]\x07"))
+    out = capsys.readouterr().out
+    assert "[/] [red]no\\x1b[2J" in out and "[bold]p" in out and "[/b]\\x07" in out
+
+
 def test_notes_say_what_spoils_a_figure() -> None:
     loud = dataclasses.replace(QUIET, others=0.5, loudest=("compiler 50%",), client=0.9)
     unsure = [record(0.0, 1.0, has_usage=False, asked_tokens=9, due=-0.1), failed(kind="HTTP 503")]
-    (said,) = ["\n".join(serve_report.notes(report_of(phase_result("p", unsure, use=loud))))]
+    phase = dataclasses.replace(phase_result("p", unsure, use=loud), reconnects=3)
+    said = "\n".join(serve_report.notes(report_of(phase)))
     for words in (
         "1 of 2 failed, HTTP 503: why",
         "DISTURBED: others used 0.50 of 2 cores (compiler 50%)",
         "the client itself used 90% of a core",
         "sent late, 100.0 ms",
+        "3 requests found their connection closed",
         "1 of 1 answers were shorter than asked",
         "each chunk was taken for one",
     ):

@@ -158,12 +158,12 @@ class Client:
     """Connections to one server. They are opened before a request is due where possible, and used again."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            port, name = parts.port, (parts.hostname or "").encode("idna")
+        except ValueError:  # brackets without end, a port that is none, a name that cannot be one
+            parts, port, name = urlsplit(""), None, b""
+        if parts.scheme not in ("http", "https") or not parts.hostname or not name:
             raise InvalidRequestError(
                 f"{url!r} is no address of a server; give one such as http://127.0.0.1:8000", field="url"
             )
@@ -171,7 +171,6 @@ class Client:
         self.port = port or (443 if parts.scheme == "https" else 80)
         self.prefix = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self.prefix}"
-        self.num_connects = 0
         self.num_reconnects = 0
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._key = api_key
@@ -267,7 +266,6 @@ class Client:
                         raise
                 else:
                     self._address = address
-                    self.num_connects += 1
                     return connection
         raise OSError(f"{self.host} has no address")
 

@@ -12,10 +12,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from weft import __version__
 from weft.bench.report import machine, print_line, print_table
 from weft.bench.serve_measure import Distribution, Record, Summary, describe_sweep
 from weft.bench.serve_run import PhaseResult, Report
+from weft.cli.terminal import printable
 from weft.errors import InvalidRequestError
 
 LATE = 0.005
@@ -29,18 +32,29 @@ MEASURES = (
 
 
 def print_report(report: Report) -> None:
-    print_line(f"{report.url}{report.dialect.describe()}")
+    print_line(_plain_text(f"{report.url}{report.dialect.describe()}"))
     has_targets = report.targets.is_given
     print_table(
         "Throughput" + (f", and goodput within {describe_targets(report)}" if has_targets else ""),
         throughput_columns(has_targets),
-        [throughput_row(phase, has_targets) for phase in report.phases],
+        [_plain_row(throughput_row(phase, has_targets)) for phase in report.phases],
     )
     print_table(
-        "Latency, ms", ("work", "", "p50", "p90", "p99", "max", "mean", "count"), latency_rows(report.phases)
+        "Latency, ms",
+        ("work", "", "p50", "p90", "p99", "max", "mean", "count"),
+        map(_plain_row, latency_rows(report.phases)),
     )
     for note in notes(report):
-        print_line(note)
+        print_line(_plain_text(note))
+
+
+def _plain_text(text: str) -> str:
+    """What a server or a file wrote, without effect on a terminal or on how rich writes."""
+    return escape(printable(text))
+
+
+def _plain_row(row: Sequence[str]) -> list[str]:
+    return [_plain_text(cell) for cell in row]
 
 
 def throughput_columns(has_targets: bool) -> tuple[str, ...]:
@@ -101,6 +115,10 @@ def _phase_notes(phase: PhaseResult) -> list[str]:
     for kind, count in summary.failures.items():
         detail = next(r.failure_detail for r in phase.records if r.failure_kind == kind)
         said.append(f"{count} of {summary.requests} failed, {kind}: {' '.join((detail or '').split())[:160]}")
+    if phase.reconnects:
+        said.append(
+            f"{phase.reconnects} requests found their connection closed by the server and were sent again"
+        )
     if use.is_disturbed:
         who = f" ({', '.join(use.loudest)})" if use.loudest else ""
         said.append(
@@ -156,6 +174,7 @@ def document(report: Report) -> dict[str, Any]:
                 "name": phase.name,
                 "rate": phase.rate,
                 "summary": dataclasses.asdict(phase.summary),
+                "reconnects": phase.reconnects,
                 "machine": {**dataclasses.asdict(phase.machine), "is_disturbed": phase.machine.is_disturbed},
                 "requests": [_plain(record) for record in phase.records],
             }

@@ -65,6 +65,8 @@ class PhaseResult:
     rate: float | None
     summary: Summary
     machine: MachineUse
+    reconnects: int
+    """Requests that found their connection closed by the server, and were sent again on a new one."""
     records: tuple[Record, ...] = field(repr=False)
 
 
@@ -152,6 +154,7 @@ async def measure(
 async def _run_phase(
     client: Client, phase: Phase, messages: Sequence[bytes], targets: Targets, seconds: float
 ) -> PhaseResult:
+    reconnects = client.num_reconnects
     with _no_collection():
         before = take_snapshot()
         if phase.clients:
@@ -160,7 +163,14 @@ async def _run_phase(
             records = await _at_their_times(client, phase, messages, seconds)
         after = take_snapshot()
     machine = use_between(before, after, client.host, client.port)
-    return PhaseResult(phase.name, phase.rate, summarise(records, targets), machine, tuple(records))
+    return PhaseResult(
+        name=phase.name,
+        rate=phase.rate,
+        summary=summarise(records, targets),
+        machine=machine,
+        reconnects=client.num_reconnects - reconnects,
+        records=tuple(records),
+    )
 
 
 async def _one_after_the_other(
