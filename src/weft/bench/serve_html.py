@@ -33,9 +33,9 @@ SHORTEST = 0.1
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --faint: #6b7280; --grid: #e3e6ea; --paper: #fff; --note: #fff6dd;
-  --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7; --c4: #b58900; --c5: #56b4e9; --c6: #7a4fbf; --c7: #8a5a2b; }
+  --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7; --c4: #b58900; --c5: #4b5563; --c6: #7a4fbf; --c7: #8a5a2b; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --faint: #9aa3ad; --grid: #30363d; --paper: #14171a;
-  --note: #33290f; --c0: #4aa8e0; --c1: #ff8a3d; --c2: #2fc79a; --c3: #e39cc4; --c4: #e0b73a; --c6: #a98be8; --c7: #c08f5c; } }
+  --note: #33290f; --c0: #4aa8e0; --c1: #ff8a3d; --c2: #2fc79a; --c3: #e39cc4; --c4: #e0b73a; --c5: #cfd6de; --c6: #a98be8; --c7: #c08f5c; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1200px;
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } p.about { color: var(--faint); }
