@@ -1,1 +1,1 @@
-"""The benches: what the scheduler costs the host, and what its plans are worth on a device of known speed."""
+"""The benches: what the scheduler costs the host, what its plans are worth, and what the clients of a server see."""

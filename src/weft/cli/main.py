@@ -360,6 +360,103 @@ def bench_batching(json: AsJson = False) -> None:
     run(json=json)
 
 
+@bench_app.command("serve")
+def bench_serve(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The server, such as http://127.0.0.1:8000.")],
+    clients: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="N clients, each asks again when answered; default: 8."),
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="R", help="Poisson arrivals, R requests a second.")
+    ] = None,
+    rates: Annotated[
+        str | None, typer.Option(metavar="R,R,...", help="A sweep over rates, to see where latency bends.")
+    ] = None,
+    burst: Annotated[int | None, typer.Option(min=1, metavar="N", help="N requests at once ...")] = None,
+    every: Annotated[str, typer.Option(metavar="TIME", help="... again after this time.")] = "1s",
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="JSON lines with at (seconds), prompt (text or ids), max_tokens."),
+    ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(metavar="W,W,...", help="W1, W8, W32, Wmix, Wshare, Wshare-warm, or 'all' of them."),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option("--requests", "-n", min=1, metavar="N", help="How many, at each rate.")
+    ] = 64,
+    prompt_tokens: Annotated[
+        str, typer.Option(metavar="N", help="Length of the prompts; 16-512 draws it evenly.")
+    ] = "128",
+    max_tokens: Annotated[str, typer.Option(metavar="N", help="Length of the answers, likewise.")] = "128",
+    ttft: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Target for the first token, such as 500ms.")
+    ] = None,
+    itl: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Target for 99% of a request's gaps between tokens.")
+    ] = None,
+    e2e: Annotated[str | None, typer.Option(metavar="TIME", help="Target for the whole answer.")] = None,
+    warm_up: Annotated[int, typer.Option(min=0, metavar="N", help="Requests before the measured ones.")] = 2,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of arrivals and lengths.")] = 0,
+    run: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Another number takes other text, so that no cache helps.")
+    ] = 0,
+    tokenizer: Annotated[
+        str, typer.Option(metavar="MODEL", help="Makes the prompts; the model that is served.")
+    ] = "default",
+    served_model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Its name in requests; default: the first listed.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask /v1/chat/completions, in text.")] = False,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="WEFT_API_KEY", metavar="KEY", help="Sent as a bearer token.")
+    ] = None,
+    timeout: Annotated[str, typer.Option(metavar="TIME", help="A request fails after this.")] = "600s",
+    json: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write all that was measured as JSON.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write a report with plots as one HTML file.")
+    ] = None,
+) -> None:
+    """Put load on any OpenAI-compatible server and measure what its clients see. Exit code 1: some requests failed."""
+    from weft.bench.serve import main as run_bench
+    from weft.bench.serve import parse_duration, parse_lengths, parse_rates
+    from weft.bench.serve_measure import Targets
+    from weft.bench.serve_run import Work
+
+    is_answered = run_bench(
+        url,
+        work=Work(
+            clients=clients,
+            rates=(*parse_rates(rate, "--rate"), *parse_rates(rates, "--rates")),
+            burst=burst,
+            every=parse_duration(every, "--every") or 1.0,
+            trace=trace,
+            workloads=tuple(workload.split(",")) if workload else (),
+            requests=requests,
+            prompt_tokens=parse_lengths(prompt_tokens, "--prompt-tokens"),
+            max_tokens=parse_lengths(max_tokens, "--max-tokens"),
+            warm_up=warm_up,
+            seed=seed,
+            run=run,
+        ),
+        targets=Targets(
+            parse_duration(ttft, "--ttft"), parse_duration(itl, "--itl"), parse_duration(e2e, "--e2e")
+        ),
+        tokenizer=tokenizer,
+        served_model=served_model,
+        chat=chat,
+        api_key=api_key,
+        timeout=parse_duration(timeout, "--timeout") or 600.0,
+        json_path=json,
+        html_path=html,
+    )
+    if not is_answered:
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Run the command line. The one place where an expected error becomes a message and an exit code."""
     _prepare_streams()

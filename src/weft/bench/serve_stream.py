@@ -1,0 +1,239 @@
+"""Reads what an OpenAI-compatible server sends back: HTTP/1.1 responses, server-sent events, and the chunks of an answer.
+
+Nothing here touches a socket or a clock: bytes go in as they arrived, cut anywhere, with the time of their arrival.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+# A server that sends more than this without an end of a line or of the headers is not speaking our language.
+LONGEST_LINE = 1 << 20
+LONGEST_HEADERS = 64 << 10
+LONGEST_ERROR = 64 << 10
+
+_DECODE = (
+    json.JSONDecoder().decode
+)  # `json.loads` finds out the encoding and its own options anew at every call
+
+
+class JunkError(Exception):
+    """What arrived is not what the protocol allows here."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request did not get its answer: `kind` is what failures are counted by, `detail` is for a person."""
+
+    kind: str
+    detail: str
+
+
+class ResponseReader:
+    """One HTTP response: status, headers, and the bytes of its body freed from the framing."""
+
+    def __init__(self) -> None:
+        self.status = 0  # until the headers are there
+        self.headers: dict[str, str] = {}
+        self.is_complete = False
+        self._pending = b""
+        self._chunk_left = 0
+        self._after_chunk = False
+        self._in_trailers = False
+        self._is_chunked = False
+        self._length_left: int | None = None
+
+    @property
+    def keeps_connection(self) -> bool:
+        framed = self._is_chunked or self._length_left is not None
+        return self.is_complete and framed and "close" not in self.headers.get("connection", "").lower()
+
+    def feed(self, data: bytes) -> bytes:
+        """The part of the body that `data` brings; JunkError where it is no HTTP."""
+        if self.is_complete:
+            raise JunkError("bytes after the end of the response")
+        if not self.status:
+            data = self._pending + data
+            end = data.find(b"\r\n\r\n")
+            if end < 0:
+                if len(data) > LONGEST_HEADERS or not data.startswith(b"HTTP/"[: len(data)]):
+                    raise JunkError(f"no HTTP response: {data[:80]!r}")
+                self._pending = data
+                return b""
+            self._read_headers(data[:end])
+            data, self._pending = data[end + 4 :], b""
+            if self.status < 200:  # 100 Continue and the like: the response proper follows
+                self.status, self.headers = 0, {}
+                return self.feed(data) if data else b""
+        if self._is_chunked:
+            return self._unchunk(data)
+        if self._length_left is None:
+            return data
+        if len(data) > self._length_left:
+            raise JunkError(f"a body {len(data) - self._length_left} bytes longer than its content-length")
+        self._length_left -= len(data)
+        self.is_complete = self._length_left == 0
+        return data
+
+    def end_of_stream(self) -> None:
+        """The server closed the connection, which ends a body that has no other end."""
+        if self.status and not self._is_chunked and self._length_left is None:
+            self.is_complete = True
+
+    def _read_headers(self, head: bytes) -> None:
+        first, *lines = head.decode("latin-1").split("\r\n")
+        version, _, rest = first.partition(" ")
+        code = rest[:3]
+        if not version.startswith("HTTP/1.") or not code.isdecimal() or not 100 <= int(code) <= 999:
+            raise JunkError(f"no HTTP/1.1 status line: {first[:80]!r}")
+        for line in lines:
+            name, _, value = line.partition(":")
+            self.headers[name.strip().lower()] = value.strip()
+        self.status = int(code)
+        self._is_chunked = self.headers.get("transfer-encoding", "").lower().endswith("chunked")
+        length = self.headers.get("content-length")
+        if length is not None and not self._is_chunked:
+            if not length.isdecimal():
+                raise JunkError(f"content-length {length[:80]!r} is no number")
+            self._length_left = int(length)
+            self.is_complete = self._length_left == 0
+
+    def _unchunk(self, data: bytes) -> bytes:
+        if self._pending:
+            data, self._pending = self._pending + data, b""
+        pieces, position, size = [], 0, len(data)
+        while position < size and not self.is_complete:
+            if self._chunk_left:
+                piece = data[position : position + self._chunk_left]
+                pieces.append(piece)
+                position += len(piece)
+                self._chunk_left -= len(piece)
+                self._after_chunk = not self._chunk_left
+                continue
+            end = data.find(b"\r\n", position)
+            if end < 0:
+                self._pending = data[position:]
+                if len(self._pending) > LONGEST_HEADERS:
+                    raise JunkError(f"no chunk size in {len(self._pending)} bytes")
+                break
+            self._take_line(data[position:end])
+            position = end + 2
+        if self.is_complete and position < size:
+            raise JunkError("bytes after the end of the response")
+        return b"".join(pieces) if len(pieces) != 1 else pieces[0]
+
+    def _take_line(self, line: bytes) -> None:
+        """A line of the framing: the empty one behind a chunk, the size of the next, or a trailer."""
+        if self._in_trailers:
+            self.is_complete = not line
+        elif self._after_chunk:
+            if line:
+                raise JunkError(f"a chunk longer than its size: {line[:80]!r}")
+            self._after_chunk = False
+        else:
+            try:
+                self._chunk_left = int(line.partition(b";")[0], 16)
+            except ValueError:
+                raise JunkError(f"no chunk size: {line[:80]!r}") from None
+            if self._chunk_left < 0:
+                raise JunkError(f"no chunk size: {line[:80]!r}")
+            self._in_trailers = self._chunk_left == 0
+
+
+class EventReader:
+    """Server-sent events: the data of each, however the bytes were cut. Other fields and comments are passed over."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self._data: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[bytes]:
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        if len(self._pending) > LONGEST_LINE:
+            raise JunkError(f"a line of an event that has no end in {len(self._pending):,} bytes")
+        events = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[6:] if line.startswith(b"data: ") else line[5:])
+            elif not line and self._data:
+                events.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
+                self._data = []
+        return events
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer while it arrives. Times are the client's clock, taken when the bytes came out of the socket."""
+
+    began: float
+    chunk_times: list[float] = field(default_factory=list)
+    """Arrivals of chunks that carried tokens, several at one time where one read brought several."""
+    ended: float = 0.0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    failure: Failure | None = None
+    is_done: bool = False
+
+    def take(self, payload: bytes, now: float) -> None:
+        """One event of the stream. After the end or a failure nothing counts any more."""
+        if self.is_done or self.failure:
+            return
+        if payload == b"[DONE]":
+            self.is_done, self.ended = True, now
+            return
+        try:
+            chunk = _DECODE(payload.decode())
+        except (ValueError, RecursionError):
+            raise JunkError(f"an event that is no JSON: {payload[:80]!r}") from None
+        if not isinstance(chunk, dict):
+            raise JunkError(f"an event that is no object: {payload[:80]!r}")
+        if error := chunk.get("error"):
+            message = error.get("message", error) if isinstance(error, dict) else error
+            self.fail("error event", str(message), now)
+            return
+        if usage := chunk.get("usage"):
+            self._take_usage(usage)
+        choices = chunk.get("choices") or []
+        if not isinstance(choices, list):
+            raise JunkError(f"choices that are no list: {payload[:80]!r}")
+        for choice in choices:
+            if not isinstance(choice, dict):
+                raise JunkError(f"a choice that is no object: {payload[:80]!r}")
+            if reason := choice.get("finish_reason"):
+                self.finish_reason = str(reason)
+            if _carries_tokens(choice):
+                self.chunk_times.append(now)
+
+    def fail(self, kind: str, detail: str, now: float) -> None:
+        """The first failure counts: what follows is its echo."""
+        if self.failure is None:
+            self.failure, self.ended = Failure(kind, detail[:500]), now
+
+    def _take_usage(self, usage: Any) -> None:
+        if not isinstance(usage, dict):
+            return
+        self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
+        self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict):
+            self.cached_tokens = _count(details.get("cached_tokens"), self.cached_tokens)
+
+
+def _carries_tokens(choice: dict[str, Any]) -> bool:
+    """Whether a chunk is the arrival of tokens, and not the opening or closing note around them."""
+    if "text" in choice:
+        # A token may have no text yet (half a character); an empty text with a finish reason is a closing note.
+        return bool(choice["text"]) or choice.get("finish_reason") is None
+    delta = choice.get("delta")
+    return isinstance(delta, dict) and any(
+        delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls")
+    )
+
+
+def _count(value: Any, before: int | None) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else before
