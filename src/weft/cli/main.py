@@ -276,7 +276,9 @@ def serve(
         typer.Option(min=0.0, metavar="SECONDS", help="How long requests may go on after SIGTERM or Ctrl-C."),
     ] = 30.0,
 ) -> None:
-    """Serve the OpenAI API: chats, completions, models; health and metrics beside them.
+    """Serve the OpenAI API over HTTP.
+
+    Chats, completions and models; health and metrics beside them.
 
     SIGTERM and Ctrl-C let what is under way end; once more quits at once.
     """
