@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -114,6 +115,16 @@ def test_a_reader_that_falls_behind_is_told_and_its_request_cancelled() -> None:
         with pytest.raises(SlowReaderError):
             await slow.read()
         assert (await client.metrics()).requests_cancelled == 1
+
+    with_client(use, ServingEngineConfig(cache=CONFIG.cache, stream_buffer=512))
+
+
+def test_a_reader_is_not_behind_only_because_much_came_at_once() -> None:
+    async def use(client: EngineClient) -> None:
+        [answer] = await client.submit(request(3000))
+        num_read = len(await answer.read())
+        time.sleep(0.5)  # the whole process stands still, and thousands of tokens wait in the socket
+        assert num_read + len(await outputs_of(answer)) == 3000
 
     with_client(use, ServingEngineConfig(cache=CONFIG.cache, stream_buffer=512))
 

@@ -103,8 +103,8 @@ class ServerApp:
             Route("/version", self._version, methods=get),
         ]
         handlers: dict[Any, Any] = {
-            ApiError: _respond_with_error,
-            WeftError: _respond_with_weft_error,
+            ApiError: self._respond_with_error,
+            WeftError: self._respond_with_weft_error,
             HTTPException: _respond_with_http_error,
             Disconnected: _respond_to_nobody,
             ClientDisconnect: _respond_to_nobody,
@@ -161,9 +161,6 @@ class ServerApp:
             self._end(results, prepared.shape, began, is_streamed=False)
             is_handed_on = True
             return json_response(prepared.shape.answer(results), headers=headers)
-        except ApiError as error:
-            self._metrics.failed(error.status)
-            raise
         finally:
             if not is_handed_on:
                 choices.cancel()
@@ -344,6 +341,13 @@ class ServerApp:
     async def _version(self, request: Request) -> Response:
         return json_response({"version": __version__})
 
+    async def _respond_with_error(self, request: Request, error: ApiError) -> Response:
+        self._metrics.failed(error.status)
+        return error.response()
+
+    async def _respond_with_weft_error(self, request: Request, error: WeftError) -> Response:
+        return await self._respond_with_error(request, as_api_error(error))
+
 
 async def _whole(choices: Choices) -> list[GenerationResult]:
     while not choices.is_over:
@@ -371,14 +375,6 @@ def _renamed_params(asked: ChatRequest | CompletionRequest) -> Iterator[None]:
             names["logprobs"] = "top_logprobs"
         raised.param = names.get(raised.param or "", raised.param)
     raise raised
-
-
-async def _respond_with_error(request: Request, error: ApiError) -> Response:
-    return error.response()
-
-
-async def _respond_with_weft_error(request: Request, error: WeftError) -> Response:
-    return as_api_error(error).response()
 
 
 async def _respond_with_http_error(request: Request, error: HTTPException) -> Response:
