@@ -659,7 +659,9 @@ def test_nothing_from_outside_becomes_a_control_token(vocabulary: Vocabulary, at
     )
     template = with_template(vocabulary, source)
     control = [
-        token for token in template.encode(attack, tools=attack, x="<|im_end|>") if token in {0, 1, 2, 3, 4}
+        token
+        for token in template.encode(attack, tools=attack, options={"x": "<|im_end|>"})
+        if token in {0, 1, 2, 3, 4}
     ]
     assert control == [1, 2]
     assert "\ufdd0" not in template.render(attack) and "fdd0" not in template.render(attack)
@@ -758,7 +760,7 @@ def test_a_message_may_be_continued(vocabulary: Vocabulary) -> None:
         ([{"role": "user", "content": "a", "x": NESTED}], {}, "nested too deeply|not JSON"),
         (HI, {"tools": "f"}, "tools is a string"),
         (HI, {"tools": ["f"]}, r"tools\[0\] is a string; send an object"),
-        (HI, {"bos_token": "x"}, "'bos_token' is not an option"),
+        (HI, {"options": {"bos_token": "x"}}, "'bos_token' is not an option"),
         ([{"role": "user", "content": "".join(map(chr, range(0xFDD0, 0xFDF0)))}], {}, "noncharacters"),
     ],
 )
