@@ -24,8 +24,6 @@ _READ_BYTES = 1 << 18
 _RESTART_SECONDS = (0.0, 0.5, 2.0, 5.0, 10.0)
 """Waits before a restart, by how many there were since the engine last ran for a minute."""
 _METRICS_SECONDS = 5.0
-_TURN = 256
-"""After so many tokens whoever reads them has a turn; one read of the socket may hold more than a reader may be behind."""
 
 
 class EngineState(enum.Enum):
@@ -143,6 +141,9 @@ class EngineClient:
         self.restarts = 0
         self._start = wire.Start(backend, dict(options), config)
         self._capacity = config.stream_buffer
+        self._turn = max(1, self._capacity // 2)
+        """After so many tokens whoever reads them has a turn: one read of the socket may hold more than a reader may be
+        behind."""
         self._on_change = on_change
         self._answers: dict[int, tuple[Answer, bool]] = {}
         self._numbers = itertools.count()
@@ -247,10 +248,8 @@ class EngineClient:
             num_taken = 0
             async for message in self._messages:
                 self._take(message)
-                if (
-                    isinstance(message, wire.Step)
-                    and (num_taken := num_taken + len(message.outputs)) >= _TURN
-                ):
+                num_taken += len(message.outputs) if isinstance(message, wire.Step) else 0
+                if num_taken >= self._turn:
                     num_taken = 0
                     await asyncio.sleep(0)
             self._change(EngineState.STARTING)

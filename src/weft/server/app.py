@@ -77,8 +77,6 @@ class ServerApp:
         self._idle = asyncio.Event()
         self._idle.set()
         self._metrics.open_requests.set_function(lambda: self._num_open)
-        sources = text.tokenizer.specials.chat_templates
-        self._knows_tools = any("tools" in source for source in sources.values())
 
     async def wait_until_idle(self, seconds: float) -> bool:
         """Whether all requests ended in time."""
@@ -103,8 +101,8 @@ class ServerApp:
             Route("/version", self._version, methods=get),
         ]
         handlers: dict[Any, Any] = {
-            ApiError: _respond_with_error,
-            WeftError: _respond_with_weft_error,
+            ApiError: self._respond_with_error,
+            WeftError: self._respond_with_weft_error,
             HTTPException: _respond_with_http_error,
             Disconnected: _respond_to_nobody,
             ClientDisconnect: _respond_to_nobody,
@@ -161,9 +159,6 @@ class ServerApp:
             self._end(results, prepared.shape, began, is_streamed=False)
             is_handed_on = True
             return json_response(prepared.shape.answer(results), headers=headers)
-        except ApiError as error:
-            self._metrics.failed(error.status)
-            raise
         finally:
             if not is_handed_on:
                 choices.cancel()
@@ -224,13 +219,6 @@ class ServerApp:
             documents = asked.documents
             if schema.check_tool_choice(asked.tool_choice, bool(tools)) == "none":
                 tools = None
-        if tools and not self._knows_tools:
-            raise ApiError(
-                400,
-                "the model's chat template knows no tools; leave tools out, or serve a model made for them",
-                param="tools",
-                code="unsupported",
-            )
         return Chat(
             asked.messages or [],
             tools,
@@ -344,6 +332,13 @@ class ServerApp:
     async def _version(self, request: Request) -> Response:
         return json_response({"version": __version__})
 
+    async def _respond_with_error(self, request: Request, error: ApiError) -> Response:
+        self._metrics.failed(error.status)
+        return error.response()
+
+    async def _respond_with_weft_error(self, request: Request, error: WeftError) -> Response:
+        return await self._respond_with_error(request, as_api_error(error))
+
 
 async def _whole(choices: Choices) -> list[GenerationResult]:
     while not choices.is_over:
@@ -371,14 +366,6 @@ def _renamed_params(asked: ChatRequest | CompletionRequest) -> Iterator[None]:
             names["logprobs"] = "top_logprobs"
         raised.param = names.get(raised.param or "", raised.param)
     raise raised
-
-
-async def _respond_with_error(request: Request, error: ApiError) -> Response:
-    return error.response()
-
-
-async def _respond_with_weft_error(request: Request, error: WeftError) -> Response:
-    return as_api_error(error).response()
 
 
 async def _respond_with_http_error(request: Request, error: HTTPException) -> Response:

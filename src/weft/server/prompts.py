@@ -12,6 +12,8 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.server.text_process import LENGTH, Answer, Chat, Question, Refusal, Text, Tokens, encode_prompt
 from weft.text.model_text import ModelText
 
+_TINY_BYTES = 1 << 10
+"""Up to this size a text takes less than waking a thread, which then fights the event loop for the interpreter."""
 _SHORT_BYTES = 8 << 10
 """Up to this size a prompt takes about 10 ms, and is not worth a trip to another process."""
 _THREADS = 4
@@ -38,6 +40,8 @@ class PromptEncoder:
 
     async def encode(self, prompt: Chat | Text, size: int) -> list[int]:
         """The tokens of a prompt; `size` is about how many bytes it has."""
+        if isinstance(prompt, Text) and size <= _TINY_BYTES:
+            return encode_prompt(self._text, prompt)
         if size <= _SHORT_BYTES:
             return await asyncio.get_running_loop().run_in_executor(
                 self._threads, encode_prompt, self._text, prompt
