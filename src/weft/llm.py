@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import queue
-import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from types import TracebackType
 from typing import Any, SupportsIndex, TypeVar
 
 from weft.backends import registry
+from weft.collect import Choices, Feeder
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError, WeftError
@@ -22,17 +22,12 @@ from weft.loading.checkpoint import open_checkpoint
 from weft.loading.pull import pull
 from weft.progress import GenerationBar, PullBar
 from weft.request import (
-    FinishReason,
     GenerationResult,
     InferenceRequest,
-    RequestId,
     RequestState,
     SamplingParams,
-    TokenOutput,
 )
-from weft.text.detokenizer import Detokenizer
 from weft.text.model_text import open_model_text
-from weft.text.stop import StopFinder
 from weft.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -162,7 +157,7 @@ class LLM:
         template knows besides (such as enable_thinking). The conversation's cached prefix is kept longer under a
         `session_id`.
         """
-        job = Job(None, messages, params, None, tools, template_options or {}, session_id)
+        job = _chat_job(messages, params, tools, template_options, session_id)
         return self._all([job], False)[0]
 
     def chat_all(
@@ -176,7 +171,7 @@ class LLM:
     ) -> list[GenerationResult]:
         """Answer several conversations as one batch; all else as in `chat` and `generate`."""
         each = zip(conversations, _for_each(params, len(conversations)), strict=True)
-        jobs = [Job(None, talk, one, None, tools, template_options or {}) for talk, one in each]
+        jobs = [_chat_job(talk, one, tools, template_options) for talk, one in each]
         return self._all(jobs, show_progress)
 
     def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, GenerationResult | WeftError]]:
@@ -207,7 +202,7 @@ class LLM:
         on_result: OnResult | None = None,
     ) -> Generator[str, None, None]:
         """Answer a conversation, piece by piece; all else as in `chat` and `stream`."""
-        job = Job(None, messages, params, None, tools, template_options or {}, session_id)
+        job = _chat_job(messages, params, tools, template_options, session_id)
         return self._stream(job, on_result)
 
     def close(self) -> None:
@@ -269,7 +264,9 @@ class LLM:
         self, source: Iterable[tuple[K, InferenceRequest | WeftError]]
     ) -> Iterator[tuple[K, GenerationResult | WeftError]]:
         """Feeds the engine from `source` in a thread, so that answers come out while the next request is awaited."""
-        feeder = _Feeder(self, source, _IN_FLIGHT * self.engine.config.scheduler.max_running)
+        feeder = Feeder(
+            self.engine, self.tokenizer, source, _IN_FLIGHT * self.engine.config.scheduler.max_running
+        )
         try:
             while (ended := feeder.ended.get()) is not None:
                 key, outcome = ended
@@ -292,7 +289,7 @@ class LLM:
                 field="n",
             )
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        choices = _Choices(self, request.params, partial(pieces.put, None), pieces.put)
+        choices = Choices(self.engine, self.tokenizer, request.params, partial(pieces.put, None), pieces.put)
 
         def read() -> Generator[str, None, None]:
             is_over = False
@@ -315,183 +312,20 @@ class LLM:
         return read()
 
 
-class _Feeder:
-    """Submits requests from a source, in a thread of its own, and collects what ended."""
-
-    def __init__(
-        self, llm: LLM, source: Iterable[tuple[Any, InferenceRequest | WeftError]], most: int
-    ) -> None:
-        self.ended: queue.SimpleQueue[tuple[Any, _Choices | WeftError] | None] = queue.SimpleQueue()
-        """None, once everything has ended."""
-        self.room = threading.Semaphore(most)
-        """Given back when an ended one is taken, so that the source is read only as fast as its results are."""
-        self.failure: BaseException | None = None
-        """What the source raised."""
-        self._llm = llm
-        self._source = iter(source)
-        self._lock = threading.Lock()
-        self._under_way: set[_Choices] = set()
-        self._is_exhausted = self._is_stopped = False
-        threading.Thread(target=self._feed, name="weft-feeder", daemon=True).start()
-
-    def stop(self) -> None:
-        """Cancels what is under way; nothing more is submitted."""
-        with self._lock:
-            self._is_stopped = True
-            left = list(self._under_way)
-        self.room.release()
-        for choices in left:
-            choices.cancel()
-
-    def _feed(self) -> None:
-        try:
-            while self.room.acquire() and not self._is_stopped:
-                key, request = next(self._source)
-                if isinstance(request, WeftError):
-                    self.ended.put((key, request))
-                else:
-                    self._submit(key, request)
-        except StopIteration:
-            pass
-        except BaseException as error:
-            self.failure = error
-            self.stop()
-        with self._lock:
-            self._is_exhausted = True
-            if not self._under_way:
-                self.ended.put(None)
-
-    def _submit(self, key: Any, request: InferenceRequest) -> None:
-        choices = _Choices(self._llm, request.params, lambda: self._finish(key, choices))
-        with self._lock:
-            self._under_way.add(choices)
-        try:
-            choices.submit(request)
-        except WeftError as error:
-            self._finish(key, choices, error)
-        if self._is_stopped:
-            choices.cancel()
-
-    def _finish(self, key: Any, choices: _Choices, error: WeftError | None = None) -> None:
-        with self._lock:
-            self._under_way.discard(choices)
-            self.ended.put((key, error or choices))
-            if self._is_exhausted and not self._under_way:
-                self.ended.put(None)
-
-
-class _Choices:
-    """The answers to one request, collected in the engine's thread; `on_end` is called there once all are over."""
-
-    def __init__(
-        self,
-        llm: LLM,
-        params: SamplingParams,
-        on_end: Callable[[], object],
-        deliver: Callable[[str], object] | None = None,
-    ) -> None:
-        self._llm = llm
-        self._params = params
-        self._on_end = on_end
-        self._deliver = deliver
-        self._answers: dict[RequestId, _Answer] = {}
-        self._num_over = 0
-        self._ids: tuple[RequestId, ...] = ()
-
-    @property
-    def is_submitted(self) -> bool:
-        return bool(self._ids)
-
-    def submit(self, request: InferenceRequest) -> None:
-        # Blocks while the queue is full: a million prompts never wait in memory twice.
-        self._ids = self._llm.engine.submit_choices(request, self._take, block=True)
-
-    def cancel(self) -> None:
-        for request_id in self._ids:
-            self._llm.engine.cancel(request_id)
-
-    def result(self) -> GenerationResult:
-        """The first answer, with the others as its siblings."""
-        first, *others = (answer.result() for _, answer in sorted(self._answers.items()))
-        return dataclasses.replace(first, siblings=tuple(others))
-
-    def _take(self, output: TokenOutput) -> None:
-        answer = self._answers.get(output.request_id)
-        if answer is None:
-            answer = _Answer(self._llm, self._params, self._deliver)
-            self._answers[output.request_id] = answer
-        is_over = output.is_final
-        try:
-            answer.take(output)
-        except BaseException:
-            is_over = (
-                True  # the engine fails the request and calls no more; whoever waits must not wait for ever
-            )
-            raise
-        finally:
-            if is_over:
-                self._num_over += 1
-                if self._num_over == self._params.n:
-                    self._on_end()
-
-
-class _Answer:
-    """Collects one answer: text as it comes, and the result, cut at a stop string."""
-
-    def __init__(
-        self, llm: LLM, params: SamplingParams, deliver: Callable[[str], object] | None = None
-    ) -> None:
-        self._params = params
-        self._engine = llm.engine
-        self._detokenizer = Detokenizer(llm.tokenizer)
-        self._stop = StopFinder(params.stop)
-        self._deliver = deliver
-        self._pieces: list[str] = []
-        self._token_count = 0
-        self._is_finished_here = False
-        """The engine ended the request because of the stop string, and cut its tokens there."""
-        self._result: GenerationResult | None = None
-
-    def take(self, output: TokenOutput) -> None:
-        if not self._stop.is_stopped:
-            if output.token_id is not None:
-                self._token_count += 1
-            # The token that ends an answer is no part of its text, whatever kind of token its vocabulary calls it.
-            if output.token_id is not None and output.finish_reason is not FinishReason.END_OF_SEQUENCE:
-                self._add(self._until_stop(self._detokenizer.add(output.token_id)))
-            if self._stop.is_stopped:
-                self._is_finished_here = self._engine.finish(output.request_id, self._token_count)
-            elif output.is_final:
-                self._add(self._until_stop(self._detokenizer.finish()) + self._stop.finish())
-        if output.is_final:
-            self._result = self._engine.get_result(output.request_id)
-
-    def _until_stop(self, text: str) -> str:
-        return self._stop.add(text, may_stop=self._token_count >= self._params.min_tokens)
-
-    def _add(self, text: str) -> None:
-        self._pieces.append(text)
-        if self._deliver is not None:
-            self._deliver(text)
-
-    def result(self) -> GenerationResult:
-        result = self._result
-        if result is None:
-            raise WeftError("the text of the request could not be made; the engine's own error says why")
-        if not self._stop.is_stopped or self._is_finished_here:
-            return dataclasses.replace(result, text="".join(self._pieces))
-        # The request was over before the engine heard of the stop string: it came with the last token, or more tokens
-        # were on their way. The one that completed it is the last all the same.
-        logprobs = None if result.logprobs is None else result.logprobs[: self._token_count]
-        return dataclasses.replace(
-            result,
-            text="".join(self._pieces),
-            tokens=result.tokens[: self._token_count],
-            logprobs=logprobs,
-            state=RequestState.COMPLETED,
-            finish_reason=FinishReason.STOP,
-            error=None,
-        )
+def _chat_job(
+    messages: Sequence[Message],
+    params: SamplingParams | None,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_options: Mapping[str, Any] | None,
+    session_id: str | None = None,
+) -> Job:
+    return Job(
+        messages=messages,
+        params=params,
+        tools=tools,
+        template_options=template_options or {},
+        session_id=session_id,
+    )
 
 
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

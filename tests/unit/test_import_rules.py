@@ -105,6 +105,7 @@ RULES = (
 OTHER_ROOMS = (
     "weft.bench",
     "weft.cli",
+    "weft.collect",
     "weft.llm",
     "weft.ops",
     "weft.progress",

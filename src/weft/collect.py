@@ -1,0 +1,214 @@
+"""From tokens to answers: feeds requests to an engine in this process, and collects text and results of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from weft.engine.serving import ServingEngine
+from weft.errors import WeftError
+from weft.request import (
+    FinishReason,
+    GenerationResult,
+    InferenceRequest,
+    RequestId,
+    RequestState,
+    SamplingParams,
+    TokenOutput,
+)
+from weft.text.detokenizer import Detokenizer
+from weft.text.stop import StopFinder
+from weft.text.tokenizer import Tokenizer
+
+
+class Feeder:
+    """Submits requests from a source, in a thread of its own, and collects what ended."""
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        tokenizer: Tokenizer,
+        source: Iterable[tuple[Any, InferenceRequest | WeftError]],
+        most: int,
+    ) -> None:
+        self.ended: queue.SimpleQueue[tuple[Any, Choices | WeftError] | None] = queue.SimpleQueue()
+        """None, once everything has ended."""
+        self.room = threading.Semaphore(most)
+        """Given back when an ended one is taken, so that the source is read only as fast as its results are."""
+        self.failure: BaseException | None = None
+        """What the source raised."""
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._source = iter(source)
+        self._lock = threading.Lock()
+        self._under_way: set[Choices] = set()
+        self._is_exhausted = self._is_stopped = False
+        threading.Thread(target=self._feed, name="weft-feeder", daemon=True).start()
+
+    def stop(self) -> None:
+        """Cancels what is under way; nothing more is submitted."""
+        with self._lock:
+            self._is_stopped = True
+            left = list(self._under_way)
+        self.room.release()
+        for choices in left:
+            choices.cancel()
+
+    def _feed(self) -> None:
+        try:
+            while self.room.acquire() and not self._is_stopped:
+                key, request = next(self._source)
+                if isinstance(request, WeftError):
+                    self.ended.put((key, request))
+                else:
+                    self._submit(key, request)
+        except StopIteration:
+            pass
+        except BaseException as error:
+            self.failure = error
+            self.stop()
+        with self._lock:
+            self._is_exhausted = True
+            if not self._under_way:
+                self.ended.put(None)
+
+    def _submit(self, key: Any, request: InferenceRequest) -> None:
+        choices = Choices(self._engine, self._tokenizer, request.params, lambda: self._finish(key, choices))
+        with self._lock:
+            self._under_way.add(choices)
+        try:
+            choices.submit(request)
+        except WeftError as error:
+            self._finish(key, choices, error)
+        if self._is_stopped:
+            choices.cancel()
+
+    def _finish(self, key: Any, choices: Choices, error: WeftError | None = None) -> None:
+        with self._lock:
+            self._under_way.discard(choices)
+            self.ended.put((key, error or choices))
+            if self._is_exhausted and not self._under_way:
+                self.ended.put(None)
+
+
+class Choices:
+    """The answers to one request, collected in the engine's thread; `on_end` is called there once all are over."""
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        on_end: Callable[[], object],
+        deliver: Callable[[str], object] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._params = params
+        self._on_end = on_end
+        self._deliver = deliver
+        self._answers: dict[RequestId, Answer] = {}
+        self._num_over = 0
+        self._ids: tuple[RequestId, ...] = ()
+
+    @property
+    def is_submitted(self) -> bool:
+        return bool(self._ids)
+
+    def submit(self, request: InferenceRequest) -> None:
+        # Blocks while the queue is full: a million prompts never wait in memory twice.
+        self._ids = self._engine.submit_choices(request, self._take, block=True)
+
+    def cancel(self) -> None:
+        for request_id in self._ids:
+            self._engine.cancel(request_id)
+
+    def result(self) -> GenerationResult:
+        """The first answer, with the others as its siblings."""
+        first, *others = (answer.result() for _, answer in sorted(self._answers.items()))
+        return dataclasses.replace(first, siblings=tuple(others))
+
+    def _take(self, output: TokenOutput) -> None:
+        answer = self._answers.get(output.request_id)
+        if answer is None:
+            answer = Answer(self._engine, self._tokenizer, self._params, self._deliver)
+            self._answers[output.request_id] = answer
+        is_over = output.is_final
+        try:
+            answer.take(output)
+        except BaseException:
+            is_over = (
+                True  # the engine fails the request and calls no more; whoever waits must not wait for ever
+            )
+            raise
+        finally:
+            if is_over:
+                self._num_over += 1
+                if self._num_over == self._params.n:
+                    self._on_end()
+
+
+class Answer:
+    """Collects one answer: text as it comes, and the result, cut at a stop string."""
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        deliver: Callable[[str], object] | None = None,
+    ) -> None:
+        self._params = params
+        self._engine = engine
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stop = StopFinder(params.stop)
+        self._deliver = deliver
+        self._pieces: list[str] = []
+        self._token_count = 0
+        self._is_finished_here = False
+        """The engine ended the request because of the stop string, and cut its tokens there."""
+        self._result: GenerationResult | None = None
+
+    def take(self, output: TokenOutput) -> None:
+        if not self._stop.is_stopped:
+            if output.token_id is not None:
+                self._token_count += 1
+            # The token that ends an answer is no part of its text, whatever kind of token its vocabulary calls it.
+            if output.token_id is not None and output.finish_reason is not FinishReason.END_OF_SEQUENCE:
+                self._add(self._until_stop(self._detokenizer.add(output.token_id)))
+            if self._stop.is_stopped:
+                self._is_finished_here = self._engine.finish(output.request_id, self._token_count)
+            elif output.is_final:
+                self._add(self._until_stop(self._detokenizer.finish()) + self._stop.finish())
+        if output.is_final:
+            self._result = self._engine.get_result(output.request_id)
+
+    def _until_stop(self, text: str) -> str:
+        return self._stop.add(text, may_stop=self._token_count >= self._params.min_tokens)
+
+    def _add(self, text: str) -> None:
+        self._pieces.append(text)
+        if self._deliver is not None:
+            self._deliver(text)
+
+    def result(self) -> GenerationResult:
+        result = self._result
+        if result is None:
+            raise WeftError("the text of the request could not be made; the engine's own error says why")
+        if not self._stop.is_stopped or self._is_finished_here:
+            return dataclasses.replace(result, text="".join(self._pieces))
+        # The request was over before the engine heard of the stop string: it came with the last token, or more tokens
+        # were on their way. The one that completed it is the last all the same.
+        logprobs = None if result.logprobs is None else result.logprobs[: self._token_count]
+        return dataclasses.replace(
+            result,
+            text="".join(self._pieces),
+            tokens=result.tokens[: self._token_count],
+            logprobs=logprobs,
+            state=RequestState.COMPLETED,
+            finish_reason=FinishReason.STOP,
+            error=None,
+        )
