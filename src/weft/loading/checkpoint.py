@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.errors import ModelFileError
-from weft.loading.files import field_error, read_json
+from weft.loading.files import PICKLE_SUFFIXES, field_error, read_json
 from weft.loading.generation import gguf_sampling, huggingface_sampling
 from weft.loading.gguf import other_parts, read_gguf
 from weft.loading.safetensors import INDEX_NAME, SINGLE_NAME, read_safetensors, read_sharded_safetensors
@@ -20,7 +20,6 @@ from weft.loading.vocabulary import Vocabulary, read_vocabulary
 
 Layout = Literal["gguf", "huggingface"]
 
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_NAMES_SHOWN = 12
 
 
@@ -73,7 +72,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         return _open_folder(path)
     if path.suffix == ".safetensors":
         raise ModelFileError(f"{path}: is only the weights; pass the folder that also holds config.json")
-    if path.suffix in _PICKLE_SUFFIXES:
+    if path.suffix in PICKLE_SUFFIXES:
         raise _pickle_error(path)
     return _open_gguf(path)
 
@@ -139,7 +138,7 @@ def _only_gguf(folder: Path, names: list[str]) -> str:
         return models[0]
     if models:
         raise ModelFileError(f"{folder}: holds several GGUF models; pass the path of one: {_listed(models)}")
-    if pickles := [name for name in names if name.endswith(_PICKLE_SUFFIXES) and name != "training_args.bin"]:
+    if pickles := [name for name in names if name.endswith(PICKLE_SUFFIXES) and name != "training_args.bin"]:
         raise _pickle_error(folder / pickles[0])
     if weights := [name for name in names if name.endswith(".safetensors")]:
         raise ModelFileError(

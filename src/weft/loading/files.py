@@ -26,6 +26,9 @@ _MAX_JSON_DEPTH = 64
 # time, or 2 MiB where its cache holds the file in huge pages. Without this, half of a file stayed resident.
 _NEIGHBOUR_BYTES = 2 << 20
 
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Weights that can run code when they are read: refused by name, never opened."""
+
 
 def field_error(path: Path, field: str, problem: str) -> ModelFileError:
     """The error for one field of a file."""

@@ -33,12 +33,12 @@ from weft.loading.cache import (
     require_room,
 )
 from weft.loading.download import Expected, Location, download, matches
+from weft.loading.files import PICKLE_SUFFIXES
 from weft.loading.gguf import other_parts
 
 _TIMEOUT_SECONDS = 20.0
 _FORMS = "hf:OWNER/NAME, hf:OWNER/NAME:Q4_K_M or hf:OWNER/NAME/FILE.gguf, each with @REVISION where wanted"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True)
@@ -360,7 +360,7 @@ def _choose(model: HubModel, files: list[Expected]) -> list[Expected]:
         return [*small, *weights]
     if ggufs:
         return _choose_gguf(model, ggufs)
-    pickles = [file.name for file in files if file.name.endswith(_PICKLES)]
+    pickles = [file.name for file in files if file.name.endswith(PICKLE_SUFFIXES)]
     if pickles:
         raise ModelFileError(
             f"{model}: has its weights only as {pickles[0]}, a pickle, which can run any code when it is read; "
