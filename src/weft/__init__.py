@@ -24,6 +24,7 @@ _HOME = {
     "RequestState": "weft.request",
     "FinishReason": "weft.request",
     "SamplingParams": "weft.request",
+    "Grammar": "weft.request",
     "InferenceRequest": "weft.request",
     "GenerationResult": "weft.request",
     "TokenLogprobs": "weft.request",
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from weft.request import (
         FinishReason,
         GenerationResult,
+        Grammar,
         InferenceRequest,
         Priority,
         RequestId,
@@ -73,6 +75,7 @@ __all__ = [
     "EngineStoppedError",
     "FinishReason",
     "GenerationResult",
+    "Grammar",
     "InferenceRequest",
     "InvalidRequestError",
     "IterationPlan",

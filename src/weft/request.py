@@ -22,6 +22,8 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_N = 128
 MAX_SECONDS = 1e9
+MAX_GRAMMAR_LENGTH = 1 << 18
+GRAMMAR_KINDS = ("json_schema", "regex", "choice", "lark")
 
 
 class Priority(IntEnum):
@@ -92,6 +94,22 @@ def _text(name: str, value: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must look like, from its first token to its last. Checked in full where it is compiled."""
+
+    kind: str
+    definition: str
+    """A JSON schema, a regular expression, a JSON list of strings to choose from, or a grammar in llguidance's Lark."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMAR_KINDS:
+            _refuse("grammar", self.kind, ", ".join(GRAMMAR_KINDS))
+        _text("grammar", self.definition)
+        if len(self.definition) > MAX_GRAMMAR_LENGTH:
+            _refuse("grammar", f"{len(self.definition)} characters", f"at most {MAX_GRAMMAR_LENGTH}")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when to stop. The only place where these values are checked."""
 
@@ -118,6 +136,8 @@ class SamplingParams:
     """The same for each token of the prompt but the first. Such a prompt is computed in full: no prefix hits."""
     n: int = 1
     """Answers to the same prompt, each with a seed of its own (`child_seed`)."""
+    grammar: Grammar | None = None
+    """Only tokens that it allows are chosen; the answer ends where it is complete."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -140,6 +160,10 @@ class SamplingParams:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         self._check_stops()
         self._check_logit_bias()
+        if self.grammar is not None:
+            _instance("grammar", self.grammar, Grammar, "a Grammar")
+            if self.ignore_eos:
+                _refuse("ignore_eos", True, "false beside a grammar, which says where an answer ends")
 
     def _check_stops(self) -> None:
         if isinstance(self.stop, str):
