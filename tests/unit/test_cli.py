@@ -17,10 +17,10 @@ import pytest
 
 from weft.cli.chat import chat_command
 from weft.cli.main import main
-from weft.cli.terminal import one_line, printable
 from weft.errors import InvalidRequestError, WeftError
 from weft.llm import Job, MemoryUse
 from weft.request import MAX_SEED, FinishReason, GenerationResult, RequestId, RequestState, SamplingParams
+from weft.terminal import one_line, printable
 
 OPTIONS: dict[str, Any] = {
     **{"model": "default", "context": None},

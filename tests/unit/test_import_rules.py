@@ -110,6 +110,7 @@ OTHER_ROOMS = (
     "weft.ops",
     "weft.progress",
     "weft.simulation",
+    "weft.terminal",
 )
 
 

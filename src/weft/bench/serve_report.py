@@ -18,8 +18,8 @@ from weft import __version__
 from weft.bench.report import machine, print_line, print_table
 from weft.bench.serve_measure import Distribution, Record, Summary, describe_sweep
 from weft.bench.serve_run import PhaseResult, Report
-from weft.cli.terminal import printable
 from weft.errors import InvalidRequestError
+from weft.terminal import printable
 
 LATE = 0.005
 """Seconds by which the generator may be late at p99 before it is said."""

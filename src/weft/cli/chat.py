@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from weft.cli.start import check_sampling, command_params, shown_name, start
-from weft.cli.terminal import one_line, printable
 from weft.errors import InvalidRequestError, WeftError
 from weft.request import FinishReason, GenerationResult, SamplingParams
+from weft.terminal import one_line, printable
 
 if TYPE_CHECKING:
     from weft.llm import LLM

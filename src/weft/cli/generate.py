@@ -17,9 +17,9 @@ from weft.cli.answers import error_of
 from weft.cli.batch import Batch, open_output
 from weft.cli.lines import Line, Wishes, make_job
 from weft.cli.start import check_sampling, shown_name, start
-from weft.cli.terminal import one_line, printable
 from weft.errors import InvalidRequestError, WeftError
 from weft.request import GenerationResult
+from weft.terminal import one_line, printable
 
 if TYPE_CHECKING:
     from weft.llm import LLM, Job

@@ -465,7 +465,7 @@ def main() -> None:
     try:
         app()
     except WeftError as error:
-        from weft.cli.terminal import one_line
+        from weft.terminal import one_line
 
         print(f"weft: {one_line(error)}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from weft.cli.terminal import one_line, printable
 from weft.errors import ModelFileError, WeftError
 from weft.loading.cache import models_directory
 from weft.loading.checkpoint import open_checkpoint
 from weft.loading.pull import KeptModel, kept_models, pull, remove
 from weft.models.registry import build_config
 from weft.progress import PullBar
+from weft.terminal import one_line, printable
 
 
 def pull_command(model: str) -> None:

@@ -1,4 +1,4 @@
-"""What the commands share about writing to a terminal."""
+"""Text that is safe to write to a terminal, whoever it comes from."""
 
 from __future__ import annotations
 
