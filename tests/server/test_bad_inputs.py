@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import MESSAGES, Server, running_server
+from server_process import MESSAGES, Server, api_key, running_server
 
 
 def error_of(response: httpx.Response, status: int, param: str | None = None) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def strict_server(default_model_path: Path) -> Iterator[Server]:
     limits = {"header_seconds": 0.5, "body_seconds": 1.0, "max_requests": 2}
     headers = {"Authorization": "Bearer second"}
     with running_server(
-        default_model_path, api_keys=["first", "second"], headers=headers, **limits
+        default_model_path, api_keys=[api_key("first"), api_key("second")], headers=headers, **limits
     ) as server:
         yield server
 

@@ -148,7 +148,7 @@ def test_40_a_killed_engine_is_an_error_for_its_requests_and_comes_back(default_
         wait_for(is_back)
         assert seen == {200, 503}
         assert server.engine_pid() != engine
-        assert server.metric("engine_restarts") == 1
+        assert server.metric("engine_restarts_total") == 1
         assert server.complete().status_code == 200
         server.wait_until_free()
 
@@ -286,7 +286,7 @@ def test_the_command_says_what_it_serves_and_where_and_ctrl_c_ends_it(default_mo
     [
         (["/nowhere/model.gguf"], 2, "/nowhere/model.gguf"),
         (["default", "--context", "1"], 2, "max_context"),
-        (["default", "--api-key-file", "/dev/null"], 2, "no key"),
+        (["default", "--api-key-file", "/dev/null"], 2, "there is no key"),
     ],
 )
 def test_the_command_refuses_in_one_line(arguments: list[str], exit_code: int, said: str) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from weft.errors import InvalidRequestError, WeftError
-from weft.server.text_process import LENGTH, Answer, Chat, Question, Refusal, Text, Tokens, encode_prompt
+from weft.errors import InvalidRequestError
+from weft.server.text_process import Answer, Chat, Question, Refusal, Text, Tokens, encode_prompt
+from weft.server.worker import Worker
 from weft.text.model_text import ModelText
 
 _TINY_BYTES = 1 << 10
@@ -25,17 +25,17 @@ class PromptEncoder:
     """Owns the threads that make tokens of short prompts, and the process for long ones, which starts when the first
     comes."""
 
-    def __init__(self, text: ModelText, path: str, max_context: int) -> None:
+    def __init__(
+        self, text: ModelText, path: str, max_context: int, chat_template: str | None = None
+    ) -> None:
         self._text = text
-        self._path = path
         self._max_context = max_context
         tokenizer = text.tokenizer
         self._longest_token = max(
             (len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocabulary_size)), default=1
         )
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weft-text")
-        self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
+        self._worker = Worker("weft.server.text_process", path, chat_template or "")
         self._answers = msgspec.msgpack.Decoder(Answer)
 
     async def encode(self, prompt: Chat | Text, size: int) -> list[int]:
@@ -47,8 +47,8 @@ class PromptEncoder:
                 self._threads, encode_prompt, self._text, prompt
             )
         self._check_length(prompt)
-        async with self._turn:
-            answer = await self._ask(Question(prompt, self._max_context))
+        question = msgspec.msgpack.encode(Question(prompt, self._max_context))
+        answer = self._answers.decode(await self._worker.ask(question))
         if isinstance(answer, Tokens):
             return answer.ids
         if isinstance(answer, Refusal):
@@ -57,7 +57,7 @@ class PromptEncoder:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._end_process()
+        self._worker.close()
 
     def _check_length(self, prompt: Chat | Text) -> None:
         """Refuses what no tokenising could make fit: no token stands for more bytes than the longest one."""
@@ -77,36 +77,3 @@ class PromptEncoder:
             field="prompt" if isinstance(prompt, Text) else "messages",
             code="context_length_exceeded",
         )
-
-    async def _ask(self, question: Question) -> Answer:
-        """Whoever is cancelled meanwhile takes the process along: its answer must not be taken for the next one's."""
-        process = self._process
-        is_answered = False
-        try:
-            if process is None or process.returncode is not None:
-                self._process = process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "weft.server.text_process", self._path),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                )
-            assert process.stdin is not None and process.stdout is not None
-            content = msgspec.msgpack.encode(question)
-            process.stdin.write(LENGTH.pack(len(content)) + content)
-            await process.stdin.drain()
-            (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-            answer = self._answers.decode(await process.stdout.readexactly(size))
-            is_answered = True
-            return answer
-        except (OSError, asyncio.IncompleteReadError) as error:
-            raise WeftError("the process that tokenises long prompts died; try again") from error
-        finally:
-            if not is_answered:
-                self._end_process()
-
-    def _end_process(self) -> None:
-        process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            try:
-                process.kill()
-            except ProcessLookupError:
-                pass

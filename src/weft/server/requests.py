@@ -7,6 +7,7 @@ from typing import Any
 
 from weft.request import InferenceRequest, Priority, SamplingParams
 from weft.server.errors import ApiError
+from weft.server.keys import ApiKey
 from weft.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 
 _SAMPLING = (
@@ -134,14 +135,24 @@ def check_completion(asked: CompletionRequest) -> None:
 
 
 def inference_request(
-    asked: GenerationRequest, prompt: Sequence[int], params: SamplingParams
+    asked: GenerationRequest, prompt: Sequence[int], params: SamplingParams, key: ApiKey | None = None
 ) -> InferenceRequest:
-    return InferenceRequest(
+    """What `key` may ask of the engine."""
+    request = InferenceRequest(
         tuple(prompt),
         params,
         priority=priority_of(asked),  # type: ignore[arg-type]
         session_id=asked.session_id,
         ttft_target=asked.ttft_target,
         deadline=asked.deadline,
-        cache_salt=asked.cache_salt,
+        cache_salt=key.salt_for(asked.cache_salt) if key else asked.cache_salt,
     )
+    if key is not None and request.priority > key.max_priority:
+        raise ApiError(
+            403,
+            f"priority is {request.priority.name.lower()}; allowed for the key {key.name!r}: "
+            f"at most {key.max_priority.name.lower()}",
+            param="priority",
+            code="priority_not_allowed",
+        )
+    return request
