@@ -45,9 +45,16 @@ class Turn:
         self.job = job
         self.order = (-job.priority, number)
         """Within its key."""
-        self.cost = job.prompt_tokens + job.num_answers * account.guess(job.max_tokens)
+        self.cost = 0
+        """What it was let through for."""
         self.stage: Literal["waiting", "going", "in the engine", "over"] = "waiting"
         self.may_go: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def expected_cost(self) -> int:
+        """In tokens, as far as the answers that the key had until now tell."""
+        job = self.job
+        return job.prompt_tokens + job.num_answers * self.account.guess(job.max_tokens)
 
     @property
     def rank(self) -> int:
@@ -144,6 +151,7 @@ class FairGate:
         while (turn := self._next()) is not None and self._has_room(turn):
             account = turn.account
             account.waiting.remove(turn)
+            turn.cost = turn.expected_cost
             self._num_coming += turn.job.num_answers
             self._num_tokens += turn.cost
             self._now = max(self._now, account.virtual_time)
@@ -165,4 +173,4 @@ class FairGate:
         if num_answers >= self._max_running:
             return False
         # Memory is only guessed at. Where it may be short, the engine gets a few to choose from, and no heap.
-        return self._num_tokens + turn.cost <= self._max_tokens or num_not_started < _MAX_NOT_STARTED
+        return self._num_tokens + turn.expected_cost <= self._max_tokens or num_not_started < _MAX_NOT_STARTED
