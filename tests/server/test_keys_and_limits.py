@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +23,7 @@ def shared_keys(default_model_path: Path) -> Iterator[Server]:
         api_key("operator", admin=True),
         api_key("tenant", max_priority=1),
         api_key("slow", requests_per_minute=3),
-        api_key("small", tokens_per_minute=100),
+        api_key("small", tokens_per_minute=10),
         api_key("single", concurrent=1),
         api_key("mate-1", cache_salt="team"),
         api_key("mate-2", cache_salt="team"),
@@ -74,19 +72,15 @@ def test_39_requests_beyond_a_keys_minute_are_told_how_much_is_left_and_when_to_
 
 
 def test_39_tokens_of_a_key_are_counted_as_used_and_refused_requests_cost_none(keys: Server) -> None:
-    def left() -> int:
-        answer = ask(keys, "small", [5] * 10, max_tokens=4)
-        assert answer.status_code == 200, answer.text
-        return int(answer.headers["x-ratelimit-remaining-tokens"])
-
-    first = left()
-    assert first == 86  # what it may need is reserved while it runs
-    assert ask(keys, "small", [10**6]).status_code == 400
+    refused = ask(keys, "small", [10**6], max_tokens=8)
+    assert refused.status_code == 400 and refused.headers["x-ratelimit-limit-tokens"] == "10"
     assert ask(keys, "small", [5], stream=True, min_tokens=9, max_tokens=2).status_code == 400
-    assert first - 14 <= left() <= first - 14 + 3  # some came back meanwhile
-    refused = ask(keys, "small", [5] * 10, max_tokens=90)
-    assert refused.status_code == 429 and "tokens a minute" in refused.json()["error"]["message"]
-    assert int(refused.headers["retry-after"]) >= 1
+    # It needs more than a minute's tokens, and so all of them: they are still there.
+    answer = ask(keys, "small", [5] * 10, max_tokens=6)
+    assert answer.status_code == 200 and answer.headers["x-ratelimit-remaining-tokens"] == "0"
+    late = ask(keys, "small", [5], max_tokens=3)
+    assert late.status_code == 429 and "needs 4" in late.json()["error"]["message"]
+    assert 12 <= int(late.headers["retry-after"]) <= 60  # (4 + 6 owed) at one in 6 s, less what came back
 
 
 def test_39_a_key_has_only_so_many_requests_under_way(keys: Server) -> None:
@@ -200,7 +194,7 @@ def narrow(default_model_path: Path) -> Iterator[Server]:
 
 def test_a_flood_of_one_key_leaves_another_its_turns(narrow: Server) -> None:
     """Counted in turns: the second key's five requests, one after another, against two hundred of the first's."""
-    connections = [open_stream(narrow, "flood", max_tokens=2, stream=False) for _ in range(200)]
+    connections = [open_stream(narrow, "flood", max_tokens=8, stream=False) for _ in range(200)]
 
     def num_left() -> int:
         return sum(one["key"] == "flood" for one in narrow.client.get("/admin/requests").json()["data"])
@@ -213,15 +207,12 @@ def test_a_flood_of_one_key_leaves_another_its_turns(narrow: Server) -> None:
         return int(float(found[0].rpartition(" ")[2])) if found else 0
 
     wait_for(lambda: num_left() + num_answered() == 200)
-    assert num_left() > 100, "the flood has to be there still"
     for _ in range(5):
-        before = num_answered()
         answer = ask(narrow, "calm", max_tokens=2)
         assert answer.status_code == 200
-        # The one that runs, and those that end until it is counted; not all that came before.
-        assert num_answered() - before <= 8
         assert answer.json()["choices"][0]["timings"]["queue"] > 0
-    assert num_left() > 50
+    # In the order of arrival the first of the five would have waited for all two hundred.
+    assert num_left() > 100
     for connection in connections:
         connection.close()
     narrow.wait_until_free()
@@ -277,8 +268,7 @@ def test_39_a_flood_leaves_the_other_keys_places(default_model_path: Path) -> No
         headers={"Authorization": "Bearer calm"},
     ) as server:
         connections = [open_stream(server, "flood", max_tokens=1500) for _ in range(12)]
-        wait_for(lambda: server.metric("http_requests_open") == 8)
-        time.sleep(0.1)  # for the other four, which are refused
+        wait_for(lambda: server.metric("request_failure_total") == 4)
         assert server.metric("http_requests_open") == 8
         refused = ask(server, "flood")
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
@@ -293,5 +283,3 @@ def test_two_keys_at_once_do_not_wait_for_each_other_while_there_is_room(keys: S
     with open_stream(keys, "tenant"), open_stream(keys, "operator"):
         wait_for(lambda: keys.metric("num_requests_running") == 2)
         assert keys.metric("num_requests_held") == 0
-        done = threading.Event()
-        done.set()

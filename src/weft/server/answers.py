@@ -16,6 +16,7 @@ from weft.request import (
     RequestState,
     SamplingParams,
     TokenLogprobs,
+    TokenOutput,
 )
 from weft.server.errors import ApiError
 from weft.text.detokenizer import Detokenizer
@@ -48,6 +49,7 @@ class Choice:
         """Seconds before the engine had it."""
         self._min_tokens = params.min_tokens
         self._detokenizer = Detokenizer(tokenizer)
+        self._has_stops = bool(params.stop)
         self._stop = StopFinder(params.stop)
         self._texts: list[str] = []
 
@@ -56,6 +58,14 @@ class Choice:
         outputs = self._answer.take()
         if not outputs:
             return None
+        piece = self._read(outputs) if self._has_stops else self._read_all(outputs)
+        self._texts.append(piece.text)
+        if outputs[-1].is_final:
+            self.result = self._end()
+        return piece
+
+    def _read(self, outputs: Sequence[TokenOutput]) -> Piece:
+        """Token by token: the one that completes a stop string is the last."""
         text, tokens, logprobs = "", [], []
         for output in outputs:
             if self._stop.is_stopped:
@@ -73,9 +83,21 @@ class Choice:
                 self._answer.finish(self.num_tokens)
             elif output.is_final:
                 text += self._until_stop(self._detokenizer.finish()) + self._stop.finish()
-        self._texts.append(text)
+        return Piece(self, text, tokens, logprobs)
+
+    def _read_all(self, outputs: Sequence[TokenOutput]) -> Piece:
+        """The same where no stop string is looked for, all at once."""
+        tokens = [output.token_id for output in outputs if output.token_id is not None]
+        logprobs = [
+            TokenLogprobs(output.logprob, output.top_logprobs)
+            for output in outputs
+            if output.logprob is not None
+        ]
+        self.num_tokens += len(tokens)
+        has_end = outputs[-1].finish_reason is FinishReason.END_OF_SEQUENCE
+        text = self._detokenizer.add_all(tokens[:-1] if has_end else tokens)
         if outputs[-1].is_final:
-            self.result = self._end()
+            text += self._detokenizer.finish()
         return Piece(self, text, tokens, logprobs)
 
     @property

@@ -102,7 +102,7 @@ def _answer(question: bytes) -> bytes:
         # Before each value but the first stands a comma, or it is the first of its list or object: mostly there is
         # nothing to count.
         most = sum(map(body.count, (b",", b"[", b"{"))) + 1
-        if most > _MAX_VALUES and _num_values(asked) > _MAX_VALUES:
+        if most > _MAX_VALUES and _has_too_many_values(asked):
             message = (
                 f"the body has more than {_MAX_VALUES} values; allowed: {_MAX_VALUES}; send several requests"
             )
@@ -112,18 +112,16 @@ def _answer(question: bytes) -> bytes:
     return msgspec.msgpack.encode(_Read(msgspec.Raw(msgspec.msgpack.encode(asked)), unknown))
 
 
-def _num_values(asked: msgspec.Struct) -> int:
-    """How many there are in all, without recursion; a body may be nested as deeply as the parser lets it."""
+def _has_too_many_values(asked: msgspec.Struct) -> bool:
+    """Without recursion: a body may be nested as deeply as the parser lets it."""
     count = 0
-    unseen: list[Any] = [getattr(asked, name) for name in asked.__struct_fields__]
-    while unseen:
-        value = unseen.pop()
-        count += 1
-        if isinstance(value, dict):
-            unseen.extend(value.values())
-        elif isinstance(value, list):
-            unseen.extend(value)
-    return count
+    unseen: list[Any] = [[getattr(asked, name) for name in asked.__struct_fields__]]
+    while unseen and count <= _MAX_VALUES:
+        values = unseen.pop()
+        count += len(values)
+        inner = values.values() if isinstance(values, dict) else values
+        unseen.extend(value for value in inner if isinstance(value, list | dict))
+    return count > _MAX_VALUES
 
 
 if __name__ == "__main__":
