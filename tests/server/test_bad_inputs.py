@@ -381,6 +381,19 @@ def test_31_media_are_refused_and_nothing_is_fetched(server: Server) -> None:
     error_of(server.chat(messages=[{"role": "user", "content": [part]}]), 400, "messages")
 
 
+@pytest.mark.parametrize("field", ["lora", "adapter", "adapter_id", "lora_path", "lora_request"])
+def test_35_adapters_are_refused(server: Server, field: str) -> None:
+    for value in ("../../etc/passwd", {"path": "/", "rank": 10**6}):
+        for answer in (server.chat(**{field: value}), server.complete(**{field: value})):
+            message = error_of(answer, 400, field)["message"]
+            assert "adapters" in message and "passwd" not in message
+
+
+@pytest.mark.parametrize("name", ["test-model:adapter", "test-model/../x", "test-model+lora"])
+def test_35_a_model_with_an_adapter_behind_its_name_is_unknown(server: Server, name: str) -> None:
+    error_of(server.chat(model=name), 404, "model")
+
+
 def test_37_different_salts_share_nothing_and_the_same_salt_does(server: Server) -> None:
     prompt = list(range(100, 200))
 

@@ -59,7 +59,9 @@ def _summary(settings: ServerSettings, started: Started) -> str:
         f"  swap      {info.swap_blocks * info.bytes_per_block / _MIB:>8,.0f} MiB at most",
     ]
     if not started.has_chat_template:
-        lines.append("The model has no chat template: /v1/chat/completions will refuse every request.")
+        lines.append(
+            "The model has no chat template: /v1/chat/completions will refuse every request. --chat-template gives it one."
+        )
     if not settings.api_keys and not is_loopback(settings.host):
         lines.append("Everyone who can reach this address may use the model: --api-key would ask for a key.")
     host = f"[{started.host}]" if ":" in started.host else started.host
