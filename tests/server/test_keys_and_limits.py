@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -226,7 +228,7 @@ def test_38_a_client_that_leaves_while_it_waits_for_its_turn_is_forgotten(
         wait_for(lambda: narrow.metric("num_requests_running") == 1)
         waiting = open_stream(narrow, "flood", stream=stream)
         wait_for(lambda: narrow.metric("num_requests_held") == 1)
-        assert narrow.metric("num_requests_waiting") == 0
+        assert narrow.metric("num_requests_waiting") == 1
         waiting.close()
         wait_for(lambda: narrow.metric("num_requests_held") == 0)
         assert narrow.metric("http_requests_open") == 1
@@ -238,6 +240,17 @@ def test_a_deadline_counts_while_a_request_waits_for_its_turn(narrow: Server) ->
         wait_for(lambda: narrow.metric("num_requests_running") == 1)
         late = ask(narrow, "calm", deadline=0.2)
         assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
+    narrow.wait_until_free()
+
+
+def test_40_who_waits_for_a_turn_outlives_the_engine(narrow: Server) -> None:
+    with open_stream(narrow, "flood", max_tokens=1500), ThreadPoolExecutor(1) as threads:
+        wait_for(lambda: narrow.metric("num_requests_running") == 1)
+        waiting = threads.submit(ask, narrow, "calm")
+        with httpx.Client(base_url=narrow.url, headers={"Authorization": "Bearer calm"}) as client:
+            wait_for(lambda: len(client.get("/admin/requests").json()["data"]) == 2)
+        os.kill(narrow.engine_pid(), signal.SIGKILL)
+        assert waiting.result(60).status_code == 200
     narrow.wait_until_free()
 
 

@@ -150,7 +150,7 @@ class EngineClient:
         self.max_sequence_length = 0
         self.restarts = 0
         self.on_progress: Callable[[], object] = lambda: None
-        """Called after messages in which an answer began or ended."""
+        """Called when an answer began or ended, and when the engine is ready."""
         self._launched_at = 0.0
         self._launch_seconds: float | None = None
         self._start = wire.Start(backend, dict(options), config)
@@ -282,8 +282,8 @@ class EngineClient:
                 if num_taken >= self._turn:
                     num_taken = 0
                     await asyncio.sleep(0)
-            self._change(EngineState.STARTING)
             self._launched_at = loop.time()
+            self._change(EngineState.STARTING)
             await self._end_process(1.0)
             self._fail_all(self._failure or EngineDiedError("the engine's process died"))
             tries = 0 if loop.time() - began > 60 else tries + 1
@@ -338,6 +338,7 @@ class EngineClient:
         elif isinstance(message, wire.Ready):
             self.info, self.max_sequence_length = message.info, message.max_sequence_length
             self._change(EngineState.READY)
+            self.on_progress()
         else:
             self._failure = EngineDiedError(message.message)
             self._failure.exit_code = message.exit_code
@@ -363,6 +364,7 @@ class EngineClient:
         for future in self._metrics.values():
             if not future.done():
                 future.set_exception(error)
+        self.on_progress()
 
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[wire.FromEngine]:

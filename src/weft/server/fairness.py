@@ -125,8 +125,9 @@ class FairGate:
 
     def submitted(self, turn: Turn) -> None:
         """The engine counts its answers from now on."""
-        turn.stage = "in the engine"
-        self._num_coming -= turn.job.num_answers
+        if turn.stage == "going":
+            turn.stage = "in the engine"
+            self._num_coming -= turn.job.num_answers
 
     def leave(self, turn: Turn, answer_tokens: int | None) -> None:
         """It is over, wherever it was. All its answers together had so many tokens; None: it came to nothing, and costs

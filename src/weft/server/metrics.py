@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -64,7 +64,8 @@ class ServerMetrics:
             counter("num_preemptions", "Requests that gave way to others for a while.")
         )
         self.open_requests = gauge("http_requests_open", "Requests under way in the server.")
-        self.held_requests = gauge("num_requests_held", "Those that wait in the server for their key's turn.")
+        self._held = gauge("num_requests_held", "Waiting requests that wait for their key's turn.")
+        self.count_held: Callable[[], int] = lambda: 0
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were answered.")
         self._cached_tokens = counter("prefix_cache_hits", "Those that were found in the cache.")
         self._generated_tokens = counter("generation_tokens", "Tokens that were generated.")
@@ -137,15 +138,18 @@ class ServerMetrics:
 
     async def text(self, engine: EngineClient) -> bytes:
         self._restarts.follow(engine.restarts)
+        num_held = self.count_held()
+        self._held.set(num_held)
         try:
             figures = await engine.metrics()
         except WeftError:
-            for each in (self._engine_up, self._running, self._waiting, self._cache_usage):
+            for each in (self._engine_up, self._running, self._cache_usage):
                 each.set(0)
+            self._waiting.set(num_held)
         else:
             self._engine_up.set(1)
             self._running.set(figures.requests_running)
-            self._waiting.set(figures.requests_pending + figures.requests_preempted)
+            self._waiting.set(figures.requests_pending + figures.requests_preempted + num_held)
             self._cache_usage.set(figures.cache_utilisation)
             self._preemptions.follow(figures.preemptions)
         return generate_latest(self._registry)

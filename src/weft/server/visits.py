@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from weft.clock import Clock
-from weft.engine.client import EngineClient
+from weft.engine.client import EngineClient, EngineState
 from weft.request import GenerationResult, InferenceRequest
 from weft.server.answers import Choices
 from weft.server.errors import ApiError
@@ -89,14 +89,14 @@ class Visits:
             settings.api_keys,
             max_running=settings.engine.scheduler.max_running,
             max_tokens=engine.info.num_blocks * engine.info.block_size,
-            count_answers=lambda: (engine.num_under_way, engine.num_not_begun),
+            count_answers=self._count_answers,
         )
         engine.on_progress = self._gate.let_through
         self._open: dict[str, Visit] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         metrics.open_requests.set_function(lambda: len(self._open))
-        metrics.held_requests.set_function(lambda: self._gate.num_waiting)
+        metrics.count_held = lambda: self._gate.num_waiting
 
     def __len__(self) -> int:
         return len(self._open)
@@ -204,11 +204,18 @@ class Visits:
                 raise ApiError(
                     504, f"deadline of {deadline} s passed while waiting for a turn", code="deadline_exceeded"
                 ) from None
+            if turn.stage != "going":
+                return  # it was given up in the moment in which its turn came
             waited = self._clock() - visit.began
-            requests = [_after(request, waited) for request in requests]
+            requests = [later(request, waited) for request in requests]
         await visit.choices.submit(requests, wake_every=wake_every, waited=waited)
         if turn is not None:
             self._gate.submitted(turn)
+
+    def _count_answers(self) -> tuple[int, int]:
+        if self._engine.state is EngineState.STARTING:
+            return self._settings.engine.scheduler.max_running, 0  # whoever waits may wait a little longer
+        return self._engine.num_under_way, self._engine.num_not_begun
 
     def _max_tokens(self, request: InferenceRequest, default: int) -> int:
         room = max(1, self._engine.max_sequence_length - len(request.prompt))
@@ -216,7 +223,7 @@ class Visits:
         return min(room, default if wish is None else wish)
 
 
-def _after(request: InferenceRequest, seconds: float) -> InferenceRequest:
+def later(request: InferenceRequest, seconds: float) -> InferenceRequest:
     """The same request so much later: its times count from its arrival."""
     left = {
         name: max(0.0, value - seconds)
