@@ -21,6 +21,7 @@ from weft.server.keys import ApiKey
 _FIRST_GUESS = 128
 """Tokens of an answer, before a key has had one."""
 _LEARNING = 0.1
+_PLACES_PER_RESERVE = 16
 _MAX_NOT_STARTED = 8
 """Answers that may wait in the engine where it is not certain that it has memory for them: enough to fill its next
 steps, and few enough not to be in the way of another key's."""
@@ -96,7 +97,8 @@ class FairGate:
         cache."""
         accounts = {key.name: _Account(key.weight) for key in keys}
         self._accounts = accounts if len(accounts) > 1 else {}
-        self._max_running = max_running
+        # A few in reserve: a place that becomes free is not left empty until word of it has come here and back.
+        self._max_running = max_running + max_running // _PLACES_PER_RESERVE
         self._max_tokens = max_tokens
         self._count_answers = count_answers
         self._now = 0.0
