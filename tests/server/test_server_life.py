@@ -170,6 +170,7 @@ def test_40_sigterm_lets_what_runs_end_refuses_the_new_and_leaves_nothing(defaul
 
             wait_for(is_refused)
             assert refused["answer"].json()["error"]["code"] == "draining"
+            assert refused["answer"].headers["retry-after"] == "30"  # as long as the drain may take
             assert server.client.get("/ready").status_code == 503
             assert server.client.get("/health").status_code == 200
             *_, last = (line for line in lines if line)

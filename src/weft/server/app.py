@@ -204,7 +204,9 @@ class ServerApp:
             check_completion(asked)
             texts = prompts_of(asked, self.settings.max_answers)
             prompts = [
-                await self._encoder.encode(Text(one), len(one)) if isinstance(one, str) else one
+                await self._encoder.encode(Text(one), len(one))
+                if isinstance(one, str)
+                else self._encoder.check_tokens(one)
                 for one in texts
             ]
             if asked.echo:

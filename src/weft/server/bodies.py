@@ -19,6 +19,7 @@ from weft.server.worker import Worker, answer_all, ignore_signals
 
 _SMALL_BYTES = 256 << 10
 """Up to this size reading takes a few milliseconds at worst."""
+_FREE_BYTES = 64 << 10
 _MAX_VALUES = 1 << 18
 """Numbers, strings, lists and objects in a large body: to hand over more would take the time that was to be saved."""
 
@@ -34,16 +35,21 @@ class BodyBudget:
 
 
 class BufferedBody:
-    """The part of the budget that one body has."""
+    """The part of the budget that one body has. Its beginning is free, so that small requests get through whatever large
+    ones do; connections hold as much anyway."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
+        self._num_free = _FREE_BYTES
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
         """Some more of it arrived. Raises a 503 where all bodies together would be too much."""
         budget = self._budget
-        if budget.num_bytes + num_bytes > budget.max_bytes:
+        num_free = min(self._num_free, num_bytes)
+        self._num_free -= num_free
+        num_bytes -= num_free
+        if num_bytes and budget.num_bytes + num_bytes > budget.max_bytes:
             raise ApiError(
                 503,
                 f"the bodies of requests under way have {budget.num_bytes} bytes; allowed: {budget.max_bytes} "

@@ -132,7 +132,14 @@ class Guard:
             size += num_bytes
             if size > self._max_body_bytes:
                 raise self._too_large("more")
-            body.add(num_bytes)
+            try:
+                body.add(num_bytes)
+            except ApiError:
+                # To the end: a client that is still sending would find the connection closed, and not this answer.
+                while message.get("more_body", False) and size <= self._max_body_bytes:
+                    message = await receive()
+                    size += len(message.get("body", b""))
+                raise
             return message
 
         return limited

@@ -53,7 +53,13 @@ class PromptEncoder:
             return answer.ids
         if isinstance(answer, Refusal):
             raise InvalidRequestError(answer.message, field=answer.field, code=answer.code)
-        raise self._too_long(f"{answer.count}", prompt)
+        raise self._too_long(f"{answer.count}", _field(prompt))
+
+    def check_tokens(self, tokens: list[int]) -> list[int]:
+        """A prompt that came as token ids. Refused here where it cannot fit, before anybody looks at each of them."""
+        if len(tokens) >= self._max_context:
+            raise self._too_long(f"{len(tokens)}", "prompt")
+        return tokens
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -68,12 +74,16 @@ class PromptEncoder:
             num_characters = sum(len(content) for content in contents if isinstance(content, str))
         at_least = num_characters // self._longest_token
         if at_least > _SURELY_TOO_LONG * self._max_context:
-            raise self._too_long(f"at least {at_least // _SURELY_TOO_LONG}", prompt)
+            raise self._too_long(f"at least {at_least // _SURELY_TOO_LONG}", _field(prompt))
 
-    def _too_long(self, count: str, prompt: Chat | Text) -> InvalidRequestError:
+    def _too_long(self, count: str, field: str) -> InvalidRequestError:
         return InvalidRequestError(
             f"the prompt has {count} tokens; allowed: at most {self._max_context - 1}, so that one new token fits "
             f"the longest sequence of {self._max_context}; shorten it",
-            field="prompt" if isinstance(prompt, Text) else "messages",
+            field=field,
             code="context_length_exceeded",
         )
+
+
+def _field(prompt: Chat | Text) -> str:
+    return "prompt" if isinstance(prompt, Text) else "messages"

@@ -129,7 +129,8 @@ class Visits:
             self._limits[key.name].take_request()
 
     def enter(self, key: ApiKey | None, choices: Choices) -> Visit:
-        """One more request. Raises a 429 where its key has no more to ask."""
+        """One more request. Raises a 429 where there is no place, or its key has no more to ask."""
+        self.check_room(key)  # others may have come in while the body did
         limits = self._limits[key.name] if key else None
         if limits is not None:
             limits.take_request()
