@@ -65,9 +65,12 @@ class BufferedBody:
         self._num_bytes = 0
 
 
-async def whole_body(request: Request) -> bytes:
-    """All of it; unlike `request.body()`, nobody but the caller keeps it."""
-    return b"".join([part async for part in request.stream()])
+async def whole_body(request: Request) -> bytearray:
+    """All of it, once: `request.body()` joins what it collected, and keeps it as long as the request."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+    return body
 
 
 class _Read(msgspec.Struct, frozen=True, tag=True):
@@ -88,10 +91,10 @@ class BodyReader:
         self._worker = Worker("weft.server.bodies")
         self._answers = msgspec.msgpack.Decoder(_Read | _Refused)
 
-    async def read(self, kind: type[T], body: bytes) -> tuple[T, list[str]]:
+    async def read(self, kind: type[T], body: bytearray) -> tuple[T, list[str]]:
         """As `schema.read`."""
         if len(body) <= _SMALL_BYTES:
-            return schema.read(kind, body)
+            return schema.read(kind, bytes(body))
         answer = self._answers.decode(await self._worker.ask(kind.__name__.encode() + b"\n", body))
         if isinstance(answer, _Refused):
             raise ApiError(400, answer.message, param=answer.param, code=answer.code)

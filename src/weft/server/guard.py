@@ -46,7 +46,7 @@ class Guard:
             return
         body = scope[BODY] = BufferedBody(self._budget)
         try:
-            await self._app(scope, self._limited(receive, body), send)
+            await self._app(scope, self._limited(scope, receive), send)
         finally:
             body.release()
 
@@ -121,20 +121,26 @@ class Guard:
                 code="unsupported_encoding",
             )
 
-    def _limited(self, receive: Receive, body: BufferedBody) -> Receive:
-        """As `receive`, for a body whose length nobody announced, and for all bodies together."""
+    def _limited(self, scope: Scope, receive: Receive) -> Receive:
+        """As `receive`, for a body whose length nobody announced, and for all bodies together. One that was announced
+        has its place from the beginning: many at once would otherwise all come half way and be refused there."""
+        body: BufferedBody = scope[BODY]
+        announced = int(dict(scope["headers"]).get(b"content-length", b"0"))
         size = 0
 
         async def limited() -> Message:
             nonlocal size
+            is_first = size == 0
             message = await receive()
             num_bytes = len(message.get("body", b""))
             size += num_bytes
             if size > self._max_body_bytes:
                 raise self._too_large("more")
             try:
-                body.add(num_bytes)
+                if announced == 0 or (is_first and size):
+                    body.add(announced or num_bytes)
             except ApiError:
+                del message["body"]
                 # To the end: a client that is still sending would find the connection closed, and not this answer.
                 while message.get("more_body", False) and size <= self._max_body_bytes:
                     message = await receive()

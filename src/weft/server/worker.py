@@ -25,7 +25,7 @@ class Worker:
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
-    async def ask(self, *question: bytes | memoryview) -> bytes:
+    async def ask(self, *question: bytes | bytearray) -> bytes:
         """The answer to a question, whose parts are sent as one. Whoever is cancelled meanwhile takes the process along:
         its answer must not be taken for the next one's."""
         async with self._turn:
