@@ -64,6 +64,33 @@ def test_tokens_logprobs_and_the_result_arrive_and_agree() -> None:
     with_client(use)
 
 
+def test_who_wants_to_be_woken_seldom_is_woken_for_the_first_token_every_so_many_and_the_end() -> None:
+    async def use(client: EngineClient) -> None:
+        arrived = asyncio.Event()
+        [answer] = await client.submit(request(100, seed=1, ignore_eos=True), arrived, wake_every=30)
+        taken: list[list[TokenOutput]] = []
+        while not taken or not taken[-1][-1].is_final:
+            await arrived.wait()
+            arrived.clear()
+            taken.append(answer.take())
+        assert sum(map(len, taken)) == answer.num_tokens == 100
+        assert len(taken) <= 5  # the first, then 30 or more at a time, and what is left at the end
+
+    with_client(use)
+
+
+def test_how_long_a_start_takes_is_known_when_the_engine_has_to_start_again() -> None:
+    async def use(client: EngineClient) -> None:
+        expected: list[float] = []
+        client._on_change = lambda state: expected.append(client.seconds_until_ready)
+        assert client._process is not None
+        client._process.kill()
+        await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
+        assert expected[0] > 0
+
+    with_client(use)
+
+
 def test_a_finish_cuts_the_result_at_the_token_that_completed_the_stop() -> None:
     async def use(client: EngineClient) -> None:
         [answer] = await client.submit(request(5000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -20,6 +21,11 @@ LAUNCH = Path(__file__).with_name("launch.py")
 SOURCE = Path(__file__).parents[2] / "src"
 MODEL = "test-model"
 MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+def api_key(secret: str, **fields: Any) -> dict[str, Any]:
+    """A key as a setting; it is called like its secret."""
+    return {"name": secret, "key_sha256": hashlib.sha256(secret.encode()).hexdigest(), **fields}
 
 
 @dataclass(frozen=True)

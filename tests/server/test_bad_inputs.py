@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import MESSAGES, Server, running_server
+from server_process import MESSAGES, Server, api_key, running_server
 
 
 def error_of(response: httpx.Response, status: int, param: str | None = None) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def strict_server(default_model_path: Path) -> Iterator[Server]:
     limits = {"header_seconds": 0.5, "body_seconds": 1.0, "max_requests": 2}
     headers = {"Authorization": "Bearer second"}
     with running_server(
-        default_model_path, api_keys=["first", "second"], headers=headers, **limits
+        default_model_path, api_keys=[api_key("first"), api_key("second")], headers=headers, **limits
     ) as server:
         yield server
 
@@ -379,6 +379,19 @@ def test_30_tools_are_refused_where_the_template_knows_none(server: Server) -> N
 def test_31_media_are_refused_and_nothing_is_fetched(server: Server) -> None:
     part = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}
     error_of(server.chat(messages=[{"role": "user", "content": [part]}]), 400, "messages")
+
+
+@pytest.mark.parametrize("field", ["lora", "adapter", "adapter_id", "lora_path", "lora_request"])
+def test_35_adapters_are_refused(server: Server, field: str) -> None:
+    for value in ("../../etc/passwd", {"path": "/", "rank": 10**6}):
+        for answer in (server.chat(**{field: value}), server.complete(**{field: value})):
+            message = error_of(answer, 400, field)["message"]
+            assert "adapters" in message and "passwd" not in message
+
+
+@pytest.mark.parametrize("name", ["test-model:adapter", "test-model/../x", "test-model+lora"])
+def test_35_a_model_with_an_adapter_behind_its_name_is_unknown(server: Server, name: str) -> None:
+    error_of(server.chat(model=name), 404, "model")
 
 
 def test_37_different_salts_share_nothing_and_the_same_salt_does(server: Server) -> None:

@@ -148,7 +148,7 @@ def test_40_a_killed_engine_is_an_error_for_its_requests_and_comes_back(default_
         wait_for(is_back)
         assert seen == {200, 503}
         assert server.engine_pid() != engine
-        assert server.metric("engine_restarts") == 1
+        assert server.metric("engine_restarts_total") == 1
         assert server.complete().status_code == 200
         server.wait_until_free()
 
@@ -170,6 +170,7 @@ def test_40_sigterm_lets_what_runs_end_refuses_the_new_and_leaves_nothing(defaul
 
             wait_for(is_refused)
             assert refused["answer"].json()["error"]["code"] == "draining"
+            assert refused["answer"].headers["retry-after"] == "30"  # as long as the drain may take
             assert server.client.get("/ready").status_code == 503
             assert server.client.get("/health").status_code == 200
             *_, last = (line for line in lines if line)
@@ -286,7 +287,7 @@ def test_the_command_says_what_it_serves_and_where_and_ctrl_c_ends_it(default_mo
     [
         (["/nowhere/model.gguf"], 2, "/nowhere/model.gguf"),
         (["default", "--context", "1"], 2, "max_context"),
-        (["default", "--api-key-file", "/dev/null"], 2, "no key"),
+        (["default", "--api-key-file", "/dev/null"], 2, "there is no key"),
     ],
 )
 def test_the_command_refuses_in_one_line(arguments: list[str], exit_code: int, said: str) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from weft import __version__
 from weft.cli.pull import fetch
 from weft.cli.start import shown_name
-from weft.errors import InvalidRequestError
-from weft.server.guard import is_loopback, read_keys
+from weft.server.guard import is_loopback
+from weft.server.keys import plain_keys, read_key_file
 from weft.server.serve import Started, serve
 from weft.server.settings import ServerSettings
 
@@ -28,7 +28,7 @@ def serve_command(
     context: int | None,
     drain: float,
 ) -> None:
-    keys = (*api_key, *_keys_of(api_key_file))
+    keys = (*plain_keys(api_key), *(read_key_file(api_key_file) if api_key_file is not None else ()))
     path = str(fetch(model))
     shown = Path(shown_name(model)).stem if path.endswith(".gguf") else shown_name(model)
     settings = ServerSettings(
@@ -48,21 +48,6 @@ def serve_command(
     serve(settings, announce, _say)
 
 
-def _keys_of(path: Path | None) -> tuple[str, ...]:
-    if path is None:
-        return ()
-    try:
-        keys = read_keys(path.read_text("utf-8").splitlines())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"--api-key-file {path}: {error}", field="api_key_file") from error
-    if not keys:
-        # An empty file must not open the server to everyone.
-        raise InvalidRequestError(
-            f"--api-key-file {path} has no key; write one in a line", field="api_key_file"
-        )
-    return keys
-
-
 def _summary(settings: ServerSettings, started: Started) -> str:
     info = started.info
     kv_bytes = info.num_blocks * info.bytes_per_block
@@ -74,7 +59,9 @@ def _summary(settings: ServerSettings, started: Started) -> str:
         f"  swap      {info.swap_blocks * info.bytes_per_block / _MIB:>8,.0f} MiB at most",
     ]
     if not started.has_chat_template:
-        lines.append("The model has no chat template: /v1/chat/completions will refuse every request.")
+        lines.append(
+            "The model has no chat template: /v1/chat/completions will refuse every request. --chat-template gives it one."
+        )
     if not settings.api_keys and not is_loopback(settings.host):
         lines.append("Everyone who can reach this address may use the model: --api-key would ask for a key.")
     host = f"[{started.host}]" if ":" in started.host else started.host

@@ -43,18 +43,27 @@ class SlowReaderError(WeftError):
 class Answer:
     """One answer under way: what the engine said of it and was not read yet."""
 
-    def __init__(self, client: EngineClient, answer_id: int, capacity: int, arrived: asyncio.Event) -> None:
+    def __init__(
+        self, client: EngineClient, answer_id: int, capacity: int, arrived: asyncio.Event, wake_every: int = 1
+    ) -> None:
         self.id = answer_id
         self.result: GenerationResult | None = None
         """Known once the final output can be read."""
         self.arrived = arrived
-        """Set whenever there is something to take; may be shared by answers that are read together."""
+        """Set when there is something to take: the first token, as many as `wake_every` of them, the end. May be shared
+        by answers that are read together."""
         self._client = client
         self._capacity = capacity
+        self._wake_every = min(wake_every, max(1, capacity // 2))
         self._unread: deque[TokenOutput] = deque()
         self._failure: WeftError | None = None
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Those that arrived, read or not."""
+        return len(self._tokens)
 
     def check(self) -> None:
         """Raises what kept the request from going on."""
@@ -109,7 +118,8 @@ class Answer:
             if output.logprob is not None:
                 self._logprobs.append(TokenLogprobs(output.logprob, output.top_logprobs))
         self._unread.append(output)
-        self.arrived.set()
+        if len(self._unread) >= self._wake_every or len(self._tokens) == 1 or output.is_final:
+            self.arrived.set()
 
     def end(self, ended: wire.Ended, wants_logprobs: bool) -> None:
         self.result = dataclasses.replace(
@@ -139,6 +149,10 @@ class EngineClient:
         self.info: BackendInfo | None = None
         self.max_sequence_length = 0
         self.restarts = 0
+        self.on_progress: Callable[[], object] = lambda: None
+        """Called when an answer began or ended, and when the engine is ready."""
+        self._launched_at = 0.0
+        self._launch_seconds: float | None = None
         self._start = wire.Start(backend, dict(options), config)
         self._capacity = config.stream_buffer
         self._turn = max(1, self._capacity // 2)
@@ -173,13 +187,15 @@ class EngineClient:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    async def submit(self, request: InferenceRequest, arrived: asyncio.Event | None = None) -> list[Answer]:
-        """One answer for each of the request's `n`, all of which set `arrived`. A refusal is raised when one is first
-        read."""
+    async def submit(
+        self, request: InferenceRequest, arrived: asyncio.Event | None = None, *, wake_every: int = 1
+    ) -> list[Answer]:
+        """One answer for each of the request's `n`, all of which set `arrived`: for its first token, then for every so
+        many, and at its end. A refusal is raised when one is first read."""
         if self.state is not EngineState.READY:
             raise EngineStoppedError("the engine is not ready; try again in a moment")
         answers = [
-            Answer(self, next(self._numbers), self._capacity, arrived or asyncio.Event())
+            Answer(self, next(self._numbers), self._capacity, arrived or asyncio.Event(), wake_every)
             for _ in range(request.params.n)
         ]
         wants_logprobs = request.params.logprobs is not None
@@ -214,11 +230,24 @@ class EngineClient:
     def num_under_way(self) -> int:
         return len(self._answers)
 
+    @property
+    def num_not_begun(self) -> int:
+        """Answers under way that have no token yet."""
+        return sum(not answer.num_tokens for answer, _ in self._answers.values())
+
+    @property
+    def seconds_until_ready(self) -> float:
+        """A guess, from how long the last start took; 0 where none was measured, or this one takes longer."""
+        if self._launch_seconds is None:
+            return 0.0
+        return max(0.0, self._launched_at + self._launch_seconds - asyncio.get_running_loop().time())
+
     # ------------------------------------------------------------------ the process
 
     async def _launch(self) -> None:
         """Starts a process and waits for its first word."""
         self._change(EngineState.STARTING)
+        self._launched_at = asyncio.get_running_loop().time()
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
@@ -238,6 +267,7 @@ class EngineClient:
         if self.state is not EngineState.READY:
             await self._end_process(1.0)
             raise self._failure or EngineDiedError("the engine's process ended before it was ready")
+        self._launch_seconds = asyncio.get_running_loop().time() - self._launched_at
 
     async def _keep_running(self) -> None:
         """Takes messages until the process ends, tells everyone, starts another, for ever."""
@@ -252,6 +282,7 @@ class EngineClient:
                 if num_taken >= self._turn:
                     num_taken = 0
                     await asyncio.sleep(0)
+            self._launched_at = loop.time()
             self._change(EngineState.STARTING)
             await self._end_process(1.0)
             self._fail_all(self._failure or EngineDiedError("the engine's process died"))
@@ -299,6 +330,7 @@ class EngineClient:
             for answer_id in message.ids:
                 answer, _ = self._answers.pop(answer_id)
                 answer.fail(_refusal(message))
+            self.on_progress()
         elif isinstance(message, wire.Metrics):
             future = self._metrics.get(message.number)
             if future is not None and not future.done():
@@ -306,18 +338,23 @@ class EngineClient:
         elif isinstance(message, wire.Ready):
             self.info, self.max_sequence_length = message.info, message.max_sequence_length
             self._change(EngineState.READY)
+            self.on_progress()
         else:
             self._failure = EngineDiedError(message.message)
             self._failure.exit_code = message.exit_code
 
     def _take_step(self, step: wire.Step) -> None:
         ended = {one.result.request_id: one for one in step.ended}
+        has_begun = False
         for output in step.outputs:
             answer, wants_logprobs = self._answers[output.request_id]
             answer.put(output)
+            has_begun = has_begun or answer.num_tokens == 1
             if output.is_final:
                 del self._answers[output.request_id]
                 answer.end(ended[output.request_id], wants_logprobs)
+        if has_begun or ended:
+            self.on_progress()
 
     def _fail_all(self, error: WeftError) -> None:
         answers = [answer for answer, _ in self._answers.values()]
@@ -327,6 +364,7 @@ class EngineClient:
         for future in self._metrics.values():
             if not future.done():
                 future.set_exception(error)
+        self.on_progress()
 
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[wire.FromEngine]:

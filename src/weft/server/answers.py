@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from weft.engine.client import Answer, EngineClient
@@ -16,6 +16,7 @@ from weft.request import (
     RequestState,
     SamplingParams,
     TokenLogprobs,
+    TokenOutput,
 )
 from weft.server.errors import ApiError
 from weft.text.detokenizer import Detokenizer
@@ -36,14 +37,19 @@ class Piece:
 class Choice:
     """One answer: the text that is certain so far, and in the end its result."""
 
-    def __init__(self, index: int, answer: Answer, params: SamplingParams, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, index: int, answer: Answer, params: SamplingParams, tokenizer: Tokenizer, waited: float = 0.0
+    ) -> None:
         self.index = index
         self.result: GenerationResult | None = None
         """With its text, once the answer is over."""
         self.num_tokens = 0
         self._answer = answer
+        self._waited = waited
+        """Seconds before the engine had it."""
         self._min_tokens = params.min_tokens
         self._detokenizer = Detokenizer(tokenizer)
+        self._has_stops = bool(params.stop)
         self._stop = StopFinder(params.stop)
         self._texts: list[str] = []
 
@@ -52,6 +58,14 @@ class Choice:
         outputs = self._answer.take()
         if not outputs:
             return None
+        piece = self._read(outputs) if self._has_stops else self._read_all(outputs)
+        self._texts.append(piece.text)
+        if outputs[-1].is_final:
+            self.result = self._end()
+        return piece
+
+    def _read(self, outputs: Sequence[TokenOutput]) -> Piece:
+        """Token by token: the one that completes a stop string is the last."""
         text, tokens, logprobs = "", [], []
         for output in outputs:
             if self._stop.is_stopped:
@@ -69,10 +83,27 @@ class Choice:
                 self._answer.finish(self.num_tokens)
             elif output.is_final:
                 text += self._until_stop(self._detokenizer.finish()) + self._stop.finish()
-        self._texts.append(text)
-        if outputs[-1].is_final:
-            self.result = self._end()
         return Piece(self, text, tokens, logprobs)
+
+    def _read_all(self, outputs: Sequence[TokenOutput]) -> Piece:
+        """The same where no stop string is looked for, all at once."""
+        tokens = [output.token_id for output in outputs if output.token_id is not None]
+        logprobs = [
+            TokenLogprobs(output.logprob, output.top_logprobs)
+            for output in outputs
+            if output.logprob is not None
+        ]
+        self.num_tokens += len(tokens)
+        has_end = outputs[-1].finish_reason is FinishReason.END_OF_SEQUENCE
+        text = self._detokenizer.add_all(tokens[:-1] if has_end else tokens)
+        if outputs[-1].is_final:
+            text += self._detokenizer.finish()
+        return Piece(self, text, tokens, logprobs)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer, looked at or not; none behind a stop."""
+        return self.num_tokens if self.result is not None else self._answer.num_tokens
 
     def check(self) -> None:
         self._answer.check()
@@ -87,6 +118,13 @@ class Choice:
     def _end(self) -> GenerationResult:
         result = self._answer.result
         assert result is not None, "the final output comes with the result"
+        if self._waited:
+            first = result.time_to_first_token
+            result = dataclasses.replace(
+                result,
+                waiting_time=result.waiting_time + self._waited,
+                time_to_first_token=None if first is None else first + self._waited,
+            )
         text = "".join(self._texts)
         if self._stop.is_stopped:
             # The token that completed the stop is the last, whatever was on its way when the engine heard of it.
@@ -116,16 +154,44 @@ class Choices:
         self._tokenizer = tokenizer
         self._arrived = asyncio.Event()
         self._choices: list[Choice] = []
+        self._is_submitted = False
+        self._failure: ApiError | WeftError | None = None
+        self._later: asyncio.Task[None] | None = None
 
-    async def submit(self, requests: Sequence[InferenceRequest]) -> None:
+    async def submit(
+        self, requests: Sequence[InferenceRequest], *, wake_every: int = 1, waited: float = 0.0
+    ) -> None:
+        """Hands them to the engine. Whoever waits is woken after each first token, then after every so many; `waited`
+        is for how many seconds the requests have been held back."""
         for request in requests:
-            for answer in await self._engine.submit(request, self._arrived):
+            for answer in await self._engine.submit(request, self._arrived, wake_every=wake_every):
                 index = len(self._choices)
-                self._choices.append(Choice(index, answer, request.params, self._tokenizer))
+                self._choices.append(Choice(index, answer, request.params, self._tokenizer, waited))
+        self._is_submitted = True
+
+    def submit_later(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Runs `work`, which calls `submit` in its own time; `wait` also waits for that, and `take` raises its error."""
+        self._later = asyncio.create_task(self._report(work))
+
+    async def _report(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except (ApiError, WeftError) as error:
+            self.fail(error)
+
+    def fail(self, error: ApiError | WeftError) -> None:
+        """Whoever reads gets this error."""
+        self._failure = error
+        self._arrived.set()
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all answers, as far as they are generated."""
+        return sum(choice.num_generated for choice in self._choices)
 
     @property
     def is_over(self) -> bool:
-        return all(choice.result is not None for choice in self._choices)
+        return self._is_submitted and all(choice.result is not None for choice in self._choices)
 
     @property
     def results(self) -> list[GenerationResult]:
@@ -140,16 +206,22 @@ class Choices:
 
     def check(self) -> None:
         """Raises where the engine refused the request."""
+        if self._failure is not None:
+            raise self._failure
         for choice in self._choices:
             choice.check()
 
     def take(self) -> list[Piece]:
         """What arrived since the last call. Raises where one of the answers cannot be given: then none is."""
         self._arrived.clear()
+        if self._failure is not None:
+            raise self._failure
         pieces = (choice.take() for choice in self._choices if choice.result is None)
         return [piece for piece in pieces if piece is not None]
 
     def cancel(self) -> None:
         """Ends what is not over, wherever it is."""
+        if self._later is not None:
+            self._later.cancel()
         for choice in self._choices:
             choice.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,8 +25,10 @@ from weft.errors import WeftError
 from weft.request import GenerationResult, InferenceRequest
 from weft.server import schema
 from weft.server.answers import Choices
+from weft.server.bodies import BodyReader, whole_body
 from weft.server.errors import ApiError, as_api_error, json_response
-from weft.server.guard import Guard
+from weft.server.guard import BODY, KEY, Guard
+from weft.server.keys import ApiKey
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
 from weft.server.openai import Echo, Form, Shape
 from weft.server.prompts import PromptEncoder
@@ -35,6 +37,7 @@ from weft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 from weft.server.settings import ServerSettings
 from weft.server.streaming import Disconnected, EventStream, unless_disconnected
 from weft.server.text_process import Chat, Text
+from weft.server.visits import Outcome, Visit, Visits
 from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 1.0
@@ -68,23 +71,24 @@ class ServerApp:
         self.text = text
         self.engine = engine
         self.is_draining = False
-        self.encoder = PromptEncoder(text, settings.model, engine.max_sequence_length)
+        self._encoder = PromptEncoder(
+            text, settings.model, engine.max_sequence_length, settings.chat_template
+        )
+        self._bodies = BodyReader()
         self._suggestions = suggestions
         self._name = settings.names[0]
         self._metrics = ServerMetrics(self._name)
         self._created = int(time.time())
-        self._num_open = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._metrics.open_requests.set_function(lambda: self._num_open)
+        self._visits = Visits(settings, engine, self._metrics, time.monotonic)
 
     async def wait_until_idle(self, seconds: float) -> bool:
         """Whether all requests ended in time."""
-        try:
-            await asyncio.wait_for(self._idle.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True
+        return await self._visits.wait_until_idle(seconds)
+
+    def close(self) -> None:
+        """Ends the processes beside the engine's."""
+        self._encoder.close()
+        self._bodies.close()
 
     def asgi(self) -> ASGIApp:
         post, get = ["POST"], ["GET"]
@@ -99,6 +103,8 @@ class ServerApp:
             Route("/ready", self._ready, methods=get),
             Route("/metrics", self._show_metrics, methods=get),
             Route("/version", self._version, methods=get),
+            Route("/admin/requests", self._list_requests, methods=get),
+            Route("/admin/requests/{id}", self._cancel_request, methods=["DELETE"]),
         ]
         handlers: dict[Any, Any] = {
             ApiError: self._respond_with_error,
@@ -129,66 +135,78 @@ class ServerApp:
     async def _generate(
         self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
     ) -> Response:
+        key: ApiKey | None = request.scope[KEY]
         self._check_open()
-        body = await request.body()
-        began = time.monotonic()
-        self._num_open += 1
-        self._idle.clear()
+        self._visits.check_room(key)
+        body = await whole_body(request)
+        size = len(body)
         choices = Choices(self.engine, self.text.tokenizer)
+        visit = self._visits.enter(key, choices)
+        outcome: Outcome = None
         is_handed_on = False
         try:
-            asked, unknown = schema.read(kind, body)
+            asked, unknown = await unless_disconnected(request.receive, self._bodies.read(kind, body))
             headers = (
                 {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
             )
             with _renamed_params(asked):
-                prepared = await unless_disconnected(request.receive, self._begin(asked, len(body), choices))
-                headers["x-request-id"] = prepared.shape.request_id
+                prepared = await unless_disconnected(request.receive, self._begin(asked, size, visit))
+                # Tokens are all that is needed from here on.
+                del body, asked
+                request.scope[BODY].release()
+                headers |= visit.headers
                 if prepared.is_streamed:
                     is_handed_on = True
                     return EventStream(
                         choices,
                         prepared.shape,
                         self._metrics,
-                        began=began,
+                        began=visit.began,
                         include_usage=prepared.include_usage,
                         headers=headers,
-                        on_end=lambda outcome: self._end(outcome, prepared.shape, began),
+                        on_end=lambda outcome: self._end(outcome, prepared.shape, visit),
                     )
                 results = await unless_disconnected(request.receive, _whole(choices))
-            self._end(results, prepared.shape, began, is_streamed=False)
+            self._end(results, prepared.shape, visit, is_streamed=False)
             is_handed_on = True
             return json_response(prepared.shape.answer(results), headers=headers)
+        except ApiError as error:
+            outcome = error
+            error.headers |= visit.headers
+            raise
         finally:
             if not is_handed_on:
                 choices.cancel()
-                self._close()
+                self._visits.leave(visit, outcome)
 
-    async def _begin(self, asked: ChatRequest | CompletionRequest, size: int, choices: Choices) -> _Prepared:
-        """Everything until the engine has the request and did not refuse it."""
+    async def _begin(self, asked: ChatRequest | CompletionRequest, size: int, visit: Visit) -> _Prepared:
+        """Everything until the engine has the request and did not refuse it, or it waits for its turn."""
         self._check_model(asked.model)
         schema.check_response_format(asked.response_format)
-        prepared = await self._prepare(asked, size)
-        await choices.submit(prepared.requests)
-        try:
-            await asyncio.wait_for(choices.wait(), _HEADERS_SECONDS)
-        except TimeoutError:
-            pass
-        choices.check()
+        prepared = await self._prepare(asked, size, visit)
+        await self._visits.submit(visit, prepared.requests, prepared.is_streamed)
+        if prepared.is_streamed:
+            try:
+                await asyncio.wait_for(visit.choices.wait(), _HEADERS_SECONDS)
+            except TimeoutError:
+                pass
+            visit.choices.check()
         return prepared
 
-    async def _prepare(self, asked: ChatRequest | CompletionRequest, size: int) -> _Prepared:
+    async def _prepare(self, asked: ChatRequest | CompletionRequest, size: int, visit: Visit) -> _Prepared:
         params = sampling_params(asked, self._suggestions)
         form: Form
         echoes: list[Echo] = []
         if isinstance(asked, ChatRequest):
-            form, prompts = "chat", [await self.encoder.encode(self._chat_prompt(asked), size)]
+            form, prompts = "chat", [await self._encoder.encode(self._chat_prompt(asked), size)]
         else:
             form = "completion"
             check_completion(asked)
             texts = prompts_of(asked, self.settings.max_answers)
             prompts = [
-                await self.encoder.encode(Text(one), len(one)) if isinstance(one, str) else one
+                await self._encoder.encode(Text(one), len(one))
+                if isinstance(one, str)
+                else self._encoder.check_tokens(one)
                 for one in texts
             ]
             if asked.echo:
@@ -204,10 +222,11 @@ class ServerApp:
             wants_logprobs=params.logprobs is not None,
             num_choices_per_prompt=params.n,
             echoes=echoes,
+            request_id=visit.id,
         )
         options = asked.stream_options
         return _Prepared(
-            [inference_request(asked, prompt, params) for prompt in prompts],
+            [inference_request(asked, prompt, params, visit.key) for prompt in prompts],
             shape,
             asked.stream,
             options is not None and options.include_usage,
@@ -228,43 +247,32 @@ class ServerApp:
             asked.continue_final_message,
         )
 
-    def _end(
-        self,
-        outcome: list[GenerationResult] | ApiError | None,
-        shape: Shape,
-        began: float,
-        is_streamed: bool = True,
-    ) -> None:
-        """Books how a request ended; None: nobody was there any more."""
-        self._close()
+    def _end(self, outcome: Outcome, shape: Shape, visit: Visit, is_streamed: bool = True) -> None:
+        """Books how a request ended."""
+        self._visits.leave(visit, outcome)
         if isinstance(outcome, ApiError):
             self._metrics.failed(outcome.status)
         elif outcome:
             num_prompts = len(outcome) // shape.num_choices_per_prompt
-            self._metrics.answered(outcome, num_prompts, time.monotonic() - began)
+            self._metrics.answered(outcome, num_prompts, time.monotonic() - visit.began)
             first = outcome[0].time_to_first_token
             if not is_streamed and first is not None:
                 self._metrics.first_token(first)
 
-    def _close(self) -> None:
-        self._num_open -= 1
-        if not self._num_open:
-            self._idle.set()
-
     def _check_open(self) -> None:
         """Refuses new work where it could not be done."""
-        soon = {"Retry-After": "1"}
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down; ask another", code="draining", headers=soon)
+            raise ApiError(503, "the server is shutting down; ask another", code="draining")
         if self.engine.state is not EngineState.READY:
-            raise ApiError(503, "the engine is starting; try again", code="engine_not_ready", headers=soon)
-        if self._num_open >= self.settings.max_requests:
-            raise ApiError(
-                429,
-                f"{self._num_open} requests are under way; allowed: {self.settings.max_requests}; try again later",
-                code="queue_full",
-                headers=soon,
-            )
+            raise ApiError(503, "the engine is starting; try again", code="engine_not_ready")
+
+    def _seconds_until_worth_it(self) -> float:
+        """When whoever is refused now should come back."""
+        if self.engine.state is not EngineState.READY:
+            return self.engine.seconds_until_ready
+        seconds = self._visits.pace.seconds_for(len(self._visits))
+        # By then whoever stops this server has started another.
+        return max(seconds, self.settings.drain_seconds) if self.is_draining else seconds
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self.settings.names:
@@ -278,19 +286,21 @@ class ServerApp:
     # ------------------------------------------------------------------ everything else
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await request.body()
-        asked, _ = schema.read(TokenizeRequest, body)
+        self._visits.count(request.scope[KEY])
+        body = await whole_body(request)
+        asked, _ = await self._bodies.read(TokenizeRequest, body)
         self._check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "send either prompt or messages", param="prompt", code="invalid_value")
         prompt = self._chat_prompt(asked) if asked.prompt is None else Text(asked.prompt)
-        tokens = await unless_disconnected(request.receive, self.encoder.encode(prompt, len(body)))
+        tokens = await unless_disconnected(request.receive, self._encoder.encode(prompt, len(body)))
         return json_response(
             {"count": len(tokens), "max_model_len": self.engine.max_sequence_length, "tokens": tokens}
         )
 
     async def _detokenize(self, request: Request) -> Response:
-        asked, _ = schema.read(DetokenizeRequest, await request.body())
+        self._visits.count(request.scope[KEY])
+        asked, _ = await self._bodies.read(DetokenizeRequest, await whole_body(request))
         self._check_model(asked.model)
         if len(asked.tokens) > _MAX_DETOKENIZED:
             message = f"tokens has {len(asked.tokens)} entries; allowed: {_MAX_DETOKENIZED}"
@@ -324,6 +334,7 @@ class ServerApp:
 
     async def _ready(self, request: Request) -> Response:
         self._check_open()
+        self._visits.check_room(request.scope[KEY])
         return json_response({"status": "ready"})
 
     async def _show_metrics(self, request: Request) -> Response:
@@ -332,8 +343,20 @@ class ServerApp:
     async def _version(self, request: Request) -> Response:
         return json_response({"version": __version__})
 
+    async def _list_requests(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": self._visits.described()})
+
+    async def _cancel_request(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        if not self._visits.cancel(name):
+            message = f"no request {name!r:.80} is under way; GET /admin/requests lists those that are"
+            raise ApiError(404, message, code="request_not_found")
+        return json_response({"id": name, "object": "request", "cancelled": True})
+
     async def _respond_with_error(self, request: Request, error: ApiError) -> Response:
         self._metrics.failed(error.status)
+        if error.status in (429, 503) and error.retry_after is None:
+            error.retry_after = self._seconds_until_worth_it()
         return error.response()
 
     async def _respond_with_weft_error(self, request: Request, error: WeftError) -> Response:
@@ -347,9 +370,20 @@ async def _whole(choices: Choices) -> list[GenerationResult]:
     return choices.results
 
 
-@contextmanager
-def _renamed_params(asked: ChatRequest | CompletionRequest) -> Iterator[None]:
+def _renamed_params(asked: ChatRequest | CompletionRequest) -> AbstractContextManager[None]:
     """Errors of the engine name the fields of its own request; the client knows those it sent."""
+    names = {}
+    if isinstance(asked, ChatRequest):
+        names["prompt"] = "messages"
+        if asked.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if asked.top_logprobs is not None:
+            names["logprobs"] = "top_logprobs"
+    return _renamed(names)
+
+
+@contextmanager
+def _renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except WeftError as error:
@@ -358,13 +392,7 @@ def _renamed_params(asked: ChatRequest | CompletionRequest) -> Iterator[None]:
         raised = error
     else:
         return
-    if isinstance(asked, ChatRequest):
-        names = {"prompt": "messages"}
-        if asked.max_completion_tokens is not None:
-            names["max_tokens"] = "max_completion_tokens"
-        if asked.top_logprobs is not None:
-            names["logprobs"] = "top_logprobs"
-        raised.param = names.get(raised.param or "", raised.param)
+    raised.param = names.get(raised.param or "", raised.param)
     raise raised
 
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from weft.engine.client import EngineDiedError, SlowReaderError
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
+from weft.server.pace import retry_after
 
 _TYPES = {
     401: "authentication_error",
@@ -31,6 +32,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -38,6 +40,8 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.retry_after = retry_after
+        """Seconds until asking again is worth it, where whoever raised it knows; the app predicts the others."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -45,7 +49,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        return json_response(self.body, self.status, self.headers)
+        headers = self.headers
+        if self.retry_after is not None:
+            headers = {**headers, "Retry-After": retry_after(self.retry_after)}
+        return json_response(self.body, self.status, headers)
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -58,11 +65,11 @@ def as_api_error(error: WeftError) -> ApiError:
     if isinstance(error, InvalidRequestError):
         return ApiError(400, message, param=error.field or None, code=error.code or None)
     if isinstance(error, QueueFullError):
-        return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+        return ApiError(429, message, code="queue_full")
     if isinstance(error, EngineStoppedError):
-        return ApiError(503, message, code="engine_not_ready", headers={"Retry-After": "1"})
+        return ApiError(503, message, code="engine_not_ready")
     if isinstance(error, EngineDiedError):
-        return ApiError(503, message, code="engine_died", headers={"Retry-After": "1"})
+        return ApiError(503, message, code="engine_died")
     if isinstance(error, SlowReaderError):
         return ApiError(408, message, code="slow_reader")
     return ApiError(500, message, code="failed")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
 import re
-from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weft.server.bodies import BodyBudget, BufferedBody
 from weft.server.errors import ApiError
+from weft.server.keys import ApiKey, KeyRing
 from weft.server.settings import ServerSettings
 
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 _OPEN_PATHS = frozenset({"/health"})
+_ADMIN_PATHS = "/admin"
+
+KEY = "weft.key"
+"""Where in the scope of a request its key is; None where none is asked for."""
+BODY = "weft.body"
+"""Where its part of the budget for bodies is."""
 
 
 class Guard:
@@ -24,7 +29,9 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._max_body_bytes = settings.max_body_bytes
-        self._keys = [_digest(key.encode()) for key in settings.api_keys]
+        self._budget = BodyBudget(settings.max_buffered_bytes)
+        self._keys = KeyRing(settings.api_keys)
+        self._has_admin = any(key.admin for key in settings.api_keys)
         self._origins = frozenset(settings.allowed_origins)
         self._is_loopback = is_loopback(settings.host)
         self._own_name = settings.host.lower()
@@ -37,14 +44,30 @@ class Guard:
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        await self._app(scope, self._limited(receive), send)
+        body = scope[BODY] = BufferedBody(self._budget)
+        try:
+            await self._app(scope, self._limited(scope, receive), send)
+        finally:
+            body.release()
 
     def _check(self, scope: Scope) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         self._check_host(headers.get(b"host"))
         self._check_origin(headers.get(b"origin"), headers.get(b"host"))
+        scope[KEY] = None
         if scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
-            self._check_key(headers.get(b"authorization", b""))
+            key = self._keys.find(headers.get(b"authorization", b""))
+            if scope["path"] == _ADMIN_PATHS or scope["path"].startswith(_ADMIN_PATHS + "/"):
+                self._check_admin(key)
+            elif key is None and self._keys.keys:
+                raise ApiError(
+                    401,
+                    "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+            scope[KEY] = key
+        self._check_encoding(headers.get(b"content-encoding", b"identity"))
         length = headers.get(b"content-length", b"0")
         if int(length) > self._max_body_bytes:
             raise self._too_large(f"{int(length)} bytes")
@@ -78,31 +101,51 @@ class Guard:
             code="forbidden_origin",
         )
 
-    def _check_key(self, authorization: bytes) -> None:
-        if not self._keys:
+    def _check_admin(self, key: ApiKey | None) -> None:
+        if key is not None and key.admin:
             return
-        scheme, _, key = authorization.partition(b" ")
-        given = _digest(key.strip())
-        # Every key is compared, each in constant time: how long it takes says nothing about any of them.
-        matches = [hmac.compare_digest(given, known) for known in self._keys]
-        if scheme.lower() != b"bearer" or not any(matches):
+        if self._has_admin:
+            message = "this needs the key of an operator; send it as 'Authorization: Bearer KEY'"
+        else:
+            message = (
+                "admin routes are off; a key with admin = true in the file of --api-key-file turns them on"
+            )
+        raise ApiError(403, message, code="admin_key_required")
+
+    def _check_encoding(self, encoding: bytes) -> None:
+        """A body that grows when it is unpacked is unpacked by nobody."""
+        if encoding.strip().lower() not in (b"", b"identity"):
             raise ApiError(
-                401,
-                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
+                400,
+                f"the body is encoded as {encoding.decode('latin-1')!r:.80}; send it as it is, without Content-Encoding",
+                code="unsupported_encoding",
             )
 
-    def _limited(self, receive: Receive) -> Receive:
-        """As `receive`, for a body whose length nobody announced."""
+    def _limited(self, scope: Scope, receive: Receive) -> Receive:
+        """As `receive`, for a body whose length nobody announced, and for all bodies together. One that was announced
+        has its place from the beginning: many at once would otherwise all come half way and be refused there."""
+        body: BufferedBody = scope[BODY]
+        announced = int(dict(scope["headers"]).get(b"content-length", b"0"))
         size = 0
 
         async def limited() -> Message:
             nonlocal size
+            is_first = size == 0
             message = await receive()
-            size += len(message.get("body", b""))
+            num_bytes = len(message.get("body", b""))
+            size += num_bytes
             if size > self._max_body_bytes:
                 raise self._too_large("more")
+            try:
+                if announced == 0 or (is_first and size):
+                    body.add(announced or num_bytes)
+            except ApiError:
+                del message["body"]
+                # To the end: a client that is still sending would find the connection closed, and not this answer.
+                while message.get("more_body", False) and size <= self._max_body_bytes:
+                    message = await receive()
+                    size += len(message.get("body", b""))
+                raise
             return message
 
         return limited
@@ -121,13 +164,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def read_keys(lines: Iterable[str]) -> tuple[str, ...]:
-    """The keys of a file: one in a line; empty ones and comments are left out."""
-    stripped = (line.strip() for line in lines)
-    return tuple(line for line in stripped if line and not line.startswith("#"))
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -57,9 +57,15 @@ class ServerMetrics:
         self._waiting = gauge("num_requests_waiting", "Requests that wait for their first or next turn.")
         self._cache_usage = gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0 to 1.")
         self._engine_up = gauge("engine_up", "1 while the engine's process is ready.")
-        self._restarts = gauge("engine_restarts", "How often the engine's process was started again.")
-        self._preemptions = gauge("num_preemptions", "Preemptions since the engine's process started.")
+        self._restarts = _Total(
+            counter("engine_restarts", "How often the engine's process was started again.")
+        )
+        self._preemptions = _Total(
+            counter("num_preemptions", "Requests that gave way to others for a while.")
+        )
         self.open_requests = gauge("http_requests_open", "Requests under way in the server.")
+        self._held = gauge("num_requests_held", "Waiting requests that wait for their key's turn.")
+        self.count_held: Callable[[], int] = lambda: 0
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were answered.")
         self._cached_tokens = counter("prefix_cache_hits", "Those that were found in the cache.")
         self._generated_tokens = counter("generation_tokens", "Tokens that were generated.")
@@ -86,6 +92,16 @@ class ServerMetrics:
         )
         self._failed = Counter(
             "weft:request_failure", "Requests that got an error.", [*labels, "status"], registry=registry
+        )
+        # One series for each key in the operator's file: nothing that a client sends makes another.
+        self._key_requests = Counter(
+            "weft:key_requests", "Requests of an API key.", [*labels, "key"], registry=registry
+        )
+        self._key_tokens = Counter(
+            "weft:key_tokens",
+            "Tokens of prompts and answers of an API key.",
+            [*labels, "key"],
+            registry=registry,
         )
         self._labels = labels
 
@@ -115,17 +131,37 @@ class ServerMetrics:
     def failed(self, status: int) -> None:
         self._failed.labels(**self._labels, status=str(status)).inc()
 
+    def used(self, key: str, num_tokens: int) -> None:
+        """A request of a key is over."""
+        self._key_requests.labels(**self._labels, key=key).inc()
+        self._key_tokens.labels(**self._labels, key=key).inc(num_tokens)
+
     async def text(self, engine: EngineClient) -> bytes:
-        self._restarts.set(engine.restarts)
+        self._restarts.follow(engine.restarts)
+        num_held = self.count_held()
+        self._held.set(num_held)
         try:
             figures = await engine.metrics()
         except WeftError:
-            for each in (self._engine_up, self._running, self._waiting, self._cache_usage):
+            for each in (self._engine_up, self._running, self._cache_usage):
                 each.set(0)
+            self._waiting.set(num_held)
         else:
             self._engine_up.set(1)
             self._running.set(figures.requests_running)
-            self._waiting.set(figures.requests_pending + figures.requests_preempted)
+            self._waiting.set(figures.requests_pending + figures.requests_preempted + num_held)
             self._cache_usage.set(figures.cache_utilisation)
-            self._preemptions.set(figures.preemptions)
+            self._preemptions.follow(figures.preemptions)
         return generate_latest(self._registry)
+
+
+class _Total:
+    """A counter that follows a total kept elsewhere, which begins again at nothing when the engine does."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._seen = 0
+
+    def follow(self, total: int) -> None:
+        self._counter.inc(total - self._seen if total >= self._seen else total)
+        self._seen = total

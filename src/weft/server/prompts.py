@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from weft.errors import InvalidRequestError, WeftError
-from weft.server.text_process import LENGTH, Answer, Chat, Question, Refusal, Text, Tokens, encode_prompt
+from weft.errors import InvalidRequestError
+from weft.server.text_process import Answer, Chat, Question, Refusal, Text, Tokens, encode_prompt
+from weft.server.worker import Worker
 from weft.text.model_text import ModelText
 
 _TINY_BYTES = 1 << 10
@@ -25,17 +25,17 @@ class PromptEncoder:
     """Owns the threads that make tokens of short prompts, and the process for long ones, which starts when the first
     comes."""
 
-    def __init__(self, text: ModelText, path: str, max_context: int) -> None:
+    def __init__(
+        self, text: ModelText, path: str, max_context: int, chat_template: str | None = None
+    ) -> None:
         self._text = text
-        self._path = path
         self._max_context = max_context
         tokenizer = text.tokenizer
         self._longest_token = max(
             (len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocabulary_size)), default=1
         )
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weft-text")
-        self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
+        self._worker = Worker("weft.server.text_process", path, chat_template or "")
         self._answers = msgspec.msgpack.Decoder(Answer)
 
     async def encode(self, prompt: Chat | Text, size: int) -> list[int]:
@@ -47,17 +47,23 @@ class PromptEncoder:
                 self._threads, encode_prompt, self._text, prompt
             )
         self._check_length(prompt)
-        async with self._turn:
-            answer = await self._ask(Question(prompt, self._max_context))
+        question = msgspec.msgpack.encode(Question(prompt, self._max_context))
+        answer = self._answers.decode(await self._worker.ask(question))
         if isinstance(answer, Tokens):
             return answer.ids
         if isinstance(answer, Refusal):
             raise InvalidRequestError(answer.message, field=answer.field, code=answer.code)
-        raise self._too_long(f"{answer.count}", prompt)
+        raise self._too_long(f"{answer.count}", _field(prompt))
+
+    def check_tokens(self, tokens: list[int]) -> list[int]:
+        """A prompt that came as token ids. Refused here where it cannot fit, before anybody looks at each of them."""
+        if len(tokens) >= self._max_context:
+            raise self._too_long(f"{len(tokens)}", "prompt")
+        return tokens
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._end_process()
+        self._worker.close()
 
     def _check_length(self, prompt: Chat | Text) -> None:
         """Refuses what no tokenising could make fit: no token stands for more bytes than the longest one."""
@@ -68,45 +74,16 @@ class PromptEncoder:
             num_characters = sum(len(content) for content in contents if isinstance(content, str))
         at_least = num_characters // self._longest_token
         if at_least > _SURELY_TOO_LONG * self._max_context:
-            raise self._too_long(f"at least {at_least // _SURELY_TOO_LONG}", prompt)
+            raise self._too_long(f"at least {at_least // _SURELY_TOO_LONG}", _field(prompt))
 
-    def _too_long(self, count: str, prompt: Chat | Text) -> InvalidRequestError:
+    def _too_long(self, count: str, field: str) -> InvalidRequestError:
         return InvalidRequestError(
             f"the prompt has {count} tokens; allowed: at most {self._max_context - 1}, so that one new token fits "
             f"the longest sequence of {self._max_context}; shorten it",
-            field="prompt" if isinstance(prompt, Text) else "messages",
+            field=field,
             code="context_length_exceeded",
         )
 
-    async def _ask(self, question: Question) -> Answer:
-        """Whoever is cancelled meanwhile takes the process along: its answer must not be taken for the next one's."""
-        process = self._process
-        is_answered = False
-        try:
-            if process is None or process.returncode is not None:
-                self._process = process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "weft.server.text_process", self._path),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                )
-            assert process.stdin is not None and process.stdout is not None
-            content = msgspec.msgpack.encode(question)
-            process.stdin.write(LENGTH.pack(len(content)) + content)
-            await process.stdin.drain()
-            (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-            answer = self._answers.decode(await process.stdout.readexactly(size))
-            is_answered = True
-            return answer
-        except (OSError, asyncio.IncompleteReadError) as error:
-            raise WeftError("the process that tokenises long prompts died; try again") from error
-        finally:
-            if not is_answered:
-                self._end_process()
 
-    def _end_process(self) -> None:
-        process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            try:
-                process.kill()
-            except ProcessLookupError:
-                pass
+def _field(prompt: Chat | Text) -> str:
+    return "prompt" if isinstance(prompt, Text) else "messages"

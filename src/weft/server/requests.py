@@ -7,6 +7,7 @@ from typing import Any
 
 from weft.request import InferenceRequest, Priority, SamplingParams
 from weft.server.errors import ApiError
+from weft.server.keys import ApiKey
 from weft.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 
 _SAMPLING = (
@@ -90,7 +91,7 @@ def prompts_of(asked: CompletionRequest, max_answers: int) -> list[Prompt]:
         raise ApiError(
             400, "prompt is empty; send text, or at least one token", param="prompt", code="invalid_value"
         )
-    if all(type(token) is int for token in prompt):
+    if _are_tokens(prompt):
         return [prompt]
     if len(prompt) * (asked.n or 1) > max_answers:
         raise ApiError(
@@ -100,8 +101,7 @@ def prompts_of(asked: CompletionRequest, max_answers: int) -> list[Prompt]:
             code="invalid_value",
         )
     for index, one in enumerate(prompt):
-        is_tokens = isinstance(one, list) and all(type(token) is int for token in one)
-        if not isinstance(one, str) and not is_tokens:
+        if not isinstance(one, str) and not (isinstance(one, list) and _are_tokens(one)):
             raise ApiError(
                 400,
                 f"prompt[{index}] is neither text nor a list of token ids",
@@ -109,6 +109,10 @@ def prompts_of(asked: CompletionRequest, max_answers: int) -> list[Prompt]:
                 code="invalid_type",
             )
     return list(prompt)
+
+
+def _are_tokens(prompt: list[Any]) -> bool:
+    return set(map(type, prompt)) <= {int}  # a loop over a quarter of a million would hold up every stream
 
 
 def check_completion(asked: CompletionRequest) -> None:
@@ -134,14 +138,24 @@ def check_completion(asked: CompletionRequest) -> None:
 
 
 def inference_request(
-    asked: GenerationRequest, prompt: Sequence[int], params: SamplingParams
+    asked: GenerationRequest, prompt: Sequence[int], params: SamplingParams, key: ApiKey | None = None
 ) -> InferenceRequest:
-    return InferenceRequest(
+    """What `key` may ask of the engine."""
+    request = InferenceRequest(
         tuple(prompt),
         params,
         priority=priority_of(asked),  # type: ignore[arg-type]
         session_id=asked.session_id,
         ttft_target=asked.ttft_target,
         deadline=asked.deadline,
-        cache_salt=asked.cache_salt,
+        cache_salt=key.salt_for(asked.cache_salt) if key else asked.cache_salt,
     )
+    if key is not None and request.priority > key.max_priority:
+        raise ApiError(
+            403,
+            f"priority is {request.priority.name.lower()}; allowed for the key {key.name!r}: "
+            f"at most {key.max_priority.name.lower()}",
+            param="priority",
+            code="priority_not_allowed",
+        )
+    return request

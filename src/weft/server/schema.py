@@ -107,6 +107,11 @@ _REFUSED = {
     "functions": "it was replaced by tools",
     "function_call": "it was replaced by tool_choice",
     "audio": "weft answers in text only",
+    "adapter": "weft has no adapters",
+    "adapter_id": "weft has no adapters",
+    "lora": "weft has no adapters",
+    "lora_path": "weft has no adapters",
+    "lora_request": "weft has no adapters",
 }
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _MAX_NAMED = 8

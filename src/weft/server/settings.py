@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.config import PriorityPolicy, SchedulerConfig, ServingEngineConfig
+from weft.server.keys import ApiKey, KeyRing
 
 
 def _engine_config() -> ServingEngineConfig:
@@ -24,16 +25,20 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     """0: any that is free."""
-    api_keys: tuple[str, ...] = ()
-    """None at all: everyone may ask."""
+    api_keys: tuple[ApiKey, ...] = ()
+    """None at all: everyone may ask. Made by `keys.plain_keys` and `keys.read_key_file`."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages that may call the server from a browser; "*" for all."""
+    chat_template: str | None = None
+    """The path of a Jinja template that is used instead of the model's own."""
     backend: str = "cpu"
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     engine: ServingEngineConfig = field(default_factory=_engine_config)
     drain_seconds: float = 30.0
     """What is under way at a SIGTERM has this long to end."""
     max_body_bytes: int = 16 << 20
+    max_buffered_bytes: int = 256 << 20
+    """Bodies of all requests together, until they are tokens."""
     max_header_bytes: int = 64 << 10
     header_seconds: float = 10.0
     body_seconds: float = 120.0
@@ -42,3 +47,6 @@ class ServerSettings:
     """Prompts times `n` of one request."""
     max_requests: int = 4096
     """Requests that may be under way at once, waiting ones too."""
+
+    def __post_init__(self) -> None:
+        KeyRing(self.api_keys)  # refuses those that cannot be told apart

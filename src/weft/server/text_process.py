@@ -1,23 +1,20 @@
 """The process that makes tokens of long prompts.
 
 The tokenizer holds the interpreter's lock while it works, half a second for a megabyte: a thread of the server would
-stop every stream for as long. One message in, one out, as in `weft.engine.wire`; the end of the input ends the process.
+stop every stream for as long.
 """
 
 from __future__ import annotations
 
-import signal
-import struct
 import sys
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from weft.errors import InvalidRequestError, WeftError
 from weft.loading.checkpoint import open_checkpoint
+from weft.server.worker import answer_all, ignore_signals
 from weft.text.model_text import ModelText, open_model_text
-
-LENGTH = struct.Struct("<I")
 
 
 class Chat(msgspec.Struct, frozen=True, tag=True):
@@ -84,25 +81,12 @@ def _answer(text: ModelText, question: Question) -> Answer:
     return Tokens(ids) if len(ids) <= question.max_tokens else TooLong(len(ids))
 
 
-def _read(stream: BinaryIO, size: int) -> bytes:
-    content = stream.read(size)
-    if len(content) < size:
-        raise SystemExit(0)
-    return content
-
-
 def main() -> None:
-    # Signals are for the server, whose end closes the input.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
+    path, chat_template = sys.argv[1:]
     questions = msgspec.msgpack.Decoder(Question)
-    source, drain = sys.stdin.buffer, sys.stdout.buffer
-    text = open_model_text(open_checkpoint(sys.argv[1]))
-    while True:
-        (size,) = LENGTH.unpack(_read(source, LENGTH.size))
-        content = msgspec.msgpack.encode(_answer(text, questions.decode(_read(source, size))))
-        drain.write(LENGTH.pack(len(content)) + content)
-        drain.flush()
+    text = open_model_text(open_checkpoint(path), chat_template or None)
+    answer_all(lambda question: msgspec.msgpack.encode(_answer(text, questions.decode(question))))
 
 
 if __name__ == "__main__":

@@ -46,8 +46,14 @@ class _Chat:
 class ChatTemplate:
     """The templates of one model, compiled. May be used from several threads."""
 
-    def __init__(self, tokenizer: Tokenizer, now: Callable[[], datetime] = datetime.now) -> None:
-        sources = tokenizer.specials.chat_templates
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        now: Callable[[], datetime] = datetime.now,
+        sources: Mapping[str, str] | None = None,
+    ) -> None:
+        """`sources` stand for the templates of the model's files."""
+        sources = tokenizer.specials.chat_templates if sources is None else sources
         if not sources:
             raise ModelFileError("chat_template: the model has no chat template; use it without chat")
         for name, source in sources.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 
 from weft.text.tokenizer import Tokenizer
 
@@ -22,6 +23,11 @@ class Detokenizer:
         if token_id in self._skipped:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def add_all(self, token_ids: Sequence[int]) -> str:
+        """As `add` for each, at a fraction of the cost."""
+        token_bytes, skipped = self._tokenizer.token_bytes, self._skipped
+        return self._decoder.decode(b"".join([token_bytes(one) for one in token_ids if one not in skipped]))
 
     def finish(self) -> str:
         """What is left: a replacement character if the stream ended inside a character."""

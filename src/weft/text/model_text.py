@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.loading.checkpoint import Checkpoint
@@ -27,19 +28,28 @@ class ModelText:
     def require_chat_template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise InvalidRequestError(
-                "the model has no chat template; give it plain prompts (`weft generate` without --chat)",
+                "the model has no chat template; give it plain prompts (`weft generate` without --chat), or, to a server, "
+                "a template with --chat-template",
                 field="messages",
             )
         return self.chat_template
 
 
-def open_model_text(checkpoint: Checkpoint) -> ModelText:
-    """Tokenizer and chat template of a model; errors name its path."""
+def open_model_text(checkpoint: Checkpoint, chat_template: str | Path | None = None) -> ModelText:
+    """Tokenizer and chat template of a model; errors name its path. `chat_template` is the path of a template to be used
+    instead of the model's own."""
     if checkpoint.vocabulary is None:
         tokenizer = read_folder_tokenizer(checkpoint.path)
     try:
         if checkpoint.vocabulary is not None:
             tokenizer = tokenizer_of(checkpoint.vocabulary)
-        return ModelText(tokenizer, ChatTemplate(tokenizer) if tokenizer.specials.chat_templates else None)
+        if chat_template is None:
+            has_template = bool(tokenizer.specials.chat_templates)
+            return ModelText(tokenizer, ChatTemplate(tokenizer) if has_template else None)
     except ModelFileError as error:
         raise ModelFileError(f"{checkpoint.path}: {error}") from error
+    try:
+        sources = {"default": Path(chat_template).read_text("utf-8")}
+        return ModelText(tokenizer, ChatTemplate(tokenizer, sources=sources))
+    except (OSError, UnicodeDecodeError, ModelFileError) as error:
+        raise ModelFileError(f"chat template {chat_template}: {error}") from error

@@ -1,0 +1,140 @@
+"""Bodies of requests: read into what they ask without holding up the event loop, and all together within a bound.
+
+A parser keeps the interpreter to itself: 16 MB of small numbers take 0.4 s, in which no stream moves, and become 25 times
+as much memory. Large bodies are therefore read in a process of their own (this module, run), one at a time; what comes
+back from there is what the server can use, or the refusal.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from weft.server import schema
+from weft.server.errors import ApiError
+from weft.server.worker import Worker, answer_all, ignore_signals
+
+_SMALL_BYTES = 256 << 10
+"""Up to this size reading takes a few milliseconds at worst."""
+_FREE_BYTES = 64 << 10
+_MAX_VALUES = 1 << 18
+"""Numbers, strings, lists and objects in a large body: to hand over more would take the time that was to be saved."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class BodyBudget:
+    """Owns how many bytes of bodies are in memory."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+
+class BufferedBody:
+    """The part of the budget that one body has. Its beginning is free, so that small requests get through whatever large
+    ones do; connections hold as much anyway."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._num_free = _FREE_BYTES
+        self._num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Some more of it arrived. Raises a 503 where all bodies together would be too much."""
+        budget = self._budget
+        num_free = min(self._num_free, num_bytes)
+        self._num_free -= num_free
+        num_bytes -= num_free
+        if num_bytes and budget.num_bytes + num_bytes > budget.max_bytes:
+            raise ApiError(
+                503,
+                f"the bodies of requests under way have {budget.num_bytes} bytes; allowed: {budget.max_bytes} "
+                "in all; send this one again later",
+                code="server_busy",
+            )
+        budget.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+
+    def release(self) -> None:
+        """It is not needed any more."""
+        self._budget.num_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+
+async def whole_body(request: Request) -> bytearray:
+    """All of it, once: `request.body()` joins what it collected, and keeps it as long as the request."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+    return body
+
+
+class _Read(msgspec.Struct, frozen=True, tag=True):
+    fields: msgspec.Raw
+    unknown: list[str]
+
+
+class _Refused(msgspec.Struct, frozen=True, tag=True):
+    message: str
+    param: str | None
+    code: str | None
+
+
+class BodyReader:
+    """Owns the process that reads large bodies, which starts when the first comes."""
+
+    def __init__(self) -> None:
+        self._worker = Worker("weft.server.bodies")
+        self._answers = msgspec.msgpack.Decoder(_Read | _Refused)
+
+    async def read(self, kind: type[T], body: bytearray) -> tuple[T, list[str]]:
+        """As `schema.read`."""
+        if len(body) <= _SMALL_BYTES:
+            return schema.read(kind, bytes(body))
+        answer = self._answers.decode(await self._worker.ask(kind.__name__.encode() + b"\n", body))
+        if isinstance(answer, _Refused):
+            raise ApiError(400, answer.message, param=answer.param, code=answer.code)
+        return msgspec.msgpack.decode(answer.fields, type=kind), answer.unknown
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def _answer(question: bytes) -> bytes:
+    name, _, body = question.partition(b"\n")
+    kind: type[msgspec.Struct] = getattr(schema, name.decode())
+    try:
+        asked, unknown = schema.read(kind, body)
+        # Before each value but the first stands a comma, or it is the first of its list or object: mostly there is
+        # nothing to count.
+        most = sum(map(body.count, (b",", b"[", b"{"))) + 1
+        if most > _MAX_VALUES and _has_too_many_values(asked):
+            message = (
+                f"the body has more than {_MAX_VALUES} values; allowed: {_MAX_VALUES}; send several requests"
+            )
+            raise ApiError(400, message, code="body_too_large")
+    except ApiError as error:
+        return msgspec.msgpack.encode(_Refused(error.message, error.param, error.code))
+    return msgspec.msgpack.encode(_Read(msgspec.Raw(msgspec.msgpack.encode(asked)), unknown))
+
+
+def _has_too_many_values(asked: msgspec.Struct) -> bool:
+    """Without recursion: a body may be nested as deeply as the parser lets it."""
+    count = 0
+    unseen: list[Any] = [[getattr(asked, name) for name in asked.__struct_fields__]]
+    while unseen and count <= _MAX_VALUES:
+        values = unseen.pop()
+        count += len(values)
+        inner = values.values() if isinstance(values, dict) else values
+        unseen.extend(value for value in inner if isinstance(value, list | dict))
+    return count > _MAX_VALUES
+
+
+if __name__ == "__main__":
+    ignore_signals()
+    gc.disable()  # nothing refers back in what is read here, and looking for it takes longer than reading
+    answer_all(_answer)

@@ -1,0 +1,234 @@
+"""The requests under way: who sent each, what it may use, where it is, and what it gives back when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from weft.clock import Clock
+from weft.engine.client import EngineClient, EngineState
+from weft.request import GenerationResult, InferenceRequest
+from weft.server.answers import Choices
+from weft.server.errors import ApiError
+from weft.server.fairness import FairGate, Job, Turn
+from weft.server.keys import ApiKey
+from weft.server.limits import KeyLimits
+from weft.server.metrics import ServerMetrics
+from weft.server.pace import Pace
+from weft.server.settings import ServerSettings
+
+Outcome = list[GenerationResult] | ApiError | None
+"""How a request ended; None: nobody was there any more."""
+
+_FIRST_GUESS = 512
+"""Tokens that an answer without max_tokens reserves of its key's minute, until it is known how many it had."""
+_GREED = 4
+"""With several keys none may have more than so many times as many requests open as there are places free: a flood of one
+leaves the others a fifth of the places."""
+_WAKE_EVERY = 64
+_WAKE_EVERY_FOR_STOPS = 8
+"""Tokens after which an answer that nobody streams is looked at. A stop string is found in the text, so that an answer
+runs on for up to so many tokens behind it."""
+
+
+class Visit:
+    """One request from the moment its body is read until its answer is out. Whoever entered it calls `leave`."""
+
+    def __init__(self, key: ApiKey | None, limits: KeyLimits | None, choices: Choices, began: float) -> None:
+        self.id = uuid.uuid4().hex
+        self.key = key
+        self.limits = limits
+        self.choices = choices
+        self.began = began
+        self.requests: Sequence[InferenceRequest] = ()
+        """Once they are known."""
+        self.reserved = 0
+        self.turn: Turn | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-request-id": self.id, **(self.limits.headers() if self.limits else {})}
+
+    def described(self, now: float) -> dict[str, Any]:
+        """For operators."""
+        num_tokens = self.choices.num_tokens
+        state = "running" if num_tokens else "waiting" if self.requests else "preparing"
+        return {
+            "id": self.id,
+            "key": self.key.name if self.key else None,
+            "state": state,
+            "age": round(now - self.began, 3),
+            "answers": sum(request.params.n for request in self.requests),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": num_tokens,
+        }
+
+
+class Visits:
+    """Owns what is open. Belongs to one event loop."""
+
+    def __init__(
+        self, settings: ServerSettings, engine: EngineClient, metrics: ServerMetrics, clock: Clock
+    ) -> None:
+        assert engine.info is not None, "it has started"
+        self.pace = Pace(clock)
+        self._settings = settings
+        self._engine = engine
+        self._metrics = metrics
+        self._clock = clock
+        self._limits = {key.name: KeyLimits(key, clock) for key in settings.api_keys}
+        self._gate = FairGate(
+            settings.api_keys,
+            max_running=settings.engine.scheduler.max_running,
+            max_tokens=engine.info.num_blocks * engine.info.block_size,
+            count_answers=self._count_answers,
+        )
+        engine.on_progress = self._gate.let_through
+        self._open: dict[str, Visit] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        metrics.open_requests.set_function(lambda: len(self._open))
+        metrics.count_held = lambda: self._gate.num_waiting
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def wait_until_idle(self, seconds: float) -> bool:
+        """Whether all ended in time."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def check_room(self, key: ApiKey | None) -> None:
+        """Refuses what there is no place for; asked before a body is read."""
+        most = self._settings.max_requests
+        free = most - len(self._open)
+        num_own = self._limits[key.name].num_open if key else 0
+        if free > 0 and (len(self._limits) < 2 or num_own < _GREED * free):
+            return
+        whose = f", {num_own} of them of the key {key.name!r}" if key else ""
+        raise ApiError(
+            429,
+            f"{len(self._open)} requests are under way{whose}; allowed: {most}; try again later",
+            code="queue_full",
+        )
+
+    def count(self, key: ApiKey | None) -> None:
+        """A request that takes no place. Raises a 429 where its key has no more to ask."""
+        if key is not None:
+            self._limits[key.name].take_request()
+
+    def enter(self, key: ApiKey | None, choices: Choices) -> Visit:
+        """One more request. Raises a 429 where there is no place, or its key has no more to ask."""
+        self.check_room(key)  # others may have come in while the body did
+        limits = self._limits[key.name] if key else None
+        if limits is not None:
+            limits.take_request()
+            limits.num_open += 1
+        visit = Visit(key, limits, choices, self._clock())
+        self._open[visit.id] = visit
+        self._idle.clear()
+        return visit
+
+    async def submit(self, visit: Visit, requests: Sequence[InferenceRequest], is_streamed: bool) -> None:
+        """Hands the request to the engine: at once, or, when others are before it, in its turn, which is not waited
+        for."""
+        visit.choices.check()
+        visit.requests = requests
+        if visit.limits is not None:
+            wishes = sum(request.params.n * self._max_tokens(request, _FIRST_GUESS) for request in requests)
+            visit.reserved = visit.limits.reserve(visit.prompt_tokens + wishes)
+        first = requests[0]
+        job = Job(
+            first.priority,
+            visit.prompt_tokens,
+            sum(request.params.n for request in requests),
+            max(self._max_tokens(request, self._engine.max_sequence_length) for request in requests),
+        )
+        visit.turn = turn = self._gate.ask(visit.key, job)
+        wake_every = _WAKE_EVERY_FOR_STOPS if first.params.stop else _WAKE_EVERY
+        work = partial(self._submit_in_turn, visit, 1 if is_streamed else wake_every)
+        if turn is None or turn.may_go.done():
+            await work()
+        else:
+            visit.choices.submit_later(work)
+
+    def leave(self, visit: Visit, outcome: Outcome) -> None:
+        """It is over. Who got an error pays nothing; who went away, what was computed until then."""
+        if self._open.pop(visit.id, None) is None:
+            return
+        used = None
+        if not isinstance(outcome, ApiError):
+            used = visit.choices.num_tokens
+            self.pace.ended()
+        if visit.turn is not None:
+            self._gate.leave(visit.turn, used)
+        if visit.limits is not None and visit.key is not None:
+            num_tokens = 0 if used is None else visit.prompt_tokens + used
+            visit.limits.num_open -= 1
+            visit.limits.correct(visit.reserved, num_tokens)
+            self._metrics.used(visit.key.name, num_tokens)
+        if not self._open:
+            self._idle.set()
+
+    def described(self) -> list[dict[str, Any]]:
+        now = self._clock()
+        return [visit.described(now) for visit in self._open.values()]
+
+    def cancel(self, visit_id: str) -> bool:
+        """Ends a request on behalf of an operator; False where there is none with this id."""
+        visit = self._open.get(visit_id)
+        if visit is None:
+            return False
+        visit.choices.fail(
+            ApiError(403, "an operator of this server cancelled the request", code="cancelled")
+        )
+        return True
+
+    async def _submit_in_turn(self, visit: Visit, wake_every: int) -> None:
+        requests, waited = visit.requests, 0.0
+        if (turn := visit.turn) is not None:
+            deadline = requests[0].deadline
+            try:
+                await asyncio.wait_for(turn.may_go, deadline)
+            except TimeoutError:
+                raise ApiError(
+                    504, f"deadline of {deadline} s passed while waiting for a turn", code="deadline_exceeded"
+                ) from None
+            if turn.stage != "going":
+                return  # it was given up in the moment in which its turn came
+            waited = self._clock() - visit.began
+            requests = [later(request, waited) for request in requests]
+        await visit.choices.submit(requests, wake_every=wake_every, waited=waited)
+        if turn is not None:
+            self._gate.submitted(turn)
+
+    def _count_answers(self) -> tuple[int, int]:
+        if self._engine.state is EngineState.STARTING:
+            return self._settings.engine.scheduler.max_running, 0  # whoever waits may wait a little longer
+        return self._engine.num_under_way, self._engine.num_not_begun
+
+    def _max_tokens(self, request: InferenceRequest, default: int) -> int:
+        room = max(1, self._engine.max_sequence_length - len(request.prompt))
+        wish = request.params.max_tokens
+        return min(room, default if wish is None else wish)
+
+
+def later(request: InferenceRequest, seconds: float) -> InferenceRequest:
+    """The same request so much later: its times count from its arrival."""
+    left = {
+        name: max(0.0, value - seconds)
+        for name in ("deadline", "ttft_target")
+        if (value := getattr(request, name)) is not None
+    }
+    return dataclasses.replace(request, **left) if left else request

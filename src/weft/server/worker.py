@@ -1,0 +1,83 @@
+"""A process that does for the server what would keep the interpreter to itself: one question in, one answer out.
+
+A message is bytes behind their length; the end of its input ends the process, however the server ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from typing import BinaryIO
+
+from weft.errors import WeftError
+
+_LENGTH = struct.Struct("<I")
+
+
+class Worker:
+    """Owns the process, which starts with the first question. Questions take turns."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self._command = (sys.executable, "-m", module, *arguments)
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def ask(self, *question: bytes | bytearray) -> bytes:
+        """The answer to a question, whose parts are sent as one. Whoever is cancelled meanwhile takes the process along:
+        its answer must not be taken for the next one's."""
+        async with self._turn:
+            is_answered = False
+            try:
+                process = self._process
+                if process is None or process.returncode is not None:
+                    self._process = process = await asyncio.create_subprocess_exec(
+                        *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+                    )
+                assert process.stdin is not None and process.stdout is not None
+                process.stdin.write(_LENGTH.pack(sum(map(len, question))))
+                for part in question:
+                    process.stdin.write(part)
+                await process.stdin.drain()
+                (size,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
+                answer = await process.stdout.readexactly(size)
+                is_answered = True
+                return answer
+            except (OSError, asyncio.IncompleteReadError) as error:
+                raise WeftError("a process of the server died over this request; try again") from error
+            finally:
+                if not is_answered:
+                    self.close()
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            try:
+                process.kill()
+            except ProcessLookupError:
+                pass
+
+
+def answer_all(answer: Callable[[bytes], bytes]) -> None:
+    """The life of the process: answers questions until there are no more."""
+    source, drain = sys.stdin.buffer, sys.stdout.buffer
+    while True:
+        (size,) = _LENGTH.unpack(_read(source, _LENGTH.size))
+        content = answer(_read(source, size))
+        drain.write(_LENGTH.pack(len(content)) + content)
+        drain.flush()
+
+
+def ignore_signals() -> None:
+    """They are for the server, whose end closes the input."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _read(stream: BinaryIO, size: int) -> bytes:
+    content = stream.read(size)
+    if len(content) < size:
+        raise SystemExit(0)
+    return content

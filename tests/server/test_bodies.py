@@ -1,0 +1,157 @@
+"""Bodies that are large, many, slow to read or packed: each is answered, and nobody else notices."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from server_process import Server, running_server, wait_for
+
+KINDS = {
+    "numbers": ("/v1/completions", b'{"prompt":[' + b"1," * 3_000_000 + b"1]}"),
+    "objects": ("/v1/chat/completions", b'{"messages":[' + b'{"a":1},' * 1_000_000 + b"{}]}"),
+    "lists": ("/v1/completions", b'{"prompt":[' + b"[[[[]]]]," * 1_000_000 + b"[]]}"),
+    "ids": ("/detokenize", b'{"tokens":[' + b"1," * 3_000_000 + b"1]}"),
+}
+
+
+def peak_memory(server: Server) -> int:
+    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
+
+
+def test_22_bodies_of_millions_of_values_are_refused_and_hold_nobody_up(server: Server) -> None:
+    padding = {"metadata": {"padding": "x" * 400_000}}
+    assert server.complete(**padding).status_code == 200  # starts the process that reads large ones
+    before = peak_memory(server)
+    answers: dict[str, httpx.Response] = {}
+
+    def ask() -> None:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            for name, (path, body) in KINDS.items():
+                answers[name] = client.post(path, content=body)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    num_healthy = 0
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        while asking.is_alive():
+            assert client.get("/health").status_code == 200
+            num_healthy += 1
+            time.sleep(0.005)
+    asking.join()
+    for answer in answers.values():
+        assert answer.status_code == 400 and "262144" in answer.json()["error"]["message"]
+    # A parser in this process would have let a few through for each body.
+    assert num_healthy > 40, num_healthy
+    # Read here, each of them takes a quarter of a gigabyte.
+    assert peak_memory(server) - before < 150 << 20
+
+
+def test_a_large_body_is_read_as_a_small_one_is(server: Server) -> None:
+    padding = {"metadata": {"padding": "x" * 400_000}, "bananas": 1}
+    small = server.complete([5] * 20, seed=7).json()
+    large = server.complete([5] * 20, seed=7, **padding)
+    assert large.json()["choices"][0]["text"] == small["choices"][0]["text"]
+    assert "bananas" in large.headers["warning"]
+    refused = server.complete([5], temperature="warm", **padding)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "temperature"
+    broken = server.client.post("/v1/completions", content=b'{"prompt": "' + b"x" * 400_000)
+    assert broken.status_code == 400 and broken.json()["error"]["code"] == "invalid_json"
+
+
+def test_a_large_body_whose_client_leaves_does_not_disturb_the_next(server: Server) -> None:
+    path, body = KINDS["objects"]
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+    padding = {"metadata": {"padding": "x" * 400_000}}
+    assert server.complete([5] * 20, **padding).status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "identity, gzip", "x" * 200])
+def test_32_packed_bodies_are_refused_and_nothing_is_unpacked(server: Server, encoding: str) -> None:
+    before = peak_memory(server)
+    bomb = gzip.compress(b"[" * (64 << 20)) if encoding != "deflate" else zlib.compress(b"[" * (64 << 20))
+    answer = server.client.post("/v1/completions", content=bomb, headers={"Content-Encoding": encoding})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["code"] == "unsupported_encoding"
+    assert encoding[:60] in error["message"] and "/" not in error["message"] and "0x" not in error["message"]
+    assert peak_memory(server) - before < 16 << 20
+
+
+def test_32_a_body_that_says_it_is_not_packed_is_taken(server: Server) -> None:
+    content = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+    headers = {"Content-Encoding": "identity"}
+    assert server.client.post("/v1/completions", content=content, headers=headers).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def small_server(default_model_path: Path) -> Iterator[Server]:
+    """Room for a megabyte of bodies, the real model, one answer at a time."""
+    options = {"checkpoint": str(default_model_path), "max_context": 2048}
+    with running_server(
+        default_model_path,
+        backend="cpu",
+        backend_options=options,
+        engine={"scheduler": {"max_running": 1}},
+        max_buffered_bytes=1_000_000,
+    ) as server:
+        yield server
+
+
+def test_02_all_bodies_together_have_a_bound_and_who_is_beyond_it_may_come_back(small_server: Server) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 600000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", small_server.port)) as half:
+        half.sendall(head + b" ")  # the rest never comes
+        body = {"prompt": "x", "max_tokens": 2, "metadata": {"padding": "x" * 600_000}}
+
+        def is_refused() -> bool:
+            answer = small_server.client.post("/v1/completions", json=body)
+            if answer.status_code == 200:
+                return False  # the other half has not been read yet
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "server_busy"
+            assert "1000000" in answer.json()["error"]["message"] and int(answer.headers["retry-after"]) >= 1
+            return True
+
+        wait_for(is_refused)
+        with socket.create_connection(("127.0.0.1", small_server.port)) as rest:
+            rest.sendall(head.replace(b"600000", b"520000") + b" ")  # to the brim
+            assert small_server.complete("x").status_code == 200, "small ones always fit"
+    wait_for(lambda: small_server.client.post("/v1/completions", json=body).status_code == 200)
+
+
+def test_a_body_counts_only_until_it_is_tokens(small_server: Server) -> None:
+    padding = {"metadata": {"padding": "x" * 600_000}}
+    with small_server.client.stream(
+        "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 1500, "stream": True, **padding}
+    ) as running:
+        assert running.status_code == 200
+        assert small_server.client.post("/tokenize", json={"prompt": "x", **padding}).status_code == 200
+    small_server.wait_until_free()
+
+
+def test_39_who_finds_the_queue_full_is_told_a_time_from_its_length(default_model_path: Path) -> None:
+    options = {"checkpoint": str(default_model_path), "max_context": 2048}
+    with running_server(default_model_path, backend="cpu", backend_options=options, max_requests=4) as server:
+        body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        with (
+            server.client.stream("POST", "/v1/completions", json=body),
+            server.client.stream("POST", "/v1/completions", json=body),
+            server.client.stream("POST", "/v1/completions", json=body),
+            server.client.stream("POST", "/v1/completions", json=body),
+        ):
+            refused = server.complete()
+            assert refused.status_code == 429
+            # Four are ahead and nothing has ended: one in half a minute is assumed.
+            assert refused.headers["retry-after"] == "120"
+        server.wait_until_free()

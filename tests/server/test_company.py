@@ -1,0 +1,58 @@
+"""An answer over HTTP is the same in any company: beside others, preempted for want of memory, from the same seed."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+from server_process import Server, running_server
+
+
+def ask_all(server: Server, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All at once; what came back, in order."""
+    with httpx.Client(base_url=server.url, timeout=120, limits=httpx.Limits(max_connections=64)) as client:
+
+        def ask(body: dict[str, Any]) -> dict[str, Any]:
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            choice: dict[str, Any] = answer.json()["choices"][0]
+            return choice
+
+        with ThreadPoolExecutor(len(bodies)) as threads:
+            return list(threads.map(ask, bodies))
+
+
+def test_39_what_gave_way_for_want_of_memory_answers_as_if_undisturbed(default_model_path: Path) -> None:
+    """Eight answers that would fill the cache four times over; the noop backend notices a block out of place."""
+    cache = {"num_blocks": 48, "block_size": 16, "swap_blocks": 16}
+    options = {"vocabulary_size": 49152, "max_context": 1024}
+    with running_server(default_model_path, backend_options=options, engine={"cache": cache}) as server:
+        bodies = [
+            {
+                "prompt": [index + 5] * 60,
+                "max_tokens": 300,
+                "seed": index,
+                "ignore_eos": True,
+                "stream": False,
+            }
+            for index in range(8)
+        ]
+        alone = [ask_all(server, [body])[0] for body in bodies]
+        assert {one["timings"]["preemptions"] for one in alone} == {0}
+        together = ask_all(server, bodies)
+        assert sum(one["timings"]["preemptions"] for one in together) > 0
+        assert [one["text"] for one in together] == [one["text"] for one in alone]
+        assert server.metric("num_preemptions_total") > 0
+        server.wait_until_free()
+
+
+def test_17_the_same_seed_gives_the_same_text_under_load(real_server: Server) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 2**63 - 1, "temperature": 1.0}
+    [alone] = ask_all(real_server, [body])
+    crowd = [{"prompt": f"{index} bottles", "max_tokens": 6 + index, "seed": index} for index in range(6)]
+    together = ask_all(real_server, [*crowd[:3], body, *crowd[3:]])
+    assert together[3]["text"] == alone["text"]
+    [other] = ask_all(real_server, [{**body, "seed": 1}])
+    assert other["text"] != alone["text"]

@@ -1,0 +1,298 @@
+"""Several keys on one server: their limits, their shares, their caches, and what only an operator may do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server_process import Server, api_key, running_server, wait_for
+
+LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def shared_keys(default_model_path: Path) -> Iterator[Server]:
+    """The operator's key is the one that is sent where a test names no other."""
+    keys = [
+        api_key("operator", admin=True),
+        api_key("tenant", max_priority=1),
+        api_key("slow", requests_per_minute=3),
+        api_key("small", tokens_per_minute=10),
+        api_key("single", concurrent=1),
+        api_key("mate-1", cache_salt="team"),
+        api_key("mate-2", cache_salt="team"),
+    ]
+    headers = {"Authorization": "Bearer operator"}
+    with running_server(default_model_path, api_keys=keys, headers=headers) as server:
+        yield server
+
+
+@pytest.fixture
+def keys(shared_keys: Server) -> Iterator[Server]:
+    yield shared_keys
+    shared_keys.wait_until_free()
+    assert shared_keys.metric("num_requests_held") == 0
+
+
+def ask(server: Server, key: str, prompt: Any = "Hello", **fields: Any) -> httpx.Response:
+    body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, **fields}
+    return server.client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+
+
+def open_stream(server: Server, key: str, **fields: Any) -> socket.socket:
+    body = json.dumps({**LONG, "stream": True, **fields}).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+def test_39_requests_beyond_a_keys_minute_are_told_how_much_is_left_and_when_to_come_back(
+    keys: Server,
+) -> None:
+    answers = [ask(keys, "slow") for _ in range(4)]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["2", "1", "0", "0"]
+    refused = answers[-1]
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert 1 <= int(refused.headers["retry-after"]) <= 20
+    assert refused.headers["x-ratelimit-limit-requests"] == "3"
+    assert refused.headers["x-ratelimit-reset-requests"].endswith("s")
+    other = keys.client.post("/tokenize", json={"prompt": "x"}, headers={"Authorization": "Bearer slow"})
+    assert other.status_code == 429
+    assert ask(keys, "tenant").status_code == 200
+    assert "x-ratelimit-limit-requests" not in ask(keys, "tenant").headers
+
+
+def test_39_tokens_of_a_key_are_counted_as_used_and_refused_requests_cost_none(keys: Server) -> None:
+    refused = ask(keys, "small", [10**6], max_tokens=8)
+    assert refused.status_code == 400 and refused.headers["x-ratelimit-limit-tokens"] == "10"
+    assert ask(keys, "small", [5], stream=True, min_tokens=9, max_tokens=2).status_code == 400
+    # It needs more than a minute's tokens, and so all of them: they are still there.
+    answer = ask(keys, "small", [5] * 10, max_tokens=6)
+    assert answer.status_code == 200 and answer.headers["x-ratelimit-remaining-tokens"] == "0"
+    late = ask(keys, "small", [5], max_tokens=3)
+    assert late.status_code == 429 and "needs 4" in late.json()["error"]["message"]
+    assert 12 <= int(late.headers["retry-after"]) <= 60  # (4 + 6 owed) at one in 6 s, less what came back
+
+
+def test_39_a_key_has_only_so_many_requests_under_way(keys: Server) -> None:
+    with open_stream(keys, "single"):
+        wait_for(lambda: keys.metric("http_requests_open") == 1)
+        refused = ask(keys, "single")
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert ask(keys, "tenant").status_code == 200
+    wait_for(lambda: keys.metric("http_requests_open") == 0)
+    assert ask(keys, "single").status_code == 200
+
+
+def test_a_priority_above_the_ceiling_is_refused_with_both(keys: Server) -> None:
+    refused = ask(keys, "tenant", priority="high")
+    error = refused.json()["error"]
+    assert refused.status_code == 403 and error["param"] == "priority"
+    assert "high" in error["message"] and "at most normal" in error["message"]
+    assert ask(keys, "tenant", priority="low").status_code == 200
+    assert ask(keys, "operator", priority="critical").status_code == 200
+
+
+def test_37_keys_share_no_cache_unless_they_have_the_same_salt(keys: Server) -> None:
+    prompt = list(range(300, 400))
+
+    def cached(key: str, salt: str = "") -> int:
+        usage = ask(keys, key, prompt, cache_salt=salt).json()["usage"]
+        number: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return number
+
+    assert cached("tenant") == 0
+    assert cached("tenant") >= 80
+    assert cached("operator") == cached("operator", "team") == cached("mate-1") == 0
+    assert cached("mate-2") >= 80
+    assert cached("mate-2", "apart") == 0
+    assert cached("tenant", "apart") == 0
+
+
+def test_06_an_admin_route_wants_the_operators_key_and_no_other(keys: Server, server: Server) -> None:
+    for headers in ({"Authorization": ""}, {"Authorization": "Bearer tenant"}, {"Authorization": "Bearer x"}):
+        for answer in (
+            keys.client.get("/admin/requests", headers=headers),
+            keys.client.delete("/admin/requests/1", headers=headers),
+            keys.client.get("/admin", headers=headers),
+            keys.client.get("/admin/nowhere", headers=headers),
+        ):
+            assert answer.status_code == 403 and answer.json()["error"]["code"] == "admin_key_required"
+    assert keys.client.get("/admin/requests").json() == {"object": "list", "data": []}
+    assert keys.client.delete("/admin/requests/1").status_code == 404
+    assert ask(keys, "operator").status_code == 200
+    off = server.client.get("/admin/requests")
+    assert off.status_code == 403 and "admin = true" in off.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_operator_sees_what_is_under_way_and_can_end_it(keys: Server, stream: bool) -> None:
+    body = {**LONG, "stream": stream, "n": 2}
+    headers = {"Authorization": "Bearer tenant"}
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(keys.client.post, "/v1/completions", json=body, headers=headers)
+        with httpx.Client(base_url=keys.url, headers={"Authorization": "Bearer operator"}) as operator:
+            seen: list[dict[str, Any]] = []
+
+            def is_running() -> bool:
+                seen[:] = operator.get("/admin/requests").json()["data"]
+                return bool(seen) and seen[0]["state"] == "running"
+
+            wait_for(is_running)
+            [one] = seen
+            assert one["key"] == "tenant" and one["answers"] == 2 and one["age"] >= 0
+            assert one["prompt_tokens"] == 1 and one["completion_tokens"] > 0
+            assert operator.delete(f"/admin/requests/{one['id']}").json()["cancelled"] is True
+            answer = asking.result(20)
+    if stream:
+        assert answer.headers["x-request-id"] == one["id"]
+        last = answer.text.strip().splitlines()[-1].removeprefix("data: ")
+    else:
+        assert answer.status_code == 403
+        last = answer.text
+    error = json.loads(last)["error"]
+    assert error["code"] == "cancelled" and "operator" in error["message"]
+
+
+def test_what_a_key_used_is_in_the_metrics(keys: Server) -> None:
+    def used(name: str) -> float:
+        lines = keys.client.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith(f"weft:{name}{{") and 'key="mate-1"' in line]
+        return float(found[0].rpartition(" ")[2]) if found else 0.0
+
+    requests, tokens = used("key_requests_total"), used("key_tokens_total")
+    assert ask(keys, "mate-1", [7] * 10, max_tokens=5).status_code == 200
+    assert used("key_requests_total") == requests + 1
+    assert used("key_tokens_total") == tokens + 15
+
+
+@pytest.fixture(scope="module")
+def narrow(default_model_path: Path) -> Iterator[Server]:
+    """The real model, one answer at a time, two keys."""
+    options = {"checkpoint": str(default_model_path), "max_context": 2048}
+    keys = [api_key("flood"), api_key("calm", admin=True)]
+    with running_server(
+        default_model_path,
+        backend="cpu",
+        backend_options=options,
+        engine={"scheduler": {"max_running": 1}},
+        api_keys=keys,
+        headers={"Authorization": "Bearer calm"},
+    ) as server:
+        yield server
+
+
+def test_a_flood_of_one_key_leaves_another_its_turns(narrow: Server) -> None:
+    """Counted in turns: the second key's five requests, one after another, against two hundred of the first's."""
+    connections = [open_stream(narrow, "flood", max_tokens=8, stream=False) for _ in range(200)]
+
+    def num_left() -> int:
+        return sum(one["key"] == "flood" for one in narrow.client.get("/admin/requests").json()["data"])
+
+    def num_answered() -> int:
+        lines = narrow.client.get("/metrics").text.splitlines()
+        found = [
+            line for line in lines if line.startswith("weft:key_requests_total{") and 'key="flood"' in line
+        ]
+        return int(float(found[0].rpartition(" ")[2])) if found else 0
+
+    wait_for(lambda: num_left() + num_answered() == 200)
+    for _ in range(5):
+        answer = ask(narrow, "calm", max_tokens=2)
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["timings"]["queue"] > 0
+    # In the order of arrival the first of the five would have waited for all two hundred.
+    assert num_left() > 100
+    for connection in connections:
+        connection.close()
+    narrow.wait_until_free()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_38_a_client_that_leaves_while_it_waits_for_its_turn_is_forgotten(
+    narrow: Server, stream: bool
+) -> None:
+    with open_stream(narrow, "flood", max_tokens=1500):
+        wait_for(lambda: narrow.metric("num_requests_running") == 1)
+        waiting = open_stream(narrow, "flood", stream=stream)
+        wait_for(lambda: narrow.metric("num_requests_held") == 1)
+        assert narrow.metric("num_requests_waiting") == 1
+        waiting.close()
+        wait_for(lambda: narrow.metric("num_requests_held") == 0)
+        assert narrow.metric("http_requests_open") == 1
+    narrow.wait_until_free()
+
+
+def test_a_deadline_counts_while_a_request_waits_for_its_turn(narrow: Server) -> None:
+    with open_stream(narrow, "flood", max_tokens=1500):
+        wait_for(lambda: narrow.metric("num_requests_running") == 1)
+        late = ask(narrow, "calm", deadline=0.2)
+        assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
+    narrow.wait_until_free()
+
+
+def test_40_who_waits_for_a_turn_outlives_the_engine(narrow: Server) -> None:
+    with open_stream(narrow, "flood", max_tokens=1500), ThreadPoolExecutor(1) as threads:
+        wait_for(lambda: narrow.metric("num_requests_running") == 1)
+        waiting = threads.submit(ask, narrow, "calm")
+        with httpx.Client(base_url=narrow.url, headers={"Authorization": "Bearer calm"}) as client:
+            wait_for(lambda: len(client.get("/admin/requests").json()["data"]) == 2)
+        os.kill(narrow.engine_pid(), signal.SIGKILL)
+        assert waiting.result(60).status_code == 200
+    narrow.wait_until_free()
+
+
+def test_a_stream_that_waits_for_its_turn_has_its_headers_already(narrow: Server) -> None:
+    with open_stream(narrow, "flood", max_tokens=1500) as running:
+        wait_for(lambda: narrow.metric("num_requests_running") == 1)
+        with open_stream(narrow, "calm", max_tokens=2) as waiting:
+            assert waiting.recv(12) == b"HTTP/1.1 200"
+            assert narrow.metric("num_requests_held") == 1
+            running.close()
+            received = b""
+            while b"[DONE]" not in received:
+                part = waiting.recv(65536)
+                assert part, received
+                received += part
+    narrow.wait_until_free()
+
+
+def test_39_a_flood_leaves_the_other_keys_places(default_model_path: Path) -> None:
+    options = {"checkpoint": str(default_model_path), "max_context": 2048}
+    keys = [api_key("flood"), api_key("calm")]
+    with running_server(
+        default_model_path,
+        backend="cpu",
+        backend_options=options,
+        api_keys=keys,
+        max_requests=10,
+        headers={"Authorization": "Bearer calm"},
+    ) as server:
+        connections = [open_stream(server, "flood", max_tokens=1500) for _ in range(12)]
+        wait_for(lambda: server.metric("request_failure_total") == 4)
+        assert server.metric("http_requests_open") == 8
+        refused = ask(server, "flood")
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) > 1  # eight are ahead, and nothing ended lately
+        assert ask(server, "calm").status_code == 200
+        for connection in connections:
+            connection.close()
+        server.wait_until_free()
+
+
+def test_two_keys_at_once_do_not_wait_for_each_other_while_there_is_room(keys: Server) -> None:
+    with open_stream(keys, "tenant"), open_stream(keys, "operator"):
+        wait_for(lambda: keys.metric("num_requests_running") == 2)
+        assert keys.metric("num_requests_held") == 0

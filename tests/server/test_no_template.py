@@ -1,0 +1,98 @@
+"""A model without a chat template: what its server says, and how an operator gives it one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server_process import MESSAGES, SOURCE, Server, running_server
+
+from weft.errors import ModelFileError
+from weft.loading.checkpoint import open_checkpoint
+from weft.text.model_text import open_model_text
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def plain_model(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The default model, whose template nobody finds."""
+    content = default_model_path.read_bytes()
+    name = b"tokenizer.chat_template"
+    assert content.count(name) == 1
+    path = tmp_path_factory.mktemp("model") / "plain.gguf"
+    path.write_bytes(content.replace(name, b"tokenizer.chat_templat_"))
+    yield path
+    path.unlink()
+
+
+def test_25_a_chat_is_refused_and_the_flag_named(plain_model: Path) -> None:
+    with running_server(plain_model) as server:
+        refused = server.chat()
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and error["param"] == "messages"
+        assert "--chat-template" in error["message"]
+        assert server.complete().status_code == 200
+
+
+def test_25_the_operator_is_warned_at_the_start(plain_model: Path) -> None:
+    command = [sys.executable, "-m", "weft.cli.main", "serve", str(plain_model), "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        said = ""
+        try:
+            while "Serving" not in said:
+                line = process.stderr.readline()
+                assert line, said
+                said += line
+        finally:
+            process.terminate()
+    assert "no chat template" in said and "--chat-template" in said
+
+
+def test_25_a_template_of_the_operator_is_used_for_short_and_long_chats(
+    plain_model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text(TEMPLATE)
+    with running_server(plain_model, chat_template=str(path)) as server:
+        assert server.chat().status_code == 200
+
+        def rendered(messages: list[dict[str, str]]) -> str:
+            tokens = server.client.post("/tokenize", json={"messages": messages}).json()["tokens"]
+            text: str = server.client.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+            return text
+
+        assert rendered(MESSAGES) == "<user>Hello\n"
+        long = "word " * 3000  # read in another process
+        assert rendered([{"role": "user", "content": long}]) == f"<user>{long}\n"
+
+
+def test_a_template_of_the_operator_comes_before_the_models_own(
+    default_model_path: Path, tmp_path: Path, server: Server
+) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text(TEMPLATE)
+    with running_server(default_model_path, chat_template=str(path)) as other:
+        counts = [
+            one.client.post("/tokenize", json={"messages": MESSAGES}).json()["count"]
+            for one in (server, other)
+        ]
+    assert counts[1] < counts[0]
+
+
+@pytest.mark.parametrize("content", [None, "{% for %}"])
+def test_a_template_that_cannot_be_used_is_named(
+    default_model_path: Path, tmp_path: Path, content: str | None
+) -> None:
+    path = tmp_path / "chat.jinja"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ModelFileError, match=f"^chat template {re.escape(str(path))}: "):
+        open_model_text(open_checkpoint(default_model_path), path)

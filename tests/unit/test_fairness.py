@@ -1,0 +1,219 @@
+"""Turns at the engine: who goes next, counted in tokens and turns on an engine of paper."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from weft.request import Priority
+from weft.server.fairness import FairGate, Job, Turn
+from weft.server.keys import ApiKey
+
+PROMPT, ANSWER = 10, 30
+
+
+class Paper:
+    """An engine with so many places, whose answers end when told to, the oldest first."""
+
+    def __init__(self, *weights: float, places: int = 4, max_tokens: int = 10**9) -> None:
+        self.keys = [
+            ApiKey(name, f"{index:064x}", weight=weight)
+            for index, (name, weight) in enumerate(zip("abc", weights, strict=False))
+        ]
+        self.running: list[tuple[str, Turn]] = []
+        self.waiting: list[tuple[str, Turn]] = []
+        self.not_started = 0
+        self.gone: list[str] = []
+        """Keys, in the order in which their requests went to the engine."""
+        self.gate = FairGate(
+            self.keys,
+            max_running=places,
+            max_tokens=max_tokens,
+            count_answers=lambda: (len(self.running), self.not_started),
+        )
+
+    def ask(
+        self, name: str, priority: Priority = Priority.NORMAL, prompt: int = PROMPT, most: int = ANSWER
+    ) -> Turn:
+        key = next(key for key in self.keys if key.name == name)
+        turn = self.gate.ask(key, Job(priority, prompt, 1, most))
+        assert turn is not None
+        self.waiting.append((name, turn))
+        self.look()
+        return turn
+
+    def look(self) -> None:
+        """What may go goes."""
+        while ready := [one for one in self.waiting if one[1].may_go.done()]:
+            for name, turn in sorted(ready, key=lambda one: one[1].order[1]):
+                self.waiting.remove((name, turn))
+                self.running.append((name, turn))
+                self.gate.submitted(turn)
+                self.gone.append(name)
+
+    def end_one(self, tokens: int = ANSWER) -> str:
+        name, turn = self.running.pop(0)
+        self.gate.leave(turn, tokens)
+        self.look()
+        return name
+
+
+def run(story: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(story())  # type: ignore[arg-type]
+
+
+def test_who_floods_does_not_keep_another_from_its_share() -> None:
+    async def story() -> None:
+        engine = Paper(1, 1)
+        for _ in range(200):
+            engine.ask("a")
+        for _ in range(10):
+            engine.end_one()
+        for _ in range(5):  # one after another
+            before = engine.gone.count("a")
+            turn = engine.ask("b")
+            while not turn.may_go.done():
+                engine.end_one()
+            assert engine.gone.count("a") - before <= 1
+            while any(one is turn for _, one in engine.running):
+                engine.end_one()
+        assert engine.gone.count("b") == 5
+
+    run(story)
+
+
+def test_keys_that_always_want_more_get_tokens_by_their_weights() -> None:
+    async def story() -> None:
+        engine = Paper(1, 2, 5)
+        for name in "abc":
+            for _ in range(400):
+                engine.ask(name)
+        for _ in range(160):
+            engine.end_one()
+        shares = Counter(engine.gone)
+        # Four places were filled before there was anybody to choose from.
+        assert abs(shares["a"] - 20) <= 4 and abs(shares["b"] - 40) <= 4 and abs(shares["c"] - 100) <= 4
+
+    run(story)
+
+
+def test_a_share_is_of_tokens_and_not_of_requests() -> None:
+    async def story() -> None:
+        engine = Paper(1, 1, places=2)
+        tokens = Counter[str]()
+        for _ in range(800):
+            engine.ask("a", most=1000)
+            engine.ask("b", most=1000)
+        while sum(tokens.values()) < 60_000:
+            length = 300 if engine.running[0][0] == "a" else 30
+            tokens[engine.end_one(length)] += PROMPT + length
+        assert abs(tokens["a"] / tokens["b"] - 1) < 0.1
+
+    run(story)
+
+
+def test_who_was_away_saves_nothing_up() -> None:
+    async def story() -> None:
+        engine = Paper(1, 1, places=1)
+        for _ in range(100):
+            engine.ask("a")
+        for _ in range(50):
+            engine.end_one()
+        for _ in range(100):
+            engine.ask("b")
+        engine.gone.clear()
+        for _ in range(20):
+            engine.end_one()
+        assert abs(engine.gone.count("a") - engine.gone.count("b")) <= 2
+
+    run(story)
+
+
+def test_high_priorities_pass_all_keys_and_others_only_their_own() -> None:
+    async def story() -> None:
+        engine = Paper(1, 1, places=1)
+        engine.ask("a")
+        low = engine.ask("a", Priority.LOW)
+        normal = engine.ask("a")
+        other_low = engine.ask("b", Priority.LOW)
+        high = engine.ask("a", Priority.HIGH)
+        critical = engine.ask("b", Priority.CRITICAL)
+        order = []
+        names = {low: "low", normal: "normal", other_low: "other low", high: "high", critical: "critical"}
+        for _ in range(5):
+            engine.end_one()
+            order.append(names[engine.running[0][1]])
+        assert order[:2] == ["critical", "high"]
+        assert order.index("normal") < order.index("low")
+        assert order.index("other low") < order.index("normal"), "a has had two turns, b one"
+
+    run(story)
+
+
+def test_while_there_is_room_everyone_passes_at_once() -> None:
+    async def story() -> None:
+        engine = Paper(1, 1, places=64)
+        assert all(engine.ask("a").may_go.done() for _ in range(64 + 4))  # a sixteenth in reserve
+        assert not engine.ask("b").may_go.done()
+        engine.end_one()
+        assert engine.gone.count("b") == 1
+
+    run(story)
+
+
+def test_where_memory_may_be_short_the_engine_gets_a_few_to_choose_from() -> None:
+    async def story() -> None:
+        engine = Paper(1, 1, places=256, max_tokens=100)
+        for _ in range(50):
+            engine.not_started = len(engine.running)
+            engine.ask("a")
+        assert len(engine.running) == 8
+        engine.not_started = 0  # all have begun: there was memory after all
+        engine.gate.let_through()
+        engine.look()
+        assert len(engine.running) > 8
+
+    run(story)
+
+
+def test_one_that_goes_away_while_it_waits_leaves_no_trace_and_costs_nothing() -> None:
+    async def story() -> None:
+        engine = Paper(1, 1, places=1)
+        first = engine.ask("a")
+        gone = engine.ask("a")
+        last = engine.ask("a")
+        engine.waiting.remove(("a", gone))
+        engine.gate.leave(gone, None)
+        assert engine.gate.num_waiting == 1
+        engine.end_one()
+        assert first.may_go.done() and last.may_go.done() and not gone.may_go.done()
+        assert engine.gate.num_waiting == 0
+
+    run(story)
+
+
+def test_what_came_to_nothing_after_its_turn_costs_nothing() -> None:
+    async def story() -> None:
+        engine = Paper(1, 1, places=1)
+        engine.ask("a")
+        for _ in range(10):
+            engine.ask("a")
+            engine.ask("b")
+        for _ in range(4):  # b's fail
+            name, turn = engine.running.pop(0)
+            engine.gate.leave(turn, None if name == "b" else ANSWER)
+            engine.look()
+        assert engine.gone == ["a", "b", "b", "b", "b"]
+
+    run(story)
+
+
+def test_without_keys_and_with_one_nobody_takes_turns() -> None:
+    async def story() -> None:
+        for keys in ([], [ApiKey("a", "0" * 64)]):
+            gate = FairGate(keys, max_running=1, max_tokens=1, count_answers=lambda: (9, 9))
+            job = Job(Priority.NORMAL, 1, 1, 1)
+            assert gate.ask(keys[0] if keys else None, job) is None
+
+    run(story)

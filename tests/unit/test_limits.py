@@ -1,0 +1,149 @@
+"""Rates of keys, and when to come back: on a clock that only moves when told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft.clock import VirtualClock
+from weft.request import InferenceRequest
+from weft.server.errors import ApiError
+from weft.server.keys import ApiKey
+from weft.server.limits import Bucket, KeyLimits
+from weft.server.pace import Pace, retry_after
+from weft.server.visits import later
+
+
+def limits(clock: VirtualClock, **fields: Any) -> KeyLimits:
+    return KeyLimits(ApiKey("alice", "0" * 64, **fields), clock)
+
+
+def refusal(call: Any, *arguments: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        call(*arguments)
+    assert caught.value.status == 429 and caught.value.code == "rate_limit_exceeded"
+    return caught.value
+
+
+def test_a_bucket_is_full_at_first_and_refills_steadily_up_to_full() -> None:
+    clock = VirtualClock()
+    bucket = Bucket(60, clock)
+    bucket.take(60)
+    assert bucket.level == 0 and bucket.seconds_until(1) == 1
+    clock.advance(2.5)
+    assert bucket.level == 2.5 and bucket.seconds_until(2) == 0
+    clock.advance(1000)
+    assert bucket.level == 60
+    bucket.take(-5)
+    assert bucket.level == 60
+
+
+def test_requests_beyond_the_minutes_wait_for_the_bucket() -> None:
+    clock = VirtualClock()
+    key = limits(clock, requests_per_minute=2)
+    key.take_request()
+    key.take_request()
+    error = refusal(key.take_request)
+    assert error.retry_after == 30
+    assert "'alice'" in error.message and "0 of its 2 requests" in error.message
+    refusal(key.take_request)  # one that was refused costs nothing
+    clock.advance(30)
+    key.take_request()
+
+
+def test_requests_beyond_those_allowed_at_once_wait_for_one_to_end() -> None:
+    key = limits(VirtualClock(), concurrent=2, requests_per_minute=10)
+    key.num_open = 2
+    error = refusal(key.take_request)
+    assert error.retry_after is None and "2 requests under way" in error.message
+    key.num_open = 1
+    key.take_request()
+    assert key.headers()["x-ratelimit-remaining-requests"] == "9"
+
+
+def test_tokens_are_reserved_and_then_corrected_to_what_was_used() -> None:
+    clock = VirtualClock()
+    key = limits(clock, tokens_per_minute=600)
+    reserved = key.reserve(400)
+    error = refusal(key.reserve, 400)
+    assert error.retry_after == 20 and "200 of its 600 tokens" in error.message
+    key.correct(reserved, 100)
+    assert key.headers()["x-ratelimit-remaining-tokens"] == "500"
+    key.correct(key.reserve(400), 0)
+    assert key.headers()["x-ratelimit-remaining-tokens"] == "500"
+
+
+def test_what_was_dearer_than_reserved_is_paid_later() -> None:
+    clock = VirtualClock()
+    key = limits(clock, tokens_per_minute=600)
+    key.correct(key.reserve(100), 1200)
+    assert key.headers()["x-ratelimit-remaining-tokens"] == "0"
+    assert refusal(key.reserve, 10).retry_after == 61
+    clock.advance(61)
+    key.reserve(10)
+
+
+def test_a_request_larger_than_a_minutes_tokens_is_let_in_when_the_bucket_is_full() -> None:
+    clock = VirtualClock()
+    key = limits(clock, tokens_per_minute=600)
+    assert key.reserve(5000) == 600
+    assert refusal(key.reserve, 5000).retry_after == 60
+
+
+def test_headers_are_written_as_openai_writes_them() -> None:
+    clock = VirtualClock()
+    key = limits(clock, requests_per_minute=60, tokens_per_minute=60_000)
+    key.take_request()
+    key.reserve(30_000)
+    assert key.headers() == {
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "59",
+        "x-ratelimit-reset-requests": "1s",
+        "x-ratelimit-limit-tokens": "60000",
+        "x-ratelimit-remaining-tokens": "30000",
+        "x-ratelimit-reset-tokens": "30s",
+    }
+    clock.advance(0.75)
+    assert key.headers()["x-ratelimit-reset-requests"] == "250ms"
+    key.correct(0, 60_000)
+    assert key.headers()["x-ratelimit-reset-tokens"] == "1m29s"
+    assert limits(clock).headers() == {}
+
+
+def test_times_of_a_request_that_was_held_back_count_from_its_arrival() -> None:
+    request = InferenceRequest((1,), deadline=10.0, ttft_target=1.0)
+    held = later(request, 4.0)
+    assert (held.deadline, held.ttft_target) == (6.0, 0.0)
+    plain = InferenceRequest((1,))
+    assert later(plain, 4.0) is plain
+
+
+def test_a_wait_is_what_is_ahead_over_how_fast_requests_ended_lately() -> None:
+    clock = VirtualClock()
+    pace = Pace(clock)
+    for _ in range(1200):  # ten a second for two minutes
+        clock.advance(0.1)
+        pace.ended()
+    assert pace.rate == pytest.approx(10, rel=0.02)
+    assert pace.seconds_for(50) == pytest.approx(5, rel=0.02)
+    for _ in range(240):  # then one a second
+        clock.advance(1)
+        pace.ended()
+    assert pace.rate == pytest.approx(1, rel=0.05)
+
+
+def test_a_server_that_ended_nothing_lately_is_taken_for_slow_and_not_for_dead() -> None:
+    clock = VirtualClock()
+    pace = Pace(clock)
+    assert pace.seconds_for(2) == 60
+    pace.ended()
+    clock.advance(1e6)
+    assert pace.seconds_for(2) == 60
+
+
+@pytest.mark.parametrize(
+    ("seconds", "header"), [(0, "1"), (0.2, "1"), (1.2, "2"), (59.9, "60"), (600, "600"), (1e9, "600")]
+)
+def test_retry_after_is_a_second_at_least_and_ten_minutes_at_most(seconds: float, header: str) -> None:
+    assert retry_after(seconds) == header
