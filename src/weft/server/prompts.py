@@ -28,6 +28,7 @@ class PromptEncoder:
     def __init__(self, text: ModelText, path: str, max_context: int) -> None:
         self._text = text
         self._path = path
+        self._tool_format = () if text.tool_format_name is None else (text.tool_format_name,)
         self._max_context = max_context
         tokenizer = text.tokenizer
         self._longest_token = max(
@@ -85,7 +86,7 @@ class PromptEncoder:
         try:
             if process is None or process.returncode is not None:
                 self._process = process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "weft.server.text_process", self._path),
+                    *(sys.executable, "-m", "weft.server.text_process", self._path, *self._tool_format),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                 )

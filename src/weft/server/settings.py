@@ -28,6 +28,8 @@ class ServerSettings:
     """None at all: everyone may ask."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages that may call the server from a browser; "*" for all."""
+    tool_format: str | None = None
+    """How the model writes calls of tools, one of `weft.text.model_text.TOOL_FORMATS`; None: found from its template."""
     backend: str = "cpu"
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     engine: ServingEngineConfig = field(default_factory=_engine_config)

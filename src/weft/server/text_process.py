@@ -21,7 +21,7 @@ LENGTH = struct.Struct("<I")
 
 
 class Chat(msgspec.Struct, frozen=True, tag=True):
-    """The arguments of `ChatTemplate.encode`."""
+    """The arguments of `ModelText.encode_chat`."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -64,7 +64,7 @@ def encode_prompt(text: ModelText, prompt: Chat | Text) -> list[int]:
         return text.tokenizer.encode(prompt.text)
     if prompt.continue_final_message and not prompt.messages:
         raise InvalidRequestError("messages is empty; send at least one message", field="messages")
-    return text.require_chat_template().encode(
+    return text.encode_chat(
         prompt.messages,
         tools=prompt.tools,
         documents=prompt.documents,
@@ -97,7 +97,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     questions = msgspec.msgpack.Decoder(Question)
     source, drain = sys.stdin.buffer, sys.stdout.buffer
-    text = open_model_text(open_checkpoint(sys.argv[1]))
+    path, *tool_format = sys.argv[1:]
+    text = open_model_text(open_checkpoint(path), *tool_format)
     while True:
         (size,) = LENGTH.unpack(_read(source, LENGTH.size))
         content = msgspec.msgpack.encode(_answer(text, questions.decode(_read(source, size))))
