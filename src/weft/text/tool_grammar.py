@@ -87,9 +87,10 @@ class _Writer:
     def text_and_calls(self, tools: Sequence[Tool]) -> str:
         """Text in which an opening is always followed by calls."""
         tool_format = self._format
+        thoughts = "" if self._form.reasoning is None else f" & ~/{self._open_thoughts}{_ANY_TEXT}/"
         if tool_format.is_bare:
             # There is no opening: what does not begin as a call is none.
-            self._rule("TEXT", r"/[^{\[\s](?s:.*)/")
+            self._rule("TEXT", rf"/[^{{\[\s]{_ANY_TEXT}/{thoughts}")
             return f"TEXT | {self.calls(tools)}"
         opening = tool_format.openings[0]
         self._rule(
@@ -103,7 +104,6 @@ class _Writer:
         if opening in self._ids:
             self._rule("TEXT", "/(?s:.+)/")
             return f"TEXT? ({self._literal(opening)} {several} TEXT?)*"
-        thoughts = "" if self._form.reasoning is None else f" & ~/{self._open_thoughts}{_ANY_TEXT}/"
         marker = _in_regex(opening)
         self._rule("TEXT", f"/(?s:.+)/ & ~/{_ANY_TEXT}{marker}{_ANY_TEXT}/{thoughts}")
         # Text and the opening behind it are one terminal: the longest match would run past an opening of its own.

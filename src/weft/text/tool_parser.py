@@ -19,7 +19,7 @@ _SPACE = re.compile(r"\s*")
 _STRING_END = re.compile(r'["\\]')
 _BRACKET_OR_STRING = re.compile(r'["{}\[\]]')
 _SCALAR = re.compile(r"[\w.+-]*")
-_NAME = re.compile(r"[\w.-]*")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]*")
 _ARGUMENTS = ("arguments", "parameters")
 
 Steps = Generator[None, None, None]
