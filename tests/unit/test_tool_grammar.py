@@ -117,6 +117,8 @@ def test_where_calls_may_not_be_parallel_one_is_all_that_is_allowed(
     grammar = forced_calls([ALL], AnswerForm(tools=form, max_calls=1), default_tokenizer)
     one, two = form.written([NOTHING]), form.written([NOTHING, NOTHING])
     check(grammar, default_tokenizer, matching, [one], [two])
+    grammar = forced_calls([ALL], AnswerForm(tools=form), default_tokenizer, is_single=True)
+    check(grammar, default_tokenizer, matching, [one], [two])
 
 
 def test_a_named_tool_is_the_only_one(default_tokenizer: Tokenizer, matching: Any) -> None:

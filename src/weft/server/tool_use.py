@@ -55,8 +55,10 @@ class ToolUse:
         if not self.tools:
             assert answer is not None
             return behind_thoughts(answer, form, text.tokenizer)
+        # A model that learned nothing of tools and has to call one goes on calling it.
+        is_single = text.writes_tools
         if self.is_forced:
-            return forced_calls(self.tools, form, text.tokenizer)
+            return forced_calls(self.tools, form, text.tokenizer, is_single=is_single)
         if answer is not None and text.tool_format.is_bare:
             raise ApiError(
                 400,
@@ -65,7 +67,7 @@ class ToolUse:
                 param="response_format",
                 code="unsupported",
             )
-        return possible_calls(self.tools, form, text.tokenizer, answer)
+        return possible_calls(self.tools, form, text.tokenizer, answer, is_single=is_single)
 
 
 NO_TOOLS = ToolUse()

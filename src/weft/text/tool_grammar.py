@@ -17,8 +17,8 @@ from weft.text.answer_reader import AnswerForm
 from weft.text.tokenizer import Tokenizer
 from weft.text.tool_formats import ToolFormat
 
-MOST_CALLS = 16
-"""A small model that may go on calling does not always find an end."""
+_MOST_CALLS = 16
+"""A model that may go on calling does not always find an end."""
 
 # As templates write JSON. A model that may put white space anywhere may put nothing else.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -34,14 +34,21 @@ class Tool:
     is_strict: bool = False
 
 
-def forced_calls(tools: Sequence[Tool], form: AnswerForm, tokenizer: Tokenizer) -> Grammar:
+def forced_calls(
+    tools: Sequence[Tool], form: AnswerForm, tokenizer: Tokenizer, *, is_single: bool = False
+) -> Grammar:
     """At least one call of one of the tools, behind thoughts where the model has some, and nothing else."""
-    writer = _Writer(form, tokenizer)
+    writer = _Writer(form, tokenizer, is_single)
     return writer.grammar(writer.calls(tools))
 
 
 def possible_calls(
-    tools: Sequence[Tool], form: AnswerForm, tokenizer: Tokenizer, answer: Grammar | None
+    tools: Sequence[Tool],
+    form: AnswerForm,
+    tokenizer: Tokenizer,
+    answer: Grammar | None,
+    *,
+    is_single: bool = False,
 ) -> Grammar | None:
     """Calls, in which the arguments of strict tools follow their schemas, or an answer, which `answer` describes.
 
@@ -49,7 +56,7 @@ def possible_calls(
     """
     if answer is None and not any(tool.is_strict for tool in tools):
         return None
-    writer = _Writer(form, tokenizer)
+    writer = _Writer(form, tokenizer, is_single)
     checked = [tool if tool.is_strict else Tool(tool.name, _ANY_OBJECT) for tool in tools]
     if answer is not None:
         return writer.grammar(f"{writer.calls(checked)} | {writer.answer(answer)}")
@@ -67,9 +74,9 @@ def behind_thoughts(answer: Grammar, form: AnswerForm, tokenizer: Tokenizer) -> 
 class _Writer:
     """Collects the rules of one grammar. Methods return what stands for a part in other rules."""
 
-    def __init__(self, form: AnswerForm, tokenizer: Tokenizer) -> None:
-        assert form.tools is not None or form.reasoning is not None
+    def __init__(self, form: AnswerForm, tokenizer: Tokenizer, is_single: bool = False) -> None:
         self._form = form
+        self._is_single = is_single or (form.tools is not None and form.tools.is_single)
         self._ids = {text: token for token, text in tokenizer.control_tokens.items()}
         self._rules: list[str] = []
 
@@ -80,7 +87,7 @@ class _Writer:
     def calls(self, tools: Sequence[Tool]) -> str:
         tool_format = self._format
         self._rule("call", " | ".join(self._call(tool_format.before_name, tool) for tool in tools))
-        most = 1 if tool_format.is_single else self._form.max_calls or MOST_CALLS
+        most = 1 if self._is_single else self._form.max_calls or _MOST_CALLS
         more = f" ({self._literal(tool_format.separator)} call){{0,{most - 1}}}" if most > 1 else ""
         return f"{self._literal(tool_format.begin)} call{more} {self._literal(tool_format.end)}"
 
