@@ -117,8 +117,9 @@ def overlap(text: str, markers: Iterable[str]) -> int:
     """How many characters at the end of `text` may be the beginning of a marker."""
     longest = 0
     for marker in markers:
-        for length in range(min(len(text), len(marker) - 1), longest, -1):
-            if text.endswith(marker[:length]):
-                longest = length
-                break
+        place = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+        while place >= 0 and not marker.startswith(text[place:]):
+            place = text.find(marker[0], place + 1)
+        if place >= 0:
+            longest = max(longest, len(text) - place)
     return longest

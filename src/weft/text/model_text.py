@@ -17,6 +17,7 @@ from weft.text.messages import Message, mentions_tools
 from weft.text.reasoning import ReasoningMarkers
 from weft.text.tokenizer import Tokenizer
 from weft.text.tool_formats import FORMATS, HERMES, ToolFormat
+from weft.text.tool_history import as_template_takes_it
 from weft.text.tool_prompt import with_tools_as_text
 
 WEFT_TOOLS = "weft"
@@ -90,9 +91,12 @@ class ModelText:
     ) -> list[int]:
         """The prompt of a conversation, as `ChatTemplate.encode`; tools work with every template."""
         template = self.require_chat_template()
-        if (tools or mentions_tools(messages)) and self.writes_tools:
+        has_history = mentions_tools(messages)
+        if (tools or has_history) and self.writes_tools:
             messages = with_tools_as_text(messages, tools, takes_system=template.takes_system)
             tools = None
+        elif has_history:
+            messages = as_template_takes_it(messages, self.tool_format)
         return template.encode(
             messages,
             tools=tools,

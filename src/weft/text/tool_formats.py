@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
