@@ -218,59 +218,64 @@ def test_the_model_goes_on_from_results(client: openai.OpenAI) -> None:
     assert choice.message.content
 
 
-@needs_grammars
-@pytest.mark.parametrize("temperature", [0, 1.2])
-def test_a_call_that_is_required_is_made(client: openai.OpenAI, temperature: float) -> None:
-    answer = ask(client, tool_choice="required", temperature=temperature, seed=7)
-    [choice] = answer.choices
-    check_calls(choice.message, {"get_weather", "get_time"})
-    assert choice.finish_reason == "tool_calls"
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.fixture(scope="module")
+def named_answer(client: openai.OpenAI) -> Any:
+    return ask(client, tool_choice=NAMED, logprobs=True)
 
 
 @needs_grammars
-def test_a_tool_that_is_named_is_called_once(client: openai.OpenAI) -> None:
-    for name in ("get_weather", "get_time"):
-        answer = ask(client, tool_choice={"type": "function", "function": {"name": name}})
-        [choice] = answer.choices
-        assert len(check_calls(choice.message, {name})) == 1
-        assert choice.finish_reason == "stop"
+def test_a_tool_that_is_named_is_called_once(named_answer: Any) -> None:
+    [choice] = named_answer.choices
+    assert len(check_calls(choice.message, {"get_weather"})) == 1
+    assert choice.finish_reason == "stop"
 
 
 @needs_grammars
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_stream_adds_up_to_the_same_calls(client: openai.OpenAI, choice: Any) -> None:
-    whole = ask(client, tool_choice=choice, seed=3).choices[0]
-    with client.chat.completions.stream(
-        model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice=choice, temperature=0, max_tokens=80, seed=3
-    ) as stream:
-        streamed: Any = stream.get_final_completion().choices[0]
-    names = [
-        (call.function.name, call.function.arguments)
-        for call in check_calls(whole.message, {"get_weather", "get_time"})
-    ]
-    assert names == [(call.function.name, call.function.arguments) for call in streamed.message.tool_calls]
-    assert streamed.finish_reason == whole.finish_reason and streamed.message.content is None
-
-
-@needs_grammars
-def test_calls_that_may_not_be_parallel_are_one(client: openai.OpenAI) -> None:
-    answer = ask(client, tool_choice="required", parallel_tool_calls=False, n=2, temperature=1, seed=1)
+def test_a_call_that_is_required_is_made_however_hot_the_sampling(client: openai.OpenAI) -> None:
+    answer = ask(client, tool_choice="required", parallel_tool_calls=False, temperature=1.2, seed=7, n=2)
     for choice in answer.choices:
         assert len(check_calls(choice.message, {"get_weather", "get_time"})) == 1
+        assert choice.finish_reason == "tool_calls"
+
+
+def final(client: openai.OpenAI, choice: Any) -> Any:
+    """What the package adds up from a stream."""
+    fields: Any = {"model": MODEL, "messages": QUESTION, "tools": TOOLS, "tool_choice": choice}
+    with client.chat.completions.stream(**fields, temperature=0, max_tokens=80) as stream:
+        return stream.get_final_completion().choices[0]
 
 
 @needs_grammars
-def test_30_a_forced_call_that_is_cut_ends_by_length_and_keeps_its_text(client: openai.OpenAI) -> None:
-    named = {"type": "function", "function": {"name": "get_weather"}}
-    whole = ask(client, tool_choice=named, logprobs=True)
-    tokens = [entry.token for entry in whole.choices[0].logprobs.content]
+def test_a_stream_adds_up_to_the_same_call(client: openai.OpenAI, named_answer: Any) -> None:
+    streamed = final(client, NAMED)
+    [call] = check_calls(streamed.message, {"get_weather"})
+    assert call.function.arguments == named_answer.choices[0].message.tool_calls[0].function.arguments
+    assert streamed.finish_reason == "stop"
+
+
+@needs_grammars
+def test_a_streamed_call_that_is_required_ends_as_a_call(client: openai.OpenAI) -> None:
+    streamed = final(client, "required")
+    check_calls(streamed.message, {"get_weather", "get_time"})
+    assert streamed.finish_reason == "tool_calls"
+
+
+@needs_grammars
+def test_30_a_forced_call_that_is_cut_ends_by_length_and_keeps_its_text(
+    client: openai.OpenAI, named_answer: Any
+) -> None:
+    [whole] = named_answer.choices
+    tokens = [entry.token for entry in whole.logprobs.content]
     place = next(place for place in range(len(tokens)) if "city" in "".join(tokens[:place]))
-    cut = ask(client, tool_choice=named, max_tokens=place).choices[0]
+    [cut] = ask(client, tool_choice=NAMED, max_tokens=place).choices
     assert cut.finish_reason == "length"
     [call] = cut.message.tool_calls
-    arguments = whole.choices[0].message.tool_calls[0].function.arguments
+    arguments = whole.message.tool_calls[0].function.arguments
     assert arguments.startswith(call.function.arguments) and call.function.arguments != arguments
-    assert ask(client, tool_choice=named, max_tokens=3).choices[0].message.content
+    assert ask(client, tool_choice=NAMED, max_tokens=3).choices[0].message.content
 
 
 class GetWeather(pydantic.BaseModel):
@@ -314,8 +319,8 @@ def test_an_answer_with_a_form_may_be_a_call_instead_and_nothing_else(client: op
     else:
         assert choice.message.content in ("true", "false")
     # A call that must be made leaves no room for it.
-    [choice] = ask(client, response_format=form, tool_choice="required").choices
-    check_calls(choice.message, {"get_weather", "get_time"})
+    [choice] = ask(client, tools=[TIME], response_format=form, tool_choice="required").choices
+    check_calls(choice.message, {"get_time"})
 
 
 @needs_grammars
