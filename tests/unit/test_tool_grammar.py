@@ -177,6 +177,24 @@ def test_a_strict_tool_that_may_be_called_is_called_by_its_schema(
     check(grammar, default_tokenizer, matching, good, bad)
 
 
+def test_what_cannot_be_enforced_is_refused_for_strict_tools_alone(
+    default_tokenizer: Tokenizer, matching: Any
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "uniqueItems": True}},
+        "required": ["a"],
+    }
+    for is_strict in (False, True):
+        grammar = forced_calls(
+            [Tool("f", schema, is_strict)], AnswerForm(tools=HERMES), default_tokenizer
+        ).definition
+        error = llguidance.LLMatcher.validate_grammar(
+            llguidance.LLMatcher.grammar_from_lark(grammar), matching
+        )
+        assert ("uniqueItems" in error) == is_strict
+
+
 def test_without_strict_tools_and_without_a_form_nothing_is_held_to_a_grammar(
     default_tokenizer: Tokenizer,
 ) -> None:

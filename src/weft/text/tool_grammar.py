@@ -132,7 +132,8 @@ class _Writer:
     def _call(self, before_name: str, tool: Tool) -> str:
         number = len(self._rules)
         tool_format = self._format
-        self._rule(f"arguments_{number}", f"%json {_styled(tool.parameters)}")
+        # Only a strict tool promises that all of its schema is kept; of others what can be.
+        self._rule(f"arguments_{number}", f"%json {_styled(tool.parameters, lenient=not tool.is_strict)}")
         before = self._literal(before_name + tool.name + tool_format.before_arguments)
         return f"{before} arguments_{number} {self._literal(tool_format.after_arguments)}"
 
@@ -187,8 +188,9 @@ def _split(text: str, markers: Iterable[str]) -> list[str]:
     return [part for part in re.split(f"({pattern})", text) if part] if pattern else [text] * bool(text)
 
 
-def _styled(schema: Mapping[str, Any]) -> str:
-    return json.dumps({**schema, "x-guidance": _JSON_STYLE})
+def _styled(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+    """`lenient` leaves keywords out that llguidance does not know, such as uniqueItems."""
+    return json.dumps({**schema, "x-guidance": {**_JSON_STYLE, "lenient": lenient}})
 
 
 def _in_regex(text: str) -> str:
