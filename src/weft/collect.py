@@ -10,17 +10,8 @@ from typing import Any
 
 from weft.engine.serving import ServingEngine
 from weft.errors import WeftError
-from weft.request import (
-    FinishReason,
-    GenerationResult,
-    InferenceRequest,
-    RequestId,
-    RequestState,
-    SamplingParams,
-    TokenOutput,
-)
-from weft.text.detokenizer import Detokenizer
-from weft.text.stop import StopFinder
+from weft.request import GenerationResult, InferenceRequest, RequestId, SamplingParams, TokenOutput
+from weft.text.answer_text import AnswerText
 from weft.text.tokenizer import Tokenizer
 
 
@@ -161,54 +152,22 @@ class Answer:
         params: SamplingParams,
         deliver: Callable[[str], object] | None = None,
     ) -> None:
-        self._params = params
         self._engine = engine
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stop = StopFinder(params.stop)
+        self._text = AnswerText(tokenizer, params)
         self._deliver = deliver
-        self._pieces: list[str] = []
-        self._token_count = 0
-        self._is_finished_here = False
-        """The engine ended the request because of the stop string, and cut its tokens there."""
         self._result: GenerationResult | None = None
 
     def take(self, output: TokenOutput) -> None:
-        if not self._stop.is_stopped:
-            if output.token_id is not None:
-                self._token_count += 1
-            # The token that ends an answer is no part of its text, whatever kind of token its vocabulary calls it.
-            if output.token_id is not None and output.finish_reason is not FinishReason.END_OF_SEQUENCE:
-                self._add(self._until_stop(self._detokenizer.add(output.token_id)))
-            if self._stop.is_stopped:
-                self._is_finished_here = self._engine.finish(output.request_id, self._token_count)
-            elif output.is_final:
-                self._add(self._until_stop(self._detokenizer.finish()) + self._stop.finish())
+        was_cut = self._text.is_cut
+        text = self._text.add(output)
+        if self._deliver is not None:
+            self._deliver(text)
+        if self._text.is_cut and not was_cut:
+            self._engine.finish(output.request_id, self._text.num_tokens)
         if output.is_final:
             self._result = self._engine.get_result(output.request_id)
 
-    def _until_stop(self, text: str) -> str:
-        return self._stop.add(text, may_stop=self._token_count >= self._params.min_tokens)
-
-    def _add(self, text: str) -> None:
-        self._pieces.append(text)
-        if self._deliver is not None:
-            self._deliver(text)
-
     def result(self) -> GenerationResult:
-        result = self._result
-        if result is None:
+        if self._result is None:
             raise WeftError("the text of the request could not be made; the engine's own error says why")
-        if not self._stop.is_stopped or self._is_finished_here:
-            return dataclasses.replace(result, text="".join(self._pieces))
-        # The request was over before the engine heard of the stop string: it came with the last token, or more tokens
-        # were on their way. The one that completed it is the last all the same.
-        logprobs = None if result.logprobs is None else result.logprobs[: self._token_count]
-        return dataclasses.replace(
-            result,
-            text="".join(self._pieces),
-            tokens=result.tokens[: self._token_count],
-            logprobs=logprobs,
-            state=RequestState.COMPLETED,
-            finish_reason=FinishReason.STOP,
-            error=None,
-        )
+        return self._text.result(self._result)

@@ -225,8 +225,7 @@ class LLM:
         if (job.prompt is None) == (job.messages is None):
             raise InvalidRequestError("a job has either a prompt or messages", field="prompt")
         if job.messages is not None:
-            template = self.text.require_chat_template()
-            tokens: Sequence[int] = template.encode(
+            tokens: Sequence[int] = self.text.encode_chat(
                 job.messages, tools=job.tools, options=job.template_options
             )
         elif isinstance(job.prompt, str):

@@ -39,6 +39,13 @@ def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
         llm.generate([CAPITAL, CAPITAL], [short])
 
 
+def test_tools_are_told_to_a_model_whose_template_knows_none(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    without, told = llm.chat(talk, GREEDY), llm.chat(talk, GREEDY, tools=[tool])
+    assert told.text and told.prompt_token_count > without.prompt_token_count + 50
+
+
 def test_a_stop_string_ends_the_text_before_it_across_tokens(llm: LLM) -> None:
     params = SamplingParams(max_tokens=30, temperature=0.0, stop=("5, 6", "never"))
     result = llm.generate("1, 2, 3, 4,", params)[0]

@@ -363,19 +363,6 @@ def test_23_a_template_and_reserved_arguments_of_a_request_are_refused(server: S
     assert server.chat(chat_template_kwargs={"enable_thinking": False}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "choice", ["always", {"type": "banana"}, "required", {"type": "function", "function": {}}]
-)
-def test_30_an_unknown_tool_choice_is_refused(server: Server, choice: Any) -> None:
-    error_of(server.chat(tool_choice=choice), 400, "tool_choice")
-
-
-def test_30_tools_are_refused_where_the_template_knows_none(server: Server) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    error_of(server.chat(tools=[tool]), 400, "tools")
-    assert server.chat(tools=[tool], tool_choice="none").status_code == 200
-
-
 def test_31_media_are_refused_and_nothing_is_fetched(server: Server) -> None:
     part = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}
     error_of(server.chat(messages=[{"role": "user", "content": [part]}]), 400, "messages")

@@ -1,4 +1,4 @@
-"""The answers to one HTTP request while they come: outputs of the engine become text, cut at stop strings."""
+"""The answers to one HTTP request while they come: outputs of the engine become text, and text its parts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from dataclasses import dataclass
 
 from weft.engine.client import Answer, EngineClient
 from weft.errors import WeftError
-from weft.request import (
-    FinishReason,
-    GenerationResult,
-    InferenceRequest,
-    RequestState,
-    SamplingParams,
-    TokenLogprobs,
-    TokenOutput,
-)
+from weft.request import GenerationResult, InferenceRequest, RequestState, TokenLogprobs, TokenOutput
 from weft.server.errors import ApiError
-from weft.text.detokenizer import Detokenizer
-from weft.text.stop import StopFinder
+from weft.text.answer_parts import AnswerParts, Delta, joined
+from weft.text.answer_reader import AnswerForm, AnswerReader
+from weft.text.answer_text import AnswerText
 from weft.text.tokenizer import Tokenizer
 
 
@@ -32,78 +25,76 @@ class Piece:
     text: str
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
+    deltas: Sequence[Delta] | None = None
+    """The same as parts of the answer; None for one that has none but its text."""
 
 
 class Choice:
     """One answer: the text that is certain so far, and in the end its result."""
 
     def __init__(
-        self, index: int, answer: Answer, params: SamplingParams, tokenizer: Tokenizer, waited: float = 0.0
+        self, index: int, answer: Answer, text: AnswerText, reader: AnswerReader | None, waited: float = 0.0
     ) -> None:
         self.index = index
         self.result: GenerationResult | None = None
         """With its text, once the answer is over."""
-        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
         self._answer = answer
+        self._text = text
+        self._reader = reader
+        self._deltas: list[Delta] = []
         self._waited = waited
         """Seconds before the engine had it."""
-        self._min_tokens = params.min_tokens
-        self._detokenizer = Detokenizer(tokenizer)
-        self._has_stops = bool(params.stop)
-        self._stop = StopFinder(params.stop)
-        self._texts: list[str] = []
+
+    @property
+    def parts(self) -> AnswerParts | None:
+        """Of what there is so far; None for an answer that is all text."""
+        return None if self._reader is None else joined(self._deltas)
 
     def take(self) -> Piece | None:
         """What arrived since the last call; None for nothing. Raises what keeps the answer from being one."""
         outputs = self._answer.take()
         if not outputs:
             return None
-        piece = self._read(outputs) if self._has_stops else self._read_all(outputs)
-        self._texts.append(piece.text)
+        piece = self._read(outputs) if self._reader or self._text.may_stop else self._read_all(outputs)
         if outputs[-1].is_final:
             self.result = self._end()
         return piece
 
     def _read(self, outputs: Sequence[TokenOutput]) -> Piece:
-        """Token by token: the one that completes a stop string is the last."""
-        text, tokens, logprobs = "", [], []
+        """Token by token: the one that completes a stop string, or the last call, is the last."""
+        answer, reader = self._text, self._reader
+        text, tokens, logprobs, num_deltas = "", [], [], len(self._deltas)
         for output in outputs:
-            if self._stop.is_stopped:
-                break  # sent before the engine heard of the stop
-            token = output.token_id
-            if token is not None:
-                self.num_tokens += 1
-                tokens.append(token)
+            if answer.is_cut:
+                break  # sent before the engine heard that the answer is complete
+            new = answer.add(output)
+            text += new
+            if output.token_id is not None:
+                tokens.append(output.token_id)
                 if output.logprob is not None:
                     logprobs.append(TokenLogprobs(output.logprob, output.top_logprobs))
-                # The token that ends an answer is no part of its text, whatever kind its vocabulary calls it.
-                if output.finish_reason is not FinishReason.END_OF_SEQUENCE:
-                    text += self._until_stop(self._detokenizer.add(token))
-            if self._stop.is_stopped:
-                self._answer.finish(self.num_tokens)
-            elif output.is_final:
-                text += self._until_stop(self._detokenizer.finish()) + self._stop.finish()
-        return Piece(self, text, tokens, logprobs)
+            if reader is not None:
+                self._read_parts(reader, new, output.is_final)
+            if answer.is_cut:
+                self._answer.finish(answer.num_tokens)
+        deltas = None if reader is None else self._deltas[num_deltas:]
+        return Piece(self, text, tokens, logprobs, deltas)
 
     def _read_all(self, outputs: Sequence[TokenOutput]) -> Piece:
-        """The same where no stop string is looked for, all at once."""
+        """The same where nothing but the engine ends an answer, all at once."""
         tokens = [output.token_id for output in outputs if output.token_id is not None]
         logprobs = [
             TokenLogprobs(output.logprob, output.top_logprobs)
             for output in outputs
             if output.logprob is not None
         ]
-        self.num_tokens += len(tokens)
-        has_end = outputs[-1].finish_reason is FinishReason.END_OF_SEQUENCE
-        text = self._detokenizer.add_all(tokens[:-1] if has_end else tokens)
-        if outputs[-1].is_final:
-            text += self._detokenizer.finish()
-        return Piece(self, text, tokens, logprobs)
+        return Piece(self, self._text.add_all(tokens, outputs[-1]), tokens, logprobs)
 
     @property
     def num_generated(self) -> int:
         """Tokens of the answer, looked at or not; none behind a stop."""
-        return self.num_tokens if self.result is not None else self._answer.num_tokens
+        return self._text.num_tokens if self.result is not None else self._answer.num_tokens
 
     def check(self) -> None:
         self._answer.check()
@@ -112,8 +103,13 @@ class Choice:
         if self.result is None:
             self._answer.cancel("the client is gone")
 
-    def _until_stop(self, text: str) -> str:
-        return self._stop.add(text, may_stop=self.num_tokens >= self._min_tokens)
+    def _read_parts(self, reader: AnswerReader, text: str, is_final: bool) -> None:
+        self.num_reasoning_tokens += reader.is_thinking
+        self._deltas += reader.add(text)
+        if reader.is_over:
+            self._text.cut()
+        if is_final or self._text.is_cut:
+            self._deltas += reader.finish()
 
     def _end(self) -> GenerationResult:
         result = self._answer.result
@@ -125,25 +121,12 @@ class Choice:
                 waiting_time=result.waiting_time + self._waited,
                 time_to_first_token=None if first is None else first + self._waited,
             )
-        text = "".join(self._texts)
-        if self._stop.is_stopped:
-            # The token that completed the stop is the last, whatever was on its way when the engine heard of it.
-            logprobs = None if result.logprobs is None else result.logprobs[: self.num_tokens]
-            return dataclasses.replace(
-                result,
-                text=text,
-                tokens=result.tokens[: self.num_tokens],
-                logprobs=logprobs,
-                state=RequestState.COMPLETED,
-                finish_reason=FinishReason.STOP,
-                error=None,
-            )
-        if result.state is not RequestState.COMPLETED:
+        if not self._text.is_cut and result.state is not RequestState.COMPLETED:
             message = result.error or f"the request was {result.state.value}"
             if message.startswith("deadline"):
                 raise ApiError(504, message, code="deadline_exceeded")
             raise WeftError(message)
-        return dataclasses.replace(result, text=text)
+        return self._text.result(result)
 
 
 class Choices:
@@ -159,14 +142,22 @@ class Choices:
         self._later: asyncio.Task[None] | None = None
 
     async def submit(
-        self, requests: Sequence[InferenceRequest], *, wake_every: int = 1, waited: float = 0.0
+        self,
+        requests: Sequence[InferenceRequest],
+        form: AnswerForm | None = None,
+        *,
+        wake_every: int = 1,
+        waited: float = 0.0,
     ) -> None:
-        """Hands them to the engine. Whoever waits is woken after each first token, then after every so many; `waited`
-        is for how many seconds the requests have been held back."""
+        """Hands them to the engine. `form` says which parts the answers may have; None: they are all text. Whoever waits
+        is woken after each first token, then after every so many; `waited` is for how many seconds the requests have
+        been held back."""
+        shown = frozenset() if form is None else form.shown_ids(self._tokenizer)
         for request in requests:
             for answer in await self._engine.submit(request, self._arrived, wake_every=wake_every):
-                index = len(self._choices)
-                self._choices.append(Choice(index, answer, request.params, self._tokenizer, waited))
+                text = AnswerText(self._tokenizer, request.params, shown=shown)
+                reader = None if form is None else AnswerReader(form)
+                self._choices.append(Choice(len(self._choices), answer, text, reader, waited))
         self._is_submitted = True
 
     def submit_later(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -199,6 +190,14 @@ class Choices:
         results = [choice.result for choice in self._choices]
         assert None not in results
         return results  # type: ignore[return-value]
+
+    @property
+    def parts(self) -> list[AnswerParts | None]:
+        return [choice.parts for choice in self._choices]
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(choice.num_reasoning_tokens for choice in self._choices)
 
     async def wait(self) -> None:
         """Until there may be something to take."""

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,7 +37,9 @@ from weft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 from weft.server.settings import ServerSettings
 from weft.server.streaming import Disconnected, EventStream, unless_disconnected
 from weft.server.text_process import Chat, Text
+from weft.server.tool_use import NO_TOOLS, ToolUse, tool_use
 from weft.server.visits import Outcome, Visit, Visits
+from weft.text.answer_reader import AnswerForm
 from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 1.0
@@ -53,6 +55,7 @@ class _Prepared:
 
     requests: list[InferenceRequest]
     shape: Shape
+    answer_form: AnswerForm | None
     is_streamed: bool
     include_usage: bool
 
@@ -76,6 +79,7 @@ class ServerApp:
         )
         self._bodies = BodyReader()
         self._suggestions = suggestions
+        _ = text.tool_format  # found by rendering: a few milliseconds, which no request should wait for
         self._name = settings.names[0]
         self._metrics = ServerMetrics(self._name)
         self._created = int(time.time())
@@ -169,7 +173,7 @@ class ServerApp:
                 results = await unless_disconnected(request.receive, _whole(choices))
             self._end(results, prepared.shape, visit, is_streamed=False)
             is_handed_on = True
-            return json_response(prepared.shape.answer(results), headers=headers)
+            return json_response(prepared.shape.answer(choices), headers=headers)
         except ApiError as error:
             outcome = error
             error.headers |= visit.headers
@@ -184,7 +188,9 @@ class ServerApp:
         self._check_model(asked.model)
         schema.check_response_format(asked.response_format)
         prepared = await self._prepare(asked, size, visit)
-        await self._visits.submit(visit, prepared.requests, prepared.is_streamed)
+        await self._visits.submit(
+            visit, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
+        )
         if prepared.is_streamed:
             try:
                 await asyncio.wait_for(visit.choices.wait(), _HEADERS_SECONDS)
@@ -197,8 +203,15 @@ class ServerApp:
         params = sampling_params(asked, self._suggestions)
         form: Form
         echoes: list[Echo] = []
+        tools = NO_TOOLS
+        answer_form = None
         if isinstance(asked, ChatRequest):
-            form, prompts = "chat", [await self._encoder.encode(self._chat_prompt(asked), size)]
+            tools = tool_use(asked)
+            form, prompts = "chat", [await self._encoder.encode(self._chat_prompt(asked, tools), size)]
+            answer_form = tools.answer_form(self.text, prompts[0])
+            grammar = tools.grammar(params.grammar, answer_form, self.text)
+            if grammar is not params.grammar:
+                params = replace(params, grammar=grammar)
         else:
             form = "completion"
             check_completion(asked)
@@ -223,25 +236,23 @@ class ServerApp:
             num_choices_per_prompt=params.n,
             echoes=echoes,
             request_id=visit.id,
+            has_parts=answer_form is not None,
+            is_named_call=tools.is_named,
         )
         options = asked.stream_options
         return _Prepared(
             [inference_request(asked, prompt, params, visit.key) for prompt in prompts],
             shape,
+            answer_form,
             asked.stream,
             options is not None and options.include_usage,
         )
 
-    def _chat_prompt(self, asked: ChatRequest | TokenizeRequest) -> Chat:
-        tools, documents = asked.tools or None, None
-        if isinstance(asked, ChatRequest):
-            documents = asked.documents
-            if schema.check_tool_choice(asked.tool_choice, bool(tools)) == "none":
-                tools = None
+    def _chat_prompt(self, asked: ChatRequest | TokenizeRequest, tools: ToolUse | None = None) -> Chat:
         return Chat(
             asked.messages or [],
-            tools,
-            documents,
+            (asked.tools if tools is None else tools.told) or None,
+            asked.documents if isinstance(asked, ChatRequest) else None,
             asked.chat_template_kwargs,
             asked.add_generation_prompt and not asked.continue_final_message,
             asked.continue_final_message,

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from weft.request import FinishReason, GenerationResult, TokenLogprobs
-from weft.server.answers import Piece
+from weft.server.answers import Choices, Piece
+from weft.text.answer_parts import AnswerParts, Call, CallBegins, Content, Delta, Thought
 from weft.text.tokenizer import Tokenizer
 
 Form = Literal["chat", "completion"]
@@ -40,6 +41,10 @@ class Shape:
     num_choices_per_prompt: int = 1
     echoes: Sequence[Echo] = ()
     """For each prompt, where it is to be repeated before its answers."""
+    has_parts: bool = False
+    """An answer may be more than text: thoughts, calls."""
+    is_named_call: bool = False
+    """The request named the tool to call. OpenAI calls the end of that a stop, and clients expect it."""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -47,8 +52,9 @@ class Shape:
     def id(self) -> str:
         return f"{'chatcmpl' if self.form == 'chat' else 'cmpl'}-{self.request_id}"
 
-    def answer(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+    def answer(self, choices: Choices) -> dict[str, Any]:
         """The whole answer of a request that was not streamed."""
+        results, parts = choices.results, choices.parts
         return {
             "id": self.id,
             "object": "chat.completion" if self.form == "chat" else "text_completion",
@@ -56,10 +62,12 @@ class Shape:
             "model": self.model,
             "choices": [
                 # The prompt's own logprobs come with the first of its answers.
-                self._choice(index, result, results[index - index % self.num_choices_per_prompt])
+                self._choice(
+                    index, result, results[index - index % self.num_choices_per_prompt], parts[index]
+                )
                 for index, result in enumerate(results)
             ],
-            "usage": self.usage(results),
+            "usage": self.usage(choices),
         }
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -74,11 +82,27 @@ class Shape:
 
     def opening(self, index: int) -> dict[str, Any]:
         """The first chunk of a chat's answer, which says who speaks."""
-        delta = {"role": "assistant", "content": ""}
+        # Clients add contents up, and there is none beside a call.
+        delta = {"role": "assistant", "content": None if self.has_parts else ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def piece(self, piece: Piece, offset: int) -> dict[str, Any]:
+    def pieces(self, piece: Piece, offset: int) -> list[dict[str, Any]]:
         """What was added; `offset` is where in the text of a completion it begins."""
+        if piece.deltas is None:
+            is_worth_it = piece.text or (self.wants_logprobs and piece.tokens)
+            return [self._piece(piece, offset)] if is_worth_it else []
+        events: list[dict[str, Any]] = [
+            {"index": piece.choice.index, "delta": _delta(delta), "logprobs": None, "finish_reason": None}
+            for delta in piece.deltas
+        ]
+        if self.wants_logprobs and piece.tokens:
+            # Of all tokens, those of thoughts and calls too; the first event of several takes them along.
+            if not events:
+                events = [{"index": piece.choice.index, "delta": {}, "logprobs": None, "finish_reason": None}]
+            events[0]["logprobs"] = self._logprobs(piece.tokens, piece.logprobs, offset)
+        return events
+
+    def _piece(self, piece: Piece, offset: int) -> dict[str, Any]:
         logprobs = None
         if self.wants_logprobs and piece.tokens:
             logprobs = self._logprobs(piece.tokens, piece.logprobs, offset)
@@ -87,18 +111,22 @@ class Shape:
             content = {"delta": {"content": piece.text}}
         return {"index": piece.choice.index, **content, "logprobs": logprobs, "finish_reason": None}
 
-    def closing(self, index: int, result: GenerationResult) -> dict[str, Any]:
+    def closing(self, index: int, result: GenerationResult, parts: AnswerParts | None) -> dict[str, Any]:
         """The last chunk of an answer, which says why it ended."""
         return {
             "index": index,
             **({"delta": {}} if self.form == "chat" else {"text": ""}),
             "logprobs": None,
-            "finish_reason": _FINISH[result.finish_reason],
+            "finish_reason": self._finish_reason(result, parts),
             "timings": _timings(result),
         }
 
-    def usage(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+    def usage(self, choices: Choices) -> dict[str, Any]:
         """Over all answers; a prompt counts once, however many answers it has."""
+        results = choices.results
+        details: dict[str, Any] = {}
+        if self.has_parts:
+            details["completion_tokens_details"] = {"reasoning_tokens": choices.num_reasoning_tokens}
         firsts = results[:: self.num_choices_per_prompt]
         prompt = sum(result.prompt_token_count for result in firsts)
         completion = sum(len(result.tokens) for result in results)
@@ -107,13 +135,21 @@ class Shape:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(result.cached_token_count for result in firsts)},
+            **details,
         }
 
     def echo(self, index: int) -> Echo:
         """What stands before an answer."""
         return self.echoes[index // self.num_choices_per_prompt] if self.echoes else _NO_ECHO
 
-    def _choice(self, index: int, result: GenerationResult, first: GenerationResult) -> dict[str, Any]:
+    def _finish_reason(self, result: GenerationResult, parts: AnswerParts | None) -> str:
+        reason = _FINISH[result.finish_reason]
+        is_call = parts is not None and bool(parts.calls) and not self.is_named_call
+        return "tool_calls" if is_call and reason == "stop" else reason
+
+    def _choice(
+        self, index: int, result: GenerationResult, first: GenerationResult, parts: AnswerParts | None
+    ) -> dict[str, Any]:
         echo = self.echo(index)
         logprobs = None
         if self.wants_logprobs:
@@ -121,12 +157,12 @@ class Shape:
             logprobs = self._logprobs([*echo.tokens, *result.tokens], scored, 0)
         content: dict[str, Any] = {"text": echo.text + result.text}
         if self.form == "chat":
-            content = {"message": {"role": "assistant", "content": result.text, "refusal": None}}
+            content = {"message": _message(result.text if parts is None else parts)}
         return {
             "index": index,
             **content,
             "logprobs": logprobs,
-            "finish_reason": _FINISH[result.finish_reason],
+            "finish_reason": self._finish_reason(result, parts),
             "timings": _timings(result),
         }
 
@@ -180,6 +216,36 @@ class Shape:
             return content.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def _message(said: str | AnswerParts) -> dict[str, Any]:
+    if isinstance(said, str):
+        return {"role": "assistant", "content": said, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.calls:
+        message["content"] = said.content or None
+        message["tool_calls"] = [_call(call) for call in said.calls]
+    return message
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if isinstance(delta, Content):
+        return {"content": delta.text}
+    if isinstance(delta, Thought):
+        return {"reasoning_content": delta.text}
+    if isinstance(delta, CallBegins):
+        return {"tool_calls": [{"index": delta.index, **_call(Call(delta.id, delta.name))}]}
+    return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 
 
 def _timings(result: GenerationResult) -> dict[str, Any]:

@@ -35,7 +35,9 @@ class PromptEncoder:
             (len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocabulary_size)), default=1
         )
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weft-text")
-        self._worker = Worker("weft.server.text_process", path, chat_template or "")
+        self._worker = Worker(
+            "weft.server.text_process", path, chat_template or "", text.tool_format_name or ""
+        )
         self._answers = msgspec.msgpack.Decoder(Answer)
 
     async def encode(self, prompt: Chat | Text, size: int) -> list[int]:

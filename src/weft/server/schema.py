@@ -6,7 +6,7 @@ Types are checked here; ranges are checked where the values belong, in `Sampling
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -153,38 +153,6 @@ def _parse(body: bytes) -> Any:
 
 def _shown(name: str) -> str:
     return re.sub(r"[^\w.-]", "?", name[:40], flags=re.ASCII)  # it goes into a header
-
-
-ToolChoice = Literal["auto", "none"]
-
-
-def check_tool_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> ToolChoice:
-    """Whether the model is told of the tools; what would force a call needs a grammar."""
-    if choice is None or choice == "auto":
-        return "auto"
-    if choice == "none":
-        return "none"
-    is_named = isinstance(choice, dict) and choice.get("type") == "function"
-    if not has_tools and (is_named or choice == "required"):
-        raise ApiError(
-            400,
-            "tool_choice asks for a call, and there are no tools",
-            param="tool_choice",
-            code="invalid_value",
-        )
-    if is_named or choice == "required":
-        raise ApiError(
-            400,
-            "tool_choice: a call cannot be forced yet; allowed: auto, none",
-            param="tool_choice",
-            code="unsupported",
-        )
-    raise ApiError(
-        400,
-        f"tool_choice is {str(choice)!r:.80}; allowed: auto, none",
-        param="tool_choice",
-        code="invalid_value",
-    )
 
 
 def check_response_format(form: dict[str, Any] | None) -> None:

@@ -70,7 +70,7 @@ class _Life:
             loop.add_signal_handler(number, self._on_signal, number)
         server = await self._bind()  # a port that is taken is told before a model is loaded for nothing
         checkpoint = open_checkpoint(self._settings.model)
-        text = open_model_text(checkpoint, self._settings.chat_template)
+        text = open_model_text(checkpoint, self._settings.chat_template, self._settings.tool_format)
         starting = asyncio.ensure_future(self._engine.start())
         stopping = asyncio.ensure_future(self._stop.wait())
         try:

@@ -31,6 +31,8 @@ class ServerSettings:
     """Web pages that may call the server from a browser; "*" for all."""
     chat_template: str | None = None
     """The path of a Jinja template that is used instead of the model's own."""
+    tool_format: str | None = None
+    """How the model writes calls of tools, one of `weft.text.model_text.TOOL_FORMATS`; None: found from its template."""
     backend: str = "cpu"
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     engine: ServingEngineConfig = field(default_factory=_engine_config)

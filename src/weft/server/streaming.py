@@ -120,7 +120,7 @@ class EventStream(Response):
                 if rest > _SHORTEST_REST:
                     await asyncio.sleep(rest)
         if self._include_usage:
-            usage = self._shape.usage(choices.results)
+            usage = self._shape.usage(choices)
             await send(_body(_event(self._shape.chunk([], usage=usage))))
         return choices.results
 
@@ -137,11 +137,10 @@ class EventStream(Response):
             offset = self._offsets.get(index)
             if offset is None:
                 offset = self._open(index, events)
-            if piece.text or (shape.wants_logprobs and piece.tokens):
-                events.append(shape.piece(piece, offset))
+            events += shape.pieces(piece, offset)
             self._offsets[index] = offset + len(piece.text)
             if piece.choice.result is not None:
-                events.append(shape.closing(index, piece.choice.result))
+                events.append(shape.closing(index, piece.choice.result, piece.choice.parts))
         return events
 
     def _open(self, index: int, events: list[dict[str, Any]]) -> int:

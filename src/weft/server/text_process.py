@@ -18,7 +18,7 @@ from weft.text.model_text import ModelText, open_model_text
 
 
 class Chat(msgspec.Struct, frozen=True, tag=True):
-    """The arguments of `ChatTemplate.encode`."""
+    """The arguments of `ModelText.encode_chat`."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -61,7 +61,7 @@ def encode_prompt(text: ModelText, prompt: Chat | Text) -> list[int]:
         return text.tokenizer.encode(prompt.text)
     if prompt.continue_final_message and not prompt.messages:
         raise InvalidRequestError("messages is empty; send at least one message", field="messages")
-    return text.require_chat_template().encode(
+    return text.encode_chat(
         prompt.messages,
         tools=prompt.tools,
         documents=prompt.documents,
@@ -83,9 +83,9 @@ def _answer(text: ModelText, question: Question) -> Answer:
 
 def main() -> None:
     ignore_signals()
-    path, chat_template = sys.argv[1:]
+    path, chat_template, tool_format = sys.argv[1:]
     questions = msgspec.msgpack.Decoder(Question)
-    text = open_model_text(open_checkpoint(path), chat_template or None)
+    text = open_model_text(open_checkpoint(path), chat_template or None, tool_format or None)
     answer_all(lambda question: msgspec.msgpack.encode(_answer(text, questions.decode(question))))
 
 

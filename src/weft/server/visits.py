@@ -20,6 +20,7 @@ from weft.server.limits import KeyLimits
 from weft.server.metrics import ServerMetrics
 from weft.server.pace import Pace
 from weft.server.settings import ServerSettings
+from weft.text.answer_reader import AnswerForm
 
 Outcome = list[GenerationResult] | ApiError | None
 """How a request ended; None: nobody was there any more."""
@@ -140,9 +141,16 @@ class Visits:
         self._idle.clear()
         return visit
 
-    async def submit(self, visit: Visit, requests: Sequence[InferenceRequest], is_streamed: bool) -> None:
+    async def submit(
+        self,
+        visit: Visit,
+        requests: Sequence[InferenceRequest],
+        form: AnswerForm | None = None,
+        *,
+        is_streamed: bool,
+    ) -> None:
         """Hands the request to the engine: at once, or, when others are before it, in its turn, which is not waited
-        for."""
+        for. `form` is that of its answers."""
         visit.choices.check()
         visit.requests = requests
         if visit.limits is not None:
@@ -157,7 +165,7 @@ class Visits:
         )
         visit.turn = turn = self._gate.ask(visit.key, job)
         wake_every = _WAKE_EVERY_FOR_STOPS if first.params.stop else _WAKE_EVERY
-        work = partial(self._submit_in_turn, visit, 1 if is_streamed else wake_every)
+        work = partial(self._submit_in_turn, visit, form, 1 if is_streamed else wake_every)
         if turn is None or turn.may_go.done():
             await work()
         else:
@@ -195,7 +203,7 @@ class Visits:
         )
         return True
 
-    async def _submit_in_turn(self, visit: Visit, wake_every: int) -> None:
+    async def _submit_in_turn(self, visit: Visit, form: AnswerForm | None, wake_every: int) -> None:
         requests, waited = visit.requests, 0.0
         if (turn := visit.turn) is not None:
             deadline = requests[0].deadline
@@ -209,7 +217,7 @@ class Visits:
                 return  # it was given up in the moment in which its turn came
             waited = self._clock() - visit.began
             requests = [later(request, waited) for request in requests]
-        await visit.choices.submit(requests, wake_every=wake_every, waited=waited)
+        await visit.choices.submit(requests, form, wake_every=wake_every, waited=waited)
         if turn is not None:
             self._gate.submitted(turn)
 

@@ -17,9 +17,11 @@ from typing import Any
 
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.text.messages import ContentForm, Message, checked_objects, has_tool_calls, normalised_messages
+from weft.text.reasoning import ReasoningMarkers, markers_in
 from weft.text.shield import Shield
 from weft.text.template_process import TemplateFailed, TemplateProcess
 from weft.text.tokenizer import MARK, Tokenizer
+from weft.text.tool_formats import ToolFormat, format_in
 
 _LONGEST_SOURCE = 1 << 20
 # Unicode promises never to assign these; the first is what the tokenizer is quickest with.
@@ -107,6 +109,31 @@ class ChatTemplate:
         rendered = [text for text in probes if text is not None]
         # Of a template that takes neither nothing is known: let it say what it thinks of the request.
         return not rendered or any(_PROBE in text for text in rendered)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls: found by giving the template one. None for a format that weft does not know."""
+        name = "tool_use" if "tool_use" in self._sources else "default"
+        arguments = {_PROBE: _PROBE}
+        texts = [
+            self._probe(name, [{"role": "user", "content": "hello"}, _probe_call(form)], [_PROBE_TOOL])
+            for form in (arguments, json.dumps(arguments))
+        ]
+        return format_in([text for text in texts if text is not None])
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether a system message is part of the prompt."""
+        name = "default" if "default" in self._sources else "tool_use"
+        talk = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "hello"}]
+        parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in talk]
+        rendered = self._probe(name, parts if self._content_forms[name] == "parts" else talk)
+        return rendered is not None and _PROBE in rendered
+
+    @cached_property
+    def reasoning(self) -> ReasoningMarkers | None:
+        """What is around the thoughts of the model; None for one whose template knows of none."""
+        return markers_in(self._sources.values())
 
     def close(self) -> None:
         """End the template's process; rendering starts it again."""
@@ -220,6 +247,15 @@ def _shield(tokenizer: Tokenizer, source: str) -> Shield:
         if token in source and not token.isspace() and not (f"'{token}'" in source or f'"{token}"' in source)
     }
     return Shield({*tokenizer.control_tokens.values(), *written}, source)
+
+
+def _probe_call(arguments: Any) -> dict[str, Any]:
+    call = {
+        "id": "123456789",  # some templates count its characters
+        "type": "function",
+        "function": {"name": _PROBE, "arguments": arguments},
+    }
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _unused_characters(context: Mapping[str, Any]) -> tuple[str, str]:

@@ -11,11 +11,18 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """The text of one stream. Each token costs its own bytes, however long the stream already is."""
+    """The text of one stream. Each token costs its own bytes, however long the stream already is.
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_control: bool = True) -> None:
+    Control tokens are no part of it, but for those in `shown`.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_control: bool = True, shown: frozenset[int] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.control_ids if skip_control else frozenset()
+        self._skipped: frozenset[int] = tokenizer.control_ids if skip_control else frozenset()
+        if shown:
+            self._skipped -= shown
         self._decoder = _Utf8Decoder("replace")
 
     def add(self, token_id: int) -> str:

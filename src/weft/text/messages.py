@@ -51,6 +51,14 @@ def has_tool_calls(messages: Sequence[Message]) -> bool:
     return any(message.get("tool_calls") for message in messages)
 
 
+def mentions_tools(messages: Any) -> bool:
+    """Whether tools were called in a conversation, which need not be a valid one."""
+    return isinstance(messages, Sequence) and any(
+        isinstance(message, Mapping) and (message.get("tool_calls") or message.get("role") == "tool")
+        for message in messages
+    )
+
+
 def _message(message: Any, where: str, content_form: ContentForm, parse_arguments: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.loading.checkpoint import Checkpoint
 from weft.text.chat_template import ChatTemplate
 from weft.text.folder_tokenizer import read_folder_tokenizer
 from weft.text.gguf_tokenizer import tokenizer_of
+from weft.text.messages import Message, mentions_tools
+from weft.text.reasoning import ReasoningMarkers
 from weft.text.tokenizer import Tokenizer
+from weft.text.tool_formats import FORMATS, HERMES, ToolFormat
+from weft.text.tool_history import as_template_takes_it
+from weft.text.tool_prompt import with_tools_as_text
+
+WEFT_TOOLS = "weft"
+TOOL_FORMATS = (*FORMATS, WEFT_TOOLS)
+_TAIL_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class ModelText:
-    """`chat_template` is None for a model that was not made for conversations."""
+    """`chat_template` is None for a model that was not made for conversations.
+
+    `tool_format_name` is one of TOOL_FORMATS: how the model writes calls, or "weft" for a prompt of weft's own. None
+    finds out from the template.
+    """
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    tool_format_name: str | None = None
 
     def close(self) -> None:
         """End the process that renders templates."""
@@ -34,22 +52,84 @@ class ModelText:
             )
         return self.chat_template
 
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """How the model is told to write calls, or does of itself."""
+        if self.writes_tools:
+            return HERMES
+        assert self.chat_template is not None
+        named = FORMATS.get(self.tool_format_name or "")
+        return named or self.chat_template.tool_format or HERMES
 
-def open_model_text(checkpoint: Checkpoint, chat_template: str | Path | None = None) -> ModelText:
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether weft tells the model of tools, in a system message: where the template does not, or makes the model
+        write calls in a way that weft cannot read."""
+        template = self.chat_template
+        if template is None or self.tool_format_name == WEFT_TOOLS or not template.uses_tools:
+            return True
+        return self.tool_format_name is None and template.tool_format is None
+
+    @property
+    def reasoning(self) -> ReasoningMarkers | None:
+        return None if self.chat_template is None else self.chat_template.reasoning
+
+    def begins_inside_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Whether the prompt itself opened the thoughts, so that an answer begins in the middle of them."""
+        if self.reasoning is None:
+            return False
+        tail = self.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_control=False)
+        return tail.rstrip().endswith(self.reasoning.opening)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """The prompt of a conversation, as `ChatTemplate.encode`; tools work with every template."""
+        template = self.require_chat_template()
+        has_history = mentions_tools(messages)
+        if (tools or has_history) and self.writes_tools:
+            messages = with_tools_as_text(messages, tools, takes_system=template.takes_system)
+            tools = None
+        elif has_history:
+            messages = as_template_takes_it(messages, self.tool_format)
+        return template.encode(
+            messages,
+            tools=tools,
+            documents=documents,
+            options=options,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+
+
+def open_model_text(
+    checkpoint: Checkpoint, chat_template: str | Path | None = None, tool_format: str | None = None
+) -> ModelText:
     """Tokenizer and chat template of a model; errors name its path. `chat_template` is the path of a template to be used
     instead of the model's own."""
+    if tool_format is not None and tool_format not in TOOL_FORMATS:
+        raise InvalidRequestError(
+            f"tool_format is {tool_format!r:.80}; allowed: {', '.join(TOOL_FORMATS)}", field="tool_format"
+        )
     if checkpoint.vocabulary is None:
         tokenizer = read_folder_tokenizer(checkpoint.path)
     try:
         if checkpoint.vocabulary is not None:
             tokenizer = tokenizer_of(checkpoint.vocabulary)
         if chat_template is None:
-            has_template = bool(tokenizer.specials.chat_templates)
-            return ModelText(tokenizer, ChatTemplate(tokenizer) if has_template else None)
+            template = ChatTemplate(tokenizer) if tokenizer.specials.chat_templates else None
+            return ModelText(tokenizer, template, tool_format)
     except ModelFileError as error:
         raise ModelFileError(f"{checkpoint.path}: {error}") from error
     try:
         sources = {"default": Path(chat_template).read_text("utf-8")}
-        return ModelText(tokenizer, ChatTemplate(tokenizer, sources=sources))
+        return ModelText(tokenizer, ChatTemplate(tokenizer, sources=sources), tool_format)
     except (OSError, UnicodeDecodeError, ModelFileError) as error:
         raise ModelFileError(f"chat template {chat_template}: {error}") from error

@@ -1,0 +1,130 @@
+"""However an answer is cut into pieces, its parts are the same, and no text is lost. Everything random comes from a seed."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from weft.text.answer_parts import AnswerParts, Content, joined
+from weft.text.answer_reader import AnswerForm, AnswerReader
+from weft.text.reasoning import ReasoningMarkers
+from weft.text.tool_formats import FORMATS, ToolFormat
+
+NUM_TEXTS = 400
+THINK = ReasoningMarkers("<think>", "</think>")
+# What answers are made of: markers, halves of markers, pieces of calls, and text that is none of these.
+PIECES = (
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_",
+        "call>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+        "<|python_tag|>",
+    ),
+    *(
+        "<think>",
+        "</think>",
+        "</thi",
+        "[",
+        "]",
+        "{",
+        "}",
+        '"',
+        "\\",
+        ",",
+        ";",
+        ":",
+        " ",
+        "\n",
+        "é",
+        "🎉",
+        "word",
+    ),
+    *(
+        '{"name": "f", "arguments": {"a": 1}}',
+        '{"name": "f", "parameters": {"b": "}"}}',
+        '"name"',
+        '"f"',
+        "f",
+    ),
+    *('{"name": "f", ', '"arguments": {', '"arguments"', "null", "-1.5e3", " " * 70, "{}"),
+)
+
+
+def random_text(source: random.Random, form: ToolFormat) -> str:
+    pieces = (*PIECES, *[form.written([("f", '{"a": "}"}'), ("f", "{}")]), form.openings[0]] * 3)
+    return "".join(source.choice(pieces) for _ in range(source.randint(1, 25)))
+
+
+def whole(form: AnswerForm, pieces: list[str]) -> AnswerParts:
+    reader = AnswerReader(form)
+    found = joined([delta for piece in pieces for delta in reader.add(piece)] + reader.finish())
+    for call in found.calls:
+        call.id = ""
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_any_cutting_gives_the_same_whole(name: str, thinks: bool) -> None:
+    num_calls = 0
+    for seed in range(NUM_TEXTS):
+        source = random.Random(f"{name} {seed}")
+        text = random_text(source, FORMATS[name])
+        form = AnswerForm(
+            THINK if thinks else None,
+            begins_inside=thinks and source.random() < 0.3,
+            tools=FORMATS[name],
+            names={"f"},
+            max_calls=source.choice([None, None, 1]),
+        )
+        expected = whole(form, [text])
+        num_calls += len(expected.calls)
+        for _ in range(4):
+            places = sorted(source.choices(range(len(text) + 1), k=source.randint(1, 12)))
+            cut = [text[a:b] for a, b in pairwise([0, *places, len(text)])]
+            assert whole(form, cut) == expected, f"seed {seed}: {cut}"
+        assert whole(form, list(text)) == expected, f"seed {seed}, single characters: {text!r}"
+    assert num_calls > 30
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_nothing_is_told_that_was_not_written_there_and_without_calls_all_of_it_is(name: str) -> None:
+    form = AnswerForm(tools=FORMATS[name], names={"f"})
+    for seed in range(NUM_TEXTS):
+        text = random_text(random.Random(f"{name} {seed}"), FORMATS[name])
+        reader = AnswerReader(form)
+        deltas = reader.add(text) + reader.finish()
+        if not joined(deltas).calls:
+            assert joined(deltas).content == text, f"seed {seed}"
+            continue
+        place = 0
+        for delta in deltas:
+            if isinstance(delta, Content):
+                for word in delta.text.split():
+                    place = text.find(word, place) + len(word)
+                    assert place >= len(word), f"seed {seed}: {word!r} of {text!r}"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_words_and_calls_come_back_as_they_were_put_together(name: str) -> None:
+    form = FORMATS[name]
+    for seed in range(NUM_TEXTS):
+        source = random.Random(f"{name} {seed}")
+        calls = [
+            (source.choice("fg"), f'{{"n": {number}, "s": "<b>"}}') for number in range(source.randint(1, 4))
+        ]
+        before, after = (
+            source.choice(["", "well ", "a <tool\n"]),
+            source.choice(["", "\n", " that's all", "."]),
+        )
+        if form.is_bare:
+            before = ""
+        found = whole(AnswerForm(tools=form, names={"f", "g"}), [before + form.written(calls) + after])
+        assert [(call.name, call.arguments) for call in found.calls] == calls, f"seed {seed}"
+        assert found.content.split() == (before + after).split(), f"seed {seed}"

@@ -1,0 +1,216 @@
+"""Answers with calls and thoughts as clients of the OpenAI API get them: whole, and added up from a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from weft.config import ServingEngineConfig
+from weft.engine import wire
+from weft.engine.client import Answer, EngineClient
+from weft.request import (
+    FinishReason,
+    GenerationResult,
+    RequestId,
+    RequestState,
+    SamplingParams,
+    TokenOutput,
+)
+from weft.server.answers import Choice, Choices
+from weft.server.openai import Shape
+from weft.text.answer_reader import AnswerForm, AnswerReader
+from weft.text.answer_text import AnswerText
+from weft.text.reasoning import ReasoningMarkers
+from weft.text.tokenizer import Tokenizer
+from weft.text.tool_formats import HERMES, ToolFormat
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+THINK = ReasoningMarkers("<think>", "</think>")
+TOOLS = AnswerForm(tools=HERMES)
+
+
+def answered(
+    text: str, tokenizer: Tokenizer, reason: FinishReason, capacity: int = 1000
+) -> tuple[Answer, list[TokenOutput]]:
+    """An answer of the engine, as its client has it, and the outputs that make it."""
+    tokens = tokenizer.encode(text, allow_control=True, add_bos=False)
+    client = EngineClient("noop", {}, ServingEngineConfig())
+    answer = Answer(client, 0, capacity, asyncio.Event())
+    outputs = [
+        TokenOutput(RequestId(0), token, "", -0.5, False, None, place, ((token, -0.5),))
+        for place, token in enumerate(tokens)
+    ]
+    outputs.append(TokenOutput(RequestId(0), None, "", None, True, reason, len(tokens)))
+    result = GenerationResult(
+        RequestId(0), (), "", RequestState.COMPLETED, reason, None, 0, 0, 0, 0, 0, prompt_token_count=7,
+        cached_token_count=0, preemptions=0,
+    )  # fmt: skip
+    for output in outputs[:-1]:
+        answer.put(output)
+    answer.end(wire.Ended(len(tokens), result), wants_logprobs=True)
+    unread = answer.take()
+    return answer, [*unread, outputs[-1]]
+
+
+class Said:
+    """One answer, taken `step` tokens at a time: its chunks, and what it is as a whole."""
+
+    def __init__(
+        self,
+        text: str,
+        tokenizer: Tokenizer,
+        form: AnswerForm,
+        *,
+        step: int = 1,
+        reason: FinishReason = FinishReason.END_OF_SEQUENCE,
+        **shape: Any,
+    ) -> None:
+        answer, outputs = answered(text, tokenizer, reason)
+        params = SamplingParams(logprobs=0)
+        said = AnswerText(tokenizer, params, shown=form.shown_ids(tokenizer))
+        self.choice = Choice(0, answer, said, AnswerReader(form))
+        self.shape = Shape("chat", "m", tokenizer, has_parts=True, **shape)
+        events = [self.shape.opening(0)]
+        for start in range(0, len(outputs), step):
+            for output in outputs[start : start + step]:
+                answer.put(output)
+            piece = self.choice.take()
+            assert piece is not None
+            events += self.shape.pieces(piece, 0)
+        assert self.choice.result is not None
+        events.append(self.shape.closing(0, self.choice.result, self.choice.parts))
+        self.chunks = [self.shape.chunk([event]) for event in events]
+        choices = Choices(answer._client, tokenizer)
+        choices._choices = [self.choice]
+        self.whole = ChatCompletion.model_validate(self.shape.answer(choices)).choices[0]
+        state: Any = ChatCompletionStreamState()
+        for chunk in self.chunks:
+            state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+        self.added_up = state.current_completion_snapshot.choices[0]
+
+    def check_same(self) -> None:
+        """What a client adds up is the whole answer."""
+        whole, streamed = self.whole.message, self.added_up.message
+        assert (streamed.content or None) == (whole.content or None)
+        calls = [
+            [
+                (call.id, call.type, call.function.name, call.function.arguments)
+                for call in message.tool_calls or []
+            ]
+            for message in (whole, streamed)
+        ]
+        assert calls[0] == calls[1]
+        assert self.added_up.finish_reason == self.whole.finish_reason
+        assert streamed.role == "assistant"
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_calls_alone_have_no_content_and_end_as_calls(default_tokenizer: Tokenizer, step: int) -> None:
+    said = Said(f"{CALL}\n{OTHER}", default_tokenizer, TOOLS, step=step)
+    said.check_same()
+    message = said.whole.message
+    assert message.content is None and said.whole.finish_reason == "tool_calls"
+    assert said.added_up.message.content is None
+    calls: Any = message.tool_calls
+    assert [(call.function.name, call.function.arguments) for call in calls] == [
+        ("get_weather", '{"city": "Paris"}'),
+        ("get_time", "{}"),
+    ]
+    assert all(call.type == "function" and call.id.startswith("call_") for call in calls)
+
+
+def test_the_first_delta_of_a_call_names_it_and_the_others_bring_arguments(
+    default_tokenizer: Tokenizer,
+) -> None:
+    said = Said(CALL, default_tokenizer, TOOLS)
+    deltas = [chunk["choices"][0]["delta"] for chunk in said.chunks]
+    assert deltas[0] == {"role": "assistant", "content": None} and deltas[-1] == {}
+    [first, *others] = [delta["tool_calls"][0] for delta in deltas[1:-1]]
+    assert set(first) == {"index", "id", "type", "function"}
+    assert first["function"] == {"name": "get_weather", "arguments": ""}
+    assert len(others) > 3 and all(set(other) == {"index", "function"} for other in others)
+    assert "".join(other["function"]["arguments"] for other in others) == '{"city": "Paris"}'
+
+
+def test_content_before_a_call_is_kept(default_tokenizer: Tokenizer) -> None:
+    said = Said(f"Let me see.\n{CALL}", default_tokenizer, TOOLS)
+    said.check_same()
+    assert said.whole.message.content == "Let me see." and said.whole.finish_reason == "tool_calls"
+
+
+def test_a_call_of_a_named_tool_ends_as_a_stop(default_tokenizer: Tokenizer) -> None:
+    said = Said(CALL, default_tokenizer, AnswerForm(tools=HERMES, max_calls=1), is_named_call=True)
+    said.check_same()
+    assert said.whole.message.tool_calls and said.whole.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("text", [CALL[:60], CALL[:25]], ids=["in the arguments", "before them"])
+def test_30_a_call_that_is_cut_keeps_its_text_and_ends_by_length(
+    default_tokenizer: Tokenizer, text: str
+) -> None:
+    said = Said(text, default_tokenizer, TOOLS, reason=FinishReason.LENGTH)
+    said.check_same()
+    assert said.whole.finish_reason == "length"
+    message = said.whole.message
+    if message.tool_calls:
+        call: Any = message.tool_calls[0]
+        assert call.function.name == "get_weather" and text.endswith(call.function.arguments)
+        assert message.content is None
+    else:
+        assert message.content == text
+
+
+def test_where_calls_may_not_be_parallel_the_answer_ends_with_the_first(default_tokenizer: Tokenizer) -> None:
+    said = Said(f"{CALL}\n{OTHER}", default_tokenizer, AnswerForm(tools=HERMES, max_calls=1))
+    said.check_same()
+    assert len(said.whole.message.tool_calls or ()) == 1 and said.whole.finish_reason == "tool_calls"
+    assert said.choice.result is not None
+    assert len(said.choice.result.tokens) < len(default_tokenizer.encode(CALL))
+
+
+def test_thoughts_are_told_apart_and_counted(default_tokenizer: Tokenizer) -> None:
+    form = AnswerForm(THINK, begins_inside=True, tools=HERMES)
+    said = Said(f"The user asks.\n</think>\n\n{CALL}", default_tokenizer, form)
+    said.check_same()
+    message: Any = said.whole.message
+    assert message.reasoning_content == "The user asks." and message.content is None and message.tool_calls
+    deltas = [chunk["choices"][0]["delta"] for chunk in said.chunks]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "The user asks."
+    thoughts = default_tokenizer.encode("The user asks.\n</think>", add_bos=False)
+    assert said.choice.num_reasoning_tokens == len(thoughts)
+
+
+def test_logprobs_are_those_of_all_tokens_whatever_they_are_part_of(default_tokenizer: Tokenizer) -> None:
+    form = AnswerForm(THINK, tools=HERMES)
+    text = f"<think>hm</think>{CALL}"
+    said = Said(text, default_tokenizer, form, wants_logprobs=True)
+    whole: Any = said.whole.logprobs
+    assert "".join(entry.token for entry in whole.content) == text
+    streamed: Any = said.added_up.logprobs
+    assert [entry.token for entry in streamed.content] == [entry.token for entry in whole.content]
+
+
+def test_markers_that_are_control_tokens_reach_the_parser_and_others_stay_out(
+    default_tokenizer: Tokenizer,
+) -> None:
+    """With control tokens of the default model in the place of `[TOOL_CALLS]` and `[ARGS]`."""
+    control = ToolFormat(
+        "test", ("<file_sep>",), before_name="<file_sep>", before_arguments="[ARGS]", has_named_calls=True
+    )
+    said = Said("Now<jupyter_code><file_sep>f[ARGS]{}", default_tokenizer, AnswerForm(tools=control))
+    said.check_same()
+    call: Any = (said.whole.message.tool_calls or [None])[0]
+    assert said.whole.message.content == "Now" and call.function.name == "f"
+
+
+def test_an_answer_without_calls_is_as_before(default_tokenizer: Tokenizer) -> None:
+    said = Said("Paris, <b>of course</b>.\n", default_tokenizer, TOOLS)
+    said.check_same()
+    assert said.whole.message.content == "Paris, <b>of course</b>.\n" and not said.whole.message.tool_calls
+    assert said.whole.finish_reason == "stop"
+    assert said.whole.logprobs is None

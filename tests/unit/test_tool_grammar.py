@@ -1,0 +1,267 @@
+"""Forced and strict calls as grammars: llguidance takes them, and they allow what they must and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from weft.request import Grammar
+from weft.text.answer_parts import joined
+from weft.text.answer_reader import AnswerForm, AnswerReader
+from weft.text.reasoning import ReasoningMarkers
+from weft.text.tokenizer import Tokenizer
+from weft.text.tool_formats import FORMATS, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolFormat
+from weft.text.tool_grammar import Tool, behind_thoughts, forced_calls, possible_calls
+
+llguidance = pytest.importorskip("llguidance")
+
+THINK = ReasoningMarkers("<think>", "</think>")
+WEATHER = Tool(
+    "get_weather",
+    {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/days"}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"days": {"type": "integer"}},
+    },
+    is_strict=True,
+)
+ALL = Tool("get", {"type": "object", "properties": {}, "additionalProperties": False})
+PARIS = ("get_weather", '{"city": "Paris"}')
+NOTHING = ("get", "{}")
+
+
+class Vocabulary:
+    """A model's vocabulary as llguidance wants it, with some tokens made control tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.eos_token_id = 2
+        self.bos_token_id = 1
+        self.special_token_ids = sorted(tokenizer.control_ids)
+        self.tokens = [
+            b"\xff" * (token in tokenizer.control_ids) + tokenizer.token_bytes(token)
+            for token in range(tokenizer.vocabulary_size)
+        ]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode())
+
+
+@pytest.fixture(scope="module")
+def matching(default_tokenizer: Tokenizer) -> Any:
+    wrapped = llguidance.TokenizerWrapper(Vocabulary(default_tokenizer))
+    return llguidance.LLTokenizer(wrapped, eos_token=[2])
+
+
+def tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(text, allow_control=True, add_bos=False)
+
+
+def allows(grammar: Grammar, text: str, tokenizer: Tokenizer, matching: Any) -> bool:
+    """Whether the text may be a whole answer."""
+    matcher = llguidance.LLMatcher(matching, llguidance.LLMatcher.grammar_from_lark(grammar.definition))
+    assert not matcher.get_error(), matcher.get_error()
+    tokens = tokens_of(text, tokenizer)
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+def check(
+    grammar: Grammar | None, tokenizer: Tokenizer, matching: Any, good: Sequence[str], bad: Sequence[str]
+) -> None:
+    assert grammar is not None and grammar.kind == "lark"
+    for text in good:
+        assert allows(grammar, text, tokenizer, matching), text
+    for text in bad:
+        assert not allows(grammar, text, tokenizer, matching), text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_forced_call_is_one_of_the_tools_with_arguments_that_follow_its_schema(
+    name: str, default_tokenizer: Tokenizer, matching: Any
+) -> None:
+    form = FORMATS[name]
+    grammar = forced_calls([WEATHER, ALL], AnswerForm(tools=form), default_tokenizer)
+    good = [[PARIS], [NOTHING], [("get_weather", '{"city": "", "days": 3}')]]
+    bad = [
+        [("get_weather", "{}")],
+        [("get_weather", '{"city": 1}')],
+        [("get_weather", '{"city": "", "days": "3"}')],
+        [("get", '{"city": "Paris"}')],
+        [("set", "{}")],
+    ]
+    texts = [form.written(calls) for calls in good]
+    check(
+        grammar,
+        default_tokenizer,
+        matching,
+        texts,
+        ["", "Hello", *(form.written(calls) for calls in bad), texts[0] + " Done."],
+    )
+    several = form.written([PARIS, NOTHING, PARIS])
+    assert allows(grammar, several, default_tokenizer, matching) == (not form.is_single)
+    # What is forced is what the parser reads.
+    for calls in good:
+        reader = AnswerReader(AnswerForm(tools=form, names={"get", "get_weather"}))
+        found = joined(reader.add(form.written(calls)) + reader.finish())
+        assert [(call.name, call.arguments) for call in found.calls] == calls and not found.content
+
+
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, MISTRAL_ARGS], ids=lambda form: form.name)
+def test_where_calls_may_not_be_parallel_one_is_all_that_is_allowed(
+    form: ToolFormat, default_tokenizer: Tokenizer, matching: Any
+) -> None:
+    grammar = forced_calls([ALL], AnswerForm(tools=form, max_calls=1), default_tokenizer)
+    one, two = form.written([NOTHING]), form.written([NOTHING, NOTHING])
+    check(grammar, default_tokenizer, matching, [one], [two])
+    grammar = forced_calls([ALL], AnswerForm(tools=form), default_tokenizer, is_single=True)
+    check(grammar, default_tokenizer, matching, [one], [two])
+
+
+def test_a_named_tool_is_the_only_one(default_tokenizer: Tokenizer, matching: Any) -> None:
+    grammar = forced_calls([ALL], AnswerForm(tools=HERMES), default_tokenizer)
+    check(grammar, default_tokenizer, matching, [HERMES.written([NOTHING])], [HERMES.written([PARIS])])
+
+
+@pytest.mark.parametrize(
+    ("begins_inside", "good", "bad"),
+    [
+        (
+            False,
+            ["{call}", "<think>\nhm\n</think>\n\n{call}", "<think>{call}</think>{call}"],
+            ["hm</think>{call}"],
+        ),
+        (True, ["hm</think>{call}", "\nhm {call}\n</think>\n\n{call}"], ["{call}", "hm"]),
+    ],
+)
+def test_a_model_that_thinks_may_do_so_before_a_forced_call(
+    begins_inside: bool, good: list[str], bad: list[str], default_tokenizer: Tokenizer, matching: Any
+) -> None:
+    form = AnswerForm(THINK, begins_inside=begins_inside, tools=HERMES)
+    call = HERMES.written([PARIS])
+    check(
+        forced_calls([WEATHER], form, default_tokenizer),
+        default_tokenizer,
+        matching,
+        [text.replace("{call}", call) for text in good],
+        [text.replace("{call}", call) for text in bad],
+    )
+
+
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, MISTRAL_ARGS, LLAMA3], ids=lambda form: form.name)
+@pytest.mark.parametrize("reasoning", [None, THINK])
+def test_a_strict_tool_that_may_be_called_is_called_by_its_schema(
+    form: ToolFormat, reasoning: ReasoningMarkers | None, default_tokenizer: Tokenizer, matching: Any
+) -> None:
+    grammar = possible_calls([WEATHER, ALL], AnswerForm(reasoning, tools=form), default_tokenizer, None)
+    before = "" if form.is_bare else "Let me <see>. "
+    good = [
+        "Hello, world!",
+        "Is 1 < 2 [sic]?",
+        before + form.written([PARIS]),
+        form.written([("get", '{"any": [1]}')]),  # not strict: any object
+    ]
+    bad = [
+        before + form.written([("get_weather", '{"town": "Paris"}')]),
+        form.written([("set", "{}")]),
+        before + form.written([PARIS])[:-4],
+    ]
+    if reasoning is not None:
+        good.append(f"<think>hm {form.written([PARIS])}</think>\n\n" + before + form.written([PARIS]))
+        bad.append("<think>hm " + form.written([PARIS]))
+    if not form.is_single:
+        good.append(form.written([PARIS, NOTHING]))
+    check(grammar, default_tokenizer, matching, good, bad)
+
+
+def test_what_cannot_be_enforced_is_refused_for_strict_tools_alone(
+    default_tokenizer: Tokenizer, matching: Any
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "uniqueItems": True}},
+        "required": ["a"],
+    }
+    for is_strict in (False, True):
+        grammar = forced_calls(
+            [Tool("f", schema, is_strict)], AnswerForm(tools=HERMES), default_tokenizer
+        ).definition
+        error = llguidance.LLMatcher.validate_grammar(
+            llguidance.LLMatcher.grammar_from_lark(grammar), matching
+        )
+        assert ("uniqueItems" in error) == is_strict
+
+
+def test_without_strict_tools_and_without_a_form_nothing_is_held_to_a_grammar(
+    default_tokenizer: Tokenizer,
+) -> None:
+    assert possible_calls([ALL], AnswerForm(tools=HERMES), default_tokenizer, None) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "good", "bad"),
+    [
+        (Grammar("json_schema", '{"type": "object", "required": ["a"]}'), '{"a": 1}', '{"b": 1}'),
+        (Grammar("regex", r"[a-c]+/\d"), "abc/1", "abd"),
+        (Grammar("choice", '["yes", "no"]'), "yes", "maybe"),
+        (Grammar("lark", 'start: "a" B\nB: /[0-9]+/'), "a12", "b"),
+    ],
+    ids=lambda value: getattr(value, "kind", None),
+)
+def test_beside_tools_an_answer_has_the_form_asked_for_or_is_a_call(
+    answer: Grammar, good: str, bad: str, default_tokenizer: Tokenizer, matching: Any
+) -> None:
+    form = AnswerForm(tools=HERMES)
+    grammar = possible_calls([ALL], form, default_tokenizer, answer)
+    call = HERMES.written([NOTHING])
+    check(grammar, default_tokenizer, matching, [good, call], [bad, "Hello", f"{good}{call}"])
+    thinking = AnswerForm(THINK, begins_inside=True)
+    check(
+        behind_thoughts(answer, thinking, default_tokenizer),
+        default_tokenizer,
+        matching,
+        [f"hm</think>{good}", f"hm {bad}\n</think>\n{good}"],
+        [good, f"hm</think>{bad}"],
+    )
+    assert behind_thoughts(answer, form, default_tokenizer) is answer
+
+
+def test_markers_that_are_control_tokens_are_forced_as_such(
+    default_tokenizer: Tokenizer, matching: Any
+) -> None:
+    """With control tokens of the default model in the place of `[TOOL_CALLS]` and `[ARGS]`."""
+    opening, middle = "<file_sep>", "<jupyter_code>"
+    form = ToolFormat("test", (opening, middle), before_name=opening, before_arguments=middle, separator="")
+    tokenizer = default_tokenizer
+    ids = {text: token for token, text in tokenizer.control_tokens.items()}
+    call = f"{opening}get{middle}{{}}"
+    assert ids[opening] in tokens_of(call, tokenizer)
+    good = [call, call + call]
+    check(
+        forced_calls([ALL], AnswerForm(tools=form), tokenizer), tokenizer, matching, good, ["", "hm" + call]
+    )
+    strict = Tool("get", ALL.parameters, is_strict=True)
+    check(
+        possible_calls([strict], AnswerForm(tools=form), tokenizer, None),
+        tokenizer,
+        matching,
+        [*good, "hm", "hm " + call],
+        [f"{opening}get{middle}{{1}}"],
+    )
+    thoughts = ReasoningMarkers("<issue_start>", "<issue_closed>")
+    thinking = AnswerForm(thoughts, tools=form)
+    inside = AnswerForm(thoughts, begins_inside=True, tools=form)
+    check(
+        forced_calls([ALL], thinking, tokenizer),
+        tokenizer,
+        matching,
+        [call, "<issue_start>hm<issue_closed>\n" + call],
+        ["<issue_start>hm" + call],
+    )
+    check(forced_calls([ALL], inside, tokenizer), tokenizer, matching, ["hm<issue_closed>" + call], [call])
+    assert thinking.shown_ids(tokenizer) == {
+        ids[text] for text in (opening, middle, "<issue_start>", "<issue_closed>")
+    }
