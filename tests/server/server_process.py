@@ -95,6 +95,7 @@ def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
         "model": str(model_path),
         "names": [MODEL, "alias"],
         "port": 0,
+        "log_format": "off",
         "backend": "noop",
         "backend_options": {"vocabulary_size": 49152, "max_context": 8192},
         **settings,

@@ -254,6 +254,7 @@ def weft(*arguments: str) -> list[str]:
 
 def test_the_command_says_what_it_serves_and_where_and_ctrl_c_ends_it(default_model_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "WEFT_API_KEY": "secret"}
+    environment["WEFT_SERVE_LOG_FORMAT"] = "text"
     process = subprocess.Popen(
         weft(str(default_model_path), "--port", "0", "--name", MODEL, "--context", "512"),
         stderr=subprocess.PIPE,

@@ -27,9 +27,11 @@ from weft.server import schema
 from weft.server.answers import Choices
 from weft.server.errors import ApiError, as_api_error, json_response
 from weft.server.guard import Guard
+from weft.server.logs import ServerLog, current_record
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
 from weft.server.openai import Echo, Form, Shape
 from weft.server.prompts import PromptEncoder
+from weft.server.request_log import Logged
 from weft.server.requests import check_completion, inference_request, prompts_of, sampling_params
 from weft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.server.settings import ServerSettings
@@ -63,12 +65,14 @@ class ServerApp:
         text: ModelText,
         suggestions: Mapping[str, Any],
         engine: EngineClient,
+        log: ServerLog,
     ) -> None:
         self.settings = settings
         self.text = text
         self.engine = engine
         self.is_draining = False
         self.encoder = PromptEncoder(text, settings.model, engine.max_sequence_length)
+        self._log = log
         self._suggestions = suggestions
         self._name = settings.names[0]
         self._metrics = ServerMetrics(self._name)
@@ -114,9 +118,8 @@ class ServerApp:
             middleware = [
                 Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             ]
-        return Guard(
-            Starlette(routes=routes, exception_handlers=handlers, middleware=middleware), self.settings
-        )
+        app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
+        return Logged(Guard(app, self.settings), self._log)
 
     # ------------------------------------------------------------------ generating
 
@@ -143,7 +146,10 @@ class ServerApp:
             )
             with _renamed_params(asked):
                 prepared = await unless_disconnected(request.receive, self._begin(asked, len(body), choices))
-                headers["x-request-id"] = prepared.shape.request_id
+                record = current_record()
+                record.is_streamed = prepared.is_streamed
+                if not record.is_id_given:
+                    record.request_id = prepared.shape.request_id  # the answer's own id ends with it
                 if prepared.is_streamed:
                     is_handed_on = True
                     return EventStream(
@@ -237,9 +243,13 @@ class ServerApp:
     ) -> None:
         """Books how a request ended; None: nobody was there any more."""
         self._close()
+        record = current_record()
+        record.is_client_gone = outcome is None
         if isinstance(outcome, ApiError):
+            record.error_code = outcome.code
             self._metrics.failed(outcome.status)
         elif outcome:
+            record.results, record.num_choices_per_prompt = outcome, shape.num_choices_per_prompt
             num_prompts = len(outcome) // shape.num_choices_per_prompt
             self._metrics.answered(outcome, num_prompts, time.monotonic() - began)
             first = outcome[0].time_to_first_token
@@ -379,8 +389,9 @@ async def _respond_with_http_error(request: Request, error: HTTPException) -> Re
 
 
 async def _respond_to_nobody(request: Request, error: Exception) -> Response:
+    current_record().is_client_gone = True
     return Response(status_code=499)
 
 
 async def _respond_with_mistake(request: Request, error: Exception) -> Response:
-    return ApiError(500, "the server made a mistake; its log says which", code="internal_error").response()
+    return ApiError.mistake().response()

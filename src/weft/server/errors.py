@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from weft.engine.client import EngineDiedError, SlowReaderError
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
+from weft.server.logs import current_record
 
 _TYPES = {
     401: "authentication_error",
@@ -39,12 +40,17 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
+    @classmethod
+    def mistake(cls) -> ApiError:
+        return cls(500, "the server made a mistake; its log says which", code="internal_error")
+
     @property
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
+        current_record().error_code = self.code
         return json_response(self.body, self.status, self.headers)
 
 
