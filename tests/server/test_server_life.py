@@ -286,7 +286,7 @@ def test_the_command_says_what_it_serves_and_where_and_ctrl_c_ends_it(default_mo
     ("arguments", "exit_code", "said"),
     [
         (["/nowhere/model.gguf"], 2, "/nowhere/model.gguf"),
-        (["default", "--context", "1"], 2, "max_context"),
+        (["default", "--context", "1"], 2, "context is 1; allowed: a whole number from 2"),
         (["default", "--api-key-file", "/dev/null"], 2, "no key"),
     ],
 )

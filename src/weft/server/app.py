@@ -23,7 +23,7 @@ from weft import __version__
 from weft.engine.client import EngineClient, EngineState
 from weft.errors import WeftError
 from weft.request import GenerationResult, InferenceRequest
-from weft.server import schema
+from weft.server import docs_page, openapi, schema
 from weft.server.answers import Choices
 from weft.server.errors import ApiError, as_api_error, json_response
 from weft.server.guard import Guard
@@ -103,7 +103,11 @@ class ServerApp:
             Route("/ready", self._ready, methods=get),
             Route("/metrics", self._show_metrics, methods=get),
             Route("/version", self._version, methods=get),
+            Route("/openapi.json", self._openapi, methods=get),
+            Route("/docs", self._docs, methods=get),
         ]
+        document = openapi.document(routes, asks_for_key=bool(self.settings.api_keys))
+        self._document = msgspec.json.encode(document)
         handlers: dict[Any, Any] = {
             ApiError: self._respond_with_error,
             WeftError: self._respond_with_weft_error,
@@ -341,6 +345,12 @@ class ServerApp:
 
     async def _version(self, request: Request) -> Response:
         return json_response({"version": __version__})
+
+    async def _openapi(self, request: Request) -> Response:
+        return Response(self._document, media_type="application/json")
+
+    async def _docs(self, request: Request) -> Response:
+        return docs_page.response()
 
     async def _respond_with_error(self, request: Request, error: ApiError) -> Response:
         self._metrics.failed(error.status)
