@@ -82,6 +82,10 @@ def mutated(chance: random.Random) -> tuple[str, bytes]:
         body = _changed(chance, body, 0)
     if chance.random() < 0.5 and isinstance(body, dict):
         body = {**body, chance.choice(FIELDS): chance.choice(NASTY)}
+    if chance.random() < 0.03 and isinstance(body, dict) and "messages" in valid:
+        # Long enough for the process that makes tokens of long prompts.
+        long = {"role": "user", "content": "word " * 2000, "extra": chance.choice((*NASTY, _nested(900)))}
+        body = {**body, "messages": [*CHAT["messages"], long]}
     content = json.dumps(body).encode()
     kind = chance.random()
     if kind < 0.1:
@@ -113,6 +117,13 @@ def _changed(chance: random.Random, value: Any, depth: int) -> Any:
     if isinstance(value, str) and chance.random() < 0.3:
         return value + chr(chance.choice((0, 7, 0x300, 0x200D, 0xFFFF, 0x10FFFF)))
     return chance.choice(NASTY)
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 def _broken_bytes(chance: random.Random, content: bytes) -> bytes:

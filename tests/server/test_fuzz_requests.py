@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from fuzz_requests import fuzz, leftovers
 from in_process import in_process
+from server_process import MESSAGES, Server
 
 
 def test_no_mutated_request_breaks_the_server_or_leaves_anything_behind(default_model_path: Path) -> None:
@@ -21,3 +23,18 @@ def test_no_mutated_request_breaks_the_server_or_leaves_anything_behind(default_
     assert not held
     # Both ways were walked: what is refused, and what is odd and right.
     assert statuses[400] > 1000 and statuses[200] > 1000
+
+
+def test_numbers_that_no_message_between_processes_can_hold_are_refused(server: Server) -> None:
+    """Found by schemathesis: a long prompt goes to another process, in a form whose numbers have 64 bits."""
+    for more in (10**30, deep(900)):
+        messages = [*MESSAGES, {"role": "user", "content": "word " * 2000, "more": more}]
+        error = server.chat(messages=messages)
+        assert error.status_code == 400 and error.json()["error"]["param"].startswith("messages"), error.text
+
+
+def deep(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value

@@ -216,8 +216,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
         good = {"application/json": {"schema": _reference(operation.answer)}}
     if operation.event is not None:
         note = "Each `data:` line is one event, JSON of this form; the last one is `[DONE]`, or an error."
-        good["text/event-stream"] = {"schema": {"type": "string", "description": note}}
-        good["text/event-stream"]["x-event"] = _reference(operation.event)
+        good["text/event-stream"] = {"schema": {"description": note}, "x-event": _reference(operation.event)}
     answers: dict[str, Any] = {"200": {"description": "The answer.", "content": good}}
     shown = sorted({*operation.errors, *((401, 403) if not operation.is_open else ())})
     for status in shown:

@@ -47,8 +47,9 @@ class PromptEncoder:
                 self._threads, encode_prompt, self._text, prompt
             )
         self._check_length(prompt)
+        question = _packed(Question(prompt, self._max_context))
         async with self._turn:
-            answer = await self._ask(Question(prompt, self._max_context))
+            answer = await self._ask(question)
         if isinstance(answer, Tokens):
             return answer.ids
         if isinstance(answer, Refusal):
@@ -78,7 +79,7 @@ class PromptEncoder:
             code="context_length_exceeded",
         )
 
-    async def _ask(self, question: Question) -> Answer:
+    async def _ask(self, content: bytes) -> Answer:
         """Whoever is cancelled meanwhile takes the process along: its answer must not be taken for the next one's."""
         process = self._process
         is_answered = False
@@ -90,7 +91,6 @@ class PromptEncoder:
                     stdout=asyncio.subprocess.PIPE,
                 )
             assert process.stdin is not None and process.stdout is not None
-            content = msgspec.msgpack.encode(question)
             process.stdin.write(LENGTH.pack(len(content)) + content)
             await process.stdin.drain()
             (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
@@ -110,3 +110,14 @@ class PromptEncoder:
                 process.kill()
             except ProcessLookupError:
                 pass
+
+
+def _packed(question: Question) -> bytes:
+    try:
+        return msgspec.msgpack.encode(question)
+    except OverflowError:
+        problem = "holds a whole number of more than 64 bits"
+    except RecursionError:
+        problem = "is nested too deeply"
+    field = "prompt" if isinstance(question.prompt, Text) else "messages"
+    raise InvalidRequestError(f"{field} {problem}; send it as text", field=field)
