@@ -290,6 +290,23 @@ def serve(
 
 
 @app.command()
+def doctor(
+    model: Annotated[str, typer.Argument(metavar="MODEL", hidden=True)] = "default",
+    port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="Look whether it is free.")] = 8000,
+    json: AsJson = False,
+) -> None:
+    """Check this machine and a model.
+
+    Says what to expect of it: processor, memory, GPU, packages, the cache, and how fast MODEL may be. Nothing is
+    fetched. Exit code 1: something keeps weft from working.
+    """
+    from weft.cli.doctor import doctor_command
+
+    if not doctor_command(model, port, json):
+        raise typer.Exit(1)
+
+
+@app.command()
 def replay(
     path: Annotated[
         Path,
