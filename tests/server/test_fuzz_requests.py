@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fuzz_requests import fuzz, leftovers
 from in_process import in_process
 from server_process import MESSAGES, Server
@@ -38,3 +39,12 @@ def deep(levels: int) -> Any:
     for _ in range(levels):
         value = [value]
     return value
+
+
+@pytest.mark.parametrize("token", [10**30, 2**64, -(2**63) - 1, 2**31, -1])
+def test_token_ids_that_no_message_can_hold_are_refused_and_forgotten(server: Server, token: int) -> None:
+    """Found by the fuzzer: the answer to such a prompt was waited for for ever by the engine's client."""
+    for prompt, param in (([1, token], "prompt"), ([[1], [token]], "prompt[1]")):
+        for echo in (False, True):
+            response = server.complete(prompt, echo=echo)
+            assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text

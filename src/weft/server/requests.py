@@ -91,6 +91,7 @@ def prompts_of(asked: CompletionRequest, max_answers: int) -> list[Prompt]:
             400, "prompt is empty; send text, or at least one token", param="prompt", code="invalid_value"
         )
     if all(type(token) is int for token in prompt):
+        _check_ids(prompt, "prompt")
         return [prompt]
     if len(prompt) * (asked.n or 1) > max_answers:
         raise ApiError(
@@ -108,7 +109,18 @@ def prompts_of(asked: CompletionRequest, max_answers: int) -> list[Prompt]:
                 param=f"prompt[{index}]",
                 code="invalid_type",
             )
+        if is_tokens:
+            _check_ids(one, f"prompt[{index}]")
     return list(prompt)
+
+
+def _check_ids(tokens: Sequence[int], param: str) -> None:
+    """The engine knows which ids there are; these are none anywhere, and fit no message to it."""
+    for token in tokens:
+        if not 0 <= token < 2**31:
+            raise ApiError(
+                400, f"{param} holds {token!r:.80}; allowed: token ids", param=param, code="invalid_value"
+            )
 
 
 def check_completion(asked: CompletionRequest) -> None:
