@@ -24,12 +24,21 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "n": 2}),
     ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "stop": ["a", "b"], "seed": 3}),
-    ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "none", "temperature": 0.5, "top_p": 0.9}),
-    ("/v1/chat/completions", {**CHAT, "logit_bias": {"5": -1}, "priority": "high", "response_format": {"type": "text"}}),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "tools": [TOOL], "tool_choice": "none", "temperature": 0.5, "top_p": 0.9},
+    ),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "logit_bias": {"5": -1}, "priority": "high", "response_format": {"type": "text"}},
+    ),
     ("/v1/completions", {"prompt": "Hello", "max_tokens": 3}),
     ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 3, "logprobs": 2, "echo": True}),
     ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "n": 2, "stream": True, "stop": "x"}),
-    ("/v1/completions", {"prompt": "x", "max_tokens": 2, "deadline": 5, "cache_salt": "s", "session_id": "t"}),
+    (
+        "/v1/completions",
+        {"prompt": "x", "max_tokens": 2, "deadline": 5, "cache_salt": "s", "session_id": "t"},
+    ),
     ("/tokenize", {"prompt": "Hello"}),
     ("/tokenize", {"messages": CHAT["messages"]}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
@@ -42,10 +51,39 @@ FIELDS = tuple({name for _, body in VALID for name in body} | {
 })  # fmt: skip
 NASTY: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 0.5, 1e308, -0.0, 2**31, 2**63, -(2**63) - 1, 10**30, 1e-320),
-    *("", "a", "0", "null", "\x00", "\u202e", "\ud7ff", "🧵" * 9, "<|im_end|>", "{{ 7 * 7 }}", "../../x", "a" * 5000),
-    *([], [[]], [None], [0] * 70, [{}], {}, {"a": {}}, {"type": "x"}, {"": ""}, {"type": ["text"]}, [["a"]], [1, "a"]),
+    *(
+        "",
+        "a",
+        "0",
+        "null",
+        "\x00",
+        "\u202e",
+        "\ud7ff",
+        "🧵" * 9,
+        "<|im_end|>",
+        "{{ 7 * 7 }}",
+        "../../x",
+        "a" * 5000,
+    ),
+    *(
+        [],
+        [[]],
+        [None],
+        [0] * 70,
+        [{}],
+        {},
+        {"a": {}},
+        {"type": "x"},
+        {"": ""},
+        {"type": ["text"]},
+        [["a"]],
+        [1, "a"],
+    ),
     *({"role": "user"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}, {"content": None}),
-    *({"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "http://127.0.0.1:1/"}}}, "required"),
+    *(
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "http://127.0.0.1:1/"}}},
+        "required",
+    ),
 )
 LEGAL: dict[str, tuple[Any, ...]] = {
     "n": (1, 2, 5),
@@ -64,12 +102,27 @@ LEGAL: dict[str, tuple[Any, ...]] = {
     "ignore_eos": (True, False),
     "echo": (True, False),
     "prompt": ("", "x", [0], ["", "y"], [[1], [2]], ["\u0000"], "word " * 100),
-    "messages": ([{"role": "system", "content": ""}], [{"role": "tool", "content": "x"}], [{"role": "user", "content": "a" * 2000}]),
+    "messages": (
+        [{"role": "system", "content": ""}],
+        [{"role": "tool", "content": "x"}],
+        [{"role": "user", "content": "a" * 2000}],
+    ),
     "continue_final_message": (True,),
     "cache_salt": ("", "\ud7ff"),
 }
 """Odd, and mostly right: so that the way behind the checks is walked too."""
-RAW = (b"NaN", b"Infinity", b"1e400", b"-", b'"\\ud800"', b'"\xff"', b"01", b"1" + b"0" * 400, b'"\\u0000"', b"\xef\xbb\xbf")
+RAW = (
+    b"NaN",
+    b"Infinity",
+    b"1e400",
+    b"-",
+    b'"\\ud800"',
+    b'"\xff"',
+    b"01",
+    b"1" + b"0" * 400,
+    b'"\\u0000"',
+    b"\xef\xbb\xbf",
+)
 
 
 def mutated(chance: random.Random) -> tuple[str, bytes]:
@@ -162,7 +215,9 @@ def _problem_of_stream(body: bytes) -> str | None:
     if last == b"data: [DONE]":
         return None
     error = json.loads(last.removeprefix(b"data: "))
-    return _problem_of_error(error) or (f"in a stream: {error}" if error["error"]["code"] == "failed" else None)
+    return _problem_of_error(error) or (
+        f"in a stream: {error}" if error["error"]["code"] == "failed" else None
+    )
 
 
 def _problem_of_error(content: Any) -> str | None:
@@ -222,7 +277,9 @@ async def _main(arguments: argparse.Namespace) -> int:
         statuses, problems = await fuzz(server, arguments.seed, arguments.count)
         seconds = time.monotonic() - began
         held = await leftovers(server)
-    print(f"{arguments.count} requests in {seconds:.1f} s, {arguments.count / seconds:.0f}/s; {dict(statuses)}")
+    print(
+        f"{arguments.count} requests in {seconds:.1f} s, {arguments.count / seconds:.0f}/s; {dict(statuses)}"
+    )
     print(f"{len(problems)} problems; left behind: {held or 'nothing'}")
     print("\n".join(problems[:20]))
     return 1 if problems or held else 0

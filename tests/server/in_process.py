@@ -46,7 +46,13 @@ class InProcess:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+        }
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         await self._asgi({**scope, "root_path": "", "headers": headers}, receive, send)  # type: ignore[arg-type]
         status, fields = (sent[0]["status"], dict(sent[0]["headers"])) if sent else (0, {})

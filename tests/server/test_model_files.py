@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from server_process import SOURCE, running_server
+
 from model_files import (
     GOOD_GGUF,
     HEADER,
@@ -27,7 +29,6 @@ from model_files import (
     string,
     write_folder,
 )
-from server_process import SOURCE, running_server
 
 
 def with_template(model: Path, template: str, target: Path) -> Path:
@@ -50,7 +51,9 @@ def with_template(model: Path, template: str, target: Path) -> Path:
 @pytest.mark.parametrize(
     "template",
     [
-        pytest.param("{% for i in range(99999999) %}{% for j in range(99999999) %}x{% endfor %}{% endfor %}", id="loop"),
+        pytest.param(
+            "{% for i in range(99999999) %}{% for j in range(99999999) %}x{% endfor %}{% endfor %}", id="loop"
+        ),
         pytest.param(
             "{% set ns = namespace(s='x' * 1000) %}{% for i in range(64) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
             id="string bomb",

@@ -18,7 +18,9 @@ KEY = "sk-secret"
 
 
 @pytest.fixture(scope="module")
-def logged(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+def logged(
+    default_model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Path]]:
     path = tmp_path_factory.mktemp("log") / "log"
     headers = {"Authorization": f"Bearer {KEY}"}
     with (
@@ -86,7 +88,13 @@ def test_a_stream_leaves_the_same_line(logged: tuple[Server, Path], found: Found
     ],
 )
 def test_every_error_carries_the_id_that_the_client_gave_and_leaves_a_line(
-    logged: tuple[Server, Path], found: Found, path: str, fields: Any, headers: Any, status: int, code: str | None
+    logged: tuple[Server, Path],
+    found: Found,
+    path: str,
+    fields: Any,
+    headers: Any,
+    status: int,
+    code: str | None,
 ) -> None:
     server, _ = logged
     request_id = f"mine-{status}-{path[1:]}"
@@ -122,7 +130,10 @@ def test_polls_leave_nothing_and_no_prompt_answer_or_key_is_ever_written(
 
 def test_the_turns_of_a_server_s_life_are_told_in_order(default_model_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "log"
-    with path.open("w") as stream, running_server(default_model_path, log_format="json", stderr=stream) as server:
+    with (
+        path.open("w") as stream,
+        running_server(default_model_path, log_format="json", stderr=stream) as server,
+    ):
         os.kill(server.engine_pid(), signal.SIGKILL)
         wait_for(lambda: "engine_restarted" in path.read_text())
         server.process.send_signal(signal.SIGTERM)

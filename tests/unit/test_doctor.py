@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_files import GOOD_GGUF
 from typer.testing import CliRunner
 
+from model_files import GOOD_GGUF
 from weft.cli import machine
 from weft.cli.main import app
 

@@ -155,7 +155,14 @@ def test_what_is_printed_says_who_set_what_and_can_be_read_again(write: Write) -
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("4GiB", 4 << 30), ("1.5 gb", 1_500_000_000), ("512MiB", 512 << 20), ("7", 7), ("4Gx", None), ("", None)],
+    [
+        ("4GiB", 4 << 30),
+        ("1.5 gb", 1_500_000_000),
+        ("512MiB", 512 << 20),
+        ("7", 7),
+        ("4Gx", None),
+        ("", None),
+    ],
 )
 def test_sizes_are_read_with_their_units(text: str, size: int | None) -> None:
     assert parse_size(text) == size
@@ -163,7 +170,7 @@ def test_sizes_are_read_with_their_units(text: str, size: int | None) -> None:
 
 def test_memory_becomes_blocks_and_too_little_is_refused_with_both_numbers() -> None:
     assert KvCachePoolConfig(memory=1000).blocks_in_memory(300) == 3
-    with pytest.raises(InvalidRequestError, match="299 bytes.*300"):
+    with pytest.raises(InvalidRequestError, match=r"299 bytes.*300"):
         KvCachePoolConfig(memory=299).blocks_in_memory(300)
     with pytest.raises(InvalidRequestError, match="set one"):
         KvCachePoolConfig(num_blocks=4, memory=1000)

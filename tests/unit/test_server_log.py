@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import threading
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from weft.request import FinishReason, GenerationResult, RequestId, RequestState
 from weft.server import logs
-from weft.server.logs import Record, ServerLog, current_record
+from weft.server.logs import LibraryHandler, Record, ServerLog, current_record
 from weft.server.request_log import Logged
 
 RESULT = GenerationResult(
@@ -83,7 +84,14 @@ def test_an_answer_is_never_in_the_log() -> None:
 
 @pytest.mark.parametrize(
     ("given", "is_kept"),
-    [(b"abc-1", True), (b"a" * 128, True), (b"", False), (b"a" * 129, False), (b"a b", False), (b"\xff", False)],
+    [
+        (b"abc-1", True),
+        (b"a" * 128, True),
+        (b"", False),
+        (b"a" * 129, False),
+        (b"a b", False),
+        (b"\xff", False),
+    ],
 )
 def test_an_id_that_the_client_gave_is_kept_where_it_is_one(given: bytes, is_kept: bool) -> None:
     sent, [line] = served(answering(), headers=[(b"x-request-id", given)])
@@ -132,3 +140,21 @@ def test_a_reader_that_does_not_read_loses_lines_and_holds_nobody_up(monkeypatch
     lines = [json.loads(line) for line in lines_of(log, stream)]
     lost = sum(line["lines"] for line in lines if line["event"] == "log_lost")
     assert lost >= 90 and lost + len(lines) - sum(line["event"] == "log_lost" for line in lines) == 100
+
+
+def test_what_a_library_says_is_a_line_without_its_traceback() -> None:
+    stream = io.StringIO()
+    log = ServerLog("json", stream)
+    logger = logging.Logger("some.library")
+    logger.addHandler(LibraryHandler(log))
+    try:
+        raise ValueError("secret")
+    except ValueError:
+        logger.exception("it broke")
+    logger.info("chatter")
+    [line] = map(json.loads, lines_of(log, stream))
+    assert (
+        line["event"] == "library"
+        and line["message"] == "some.library: it broke"
+        and line["level"] == "error"
+    )

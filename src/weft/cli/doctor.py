@@ -66,7 +66,9 @@ def doctor_command(model: str, port: int, json: bool) -> bool:
         table.add_row(f"[{_STYLES[check.status]}]{check.status}[/]", check.name, escape(found))
     console = Console(highlight=False)
     console.print(table)
-    console.print("weft can run here." if is_well else "Something keeps weft from working: see what failed above.")
+    console.print(
+        "weft can run here." if is_well else "Something keeps weft from working: see what failed above."
+    )
     return is_well
 
 
@@ -152,7 +154,9 @@ def _blas() -> Check:
     import numpy as np
 
     config = np.show_config(mode="dicts")
-    library = config.get("Build Dependencies", {}).get("blas", {}).get("name", "unknown") if config else "unknown"
+    library = (
+        config.get("Build Dependencies", {}).get("blas", {}).get("name", "unknown") if config else "unknown"
+    )
     threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
     found = f"numpy {np.__version__} with {library}, {threads or 'as many threads as cores'}"
     if threads is None:
@@ -167,7 +171,9 @@ def _cache() -> Check:
     free = shutil.disk_usage(existing).free
     found = f"{folder}, {free / _GIB:.1f} GiB free"
     if not os.access(existing, os.W_OK | os.X_OK):
-        return Check("cache", "fail", f"{found}, not writable", "Set WEFT_HOME to a folder that can be written.")
+        return Check(
+            "cache", "fail", f"{found}, not writable", "Set WEFT_HOME to a folder that can be written."
+        )
     if free < _LOW_DISK:
         return Check("cache", "note", found, "Models may not fit; WEFT_HOME names another folder.")
     return Check("cache", "ok", found)

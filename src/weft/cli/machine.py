@@ -123,7 +123,9 @@ def gpus() -> list[str] | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else None
+    return (
+        [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else None
+    )
 
 
 def bytes_per_second(seconds: float = 0.8) -> float:
@@ -132,7 +134,7 @@ def bytes_per_second(seconds: float = 0.8) -> float:
 
     matrix = np.ones((_MATRIX_SIDE, _MATRIX_SIDE), np.float32)
     vector = np.ones(_MATRIX_SIDE, np.float32)
-    times = []
+    times: list[float] = []
     give_up_at = time.perf_counter() + seconds
     while not times or time.perf_counter() < give_up_at:
         began = time.perf_counter()

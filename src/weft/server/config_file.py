@@ -25,8 +25,10 @@ ENVIRONMENT = "WEFT_SERVE_"
 CONFIG_VARIABLE = ENVIRONMENT + "CONFIG"
 _OTHER_VARIABLES = {"api_keys": "WEFT_API_KEY"}
 """The name that the other commands know too."""
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}  # fmt: skip
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+_FLAGS = {"model": "MODEL", "api_keys": "--api-key", "names": "--name"}
+"""Those that are not called like their key."""
+_UNITS = ("", "k", "m", "g", "t")
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
 
 T = TypeVar("T")
 
@@ -88,12 +90,9 @@ def gather(file: Path | None, environment: Mapping[str, str], flags: Mapping[str
     given |= _from_environment(environment)
     for key, value in flags.items():
         if value is not None:
-            flag = "MODEL" if key == "model" else "--" + _FLAG_NAMES.get(key, key).replace("_", "-")
+            flag = _FLAGS.get(key, "--" + key.replace("_", "-"))
             given[key] = Given(_read(key, value, flag), flag)
     return Gathered(given)
-
-
-_FLAG_NAMES = {"api_keys": "api_key", "names": "name"}
 
 
 def variable(key: str) -> str:
@@ -129,7 +128,10 @@ def as_toml(settings: ServerSettings, gathered: Gathered) -> str:
 def parse_size(text: str) -> int | None:
     """Bytes of "512MiB", "4 GB" or "1073741824"; None for what is no size."""
     found = _SIZE.fullmatch(text.strip())
-    return None if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
+    if found is None:
+        return None
+    step = 1024 if found[3] else 1000
+    return int(float(found[1]) * step ** _UNITS.index((found[2] or "").lower()))
 
 
 # --- the keys ---------------------------------------------------------------------------------------------------------
@@ -147,11 +149,13 @@ def _leaves(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 _COMMAND_KEYS = frozenset(field.name for field in dataclasses.fields(_Command))
 KEYS: Mapping[str, Any] = {
-    # The cache's memory has a short name of its own.
     key: kind
-    for key, kind in [*_leaves(_Command), *_leaves(ServerSettings)]
-    if key != "engine.cache.memory"
-} | dict(_leaves(_Command))
+    # The command's own come first, and count where the settings have the same.
+    for key, kind in (
+        dict(_leaves(_Command)) | dict(_leaves(ServerSettings)) | dict(_leaves(_Command))
+    ).items()
+    if key != "engine.cache.memory"  # which has a short name of its own
+}
 """Every key with its type."""
 _TABLES = frozenset(key.rpartition(".")[0] for key in KEYS) - {""}
 

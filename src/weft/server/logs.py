@@ -6,6 +6,7 @@ or does not, cannot hold up the event loop; what does not fit the queue is count
 
 from __future__ import annotations
 
+import logging
 import queue
 import sys
 import threading
@@ -153,6 +154,17 @@ class ServerLog:
         lost, self._num_lost = self._num_lost, 0
         said = f"{lost} lines of the log were lost: nobody read them in time"
         return self._line(time.time(), "warning", "log_lost", {"message": said, "lines": lost}, said)
+
+
+class LibraryHandler(logging.Handler):
+    """What uvicorn or asyncio has to say becomes a line like all others. Tracebacks, which may quote a request, do not."""
+
+    def __init__(self, log: ServerLog) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.event("library", f"{record.name}: {record.getMessage()}", record.levelname.lower())
 
 
 def _sentence(fields: Mapping[str, Any]) -> str:

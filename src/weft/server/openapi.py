@@ -17,7 +17,7 @@ from weft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 
 _REFERENCE = "#/components/schemas/{name}"
 _DESCRIPTION = """\
-The OpenAI API, served by [weft](#). Fields that weft does not know are ignored, and named in a `Warning` header; a
+The OpenAI API, served by weft. Fields that weft does not know are ignored, and named in a `Warning` header; a
 `null` stands for the default. Every answer carries `x-request-id`: the one that was sent, or a new one."""
 
 _MESSAGE: dict[str, Any] = {
@@ -116,7 +116,12 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         errors=(400, 404, 408, 413),
     ),
     ("get", "/health"): Operation(
-        "Whether it lives", "503 while the engine is down.", "Operating", shapes.Status, errors=(503,), is_open=True
+        "Whether it lives",
+        "503 while the engine is down.",
+        "Operating",
+        shapes.Status,
+        errors=(503,),
+        is_open=True,
     ),
     ("get", "/ready"): Operation(
         "Whether it takes requests",
@@ -126,7 +131,11 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         errors=(429, 503),
     ),
     ("get", "/metrics"): Operation(
-        "Figures for Prometheus", "Under vLLM's names, with weft: before them.", "Operating", None, media_type="text/plain"
+        "Figures for Prometheus",
+        "Under vLLM's names, with weft: before them.",
+        "Operating",
+        None,
+        media_type="text/plain",
     ),
     ("get", "/version"): Operation("Which weft it is", "", "Operating", shapes.Version),
     ("get", "/openapi.json"): Operation("This document", "", "Operating", dict),
@@ -159,9 +168,9 @@ _STATUSES = {
 def document(routes: Iterable[BaseRoute], *, asks_for_key: bool) -> dict[str, Any]:
     """Of the routes that there are."""
     paths: dict[str, Any] = {}
-    for method, path in sorted(_methods(routes)):
-        operation = OPERATIONS.get((method, path))
-        if operation is not None:
+    there = set(_methods(routes))
+    for (method, path), operation in OPERATIONS.items():
+        if (method, path) in there:
             paths.setdefault(path, {})[method] = _described(method, path, operation, asks_for_key)
     tags = dict.fromkeys(one["tags"][0] for each in paths.values() for one in each.values())
     return {
@@ -172,7 +181,11 @@ def document(routes: Iterable[BaseRoute], *, asks_for_key: bool) -> dict[str, An
         "components": {
             "schemas": _schemas(),
             "securitySchemes": {
-                "key": {"type": "http", "scheme": "bearer", "description": "An API key, where the server asks for one."}
+                "key": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "An API key, where the server asks for one.",
+                }
             },
         },
     }
@@ -240,7 +253,7 @@ def _schemas() -> dict[str, Any]:
     requests = {one.request for one in OPERATIONS.values() if one.request is not None}
     answers = {one.answer for one in OPERATIONS.values() if one.answer not in (None, dict)}
     events = {one.event for one in OPERATIONS.values() if one.event is not None}
-    kinds = sorted(requests | answers | events | {shapes.Error}, key=lambda kind: kind.__name__)  # type: ignore[union-attr]
+    kinds = sorted(requests | answers | events | {shapes.Error}, key=lambda kind: kind.__name__)
     _, found = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
     _, asked = msgspec.json.schema_components(list(requests), ref_template=_REFERENCE)
     whole = {kind.__name__ for kind in requests}

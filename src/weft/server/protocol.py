@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 
 import h11
 import msgspec
@@ -75,7 +76,7 @@ class TimedProtocol(H11Protocol):
             body = msgspec.json.encode(error.body)
             head = (
                 "HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(body)}\r\n\r\n"
+                f"content-length: {len(body)}\r\nx-request-id: {uuid.uuid4().hex}\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
         self.transport.close()

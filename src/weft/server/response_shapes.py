@@ -88,7 +88,7 @@ class AnswerMessage(Shape):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning_content: str | None | UnsetType = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -111,8 +111,8 @@ class ChatCompletion(Shape):
 
 class Delta(Shape):
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | None | UnsetType = UNSET
-    reasoning_content: str | None | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -132,7 +132,7 @@ class ChatCompletionChunk(Shape):
     created: int
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class CompletionLogprobs(Shape):
@@ -158,7 +158,7 @@ class Completion(Shape):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class Model(Shape):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -17,7 +18,7 @@ from weft.errors import WeftError
 from weft.loading.checkpoint import open_checkpoint
 from weft.plan import BackendInfo
 from weft.server.app import ServerApp
-from weft.server.logs import ServerLog
+from weft.server.logs import LibraryHandler, ServerLog
 from weft.server.protocol import TimedProtocol
 from weft.server.settings import ServerSettings
 from weft.text.model_text import open_model_text
@@ -44,6 +45,7 @@ def serve(
     log: ServerLog,
 ) -> None:
     """Serves until a signal ends it. The log is closed then."""
+    logging.basicConfig(handlers=[LibraryHandler(log)], level=logging.WARNING)
     try:
         asyncio.run(_Life(settings, on_start, log).run())
     finally:
