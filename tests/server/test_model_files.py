@@ -182,7 +182,7 @@ def test_25_a_model_without_a_template_is_told_at_the_start(default_model_path: 
     try:
         warning = json.loads(process.stderr.readline())
         assert warning["event"] == "warning" and warning["level"] == "warning"
-        assert "no chat template" in warning["message"] and "chat_template" in warning["message"]
+        assert "no chat template" in warning["message"] and "--chat-template" in warning["message"]
         assert json.loads(process.stderr.readline())["event"] == "ready"
         process.terminate()
         assert process.wait(20) == 0

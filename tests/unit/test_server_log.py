@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def answering(status: int = 200) -> Any:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         record = current_record()
         record.results, record.num_choices_per_prompt, record.is_streamed = [RESULT, RESULT], 2, True
-        record.key_name = "team-a"
+        scope["weft.key"] = SimpleNamespace(name="team-a")
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 

@@ -262,6 +262,9 @@ def serve(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="For the KV cache, such as 4GiB.")
     ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="PATH", help="A Jinja file instead of the model's own.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="More settings, as TOML.")] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print all settings and who set them.")
@@ -285,6 +288,7 @@ def serve(
         "api_key_file": api_key_file,
         "context": context,
         "memory": memory,
+        "chat_template": chat_template,
     }
     serve_command(flags, config, print_config)
 

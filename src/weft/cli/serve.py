@@ -116,7 +116,7 @@ def _warnings(settings: ServerSettings, started: Started) -> list[str]:
     if not started.has_chat_template:
         warnings.append(
             "The model has no chat template: /v1/chat/completions will refuse every request. "
-            "chat_template in the settings names a file with one."
+            "--chat-template names a file with one."
         )
     if not settings.api_keys and not is_loopback(settings.host):
         warnings.append(

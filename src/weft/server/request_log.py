@@ -45,6 +45,8 @@ class Logged:
                 await ApiError.mistake().response()(scope, receive, noting)
         finally:
             record_of_task.reset(token)
+            key = scope.get("weft.key")  # that the guard found the request to be sent with
+            record.key_name = None if key is None else key.name
             self._log.request(record)
 
     def _tell(self, error: Exception, record: Record) -> None:

@@ -37,6 +37,8 @@ class ServerSettings:
     """None at all: everyone may ask."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages that may call the server from a browser; "*" for all."""
+    chat_template: str | None = None
+    """The path of a Jinja template that is used instead of the model's own."""
     log_format: LogFormat = "auto"
     """"auto": text where standard error is a terminal, JSON elsewhere."""
     backend: str = "cpu"
