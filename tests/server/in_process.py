@@ -32,7 +32,9 @@ class InProcess:
         self.server = server
         self._asgi = server.asgi()
 
-    async def ask(self, path: str, body: bytes, leaves_after: float | None = None) -> Reply:
+    async def ask(
+        self, path: str, body: bytes = b"", leaves_after: float | None = None, method: str = "POST"
+    ) -> Reply:
         """What comes back; `leaves_after` seconds the client goes away."""
         messages = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Any] = []
@@ -48,7 +50,7 @@ class InProcess:
 
         scope = {
             "type": "http",
-            "method": "POST",
+            "method": method,
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",
@@ -73,3 +75,4 @@ async def in_process(model_path: Path, **settings: Any) -> AsyncIterator[InProce
         server.encoder.close()
         await engine.stop()
         text.close()
+        await asyncio.sleep(0.1)  # processes that were ended are heard of before the loop is gone
