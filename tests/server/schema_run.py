@@ -16,18 +16,19 @@ CHECKS = (
 OPTIONS = {"vocabulary_size": 49152, "max_context": 64}
 
 
-def run_schemathesis(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_schemathesis(
+    server: Server, *arguments: str, capture: bool = True
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
     command += ["--mode", "negative", "--checks", ",".join(CHECKS), "--no-color", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    return subprocess.run(command, capture_output=capture, text=True, timeout=3600)
 
 
 def main() -> int:
     from weft.loading.pull import pull
 
     with running_server(Path(pull("default")), backend_options=OPTIONS) as server:
-        done = run_schemathesis(server, *sys.argv[1:])
-        print(done.stdout, done.stderr)
+        done = run_schemathesis(server, *sys.argv[1:], capture=False)
         server.wait_until_free()
     return done.returncode
 
