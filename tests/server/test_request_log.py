@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -140,3 +141,17 @@ def test_the_turns_of_a_server_s_life_are_told_in_order(default_model_path: Path
         assert server.process.wait(20) == 0
     events = [line["event"] for line in lines_of(path)]
     assert events == ["engine_died", "engine_restarted", "draining", "stopped"]
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9\r\n\r\n", b"GET /health HTTP/1.1\r\nX: a\x00\r\n\r\n"]
+)
+def test_what_is_no_http_gets_an_error_of_the_api_too(server: Server, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(sent + b"\r\n\r\n")
+        received = b""
+        while part := connection.recv(65536):
+            received += part
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request") and b"x-request-id: " in head
+    assert json.loads(body)["error"]["code"] == "invalid_http"
