@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from server_process import Server, running_server
@@ -21,7 +22,8 @@ def run_schemathesis(
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
     command += ["--mode", "negative", "--checks", ",".join(CHECKS), "--no-color", *arguments]
-    return subprocess.run(command, capture_output=capture, text=True, timeout=3600)
+    with tempfile.TemporaryDirectory() as folder:  # it keeps a cache where it is started
+        return subprocess.run(command, capture_output=capture, text=True, timeout=3600, cwd=folder)
 
 
 def main() -> int:
