@@ -7,13 +7,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help chat serve test lint clean
+.PHONY: help chat serve test test-schema lint clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make chat    set up what is missing and talk to the default model (no torch needed)"
 	@echo "make serve   set up what is missing and serve the OpenAI API with the default model; ARGS='--port 9000'"
 	@echo "make test    set up what is missing and run ruff, mypy and pytest"
+	@echo "make test-schema   a long run of schemathesis and of the request fuzzer against the server; COUNT=200000"
 	@echo "make lint    the first two of those alone"
 	@echo "make clean   remove the environment, build output and caches"
 	@echo "PYTHON=...   the interpreter to build .venv with (now: $(PYTHON))"
@@ -28,6 +29,11 @@ serve: $(VENV)/.runtime
 test: lint
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest -q
+
+# What CI does in seconds, for minutes.
+test-schema: $(VENV)/.dev
+	@cd tests/server && ../../$(BIN)/python schema_run.py --max-examples 1000
+	@cd tests/server && ../../$(BIN)/python fuzz_requests.py --count $(or $(COUNT),200000)
 
 lint: $(VENV)/.dev
 	@echo "==> ruff check"

@@ -115,12 +115,14 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class KvCachePoolConfig:
-    """The paged pool. `num_blocks` None lets the backend choose from the memory it has."""
+    """The paged pool. Where neither `num_blocks` nor `memory` says how large, the backend chooses from what it has."""
 
     num_blocks: int | None = None
     block_size: int = 16
     swap_blocks: int | None = None
     """Blocks of host memory for swapping; None: the backend's default; 0: never swap."""
+    memory: int | None = None
+    """Bytes for blocks, instead of their number: the backend knows what one takes."""
 
     def __post_init__(self) -> None:
         _check_count("block_size", self.block_size, 1)
@@ -128,6 +130,24 @@ class KvCachePoolConfig:
             _check_count("num_blocks", self.num_blocks, 1)
         if self.swap_blocks is not None:
             _check_count("swap_blocks", self.swap_blocks, 0)
+        if self.memory is not None:
+            _check_count("memory", self.memory, 1)
+            if self.num_blocks is not None:
+                raise InvalidRequestError(
+                    f"num_blocks is {self.num_blocks} and memory {self.memory} bytes; set one", field="memory"
+                )
+
+    def blocks_in_memory(self, bytes_per_block: int) -> int | None:
+        """How many were asked for; None: the choice is the backend's."""
+        if self.memory is None:
+            return self.num_blocks
+        if self.memory < bytes_per_block:
+            raise InvalidRequestError(
+                f"memory is {self.memory} bytes, and one block of {self.block_size} tokens takes {bytes_per_block}; "
+                "allow more",
+                field="memory",
+            )
+        return self.memory // bytes_per_block
 
 
 @dataclass(frozen=True)

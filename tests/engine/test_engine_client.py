@@ -248,3 +248,17 @@ def test_frames_come_out_whole_however_they_were_cut() -> None:
         assert [wire.to_engine.decode(content) for content in contents] == messages
     with pytest.raises(ValueError, match="allowed"):
         list(wire.Frames().feed(b"\xff\xff\xff\xff"))
+
+
+def test_a_request_that_cannot_be_written_down_is_raised_and_leaves_nothing_behind() -> None:
+    async def run() -> int:
+        client = EngineClient("noop", {"vocabulary_size": 100, "max_context": 64}, CONFIG)
+        await client.start()
+        try:
+            with pytest.raises(OverflowError):
+                await client.submit(InferenceRequest((1, 10**30)))
+            return client.num_under_way
+        finally:
+            await client.stop()
+
+    assert asyncio.run(run()) == 0

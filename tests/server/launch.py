@@ -10,6 +10,7 @@ import threading
 
 import msgspec
 
+from weft.server.logs import ServerLog
 from weft.server.serve import Started, serve
 from weft.server.settings import ServerSettings
 
@@ -28,4 +29,4 @@ def end_with_parent() -> None:
 if __name__ == "__main__":
     threading.Thread(target=end_with_parent, daemon=True).start()
     settings = msgspec.convert(json.loads(sys.argv[1]), ServerSettings)
-    serve(settings, announce, lambda line: print(line, file=sys.stderr, flush=True))
+    serve(settings, announce, ServerLog(settings.log_format))

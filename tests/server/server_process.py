@@ -96,11 +96,12 @@ def wait_for(condition: Any, seconds: float = 20.0) -> None:
 @contextmanager
 def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
     """The noop backend behind the text side of a real model, unless `settings` say otherwise."""
-    headers = settings.pop("headers", {})
+    headers, stderr = settings.pop("headers", {}), settings.pop("stderr", None)
     given = {
         "model": str(model_path),
         "names": [MODEL, "alias"],
         "port": 0,
+        "log_format": "off",
         "backend": "noop",
         "backend_options": {"vocabulary_size": 49152, "max_context": 8192},
         **settings,
@@ -110,6 +111,7 @@ def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
         [sys.executable, str(LAUNCH), json.dumps(given)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env=environment,
     )

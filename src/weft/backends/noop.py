@@ -156,7 +156,9 @@ class NoopBackend:
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int) -> BackendInfo:
         self._block_size = pool.block_size
-        self._blocks = [[POISON] * pool.block_size for _ in range(pool.num_blocks or 4096)]
+        block_bytes = 8 * pool.block_size
+        num_blocks = pool.blocks_in_memory(block_bytes) or 4096
+        self._blocks = [[POISON] * pool.block_size for _ in range(num_blocks)]
         self._host: dict[int, list[int]] = {}
         self.info = BackendInfo(
             vocabulary_size=self._vocabulary_size,
@@ -164,7 +166,7 @@ class NoopBackend:
             num_blocks=len(self._blocks),
             block_size=pool.block_size,
             swap_blocks=len(self._blocks) if pool.swap_blocks is None else pool.swap_blocks,
-            bytes_per_block=8 * pool.block_size,
+            bytes_per_block=block_bytes,
             eos_token_ids=self._eos_token_ids,
             recompute_seconds_per_token=self._costs[0],
             swap_seconds_per_block=self._costs[1],

@@ -244,57 +244,70 @@ def chat(
 
 @app.command()
 def serve(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="As in `weft chat --model`; fetched on first use.")
-    ] = "default",
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", hidden=True)] = None,
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 lets other machines in.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="N", help="0 takes any that is free.")
-    ] = 8000,
+        str | None, typer.Option(metavar="ADDRESS", help="Default: 127.0.0.1; 0.0.0.0 lets others in.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(metavar="N", help="Default: 8000; 0: any.")] = None,
     name: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="What requests call the model; default: its file's name."),
+        str | None, typer.Option(metavar="NAME", help="What requests call it; default: the file's name.")
     ] = None,
     api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY", envvar="WEFT_API_KEY", help="Ask for this key; may be given several times."
-        ),
+        list[str] | None, typer.Option(metavar="KEY", help="Ask for this key; may be repeated.")
     ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="The same, from a file with one key in a line.")
+    api_key_file: Annotated[str | None, typer.Option(metavar="PATH", help="Keys, one in a line.")] = None,
+    context: Annotated[
+        int | None, typer.Option(metavar="N", help="Longest context; default: the model's.")
     ] = None,
-    allow_origin: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ORIGIN", help="Let the pages of this origin call the server from a browser."),
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="For the KV cache, such as 4GiB.")
     ] = None,
-    context: Context = None,
-    drain: Annotated[
-        float,
-        typer.Option(min=0.0, metavar="SECONDS", help="How long requests may go on after SIGTERM or Ctrl-C."),
-    ] = 30.0,
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="PATH", help="A Jinja file instead of the model's own.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="More settings, as TOML.")] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print all settings and who set them.")
+    ] = False,
 ) -> None:
     """Serve the OpenAI API over HTTP.
 
-    Chats, completions and models; health and metrics beside them.
+    MODEL is as in `weft chat --model`. Every setting has a key in the file and a variable, which is WEFT_SERVE_ and
+    the key (WEFT_API_KEY for keys); a flag counts before a variable, a variable before the file.
 
     SIGTERM and Ctrl-C let what is under way end; once more quits at once.
     """
     from weft.cli.serve import serve_command
 
-    serve_command(
-        model,
-        host=host,
-        port=port,
-        name=name,
-        api_key=api_key or [],
-        api_key_file=api_key_file,
-        allow_origin=allow_origin or [],
-        context=context,
-        drain=drain,
-    )
+    flags = {
+        "model": model,
+        "host": host,
+        "port": port,
+        "names": (name,) if name else None,
+        "api_keys": tuple(api_key) if api_key else None,
+        "api_key_file": api_key_file,
+        "context": context,
+        "memory": memory,
+        "chat_template": chat_template,
+    }
+    serve_command(flags, config, print_config)
+
+
+@app.command()
+def doctor(
+    model: Annotated[str, typer.Argument(metavar="MODEL", hidden=True)] = "default",
+    port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="Look whether it is free.")] = 8000,
+    json: AsJson = False,
+) -> None:
+    """Check this machine and a model.
+
+    Says what to expect of it: processor, memory, GPU, packages, the cache, and how fast MODEL may be. Nothing is
+    fetched. Exit code 1: something keeps weft from working.
+    """
+    from weft.cli.doctor import doctor_command
+
+    if not doctor_command(model, port, json):
+        raise typer.Exit(1)
 
 
 @app.command()

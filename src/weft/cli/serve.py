@@ -2,72 +2,110 @@
 
 from __future__ import annotations
 
-import sys
+import dataclasses
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from weft import __version__
 from weft.cli.pull import fetch
 from weft.cli.start import shown_name
+from weft.server.config_file import Gathered, as_toml, gather
 from weft.server.guard import is_loopback
 from weft.server.keys import plain_keys, read_key_file
+from weft.server.logs import ServerLog
 from weft.server.serve import Started, serve
 from weft.server.settings import ServerSettings
 
 _MIB = 1 << 20
 
 
-def serve_command(
-    model: str,
-    *,
-    host: str,
-    port: int,
-    name: str | None,
-    api_key: list[str],
-    api_key_file: Path | None,
-    allow_origin: list[str],
-    context: int | None,
-    drain: float,
-) -> None:
-    keys = (*plain_keys(api_key), *(read_key_file(api_key_file) if api_key_file is not None else ()))
+def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: bool) -> None:
+    """`flags` by the keys of the settings; None for one that was not given."""
+    gathered = gather(config, os.environ, flags)
+    # All of it is checked before a model is fetched for nothing.
+    settings = _settings(gathered)
+    if print_config:
+        print(as_toml(settings, gathered))
+        return
+    settings = _with_model(settings, gathered)
+    log = ServerLog(settings.log_format)
+    serve(settings, lambda started: _announce(settings, started, log), log)
+
+
+def _settings(gathered: Gathered) -> ServerSettings:
+    """Without the model's file, which nobody fetched yet."""
+    settings = gathered.applied_to(ServerSettings(gathered.value("model"), ()))
+    memory = gathered.value("memory")
+    if memory is not None:
+        cache = dataclasses.replace(settings.engine.cache, memory=memory)
+        settings = dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, cache=cache))
+    file = gathered.value("api_key_file")
+    keys = (*plain_keys(gathered.value("api_keys")), *(read_key_file(Path(file)) if file is not None else ()))
+    return dataclasses.replace(settings, api_keys=keys)
+
+
+def _with_model(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
+    model = gathered.value("model")
     path = str(fetch(model))
     shown = Path(shown_name(model)).stem if path.endswith(".gguf") else shown_name(model)
-    settings = ServerSettings(
-        path,
-        tuple(dict.fromkeys((name or shown, model))),
-        host=host,
-        port=port,
-        api_keys=keys,
-        allowed_origins=tuple(allow_origin),
-        backend_options={"checkpoint": path, "max_context": context},
-        drain_seconds=drain,
+    names = settings.names or (shown,)
+    options = {"max_context": gathered.value("context")}
+    if settings.backend != "noop":  # which has no weights
+        options["checkpoint"] = path
+    return dataclasses.replace(
+        settings,
+        model=path,
+        names=tuple(dict.fromkeys((*names, model))),
+        backend_options={**options, **settings.backend_options},
     )
 
-    def announce(started: Started) -> None:
-        _say(_summary(settings, started))
 
-    serve(settings, announce, _say)
-
-
-def _summary(settings: ServerSettings, started: Started) -> str:
+def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> None:
+    """What it serves and where: a few lines for a person, one object for a program."""
     info = started.info
-    kv_bytes = info.num_blocks * info.bytes_per_block
-    lines = [
-        f"weft {__version__} with {settings.names[0]}",
-        f"  weights   {info.weight_bytes / _MIB:>8,.0f} MiB",
-        f"  KV cache  {kv_bytes / _MIB:>8,.0f} MiB at most: {info.num_blocks * info.block_size:,} tokens, "
-        f"{started.max_context:,} in one context",
-        f"  swap      {info.swap_blocks * info.bytes_per_block / _MIB:>8,.0f} MiB at most",
-    ]
+    weights, kv_cache = info.weight_bytes, info.num_blocks * info.bytes_per_block
+    swap, tokens = info.swap_blocks * info.bytes_per_block, info.num_blocks * info.block_size
+    host = f"[{started.host}]" if ":" in started.host else started.host
+    url = f"http://{host}:{started.port}/v1"
+    said = f"Serving the OpenAI API at {url}"
+    if log.format == "text":
+        said = "\n".join(
+            [
+                f"weft {__version__} with {settings.names[0]}",
+                f"  weights   {weights / _MIB:>8,.0f} MiB",
+                f"  KV cache  {kv_cache / _MIB:>8,.0f} MiB at most: {tokens:,} tokens, "
+                f"{started.max_context:,} in one context",
+                f"  swap      {swap / _MIB:>8,.0f} MiB at most",
+                said,
+            ]
+        )
+    for warning in _warnings(settings, started):
+        log.event("warning", warning, "warning")
+    log.event(
+        "ready",
+        said,
+        version=__version__,
+        model=settings.names[0],
+        url=url,
+        weight_bytes=weights,
+        kv_cache_bytes=kv_cache,
+        kv_cache_tokens=tokens,
+        swap_bytes=swap,
+        max_context=started.max_context,
+    )
+
+
+def _warnings(settings: ServerSettings, started: Started) -> list[str]:
+    warnings = []
     if not started.has_chat_template:
-        lines.append(
-            "The model has no chat template: /v1/chat/completions will refuse every request. --chat-template gives it one."
+        warnings.append(
+            "The model has no chat template: /v1/chat/completions will refuse every request. "
+            "--chat-template names a file with one."
         )
     if not settings.api_keys and not is_loopback(settings.host):
-        lines.append("Everyone who can reach this address may use the model: --api-key would ask for a key.")
-    host = f"[{started.host}]" if ":" in started.host else started.host
-    lines.append(f"Serving the OpenAI API at http://{host}:{started.port}/v1")
-    return "\n".join(lines)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        warnings.append(
+            "Everyone who can reach this address may use the model: --api-key would ask for a key."
+        )
+    return warnings

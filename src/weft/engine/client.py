@@ -199,8 +199,9 @@ class EngineClient:
             for _ in range(request.params.n)
         ]
         wants_logprobs = request.params.logprobs is not None
-        self._answers.update({answer.id: (answer, wants_logprobs) for answer in answers})
         self._send(wire.Submit(tuple(answer.id for answer in answers), request))
+        # After it was sent: what cannot be written down is raised, and leaves nothing behind.
+        self._answers.update({answer.id: (answer, wants_logprobs) for answer in answers})
         assert self._writer is not None
         try:
             await self._writer.drain()

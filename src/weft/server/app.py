@@ -23,15 +23,17 @@ from weft import __version__
 from weft.engine.client import EngineClient, EngineState
 from weft.errors import WeftError
 from weft.request import GenerationResult, InferenceRequest
-from weft.server import schema
+from weft.server import docs_page, openapi, schema
 from weft.server.answers import Choices
 from weft.server.bodies import BodyReader, whole_body
 from weft.server.errors import ApiError, as_api_error, json_response
 from weft.server.guard import BODY, KEY, Guard
 from weft.server.keys import ApiKey
+from weft.server.logs import ServerLog, current_record
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
 from weft.server.openai import Echo, Form, Shape
 from weft.server.prompts import PromptEncoder
+from weft.server.request_log import Logged
 from weft.server.requests import check_completion, inference_request, prompts_of, sampling_params
 from weft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.server.settings import ServerSettings
@@ -69,6 +71,7 @@ class ServerApp:
         text: ModelText,
         suggestions: Mapping[str, Any],
         engine: EngineClient,
+        log: ServerLog,
     ) -> None:
         self.settings = settings
         self.text = text
@@ -78,6 +81,7 @@ class ServerApp:
             text, settings.model, engine.max_sequence_length, settings.chat_template
         )
         self._bodies = BodyReader()
+        self._log = log
         self._suggestions = suggestions
         _ = text.tool_format  # found by rendering: a few milliseconds, which no request should wait for
         self._name = settings.names[0]
@@ -109,7 +113,11 @@ class ServerApp:
             Route("/version", self._version, methods=get),
             Route("/admin/requests", self._list_requests, methods=get),
             Route("/admin/requests/{id}", self._cancel_request, methods=["DELETE"]),
+            Route("/openapi.json", self._openapi, methods=get),
+            Route("/docs", self._docs, methods=get),
         ]
+        document = openapi.document(routes, asks_for_key=bool(self.settings.api_keys))
+        self._document = msgspec.json.encode(document)
         handlers: dict[Any, Any] = {
             ApiError: self._respond_with_error,
             WeftError: self._respond_with_weft_error,
@@ -124,9 +132,8 @@ class ServerApp:
             middleware = [
                 Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             ]
-        return Guard(
-            Starlette(routes=routes, exception_handlers=handlers, middleware=middleware), self.settings
-        )
+        app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
+        return Logged(Guard(app, self.settings), self._log)
 
     # ------------------------------------------------------------------ generating
 
@@ -155,6 +162,10 @@ class ServerApp:
             )
             with _renamed_params(asked):
                 prepared = await unless_disconnected(request.receive, self._begin(asked, size, visit))
+                record = current_record()
+                record.is_streamed = prepared.is_streamed
+                if not record.is_id_given:
+                    record.request_id = prepared.shape.request_id  # the answer's own id ends with it
                 # Tokens are all that is needed from here on.
                 del body, asked
                 request.scope[BODY].release()
@@ -261,9 +272,13 @@ class ServerApp:
     def _end(self, outcome: Outcome, shape: Shape, visit: Visit, is_streamed: bool = True) -> None:
         """Books how a request ended."""
         self._visits.leave(visit, outcome)
+        record = current_record()
+        record.is_client_gone = outcome is None
         if isinstance(outcome, ApiError):
+            record.error_code = outcome.code
             self._metrics.failed(outcome.status)
         elif outcome:
+            record.results, record.num_choices_per_prompt = outcome, shape.num_choices_per_prompt
             num_prompts = len(outcome) // shape.num_choices_per_prompt
             self._metrics.answered(outcome, num_prompts, time.monotonic() - visit.began)
             first = outcome[0].time_to_first_token
@@ -364,6 +379,12 @@ class ServerApp:
             raise ApiError(404, message, code="request_not_found")
         return json_response({"id": name, "object": "request", "cancelled": True})
 
+    async def _openapi(self, request: Request) -> Response:
+        return Response(self._document, media_type="application/json")
+
+    async def _docs(self, request: Request) -> Response:
+        return docs_page.response()
+
     async def _respond_with_error(self, request: Request, error: ApiError) -> Response:
         self._metrics.failed(error.status)
         if error.status in (429, 503) and error.retry_after is None:
@@ -418,8 +439,9 @@ async def _respond_with_http_error(request: Request, error: HTTPException) -> Re
 
 
 async def _respond_to_nobody(request: Request, error: Exception) -> Response:
+    current_record().is_client_gone = True
     return Response(status_code=499)
 
 
 async def _respond_with_mistake(request: Request, error: Exception) -> Response:
-    return ApiError(500, "the server made a mistake; its log says which", code="internal_error").response()
+    return ApiError.mistake().response()

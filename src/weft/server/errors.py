@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from weft.engine.client import EngineDiedError, SlowReaderError
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
+from weft.server.logs import current_record
 from weft.server.pace import retry_after
 
 _TYPES = {
@@ -43,12 +44,17 @@ class ApiError(Exception):
         self.retry_after = retry_after
         """Seconds until asking again is worth it, where whoever raised it knows; the app predicts the others."""
 
+    @classmethod
+    def mistake(cls) -> ApiError:
+        return cls(500, "the server made a mistake; its log says which", code="internal_error")
+
     @property
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
+        current_record().error_code = self.code
         headers = self.headers
         if self.retry_after is not None:
             headers = {**headers, "Retry-After": retry_after(self.retry_after)}

@@ -97,7 +97,7 @@ class Guard:
             return
         raise ApiError(
             403,
-            f"the page {name!r:.80} may not call this server; start it with --allow-origin to let it",
+            f"the page {name!r:.80} may not call this server; allowed_origins in its settings would let it",
             code="forbidden_origin",
         )
 

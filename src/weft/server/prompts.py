@@ -49,7 +49,7 @@ class PromptEncoder:
                 self._threads, encode_prompt, self._text, prompt
             )
         self._check_length(prompt)
-        question = msgspec.msgpack.encode(Question(prompt, self._max_context))
+        question = _packed(Question(prompt, self._max_context))
         answer = self._answers.decode(await self._worker.ask(question))
         if isinstance(answer, Tokens):
             return answer.ids
@@ -89,3 +89,14 @@ class PromptEncoder:
 
 def _field(prompt: Chat | Text) -> str:
     return "prompt" if isinstance(prompt, Text) else "messages"
+
+
+def _packed(question: Question) -> bytes:
+    try:
+        return msgspec.msgpack.encode(question)
+    except OverflowError:
+        problem = "holds a whole number of more than 64 bits"
+    except RecursionError:
+        problem = "is nested too deeply"
+    field = _field(question.prompt)
+    raise InvalidRequestError(f"{field} {problem}; send it as text", field=field)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
+from http import HTTPStatus
 
 import h11
 import msgspec
@@ -71,11 +73,23 @@ class TimedProtocol(H11Protocol):
             return
         # A body that is still coming may have been answered already, by an error.
         if self._timed_state is h11.IDLE or not self.cycle.response_started:
-            error = ApiError(408, "the request did not arrive in time; send it again", code="timeout")
-            body = msgspec.json.encode(error.body)
-            head = (
-                "HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(body)}\r\n\r\n"
-            )
-            self.transport.write(head.encode() + body)
+            self._answer(ApiError(408, "the request did not arrive in time; send it again", code="timeout"))
         self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """What came cannot be read; told in the API's own form, unless an answer is half out already."""
+        is_answering = self.cycle is not None and self.cycle.response_started
+        if not is_answering or self.cycle.response_complete:
+            message = "this is not a request of HTTP/1.1, or its headers are too large"
+            self._answer(ApiError(400, message, code="invalid_http"))
+        self.transport.close()
+
+    def _answer(self, error: ApiError) -> None:
+        """Where there is no request that the application could answer."""
+        body = msgspec.json.encode(error.body)
+        head = (
+            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nconnection: close\r\n"
+            "content-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nx-request-id: {uuid.uuid4().hex}\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)

@@ -92,6 +92,7 @@ def prompts_of(asked: CompletionRequest, max_answers: int) -> list[Prompt]:
             400, "prompt is empty; send text, or at least one token", param="prompt", code="invalid_value"
         )
     if _are_tokens(prompt):
+        _check_ids(prompt, "prompt")
         return [prompt]
     if len(prompt) * (asked.n or 1) > max_answers:
         raise ApiError(
@@ -101,7 +102,9 @@ def prompts_of(asked: CompletionRequest, max_answers: int) -> list[Prompt]:
             code="invalid_value",
         )
     for index, one in enumerate(prompt):
-        if not isinstance(one, str) and not (isinstance(one, list) and _are_tokens(one)):
+        if isinstance(one, list) and _are_tokens(one):
+            _check_ids(one, f"prompt[{index}]")
+        elif not isinstance(one, str):
             raise ApiError(
                 400,
                 f"prompt[{index}] is neither text nor a list of token ids",
@@ -113,6 +116,15 @@ def prompts_of(asked: CompletionRequest, max_answers: int) -> list[Prompt]:
 
 def _are_tokens(prompt: list[Any]) -> bool:
     return set(map(type, prompt)) <= {int}  # a loop over a quarter of a million would hold up every stream
+
+
+def _check_ids(tokens: Sequence[int], param: str) -> None:
+    """The engine knows which ids there are; these are none anywhere, and fit no message to it."""
+    for token in (min(tokens), max(tokens)) if tokens else ():
+        if not 0 <= token < 2**31:
+            raise ApiError(
+                400, f"{param} holds {token!r:.80}; allowed: token ids", param=param, code="invalid_value"
+            )
 
 
 def check_completion(asked: CompletionRequest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ from weft.errors import WeftError
 from weft.loading.checkpoint import open_checkpoint
 from weft.plan import BackendInfo
 from weft.server.app import ServerApp
+from weft.server.logs import LibraryHandler, ServerLog
 from weft.server.protocol import TimedProtocol
 from weft.server.settings import ServerSettings
 from weft.text.model_text import open_model_text
@@ -40,10 +42,14 @@ class Started:
 def serve(
     settings: ServerSettings,
     on_start: Callable[[Started], object],
-    say: Callable[[str], object],
+    log: ServerLog,
 ) -> None:
-    """Serves until a signal ends it; `say` gets a line where something happens that an operator wants to know."""
-    asyncio.run(_Life(settings, on_start, say).run())
+    """Serves until a signal ends it. The log is closed then."""
+    logging.basicConfig(handlers=[LibraryHandler(log)], level=logging.WARNING)
+    try:
+        asyncio.run(_Life(settings, on_start, log).run())
+    finally:
+        log.close()
 
 
 class _Life:
@@ -51,11 +57,11 @@ class _Life:
         self,
         settings: ServerSettings,
         on_start: Callable[[Started], object],
-        say: Callable[[str], object],
+        log: ServerLog,
     ) -> None:
         self._settings = settings
         self._on_start = on_start
-        self._say = say
+        self._log = log
         self._stop = asyncio.Event()
         self._state = ServerState()
         self._was_ready = False
@@ -80,7 +86,7 @@ class _Life:
                 self._engine.kill()  # it reads no messages before its weights are loaded
                 return
             starting.result()
-            app = ServerApp(self._settings, text, checkpoint.generation, self._engine)
+            app = ServerApp(self._settings, text, checkpoint.generation, self._engine, self._log)
             try:
                 await self._listen(server, app)
             finally:
@@ -142,13 +148,15 @@ class _Life:
         # Until the last request is over new ones are still answered: with a 503, which says more than a closed door.
         app.is_draining = True
         seconds = settings.drain_seconds
-        self._say(f"Stopping: what is under way has {seconds:g} s to end. Once more quits at once.")
+        said = f"Stopping: what is under way has {seconds:g} s to end. Once more quits at once."
+        self._log.event("draining", said, seconds=seconds)
         if not await app.wait_until_idle(seconds):
-            self._say("Not everything ended in time; the rest is cancelled.")
+            self._log.event("cancelling", "Not everything ended in time; the rest is cancelled.", "warning")
             await self._engine.stop()
             await app.wait_until_idle(_LAST_WORDS_SECONDS)
         server.close()
         await self._close_connections()
+        self._log.event("stopped", "Stopped.")
 
     async def _close_connections(self) -> None:
         """Each once what was written to it has left; whoever does not read is not waited for long."""
@@ -169,7 +177,10 @@ class _Life:
     def _tell_state(self, state: EngineState) -> None:
         if state is EngineState.READY:
             if self._was_ready:
-                self._say("The engine is ready again.")
+                self._log.event(
+                    "engine_restarted", "The engine is ready again.", restarts=self._engine.restarts
+                )
             self._was_ready = True
         elif state is EngineState.STARTING and self._was_ready:
-            self._say("The engine's process died; its requests got an error, and it is started again.")
+            said = "The engine's process died; its requests got an error, and it is started again."
+            self._log.event("engine_died", said, "error")

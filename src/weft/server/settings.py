@@ -1,13 +1,22 @@
-"""What an operator may set: frozen, checked where it is used, each with a default that suits most."""
+"""What an operator may set: frozen, each with a default that suits most.
+
+`config_file` makes the keys of the TOML file and the environment's names of these fields, and checks values by their types.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from weft.config import PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.server.keys import ApiKey, KeyRing
+
+Seconds = Annotated[float, Meta(ge=0, le=1_000_000)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+LogFormat = Literal["auto", "text", "json", "off"]
 
 
 def _engine_config() -> ServingEngineConfig:
@@ -23,7 +32,7 @@ class ServerSettings:
     names: tuple[str, ...]
     """What requests may call the model; the first is the one that answers carry."""
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """0: any that is free."""
     api_keys: tuple[ApiKey, ...] = ()
     """None at all: everyone may ask. Made by `keys.plain_keys` and `keys.read_key_file`."""
@@ -33,21 +42,23 @@ class ServerSettings:
     """The path of a Jinja template that is used instead of the model's own."""
     tool_format: str | None = None
     """How the model writes calls of tools, one of `weft.text.model_text.TOOL_FORMATS`; None: found from its template."""
+    log_format: LogFormat = "auto"
+    """"auto": text where standard error is a terminal, JSON elsewhere."""
     backend: str = "cpu"
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     engine: ServingEngineConfig = field(default_factory=_engine_config)
-    drain_seconds: float = 30.0
+    drain_seconds: Seconds = 30.0
     """What is under way at a SIGTERM has this long to end."""
-    max_body_bytes: int = 16 << 20
-    max_buffered_bytes: int = 256 << 20
+    max_body_bytes: AtLeastOne = 16 << 20
+    max_buffered_bytes: AtLeastOne = 256 << 20
     """Bodies of all requests together, until they are tokens."""
-    max_header_bytes: int = 64 << 10
-    header_seconds: float = 10.0
-    body_seconds: float = 120.0
+    max_header_bytes: AtLeastOne = 64 << 10
+    header_seconds: Seconds = 10.0
+    body_seconds: Seconds = 120.0
     """A request has this long to arrive, from its first byte."""
-    max_answers: int = 1024
+    max_answers: AtLeastOne = 1024
     """Prompts times `n` of one request."""
-    max_requests: int = 4096
+    max_requests: AtLeastOne = 4096
     """Requests that may be under way at once, waiting ones too."""
 
     def __post_init__(self) -> None:

@@ -160,8 +160,8 @@ def _check_context(wanted: int, own: int) -> None:
 
 def _choose_blocks(pool: KvCachePoolConfig, block_bytes: int, max_context: int) -> int:
     """As many as asked for; else the default, or the model's whole context where the machine has room for twice that."""
-    if pool.num_blocks is not None:
-        return pool.num_blocks
+    if (asked := pool.blocks_in_memory(block_bytes)) is not None:
+        return asked
     room = _available_memory() // 2
     whole_context = -(-max_context // pool.block_size) * block_bytes
     wanted = whole_context if _DEFAULT_CACHE_BYTES < whole_context <= room else _DEFAULT_CACHE_BYTES

@@ -1,0 +1,154 @@
+"""What this machine is: processor, memory, GPU, and how fast it reads memory. What cannot be found out is None."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_CPU_INFO = Path("/proc/cpuinfo")
+_MEMORY_INFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_NO_LIMIT = 1 << 60
+"""A limit of the older cgroups beyond this is none."""
+FEATURES = {
+    "avx2": "AVX2",
+    "fma": "FMA",
+    "f16c": "F16C",
+    "avx512f": "AVX-512",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx_vnni": "AVX VNNI",
+    "amx_int8": "AMX",
+    "asimd": "NEON",
+    "asimddp": "NEON dot product",
+    "i8mm": "NEON i8mm",
+}
+"""By the names of the kernel: what makes a difference to inference."""
+_MATRIX_SIDE = 8192
+"""256 MiB: more than the caches of most machines hold."""
+
+
+@dataclass(frozen=True)
+class Processor:
+    name: str
+    physical_cores: int | None
+    usable_cores: int
+    """Of this process: affinity and the cgroup's quota count."""
+    features: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. `available` is what can be taken without swapping, inside the cgroup's limit."""
+
+    total: int | None
+    available: int | None
+    limit: int | None
+
+
+def processor(info: str | None = None) -> Processor:
+    """`info` is the content of /proc/cpuinfo."""
+    if info is None:
+        info = _read(_CPU_INFO) or ""
+    name, flags, cores = "", None, set()
+    package = core = ""
+    for line in info.splitlines():
+        key, _, value = (part.strip() for part in line.partition(":"))
+        if key in ("model name", "Model") and not name:
+            name = value
+        elif key in ("flags", "Features") and flags is None:
+            flags = set(value.split())
+        elif key == "physical id":
+            package = value
+        elif key == "core id":
+            core = value
+            cores.add((package, core))
+    features = None if flags is None else tuple(word for flag, word in FEATURES.items() if flag in flags)
+    return Processor(
+        name or platform.processor() or platform.machine() or "unknown",
+        len(cores) or None,
+        _usable_cores(),
+        features,
+    )
+
+
+def _usable_cores() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = (_read(_CGROUP / "cpu.max") or "max").partition(" ")
+    if quota != "max" and period.strip().isdigit() and int(period):
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def memory(info: str | None = None) -> Memory:
+    """`info` is the content of /proc/meminfo."""
+    if info is None:
+        info = _read(_MEMORY_INFO) or ""
+    sizes = {}
+    for line in info.splitlines():
+        key, _, value = line.partition(":")
+        if value.split()[:1] and value.split()[0].isdigit():
+            sizes[key] = int(value.split()[0]) * 1024
+    limit, used = _limit_and_use()
+    available = sizes.get("MemAvailable")
+    if limit is not None:
+        left = max(0, limit - (used or 0))
+        available = left if available is None else min(available, left)
+    return Memory(sizes.get("MemTotal"), available, limit)
+
+
+def _limit_and_use() -> tuple[int | None, int | None]:
+    for limit_name, use_name in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit = _number(_read(_CGROUP / limit_name))
+        if limit is not None and limit < _NO_LIMIT:
+            return limit, _number(_read(_CGROUP / use_name))
+    return None, None
+
+
+def gpus() -> list[str] | None:
+    """Name and memory of each; none where the driver's tool is not there or sees none, None where it does not answer."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return (
+        [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else None
+    )
+
+
+def bytes_per_second(seconds: float = 0.8) -> float:
+    """How fast a matrix that no cache holds is multiplied by a vector: what generating one token after another does."""
+    import numpy as np
+
+    matrix = np.ones((_MATRIX_SIDE, _MATRIX_SIDE), np.float32)
+    vector = np.ones(_MATRIX_SIDE, np.float32)
+    times: list[float] = []
+    give_up_at = time.perf_counter() + seconds
+    while not times or time.perf_counter() < give_up_at:
+        began = time.perf_counter()
+        matrix @ vector
+        times.append(time.perf_counter() - began)
+    return matrix.nbytes / statistics.median(times)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None

@@ -1,0 +1,188 @@
+"""The server's log: one line for each request that ended and for each turn in the server's life, on standard error.
+
+A prompt, an answer or a key is never in it. Lines are made and written by a thread of their own: whoever reads the log,
+or does not, cannot hold up the event loop; what does not fit the queue is counted and told.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+import msgspec
+
+from weft.request import FinishReason, GenerationResult
+from weft.server.settings import LogFormat
+
+_MAX_LINES = 8192
+_LAST_LINES_SECONDS = 2.0
+_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""Asked every few seconds by machines: logged only when they fail."""
+_FINISHED = {FinishReason.STOP: "stop", FinishReason.END_OF_SEQUENCE: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass
+class Record:
+    """What is known of one HTTP request by its end. Filled in on the way by whoever knows."""
+
+    method: str
+    path: str
+    request_id: str
+    is_id_given: bool
+    began: float = field(default_factory=time.monotonic)
+    status: int = 0
+    key_name: str | None = None
+    error_code: str | None = None
+    is_streamed: bool = False
+    is_client_gone: bool = False
+    results: Sequence[GenerationResult] = ()
+    num_choices_per_prompt: int = 1
+
+    def fields(self, seconds: float) -> dict[str, Any]:
+        """As they are written; what is not known or not the case is left out."""
+        known: dict[str, Any] = {
+            "request_id": self.request_id,
+            "key": self.key_name,
+            "method": self.method,
+            "route": self.path,
+            "status": self.status or None,
+            "error_code": self.error_code,
+            "stream": self.is_streamed or None,
+            "client_gone": self.is_client_gone or None,
+        }
+        if self.results:
+            prompts = self.results[:: self.num_choices_per_prompt]
+            first = self.results[0]
+            known |= {
+                "prompt_tokens": sum(one.prompt_token_count for one in prompts),
+                "cached_tokens": sum(one.cached_token_count for one in prompts),
+                "completion_tokens": sum(len(one.tokens) for one in self.results),
+                "finish_reasons": [_FINISHED.get(one.finish_reason, "error") for one in self.results],
+                "queue_seconds": _rounded(first.waiting_time),
+                "first_token_seconds": _rounded(first.time_to_first_token),
+            }
+        known["total_seconds"] = _rounded(seconds)
+        return {name: value for name, value in known.items() if value is not None}
+
+
+record_of_task: ContextVar[Record | None] = ContextVar("record_of_task", default=None)
+"""Every request is answered in a task of its own."""
+
+
+def current_record() -> Record:
+    """That of the request that is being answered; outside of any, one that nobody reads."""
+    return record_of_task.get() or Record("", "", "", False)
+
+
+class ServerLog:
+    """Owns the thread that writes. `close` writes what is left."""
+
+    def __init__(self, log_format: LogFormat, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        if log_format == "auto":
+            log_format = "text" if self._stream.isatty() else "json"
+        self.format = log_format
+        self._num_lost = 0
+        self._lines: queue.Queue[Callable[[], str] | None] = queue.Queue(_MAX_LINES)
+        self._writer = threading.Thread(target=self._write, name="weft-log", daemon=True)
+        if log_format != "off":
+            self._writer.start()
+
+    def event(self, name: str, message: str, level: str = "info", **fields: Any) -> None:
+        """A turn in the server's life: `message` for people, `fields` for programs."""
+        now = time.time()
+
+        def line() -> str:
+            sentence = "\n".join([message, *([fields["traceback"]] if "traceback" in fields else [])])
+            return self._line(now, level, name, {"message": message, **fields}, sentence)
+
+        self._put(line)
+
+    def request(self, record: Record) -> None:
+        """A request that ended."""
+        if record.path in _QUIET_PATHS and record.status < 400:
+            return
+        now, seconds = time.time(), time.monotonic() - record.began
+        level = "error" if record.status >= 500 else "info"
+
+        def line() -> str:
+            fields = record.fields(seconds)
+            return self._line(now, level, "request", fields, _sentence(fields))
+
+        self._put(line)
+
+    def close(self) -> None:
+        if self._writer.is_alive():
+            self._put(None)
+            self._writer.join(_LAST_LINES_SECONDS)
+
+    def _put(self, line: Callable[[], str] | None) -> None:
+        if self.format == "off":
+            return
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._num_lost += 1
+
+    def _line(self, now: float, level: str, name: str, fields: Mapping[str, Any], sentence: str) -> str:
+        at = datetime.fromtimestamp(now, UTC)
+        if self.format == "text":
+            return f"{at.astimezone():%H:%M:%S} {sentence}\n"
+        stamp = at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        return msgspec.json.encode({"time": stamp, "level": level, "event": name, **fields}).decode() + "\n"
+
+    def _write(self) -> None:
+        """In the writer's thread."""
+        while (line := self._lines.get()) is not None:
+            try:
+                self._stream.write(line())
+                if self._num_lost:
+                    self._stream.write(self._loss())
+                self._stream.flush()
+            except (OSError, ValueError):
+                pass  # closed, or a full disk: the server goes on
+
+    def _loss(self) -> str:
+        lost, self._num_lost = self._num_lost, 0
+        said = f"{lost} lines of the log were lost: nobody read them in time"
+        return self._line(time.time(), "warning", "log_lost", {"message": said, "lines": lost}, said)
+
+
+class LibraryHandler(logging.Handler):
+    """What uvicorn or asyncio has to say becomes a line like all others. Tracebacks, which may quote a request, do not."""
+
+    def __init__(self, log: ServerLog) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.event("library", f"{record.name}: {record.getMessage()}", record.levelname.lower())
+
+
+def _sentence(fields: Mapping[str, Any]) -> str:
+    """A request for people: status, route, tokens, seconds, how it ended, its id."""
+    parts = [f"{fields.get('status', '---')} {fields['method']} {ascii(fields['route'])[1:-1]}"]
+    if "completion_tokens" in fields:
+        cached = f" ({fields['cached_tokens']} cached)" if fields["cached_tokens"] else ""
+        parts.append(f"{fields['prompt_tokens']}{cached} + {fields['completion_tokens']} tokens")
+        parts.append(" ".join(sorted(set(fields["finish_reasons"]))))
+    if "error_code" in fields:
+        parts.append(fields["error_code"])
+    if "client_gone" in fields:
+        parts.append("client gone")
+    parts.append(f"{fields['total_seconds']:.3f} s")
+    if "key" in fields:
+        parts.append(fields["key"])
+    return ", ".join([*parts, fields["request_id"]])
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

@@ -1,0 +1,64 @@
+"""Stands before everything else: gives each request its id, and writes its line into the log when it is over."""
+
+from __future__ import annotations
+
+import re
+import traceback
+import uuid
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.server.errors import ApiError
+from weft.server.logs import Record, ServerLog, record_of_task
+
+_GIVEN_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+_LONGEST_PATH = 200
+
+
+class Logged:
+    """Nothing that goes wrong behind it goes further: it becomes a 500, and a line that says where."""
+
+    def __init__(self, app: ASGIApp, log: ServerLog) -> None:
+        self._app = app
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # neither lifespan nor websockets
+        record = _record(scope)
+        token = record_of_task.set(record)
+
+        # Not a coroutine of its own: a stream sends thousands of messages, and only the first is of interest.
+        def noting(message: Message) -> Any:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+            return send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except Exception as error:
+            self._tell(error, record)
+            if not record.status:
+                await ApiError.mistake().response()(scope, receive, noting)
+        finally:
+            record_of_task.reset(token)
+            key = scope.get("weft.key")  # that the guard found the request to be sent with
+            record.key_name = None if key is None else key.name
+            self._log.request(record)
+
+    def _tell(self, error: Exception, record: Record) -> None:
+        """Where it happened. Not the error's message, which may quote the request."""
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        message = f"{type(error).__name__} while answering {record.request_id}"
+        self._log.event("mistake", message, "error", request_id=record.request_id, traceback=frames)
+
+
+def _record(scope: Scope) -> Record:
+    """With the id that the client gave, where it is one; else a new one."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    is_given = _GIVEN_ID.fullmatch(given) is not None
+    request_id = given.decode() if is_given else uuid.uuid4().hex
+    return Record(scope["method"], scope["path"][:_LONGEST_PATH], request_id, is_given)

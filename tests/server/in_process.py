@@ -1,0 +1,78 @@
+"""The server's application without its sockets, in front of a real engine on the noop backend: thousands of requests a
+second for tests that need so many."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from server_process import MODEL
+
+from weft.engine.client import EngineClient
+from weft.loading.checkpoint import open_checkpoint
+from weft.server.app import ServerApp
+from weft.server.logs import ServerLog
+from weft.server.settings import ServerSettings
+from weft.text.model_text import open_model_text
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[bytes, bytes]
+    body: bytes
+
+
+class InProcess:
+    def __init__(self, server: ServerApp) -> None:
+        self.server = server
+        self._asgi = server.asgi()
+
+    async def ask(
+        self, path: str, body: bytes = b"", leaves_after: float | None = None, method: str = "POST"
+    ) -> Reply:
+        """What comes back; `leaves_after` seconds the client goes away."""
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await asyncio.sleep(3600 if leaves_after is None else leaves_after)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+        }
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        await self._asgi({**scope, "root_path": "", "headers": headers}, receive, send)  # type: ignore[arg-type]
+        status, fields = (sent[0]["status"], dict(sent[0]["headers"])) if sent else (0, {})
+        return Reply(status, fields, b"".join(one.get("body", b"") for one in sent[1:]))
+
+
+@asynccontextmanager
+async def in_process(model_path: Path, **settings: Any) -> AsyncIterator[InProcess]:
+    checkpoint = open_checkpoint(model_path)
+    text = open_model_text(checkpoint)
+    chosen = ServerSettings(str(model_path), (MODEL,), **settings)
+    engine = EngineClient("noop", {"vocabulary_size": 49152, "max_context": 64}, chosen.engine)
+    await engine.start()
+    server = ServerApp(chosen, text, checkpoint.generation, engine, ServerLog("off"))
+    try:
+        yield InProcess(server)
+    finally:
+        server.close()
+        await engine.stop()
+        text.close()
+        await asyncio.sleep(0.1)  # processes that were ended are heard of before the loop is gone

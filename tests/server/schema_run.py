@@ -1,0 +1,39 @@
+"""Runs schemathesis in negative mode over a real server's OpenAPI document: `python schema_run.py --max-examples 1000`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from server_process import Server, running_server
+
+CHECKS = (
+    *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
+    *("response_schema_conformance", "response_headers_conformance"),
+)
+# Answers of some tokens: what is looked at is the way there.
+OPTIONS = {"vocabulary_size": 49152, "max_context": 64}
+
+
+def run_schemathesis(
+    server: Server, *arguments: str, capture: bool = True
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
+    command += ["--mode", "negative", "--checks", ",".join(CHECKS), "--no-color", *arguments]
+    with tempfile.TemporaryDirectory() as folder:  # it keeps a cache where it is started
+        return subprocess.run(command, capture_output=capture, text=True, timeout=3600, cwd=folder)
+
+
+def main() -> int:
+    from weft.loading.pull import pull
+
+    with running_server(Path(pull("default")), backend_options=OPTIONS) as server:
+        done = run_schemathesis(server, *sys.argv[1:], capture=False)
+        server.wait_until_free()
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

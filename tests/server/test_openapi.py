@@ -1,0 +1,181 @@
+"""The OpenAPI document says what is true: of every route and field, of ranges, and of what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from in_process import in_process
+from server_process import Server
+
+from weft.errors import InvalidRequestError
+from weft.request import InferenceRequest, SamplingParams
+from weft.server import response_shapes as shapes
+from weft.server.field_docs import FIELDS, Field
+from weft.server.keys import plain_keys
+from weft.server.openapi import OPERATIONS
+from weft.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+
+KINDS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
+
+
+@pytest.fixture(scope="module")
+def document(shared_server: Server) -> dict[str, Any]:
+    response = shared_server.client.get("/openapi.json")
+    assert response.status_code == 200
+    content: dict[str, Any] = response.json()
+    return content
+
+
+def test_every_field_of_every_request_is_described(document: dict[str, Any]) -> None:
+    for kind in KINDS:
+        properties = document["components"]["schemas"][kind.__name__]["properties"]
+        assert set(properties) == set(kind.__struct_fields__)
+        missing = [name for name, content in properties.items() if not content.get("description")]
+        assert not missing, f"{kind.__name__}: describe {missing} in server/field_docs.py"
+
+
+def test_every_route_is_in_the_document(default_model_path: Path, document: dict[str, Any]) -> None:
+    async def routes() -> set[tuple[str, str]]:
+        async with in_process(default_model_path) as server:
+            starlette = server._asgi._app._app  # type: ignore[attr-defined]
+            return {
+                (method.lower(), re.sub(r":\w+}", "}", route.path))
+                for route in starlette.routes
+                for method in route.methods - {"HEAD"}
+            }
+
+    described = {(method, path) for path, methods in document["paths"].items() for method in methods}
+    assert described == asyncio.run(routes())
+    assert described <= set(OPERATIONS)
+
+
+def test_every_reference_leads_somewhere_and_every_answer_has_a_form(document: dict[str, Any]) -> None:
+    def references(content: Any) -> Iterator[str]:
+        if isinstance(content, dict):
+            if "$ref" in content:
+                yield content["$ref"]
+            for value in content.values():
+                yield from references(value)
+        elif isinstance(content, list):
+            for value in content:
+                yield from references(value)
+
+    for reference in references(document):
+        found: Any = document
+        for part in reference.removeprefix("#/").split("/"):
+            found = found[part]
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            assert {"200", "default"} <= set(operation["responses"]) and operation["summary"]
+
+
+def test_the_ranges_told_are_those_that_are_checked(document: dict[str, Any]) -> None:
+    """The border is taken and what lies beyond it refused, by the field's own name."""
+
+    def build(name: str, value: Any) -> None:
+        if name in SamplingParams.__dataclass_fields__:
+            # As many tokens as there may be, so that a minimum of them can be reached.
+            SamplingParams(**{"max_tokens": None, name: value})
+        else:
+            InferenceRequest((1,), **{name: value})
+
+    checked = 0
+    properties = document["components"]["schemas"]["CompletionRequest"]["properties"]
+    for name in properties:
+        field: Field = FIELDS[name]
+        for limit, beyond in ((field.minimum, -1), (field.maximum, 1), (field.above, 0)):
+            if limit is None or name not in (
+                *SamplingParams.__dataclass_fields__,
+                *InferenceRequest.__dataclass_fields__,
+            ):
+                continue
+            checked += 1
+            if beyond:
+                build(name, limit)
+            with pytest.raises(InvalidRequestError) as caught:
+                build(name, limit + beyond if abs(limit) < 1e9 or isinstance(limit, int) else limit * 2)
+            assert caught.value.field == name
+    assert checked > 25
+
+
+CASES = [
+    pytest.param(path, example, id=f"{path} {name}")
+    for (method, path), operation in OPERATIONS.items()
+    for name, example in operation.examples.items()
+]
+
+
+@pytest.mark.parametrize(("path", "example"), CASES)
+def test_every_example_is_answered_in_the_form_that_is_told(server: Server, path: str, example: Any) -> None:
+    operation = OPERATIONS["post", path]
+    response = server.client.post(path, json={**example})
+    assert response.status_code == 200, response.text
+    assert operation.answer is not None
+    if not example.get("stream"):
+        msgspec.convert(response.json(), operation.answer)
+        return
+    assert operation.event is not None
+    *events, last = response.text.strip().split("\n\n")
+    assert last == "data: [DONE]" and events
+    for event in events:
+        msgspec.convert(json.loads(event.removeprefix("data: ")), operation.event)
+
+
+@pytest.mark.parametrize("path", [path for method, path in OPERATIONS if method == "get" and "{" not in path])
+def test_every_page_is_answered_in_the_form_that_is_told(server: Server, path: str) -> None:
+    operation = OPERATIONS["get", path]
+    if path.startswith("/admin"):
+        pytest.skip("off by default")
+    response = server.client.get(path)
+    assert response.status_code == 200
+    if operation.answer is None:
+        assert response.headers["content-type"].startswith(operation.media_type)
+    else:
+        msgspec.convert(response.json(), operation.answer)
+
+
+def test_errors_have_the_form_that_is_told_and_carry_the_request_s_id(server: Server) -> None:
+    for response in (
+        server.client.get("/nowhere"),
+        server.client.get("/v1/completions"),
+        server.complete(temperature=-1),
+        server.client.get("/version", headers={"Host": "evil.example"}),
+    ):
+        msgspec.convert(response.json(), shapes.Error)
+        assert response.headers["x-request-id"]
+
+
+def test_a_server_with_keys_says_so_and_shows_its_document_to_who_has_one(default_model_path: Path) -> None:
+    async def security(**settings: Any) -> Any:
+        async with in_process(default_model_path, **settings) as server:
+            paths = json.loads(server.server._document)["paths"]
+            return paths["/v1/completions"]["post"]["security"], paths["/health"]["get"]["security"]
+
+    assert asyncio.run(security()) == ([{}, {"key": []}], [])
+    assert asyncio.run(security(api_keys=plain_keys(["one"]))) == ([{"key": []}], [])
+
+
+def test_the_page_runs_its_own_script_alone_and_loads_nothing_from_elsewhere(server: Server) -> None:
+    response = server.client.get("/docs")
+    policy = response.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "connect-src 'self'" in policy
+    for element in ("script", "style"):
+        [inline] = re.findall(rf"<{element}>(.*?)</{element}>", response.text, re.S)
+        digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
+        assert f"{element}-src 'sha256-{digest}'" in policy
+    assert not re.search(r"https?://|innerHTML|\bstyle=|\bon\w+=\"", response.text)

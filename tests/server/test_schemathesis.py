@@ -1,0 +1,27 @@
+"""schemathesis in negative mode over the OpenAPI document, against the real server process. `make test-schema` runs longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from schema_run import OPTIONS, run_schemathesis
+from server_process import Server, running_server
+
+pytest.importorskip("schemathesis", reason="pip install -c constraints.txt -e '.[dev]' brings it")
+
+
+@pytest.fixture
+def small_server(default_model_path: Path) -> Iterator[Server]:
+    with running_server(default_model_path, backend_options=OPTIONS) as server:
+        yield server
+
+
+def test_no_request_made_from_the_document_gets_what_the_document_does_not_tell(small_server: Server) -> None:
+    done = run_schemathesis(small_server, "--max-examples", "30", "--seed", "1")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "Tested: " in done.stdout
+    assert small_server.client.get("/health").status_code == 200
+    small_server.wait_until_free()
+    assert small_server.complete().status_code == 200

@@ -1,0 +1,158 @@
+"""`weft doctor`: what it finds out about a machine and a model, and what it says where something is in the way."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from model_files import GOOD_GGUF
+from weft.cli import machine
+from weft.cli.main import app
+
+X86 = """\
+processor : 0
+model name : Fast CPU
+physical id : 0
+core id : 0
+flags : fpu avx2 fma f16c avx512f avx512_vnni
+
+processor : 1
+model name : Fast CPU
+physical id : 0
+core id : 0
+flags : fpu avx2
+
+processor : 2
+physical id : 1
+core id : 0
+"""
+
+Report = Callable[..., tuple[int, dict[str, dict[str, str]]]]
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> Report:
+    """The exit code, and the checks by name. Reading memory is not what is tested here."""
+    monkeypatch.setattr(machine, "bytes_per_second", lambda: 10e9)
+
+    def run(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+        result = CliRunner().invoke(app, ["doctor", "--json", *arguments])
+        content: dict[str, Any] = json.loads(result.output)
+        assert content["ok"] is (result.exit_code == 0)
+        return result.exit_code, {check["name"]: check for check in content["checks"]}
+
+    return run
+
+
+def test_cores_are_counted_once_and_features_named() -> None:
+    found = machine.processor(X86)
+    assert (found.name, found.physical_cores) == ("Fast CPU", 2)
+    assert found.features == ("AVX2", "FMA", "F16C", "AVX-512", "AVX-512 VNNI")
+    arm = machine.processor("Features : fp asimd asimddp\n")
+    assert arm.features == ("NEON", "NEON dot product") and arm.physical_cores is None
+
+
+def test_a_machine_that_tells_nothing_is_unknown_and_no_error() -> None:
+    found = machine.processor("")
+    assert found.features is None and found.physical_cores is None and found.usable_cores >= 1
+    assert machine.memory("nonsense").total is None
+
+
+@pytest.mark.parametrize(
+    ("limit_file", "use_file"),
+    [
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ],
+)
+def test_the_limit_of_a_container_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_file: str, use_file: str
+) -> None:
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / limit_file).write_text("4096\n")
+    (tmp_path / use_file).write_text("1024\n")
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    found = machine.memory("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
+    assert (found.total, found.limit, found.available) == (102400, 4096, 3072)
+    assert machine.processor(X86).usable_cores == 1
+    (tmp_path / limit_file).write_text("max\n" if limit_file == "memory.max" else f"{2**63 - 4096}\n")
+    assert machine.memory("MemAvailable: 50 kB\n").available == 51200
+
+
+def test_memory_is_read_at_a_speed() -> None:
+    assert machine.bytes_per_second(seconds=0.05) > 1e8
+
+
+def test_a_good_machine_and_model_are_told_with_what_to_expect(
+    report: Report, default_model_path: Path
+) -> None:
+    exit_code, checks = report()
+    assert exit_code == 0
+    assert "context 8,192" in checks["model"]["found"] and "GGUF Q4_1" in checks["model"]["found"]
+    assert "chat template" in checks["chat"]["found"]
+    # 134.5 million weights of four bytes at 10 GB/s.
+    assert "10.0 GB/s" in checks["speed"]["found"] and "at most 18.6 tokens/s" in checks["speed"]["found"]
+
+
+def test_a_person_gets_a_table(monkeypatch: pytest.MonkeyPatch, default_model_path: Path) -> None:
+    monkeypatch.setattr(machine, "bytes_per_second", lambda: 10e9)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0 and "weft can run here." in result.output and "processor" in result.output
+
+
+def test_a_model_that_is_not_there_or_is_none_fails_by_its_name(report: Report, tmp_path: Path) -> None:
+    exit_code, checks = report("/nowhere/model.gguf")
+    assert exit_code == 1 and "/nowhere/model.gguf" in checks["model"]["found"] and checks["model"]["advice"]
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(GOOD_GGUF[:40])
+    exit_code, checks = report(str(broken))
+    assert exit_code == 1 and str(broken) in checks["model"]["found"]
+
+
+def test_a_default_model_that_is_not_fetched_yet_is_no_failure(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path))
+    exit_code, checks = report()
+    assert exit_code == 0 and "weft pull" in checks["model"]["advice"]
+
+
+def test_a_model_larger_than_memory_fails_with_both_numbers(
+    report: Report, monkeypatch: pytest.MonkeyPatch, default_model_path: Path
+) -> None:
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 30, 1 << 28, None))
+    exit_code, checks = report()
+    assert exit_code == 1 and "0.50 GiB" in checks["room"]["found"] and "0.25 GiB" in checks["room"]["advice"]
+
+
+def test_a_cache_that_cannot_be_written_fails_and_says_what_to_set(
+    report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_HOME", "/dev/null/weft")
+    exit_code, checks = report()
+    assert exit_code == 1 and "WEFT_HOME" in checks["cache"]["advice"]
+
+
+def test_a_port_that_is_taken_is_told(report: Report, default_model_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        exit_code, checks = report("--port", str(port))
+    assert exit_code == 0 and checks["port"]["status"] == "note" and str(port) in checks["port"]["found"]
+
+
+def test_a_check_that_breaks_is_unknown_and_the_others_go_on(
+    report: Report, monkeypatch: pytest.MonkeyPatch, default_model_path: Path
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(machine, "gpus", broken)
+    exit_code, checks = report()
+    assert exit_code == 0 and checks["GPU"]["found"].startswith("unknown") and "model" in checks

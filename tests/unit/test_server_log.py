@@ -1,0 +1,161 @@
+"""The server's log: one line for each request, in the form that was asked for, never in anybody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weft.request import FinishReason, GenerationResult, RequestId, RequestState
+from weft.server import logs
+from weft.server.logs import LibraryHandler, Record, ServerLog, current_record
+from weft.server.request_log import Logged
+
+RESULT = GenerationResult(
+    *(RequestId(1), (5, 6, 7), "secret answer", RequestState.COMPLETED, FinishReason.LENGTH, None),
+    *(0.25, 0.5, 1.0, 0.75, 3, 11, 4, 0),
+)
+
+
+def lines_of(log: ServerLog, stream: io.StringIO) -> list[str]:
+    log.close()
+    return stream.getvalue().splitlines()
+
+
+def served(app: Any, log_format: Any = "json", headers: Any = (), path: str = "/v1/x") -> tuple[Any, Any]:
+    """The messages that an application behind `Logged` sent, and the lines it left."""
+    stream, sent = io.StringIO(), []
+    log = ServerLog(log_format, stream)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
+    asyncio.run(Logged(app, log)(scope, None, send))  # type: ignore[arg-type]
+    return sent, lines_of(log, stream)
+
+
+def answering(status: int = 200) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        record = current_record()
+        record.results, record.num_choices_per_prompt, record.is_streamed = [RESULT, RESULT], 2, True
+        scope["weft.key"] = SimpleNamespace(name="team-a")
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    return app
+
+
+def test_a_request_that_ended_leaves_one_line_with_its_tokens_times_and_key() -> None:
+    _, [line] = served(answering())
+    told = json.loads(line)
+    assert told.pop("time").endswith("Z") and told.pop("total_seconds") >= 0 and told.pop("request_id")
+    assert told == {
+        "level": "info",
+        "event": "request",
+        "key": "team-a",
+        "method": "POST",
+        "route": "/v1/x",
+        "status": 200,
+        "stream": True,
+        "prompt_tokens": 11,
+        "cached_tokens": 4,
+        "completion_tokens": 6,
+        "finish_reasons": ["length", "length"],
+        "queue_seconds": 0.25,
+        "first_token_seconds": 0.75,
+    }
+
+
+def test_the_line_for_people_says_the_same_in_short() -> None:
+    _, [line] = served(answering(), "text", [(b"x-request-id", b"abc-1")])
+    assert "200 POST /v1/x, 11 (4 cached) + 6 tokens, length" in line and line.endswith("team-a, abc-1")
+
+
+def test_an_answer_is_never_in_the_log() -> None:
+    for log_format in ("json", "text"):
+        assert "secret" not in str(served(answering(), log_format)[1])
+
+
+@pytest.mark.parametrize(
+    ("given", "is_kept"),
+    [
+        (b"abc-1", True),
+        (b"a" * 128, True),
+        (b"", False),
+        (b"a" * 129, False),
+        (b"a b", False),
+        (b"\xff", False),
+    ],
+)
+def test_an_id_that_the_client_gave_is_kept_where_it_is_one(given: bytes, is_kept: bool) -> None:
+    sent, [line] = served(answering(), headers=[(b"x-request-id", given)])
+    told = dict(sent[0]["headers"])[b"x-request-id"]
+    assert (told == given) is is_kept and told
+    assert json.loads(line)["request_id"] == told.decode()
+
+
+def test_what_goes_wrong_becomes_a_500_and_a_line_that_says_where_and_quotes_nothing() -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        raise ValueError("".join(reversed("terces")))
+
+    sent, lines = served(broken)
+    assert sent[0]["status"] == 500 and json.loads(sent[1]["body"])["error"]["code"] == "internal_error"
+    mistake, request = map(json.loads, lines)
+    assert mistake["event"] == "mistake" and "in broken" in mistake["traceback"]
+    assert request["status"] == 500 and request["error_code"] == "internal_error"
+    assert "secret" not in str(lines)
+
+
+def test_health_checks_are_logged_only_when_they_fail() -> None:
+    assert served(answering(), path="/health")[1] == []
+    assert len(served(answering(503), path="/health")[1]) == 1
+
+
+def test_off_writes_nothing_and_a_pipe_gets_json() -> None:
+    assert served(answering(), "off")[1] == []
+    assert ServerLog("auto", io.StringIO()).format == "json"
+
+
+def test_a_reader_that_does_not_read_loses_lines_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_MAX_LINES", 4)
+    may_write = threading.Event()
+
+    class Stuck(io.StringIO):
+        def write(self, text: str) -> int:
+            may_write.wait()
+            return super().write(text)
+
+    stream = Stuck()
+    log = ServerLog("json", stream)
+    for _ in range(100):
+        log.request(Record("GET", "/x", "id", False))
+    may_write.set()
+    log._writer.join(0.5)
+    lines = [json.loads(line) for line in lines_of(log, stream)]
+    lost = sum(line["lines"] for line in lines if line["event"] == "log_lost")
+    assert lost >= 90 and lost + len(lines) - sum(line["event"] == "log_lost" for line in lines) == 100
+
+
+def test_what_a_library_says_is_a_line_without_its_traceback() -> None:
+    stream = io.StringIO()
+    log = ServerLog("json", stream)
+    logger = logging.Logger("some.library")
+    logger.addHandler(LibraryHandler(log))
+    try:
+        raise ValueError("secret")
+    except ValueError:
+        logger.exception("it broke")
+    logger.info("chatter")
+    [line] = map(json.loads, lines_of(log, stream))
+    assert (
+        line["event"] == "library"
+        and line["message"] == "some.library: it broke"
+        and line["level"] == "error"
+    )
