@@ -228,6 +228,37 @@ MUTATIONS = (
         "cancelled request stays in the queue", f"{ROSTER}.remove", "self.queue.remove(sequence)", "pass"
     ),
     Mutation("failure of nobody ends everybody", f"{SCHEDULER}.fail", "if failed.is_retry:", "if True:"),
+    # -- grammars
+    Mutation(
+        "row with a grammar is planned before its last token is known",
+        f"{PLANNER}._split",
+        "sequence.sits_out and",
+        "False and",
+    ),
+    Mutation(
+        "row with a grammar does not sit out after its first token",
+        f"{PLANNER}._split",
+        "target > len(sequence.tokens)",
+        "target > len(sequence.tokens) > sequence.prompt_length",
+    ),
+    Mutation(
+        "row with a grammar sits out for good",
+        f"{PLANNER}._split",
+        "target > len(sequence.tokens)",
+        "target >= len(sequence.tokens)",
+    ),
+    Mutation(
+        "neighbours wait for a row with a grammar",
+        f"{PLANNER}._split",
+        "continue  # what its grammar",
+        "return [], [], []  # what its grammar",
+    ),
+    Mutation(
+        "any stop ends an answer with a grammar before min_tokens",
+        f"{SCHEDULER}._take_token",
+        "is_forced = is_eos and",
+        "is_forced =",
+    ),
     # -- logprobs
     Mutation(
         "logprobs of a prompt are one place off",

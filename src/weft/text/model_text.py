@@ -35,11 +35,18 @@ class ModelText:
 
 def open_model_text(checkpoint: Checkpoint) -> ModelText:
     """Tokenizer and chat template of a model; errors name its path."""
-    if checkpoint.vocabulary is None:
-        tokenizer = read_folder_tokenizer(checkpoint.path)
+    tokenizer = open_tokenizer(checkpoint)
     try:
-        if checkpoint.vocabulary is not None:
-            tokenizer = tokenizer_of(checkpoint.vocabulary)
         return ModelText(tokenizer, ChatTemplate(tokenizer) if tokenizer.specials.chat_templates else None)
+    except ModelFileError as error:
+        raise ModelFileError(f"{checkpoint.path}: {error}") from error
+
+
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer alone; errors name the model's path."""
+    if checkpoint.vocabulary is None:
+        return read_folder_tokenizer(checkpoint.path)
+    try:
+        return tokenizer_of(checkpoint.vocabulary)
     except ModelFileError as error:
         raise ModelFileError(f"{checkpoint.path}: {error}") from error
