@@ -22,6 +22,9 @@ from weft.text.detokenizer import Detokenizer
 from weft.text.stop import StopFinder
 from weft.text.tokenizer import Tokenizer
 
+_OWN_FAULTS = ("every token is forbidden", "the grammar cannot be followed")
+"""What backends say of a request that leaves itself no token to go on with: asking again would not help."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -104,6 +107,8 @@ class Choice:
             message = result.error or f"the request was {result.state.value}"
             if message.startswith("deadline"):
                 raise ApiError(504, message, code="deadline_exceeded")
+            if message.startswith(_OWN_FAULTS):
+                raise ApiError(400, message, code="cannot_continue")
             raise WeftError(message)
         return dataclasses.replace(result, text=text)
 

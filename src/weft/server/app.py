@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,9 +24,10 @@ from weft import __version__
 from weft.engine.client import EngineClient, EngineState
 from weft.errors import WeftError
 from weft.request import GenerationResult, InferenceRequest
-from weft.server import schema
+from weft.server import schema, structured
 from weft.server.answers import Choices
 from weft.server.errors import ApiError, as_api_error, json_response
+from weft.server.grammar_check import GrammarChecker
 from weft.server.guard import Guard
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
 from weft.server.openai import Echo, Form, Shape
@@ -69,6 +71,8 @@ class ServerApp:
         self.engine = engine
         self.is_draining = False
         self.encoder = PromptEncoder(text, settings.model, engine.max_sequence_length)
+        assert engine.info is not None, "the engine has told what it has before there is a server"
+        self.grammars = GrammarChecker(settings.model, engine.info.vocabulary_size)
         self._suggestions = suggestions
         self._name = settings.names[0]
         self._metrics = ServerMetrics(self._name)
@@ -167,7 +171,6 @@ class ServerApp:
     async def _begin(self, asked: ChatRequest | CompletionRequest, size: int, choices: Choices) -> _Prepared:
         """Everything until the engine has the request and did not refuse it."""
         self._check_model(asked.model)
-        schema.check_response_format(asked.response_format)
         prepared = await self._prepare(asked, size)
         await choices.submit(prepared.requests)
         try:
@@ -179,6 +182,8 @@ class ServerApp:
 
     async def _prepare(self, asked: ChatRequest | CompletionRequest, size: int) -> _Prepared:
         params = sampling_params(asked, self._suggestions)
+        if (grammar := structured.grammar_of(asked)) is not None:
+            params = dataclasses.replace(params, grammar=await self.grammars.check(grammar))
         form: Form
         echoes: list[Echo] = []
         if isinstance(asked, ChatRequest):
@@ -358,13 +363,14 @@ def _renamed_params(asked: ChatRequest | CompletionRequest) -> Iterator[None]:
         raised = error
     else:
         return
+    names = {"grammar": structured.param_of(asked)}
     if isinstance(asked, ChatRequest):
-        names = {"prompt": "messages"}
+        names["prompt"] = "messages"
         if asked.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         if asked.top_logprobs is not None:
             names["logprobs"] = "top_logprobs"
-        raised.param = names.get(raised.param or "", raised.param)
+    raised.param = names.get(raised.param or "", raised.param)
     raise raised
 
 

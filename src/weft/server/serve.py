@@ -85,6 +85,7 @@ class _Life:
                 await self._listen(server, app)
             finally:
                 app.encoder.close()
+                await app.grammars.close()
                 text.close()
         finally:
             stopping.cancel()

@@ -84,7 +84,8 @@ def _answer(text: ModelText, question: Question) -> Answer:
     return Tokens(ids) if len(ids) <= question.max_tokens else TooLong(len(ids))
 
 
-def _read(stream: BinaryIO, size: int) -> bytes:
+def read_exactly(stream: BinaryIO, size: int) -> bytes:
+    """The next bytes of a message; where there are none, the process ends."""
     content = stream.read(size)
     if len(content) < size:
         raise SystemExit(0)
@@ -99,8 +100,8 @@ def main() -> None:
     source, drain = sys.stdin.buffer, sys.stdout.buffer
     text = open_model_text(open_checkpoint(sys.argv[1]))
     while True:
-        (size,) = LENGTH.unpack(_read(source, LENGTH.size))
-        content = msgspec.msgpack.encode(_answer(text, questions.decode(_read(source, size))))
+        (size,) = LENGTH.unpack(read_exactly(source, LENGTH.size))
+        content = msgspec.msgpack.encode(_answer(text, questions.decode(read_exactly(source, size))))
         drain.write(LENGTH.pack(len(content)) + content)
         drain.flush()
 

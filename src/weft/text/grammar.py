@@ -146,11 +146,23 @@ def _from_choices(matchers: type[LLMatcher], definition: str) -> str:
     return matchers.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
 
 
+def as_lark(definition: str) -> str:
+    """A grammar in llguidance's Lark, from that or from llama.cpp's GBNF. Raises ValueError for what is neither."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+    if is_lark_syntax(definition) or "::=" not in definition:
+        return definition
+    try:
+        return gbnf_to_lark(definition)
+    except Exception as error:  # it has no class of its own
+        raise ValueError(f"as GBNF: {error}") from None
+
+
 _DEFINITIONS: dict[str, Callable[[type[LLMatcher], str], str]] = {
     "json_schema": _from_schema,
     "regex": lambda matchers, definition: matchers.grammar_from_regex(definition),
     "choice": _from_choices,
-    "lark": lambda matchers, definition: matchers.grammar_from_lark(definition),
+    "lark": lambda matchers, definition: matchers.grammar_from_lark(as_lark(definition)),
 }
 
 

@@ -54,7 +54,8 @@ def sample(
     shaped = [entry for entry in np.flatnonzero(~entries.is_plain).tolist() if entry not in errors]
     if shaped or len(masks.entries):
         scores = logits.copy()
-        _apply(masks, scores)
+        if len(masks.entries):
+            _apply(masks, scores)
         for entry in shaped:
             _shape(scores[entry], entry, entries, rows, eos_token_ids)
     tokens = scores.argmax(axis=1)

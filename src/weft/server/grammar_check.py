@@ -1,0 +1,157 @@
+"""Grammars of requests, tried out in processes of their own before the engine sees them. Owns those processes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+from collections import OrderedDict
+
+import msgspec
+
+from weft.errors import InvalidRequestError, WeftError
+from weft.request import Grammar
+from weft.server.grammar_process import Accepted, Verdict
+from weft.server.text_process import LENGTH
+
+_PROCESSES = 2
+"""So that one slow grammar does not hold up everybody else's."""
+_START_SECONDS = 60.0
+_COMPILE_SECONDS = 5.0
+"""Ten times what the fuel of `weft.text.grammar` allows on an idle machine."""
+_MAX_VERDICTS = 256
+
+
+class GrammarChecker:
+    """Belongs to one event loop. Processes are started when the first grammar comes."""
+
+    def __init__(self, path: str, vocabulary_size: int, compile_seconds: float = _COMPILE_SECONDS) -> None:
+        self._idle = [_Compiler(path, vocabulary_size, compile_seconds) for _ in range(_PROCESSES)]
+        self._compilers = tuple(self._idle)
+        self._free = asyncio.Semaphore(_PROCESSES)
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._under_way: dict[bytes, asyncio.Task[Verdict]] = {}
+
+    async def check(self, grammar: Grammar) -> Grammar:
+        """The grammar as the engine takes it. Raises InvalidRequestError for one that cannot be used."""
+        key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            # Several may ask for the same at once; and one that goes away must not take the others' answer along.
+            task = self._under_way.get(key)
+            if task is None:
+                task = self._under_way[key] = asyncio.create_task(self._try_out(key, grammar))
+            verdict = await asyncio.shield(task)
+        else:
+            self._verdicts.move_to_end(key)
+        if not isinstance(verdict, Accepted):
+            raise InvalidRequestError(verdict.message, field=verdict.field, code=verdict.code)
+        return grammar if verdict.definition is None else Grammar(grammar.kind, verdict.definition)
+
+    async def close(self) -> None:
+        under_way = list(self._under_way.values())
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        for compiler in self._compilers:
+            await compiler.close()
+
+    async def _try_out(self, key: bytes, grammar: Grammar) -> Verdict:
+        try:
+            async with self._free:
+                compiler = self._idle.pop()  # the one used last: a second is started only where two are busy
+                try:
+                    verdict = await compiler.ask(grammar)
+                finally:
+                    self._idle.append(compiler)
+        finally:
+            del self._under_way[key]
+        self._verdicts[key] = verdict
+        while len(self._verdicts) > _MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+
+class _Compiler:
+    """One process, started when there is something to do."""
+
+    def __init__(self, path: str, vocabulary_size: int, compile_seconds: float) -> None:
+        self._path = path
+        self._vocabulary_size = vocabulary_size
+        self._compile_seconds = compile_seconds
+        self._process: asyncio.subprocess.Process | None = None
+        self._verdicts = msgspec.msgpack.Decoder(Verdict)
+
+    async def ask(self, grammar: Grammar) -> Verdict:
+        """One question at a time. Without an answer the process is ended: a late one must not be taken for the next's."""
+        process = await self._started()
+        assert process.stdin is not None
+        is_answered = False
+        try:
+            content = msgspec.msgpack.encode(grammar)
+            process.stdin.write(LENGTH.pack(len(content)) + content)
+            async with asyncio.timeout(self._compile_seconds):
+                await process.stdin.drain()
+                verdict = await self._read(process)
+            is_answered = True
+            return verdict
+        except TimeoutError:
+            raise _too_complex(f"it takes more than {self._compile_seconds:g} s to compile") from None
+        except (OSError, asyncio.IncompleteReadError):
+            raise _too_complex("it takes more memory than there is for it") from None
+        finally:
+            if not is_answered:
+                self._end()
+
+    async def close(self) -> None:
+        if (process := self._end()) is not None:
+            await process.wait()
+
+    def _end(self) -> asyncio.subprocess.Process | None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.kill()
+            except ProcessLookupError:
+                pass
+        return process
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        process = self._process
+        if process is not None and process.returncode is None:
+            return process
+        is_ready = False
+        try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *(
+                    sys.executable,
+                    "-m",
+                    "weft.server.grammar_process",
+                    self._path,
+                    str(self._vocabulary_size),
+                ),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            async with asyncio.timeout(_START_SECONDS):
+                await self._read(process)
+            is_ready = True
+            return process
+        except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            raise WeftError("the process that compiles grammars does not start; try again") from error
+        finally:
+            if not is_ready:
+                self._end()
+
+    async def _read(self, process: asyncio.subprocess.Process) -> Verdict:
+        assert process.stdout is not None
+        (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+        return self._verdicts.decode(await process.stdout.readexactly(size))
+
+
+def _too_complex(why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the grammar cannot be used: {why}; make it simpler", field="grammar", code="grammar_too_complex"
+    )
