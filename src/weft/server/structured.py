@@ -15,11 +15,6 @@ from weft.request import Grammar
 from weft.server.errors import ApiError
 from weft.server.schema import GenerationRequest
 
-_WISHES = (
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("grammar", "json_schema", "response_format"),
-)
-
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 # The types of a response_format, and which of its fields belong to each.
@@ -32,6 +27,15 @@ _FORMATS: dict[str, tuple[str, ...]] = {
     "grammar": ("grammar",),
 }
 _FIELDS = frozenset(name for names in _FORMATS.values() for name in names)
+# What the fields of other servers hold.
+_OTHERS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "grammar": "grammar",
+    "json_schema": "json",
+}
 _STRUCTURED_OUTPUTS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -52,7 +56,8 @@ def grammar_of(asked: GenerationRequest) -> Grammar | None:
 
 def param_of(asked: GenerationRequest) -> str:
     """The field that errors about the grammar are told of; tools where it is made of those."""
-    return next((name for name in _WISHES if getattr(asked, name) is not None), "tools")
+    names = ("structured_outputs", *_OTHERS, "response_format")
+    return next((name for name in names if getattr(asked, name) is not None), "tools")
 
 
 def _wishes(asked: GenerationRequest) -> Iterator[tuple[str, Grammar]]:
@@ -62,16 +67,10 @@ def _wishes(asked: GenerationRequest) -> Iterator[tuple[str, Grammar]]:
             yield "response_format", grammar
     if asked.structured_outputs is not None:
         yield "structured_outputs", _of_structured_outputs(asked.structured_outputs)
-    for name in ("guided_json", "json_schema"):
-        if (schema := getattr(asked, name)) is not None:
-            yield name, _of_schema(schema, name)
-    if asked.guided_regex is not None:
-        yield "guided_regex", Grammar("regex", asked.guided_regex)
-    if asked.guided_choice is not None:
-        yield "guided_choice", _of_choices(asked.guided_choice, "guided_choice")
-    for name in ("guided_grammar", "grammar"):
-        if text := getattr(asked, name):  # llama.cpp's clients send an empty one for none
-            yield name, Grammar("lark", text)
+    for name, kind in _OTHERS.items():
+        value = getattr(asked, name)
+        if value or (value is not None and kind != "grammar"):  # llama.cpp's clients send "" for no grammar
+            yield name, _of(kind, value, name)
 
 
 def _of_format(form: Mapping[str, Any]) -> Grammar | None:
@@ -90,10 +89,7 @@ def _of_format(form: Mapping[str, Any]) -> Grammar | None:
     if kind == "json_schema":
         return _of_schema_format(form)
     name = next((name for name in _FORMATS[kind] if name in given), _FORMATS[kind][0])
-    value, param = form.get(name), f"response_format.{name}"
-    if kind == "choice":
-        return _of_choices(value, param)
-    return Grammar("regex" if kind == "regex" else "lark", _text(value, param))
+    return _of(kind, form.get(name), f"response_format.{name}")
 
 
 def _of_schema_format(form: Mapping[str, Any]) -> Grammar:
@@ -111,15 +107,19 @@ def _of_structured_outputs(form: Mapping[str, Any]) -> Grammar:
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
         raise _wrong("structured_outputs", f"has {found}; allowed: one of {', '.join(_STRUCTURED_OUTPUTS)}")
-    name, param = given[0], f"structured_outputs.{given[0]}"
-    value = form[name]
-    if name == "json_object":
-        return _of_schema(ANY_OBJECT, param)
-    if name == "json":
+    if given[0] == "json_object":
+        return _of_schema(ANY_OBJECT, "structured_outputs")
+    return _of(given[0], form[given[0]], f"structured_outputs.{given[0]}")
+
+
+def _of(kind: str, value: Any, param: str) -> Grammar:
+    if kind == "json":
         return _of_schema(value, param)
-    if name == "choice":
+    if kind == "choice":
         return _of_choices(value, param)
-    return Grammar("regex" if name == "regex" else "lark", _text(value, param))
+    if not isinstance(value, str):
+        raise _wrong(param, "is missing, or no text")
+    return Grammar("regex" if kind == "regex" else "lark", value)
 
 
 def _of_schema(schema: Any, param: str) -> Grammar:
@@ -139,12 +139,6 @@ def _of_choices(choices: Any, param: str) -> Grammar:
     if not is_list or not all(isinstance(choice, str) for choice in choices):
         raise _wrong(param, "is not a list of strings; allowed: at least one")
     return Grammar("choice", msgspec.json.encode(choices).decode())
-
-
-def _text(value: Any, param: str) -> str:
-    if not isinstance(value, str):
-        raise _wrong(param, "is missing, or no text")
-    return value
 
 
 def _wrong(param: str, message: str) -> ApiError:
