@@ -54,8 +54,7 @@ def sample(
     shaped = [entry for entry in np.flatnonzero(~entries.is_plain).tolist() if entry not in errors]
     if shaped or len(masks.entries):
         scores = logits.copy()
-        if len(masks.entries):
-            _apply(masks, scores)
+        _apply(masks, scores)
         for entry in shaped:
             _shape(scores[entry], entry, entries, rows, eos_token_ids)
     tokens = scores.argmax(axis=1)
@@ -104,9 +103,9 @@ def _wanted_logprobs(
 
 def _apply(masks: Masks, scores: np.ndarray) -> None:
     """Forbid what the grammars do not allow, for all entries that have one, in place."""
-    added = _ADDED_BY_BYTE.take(masks.bits, axis=0).reshape(len(masks.bits), -1)[:, : scores.shape[1]]
-    for entry, values in zip(masks.entries.tolist(), added, strict=True):
-        scores[entry] += values
+    for entry, bits in zip(masks.entries.tolist(), masks.bits, strict=True):
+        # Row by row: what is added stays in the processor's cache.
+        scores[entry] += _ADDED_BY_BYTE.take(bits, axis=0).reshape(-1)[: scores.shape[1]]
 
 
 def _shape(
