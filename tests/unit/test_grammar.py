@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -45,7 +47,7 @@ def compiler(default_tokenizer: Tokenizer) -> GrammarCompiler:
 
 @pytest.fixture
 def rows(compiler: GrammarCompiler) -> Iterator[RowGrammars]:
-    grammars = RowGrammars(compiler, 8, WIDER, ENDS)
+    grammars = RowGrammars(compiler, 8, WIDER)
     yield grammars
     grammars.close()
 
@@ -313,3 +315,11 @@ def test_18_a_row_that_may_have_no_token_at_all_fails_alone(temperature: float) 
     params = [SamplingParams(temperature=temperature)] * 3
     sampled = masked_sample(logits, params, {1: []})
     assert list(sampled.errors) == [1] and "every token is forbidden" in sampled.errors[1]
+
+
+def test_who_sends_no_grammar_loads_nothing_for_them() -> None:
+    code = (
+        "import sys, weft.engine.process, weft.backends.cpu.runner, weft.server.app\n"
+        "assert 'weft.backends.grammar' in sys.modules and 'llguidance' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

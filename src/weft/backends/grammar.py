@@ -6,7 +6,7 @@ computes the next logits. llguidance lets go of the interpreter and works on all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -39,18 +39,11 @@ NO_MASKS = Masks()
 class RowGrammars:
     """Called by the thread that runs steps; what it asks for is done in order by a thread of its own."""
 
-    def __init__(
-        self, compiler: GrammarCompiler, num_rows: int, vocabulary_size: int, end_ids: Collection[int]
-    ) -> None:
+    def __init__(self, compiler: GrammarCompiler, num_rows: int, vocabulary_size: int) -> None:
         self._compiler = compiler
-        self._end_ids = frozenset(end_ids)
         self._has_grammar = np.zeros(num_rows, np.bool_)
         self._bits = np.zeros((num_rows, -(-vocabulary_size // 32)), np.int32)
-        self._ends = np.packbits(
-            np.isin(np.arange(self._bits.shape[1] * 32), list(end_ids)), bitorder="little"
-        ).view(np.int32)
         self._matchers: dict[int, LLMatcher] = {}
-        """Of rows whose answer goes on."""
         self._errors: dict[int, str] = {}
         self._executor: LLExecutor | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-grammar")
@@ -72,8 +65,8 @@ class RowGrammars:
         entries = np.flatnonzero(self._has_grammar[rows])
         if not len(entries):
             return NO_MASKS
-        if self._last is not None:
-            self._last.result()
+        assert self._last is not None, "a row samples before it was started"
+        self._last.result()
         masked = rows[entries]
         errors = {
             int(entry): self._errors[row]
@@ -99,7 +92,11 @@ class RowGrammars:
         try:
             work(rows)
         except BaseException as error:  # a panic in llguidance derives from BaseException
-            self._errors.update((row, f"{type(error).__name__}: {error}") for row, *_ in rows)
+            for row, *_ in rows:
+                self._fail(row, f"{type(error).__name__}: {error}")
+
+    def _fail(self, row: int, error: str) -> None:
+        self._errors[row] = f"the grammar cannot be followed any further: {error}"
 
     def _begin(self, begun: list[tuple[int, Grammar | None, tuple[int, ...]]]) -> None:
         for row, grammar, generated in begun:
@@ -109,26 +106,22 @@ class RowGrammars:
                 continue
             try:
                 matcher = self._compiler.compile(grammar).deep_copy()
-            except (
-                InvalidRequestError
-            ) as error:  # it was taken in, but is no longer among those compiled lately
-                self._errors[row] = str(error)
+            except InvalidRequestError as error:
+                # It was compiled when it was taken in, but is no longer among those compiled lately.
+                self._fail(row, str(error))
                 continue
             matcher.consume_tokens(list(generated))
             self._matchers[row] = matcher
         self._fill([row for row, _, _ in begun])
 
     def _follow(self, sampled: list[tuple[int, int]]) -> None:
-        going_on = []
+        rows = []
         for row, token in sampled:
-            if token in self._end_ids:
-                # A step that was planned before this was known may sample the row once more, for nobody.
-                self._matchers.pop(row, None)
-                self._bits[row] = self._ends
-            elif row in self._matchers:
+            if row in self._matchers:
+                # After an end too: a step that was planned before the end was known samples once more, for nobody.
                 self._matchers[row].consume_token(token)
-                going_on.append(row)
-        self._fill(going_on)
+                rows.append(row)
+        self._fill(rows)
 
     def _fill(self, rows: list[int]) -> None:
         """Makes the masks of these rows."""
@@ -142,5 +135,4 @@ class RowGrammars:
             fill_next_token_bitmask_par(self._executor, matchers, self._bits)
         for matcher, row in matchers:
             if matcher.is_error():
-                error = matcher.get_error().replace("<non-verbose/>", "").strip()
-                self._errors[row] = f"the grammar cannot be followed any further: {error}"
+                self._fail(row, matcher.get_error().replace("<non-verbose/>", "").strip())

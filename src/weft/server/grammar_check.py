@@ -18,7 +18,7 @@ _PROCESSES = 2
 """So that one slow grammar does not hold up everybody else's."""
 _START_SECONDS = 60.0
 _COMPILE_SECONDS = 5.0
-"""Ten times what the fuel of `weft.text.grammar` allows on an idle machine."""
+"""An ordinary grammar takes a few milliseconds, the largest that is accepted about half a second."""
 _MAX_VERDICTS = 256
 
 

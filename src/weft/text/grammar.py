@@ -115,14 +115,15 @@ class _Words:
 
 
 def _limits() -> LLParserLimits:
-    """What one grammar may cost. Measured on a 2.5 GHz core: at most 0.4 s to compile, 40 ms and 20 MB for the worst."""
+    """What one grammar may cost. The worst found so far took 40 ms for a mask and 20 MB for a row's states; one that is
+    refused for its size may take seconds until then, which is why a server tries grammars out elsewhere first."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_items_in_row=2_000,
+        max_items_in_row=1_000,
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
-        step_max_items=50_000,
+        step_max_items=10_000,
         max_lexer_states=20_000,
         max_grammar_size=100_000,
         precompute_large_lexemes=True,

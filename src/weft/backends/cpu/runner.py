@@ -66,9 +66,7 @@ class CpuBackend:
             self._cache = self._decoder.new_cache(num_blocks, pool.block_size)
             self._swaps = SwapSpace(self._cache, swap_blocks)
             self._rows = Rows(num_rows, max_context, pool.block_size)
-            self._grammars = RowGrammars(
-                self._compiler, num_rows, config.vocabulary_size, self._eos_token_ids
-            )
+            self._grammars = RowGrammars(self._compiler, num_rows, config.vocabulary_size)
         # numpy's word for more than an address space holds is ValueError
         except (MemoryError, ValueError) as error:
             raise InvalidRequestError(
