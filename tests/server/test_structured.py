@@ -310,12 +310,7 @@ MANY_OPTIONAL = {
     [
         {"guided_regex": "(" * 40 + "a" + "){0,9}" * 40},
         {"guided_json": bomb(16)},
-        {
-            "guided_json": {
-                "minProperties": 1,
-                "properties": {f"p{i}": {"type": "string"} for i in range(300)},
-            }
-        },
+        {"guided_json": MANY_OPTIONAL},
         {"guided_json": json.loads('{"not_": ' * 300 + "1" + "}" * 300)},
         {"guided_grammar": "start: A\nA: /.*a.{40}/ & /.*b.{41}/ & /.*c.{43}/ & ~/.*d.{44}/"},
     ],

@@ -35,7 +35,7 @@ _KINDS = {
     "choice": "the list of choices",
     "lark": "the grammar",
 }
-_TOO_COMPLEX = re.compile(r"fuel|too (many|large|complex|deeply)|; max is|recursion limit|TooComplex")
+_TOO_COMPLEX = re.compile(r"(?i)fuel|too (many|large|big|complex|deeply)|; max is|recursion limit|TooComplex")
 
 
 class GrammarCompiler:
@@ -123,7 +123,7 @@ def _limits() -> LLParserLimits:
         max_items_in_row=1_000,
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
-        step_max_items=10_000,
+        step_max_items=20_000,
         max_lexer_states=20_000,
         max_grammar_size=100_000,
         precompute_large_lexemes=True,
