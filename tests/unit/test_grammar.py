@@ -193,6 +193,18 @@ def test_an_end_in_text_is_no_end(rows: RowGrammars, default_tokenizer: Tokenize
     assert not default_tokenizer.control_ids & set(allowed(rows, 0))
 
 
+def test_between_the_parts_of_json_there_is_one_line_end_at_most(
+    rows: RowGrammars, default_tokenizer: Tokenizer
+) -> None:
+    rows.start([start(0, Grammar("json_schema", '{"type": "object"}'))])
+    for text in ("{", "\n"):
+        [token] = default_tokenizer.encode(text)
+        assert token in allowed(rows, 0)
+        advance(rows, 0, token)
+    content = b"".join(default_tokenizer.token_bytes(token) for token in allowed(rows, 0))
+    assert b" " in content and not set(b"\n\t\r") & set(content)
+
+
 def test_a_row_that_ended_may_be_sampled_once_more_for_nobody(rows: RowGrammars) -> None:
     rows.start([start(0, Grammar("choice", '["a"]'))])
     advance(rows, 0, allowed(rows, 0)[0])
