@@ -31,6 +31,9 @@ class BackendInfo:
     weight_bytes: int = 0
     eager_blocks: int | None = None
     """Where a block takes memory only once it is used: how many may be used for cached content alone. None: all."""
+    grammars_may_overlap: bool = False
+    """Whether a row with a grammar may be in a step while the one that samples its last token is still in flight: the
+    backend knows that token in time for the next mask. Else such a row sits out one step."""
 
 
 class RowStart(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,10 +92,25 @@ def test_a_stop_string_ends_the_text(weft: Any) -> None:
     assert weft("generate", PARIS, "-n", "8", "--stop", ".", *GREEDY)[1] == " Paris\n"
 
 
+def test_an_answer_obeys_a_regular_expression_or_a_schema_in_a_file(weft: Any, tmp_path: Path) -> None:
+    code, out, _ = weft("generate", "Call me at", "--regex", r"\d{3}-\d{2}", *GREEDY)
+    assert code == 0 and re.fullmatch(r"\d{3}-\d{2}\n", out)
+    schema = tmp_path / "schema.json"
+    schema.write_text(
+        '{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], \
+"additionalProperties": false}'
+    )
+    code, out, _ = weft("generate", "Is it?", "--json-schema", str(schema), *GREEDY)
+    assert code == 0 and json.loads(out)["ok"] in (True, False)
+    code, _, said = weft("generate", "x", "--regex", "a(", *GREEDY)
+    assert code == 2 and "unclosed group" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "standard input is empty"),
+        (("x", "--regex", "a", "--json-schema", "x"), "--json-schema and --regex exclude each other"),
         (("x", "--input", "-"), "--input brings its own prompts"),
         (("x", "--system", "be brief"), "--system needs --chat"),
         (("-f", "/nowhere/x"), "/nowhere/x: cannot be read: No such file"),

@@ -19,7 +19,7 @@ from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
 from weft.engine import wire
 from weft.engine.client import Answer, EngineClient, EngineDiedError, EngineState, SlowReaderError
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
-from weft.request import FinishReason, InferenceRequest, RequestState, SamplingParams, TokenOutput
+from weft.request import FinishReason, Grammar, InferenceRequest, RequestState, SamplingParams, TokenOutput
 
 CONFIG = ServingEngineConfig(cache=KvCachePoolConfig(num_blocks=1024))
 
@@ -28,9 +28,14 @@ def request(max_tokens: int = 8, **params: object) -> InferenceRequest:
     return InferenceRequest((1, 2, 3), SamplingParams(max_tokens=max_tokens, **params))  # type: ignore[arg-type]
 
 
-def with_client(use: Callable[[EngineClient], Awaitable[None]], config: ServingEngineConfig = CONFIG) -> None:
+def with_client(
+    use: Callable[[EngineClient], Awaitable[None]],
+    config: ServingEngineConfig = CONFIG,
+    backend: str = "noop",
+    **options: object,
+) -> None:
     async def run() -> None:
-        client = EngineClient("noop", {}, config)
+        client = EngineClient(backend, options, config)
         await client.start()
         try:
             await use(client)
@@ -101,6 +106,36 @@ def test_a_finish_cuts_the_result_at_the_token_that_completed_the_stop() -> None
         assert answer.result.finish_reason is FinishReason.STOP
 
     with_client(use)
+
+
+def test_a_grammar_that_is_being_compiled_holds_nobody_up_and_can_be_cancelled_and_finished(
+    default_model_path: Path,
+) -> None:
+    grammar = Grammar("regex", "[a-z ]{100,200}")
+
+    async def use(client: EngineClient) -> None:
+        [cancelled, other] = await client.submit(request(100, grammar=grammar, n=2))
+        cancelled.cancel("changed my mind")
+        other.finish(0)
+        # The first grammar takes as long as reading the vocabulary does; what comes behind it is told first.
+        [refused] = await client.submit(InferenceRequest((1,) * 9000))
+        with pytest.raises(InvalidRequestError, match="9000"):
+            await refused.read()
+        assert client.num_under_way == 2
+        await asyncio.gather(outputs_of(cancelled), outputs_of(other))
+        assert cancelled.result is not None and cancelled.result.state is RequestState.CANCELLED
+        assert other.result is not None and other.result.finish_reason is FinishReason.STOP
+        assert other.result.tokens == ()
+        [wrong] = await client.submit(request(grammar=Grammar("regex", "a(")))
+        with pytest.raises(InvalidRequestError, match="unclosed group") as told:
+            await wrong.read()
+        assert (told.value.field, told.value.code) == ("grammar", "invalid_grammar")
+        [right] = await client.submit(request(grammar=Grammar("choice", '["yes"]')))
+        await outputs_of(right)
+        assert right.result is not None and right.result.finish_reason is FinishReason.END_OF_SEQUENCE
+        assert client.num_under_way == 0
+
+    with_client(use, backend="cpu", checkpoint=str(default_model_path), max_context=512)
 
 
 def test_refusals_keep_their_kind_and_field_and_take_nothing_in() -> None:

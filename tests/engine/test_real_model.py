@@ -21,12 +21,16 @@ from weft.config import (
     ServingEngineConfig,
 )
 from weft.engine.serving import ServingEngine
+from weft.loading.checkpoint import open_checkpoint
 from weft.loading.gguf import GgufFile
+from weft.loading.pull import pull
 from weft.models.decoder import Decoder
 from weft.models.registry import build_decoder
 from weft.ops.base import StepIndices
 from weft.ops.reference import ReferenceOps
 from weft.request import GenerationResult, InferenceRequest, Priority, RequestState, SamplingParams
+from weft.text.grammar import GrammarCompiler
+from weft.text.model_text import open_tokenizer
 from weft.text.tokenizer import Tokenizer
 
 NEW_TOKENS = 7
@@ -86,7 +90,11 @@ def make_engine(
         cache=KvCachePoolConfig(num_blocks=blocks, block_size=8, swap_blocks=swap_blocks),
         overlap=overlap,
     )
-    return ServingEngine(CpuBackend(decoder, frozenset({2})), config)
+    ends = frozenset({2})
+    compiler = GrammarCompiler(
+        lambda: open_tokenizer(open_checkpoint(pull("default"))), ends, decoder.config.vocabulary_size
+    )
+    return ServingEngine(CpuBackend(decoder, ends, compiler), config)
 
 
 def run(engine: ServingEngine, requests: Sequence[InferenceRequest]) -> list[GenerationResult]:

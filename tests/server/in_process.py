@@ -72,7 +72,7 @@ async def in_process(model_path: Path, **settings: Any) -> AsyncIterator[InProce
     try:
         yield InProcess(server)
     finally:
-        server.close()
+        await server.close()
         await engine.stop()
         text.close()
         await asyncio.sleep(0.1)  # processes that were ended are heard of before the loop is gone

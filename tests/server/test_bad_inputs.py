@@ -201,7 +201,8 @@ FIELDS = (
         "cache_salt",
         "session_id",
     ),
-    *("response_format", "user", "metadata"),
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+    *("guided_grammar", "grammar", "json_schema", "user", "metadata"),
 )
 CHAT_FIELDS = (
     *FIELDS,
@@ -275,8 +276,10 @@ def test_10_an_unknown_model_is_404_and_a_wrong_method_405(server: Server) -> No
         pytest.param({"priority": "urgent"}, "priority", id="priority"),
         pytest.param({"priority": 7}, "priority", id="priority number"),
         pytest.param({"deadline": -1}, "deadline", id="deadline"),
-        pytest.param({"response_format": {"type": "json_object"}}, "response_format", id="28 not yet"),
         pytest.param({"response_format": {"type": "json"}}, "response_format", id="28 unknown"),
+        pytest.param(
+            {"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", id="28 two"
+        ),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(server: Server, fields: dict[str, Any], param: str) -> None:
@@ -416,7 +419,7 @@ def test_unknown_fields_are_ignored_with_a_warning(server: Server) -> None:
 
 
 def test_refusals_of_fields_that_would_change_the_answer_name_them(server: Server) -> None:
-    for field in ("guided_json", "structured_outputs", "functions"):
+    for field in ("audio", "structured_outputs", "functions"):
         error_of(server.chat(**{field: {}}), 400, field)
     error_of(server.complete(suffix="x"), 400, "suffix")
     error_of(server.complete(best_of=3), 400, "best_of")

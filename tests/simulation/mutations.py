@@ -118,7 +118,12 @@ MUTATIONS = (
         "length >= sequence.limit",
         "length > sequence.limit",
     ),
-    Mutation("min_tokens ignored", f"{SCHEDULER}._take_token", "and length >= sequence.min_length", ""),
+    Mutation(
+        "min_tokens ignored",
+        f"{SCHEDULER}._take_token",
+        "length >= sequence.min_length or is_forced",
+        "True",
+    ),
     # -- swapping
     Mutation(
         "swap-in before swap-out",
@@ -132,6 +137,7 @@ MUTATIONS = (
         f"{PLANNER}._resume",
         "after_step=draft.step - 1",
         "after_step=-1",
+        first_seed=3500,
     ),
     Mutation(
         "step writes to blocks that are being copied",
@@ -228,6 +234,39 @@ MUTATIONS = (
         "cancelled request stays in the queue", f"{ROSTER}.remove", "self.queue.remove(sequence)", "pass"
     ),
     Mutation("failure of nobody ends everybody", f"{SCHEDULER}.fail", "if failed.is_retry:", "if True:"),
+    # -- grammars
+    Mutation(
+        "row with a grammar is planned before its last token is known",
+        f"{PLANNER}._split",
+        "sequence.sits_out and",
+        "False and",
+    ),
+    Mutation(
+        "row with a grammar does not sit out after its first token",
+        f"{PLANNER}._split",
+        "target > len(sequence.tokens)",
+        "target > len(sequence.tokens) > sequence.prompt_length",
+    ),
+    Mutation(
+        "row with a grammar sits out for good",
+        f"{PLANNER}._split",
+        "target > len(sequence.tokens)",
+        "target >= len(sequence.tokens)",
+    ),
+    Mutation(
+        "neighbours wait for a row with a grammar",
+        f"{PLANNER}._split",
+        "continue  # what its grammar",
+        "return [], [], []  # what its grammar",
+        first_seed=960,
+    ),
+    Mutation(
+        "any stop ends an answer with a grammar before min_tokens",
+        f"{SCHEDULER}._take_token",
+        "is_forced = is_eos and",
+        "is_forced =",
+        first_seed=940,
+    ),
     # -- logprobs
     Mutation(
         "logprobs of a prompt are one place off",

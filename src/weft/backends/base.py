@@ -6,6 +6,7 @@ from typing import Protocol
 
 from weft.config import KvCachePoolConfig
 from weft.plan import BackendInfo, IterationPlan, StepResult
+from weft.request import Grammar
 
 __all__ = ["Backend", "BackendInfo", "StepHandle"]
 
@@ -30,10 +31,16 @@ class Backend(Protocol):
     - Swaps run beside the steps, ordered only by what their tasks state. A step that failed counts as over; a
       swap fails when a swap it waits for failed or was never accepted.
     - Errors of one request are reported in `StepResult.errors`, not raised.
+    - A row's grammar is followed from its tokens: a row start brings those it has generated so far.
     """
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int) -> BackendInfo:
         """Takes the memory for the pool and the rows. Called once, before the first plan."""
+        ...
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Raises InvalidRequestError for one that no answer can follow. Called by any thread, before the request is
+        taken in: what takes long is done here and not in a step."""
         ...
 
     def submit(self, plan: IterationPlan) -> StepHandle: ...

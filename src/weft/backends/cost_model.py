@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig
 from weft.plan import BackendInfo, IterationPlan, StepResult, SwapTask
+from weft.request import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,9 @@ class CostModelBackend:
             recompute_seconds_per_token=self._costs.per_token,
             swap_seconds_per_block=self._costs.swap_per_block,
         )
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        pass  # its tokens mean nothing: any grammar will do
 
     def submit(self, plan: IterationPlan) -> _Step:
         # In the order they were made: a swap waits only for earlier ones, and this step may wait for any of them.

@@ -4,6 +4,9 @@ It keeps a paper KV pool. Every scheduled token is written, with its position, i
 plan gives; the next token is a hash of the whole context read back through the block table. Steps and swaps run
 at seeded moments, in any order that their stated dependencies allow; blocks that are free or begun anew are
 poisoned. A mistake in blocks, positions, chunking, swapping, rows or overlap therefore changes the output.
+
+A grammar constrains nothing here, but a row that has one must not be in a step before the host knows the token that
+the step before sampled for it (unless `grammars_may_overlap`): a plan that does so is refused loudly.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Protocol
 
 from weft.config import KvCachePoolConfig
 from weft.plan import BackendInfo, IterationPlan, RowStart, StepResult, SwapTask
-from weft.request import RequestId, SamplingParams, TokenLogprobs
+from weft.request import Grammar, RequestId, SamplingParams, TokenLogprobs
 
 POISON = -1
 
@@ -86,9 +89,10 @@ class Faults(Protocol):
 
 
 class _Row:
-    __slots__ = ("blocks", "params", "prompt_length", "seed", "tokens")
+    __slots__ = ("blocks", "params", "prompt_length", "sampled_by", "seed", "tokens")
 
     def __init__(self, start: RowStart) -> None:
+        self.sampled_by: _Step | None = None
         self.tokens = list(start.tokens)
         self.blocks = list(start.blocks)
         self.prompt_length = start.prompt_length
@@ -104,6 +108,7 @@ class _Step:
         "errors",
         "failure",
         "is_over",
+        "is_told",
         "logprobs",
         "plan",
         "prompt_logprobs",
@@ -115,6 +120,7 @@ class _Step:
         self.backend = backend
         self.plan = plan
         self.is_over = False
+        self.is_told = False
         self.was_rejected = False
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs | None] = []
@@ -139,6 +145,7 @@ class NoopBackend:
         recompute_seconds_per_token: float = 1e-4,
         swap_seconds_per_block: float = 1e-4,
         eager_blocks: int | None = None,
+        grammars_may_overlap: bool = False,
     ) -> None:
         self._vocabulary_size = vocabulary_size
         self._max_context = max_context
@@ -147,6 +154,7 @@ class NoopBackend:
         self._faults = faults
         self._costs = (recompute_seconds_per_token, swap_seconds_per_block)
         self._eager_blocks = eager_blocks
+        self._grammars_may_overlap = grammars_may_overlap
         self._rows: dict[int, _Row] = {}
         self._waiting_steps: deque[_Step] = deque()
         self._waiting_swaps: list[tuple[SwapTask, bool]] = []
@@ -171,8 +179,12 @@ class NoopBackend:
             recompute_seconds_per_token=self._costs[0],
             swap_seconds_per_block=self._costs[1],
             eager_blocks=self._eager_blocks,
+            grammars_may_overlap=self._grammars_may_overlap,
         )
         return self.info
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        pass
 
     def close(self) -> None:
         self._waiting_steps.clear()
@@ -192,6 +204,8 @@ class NoopBackend:
             blocks = self._rows[row].blocks
             blocks.extend([POISON] * (index + 1 - len(blocks)))
             blocks[index] = block
+        if not self._grammars_may_overlap:
+            self._check_grammars(step)
         self._waiting_steps.append(step)
         self._waiting_swaps += [(task, True) for task in plan.swap_out]
         self._waiting_swaps += [(task, False) for task in plan.swap_in]
@@ -200,9 +214,23 @@ class NoopBackend:
                 pass
         return step
 
+    def _check_grammars(self, step: _Step) -> None:
+        """No mask can be made for a row whose last token only the device knows."""
+        plan = step.plan
+        for index, request_id, samples in zip(plan.rows, plan.request_ids, plan.samples, strict=True):
+            row = self._rows[index]
+            if samples and row.params.grammar is not None:
+                before = row.sampled_by
+                assert before is None or before.is_told, (
+                    f"request {request_id} has a grammar and is in step {plan.step} while step {before.plan.step}, "
+                    "which samples its last token, is in flight"
+                )
+                row.sampled_by = step
+
     def _finish(self, step: _Step) -> StepResult:
         while not step.is_over:
             self._run_something(must=True)
+        step.is_told = True
         if not step.plan.rows and self._waiting_swaps and not self._unreported:
             self._run_swap(self._ready_swaps())
         elif self._random is None:

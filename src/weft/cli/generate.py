@@ -18,7 +18,7 @@ from weft.cli.batch import Batch, open_output
 from weft.cli.lines import Line, Wishes, make_job
 from weft.cli.start import check_sampling, shown_name, start
 from weft.errors import InvalidRequestError, WeftError
-from weft.request import GenerationResult
+from weft.request import GenerationResult, Grammar
 from weft.terminal import one_line, printable
 
 if TYPE_CHECKING:
@@ -37,10 +37,14 @@ def generate_command(
     context: int | None,
     chat: bool,
     system: str | None,
+    json_schema: Path | None,
+    regex: str | None,
     **sampling: Any,
 ) -> None:
     """Prompts from arguments, files and standard input ("-"), or lines of JSON from `input_path`."""
     given = {name: value for name, value in sampling.items() if value is not None}
+    if (grammar := _grammar(json_schema, regex)) is not None:
+        given["grammar"] = grammar
     check_sampling(given)
     if system is not None and not chat:
         raise InvalidRequestError(
@@ -65,6 +69,14 @@ def generate_command(
     ):
         _check_chat(llm, chat)
         Batch(llm, shown_name(model), wishes, output).run(source)
+
+
+def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
+    if json_schema is not None and regex is not None:
+        raise InvalidRequestError("--json-schema and --regex exclude each other; give one", field="regex")
+    if json_schema is not None:
+        return Grammar("json_schema", _read_text(json_schema))
+    return None if regex is None else Grammar("regex", regex)
 
 
 def _check_files(input_path: Path | None, path: Path | None, overwrite: bool, resume: bool) -> None:

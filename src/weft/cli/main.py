@@ -162,6 +162,14 @@ def generate(
     answers: Annotated[
         int | None, typer.Option(metavar="N", help="How many for each prompt; default: 1.")
     ] = None,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option("--json-schema", metavar="PATH", help="A JSON schema that every answer obeys."),
+    ] = None,
+    regex: Annotated[
+        str | None,
+        typer.Option("--regex", metavar="PATTERN", help="A regular expression that every answer matches."),
+    ] = None,
     context: Context = None,
     chat: Annotated[
         bool,
@@ -201,6 +209,8 @@ def generate(
         context=context,
         chat=chat,
         system=system,
+        json_schema=json_schema,
+        regex=regex,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,

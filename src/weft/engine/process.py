@@ -2,7 +2,8 @@
 
 The process talks to the client over one end of a socket pair, whose other end only the client has; when that is
 closed, the process ends. One thread reads, one writes, and the loop of the engine runs in the main thread: neither a
-slow client nor a long message makes a step wait.
+slow client nor a long message makes a step wait. Requests with a grammar, which may take long to compile, are taken in
+by threads beside the reader, so that nobody waits for them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -24,6 +27,9 @@ from weft.errors import WeftError
 from weft.request import RequestId, TokenOutput
 
 _READ_BYTES = 1 << 18
+_COMPILERS = 2
+
+Order = Callable[[RequestId], object]
 
 
 class EngineProcess:
@@ -35,6 +41,11 @@ class EngineProcess:
         self._unsent: queue.SimpleQueue[wire.Message | None] = queue.SimpleQueue()
         self._ids: dict[int, RequestId] = {}
         """Of what is not over, by the client's names."""
+        self._compiling: dict[int, list[Order]] = {}
+        """Requests that are not taken in yet, by the client's names, and what is to be done with each once it is."""
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="weft-compiler")
+        self._lock = threading.Lock()
+        """Held where a request goes from being compiled to being taken in."""
         self._outputs: list[TokenOutput] = []
         self._ended: list[wire.Ended] = []
         self._writer = threading.Thread(target=self._write, name="weft-writer", daemon=True)
@@ -77,17 +88,43 @@ class EngineProcess:
 
     def _obey(self, message: wire.ToEngine) -> None:
         if isinstance(message, wire.Submit):
-            self._submit(message)
+            if message.request.params.grammar is None:
+                self._submit(message)
+            else:
+                with self._lock:
+                    self._compiling.update((name, []) for name in message.ids)
+                self._compilers.submit(self._compile_and_submit, message)
         elif isinstance(message, wire.Cancel):
-            if (request_id := self._ids.get(message.id)) is not None:
-                self._engine.cancel(request_id, message.reason)
+            reason = message.reason
+            self._do(message.id, lambda request_id: self._engine.cancel(request_id, reason))
         elif isinstance(message, wire.Finish):
-            if (request_id := self._ids.get(message.id)) is not None:
-                self._engine.finish(request_id, message.num_tokens)
+            num_tokens = message.num_tokens
+            self._do(message.id, lambda request_id: self._engine.finish(request_id, num_tokens))
         elif isinstance(message, wire.AskMetrics):
             self._send(wire.Metrics(message.number, self._engine.metrics()))
         elif isinstance(message, wire.Stop):
             self._engine.stop()
+
+    def _do(self, name: int, order: Order) -> None:
+        """At once; or, with a request that is not taken in yet, when it is. Nothing, with one that is over."""
+        with self._lock:
+            if name in self._compiling:
+                self._compiling[name].append(order)
+                return
+        if (request_id := self._ids.get(name)) is not None:
+            order(request_id)
+
+    def _compile_and_submit(self, message: wire.Submit) -> None:
+        """In one of the threads for that."""
+        try:
+            self._submit(message)
+        except BaseException as error:  # a panic in a library too; here nobody else would hear of it
+            text = f"the grammar failed ({type(error).__name__}: {error})"
+            self._send(wire.Refused(message.ids, WeftError.__name__, text))
+        with self._lock:
+            orders = [(name, order) for name in message.ids for order in self._compiling.pop(name)]
+        for name, order in orders:
+            self._do(name, order)
 
     def _submit(self, message: wire.Submit) -> None:
         names: dict[RequestId, int] = {}
@@ -141,6 +178,7 @@ class EngineProcess:
         return self._end(exit_code)
 
     def _end(self, exit_code: int) -> int:
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         self._unsent.put(None)
         self._writer.join(5.0)
         return exit_code

@@ -18,7 +18,7 @@ from weft.clock import Clock
 from weft.config import PreemptionMode, PriorityPolicy, SchedulerConfig
 from weft.errors import InvalidRequestError, WeftError
 from weft.plan import BackendInfo, IterationPlan, StepResult
-from weft.request import InferenceRequest, Priority, RequestId, SamplingParams, TokenLogprobs
+from weft.request import Grammar, InferenceRequest, Priority, RequestId, SamplingParams, TokenLogprobs
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
@@ -252,6 +252,8 @@ def _scheduler_from(event: dict[str, Any], clock: Clock) -> ContinuousBatchSched
 def _request_from(fields: dict[str, Any]) -> InferenceRequest:
     params = dict(fields["params"])
     params["logit_bias"] = dict(params["logit_bias"])
+    if params.get("grammar") is not None:
+        params["grammar"] = Grammar(**params["grammar"])
     rest = {name: value for name, value in fields.items() if name not in ("params", "priority")}
     return InferenceRequest(params=SamplingParams(**params), priority=Priority(fields["priority"]), **rest)
 

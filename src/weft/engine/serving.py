@@ -123,6 +123,8 @@ class ServingEngine:
     def check(self, request: InferenceRequest) -> None:
         """Raises InvalidRequestError for a request that could never run; takes nothing in."""
         self.scheduler.check(request)
+        if request.params.grammar is not None:
+            self._backend.check_grammar(request.params.grammar)
 
     async def submit_async(self, request: InferenceRequest) -> GenerationResult:
         """Submits and waits for the result. Cancelling the task cancels the request."""
@@ -197,6 +199,8 @@ class ServingEngine:
             request = dataclasses.replace(request, deadline=self.config.request_timeout)
         sequence = Sequence(request, RequestId(-1), self._seed_for(request))
         self.scheduler.prepare(sequence)
+        if request.params.grammar is not None:
+            self._backend.check_grammar(request.params.grammar)
         return sequence
 
     def _submit(

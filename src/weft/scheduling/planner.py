@@ -114,6 +114,8 @@ class Planner:
             scheduled, target = sequence.scheduled, sequence.target
             if target >= sequence.limit:
                 continue  # its last token is being sampled
+            if sequence.sits_out and target > len(sequence.tokens):
+                continue  # what its grammar allows next follows from a token that is being sampled
             if places <= 0:
                 others.append(sequence)
             elif target - scheduled == 1 and scheduled >= sequence.prompt_length:

@@ -165,6 +165,7 @@ class ContinuousBatchScheduler:
         sequence.limit = min(sequence.limit, self._longest(request))
         if not request.params.ignore_eos:
             sequence.stop_ids |= self.info.eos_token_ids
+        sequence.sits_out = request.params.grammar is not None and not self.info.grammars_may_overlap
         self._roster.prefixes.extend_keys(sequence)
         sequence.is_prepared = True
 
@@ -408,8 +409,11 @@ class ContinuousBatchScheduler:
         if computed and computed % self.info.block_size == 0 and sequence.state is RequestState.RUNNING:
             self._roster.prefixes.register_generated(sequence)
         reason = None
-        if token in sequence.stop_ids and length >= sequence.min_length:
-            is_eos = token in self.info.eos_token_ids and not sequence.request.params.ignore_eos
+        params = sequence.request.params
+        is_eos = token in self.info.eos_token_ids and not params.ignore_eos
+        # Before min_tokens a grammar lets the end be sampled only where nothing else is allowed.
+        is_forced = is_eos and params.grammar is not None
+        if token in sequence.stop_ids and (length >= sequence.min_length or is_forced):
             reason = FinishReason.END_OF_SEQUENCE if is_eos else FinishReason.STOP
         elif length >= sequence.limit:
             reason = FinishReason.LENGTH

@@ -81,6 +81,7 @@ class Sequence:
         "scheduled",
         "seed",
         "since",
+        "sits_out",
         "state",
         "stop_ids",
         "swap_id",
@@ -106,6 +107,8 @@ class Sequence:
         self.state = RequestState.PENDING
         self.allocation: KvCacheAllocation | None = None
         self.row_known = False
+        self.sits_out = False
+        """Whether the host must know its last token before the next one is sampled: it has a grammar."""
         self.swap_id: int | None = None
         self.admitted_step = NEVER
         self.last_step = -1

@@ -16,6 +16,9 @@ from weft.text.answer_reader import AnswerForm, AnswerReader
 from weft.text.answer_text import AnswerText
 from weft.text.tokenizer import Tokenizer
 
+_OWN_FAULTS = ("every token is forbidden", "the grammar cannot be followed")
+"""What backends say of a request that leaves itself no token to go on with: asking again would not help."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -125,6 +128,8 @@ class Choice:
             message = result.error or f"the request was {result.state.value}"
             if message.startswith("deadline"):
                 raise ApiError(504, message, code="deadline_exceeded")
+            if message.startswith(_OWN_FAULTS):
+                raise ApiError(400, message, code="cannot_continue")
             raise WeftError(message)
         return self._text.result(result)
 

@@ -23,10 +23,11 @@ from weft import __version__
 from weft.engine.client import EngineClient, EngineState
 from weft.errors import WeftError
 from weft.request import GenerationResult, InferenceRequest
-from weft.server import docs_page, openapi, schema
+from weft.server import docs_page, openapi, structured
 from weft.server.answers import Choices
 from weft.server.bodies import BodyReader, whole_body
 from weft.server.errors import ApiError, as_api_error, json_response
+from weft.server.grammar_check import GrammarChecker
 from weft.server.guard import BODY, KEY, Guard
 from weft.server.keys import ApiKey
 from weft.server.logs import ServerLog, current_record
@@ -77,10 +78,12 @@ class ServerApp:
         self.text = text
         self.engine = engine
         self.is_draining = False
+        assert engine.info is not None, "the engine has told what it has before there is a server"
         self._encoder = PromptEncoder(
             text, settings.model, engine.max_sequence_length, settings.chat_template
         )
         self._bodies = BodyReader()
+        self._grammars = GrammarChecker(settings.model, engine.info.vocabulary_size)
         self._log = log
         self._suggestions = suggestions
         _ = text.tool_format  # found by rendering: a few milliseconds, which no request should wait for
@@ -93,10 +96,11 @@ class ServerApp:
         """Whether all requests ended in time."""
         return await self._visits.wait_until_idle(seconds)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends the processes beside the engine's."""
-        self._encoder.close()
-        self._bodies.close()
+        await self._encoder.close()
+        await self._bodies.close()
+        await self._grammars.close()
 
     def asgi(self) -> ASGIApp:
         post, get = ["POST"], ["GET"]
@@ -197,7 +201,6 @@ class ServerApp:
     async def _begin(self, asked: ChatRequest | CompletionRequest, size: int, visit: Visit) -> _Prepared:
         """Everything until the engine has the request and did not refuse it, or it waits for its turn."""
         self._check_model(asked.model)
-        schema.check_response_format(asked.response_format)
         prepared = await self._prepare(asked, size, visit)
         await self._visits.submit(
             visit, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
@@ -212,6 +215,9 @@ class ServerApp:
 
     async def _prepare(self, asked: ChatRequest | CompletionRequest, size: int, visit: Visit) -> _Prepared:
         params = sampling_params(asked, self._suggestions)
+        grammar = structured.grammar_of(asked)
+        if grammar is not None:
+            grammar = await self._grammars.check(grammar)
         form: Form
         echoes: list[Echo] = []
         tools = NO_TOOLS
@@ -220,9 +226,9 @@ class ServerApp:
             tools = tool_use(asked)
             form, prompts = "chat", [await self._encoder.encode(self._chat_prompt(asked, tools), size)]
             answer_form = tools.answer_form(self.text, prompts[0])
-            grammar = tools.grammar(params.grammar, answer_form, self.text)
-            if grammar is not params.grammar:
-                params = replace(params, grammar=grammar)
+            written = tools.grammar(grammar, answer_form, self.text)
+            if written is not None and written is not grammar:
+                grammar = await self._grammars.check(written)
         else:
             form = "completion"
             check_completion(asked)
@@ -239,6 +245,7 @@ class ServerApp:
                     Echo(one if isinstance(one, str) else decode(tokens, skip_control=False), tokens)
                     for one, tokens in zip(texts, prompts, strict=True)
                 ]
+        params = replace(params, grammar=grammar)
         shape = Shape(
             form,
             self._name,
@@ -404,7 +411,7 @@ async def _whole(choices: Choices) -> list[GenerationResult]:
 
 def _renamed_params(asked: ChatRequest | CompletionRequest) -> AbstractContextManager[None]:
     """Errors of the engine name the fields of its own request; the client knows those it sent."""
-    names = {}
+    names = {"grammar": structured.param_of(asked)}
     if isinstance(asked, ChatRequest):
         names["prompt"] = "messages"
         if asked.max_completion_tokens is not None:

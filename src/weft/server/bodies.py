@@ -100,8 +100,8 @@ class BodyReader:
             raise ApiError(400, answer.message, param=answer.param, code=answer.code)
         return msgspec.msgpack.decode(answer.fields, type=kind), answer.unknown
 
-    def close(self) -> None:
-        self._worker.close()
+    async def close(self) -> None:
+        await self._worker.close()
 
 
 def _answer(question: bytes) -> bytes:

@@ -63,9 +63,9 @@ class PromptEncoder:
             raise self._too_long(f"{len(tokens)}", "prompt")
         return tokens
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._worker.close()
+        await self._worker.close()
 
     def _check_length(self, prompt: Chat | Text) -> None:
         """Refuses what no tokenising could make fit: no token stands for more bytes than the longest one."""

@@ -45,7 +45,15 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ttft_target: float | None = None
     cache_salt: str = ""
     session_id: str | None = None
+    # What the answer must look like: OpenAI's field, then what clients of vLLM and of llama.cpp send.
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
     # Who asks, and what OpenAI does with it: taken, and without effect here.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -97,13 +105,6 @@ class DetokenizeRequest(msgspec.Struct, frozen=True):
 # Fields that would change the answer if weft knew them: better refused than left out in silence.
 _REFUSED = {
     "chat_template": "weft takes a model's own template only",
-    "guided_json": "weft has no structured output yet",
-    "guided_regex": "weft has no structured output yet",
-    "guided_choice": "weft has no structured output yet",
-    "guided_grammar": "weft has no structured output yet",
-    "structured_outputs": "weft has no structured output yet",
-    "grammar": "weft has no structured output yet",
-    "json_schema": "weft has no structured output yet",
     "functions": "it was replaced by tools",
     "function_call": "it was replaced by tool_choice",
     "audio": "weft answers in text only",
@@ -153,14 +154,3 @@ def _parse(body: bytes) -> Any:
 
 def _shown(name: str) -> str:
     return re.sub(r"[^\w.-]", "?", name[:40], flags=re.ASCII)  # it goes into a header
-
-
-def check_response_format(form: dict[str, Any] | None) -> None:
-    kind = "text" if form is None else form.get("type")
-    if kind == "text":
-        return
-    if kind in ("json_object", "json_schema"):
-        message = f"response_format: {kind} is not supported yet; allowed: text"
-        raise ApiError(400, message, param="response_format", code="unsupported")
-    message = f"response_format has the type {kind!r:.80}; allowed: text"
-    raise ApiError(400, message, param="response_format", code="invalid_value")

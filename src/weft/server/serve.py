@@ -90,7 +90,7 @@ class _Life:
             try:
                 await self._listen(server, app)
             finally:
-                app.close()
+                await app.close()
                 text.close()
         finally:
             stopping.cancel()

@@ -9,7 +9,7 @@ import asyncio
 import signal
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 from weft.errors import WeftError
@@ -25,39 +25,57 @@ class Worker:
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
-    async def ask(self, *question: bytes | bytearray) -> bytes:
-        """The answer to a question, whose parts are sent as one. Whoever is cancelled meanwhile takes the process along:
-        its answer must not be taken for the next one's."""
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def ask(self, *question: bytes | bytearray, seconds: float | None = None) -> bytes:
+        """The answer to a question, whose parts are sent as one; TimeoutError where it takes longer than `seconds`. Whoever
+        gets none, or is cancelled meanwhile, takes the process along: its answer must not be taken for the next one's."""
         async with self._turn:
             is_answered = False
             try:
-                process = self._process
-                if process is None or process.returncode is not None:
-                    self._process = process = await asyncio.create_subprocess_exec(
-                        *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-                    )
-                assert process.stdin is not None and process.stdout is not None
-                process.stdin.write(_LENGTH.pack(sum(map(len, question))))
-                for part in question:
-                    process.stdin.write(part)
-                await process.stdin.drain()
-                (size,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
-                answer = await process.stdout.readexactly(size)
+                async with asyncio.timeout(seconds):
+                    answer = await self._ask(question)
                 is_answered = True
                 return answer
+            except TimeoutError:
+                raise  # an OSError too, by its class
             except (OSError, asyncio.IncompleteReadError) as error:
                 raise WeftError("a process of the server died over this request; try again") from error
             finally:
                 if not is_answered:
-                    self.close()
+                    self._kill()
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Ends the process and waits until it is gone."""
+        if (process := self._kill()) is not None:
+            await process.wait()
+
+    async def _ask(self, question: Sequence[bytes | bytearray]) -> bytes:
+        process = self._process
+        if process is None or process.returncode is not None:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(_LENGTH.pack(sum(map(len, question))))
+        for part in question:
+            process.stdin.write(part)
+        await process.stdin.drain()
+        (size,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
+        return await process.stdout.readexactly(size)
+
+    def _kill(self) -> asyncio.subprocess.Process | None:
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
+            assert process.stdin is not None
+            process.stdin.close()
             try:
                 process.kill()
             except ProcessLookupError:
                 pass
+        return process
 
 
 def answer_all(answer: Callable[[bytes], bytes]) -> None:

@@ -90,6 +90,7 @@ class Simulation:
             recompute_seconds_per_token=scenario.recompute_seconds_per_token,
             swap_seconds_per_block=scenario.swap_seconds_per_block,
             eager_blocks=scenario.eager_blocks,
+            grammars_may_overlap=scenario.grammars_may_overlap,
         )
         config = scenario.engine
         if log_path is not None:

@@ -15,7 +15,7 @@ from weft.config import (
     ServingEngineConfig,
 )
 from weft.plan import IterationPlan, SwapTask
-from weft.request import InferenceRequest, Priority, RequestId, SamplingParams
+from weft.request import Grammar, InferenceRequest, Priority, RequestId, SamplingParams
 
 POLICIES = tuple(PriorityPolicy)
 MODES = (*PreemptionMode, PreemptionMode.SWAP)
@@ -41,6 +41,7 @@ class Scenario:
     recompute_seconds_per_token: float
     swap_seconds_per_block: float
     eager_blocks: int | None
+    grammars_may_overlap: bool
     fault_rates: tuple[float, float, float, float]
     """Per submit, per step, per request and step, per swap."""
     max_step_seconds: float
@@ -53,6 +54,7 @@ def draw(seed: int) -> Scenario:
     scheduler = _draw_scheduler(rng)
     # What was added later is drawn from a source of its own: a seed that once found a mistake draws the same today.
     later = random.Random(f"later {seed}")
+    latest = random.Random(f"latest {seed}")
     scheduler = dataclasses.replace(scheduler, session_lifetime=later.choice((0.0, 0.05, 600.0)))
     block_size = rng.choice((1, 2, 2, 3, 4, 4, 8))
     # Most pools hold two or three sequences at their longest: memory runs out all the time.
@@ -75,10 +77,12 @@ def draw(seed: int) -> Scenario:
         recompute_seconds_per_token=rng.choice((1e-5, 1e-4, 1e-3)),
         swap_seconds_per_block=1e-4,
         eager_blocks=later.choice((None, 0, num_blocks // 4)),
+        grammars_may_overlap=latest.random() < 0.1,
         fault_rates=_draw_fault_rates(rng),
         max_step_seconds=rng.choice((0.01, 0.1)),
-        arrivals=_draw_later(
-            later, _draw_arrivals(rng, scheduler, min(num_blocks * block_size, max_context))
+        arrivals=_draw_grammars(
+            latest,
+            _draw_later(later, _draw_arrivals(rng, scheduler, min(num_blocks * block_size, max_context))),
         ),
     )
 
@@ -168,6 +172,21 @@ def _draw_later(rng: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arri
         session = rng.choice((None, "a", "b")) if has_sessions else None
         request = dataclasses.replace(request, params=params, session_id=session)
         drawn.append(dataclasses.replace(arrival, request=request))
+    return tuple(drawn)
+
+
+def _draw_grammars(rng: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arrival, ...]:
+    """The same arrivals, in half of the scenarios some with a grammar, in some of those all that may have one."""
+    share = rng.choice((0.0, 0.0, 0.4, 1.0))
+    drawn = []
+    for arrival in arrivals:
+        params = arrival.request.params
+        if rng.random() < share and not params.ignore_eos:
+            params = dataclasses.replace(params, grammar=Grammar("regex", ".*"))
+            arrival = dataclasses.replace(
+                arrival, request=dataclasses.replace(arrival.request, params=params)
+            )
+        drawn.append(arrival)
     return tuple(drawn)
 
 

@@ -118,11 +118,8 @@ def open_model_text(
         raise InvalidRequestError(
             f"tool_format is {tool_format!r:.80}; allowed: {', '.join(TOOL_FORMATS)}", field="tool_format"
         )
-    if checkpoint.vocabulary is None:
-        tokenizer = read_folder_tokenizer(checkpoint.path)
+    tokenizer = open_tokenizer(checkpoint)
     try:
-        if checkpoint.vocabulary is not None:
-            tokenizer = tokenizer_of(checkpoint.vocabulary)
         if chat_template is None:
             template = ChatTemplate(tokenizer) if tokenizer.specials.chat_templates else None
             return ModelText(tokenizer, template, tool_format)
@@ -133,3 +130,13 @@ def open_model_text(
         return ModelText(tokenizer, ChatTemplate(tokenizer, sources=sources), tool_format)
     except (OSError, UnicodeDecodeError, ModelFileError) as error:
         raise ModelFileError(f"chat template {chat_template}: {error}") from error
+
+
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer alone; errors name the model's path."""
+    if checkpoint.vocabulary is None:
+        return read_folder_tokenizer(checkpoint.path)
+    try:
+        return tokenizer_of(checkpoint.vocabulary)
+    except ModelFileError as error:
+        raise ModelFileError(f"{checkpoint.path}: {error}") from error

@@ -11,13 +11,16 @@ import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from weft.backends.batch import Rows, ScoredPrompt
 from weft.backends.cpu.sampler import NOT_A_NUMBER, sample, score
 from weft.backends.cpu.swap import SwapSpace
+from weft.backends.grammar import RowGrammars
 from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
@@ -25,7 +28,11 @@ from weft.models.decoder import Decoder
 from weft.models.registry import build_config, build_decoder
 from weft.ops.reference import ReferenceOps
 from weft.plan import BackendInfo, IterationPlan, StepResult
-from weft.request import RequestId, TokenLogprobs
+from weft.request import Grammar, RequestId, TokenLogprobs
+from weft.text.grammar import GrammarCompiler
+
+if TYPE_CHECKING:
+    from weft.text.tokenizer import Tokenizer
 
 # What the cache takes without a wish: a number, not a share of the machine, so that a model behaves alike everywhere.
 # Memory is touched when a block is first used, and blocks used once are used again first: what is resident follows the
@@ -43,9 +50,10 @@ _COPIED_BYTES_PER_SECOND = 4e9
 class CpuBackend:
     """`Backend` over a decoder whose arrays are numpy's."""
 
-    def __init__(self, decoder: Decoder, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, decoder: Decoder, eos_token_ids: frozenset[int], grammars: GrammarCompiler) -> None:
         self._decoder = decoder
         self._eos_token_ids = eos_token_ids
+        self._compiler = grammars
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-cpu")
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int) -> BackendInfo:
@@ -58,6 +66,7 @@ class CpuBackend:
             self._cache = self._decoder.new_cache(num_blocks, pool.block_size)
             self._swaps = SwapSpace(self._cache, swap_blocks)
             self._rows = Rows(num_rows, max_context, pool.block_size)
+            self._grammars = RowGrammars(self._compiler, num_rows, config.vocabulary_size)
         # numpy's word for more than an address space holds is ValueError
         except (MemoryError, ValueError) as error:
             raise InvalidRequestError(
@@ -77,13 +86,18 @@ class CpuBackend:
             swap_seconds_per_block=block_bytes / _COPIED_BYTES_PER_SECOND,
             weight_bytes=self._decoder.weight_bytes,
             eager_blocks=min(num_blocks, _EAGER_CACHE_BYTES // block_bytes),
+            grammars_may_overlap=True,
         )
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        self._compiler.compile(grammar)
 
     def submit(self, plan: IterationPlan) -> Future[StepResult]:
         return self._worker.submit(self._run, plan)
 
     def close(self) -> None:
         self._worker.shutdown(wait=True)
+        self._grammars.close()
 
     def _run(self, plan: IterationPlan) -> StepResult:
         """One plan, in the worker thread. Never raises: a swap that ran must be reported whatever the step does."""
@@ -92,6 +106,7 @@ class CpuBackend:
         try:
             self._swaps.check_over(plan.after_swaps)
             self._rows.update(plan)
+            self._grammars.start(plan.row_starts)
             result = self._compute(plan) if plan.rows else StepResult()
         except Exception as error:
             result = StepResult(error=f"{type(error).__name__}: {error}")
@@ -108,8 +123,10 @@ class CpuBackend:
         if not num_sampled:
             return StepResult(prompt_logprobs=prompt_logprobs, errors=errors)
         logits = self._decoder.logits(hidden[:num_sampled])
-        sampled = sample(logits, entries, self._rows, self._eos_token_ids)
+        masks = self._grammars.masks(entries.rows)
+        sampled = sample(logits, entries, self._rows, self._eos_token_ids, masks)
         self._rows.record(entries, sampled.tokens)
+        self._grammars.advance(entries.rows, sampled.tokens)
         errors.update({entries.request_ids[entry]: error for entry, error in sampled.errors.items()})
         return StepResult(sampled.tokens.tolist(), sampled.logprobs, prompt_logprobs, errors)
 
@@ -147,7 +164,17 @@ def open_cpu_backend(
         decoder = build_decoder(layout, metadata, tensors, ReferenceOps(dtype), max_context)
     except ModelFileError as error:
         raise ModelFileError(f"{checkpoint.path}: {error}") from error
-    return CpuBackend(decoder, checkpoint.end_ids)
+    compiler = GrammarCompiler(
+        partial(_open_tokenizer, checkpoint), checkpoint.end_ids, decoder.config.vocabulary_size
+    )
+    return CpuBackend(decoder, checkpoint.end_ids, compiler)
+
+
+def _open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """For grammars alone; whoever sends none does not wait for it."""
+    from weft.text.model_text import open_tokenizer
+
+    return open_tokenizer(checkpoint)
 
 
 def _check_context(wanted: int, own: int) -> None:

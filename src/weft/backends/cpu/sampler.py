@@ -1,6 +1,6 @@
 """From logits to tokens, for all sampling entries of a step at once.
 
-Order: penalties, bias and forbidden tokens; then, unless greedy, temperature, top-k, top-p, min-p, typical-p; then
+Order: what grammars forbid; penalties, bias and the tokens that min_tokens forbids; then, unless greedy, temperature, top-k, top-p, min-p, typical-p; then
 the argmax of what is left plus the noise of `backends.noise`. Greedy is the argmax without noise.
 """
 
@@ -12,10 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.backends.batch import Rows, SampledEntries
+from weft.backends.grammar import NO_MASKS, Masks
 from weft.backends.noise import GUMBEL_MAX, GUMBEL_MIN, gumbel, noise_bits, noise_keys, uniform
 from weft.request import SamplingParams, TokenLogprobs
 
 _NUCLEUS_GUESS = 1024
+
+# What each byte of a mask adds to the scores of its eight tokens: adding is a third of the work of choosing.
+_ADDED_BY_BYTE = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+    np.float32(0.0),
+    np.float32(-np.inf),
+)
 
 NOT_A_NUMBER = "the model's output is not a number (NaN or infinite logits)"
 
@@ -30,23 +38,28 @@ class Sampled:
 
 
 def sample(
-    logits: np.ndarray, entries: SampledEntries, rows: Rows, eos_token_ids: Collection[int]
+    logits: np.ndarray,
+    entries: SampledEntries,
+    rows: Rows,
+    eos_token_ids: Collection[int],
+    masks: Masks = NO_MASKS,
 ) -> Sampled:
     """The tokens of one step; `logits` [S, vocabulary] is left as it is."""
-    errors: dict[int, str] = {}
+    errors = dict(masks.errors)
     best = logits.max(axis=1)  # NaN where a row has one
     for entry in np.flatnonzero(~np.isfinite(best)).tolist():
         errors[entry] = NOT_A_NUMBER
 
     scores = logits
     shaped = [entry for entry in np.flatnonzero(~entries.is_plain).tolist() if entry not in errors]
-    if shaped:
+    if shaped or len(masks.entries):
         scores = logits.copy()
+        _apply(masks, scores)
         for entry in shaped:
-            error = _shape(scores[entry], entry, entries, rows, eos_token_ids)
-            if error is not None:
-                errors[entry] = error
+            _shape(scores[entry], entry, entries, rows, eos_token_ids)
     tokens = scores.argmax(axis=1)
+    for entry in np.flatnonzero(scores[np.arange(len(tokens)), tokens] == -np.inf).tolist():
+        errors.setdefault(entry, "every token is forbidden by the request's parameters")
     drawn = np.flatnonzero(entries.temperatures > 0.0)
     drawn = drawn[[int(entry) not in errors for entry in drawn]] if errors else drawn
     if len(drawn):
@@ -88,10 +101,17 @@ def _wanted_logprobs(
     return logprobs
 
 
+def _apply(masks: Masks, scores: np.ndarray) -> None:
+    """Forbid what the grammars do not allow, for all entries that have one, in place."""
+    for entry, bits in zip(masks.entries.tolist(), masks.bits, strict=True):
+        # Row by row: what is added stays in the processor's cache.
+        scores[entry] += _ADDED_BY_BYTE.take(bits, axis=0).reshape(-1)[: scores.shape[1]]
+
+
 def _shape(
     scores: np.ndarray, entry: int, entries: SampledEntries, rows: Rows, eos_token_ids: Collection[int]
-) -> str | None:
-    """Apply what changes the logits of one entry, in place; returns why that leaves nothing to choose."""
+) -> None:
+    """Apply what changes the logits of one entry, in place."""
     row, length = int(entries.rows[entry]), int(entries.positions[entry])
     params = rows.params[row]
     assert params is not None, "a row samples before it was started"
@@ -102,8 +122,11 @@ def _shape(
         scores[ids] += np.fromiter(params.logit_bias.values(), np.float64)
     if entries.output_indices[entry] < params.min_tokens:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-        scores[[token for token in ends if token < len(scores)]] = -np.inf
-    return "every token is forbidden by the request's parameters" if scores.max() == -np.inf else None
+        forbidden = [token for token in ends if token < len(scores)]
+        before = scores[forbidden]
+        scores[forbidden] = -np.inf
+        if params.grammar is not None and scores.max() == -np.inf:
+            scores[forbidden] = before  # the grammar is complete: there is nothing to go on with
 
 
 def _penalise(scores: np.ndarray, params: SamplingParams, tokens: np.ndarray, prompt_length: int) -> None:

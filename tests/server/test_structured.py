@@ -1,0 +1,364 @@
+"""Structured output over HTTP: what clients of several servers send, what a model makes of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import openai
+import pydantic
+import pytest
+from server_process import MODEL, Server, running_server, wait_for
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Rome"]},
+        "population": {"type": "integer", "minimum": 0, "maximum": 99999999},
+        "facts": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"name": {"type": "string", "maxLength": 8}, "is_true": {"type": "boolean"}},
+                "required": ["name", "is_true"],
+                "additionalProperties": False,
+            },
+            "minItems": 1,
+            "maxItems": 2,
+        },
+    },
+    "required": ["city", "population", "facts"],
+    "additionalProperties": False,
+}
+GBNF = """
+# an answer of llama.cpp's kind
+root   ::= answer "!"
+answer ::= ("yes" | "no") (" " [a-c]{1,3})?
+"""
+LARK = 'start: NUMBER ("+" NUMBER){2}\nNUMBER: /[0-9]{1,2}/'
+YES_OR_NO = ["yes", "no"]
+QUESTION: Any = [{"role": "user", "content": "Tell me about the capital of France."}]
+
+
+class Fact(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=8)
+    is_true: bool
+
+
+class City(pydantic.BaseModel):
+    city: Literal["Paris", "Rome"]
+    population: int = pydantic.Field(ge=0, le=99999999)
+    facts: list[Fact] = pydantic.Field(min_length=1, max_length=2)
+
+
+def refused(response: httpx.Response, param: str, code: str | None = None) -> str:
+    assert response.status_code == 400, response.text[:300]
+    error = response.json()["error"]
+    assert error["param"] == param, error
+    assert code is None or error["code"] == code, error
+    return str(error["message"])
+
+
+@pytest.fixture(scope="module")
+def client(real_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{real_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+# --- what a model makes of it -----------------------------------------------------------------------------------------
+
+
+def test_parse_of_the_openai_client_gives_an_object_of_its_class(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=QUESTION, response_format=City, temperature=0, max_tokens=120
+    )
+    [choice] = answer.choices
+    assert choice.finish_reason == "stop"
+    assert isinstance(choice.message.parsed, City)
+
+
+def test_every_answer_in_a_stream_of_several_obeys_the_schema(client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,
+        response_format=form,
+        temperature=1.5,
+        seed=5,
+        n=2,
+        max_tokens=150,
+        logprobs=True,
+        top_logprobs=2,
+        stream=True,
+    )
+    texts, ends = [""] * 2, [""] * 2
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            ends[choice.index] = choice.finish_reason or ends[choice.index]
+    assert ends == ["stop"] * 2
+    for text in texts:
+        City.model_validate(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"response_format": {"type": "regex", "pattern": r"\d{3}-\d{2}"}}, r"\d{3}-\d{2}"),
+        ({"response_format": {"type": "choice", "choices": YES_OR_NO}}, "yes|no"),
+        ({"response_format": {"type": "grammar", "grammar": LARK}}, r"\d{1,2}(\+\d{1,2}){2}"),
+        ({"response_format": {"type": "grammar", "grammar": GBNF}}, "(yes|no)( [a-c]{1,3})?!"),
+        ({"guided_regex": "^[ab]{4}$"}, "[ab]{4}"),
+        ({"guided_choice": YES_OR_NO}, "yes|no"),
+        ({"guided_grammar": GBNF}, "(yes|no)( [a-c]{1,3})?!"),
+        ({"grammar": GBNF}, "(yes|no)( [a-c]{1,3})?!"),
+        ({"structured_outputs": {"regex": "[xyz]{2}"}}, "[xyz]{2}"),
+        ({"structured_outputs": {"choice": ["Größe 😀", "b"]}}, "Größe 😀|b"),
+        ({"guided_json": {"const": 7}}, "7"),
+        ({"guided_json": '{"enum": ["a", null]}'}, '"a"|null'),
+        ({"json_schema": {"type": "boolean"}}, "true|false"),
+        ({"structured_outputs": {"json": {"type": "null"}}}, "null"),
+    ],
+)
+def test_what_clients_of_other_servers_send_is_obeyed(
+    real_server: Server, fields: dict[str, Any], pattern: str
+) -> None:
+    answer = real_server.complete("The answer is", temperature=1, seed=3, max_tokens=24, **fields).json()
+    [choice] = answer["choices"]
+    assert re.fullmatch(pattern, choice["text"]), choice
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json_object": True}},
+        {"response_format": {"type": "json_object", "schema": {"required": ["ok"]}}},
+    ],
+)
+def test_any_json_object_is_one(real_server: Server, fields: dict[str, Any]) -> None:
+    talk = [{"role": "user", "content": 'Answer with {"ok": true} and nothing else.'}]
+    answer = real_server.chat(messages=talk, temperature=0, max_tokens=40, **fields).json()
+    [choice] = answer["choices"]
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(choice["message"]["content"]), dict)
+    assert "\n\n" not in choice["message"]["content"], "whitespace has a bound"
+
+
+def test_an_answer_cut_by_its_length_keeps_its_text(real_server: Server) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    [choice] = real_server.chat(response_format=form, max_tokens=3, temperature=0).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"].startswith("{")
+
+
+def test_the_same_seed_gives_the_same_text_beside_others(real_server: Server) -> None:
+    fields: dict[str, Any] = {"guided_regex": "[a-z ]{12}", "seed": 11, "temperature": 1.0, "max_tokens": 30}
+
+    def text(index: int) -> str:
+        if index % 2:
+            real_server.complete("Once upon a time", max_tokens=12, temperature=1)
+            return ""
+        return str(real_server.complete("A word:", **fields).json()["choices"][0]["text"])
+
+    alone = text(0)
+    with ThreadPoolExecutor(8) as threads:
+        assert {one for one in threads.map(text, range(8)) if one} == {alone}
+
+
+def test_logprobs_are_the_models_own_though_a_grammar_chose(real_server: Server) -> None:
+    fields = {"temperature": 0, "max_tokens": 2, "logprobs": 3}
+    free = real_server.complete("The capital of France is", **fields).json()["choices"][0]["logprobs"]
+    bound = real_server.complete("The capital of France is", **fields, guided_choice=["Rome"]).json()
+    bound = bound["choices"][0]["logprobs"]
+    likeliest = {name for name in free["top_logprobs"][0] if name in bound["top_logprobs"][0]}
+    assert len(likeliest) >= 3, "the same are likeliest"
+    assert bound["token_logprobs"][0] < free["token_logprobs"][0]
+
+
+def test_18_a_request_with_every_token_banned_errors_alone(real_server: Server) -> None:
+    banned = {"stop_token_ids": list(range(49152)), "min_tokens": 1}
+    check_that_it_errors_alone(real_server, banned, "every token is forbidden")
+
+
+def test_29_a_grammar_that_fails_after_admission_ends_its_request_alone(real_server: Server) -> None:
+    """It compiles, and after a few letters there is more to keep in mind than any grammar may need."""
+    endless = {"guided_regex": "(([a-z]{0,999}){0,999}){0,999}"}
+    check_that_it_errors_alone(real_server, endless, "the grammar cannot be followed any further")
+
+
+def check_that_it_errors_alone(server: Server, fields: dict[str, Any], message: str) -> None:
+    def others(text: str) -> str:
+        more = {"guided_regex": "[a-z]{12}"} if text == "b" else {"ignore_eos": True}
+        answer = server.complete(text, max_tokens=16, temperature=1, seed=1, **more)
+        return str(answer.json()["choices"][0]["text"])
+
+    alone = [others(text) for text in "ab"]
+    with ThreadPoolExecutor(3) as threads:
+        neighbours = [threads.submit(others, text) for text in "ab"]
+        failed = server.complete("x", max_tokens=16, temperature=1, **fields)
+        assert [neighbour.result() for neighbour in neighbours] == alone
+    error = failed.json()["error"]
+    assert failed.status_code == 400 and message in error["message"], error
+    events = server.complete("x", max_tokens=16, temperature=1, stream=True, **fields).text
+    assert message in events and "[DONE]" not in events
+    assert server.client.get("/health").status_code == 200
+    server.wait_until_free()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"guided_regex": "a(b"}, "guided_regex", "at character 2 of 3"),
+        ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
+        ({"guided_regex": r"[^\s\S]"}, "guided_regex", "nothing can ever match"),
+        ({"guided_json": {"type": "integer", "minimum": 3, "maximum": 2}}, "guided_json", "nothing can ever"),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
+        ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json", "nowhere"),
+        ({"guided_json": "{"}, "guided_json", "not JSON"),
+        ({"guided_json": "3"}, "guided_json", "an object"),
+        ({"json_schema": {"type": "cheese"}}, "json_schema", "cheese"),
+        ({"grammar": "root ::= foo"}, "grammar", "foo"),
+        ({"grammar": "start: foo"}, "grammar", "foo"),
+        ({"guided_choice": []}, "guided_choice", "at least one"),
+        ({"response_format": {"type": "choice", "choices": [1]}}, "response_format", "list of strings"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": 3}}, "response_format", "schema"),
+        ({"response_format": {"type": "regex"}}, "response_format", "pattern"),
+        ({"response_format": {}}, "response_format", "type"),
+        ({"guided_regex": "a" * 300_000}, "guided_regex", "262144"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "grammar"),
+    ],
+)
+def test_26_what_is_no_grammar_is_refused_with_the_field_and_the_place(
+    server: Server, fields: dict[str, Any], param: str, said: str
+) -> None:
+    for response in (server.chat(**fields), server.complete(**fields, stream=True)):
+        assert said in refused(response, param)
+
+
+def test_26_a_remote_reference_is_refused_and_nothing_is_fetched(server: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.5)
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}/schema.json"
+        for schema in (
+            {"$ref": address},
+            {"$id": address, "type": "object", "properties": {"a": {"$ref": f"{address}x#/a"}}},
+        ):
+            assert "another document" in refused(server.chat(guided_json=schema), "guided_json")
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"response_format": {"type": "json_object"}, "grammar": GBNF}, "grammar"),
+        ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
+        ({"response_format": {"type": "regex", "pattern": "a", "grammar": "b"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    ],
+)
+def test_28_two_shapes_for_one_answer_are_refused(server: Server, fields: dict[str, Any], param: str) -> None:
+    refused(server.chat(**fields), param)
+    refused(server.complete(**fields), param)
+
+
+def test_28_the_same_shape_said_twice_is_no_contradiction(server: Server) -> None:
+    schema = {"type": "object"}
+    assert server.chat(guided_json=schema, json_schema=schema, grammar="").status_code == 200
+    assert server.chat(response_format={"type": "text"}, guided_regex="a").status_code == 200
+
+
+def bomb(size: int) -> dict[str, Any]:
+    """Every combination of one of each pair: 2 to the power of `size` objects."""
+    pairs = [
+        {
+            "anyOf": [
+                {"type": "object", "required": [name], "properties": {name: {"const": 1}}} for name in pair
+            ]
+        }
+        for pair in ((f"a{index}", f"b{index}") for index in range(size))
+    ]
+    return {"allOf": pairs}
+
+
+MANY_OPTIONAL = {
+    "type": "object",
+    "properties": {f"p{index}": {"type": "string"} for index in range(300)},
+    "minProperties": 1,
+    "additionalProperties": False,
+}
+"""Takes a second or more to find out that it is too large; whether the deadline is quicker depends on the machine."""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "(" * 40 + "a" + "){0,9}" * 40},
+        {"guided_json": bomb(16)},
+        {"guided_json": MANY_OPTIONAL},
+        {"guided_json": json.loads('{"not_": ' * 300 + "1" + "}" * 300)},
+        {"guided_grammar": "start: A\nA: /.*a.{40}/ & /.*b.{41}/ & /.*c.{43}/ & ~/.*d.{44}/"},
+    ],
+    ids=["regex", "schema", "optional", "nesting", "lark"],
+)
+def test_27_a_grammar_bomb_is_refused(server: Server, fields: dict[str, Any]) -> None:
+    refused(server.chat(**fields), next(iter(fields)), "grammar_too_complex")
+
+
+def test_27_health_answers_while_bombs_are_compiled(server: Server) -> None:
+    """Each grammar is a new one, so that each is compiled."""
+    stop = threading.Event()
+    answers: list[int] = []
+
+    def throw(number: int) -> None:
+        while not stop.is_set():
+            answers.append(
+                server.chat(guided_json={**bomb(9), "title": f"{number} {len(answers)}"}).status_code
+            )
+
+    throwers = [threading.Thread(target=throw, args=(number,)) for number in range(3)]
+    for thrower in throwers:
+        thrower.start()
+    try:
+        waits = []
+        for _ in range(40):
+            began = time.monotonic()
+            assert server.client.get("/health").status_code == 200
+            waits.append(time.monotonic() - began)
+    finally:
+        stop.set()
+        for thrower in throwers:
+            thrower.join()
+    print(f"/health: {1e3 * max(waits):.0f} ms at most, {len(answers)} grammars meanwhile")
+    assert set(answers) <= {200, 400}
+
+
+def test_the_processes_for_grammars_start_with_the_first_one_and_end_with_the_server(
+    default_model_path: Path,
+) -> None:
+    with running_server(default_model_path) as server:
+        before = set(server.children())
+        assert server.chat().status_code == 200
+        assert set(server.children()) == before, "who sends no grammar pays for none"
+        assert server.chat(guided_regex="a+").status_code == 200
+        [pid] = set(server.children()) - before
+        assert b"weft.server.grammar_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        for _ in range(3):  # the verdict is remembered, and the process kept
+            assert server.chat(guided_regex="a+").status_code == 200
+        assert set(server.children()) - before == {pid}
+    wait_for(lambda: not Path(f"/proc/{pid}").exists())
