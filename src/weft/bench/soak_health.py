@@ -1,14 +1,12 @@
 """Asks a server for its health twenty times a second, from a process of its own: python -m weft.bench.soak_health HOST PORT.
 
 Each poll is one line: when it was due (the machine's monotonic clock), the seconds from then to the whole answer, and
-the status, 0 where there was none. A poll that is late because the one before it was counts from when it was due. The
-process ends when its input does.
+the status, 0 where there was none. No poll waits for another. The process ends when its input does.
 """
 
 from __future__ import annotations
 
-import select
-import socket
+import asyncio
 import sys
 import time
 
@@ -16,35 +14,46 @@ POLLS_PER_SECOND = 20
 _PATIENCE_SECONDS = 10.0
 
 
-def poll(host: str, port: int) -> int:
-    """The status of one answer, on a connection of its own as a probe has it."""
-    host_header = f"[{host}]" if ":" in host else host
+async def poll(host: str, port: int, due: float) -> None:
+    """One question, on a connection of its own as a probe has it."""
     try:
-        with socket.create_connection((host, port), timeout=_PATIENCE_SECONDS) as connection:
-            connection.sendall(
-                f"GET /health HTTP/1.1\r\nHost: {host_header}:{port}\r\nConnection: close\r\n\r\n".encode()
-            )
-            received = b""
-            while part := connection.recv(4096):
-                received += part
-    except OSError:
-        return 0
-    head, _, _ = received.partition(b"\r\n")
-    fields = head.split(b" ")
-    return int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else 0
+        async with asyncio.timeout(_PATIENCE_SECONDS):
+            status = await _status(host, port)
+    except (OSError, TimeoutError):
+        status = 0
+    print(f"{due:.6f} {time.monotonic() - due:.6f} {status}", flush=True)
 
 
-def main() -> None:
-    host, port = sys.argv[1], int(sys.argv[2])
+async def _status(host: str, port: int) -> int:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        name = f"[{host}]" if ":" in host else host
+        writer.write(f"GET /health HTTP/1.1\r\nHost: {name}:{port}\r\nConnection: close\r\n\r\n".encode())
+        _, status, *_ = (await reader.readline()).split(b" ") + [b"0"]
+        await reader.read()
+        return int(status)
+    finally:
+        writer.close()
+
+
+async def poll_until_closed(host: str, port: int) -> None:
+    loop = asyncio.get_running_loop()
+    is_over = asyncio.Event()
+    loop.add_reader(sys.stdin, is_over.set)
+    polls: set[asyncio.Task[None]] = set()
     due = time.monotonic()
-    while True:
-        ready, _, _ = select.select([sys.stdin], [], [], max(0.0, due - time.monotonic()))
-        if ready:  # closed
-            return
-        status = poll(host, port)
-        print(f"{due:.6f} {time.monotonic() - due:.6f} {status}", flush=True)
+    while not is_over.is_set():
+        asking = asyncio.create_task(poll(host, port, due))
+        polls.add(asking)
+        asking.add_done_callback(polls.discard)
         due += 1 / POLLS_PER_SECOND
+        try:
+            await asyncio.wait_for(is_over.wait(), max(0.0, due - time.monotonic()))
+        except TimeoutError:
+            pass
+    loop.remove_reader(sys.stdin)
+    await asyncio.gather(*polls)
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(poll_until_closed(sys.argv[1], int(sys.argv[2])))

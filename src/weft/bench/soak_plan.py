@@ -54,7 +54,7 @@ class Sizes:
     longest_slow_answer: int
 
 
-NOOP = Sizes(questions=600, longest_answer=256, longest_slow_answer=768)
+NOOP = Sizes(questions=600, longest_answer=256, longest_slow_answer=512)
 REAL = Sizes(questions=48, longest_answer=32, longest_slow_answer=48)
 
 
@@ -112,11 +112,11 @@ def draw_questions(seed: int, sizes: Sizes, *, slow: bool = False) -> list[Quest
         if source.random() < 0.3:
             messages = [{"role": "user", "content": text}]
             if slow:
-                fields |= {"logprobs": True, "top_logprobs": 5}
+                fields |= {"logprobs": True, "top_logprobs": 2}
             questions.append(Question("/v1/chat/completions", {"messages": messages, **fields}))
         else:
             if slow:
-                fields["logprobs"] = 5
+                fields["logprobs"] = 2
             questions.append(Question("/v1/completions", {"prompt": text, **fields}))
     return questions
 

@@ -24,6 +24,8 @@ _READ_BYTES = 1 << 18
 _RESTART_SECONDS = (0.0, 0.5, 2.0, 5.0, 10.0)
 """Waits before a restart, by how many there were since the engine last ran for a minute."""
 _METRICS_SECONDS = 5.0
+_TURN_SECONDS = 2e-3
+"""Messages are taken for so long at a time; then everyone else in the event loop has a turn."""
 
 
 class EngineState(enum.Enum):
@@ -61,9 +63,13 @@ class Answer:
         if self._failure is not None:
             raise self._failure
 
-    def take(self) -> list[TokenOutput]:
-        """All outputs that arrived since the last call. Raises what kept the request from going on."""
+    def take(self, most: int | None = None) -> list[TokenOutput]:
+        """The outputs that arrived since the last call, the oldest `most` of them; the rest can be taken at once.
+        Raises what kept the request from going on."""
         self.check()
+        if most is not None and len(self._unread) > most:
+            self.arrived.set()
+            return [self._unread.popleft() for _ in range(most)]
         outputs = list(self._unread)
         self._unread.clear()
         return outputs
@@ -244,14 +250,15 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         tries = 0
         while True:
-            began = loop.time()
+            began = turn_ends = loop.time()
             num_taken = 0
             async for message in self._messages:
                 self._take(message)
                 num_taken += len(message.outputs) if isinstance(message, wire.Step) else 0
-                if num_taken >= self._turn:
+                if num_taken >= self._turn or loop.time() > turn_ends:
                     num_taken = 0
                     await asyncio.sleep(0)
+                    turn_ends = loop.time() + _TURN_SECONDS
             self._change(EngineState.STARTING)
             await self._end_process(1.0)
             self._fail_all(self._failure or EngineDiedError("the engine's process died"))

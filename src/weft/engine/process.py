@@ -24,6 +24,8 @@ from weft.errors import WeftError
 from weft.request import RequestId, TokenOutput
 
 _READ_BYTES = 1 << 18
+_MOST_TOGETHER = 16
+"""Messages that are written at once where so many wait."""
 
 
 class EngineProcess:
@@ -130,10 +132,20 @@ class EngineProcess:
         self._unsent.put(message)
 
     def _write(self) -> None:
-        while (message := self._unsent.get()) is not None:
+        messages: list[wire.Message] = []
+        while True:
+            message = self._unsent.get()
+            while message is not None and len(messages) < _MOST_TOGETHER and not self._unsent.empty():
+                messages.append(message)
+                message = self._unsent.get()
+            if message is not None:
+                messages.append(message)
             try:
-                self._connection.sendall(wire.framed(message))
+                self._connection.sendall(b"".join(map(wire.framed, _merged(messages))))
             except OSError:
+                return
+            messages.clear()
+            if message is None:
                 return
 
     def _fail(self, message: str, exit_code: int) -> int:
@@ -144,6 +156,18 @@ class EngineProcess:
         self._unsent.put(None)
         self._writer.join(5.0)
         return exit_code
+
+
+def _merged(messages: list[wire.Message]) -> list[wire.Message]:
+    """The same with neighbouring steps in one: a client that is behind has less to do for each token."""
+    merged: list[wire.Message] = []
+    for message in messages:
+        last = merged[-1] if merged else None
+        if isinstance(message, wire.Step) and isinstance(last, wire.Step):
+            merged[-1] = wire.Step(last.outputs + message.outputs, last.ended + message.ended)
+        else:
+            merged.append(message)
+    return merged
 
 
 def main() -> None:

@@ -23,6 +23,12 @@ from weft.text.stop import StopFinder
 from weft.text.tokenizer import Tokenizer
 
 
+_EFFORT = 512
+"""What is done at a time for one request, in tokens without logprobs: 2 ms or so. A thousand answers, or a burst of
+tokens with twenty logprobs each, would otherwise hold everyone else up for a second."""
+_EFFORT_PER_PIECE = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What was added to one answer."""
@@ -42,14 +48,16 @@ class Choice:
         """With its text, once the answer is over."""
         self.num_tokens = 0
         self._answer = answer
+        self.effort_per_token = 1 + (params.logprobs or 0)
         self._min_tokens = params.min_tokens
         self._detokenizer = Detokenizer(tokenizer)
         self._stop = StopFinder(params.stop)
         self._texts: list[str] = []
 
-    def take(self) -> Piece | None:
-        """What arrived since the last call; None for nothing. Raises what keeps the answer from being one."""
-        outputs = self._answer.take()
+    def take(self, effort: int) -> Piece | None:
+        """What arrived since the last call, as much as `effort` allows; None for nothing. Raises what keeps the answer
+        from being one."""
+        outputs = self._answer.take(max(1, effort // self.effort_per_token))
         if not outputs:
             return None
         text, tokens, logprobs = "", [], []
@@ -116,6 +124,8 @@ class Choices:
         self._tokenizer = tokenizer
         self._arrived = asyncio.Event()
         self._choices: list[Choice] = []
+        self._next = 0
+        """Who is first when not all can be taken from at once."""
 
     async def submit(self, requests: Sequence[InferenceRequest]) -> None:
         for request in requests:
@@ -144,10 +154,23 @@ class Choices:
             choice.check()
 
     def take(self) -> list[Piece]:
-        """What arrived since the last call. Raises where one of the answers cannot be given: then none is."""
+        """What arrived since the last call, or as much of it as may be done at a time: then `wait` returns at once.
+        Raises where one of the answers cannot be given: then none is."""
         self._arrived.clear()
-        pieces = (choice.take() for choice in self._choices if choice.result is None)
-        return [piece for piece in pieces if piece is not None]
+        pieces: list[Piece] = []
+        effort = _EFFORT
+        for choice in self._choices[self._next :] + self._choices[: self._next]:
+            if choice.result is not None:
+                continue
+            if effort <= 0:
+                self._next = choice.index
+                self._arrived.set()
+                break
+            piece = choice.take(effort)
+            if piece is not None:
+                pieces.append(piece)
+                effort -= _EFFORT_PER_PIECE + len(piece.tokens) * choice.effort_per_token
+        return pieces
 
     def cancel(self) -> None:
         """Ends what is not over, wherever it is."""
