@@ -18,7 +18,7 @@ from weft.engine import wire
 from weft.errors import EngineStoppedError, WeftError
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
-from weft.request import GenerationResult, InferenceRequest, TokenLogprobs, TokenOutput
+from weft.request import GenerationResult, InferenceRequest, RequestId, TokenLogprobs, TokenOutput
 
 _READ_BYTES = 1 << 18
 _RESTART_SECONDS = (0.0, 0.5, 2.0, 5.0, 10.0)
@@ -45,7 +45,14 @@ class SlowReaderError(WeftError):
 class Answer:
     """One answer under way: what the engine said of it and was not read yet."""
 
-    def __init__(self, client: EngineClient, answer_id: int, capacity: int, arrived: asyncio.Event) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        answer_id: int,
+        capacity: int,
+        arrived: asyncio.Event,
+        prompt_length: int,
+    ) -> None:
         self.id = answer_id
         self.result: GenerationResult | None = None
         """Known once the final output can be read."""
@@ -53,7 +60,11 @@ class Answer:
         """Set whenever there is something to take; may be shared by answers that are read together."""
         self._client = client
         self._capacity = capacity
-        self._unread: deque[TokenOutput] = deque()
+        self._unread: deque[int | TokenOutput] = deque()
+        """A token that is no more than that as its id: hundreds of thousands of objects would keep the collector of
+        garbage busy for a tenth of a second at a time."""
+        self._length = prompt_length
+        """Of the sequence, with what was read."""
         self._failure: WeftError | None = None
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -67,12 +78,17 @@ class Answer:
         """The outputs that arrived since the last call, the oldest `most` of them; the rest can be taken at once.
         Raises what kept the request from going on."""
         self.check()
-        if most is not None and len(self._unread) > most:
+        count = len(self._unread)
+        if most is not None and count > most:
+            count = most
             self.arrived.set()
-            return [self._unread.popleft() for _ in range(most)]
-        outputs = list(self._unread)
-        self._unread.clear()
-        return outputs
+        return [self._output(self._unread.popleft()) for _ in range(count)]
+
+    def _output(self, unread: int | TokenOutput) -> TokenOutput:
+        self._length += 1
+        if not isinstance(unread, int):
+            return unread
+        return TokenOutput(RequestId(self.id), unread, "", None, False, None, self._length)
 
     async def read(self) -> list[TokenOutput]:
         """As `take`, and waits for at least one."""
@@ -101,7 +117,8 @@ class Answer:
 
     # -- called by the client
 
-    def put(self, output: TokenOutput) -> None:
+    def put(self, output: int | TokenOutput) -> None:
+        """A token that is no more than that, or an output that says more."""
         if self._failure is not None:
             return
         if len(self._unread) >= self._capacity:
@@ -110,7 +127,9 @@ class Answer:
             self.fail(SlowReaderError(f"the reader is more than {self._capacity} tokens behind"))
             self.cancel("slow reader")
             return
-        if output.token_id is not None:
+        if isinstance(output, int):
+            self._tokens.append(output)
+        elif output.token_id is not None:
             self._tokens.append(output.token_id)
             if output.logprob is not None:
                 self._logprobs.append(TokenLogprobs(output.logprob, output.top_logprobs))
@@ -185,7 +204,7 @@ class EngineClient:
         if self.state is not EngineState.READY:
             raise EngineStoppedError("the engine is not ready; try again in a moment")
         answers = [
-            Answer(self, next(self._numbers), self._capacity, arrived or asyncio.Event())
+            Answer(self, next(self._numbers), self._capacity, arrived or asyncio.Event(), len(request.prompt))
             for _ in range(request.params.n)
         ]
         wants_logprobs = request.params.logprobs is not None
@@ -254,7 +273,8 @@ class EngineClient:
             num_taken = 0
             async for message in self._messages:
                 self._take(message)
-                num_taken += len(message.outputs) if isinstance(message, wire.Step) else 0
+                if isinstance(message, wire.Step):
+                    num_taken += len(message.tokens) + len(message.outputs)
                 if num_taken >= self._turn or loop.time() > turn_ends:
                     num_taken = 0
                     await asyncio.sleep(0)
@@ -318,6 +338,9 @@ class EngineClient:
             self._failure.exit_code = message.exit_code
 
     def _take_step(self, step: wire.Step) -> None:
+        answers = self._answers
+        for answer_id, token in zip(step.ids, step.tokens, strict=True):
+            answers[answer_id][0].put(token)
         ended = {one.result.request_id: one for one in step.ended}
         for output in step.outputs:
             answer, wants_logprobs = self._answers[output.request_id]

@@ -37,6 +37,8 @@ class EngineProcess:
         self._unsent: queue.SimpleQueue[wire.Message | None] = queue.SimpleQueue()
         self._ids: dict[int, RequestId] = {}
         """Of what is not over, by the client's names."""
+        self._token_ids: list[int] = []
+        self._tokens: list[int] = []
         self._outputs: list[TokenOutput] = []
         self._ended: list[wire.Ended] = []
         self._writer = threading.Thread(target=self._write, name="weft-writer", daemon=True)
@@ -112,6 +114,10 @@ class EngineProcess:
     # -- in the engine's thread
 
     def _take(self, output: TokenOutput, name: int) -> None:
+        if output.token_id is not None and output.logprob is None and not output.is_final:
+            self._token_ids.append(name)
+            self._tokens.append(output.token_id)
+            return
         self._outputs.append(output._replace(request_id=RequestId(name)))
         if output.is_final:
             del self._ids[name]
@@ -121,10 +127,11 @@ class EngineProcess:
             self._ended.append(wire.Ended(len(result.tokens), told))
 
     def _flush(self) -> None:
-        if self._outputs:
-            self._send(wire.Step(tuple(self._outputs), tuple(self._ended)))
-            self._outputs.clear()
-            self._ended.clear()
+        if self._tokens or self._outputs:
+            columns = (self._token_ids, self._tokens, self._outputs, self._ended)
+            self._send(wire.Step(*map(tuple, columns)))
+            for column in columns:
+                column.clear()
 
     # -- writing
 
@@ -164,7 +171,12 @@ def _merged(messages: list[wire.Message]) -> list[wire.Message]:
     for message in messages:
         last = merged[-1] if merged else None
         if isinstance(message, wire.Step) and isinstance(last, wire.Step):
-            merged[-1] = wire.Step(last.outputs + message.outputs, last.ended + message.ended)
+            merged[-1] = wire.Step(
+                last.ids + message.ids,
+                last.tokens + message.tokens,
+                last.outputs + message.outputs,
+                last.ended + message.ended,
+            )
         else:
             merged.append(message)
     return merged
