@@ -24,6 +24,7 @@ from weft.errors import WeftError
 from weft.request import RequestId, TokenOutput
 
 _READ_BYTES = 1 << 18
+_LARGE_STEP = 256
 _MOST_TOGETHER = 16
 """Messages that are written at once where so many wait."""
 
@@ -166,11 +167,16 @@ class EngineProcess:
 
 
 def _merged(messages: list[wire.Message]) -> list[wire.Message]:
-    """The same with neighbouring steps in one: a client that is behind has less to do for each token."""
+    """The same with neighbouring steps in one, up to a size that a client takes in its stride: one that is behind then
+    has less to do for each token."""
     merged: list[wire.Message] = []
     for message in messages:
         last = merged[-1] if merged else None
-        if isinstance(message, wire.Step) and isinstance(last, wire.Step):
+        if (
+            isinstance(message, wire.Step)
+            and isinstance(last, wire.Step)
+            and len(last.tokens) + len(last.outputs) < _LARGE_STEP
+        ):
             merged[-1] = wire.Step(
                 last.ids + message.ids,
                 last.tokens + message.tokens,

@@ -56,7 +56,7 @@ def _tame_garbage_collection() -> None:
     and the whole is gone through once in a long while."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 5, 100)
+    gc.set_threshold(5_000, 10, 100)
 
 
 class _Life:
