@@ -97,6 +97,7 @@ class ServerApp:
             Route("/v1/models/{name:path}", self._model, methods=get),
             Route("/tokenize", self._tokenize, methods=post),
             Route("/detokenize", self._detokenize, methods=post),
+            Route("/tokenizer_info", self._tokenizer_info, methods=get),
             Route("/health", self._health, methods=get),
             Route("/ready", self._ready, methods=get),
             Route("/metrics", self._show_metrics, methods=get),
@@ -287,7 +288,7 @@ class ServerApp:
         self._check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "send either prompt or messages", param="prompt", code="invalid_value")
-        prompt = self._chat_prompt(asked) if asked.prompt is None else Text(asked.prompt)
+        prompt = self._chat_prompt(asked) if asked.prompt is None else Text(asked.prompt, asked.add_special_tokens)
         tokens = await unless_disconnected(request.receive, self.encoder.encode(prompt, len(body)))
         return json_response(
             {"count": len(tokens), "max_model_len": self.engine.max_sequence_length, "tokens": tokens}
@@ -305,6 +306,12 @@ class ServerApp:
                 message = f"tokens holds {token}; allowed: 0 to {last}"
                 raise ApiError(400, message, param="tokens", code="invalid_value")
         return json_response({"prompt": self.text.tokenizer.decode(asked.tokens, skip_control=False)})
+
+    async def _tokenizer_info(self, request: Request) -> Response:
+        """As vLLM has it: clients that count tokens (lm-eval) look here before they ask for a tokenizer's files."""
+        names = self.text.tokenizer.specials.names
+        known = {name: names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        return json_response({**known, "vocab_size": self.text.tokenizer.vocabulary_size})
 
     async def _models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._described()]})
