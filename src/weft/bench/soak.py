@@ -6,11 +6,9 @@ import asyncio
 import dataclasses
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from weft.bench.soak_plan import (
     wrong_questions,
 )
 from weft.bench.soak_report import Gauges, Soaked, print_soak, write_soak
+from weft.bench.soak_server import NOOP_CONTEXT, running_server
 from weft.bench.soak_watch import HealthWatch, ServerProcesses, follow_kills, kill_engine
 from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, WeftError
@@ -41,7 +40,6 @@ from weft.text.tokenizer import Tokenizer
 
 _SETTLE_SECONDS = 30.0
 _REFERENCE_CLIENTS = 4
-_NOOP_CONTEXT = 8192
 _GAUGES = ("http_requests_open", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
@@ -76,7 +74,7 @@ async def _soak(work: SoakWork) -> Soaked:
         return await _run(work, client.host, client.port, None, REAL)
     path = str(pull(work.model))
     tokenizer = open_model_text(open_checkpoint(path)).tokenizer
-    async with _own_server(work.backend, path, tokenizer.vocabulary_size) as port:
+    async with running_server(work.backend, path, tokenizer.vocabulary_size) as port:
         known, sizes = (tokenizer, NOOP) if work.backend == "noop" else (None, REAL)
         return await _run(work, "127.0.0.1", port, known, sizes)
 
@@ -158,7 +156,7 @@ async def _with_answers(
             return dataclasses.replace(question, texts=texts, num_tokens=count)
 
     if noop is not None:
-        backend = NoopBackend(vocabulary_size=noop.vocabulary_size, max_context=_NOOP_CONTEXT)
+        backend = NoopBackend(vocabulary_size=noop.vocabulary_size, max_context=NOOP_CONTEXT)
         info = backend.allocate(KvCachePoolConfig(), 1)
     return list(await asyncio.gather(*(answer(question) for question in questions)))
 
@@ -206,37 +204,6 @@ async def _settled(asker: Target, baseline: Gauges | None) -> Gauges | None:
 def _files(processes: ServerProcesses) -> int:
     """Open files of the HTTP process, as last seen."""
     return next((one.files[-1] for one in processes.histories.values() if one.name == "HTTP"), 0)
-
-
-@asynccontextmanager
-async def _own_server(backend: str, path: str, vocabulary_size: int) -> AsyncIterator[int]:
-    """A real server for as long as the soak; its port."""
-    options: dict[str, Any] = {"checkpoint": path, "max_context": 2048}
-    if backend == "noop":
-        options = {"vocabulary_size": vocabulary_size, "max_context": _NOOP_CONTEXT}
-    settings = {
-        "model": path,
-        "names": ["soaked"],
-        "port": 0,
-        "backend": backend,
-        "backend_options": options,
-    }
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "weft.bench.soak_server", json.dumps(settings)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    try:
-        line = await process.stdout.readline()
-        if not line:
-            raise WeftError("the server did not start; what it said stands above")
-        yield int(line)
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-        if await process.wait() != 0:
-            _say(f"the server ended with exit code {process.returncode}")
 
 
 def _say(line: str) -> None:

@@ -1,19 +1,58 @@
-"""The server of a soak, in a process of its own: real but for its backend, which no flag of `weft serve` chooses.
+"""The server that a bench starts for itself, in a process of its own: real but for its backend, which no flag chooses.
 
-It says its port in one line, and ends when its input does: a soak that is killed leaves nothing running.
+It says its port in one line, and ends when its input does: a bench that is killed leaves nothing running.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
 import sys
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 
+from weft.errors import WeftError
 from weft.server.serve import Started, serve
 from weft.server.settings import ServerSettings
+
+NOOP_CONTEXT = 8192
+
+
+@asynccontextmanager
+async def running_server(backend: str, path: str, vocabulary_size: int) -> AsyncIterator[int]:
+    """A real server, started here and ended with the block; its port."""
+    options: dict[str, Any] = {"checkpoint": path, "max_context": 2048}
+    if backend == "noop":
+        options = {"vocabulary_size": vocabulary_size, "max_context": NOOP_CONTEXT}
+    settings = {
+        "model": path,
+        "names": ["soaked"],
+        "port": 0,
+        "backend": backend,
+        "backend_options": options,
+    }
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "weft.bench.soak_server", json.dumps(settings)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        line = await process.stdout.readline()
+        if not line:
+            raise WeftError("the server did not start; what it said stands above")
+        yield int(line)
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        if await process.wait() != 0:
+            print(f"the server ended with exit code {process.returncode}", file=sys.stderr, flush=True)
 
 
 def _announce(started: Started) -> None:

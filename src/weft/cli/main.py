@@ -459,6 +459,14 @@ def bench_serve(
         raise typer.Exit(1)
 
 
+@bench_app.command("overhead")
+def bench_overhead(json: AsJson = False) -> None:
+    """Time what HTTP adds to the engine, on a server of its own that computes nothing."""
+    from weft.bench.overhead import main as run
+
+    run(json=json)
+
+
 @bench_app.command("soak")
 def bench_soak(
     url: Annotated[
