@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from client_questions import QUESTION, SCHEMA, TOOL
 from server_process import MODEL, Server, running_server
 
+
 @pytest.fixture(scope="session")
 def served(default_model_path: Path) -> Iterator[Server]:
     """The default model on the CPU, for who asks with the key "secret"."""

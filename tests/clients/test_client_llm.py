@@ -31,7 +31,20 @@ def environment(base_url: str, model: str, tmp_path_factory: pytest.TempPathFact
 
 
 def ask(environment: dict[str, str], *more: str) -> str:
-    command = [sys.executable, "-m", "llm", "-m", "weft", TEXT, "-o", "temperature", "0", "-o", "max_tokens", "12"]
+    command = [
+        sys.executable,
+        "-m",
+        "llm",
+        "-m",
+        "weft",
+        TEXT,
+        "-o",
+        "temperature",
+        "0",
+        "-o",
+        "max_tokens",
+        "12",
+    ]
     done = subprocess.run([*command, *more], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.rstrip("\n")

@@ -39,7 +39,9 @@ def test_a_storm_with_a_killed_engine_leaves_nothing_lost_nothing_doubled_and_no
     found = json.loads(report.read_text())
     assert found["violations"] == [], done.stdout
     # How quick this machine is today is no question of right or wrong.
-    missed = [one["criterion"] for one in found["checks"] if not one["is_met"] and "p99" not in one["criterion"]]
+    missed = [
+        one["criterion"] for one in found["checks"] if not one["is_met"] and "p99" not in one["criterion"]
+    ]
     assert [name for name in missed if not name.startswith("kill")] == [], done.stdout
     (kill,) = found["kills"]
     assert kill["noticed"] is not None and kill["ready"] is not None

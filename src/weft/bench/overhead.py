@@ -58,14 +58,22 @@ def main(json: bool) -> None:
     )
     figures = {"engine alone": direct, **first}
     if json:
-        print_json({"first_token": figures, "throughput": throughputs, "checks": checks, "machine": machine()})
+        print_json(
+            {"first_token": figures, "throughput": throughputs, "checks": checks, "machine": machine()}
+        )
         return
     print_line(machine())
     print_table(
         f"First token of {_NUM_FIRST_TOKENS} requests, one after the other, ms",
         ("", "p50", "p99", "largest"),
         [
-            (name, *(f"{1000 * value:.2f}" for value in (quantile(times, 0.5), quantile(times, 0.99), max(times))))
+            (
+                name,
+                *(
+                    f"{1000 * value:.2f}"
+                    for value in (quantile(times, 0.5), quantile(times, 0.99), max(times))
+                ),
+            )
             for name, times in figures.items()
         ],
     )
@@ -102,9 +110,7 @@ async def _measure(
         await engine.stop()
 
 
-async def _first_tokens(
-    engine: EngineClient, client: Client, prompt: list[int]
-) -> dict[str, list[float]]:
+async def _first_tokens(engine: EngineClient, client: Client, prompt: list[int]) -> dict[str, list[float]]:
     """Each way in turn, so that whatever else the machine does hits all of them."""
     completion, chat = "/v1/completions", "/v1/chat/completions"
     ways: dict[str, tuple[str, dict[str, Any]]] = {
@@ -150,4 +156,6 @@ def _server_ticks(client: Client) -> int:
     snapshot = take_snapshot()
     if snapshot is None:
         return 0
-    return sum(snapshot.processes[pid].ticks for pid in find_server(client.host, client.port, snapshot.processes))
+    return sum(
+        snapshot.processes[pid].ticks for pid in find_server(client.host, client.port, snapshot.processes)
+    )

@@ -149,11 +149,12 @@ async def _with_answers(
                 return dataclasses.replace(
                     question, texts=tuple(texts), num_tokens=said["usage"]["completion_tokens"]
                 )
-            prompt = {name: fields[name] for name in ("prompt", "messages") if name in fields}
+            name = "messages" if question.is_chat else "prompt"
+            prompt = {name: fields[name]}
             tokens = (await _ask(asker, "POST", "/tokenize", prompt))["tokens"]
-            texts = noop_texts(question, tokens, info, noop)
             count = question.num_choices * fields["max_tokens"]
-            return dataclasses.replace(question, texts=texts, num_tokens=count)
+            known = noop_texts(question, tokens, info, noop)
+            return dataclasses.replace(question, texts=known, num_tokens=count)
 
     if noop is not None:
         backend = NoopBackend(vocabulary_size=noop.vocabulary_size, max_context=NOOP_CONTEXT)
@@ -184,7 +185,7 @@ async def _exchange(asker: Target, method: str, path: str, body: bytes = b"") ->
 async def _gauges(asker: Target) -> Gauges | None:
     """None for a server that has no such figures."""
     status, body = await _exchange(asker, "GET", "/metrics")
-    found = {}
+    found: dict[str, float] = {}
     for line in body.decode("utf-8", "replace").splitlines():
         name, _, value = line.rpartition(" ")
         for gauge in _GAUGES:

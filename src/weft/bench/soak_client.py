@@ -114,7 +114,9 @@ class Received:
         answer = json.loads(body)
         self._take_id(answer)
         for choice in answer["choices"]:
-            self._take_choice(choice, choice["message"]["content"] if self.question.is_chat else choice["text"])
+            self._take_choice(
+                choice, choice["message"]["content"] if self.question.is_chat else choice["text"]
+            )
         self._usage = answer["usage"]
         self.is_done = True
 
@@ -193,7 +195,9 @@ class SoakClient:
             return await self._ask_wrongly(behaviour.pick(len(target.wrong_questions)))
         questions = target.slow_questions if conduct is Conduct.SLOW else target.questions
         question = questions[behaviour.pick(len(questions))]
-        is_streamed = conduct is not Conduct.WHOLE and (conduct is not Conduct.VANISH or behaviour.chance(0.5))
+        is_streamed = conduct is not Conduct.WHOLE and (
+            conduct is not Conduct.VANISH or behaviour.chance(0.5)
+        )
         message = target.message("POST", question.path, question.body(is_streamed))
         if conduct is Conduct.HALF:
             message = message[: 1 + behaviour.pick(len(message) - 1)]

@@ -29,9 +29,9 @@ async def _status(host: str, port: int) -> int:
     try:
         name = f"[{host}]" if ":" in host else host
         writer.write(f"GET /health HTTP/1.1\r\nHost: {name}:{port}\r\nConnection: close\r\n\r\n".encode())
-        _, status, *_ = (await reader.readline()).split(b" ") + [b"0"]
+        fields = (await reader.readline()).split(b" ")
         await reader.read()
-        return int(status)
+        return int(fields[1]) if len(fields) > 1 else 0
     finally:
         writer.close()
 

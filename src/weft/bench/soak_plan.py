@@ -15,10 +15,13 @@ from weft.request import SamplingParams, child_seed
 from weft.text.tokenizer import Tokenizer
 
 _WORDS = (
-    "river stone winter letter machine garden bread window paper silver music forest engine harbour candle mountain "
-    "bridge summer kitchen island copper morning shadow wheel thread feather village mirror storm journey"
-).split()
-_SHARED = "The following notes were written by a careful engineer who likes short sentences and plain words. " * 3
+    *("river", "stone", "winter", "letter", "machine", "garden", "bread", "window", "paper", "silver"),
+    *("music", "forest", "engine", "harbour", "candle", "mountain", "bridge", "summer", "kitchen", "island"),
+    *("copper", "morning", "shadow", "wheel", "thread", "feather", "village", "mirror", "storm", "journey"),
+)
+_SHARED = (
+    "The following notes were written by a careful engineer who likes short sentences and plain words. " * 3
+)
 """Long enough for whole blocks, so that requests share them."""
 
 
@@ -147,9 +150,7 @@ def noop_texts(
     params = SamplingParams(max_tokens=fields["max_tokens"], seed=fields["seed"], ignore_eos=True)
     limit = len(prompt) + fields["max_tokens"]
     seeds = (child_seed(fields["seed"], index) for index in range(question.num_choices))
-    return tuple(
-        tokenizer.decode(generate_alone(prompt, seed, params, limit, info)) for seed in seeds
-    )
+    return tuple(tokenizer.decode(generate_alone(prompt, seed, params, limit, info)) for seed in seeds)
 
 
 class Behaviour:

@@ -57,7 +57,8 @@ class Soaked:
             f"{one.code} without a kill, {one.began - self.began:.1f} to {one.ended - self.began:.1f} s"
             for one in self.ledger.excused
             if not any(
-                one.ended >= kill.at and (kill.ready is None or one.began <= kill.ready) for kill in self.kills
+                one.ended >= kill.at and (kill.ready is None or one.began <= kill.ready)
+                for kill in self.kills
             )
         ]
         return [*self.ledger.violations, *unexplained]
@@ -71,8 +72,12 @@ def checks(soaked: Soaked) -> list[Check]:
     count = sum(soaked.ledger.outcomes.values())
     violations = soaked.violations
     found = [
-        Check("requests that did not end as they must", f"{len(violations)} of {count:,}", "0", not violations),
-        Check("open, running, waiting, cache in use", str(_plain(soaked.gauges)), "as before", _is_back(soaked)),
+        Check(
+            "requests that did not end as they must", f"{len(violations)} of {count:,}", "0", not violations
+        ),
+        Check(
+            "open, running, waiting, cache in use", str(_plain(soaked.gauges)), "as before", _is_back(soaked)
+        ),
         Check(
             "open files of the HTTP process",
             f"{soaked.files[0]} before, {soaked.files[1]} after",
@@ -156,7 +161,9 @@ def _figures(soaked: Soaked) -> list[tuple[str, ...]]:
         "/health, ms": [poll.seconds for poll in undisturbed(soaked.polls, soaked.kills)],
         "first token of a stream, ms": soaked.ledger.first_tokens,
     }
-    return [(name, *(f"{1000 * one:.1f}" for one in _points(values))) for name, values in series.items() if values]
+    return [
+        (name, *(f"{1000 * one:.1f}" for one in _points(values))) for name, values in series.items() if values
+    ]
 
 
 def _points(values: Sequence[float]) -> tuple[float, float, float]:

@@ -95,7 +95,11 @@ class ServerProcesses:
 
 def _role(pid: int) -> str:
     command = (_PROC / str(pid) / "cmdline").read_bytes()
-    for part, name in ((_ENGINE, "engine"), (b"template_worker", "templates"), (b"text_process", "tokeniser")):
+    for part, name in (
+        (_ENGINE, "engine"),
+        (b"template_worker", "templates"),
+        (b"text_process", "tokeniser"),
+    ):
         if part in command:
             return name
     return "HTTP"

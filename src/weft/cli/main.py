@@ -471,10 +471,13 @@ def bench_overhead(json: AsJson = False) -> None:
 def bench_soak(
     url: Annotated[
         str | None,
-        typer.Argument(metavar="[URL]", help="A server of weft on this machine; none: one of its own is started."),
+        typer.Argument(
+            metavar="[URL]", help="A server of weft on this machine; none: one of its own is started."
+        ),
     ] = None,
     backend: Annotated[
-        str, typer.Option(metavar="NAME", help="Of its own server: noop computes nothing, cpu the real model.")
+        str,
+        typer.Option(metavar="NAME", help="Of its own server: noop computes nothing, cpu the real model."),
     ] = "noop",
     model: Annotated[str, typer.Option("--model", "-m", help="Of its own server.")] = "default",
     clients: Annotated[int, typer.Option(min=1, metavar="N", help="At once.")] = 64,

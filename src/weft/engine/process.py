@@ -129,10 +129,12 @@ class EngineProcess:
 
     def _flush(self) -> None:
         if self._tokens or self._outputs:
-            columns = (self._token_ids, self._tokens, self._outputs, self._ended)
-            self._send(wire.Step(*map(tuple, columns)))
-            for column in columns:
-                column.clear()
+            ids, tokens = tuple(self._token_ids), tuple(self._tokens)
+            self._send(wire.Step(ids, tokens, tuple(self._outputs), tuple(self._ended)))
+            self._token_ids.clear()
+            self._tokens.clear()
+            self._outputs.clear()
+            self._ended.clear()
 
     # -- writing
 

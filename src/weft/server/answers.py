@@ -22,7 +22,6 @@ from weft.text.detokenizer import Detokenizer
 from weft.text.stop import StopFinder
 from weft.text.tokenizer import Tokenizer
 
-
 _EFFORT = 512
 """What is done at a time for one request, in tokens without logprobs: 2 ms or so. A thousand answers, or a burst of
 tokens with twenty logprobs each, would otherwise hold everyone else up for a second."""

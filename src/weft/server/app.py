@@ -288,7 +288,9 @@ class ServerApp:
         self._check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "send either prompt or messages", param="prompt", code="invalid_value")
-        prompt = self._chat_prompt(asked) if asked.prompt is None else Text(asked.prompt, asked.add_special_tokens)
+        prompt = (
+            self._chat_prompt(asked) if asked.prompt is None else Text(asked.prompt, asked.add_special_tokens)
+        )
         tokens = await unless_disconnected(request.receive, self.encoder.encode(prompt, len(body)))
         return json_response(
             {"count": len(tokens), "max_model_len": self.engine.max_sequence_length, "tokens": tokens}
