@@ -29,9 +29,9 @@ from weft.server.errors import ApiError, as_api_error, json_response
 from weft.server.guard import Guard
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
 from weft.server.openai import Echo, Form, Shape
-from weft.server.pace import Pace
 from weft.server.prompts import PromptEncoder
 from weft.server.requests import check_completion, inference_request, prompts_of, sampling_params
+from weft.server.rounds import Rounds
 from weft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.server.settings import ServerSettings
 from weft.server.streaming import Disconnected, EventStream, unless_disconnected
@@ -75,7 +75,7 @@ class ServerApp:
         self._metrics = ServerMetrics(self._name)
         self._created = int(time.time())
         self._num_open = 0
-        self._pace = Pace()
+        self._rounds = Rounds()
         self._idle = asyncio.Event()
         self._idle.set()
         self._metrics.open_requests.set_function(lambda: self._num_open)
@@ -140,7 +140,7 @@ class ServerApp:
         choices = Choices(self.engine, self.text.tokenizer)
         is_handed_on = False
         try:
-            await self._pace.turn()
+            await self._rounds.turn()
             asked, unknown = schema.read(kind, body)
             headers = (
                 {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
@@ -154,13 +154,13 @@ class ServerApp:
                         choices,
                         prepared.shape,
                         self._metrics,
-                        pace=self._pace,
+                        rounds=self._rounds,
                         began=began,
                         include_usage=prepared.include_usage,
                         headers=headers,
                         on_end=lambda outcome: self._end(outcome, prepared.shape, began),
                     )
-                results = await unless_disconnected(request.receive, _whole(choices, self._pace))
+                results = await unless_disconnected(request.receive, _whole(choices, self._rounds))
             self._end(results, prepared.shape, began, is_streamed=False)
             is_handed_on = True
             return json_response(prepared.shape.answer(results), headers=headers)
@@ -353,10 +353,10 @@ class ServerApp:
         return await self._respond_with_error(request, as_api_error(error))
 
 
-async def _whole(choices: Choices, pace: Pace) -> list[GenerationResult]:
+async def _whole(choices: Choices, rounds: Rounds) -> list[GenerationResult]:
     while not choices.is_over:
         await choices.wait()
-        await pace.turn()
+        await rounds.turn()
         choices.take()
     return choices.results
 

@@ -17,7 +17,7 @@ from weft.server.answers import Choices, Piece
 from weft.server.errors import ApiError, as_api_error
 from weft.server.metrics import ServerMetrics
 from weft.server.openai import Shape
-from weft.server.pace import Pace
+from weft.server.rounds import Rounds
 
 _SECONDS_PER_EVENT = 1e-4
 """What writing one event costs. Each stream rests so long for each stream that is open, so that all together never take
@@ -65,7 +65,7 @@ class EventStream(Response):
         shape: Shape,
         metrics: ServerMetrics,
         *,
-        pace: Pace,
+        rounds: Rounds,
         began: float,
         include_usage: bool,
         headers: dict[str, str],
@@ -77,7 +77,7 @@ class EventStream(Response):
         self._choices = choices
         self._shape = shape
         self._metrics = metrics
-        self._pace = pace
+        self._rounds = rounds
         self._include_usage = include_usage
         self._on_end = on_end
         self._last = began
@@ -119,7 +119,7 @@ class EventStream(Response):
         choices = self._choices
         while not choices.is_over:
             await choices.wait()
-            await self._pace.turn()
+            await self._rounds.turn()
             pieces = choices.take()
             if pieces:
                 self._measure(pieces)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from weft.server.pace import Pace
+from weft.server.rounds import Rounds
 
 
 def busy(seconds: float) -> None:
@@ -17,8 +17,8 @@ def busy(seconds: float) -> None:
 
 def test_whoever_is_alone_does_not_wait() -> None:
     async def run() -> None:
-        pace = Pace()
-        turn = pace.turn()
+        rounds = Rounds()
+        turn = rounds.turn()
         try:
             turn.send(None)
         except StopIteration:
@@ -30,10 +30,10 @@ def test_whoever_is_alone_does_not_wait() -> None:
 
 def test_everyone_gets_a_turn_in_the_order_of_asking() -> None:
     async def run() -> list[int]:
-        pace, done = Pace(), []
+        rounds, done = Rounds(), []
 
         async def work(number: int) -> None:
-            await pace.turn()
+            await rounds.turn()
             done.append(number)
 
         await asyncio.gather(*(work(number) for number in range(500)))
@@ -46,10 +46,10 @@ def test_a_newcomer_who_is_not_paced_passes_hundreds_who_are() -> None:
     """Each round of the loop lets a few of the three hundred in; a task that needs ten rounds waits for few of them."""
 
     async def run() -> int:
-        pace, done = Pace(), []
+        rounds, done = Rounds(), []
 
         async def work() -> None:
-            await pace.turn()
+            await rounds.turn()
             busy(0.002)
             done.append(1)
 
@@ -69,24 +69,24 @@ def test_a_newcomer_who_is_not_paced_passes_hundreds_who_are() -> None:
 
 def test_whoever_is_gone_takes_nobodys_turn() -> None:
     async def run() -> None:
-        pace = Pace()
-        tasks = [asyncio.create_task(pace.turn()) for _ in range(100)]
+        rounds = Rounds()
+        tasks = [asyncio.create_task(rounds.turn()) for _ in range(100)]
         await asyncio.sleep(0)
         for task in tasks[::2]:
             task.cancel()
         done, pending = await asyncio.wait(tasks, timeout=5)
         assert not pending and sum(task.cancelled() for task in done) <= 50
-        await asyncio.wait_for(pace.turn(), 5)
+        await asyncio.wait_for(rounds.turn(), 5)
 
     asyncio.run(run())
 
 
-def test_an_idle_pace_has_nothing_scheduled() -> None:
+def test_nothing_is_scheduled_while_nobody_asks() -> None:
     async def run() -> None:
-        pace = Pace()
-        await pace.turn()
+        rounds = Rounds()
+        await rounds.turn()
         for _ in range(3):
             await asyncio.sleep(0)
-        assert not pace._is_counting
+        assert not rounds._is_counting
 
     asyncio.run(run())
