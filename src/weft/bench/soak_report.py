@@ -17,7 +17,7 @@ HEALTH_P99_SECONDS = 0.1
 NOTICED_SECONDS = 1.0
 GROWTH_MIB = 8.0
 """A minute, of one process, in the second half of what was seen of it: less is an allocator at work, not a leak."""
-LONG_ENOUGH_SECONDS = 60.0
+LONG_ENOUGH_SECONDS = 90.0
 """A process that was watched for less says nothing about growth: its caches are still filling."""
 SHOWN_VIOLATIONS = 20
 

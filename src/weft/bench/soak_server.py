@@ -22,21 +22,19 @@ from weft.server.serve import Started, serve
 from weft.server.settings import ServerSettings
 
 NOOP_CONTEXT = 8192
+_CPU_BLOCKS = 384
 
 
 @asynccontextmanager
 async def running_server(backend: str, path: str, vocabulary_size: int) -> AsyncIterator[int]:
     """A real server, started here and ended with the block; its port."""
-    options: dict[str, Any] = {"checkpoint": path, "max_context": 2048}
+    settings: dict[str, Any] = {"model": path, "names": ["soaked"], "port": 0, "backend": backend}
     if backend == "noop":
-        options = {"vocabulary_size": vocabulary_size, "max_context": NOOP_CONTEXT}
-    settings = {
-        "model": path,
-        "names": ["soaked"],
-        "port": 0,
-        "backend": backend,
-        "backend_options": options,
-    }
+        settings["backend_options"] = {"vocabulary_size": vocabulary_size, "max_context": NOOP_CONTEXT}
+    else:
+        settings["backend_options"] = {"checkpoint": path, "max_context": 2048}
+        # Full in a minute or two, after which memory that grows is a leak; and some have to give way to others.
+        settings["engine"] = {"scheduler": {"policy": "adaptive"}, "cache": {"num_blocks": _CPU_BLOCKS}}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "weft.bench.soak_server", json.dumps(settings)),
         stdin=asyncio.subprocess.PIPE,

@@ -78,6 +78,8 @@ class ServerProcesses:
             try:
                 pages = int((_PROC / str(pid) / "statm").read_text().split()[1])
                 files = len(os.listdir(_PROC / str(pid) / "fd"))
+                if not pages:  # ended, and nobody has looked yet
+                    continue
                 if pid not in self.histories:
                     self.histories[pid] = ProcessHistory(_role(pid))
             except OSError:  # it ended meanwhile

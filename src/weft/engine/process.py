@@ -51,7 +51,9 @@ class EngineProcess:
             start = wire.to_engine.decode(next(self._received()))
             assert isinstance(start, wire.Start), "the first message says what to build"
             backend = registry.build(start.backend, **start.options)
-            self._engine = ServingEngine(backend, start.config, after_delivery=self._flush)
+            # A result is told as soon as it is there; nobody asks for it a second time.
+            config = dataclasses.replace(start.config, max_kept_results=1)
+            self._engine = ServingEngine(backend, config, after_delivery=self._flush)
         except WeftError as error:
             return self._fail(str(error), error.exit_code)
         except (Exception, StopIteration) as error:
