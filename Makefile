@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help chat serve test test-schema lint clean
+.PHONY: help chat serve test test-clients test-schema lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make serve   set up what is missing and serve the OpenAI API with the default model; ARGS='--port 9000'"
 	@echo "make test    set up what is missing and run ruff, mypy and pytest"
 	@echo "make test-schema   a long run of schemathesis and of the request fuzzer against the server; COUNT=200000"
+	@echo "make test-clients   the clients people use against the real server; writes docs/clients.md"
 	@echo "make lint    the first two of those alone"
 	@echo "make clean   remove the environment, build output and caches"
 	@echo "PYTHON=...   the interpreter to build .venv with (now: $(PYTHON))"
@@ -62,6 +63,17 @@ $(VENV)/.dev: $(VENV)/.runtime
 	@$(PIP) install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# An environment of its own: the clients pin versions of openai and others that the tests do not.
+$(VENV)-clients/.installed: pyproject.toml constraints-clients.txt
+	@$(PYTHON) -m venv $(VENV)-clients
+	@echo "==> installing the clients (about 1.1 GB, a minute or two)"
+	@$(VENV)-clients/bin/python -m pip --disable-pip-version-check install --quiet -c constraints-clients.txt -e . \
+		httpx pytest openai litellm langchain-openai llm instructor 'lm_eval[api]'
+	@touch $@
+
+test-clients: $(VENV)-clients/.installed
+	@OPENBLAS_NUM_THREADS=1 $(VENV)-clients/bin/python tests/clients/record.py
+
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-clients dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

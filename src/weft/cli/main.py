@@ -482,6 +482,49 @@ def bench_serve(
         raise typer.Exit(1)
 
 
+@bench_app.command("overhead")
+def bench_overhead(json: AsJson = False) -> None:
+    """Time what HTTP adds to the engine, on a server of its own that computes nothing."""
+    from weft.bench.overhead import main as run
+
+    run(json=json)
+
+
+@bench_app.command("soak")
+def bench_soak(
+    url: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[URL]", help="A server of weft on this machine; none: one of its own is started."
+        ),
+    ] = None,
+    backend: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Of its own server: noop computes nothing, cpu the real model."),
+    ] = "noop",
+    model: Annotated[str, typer.Option("--model", "-m", help="Of its own server.")] = "default",
+    clients: Annotated[int, typer.Option(min=1, metavar="N", help="At once.")] = 64,
+    seconds: Annotated[float, typer.Option(min=1, metavar="S", help="How long they ask.")] = 30.0,
+    kills: Annotated[
+        int, typer.Option(min=0, metavar="N", help="How often the engine's process is killed.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of all that is drawn.")] = 0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="WEFT_API_KEY", metavar="KEY", help="Sent as a bearer token.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write all that was seen as JSON.")
+    ] = None,
+) -> None:
+    """Storm a server with clients that leave, stall, err and are cut off, and check every answer. Exit code 1: violated."""
+    from weft.bench.soak import SoakWork
+    from weft.bench.soak import main as run_soak
+
+    work = SoakWork(url, backend, model, clients, seconds, kills, seed, api_key)
+    if not run_soak(work, json):
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Run the command line. The one place where an expected error becomes a message and an exit code."""
     _prepare_streams()

@@ -18,12 +18,14 @@ from weft.engine import wire
 from weft.errors import EngineStoppedError, WeftError
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
-from weft.request import GenerationResult, InferenceRequest, TokenLogprobs, TokenOutput
+from weft.request import GenerationResult, InferenceRequest, RequestId, TokenLogprobs, TokenOutput
 
 _READ_BYTES = 1 << 18
 _RESTART_SECONDS = (0.0, 0.5, 2.0, 5.0, 10.0)
 """Waits before a restart, by how many there were since the engine last ran for a minute."""
 _METRICS_SECONDS = 5.0
+_TURN_SECONDS = 2e-3
+"""Messages are taken for so long at a time; then everyone else in the event loop has a turn."""
 
 
 class EngineState(enum.Enum):
@@ -44,7 +46,13 @@ class Answer:
     """One answer under way: what the engine said of it and was not read yet."""
 
     def __init__(
-        self, client: EngineClient, answer_id: int, capacity: int, arrived: asyncio.Event, wake_every: int = 1
+        self,
+        client: EngineClient,
+        answer_id: int,
+        capacity: int,
+        arrived: asyncio.Event,
+        prompt_length: int,
+        wake_every: int = 1,
     ) -> None:
         self.id = answer_id
         self.result: GenerationResult | None = None
@@ -55,7 +63,11 @@ class Answer:
         self._client = client
         self._capacity = capacity
         self._wake_every = min(wake_every, max(1, capacity // 2))
-        self._unread: deque[TokenOutput] = deque()
+        self._unread: deque[int | TokenOutput] = deque()
+        """A token that is no more than that as its id: hundreds of thousands of objects would keep the collector of
+        garbage busy for a tenth of a second at a time."""
+        self._length = prompt_length
+        """Of the sequence, with what was read."""
         self._failure: WeftError | None = None
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -70,12 +82,21 @@ class Answer:
         if self._failure is not None:
             raise self._failure
 
-    def take(self) -> list[TokenOutput]:
-        """All outputs that arrived since the last call. Raises what kept the request from going on."""
+    def take(self, most: int | None = None) -> list[TokenOutput]:
+        """The outputs that arrived since the last call, the oldest `most` of them; the rest can be taken at once.
+        Raises what kept the request from going on."""
         self.check()
-        outputs = list(self._unread)
-        self._unread.clear()
-        return outputs
+        count = len(self._unread)
+        if most is not None and count > most:
+            count = most
+            self.arrived.set()
+        return [self._output(self._unread.popleft()) for _ in range(count)]
+
+    def _output(self, unread: int | TokenOutput) -> TokenOutput:
+        self._length += 1
+        if not isinstance(unread, int):
+            return unread
+        return TokenOutput(RequestId(self.id), unread, "", None, False, None, self._length)
 
     async def read(self) -> list[TokenOutput]:
         """As `take`, and waits for at least one."""
@@ -104,7 +125,8 @@ class Answer:
 
     # -- called by the client
 
-    def put(self, output: TokenOutput) -> None:
+    def put(self, output: int | TokenOutput) -> None:
+        """A token that is no more than that, or an output that says more."""
         if self._failure is not None:
             return
         if len(self._unread) >= self._capacity:
@@ -113,12 +135,17 @@ class Answer:
             self.fail(SlowReaderError(f"the reader is more than {self._capacity} tokens behind"))
             self.cancel("slow reader")
             return
-        if output.token_id is not None:
-            self._tokens.append(output.token_id)
-            if output.logprob is not None:
-                self._logprobs.append(TokenLogprobs(output.logprob, output.top_logprobs))
+        is_final = False
+        if isinstance(output, int):
+            self._tokens.append(output)
+        else:
+            is_final = output.is_final
+            if output.token_id is not None:
+                self._tokens.append(output.token_id)
+                if output.logprob is not None:
+                    self._logprobs.append(TokenLogprobs(output.logprob, output.top_logprobs))
         self._unread.append(output)
-        if len(self._unread) >= self._wake_every or len(self._tokens) == 1 or output.is_final:
+        if len(self._unread) >= self._wake_every or len(self._tokens) == 1 or is_final:
             self.arrived.set()
 
     def end(self, ended: wire.Ended, wants_logprobs: bool) -> None:
@@ -195,7 +222,14 @@ class EngineClient:
         if self.state is not EngineState.READY:
             raise EngineStoppedError("the engine is not ready; try again in a moment")
         answers = [
-            Answer(self, next(self._numbers), self._capacity, arrived or asyncio.Event(), wake_every)
+            Answer(
+                self,
+                next(self._numbers),
+                self._capacity,
+                arrived or asyncio.Event(),
+                len(request.prompt),
+                wake_every,
+            )
             for _ in range(request.params.n)
         ]
         wants_logprobs = request.params.logprobs is not None
@@ -275,14 +309,16 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         tries = 0
         while True:
-            began = loop.time()
+            began = turn_ends = loop.time()
             num_taken = 0
             async for message in self._messages:
                 self._take(message)
-                num_taken += len(message.outputs) if isinstance(message, wire.Step) else 0
-                if num_taken >= self._turn:
+                if isinstance(message, wire.Step):
+                    num_taken += len(message.tokens) + len(message.outputs)
+                if num_taken >= self._turn or loop.time() > turn_ends:
                     num_taken = 0
                     await asyncio.sleep(0)
+                    turn_ends = loop.time() + _TURN_SECONDS
             self._launched_at = loop.time()
             self._change(EngineState.STARTING)
             await self._end_process(1.0)
@@ -345,14 +381,19 @@ class EngineClient:
             self._failure.exit_code = message.exit_code
 
     def _take_step(self, step: wire.Step) -> None:
-        ended = {one.result.request_id: one for one in step.ended}
+        answers = self._answers
         has_begun = False
+        for answer_id, token in zip(step.ids, step.tokens, strict=True):
+            answer, _ = answers[answer_id]
+            answer.put(token)
+            has_begun = has_begun or answer.num_tokens == 1
+        ended = {one.result.request_id: one for one in step.ended}
         for output in step.outputs:
-            answer, wants_logprobs = self._answers[output.request_id]
+            answer, wants_logprobs = answers[output.request_id]
             answer.put(output)
             has_begun = has_begun or answer.num_tokens == 1
             if output.is_final:
-                del self._answers[output.request_id]
+                del answers[output.request_id]
                 answer.end(ended[output.request_id], wants_logprobs)
         if has_begun or ended:
             self.on_progress()

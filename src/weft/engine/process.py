@@ -28,6 +28,9 @@ from weft.request import RequestId, TokenOutput
 
 _READ_BYTES = 1 << 18
 _COMPILERS = 2
+_LARGE_STEP = 256
+_MOST_TOGETHER = 16
+"""Messages that are written at once where so many wait."""
 
 Order = Callable[[RequestId], object]
 
@@ -46,6 +49,8 @@ class EngineProcess:
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="weft-compiler")
         self._lock = threading.Lock()
         """Held where a request goes from being compiled to being taken in."""
+        self._token_ids: list[int] = []
+        self._tokens: list[int] = []
         self._outputs: list[TokenOutput] = []
         self._ended: list[wire.Ended] = []
         self._writer = threading.Thread(target=self._write, name="weft-writer", daemon=True)
@@ -57,7 +62,9 @@ class EngineProcess:
             start = wire.to_engine.decode(next(self._received()))
             assert isinstance(start, wire.Start), "the first message says what to build"
             backend = registry.build(start.backend, **start.options)
-            self._engine = ServingEngine(backend, start.config, after_delivery=self._flush)
+            # A result is told as soon as it is there; nobody asks for it a second time.
+            config = dataclasses.replace(start.config, max_kept_results=1)
+            self._engine = ServingEngine(backend, config, after_delivery=self._flush)
         except WeftError as error:
             return self._fail(str(error), error.exit_code)
         except (Exception, StopIteration) as error:
@@ -147,6 +154,10 @@ class EngineProcess:
     # -- in the engine's thread
 
     def _take(self, output: TokenOutput, name: int) -> None:
+        if output.token_id is not None and output.logprob is None and not output.is_final:
+            self._token_ids.append(name)
+            self._tokens.append(output.token_id)
+            return
         self._outputs.append(output._replace(request_id=RequestId(name)))
         if output.is_final:
             del self._ids[name]
@@ -156,8 +167,11 @@ class EngineProcess:
             self._ended.append(wire.Ended(len(result.tokens), told))
 
     def _flush(self) -> None:
-        if self._outputs:
-            self._send(wire.Step(tuple(self._outputs), tuple(self._ended)))
+        if self._tokens or self._outputs:
+            ids, tokens = tuple(self._token_ids), tuple(self._tokens)
+            self._send(wire.Step(ids, tokens, tuple(self._outputs), tuple(self._ended)))
+            self._token_ids.clear()
+            self._tokens.clear()
             self._outputs.clear()
             self._ended.clear()
 
@@ -167,10 +181,20 @@ class EngineProcess:
         self._unsent.put(message)
 
     def _write(self) -> None:
-        while (message := self._unsent.get()) is not None:
+        messages: list[wire.Message] = []
+        while True:
+            message = self._unsent.get()
+            while message is not None and len(messages) < _MOST_TOGETHER and not self._unsent.empty():
+                messages.append(message)
+                message = self._unsent.get()
+            if message is not None:
+                messages.append(message)
             try:
-                self._connection.sendall(wire.framed(message))
+                self._connection.sendall(b"".join(map(wire.framed, _merged(messages))))
             except OSError:
+                return
+            messages.clear()
+            if message is None:
                 return
 
     def _fail(self, message: str, exit_code: int) -> int:
@@ -182,6 +206,28 @@ class EngineProcess:
         self._unsent.put(None)
         self._writer.join(5.0)
         return exit_code
+
+
+def _merged(messages: list[wire.Message]) -> list[wire.Message]:
+    """The same with neighbouring steps in one, up to a size that a client takes in its stride: one that is behind then
+    has less to do for each token."""
+    merged: list[wire.Message] = []
+    for message in messages:
+        last = merged[-1] if merged else None
+        if (
+            isinstance(message, wire.Step)
+            and isinstance(last, wire.Step)
+            and len(last.tokens) + len(last.outputs) < _LARGE_STEP
+        ):
+            merged[-1] = wire.Step(
+                last.ids + message.ids,
+                last.tokens + message.tokens,
+                last.outputs + message.outputs,
+                last.ended + message.ended,
+            )
+        else:
+            merged.append(message)
+    return merged
 
 
 def main() -> None:

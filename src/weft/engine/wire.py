@@ -101,8 +101,14 @@ class Ended(msgspec.Struct, array_like=True):
 
 
 class Step(Message):
-    """What happened since the last one: tokens and ends in order, and how those ended that did. Ids are the client's."""
+    """What happened since the last one. Ids are the client's.
 
+    Most outputs are a token and no more; they come as two columns, which cost a tenth. `outputs` are those that say more
+    (logprobs, an end) and come after them: what one request has of both kinds ends with its end.
+    """
+
+    ids: tuple[int, ...]
+    tokens: tuple[int, ...]
     outputs: tuple[TokenOutput, ...]
     ended: tuple[Ended, ...]
 

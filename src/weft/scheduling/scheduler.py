@@ -140,8 +140,8 @@ class ContinuousBatchScheduler:
         longest = self._longest(request)
         if len(prompt) >= longest:
             raise InvalidRequestError(
-                f"prompt has {len(prompt)} tokens; allowed: at most {longest - 1}, so that one new token fits "
-                f"the longest sequence of {longest}; shorten it",
+                f"prompt has {len(prompt)} tokens; allowed: at most {longest - 1}, so that one new token fits; "
+                f"this model's maximum context length is {longest} tokens here; shorten it",
                 field="prompt",
                 code="context_length_exceeded",
             )

@@ -18,6 +18,10 @@ from weft.text.tokenizer import Tokenizer
 
 _OWN_FAULTS = ("every token is forbidden", "the grammar cannot be followed")
 """What backends say of a request that leaves itself no token to go on with: asking again would not help."""
+_EFFORT = 512
+"""What is done at a time for one request, in tokens without logprobs: 2 ms or so. A thousand answers, or a burst of
+tokens with twenty logprobs each, would otherwise hold everyone else up for a second."""
+_EFFORT_PER_PIECE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +40,21 @@ class Choice:
     """One answer: the text that is certain so far, and in the end its result."""
 
     def __init__(
-        self, index: int, answer: Answer, text: AnswerText, reader: AnswerReader | None, waited: float = 0.0
+        self,
+        index: int,
+        answer: Answer,
+        text: AnswerText,
+        reader: AnswerReader | None,
+        *,
+        effort_per_token: int = 1,
+        waited: float = 0.0,
     ) -> None:
         self.index = index
         self.result: GenerationResult | None = None
         """With its text, once the answer is over."""
         self.num_reasoning_tokens = 0
         self._answer = answer
+        self.effort_per_token = effort_per_token
         self._text = text
         self._reader = reader
         self._deltas: list[Delta] = []
@@ -54,9 +66,10 @@ class Choice:
         """Of what there is so far; None for an answer that is all text."""
         return None if self._reader is None else joined(self._deltas)
 
-    def take(self) -> Piece | None:
-        """What arrived since the last call; None for nothing. Raises what keeps the answer from being one."""
-        outputs = self._answer.take()
+    def take(self, effort: int) -> Piece | None:
+        """What arrived since the last call, as much as `effort` allows; None for nothing. Raises what keeps the answer
+        from being one."""
+        outputs = self._answer.take(max(1, effort // self.effort_per_token))
         if not outputs:
             return None
         piece = self._read(outputs) if self._reader or self._text.may_stop else self._read_all(outputs)
@@ -145,6 +158,8 @@ class Choices:
         self._is_submitted = False
         self._failure: ApiError | WeftError | None = None
         self._later: asyncio.Task[None] | None = None
+        self._next = 0
+        """Who is first when not all can be taken from at once."""
 
     async def submit(
         self,
@@ -162,7 +177,10 @@ class Choices:
             for answer in await self._engine.submit(request, self._arrived, wake_every=wake_every):
                 text = AnswerText(self._tokenizer, request.params, shown=shown)
                 reader = None if form is None else AnswerReader(form)
-                self._choices.append(Choice(len(self._choices), answer, text, reader, waited))
+                effort = 1 + (request.params.logprobs or 0)
+                self._choices.append(
+                    Choice(len(self._choices), answer, text, reader, effort_per_token=effort, waited=waited)
+                )
         self._is_submitted = True
 
     def submit_later(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -216,12 +234,25 @@ class Choices:
             choice.check()
 
     def take(self) -> list[Piece]:
-        """What arrived since the last call. Raises where one of the answers cannot be given: then none is."""
+        """What arrived since the last call, or as much of it as may be done at a time: then `wait` returns at once.
+        Raises where one of the answers cannot be given: then none is."""
         self._arrived.clear()
         if self._failure is not None:
             raise self._failure
-        pieces = (choice.take() for choice in self._choices if choice.result is None)
-        return [piece for piece in pieces if piece is not None]
+        pieces: list[Piece] = []
+        effort = _EFFORT
+        for choice in self._choices[self._next :] + self._choices[: self._next]:
+            if choice.result is not None:
+                continue
+            if effort <= 0:
+                self._next = choice.index
+                self._arrived.set()
+                break
+            piece = choice.take(effort)
+            if piece is not None:
+                pieces.append(piece)
+                effort -= _EFFORT_PER_PIECE + len(piece.tokens) * choice.effort_per_token
+        return pieces
 
     def cancel(self) -> None:
         """Ends what is not over, wherever it is."""

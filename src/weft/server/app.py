@@ -36,6 +36,7 @@ from weft.server.openai import Echo, Form, Shape
 from weft.server.prompts import PromptEncoder
 from weft.server.request_log import Logged
 from weft.server.requests import check_completion, inference_request, prompts_of, sampling_params
+from weft.server.rounds import Rounds
 from weft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.server.settings import ServerSettings
 from weft.server.streaming import Disconnected, EventStream, unless_disconnected
@@ -90,6 +91,7 @@ class ServerApp:
         self._name = settings.names[0]
         self._metrics = ServerMetrics(self._name)
         self._created = int(time.time())
+        self._rounds = Rounds()
         self._visits = Visits(settings, engine, self._metrics, time.monotonic)
 
     async def wait_until_idle(self, seconds: float) -> bool:
@@ -111,6 +113,7 @@ class ServerApp:
             Route("/v1/models/{name:path}", self._model, methods=get),
             Route("/tokenize", self._tokenize, methods=post),
             Route("/detokenize", self._detokenize, methods=post),
+            Route("/tokenizer_info", self._tokenizer_info, methods=get),
             Route("/health", self._health, methods=get),
             Route("/ready", self._ready, methods=get),
             Route("/metrics", self._show_metrics, methods=get),
@@ -160,6 +163,7 @@ class ServerApp:
         outcome: Outcome = None
         is_handed_on = False
         try:
+            await self._rounds.turn()
             asked, unknown = await unless_disconnected(request.receive, self._bodies.read(kind, body))
             headers = (
                 {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
@@ -180,12 +184,13 @@ class ServerApp:
                         choices,
                         prepared.shape,
                         self._metrics,
+                        rounds=self._rounds,
                         began=visit.began,
                         include_usage=prepared.include_usage,
                         headers=headers,
                         on_end=lambda outcome: self._end(outcome, prepared.shape, visit),
                     )
-                results = await unless_disconnected(request.receive, _whole(choices))
+                results = await unless_disconnected(request.receive, _whole(choices, self._rounds))
             self._end(results, prepared.shape, visit, is_streamed=False)
             is_handed_on = True
             return json_response(prepared.shape.answer(choices), headers=headers)
@@ -325,7 +330,9 @@ class ServerApp:
         self._check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "send either prompt or messages", param="prompt", code="invalid_value")
-        prompt = self._chat_prompt(asked) if asked.prompt is None else Text(asked.prompt)
+        prompt = (
+            self._chat_prompt(asked) if asked.prompt is None else Text(asked.prompt, asked.add_special_tokens)
+        )
         tokens = await unless_disconnected(request.receive, self._encoder.encode(prompt, len(body)))
         return json_response(
             {"count": len(tokens), "max_model_len": self.engine.max_sequence_length, "tokens": tokens}
@@ -344,6 +351,12 @@ class ServerApp:
                 message = f"tokens holds {token}; allowed: 0 to {last}"
                 raise ApiError(400, message, param="tokens", code="invalid_value")
         return json_response({"prompt": self.text.tokenizer.decode(asked.tokens, skip_control=False)})
+
+    async def _tokenizer_info(self, request: Request) -> Response:
+        """As vLLM has it: clients that count tokens (lm-eval) look here before they ask for a tokenizer's files."""
+        names = self.text.tokenizer.specials.names
+        known = {name: names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        return json_response({**known, "vocab_size": self.text.tokenizer.vocabulary_size})
 
     async def _models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._described()]})
@@ -402,9 +415,10 @@ class ServerApp:
         return await self._respond_with_error(request, as_api_error(error))
 
 
-async def _whole(choices: Choices) -> list[GenerationResult]:
+async def _whole(choices: Choices, rounds: Rounds) -> list[GenerationResult]:
     while not choices.is_over:
         await choices.wait()
+        await rounds.turn()
         choices.take()
     return choices.results
 

@@ -115,6 +115,7 @@ FIELDS: Mapping[str, Field] = {
     "parallel_tool_calls": Field("Whether one answer may hold several calls."),
     "documents": Field("Documents for templates that take some."),
     "chat_template_kwargs": Field("The template's own options, such as enable_thinking."),
+    "add_special_tokens": Field("Whether the tokenizer adds its own, such as one for the beginning."),
     "add_generation_prompt": Field("Whether the template opens the assistant's turn."),
     "continue_final_message": Field("Continue the last message instead of beginning a new one."),
     # without effect

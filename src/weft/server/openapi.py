@@ -115,6 +115,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         examples={"Tokens": {"tokens": [19556]}},
         errors=(400, 404, 408, 413),
     ),
+    ("get", "/tokenizer_info"): Operation(
+        "Describe the tokenizer", "Its special tokens, null where it has none.", "Text", shapes.TokenizerInfo
+    ),
     ("get", "/health"): Operation(
         "Whether it lives",
         "503 while the engine is down.",

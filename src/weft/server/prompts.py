@@ -80,8 +80,9 @@ class PromptEncoder:
 
     def _too_long(self, count: str, field: str) -> InvalidRequestError:
         return InvalidRequestError(
-            f"the prompt has {count} tokens; allowed: at most {self._max_context - 1}, so that one new token fits "
-            f"the longest sequence of {self._max_context}; shorten it",
+            f"the prompt has {count} tokens; allowed: at most {self._max_context - 1}, so that one new token fits; "
+            # Clients tell this error from others by these words, which are those of the OpenAI API.
+            f"this model's maximum context length is {self._max_context} tokens here; shorten it",
             field=field,
             code="context_length_exceeded",
         )

@@ -184,6 +184,14 @@ class Detokenized(Shape):
     prompt: str
 
 
+class TokenizerInfo(Shape):
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    vocab_size: int
+
+
 class Status(Shape):
     status: str
 

@@ -93,6 +93,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 

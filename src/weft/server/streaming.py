@@ -17,6 +17,7 @@ from weft.server.answers import Choices, Piece
 from weft.server.errors import ApiError, as_api_error
 from weft.server.metrics import ServerMetrics
 from weft.server.openai import Shape
+from weft.server.rounds import Rounds
 
 _SECONDS_PER_EVENT = 1e-4
 """What writing one event costs. Each stream rests so long for each stream that is open, so that all together never take
@@ -64,6 +65,7 @@ class EventStream(Response):
         shape: Shape,
         metrics: ServerMetrics,
         *,
+        rounds: Rounds,
         began: float,
         include_usage: bool,
         headers: dict[str, str],
@@ -75,6 +77,7 @@ class EventStream(Response):
         self._choices = choices
         self._shape = shape
         self._metrics = metrics
+        self._rounds = rounds
         self._include_usage = include_usage
         self._on_end = on_end
         self._last = began
@@ -103,7 +106,12 @@ class EventStream(Response):
         except ApiError as error:
             outcome = error
         # The status went out long ago: an error is one more event, and the stream has no [DONE].
-        last = _event(outcome.body) if isinstance(outcome, ApiError) else b"data: [DONE]\n\n"
+        if isinstance(outcome, ApiError):
+            last = _event(outcome.body)
+        else:
+            last = b"data: [DONE]\n\n"
+            if self._include_usage:
+                last = _event(self._shape.chunk([], usage=self._shape.usage(self._choices))) + last
         await send({"type": "http.response.body", "body": last, "more_body": False})
         return outcome
 
@@ -111,6 +119,7 @@ class EventStream(Response):
         choices = self._choices
         while not choices.is_over:
             await choices.wait()
+            await self._rounds.turn()
             pieces = choices.take()
             if pieces:
                 self._measure(pieces)
@@ -119,9 +128,6 @@ class EventStream(Response):
                 rest = min(_SECONDS_PER_EVENT * EventStream.open_streams, _LONGEST_REST)
                 if rest > _SHORTEST_REST:
                     await asyncio.sleep(rest)
-        if self._include_usage:
-            usage = self._shape.usage(choices)
-            await send(_body(_event(self._shape.chunk([], usage=usage))))
         return choices.results
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -30,6 +30,8 @@ class Chat(msgspec.Struct, frozen=True, tag=True):
 
 class Text(msgspec.Struct, frozen=True, tag=True):
     text: str
+    add_special_tokens: bool = True
+    """What the model's files put around a prompt, such as a token for its beginning."""
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -58,7 +60,7 @@ Answer = Tokens | Refusal | TooLong
 def encode_prompt(text: ModelText, prompt: Chat | Text) -> list[int]:
     """The tokens of a prompt. Raises InvalidRequestError for one that cannot be encoded."""
     if isinstance(prompt, Text):
-        return text.tokenizer.encode(prompt.text)
+        return text.tokenizer.encode(prompt.text, add_bos=None if prompt.add_special_tokens else False)
     if prompt.continue_final_message and not prompt.messages:
         raise InvalidRequestError("messages is empty; send at least one message", field="messages")
     return text.encode_chat(

@@ -20,6 +20,8 @@ class StopFinder:
         """
         if self.is_stopped:
             return ""
+        if not self._stops:
+            return text
         held, text = len(self._held), self._held + text
         found: list[int] = []
         if may_stop:

@@ -1,0 +1,161 @@
+"""`weft bench overhead`: what HTTP adds to the engine, on a server that computes nothing: time to the first token, and tokens a second."""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_module
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table, quantile
+from weft.bench.serve_client import Client
+from weft.bench.serve_machine import find_server, take_snapshot
+from weft.bench.soak_server import NOOP_CONTEXT, running_server
+from weft.config import ServingEngineConfig
+from weft.engine.client import EngineClient
+from weft.errors import WeftError
+from weft.loading.checkpoint import open_checkpoint
+from weft.loading.pull import pull
+from weft.request import InferenceRequest, SamplingParams
+from weft.text.model_text import open_model_text
+
+ADDED_SECONDS = 0.005
+TOKENS_PER_SECOND = 20_000
+_NUM_FIRST_TOKENS = 300
+_TEXT = "Once upon a time there was a careful engineer who liked short sentences and plain words very much."
+_STREAMS = ((128, 200), (500, 200))
+
+
+@dataclass(frozen=True)
+class Throughput:
+    streams: int
+    tokens_each: int
+    tokens_per_second: float
+    server_seconds: float
+    """CPU time of all of the server's processes, the engine's too."""
+
+
+def main(json: bool) -> None:
+    path = str(pull("default"))
+    tokenizer = open_model_text(open_checkpoint(path)).tokenizer
+    prompt = tokenizer.encode(_TEXT)
+    first, throughputs = asyncio.run(_measure(path, tokenizer.vocabulary_size, prompt))
+    direct = first.pop("engine alone")
+    checks = [
+        Check(
+            f"first token, {name}: added at the median",
+            f"{1000 * (quantile(times, 0.5) - quantile(direct, 0.5)):.2f} ms",
+            f"{1000 * ADDED_SECONDS:g} ms",
+            quantile(times, 0.5) - quantile(direct, 0.5) < ADDED_SECONDS,
+        )
+        for name, times in first.items()
+    ]
+    best = max(one.tokens_per_second for one in throughputs)
+    checks.append(
+        Check("streamed tokens a second", f"{best:,.0f}", f"{TOKENS_PER_SECOND:,}", best >= TOKENS_PER_SECOND)
+    )
+    figures = {"engine alone": direct, **first}
+    if json:
+        print_json(
+            {"first_token": figures, "throughput": throughputs, "checks": checks, "machine": machine()}
+        )
+        return
+    print_line(machine())
+    print_table(
+        f"First token of {_NUM_FIRST_TOKENS} requests, one after the other, ms",
+        ("", "p50", "p99", "largest"),
+        [
+            (
+                name,
+                *(
+                    f"{1000 * value:.2f}"
+                    for value in (quantile(times, 0.5), quantile(times, 0.99), max(times))
+                ),
+            )
+            for name, times in figures.items()
+        ],
+    )
+    print_table(
+        "Streams at once",
+        ("streams x tokens", "tokens/s", "server's CPU seconds"),
+        [
+            (
+                f"{one.streams} x {one.tokens_each}",
+                f"{one.tokens_per_second:,.0f}",
+                f"{one.server_seconds:.2f}",
+            )
+            for one in throughputs
+        ],
+    )
+    print_checks(checks)
+
+
+async def _measure(
+    path: str, vocabulary_size: int, prompt: list[int]
+) -> tuple[dict[str, list[float]], list[Throughput]]:
+    engine = EngineClient(
+        "noop", {"vocabulary_size": vocabulary_size, "max_context": NOOP_CONTEXT}, ServingEngineConfig()
+    )
+    await engine.start()
+    try:
+        async with running_server("noop", path, vocabulary_size) as port:
+            client = Client(f"http://127.0.0.1:{port}")
+            first = await _first_tokens(engine, client, prompt)
+            throughputs = [await _throughput(client, *streams, prompt) for streams in _STREAMS]
+            client.close()
+            return first, throughputs
+    finally:
+        await engine.stop()
+
+
+async def _first_tokens(engine: EngineClient, client: Client, prompt: list[int]) -> dict[str, list[float]]:
+    """Each way in turn, so that whatever else the machine does hits all of them."""
+    completion, chat = "/v1/completions", "/v1/chat/completions"
+    ways: dict[str, tuple[str, dict[str, Any]]] = {
+        "HTTP, token ids": (completion, {"prompt": prompt}),
+        "HTTP, text": (completion, {"prompt": _TEXT}),
+        "HTTP, chat": (chat, {"messages": [{"role": "user", "content": _TEXT}]}),
+    }
+    times: dict[str, list[float]] = {"engine alone": [], **{name: [] for name in ways}}
+    for number in range(_NUM_FIRST_TOKENS + 20):
+        is_warm = number >= 20
+        began = time.perf_counter()
+        (answer,) = await engine.submit(InferenceRequest(tuple(prompt), SamplingParams(max_tokens=8)))
+        outputs = await answer.read()
+        if is_warm:
+            times["engine alone"].append(time.perf_counter() - began)
+        while not outputs[-1].is_final:
+            outputs = await answer.read()
+        for name, (path, fields) in ways.items():
+            body = json_module.dumps({**fields, "max_tokens": 8, "stream": True}).encode()
+            said, _ = await client.ask(client.message("POST", path, body), 30.0)
+            if said.failure:
+                raise WeftError(f"{name}: {said.failure.kind}: {said.failure.detail}")
+            if is_warm:
+                times[name].append(said.chunk_times[0] - said.began)
+    return times
+
+
+async def _throughput(client: Client, streams: int, tokens: int, prompt: list[int]) -> Throughput:
+    fields = {"prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True}
+    message = client.message("POST", "/v1/completions", json_module.dumps(fields).encode())
+    await client.open_idle(streams)
+    before, began = _server_ticks(client), time.perf_counter()
+    answers = await asyncio.gather(*(client.ask(message, 120.0) for _ in range(streams)))
+    seconds = time.perf_counter() - began
+    failed = [answer.failure for answer, _ in answers if answer.failure]
+    if failed:
+        raise WeftError(f"{len(failed)} of {streams} streams failed, one with {failed[0]}")
+    spent = (_server_ticks(client) - before) / os.sysconf("SC_CLK_TCK")
+    return Throughput(streams, tokens, streams * tokens / seconds, spent)
+
+
+def _server_ticks(client: Client) -> int:
+    snapshot = take_snapshot()
+    if snapshot is None:
+        return 0
+    return sum(
+        snapshot.processes[pid].ticks for pid in find_server(client.host, client.port, snapshot.processes)
+    )

@@ -1,0 +1,320 @@
+"""The clients of a soak: each asks one question after the other, behaves well or badly, and checks all that comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.bench.serve_stream import EventReader, JunkError, ResponseReader
+from weft.bench.soak_plan import Behaviour, Conduct, Question, WrongQuestion
+
+PATIENCE_SECONDS = 120.0
+"""A request that has not ended by then never will."""
+_READ_BYTES = 64 << 10
+_SLOW_BYTES = 4 << 10
+_SLOW_REST_SECONDS = 0.05
+_ERRORS_OF_A_KILL = ("engine_died", "engine_not_ready")
+
+
+class Violation(Exception):
+    """Something that must never happen: the message says what."""
+
+
+class Lost(Violation):
+    """The connection was closed before its answer was over."""
+
+
+@dataclass(frozen=True)
+class Excused:
+    """An error that only the death of the engine between these two moments explains."""
+
+    began: float
+    ended: float
+    code: str
+
+
+@dataclass
+class Ledger:
+    """What all clients saw together."""
+
+    outcomes: Counter[tuple[Conduct, str]] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+    excused: list[Excused] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+    num_tokens: int = 0
+    first_tokens: list[float] = field(default_factory=list)
+
+    def see_id(self, answer_id: str) -> None:
+        if answer_id in self.ids:
+            raise Violation(f"the id {answer_id} was given to two answers")
+        self.ids.add(answer_id)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Which server, and what it is asked."""
+
+    host: str
+    port: int
+    questions: Sequence[Question]
+    slow_questions: Sequence[Question]
+    wrong_questions: Sequence[WrongQuestion]
+    api_key: str | None = None
+
+    def message(self, method: str, path: str, body: bytes) -> bytes:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
+        head = (
+            f"{method} {path} HTTP/1.1\r\nHost: {host}:{self.port}\r\n{key}"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+class Received:
+    """One answer while it comes. Whatever does not fit its question is a Violation, at once."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.id: str | None = None
+        self.error: dict[str, Any] | None = None
+        self.is_done = False
+        self._texts = [""] * question.num_choices
+        self._finished = [False] * question.num_choices
+        self._usage: dict[str, Any] | None = None
+
+    @property
+    def has_text(self) -> bool:
+        return any(self._texts)
+
+    def event(self, payload: bytes) -> None:
+        if self.is_done or self.error:
+            raise Violation(f"an event after the end: {payload[:80]!r}")
+        if payload == b"[DONE]":
+            self.is_done = True
+            return
+        chunk = json.loads(payload)
+        if "error" in chunk:
+            self.error = chunk["error"]
+            return
+        self._take_id(chunk)
+        for choice in chunk["choices"]:
+            piece = choice["delta"].get("content", "") if self.question.is_chat else choice["text"]
+            self._take_choice(choice, piece or "")
+        self._usage = chunk.get("usage") or self._usage
+
+    def whole(self, body: bytes) -> None:
+        answer = json.loads(body)
+        self._take_id(answer)
+        for choice in answer["choices"]:
+            self._take_choice(
+                choice, choice["message"]["content"] if self.question.is_chat else choice["text"]
+            )
+        self._usage = answer["usage"]
+        self.is_done = True
+
+    def check_complete(self) -> None:
+        """Of an answer that ended well: all of every text, and as many tokens as there are."""
+        if tuple(self._texts) != self.question.texts or not all(self._finished):
+            raise Violation(f"an answer is not whole: {self._texts!r:.200} for {self.question.texts!r:.200}")
+        expected = self.question.num_tokens
+        counted = self._usage and self._usage["completion_tokens"]
+        if expected is not None and counted != expected:
+            raise Violation(f"usage says {counted} tokens; there are {expected}")
+
+    def _take_id(self, chunk: dict[str, Any]) -> None:
+        if self.id not in (None, chunk["id"]):
+            raise Violation(f"an answer with two ids: {self.id} and {chunk['id']}")
+        self.id = chunk["id"]
+
+    def _take_choice(self, choice: dict[str, Any], piece: str) -> None:
+        index = choice["index"]
+        if self._finished[index]:
+            raise Violation(f"choice {index} goes on after its end")
+        text = self._texts[index] + piece
+        if not self.question.texts[index].startswith(text):
+            at = len(self._texts[index])
+            raise Violation(
+                f"another text: {piece!r:.80} at character {at}, where {self.question.texts[index][at : at + 80]!r} "
+                "belongs"
+            )
+        self._texts[index] = text
+        reason = choice["finish_reason"]
+        if reason is not None:
+            self._finished[index] = True
+            if reason != "length":
+                raise Violation(f"an answer ended with {reason!r}; it has to run to its length")
+
+
+class SoakClient:
+    """One client. Owns its connection, which it keeps from one good answer to the next where its behaviour says so."""
+
+    def __init__(self, target: Target, behaviour: Behaviour, ledger: Ledger) -> None:
+        self._target = target
+        self._behaviour = behaviour
+        self._ledger = ledger
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def run(self, until: float) -> None:
+        while time.monotonic() < until:
+            conduct = self._behaviour.conduct()
+            began = time.monotonic()
+            try:
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    outcome = await self._ask(conduct)
+            except TimeoutError:
+                self._violate(conduct, f"no end after {PATIENCE_SECONDS:g} s")
+            except (Violation, JunkError, LookupError, TypeError, ValueError) as error:
+                self._violate(conduct, f"{type(error).__name__}: {error}")
+            except OSError as error:
+                self._violate(conduct, f"Lost: {error}")
+            else:
+                self._ledger.outcomes[conduct, outcome] += 1
+                if outcome in _ERRORS_OF_A_KILL:
+                    self._ledger.excused.append(Excused(began, time.monotonic(), outcome))
+                    # As its Retry-After asks, but not all at once.
+                    await asyncio.sleep(random.uniform(0.5, 1.5))
+        self._drop()
+
+    def _violate(self, conduct: Conduct, message: str) -> None:
+        self._drop()
+        self._ledger.outcomes[conduct, "violation"] += 1
+        self._ledger.violations.append(f"{conduct.value}: {message}")
+
+    async def _ask(self, conduct: Conduct) -> str:
+        behaviour, target = self._behaviour, self._target
+        if conduct is Conduct.WRONG:
+            return await self._ask_wrongly(behaviour.pick(len(target.wrong_questions)))
+        questions = target.slow_questions if conduct is Conduct.SLOW else target.questions
+        question = questions[behaviour.pick(len(questions))]
+        is_streamed = conduct is not Conduct.WHOLE and (
+            conduct is not Conduct.VANISH or behaviour.chance(0.5)
+        )
+        message = target.message("POST", question.path, question.body(is_streamed))
+        if conduct is Conduct.HALF:
+            message = message[: 1 + behaviour.pick(len(message) - 1)]
+        if conduct is Conduct.SLOW:
+            self._drop()
+        writer = await self._send(message, is_slow=conduct is Conduct.SLOW)
+        if conduct in (Conduct.HALF, Conduct.VANISH):
+            await asyncio.sleep(behaviour.up_to(0.2))
+            writer.transport.abort()
+            self._drop()
+            return "left"
+        return await self._receive(Received(question), conduct, is_streamed)
+
+    async def _ask_wrongly(self, number: int) -> str:
+        wrong = self._target.wrong_questions[number]
+        await self._send(self._target.message(wrong.method, wrong.path, wrong.body))
+        response, body = await self._read_whole(ResponseReader())
+        self._keep(response)
+        error = json.loads(body)["error"]
+        if response.status == 503:
+            return str(error["code"])
+        if response.status != wrong.status:
+            raise Violation(f"status {response.status} for {wrong.body[:60]!r}; {wrong.status} is right")
+        return "refused"
+
+    async def _receive(self, received: Received, conduct: Conduct, is_streamed: bool) -> str:
+        began = time.monotonic()
+        leaves_after = self._behaviour.pick(8) if conduct is Conduct.LEAVE else None
+        response, events = ResponseReader(), EventReader()
+        num_reads = 0
+        while not response.is_complete:
+            if conduct is Conduct.SLOW:
+                await asyncio.sleep(self._behaviour.up_to(_SLOW_REST_SECONDS))
+            data = await self._reader.read(_SLOW_BYTES if conduct is Conduct.SLOW else _READ_BYTES)
+            if not data:
+                raise Lost(f"closed after {num_reads} reads, status {response.status}")
+            had_text = received.has_text
+            body = response.feed(data)
+            if response.status and (response.status != 200 or not is_streamed):
+                return await self._receive_whole(received, response, body)
+            for payload in events.feed(body):
+                received.event(payload)
+            if received.has_text and not had_text:
+                self._ledger.first_tokens.append(time.monotonic() - began)
+            num_reads += 1
+            if leaves_after is not None and num_reads > leaves_after and not received.is_done:
+                self._drop()
+                return "left"
+        self._keep(response)
+        if received.id is not None:
+            self._ledger.see_id(received.id)
+        if received.error is not None:
+            return self._excuse(received.error)
+        if not received.is_done:
+            raise Lost("the stream ended without [DONE] and without an error")
+        return self._book(received)
+
+    async def _receive_whole(self, received: Received, response: ResponseReader, first: bytes) -> str:
+        _, body = await self._read_whole(response, first)
+        self._keep(response)
+        if response.status != 200:
+            error = json.loads(body)["error"]
+            if response.status in (429, 503) and not int(response.headers.get("retry-after", "0")):
+                raise Violation(f"a {response.status} that does not say when to come back")
+            return self._excuse(error)
+        received.whole(body)
+        assert received.id is not None
+        self._ledger.see_id(received.id)
+        return self._book(received)
+
+    def _book(self, received: Received) -> str:
+        received.check_complete()
+        self._ledger.num_tokens += received.question.num_tokens or 0
+        return "answered"
+
+    def _excuse(self, error: dict[str, Any]) -> str:
+        code = str(error["code"])
+        if code in (*_ERRORS_OF_A_KILL, "slow_reader", "queue_full"):
+            return code
+        raise Violation(f"an error: {error!r:.200}")
+
+    # ------------------------------------------------------------------ the connection
+
+    async def _send(self, message: bytes, is_slow: bool = False) -> asyncio.StreamWriter:
+        if self._writer is None or self._writer.is_closing() or self._reader.at_eof():
+            self._drop()
+            connection = socket.socket(
+                socket.AF_INET6 if ":" in self._target.host else socket.AF_INET, socket.SOCK_STREAM
+            )
+            if is_slow:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SLOW_BYTES)
+            connection.setblocking(False)
+            try:
+                address = (self._target.host, self._target.port)
+                await asyncio.get_running_loop().sock_connect(connection, address)
+            except BaseException:
+                connection.close()
+                raise
+            self._reader, self._writer = await asyncio.open_connection(
+                sock=connection, limit=_SLOW_BYTES if is_slow else _READ_BYTES
+            )
+        self._writer.write(message)
+        return self._writer
+
+    async def _read_whole(self, response: ResponseReader, body: bytes = b"") -> tuple[ResponseReader, bytes]:
+        while not response.is_complete:
+            data = await self._reader.read(_READ_BYTES)
+            if not data:
+                raise Lost(f"closed in the middle of an answer, status {response.status}")
+            body += response.feed(data)
+        return response, body
+
+    def _keep(self, response: ResponseReader) -> None:
+        if not response.keeps_connection or self._behaviour.chance(0.3):
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

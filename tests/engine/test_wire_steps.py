@@ -1,0 +1,82 @@
+"""Outputs on their way from the engine's process to a reader: merged, taken in parts, and still complete and in order."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from weft.config import ServingEngineConfig
+from weft.engine import wire
+from weft.engine.client import EngineClient
+from weft.engine.process import _merged
+from weft.request import FinishReason, InferenceRequest, RequestId, SamplingParams, TokenOutput
+from weft.server.answers import Choices
+from weft.text.tokenizer import Tokenizer
+
+
+def final(name: int) -> TokenOutput:
+    return TokenOutput(RequestId(name), 9, "", None, True, FinishReason.LENGTH, 5)
+
+
+def test_steps_that_wait_are_merged_and_others_stay_where_they_are() -> None:
+    first = wire.Step((1, 2), (10, 20), (), ())
+    second = wire.Step((1,), (11,), (final(2),), ())
+    refused = wire.Refused((3,), "WeftError", "no")
+    third = wire.Step((1,), (12,), (), ())
+    together, kept, after = _merged([first, second, refused, third])
+    assert together == wire.Step((1, 2, 1), (10, 20, 11), (final(2),), ())
+    assert kept is refused and after is third
+
+
+def test_a_large_step_is_not_made_larger() -> None:
+    large = wire.Step(tuple(range(300)), tuple(range(300)), (), ())
+    assert _merged([large, large]) == [large, large]
+
+
+def noop_client() -> EngineClient:
+    return EngineClient("noop", {"vocabulary_size": 1000}, ServingEngineConfig())
+
+
+def test_an_answer_may_be_taken_in_parts_with_every_length_told() -> None:
+    async def run() -> None:
+        client = noop_client()
+        await client.start()
+        request = InferenceRequest((1, 2, 3), SamplingParams(max_tokens=40, seed=1))
+        (answer,) = await client.submit(request)
+        while answer.result is None:
+            await asyncio.sleep(0.01)
+        outputs = []
+        while not outputs or not outputs[-1].is_final:
+            answer.arrived.clear()
+            part = answer.take(7)
+            assert 1 <= len(part) <= 7
+            outputs += part
+            assert answer.arrived.is_set() != outputs[-1].is_final, "whoever waits must hear of the rest"
+        assert tuple(output.token_id for output in outputs) == answer.result.tokens
+        assert [output.sequence_length for output in outputs] == list(range(4, 44))
+        await client.stop()
+
+    asyncio.run(run())
+
+
+def test_a_thousand_answers_are_read_a_bounded_piece_at_a_time_and_all_of_them(
+    default_tokenizer: Tokenizer, default_model_path: Path
+) -> None:
+    async def run() -> None:
+        client = noop_client()
+        await client.start()
+        choices = Choices(client, default_tokenizer)
+        params = SamplingParams(max_tokens=30, seed=1, n=100, logprobs=3)
+        await choices.submit([InferenceRequest((1, 2, 3), params)])
+        while client.num_under_way:
+            await asyncio.sleep(0.01)
+        most, rounds = 0, 0
+        while not choices.is_over:
+            await asyncio.wait_for(choices.wait(), 5)
+            most = max(most, sum(len(piece.tokens) for piece in choices.take()))
+            rounds += 1
+        assert most <= 200 and rounds >= 15, (most, rounds)
+        assert [len(result.tokens) for result in choices.results] == [30] * 100
+        await client.stop()
+
+    asyncio.run(run())

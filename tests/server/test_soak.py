@@ -1,0 +1,190 @@
+"""`weft bench soak` in short: a storm on a real server whose engine is killed, and its checks, each of which can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_process import Server
+
+from weft.bench.soak_client import Excused, Ledger, Received, SoakClient, Target, Violation
+from weft.bench.soak_plan import (
+    NOOP,
+    Behaviour,
+    Conduct,
+    Question,
+    draw_questions,
+    kill_times,
+    wrong_questions,
+)
+from weft.bench.soak_report import Gauges, Soaked, checks
+from weft.bench.soak_watch import Kill, Poll, ProcessHistory, follow_kills, undisturbed
+
+
+def test_a_storm_with_a_killed_engine_leaves_nothing_lost_nothing_doubled_and_nothing_held(
+    tmp_path: Path,
+) -> None:
+    report = tmp_path / "soak.json"
+    command = [sys.executable, "-m", "weft.cli.main", "bench", "soak", "--clients", "48", "--seconds", "8"]
+    done = subprocess.run(
+        [*command, "--kills", "1", "--json", str(report)], capture_output=True, text=True, timeout=120
+    )
+    found = json.loads(report.read_text())
+    assert found["violations"] == [], done.stdout
+    # How quick this machine is today is no question of right or wrong.
+    missed = [
+        one["criterion"] for one in found["checks"] if not one["is_met"] and "p99" not in one["criterion"]
+    ]
+    assert [name for name in missed if not name.startswith("kill")] == [], done.stdout
+    (kill,) = found["kills"]
+    assert kill["noticed"] is not None and kill["ready"] is not None
+    outcomes = Counter()
+    for one in found["requests"]:
+        outcomes[one["conduct"]] += one["count"]
+    assert set(outcomes) == {conduct.value for conduct in Conduct}, "too short for every kind of client"
+
+
+def test_the_same_seed_is_the_same_storm_and_another_is_not() -> None:
+    def drawn(seed: int) -> Any:
+        behaviour = Behaviour(seed, 3)
+        steps = [(behaviour.conduct(), behaviour.pick(9), behaviour.chance(0.5)) for _ in range(50)]
+        return steps, draw_questions(seed, NOOP)[:20], kill_times(seed, 4, 300)
+
+    assert drawn(1) == drawn(1)
+    assert all(one != other for one, other in zip(drawn(1), drawn(2), strict=True))
+
+
+QUESTION = Question("/v1/completions", {"prompt": "x", "max_tokens": 4}, ("one two",), 4)
+
+
+def chunk(text: str, finish: str | None = None, **more: Any) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": finish}
+    return json.dumps({"id": "a", "choices": [choice], **more}).encode()
+
+
+USAGE = json.dumps({"id": "a", "choices": [], "usage": {"completion_tokens": 4}}).encode()
+
+
+def receive(*events: bytes) -> Received:
+    received = Received(QUESTION)
+    for event in events:
+        received.event(event)
+    return received
+
+
+def test_an_answer_that_is_whole_passes() -> None:
+    receive(chunk("one "), chunk("two"), chunk("", "length"), USAGE, b"[DONE]").check_complete()
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param([chunk("one "), chunk("one "), chunk("two")], id="a piece twice"),
+        pytest.param([chunk("two")], id="a piece lost"),
+        pytest.param([chunk("another's")], id="a piece of another answer"),
+        pytest.param([chunk("one "), chunk("two", id="b")], id="two ids"),
+        pytest.param([chunk("one two", "length"), chunk("", "length")], id="two ends"),
+        pytest.param([chunk("one two", "stop")], id="the wrong end"),
+        pytest.param([chunk("one two", "length"), b"[DONE]", b"[DONE]"], id="done twice"),
+        pytest.param([b'{"error": {"code": "x"}}', chunk("one ")], id="on after an error"),
+    ],
+)
+def test_an_answer_that_is_not_what_it_must_be_is_noticed_at_once(events: list[bytes]) -> None:
+    with pytest.raises(Violation):
+        receive(*events)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param([chunk("one "), USAGE, b"[DONE]"], id="cut short"),
+        pytest.param([chunk("one two"), USAGE, b"[DONE]"], id="no end"),
+        pytest.param([chunk("one two", "length"), b"[DONE]"], id="no usage"),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_noticed_in_the_end(events: list[bytes]) -> None:
+    with pytest.raises(Violation):
+        receive(*events).check_complete()
+
+
+def test_an_id_that_two_answers_have_is_noticed() -> None:
+    ledger = Ledger()
+    ledger.see_id("a")
+    with pytest.raises(Violation):
+        ledger.see_id("a")
+
+
+def test_a_server_that_says_something_else_is_caught(server: Server) -> None:
+    """The real server, and expectations that are wrong."""
+    question = Question("/v1/completions", {"prompt": "Hello", "max_tokens": 4, "seed": 1}, ("no",), 4)
+    target = Target("127.0.0.1", server.port, [question], [question], wrong_questions(8192))
+    ledger = Ledger()
+    asyncio.run(SoakClient(target, Behaviour(0, 0), ledger).run(time.monotonic() + 1.0))
+    assert any("another text" in violation for violation in ledger.violations)
+    assert ledger.outcomes[Conduct.READ, "answered"] == 0
+
+
+def soaked(**changes: Any) -> Soaked:
+    history = ProcessHistory("HTTP", [0.0, 50.0, 100.0, 150.0], [100.0, 120.0, 120.0, 120.0], [9, 9, 9, 9])
+    figures: dict[str, Any] = {
+        "what": "test",
+        "clients": 1,
+        "seconds": 150.0,
+        "seed": 0,
+        "load_before": 0.0,
+        "began": 0.0,
+        "ledger": Ledger(),
+        "kills": [Kill(10.0, 10.1, 11.0)],
+        "polls": [Poll(float(second), 0.01, 200) for second in range(150)],
+        "histories": [history],
+        "baseline": Gauges(0, 0, 0, 0),
+        "gauges": Gauges(0, 0, 0, 0),
+        "files": (9, 9),
+    }
+    return Soaked(**{**figures, **changes})
+
+
+def test_a_good_run_is_clean() -> None:
+    assert soaked().is_clean
+
+
+LEAK = ProcessHistory("engine", [0.0, 50.0, 100.0, 150.0], [100.0, 150.0, 200.0, 250.0], [9, 9, 9, 9])
+
+
+@pytest.mark.parametrize(
+    ("changes", "criterion"),
+    [
+        ({"ledger": Ledger(violations=["lost"])}, "did not end"),
+        ({"ledger": Ledger(excused=[Excused(50.0, 51.0, "engine_died")])}, "did not end"),
+        ({"gauges": Gauges(1, 0, 0, 0)}, "open, running"),
+        ({"gauges": Gauges(0, 0, 0, 0.01)}, "open, running"),
+        ({"files": (9, 10)}, "open files"),
+        ({"histories": [LEAK]}, "memory"),
+        ({"kills": [Kill(10.0, 11.5, 12.0)]}, "kill 1"),
+        ({"kills": [Kill(10.0, 10.1, None)]}, "kill 1"),
+        ({"polls": [Poll(float(second), 0.2, 200) for second in range(150)]}, "/health p99"),
+        ({"polls": [Poll(float(second), 0.01, 503) for second in range(150)]}, "other than 200"),
+    ],
+)
+def test_each_thing_that_must_not_be_fails_its_check(changes: dict[str, Any], criterion: str) -> None:
+    failed = [check.criterion for check in checks(soaked(**changes)) if not check.is_met]
+    assert len(failed) == 1 and criterion in failed[0], failed
+
+
+def test_an_error_during_a_kill_is_nobodys_fault() -> None:
+    assert soaked(ledger=Ledger(excused=[Excused(9.5, 10.2, "engine_died")])).is_clean
+
+
+def test_a_kill_is_followed_through_the_polls_and_takes_them_out_of_the_figures() -> None:
+    statuses = {10: 503, 11: 503}
+    polls = [Poll(float(second), 0.1, statuses.get(second, 200)) for second in range(20)]
+    (kill,) = follow_kills([9.5], polls)
+    assert kill == Kill(9.5, 10.1, 12.1)
+    assert [poll.due for poll in polls if poll not in undisturbed(polls, [kill])] == [10.0, 11.0, 12.0]
