@@ -63,7 +63,7 @@ def _tame_garbage_collection() -> None:
     request only its transport, ten objects, has to be found this way."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(1_000, 1, 1_500)
+    gc.set_threshold(1_000, 1, 200)
 
 
 class _Life:
