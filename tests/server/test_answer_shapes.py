@@ -40,7 +40,7 @@ def answered(
     """An answer of the engine, as its client has it, and the outputs that make it."""
     tokens = tokenizer.encode(text, allow_control=True, add_bos=False)
     client = EngineClient("noop", {}, ServingEngineConfig())
-    answer = Answer(client, 0, capacity, asyncio.Event())
+    answer = Answer(client, 0, capacity, asyncio.Event(), prompt_length=7)
     outputs = [
         TokenOutput(RequestId(0), token, "", -0.5, False, None, place, ((token, -0.5),))
         for place, token in enumerate(tokens)
@@ -79,7 +79,7 @@ class Said:
         for start in range(0, len(outputs), step):
             for output in outputs[start : start + step]:
                 answer.put(output)
-            piece = self.choice.take()
+            piece = self.choice.take(effort=10_000)
             assert piece is not None
             events += self.shape.pieces(piece, 0)
         assert self.choice.result is not None
