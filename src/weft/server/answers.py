@@ -34,6 +34,7 @@ class Piece:
     logprobs: Sequence[TokenLogprobs]
     deltas: Sequence[Delta] | None = None
     """The same as parts of the answer; None for one that has none but its text."""
+    is_last: bool = False
 
 
 class Choice:
@@ -69,11 +70,13 @@ class Choice:
     def take(self, effort: int) -> Piece | None:
         """What arrived since the last call, as much as `effort` allows; None for nothing. Raises what keeps the answer
         from being one."""
-        outputs = self._answer.take(max(1, effort // self.effort_per_token))
-        if not outputs:
-            return None
-        piece = self._read(outputs) if self._reader or self._text.may_stop else self._read_all(outputs)
-        if outputs[-1].is_final:
+        most = max(1, effort // self.effort_per_token)
+        if self._reader is not None or self._text.may_stop:
+            outputs = self._answer.take(most)
+            piece = self._read(outputs) if outputs else None
+        else:
+            piece = self._read_all(self._answer.take_plainly(most))
+        if piece is not None and piece.is_last:
             self.result = self._end()
         return piece
 
@@ -95,17 +98,24 @@ class Choice:
             if answer.is_cut:
                 self._answer.finish(answer.num_tokens)
         deltas = None if reader is None else self._deltas[num_deltas:]
-        return Piece(self, text, tokens, logprobs, deltas)
+        return Piece(self, text, tokens, logprobs, deltas, outputs[-1].is_final)
 
-    def _read_all(self, outputs: Sequence[TokenOutput]) -> Piece:
+    def _read_all(self, outputs: Sequence[int | TokenOutput]) -> Piece | None:
         """The same where nothing but the engine ends an answer, all at once."""
-        tokens = [output.token_id for output in outputs if output.token_id is not None]
-        logprobs = [
-            TokenLogprobs(output.logprob, output.top_logprobs)
-            for output in outputs
-            if output.logprob is not None
-        ]
-        return Piece(self, self._text.add_all(tokens, outputs[-1]), tokens, logprobs)
+        if not outputs:
+            return None
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        for output in outputs:
+            if isinstance(output, int):
+                tokens.append(output)
+            elif output.token_id is not None:
+                tokens.append(output.token_id)
+                if output.logprob is not None:
+                    logprobs.append(TokenLogprobs(output.logprob, output.top_logprobs))
+        last = outputs[-1]
+        reason = None if isinstance(last, int) else last.finish_reason
+        return Piece(self, self._text.add_all(tokens, reason), tokens, logprobs, is_last=reason is not None)
 
     @property
     def num_generated(self) -> int:

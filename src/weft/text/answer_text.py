@@ -50,14 +50,14 @@ class AnswerText:
         """Whether a stop string is looked for."""
         return self._stop is not None
 
-    def add_all(self, tokens: Sequence[int], last: TokenOutput) -> str:
-        """As `add` for each, at a fraction of the cost, where no stop string is looked for; `last` is the last output,
-        whose token is among them if it has one."""
+    def add_all(self, tokens: Sequence[int], reason: FinishReason | None) -> str:
+        """As `add` for each, at a fraction of the cost, where no stop string is looked for; `reason` is why the answer
+        ended with the last of them, if it did."""
         assert self._stop is None
         self.num_tokens += len(tokens)
-        has_end = last.finish_reason is FinishReason.END_OF_SEQUENCE
+        has_end = reason is FinishReason.END_OF_SEQUENCE
         text = self._detokenizer.add_all(tokens[:-1] if has_end else tokens)
-        if last.is_final:
+        if reason is not None:
             text += self._detokenizer.finish()
         self._pieces.append(text)
         return text
