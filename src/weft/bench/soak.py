@@ -39,6 +39,8 @@ from weft.text.model_text import open_model_text
 from weft.text.tokenizer import Tokenizer
 
 _SETTLE_SECONDS = 30.0
+_CLIENTS_NICE = 10
+"""Hundreds of clients would be on other machines: here they give way to the server that they ask."""
 _REFERENCE_CLIENTS = 4
 _GAUGES = ("http_requests_open", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
@@ -97,6 +99,7 @@ async def _run(work: SoakWork, host: str, port: int, noop: Tokenizer | None, siz
     planned = [began + at for at in kill_times(work.seed, work.kills, work.seconds)]
     _say(f"{work.clients} clients for {work.seconds:g} s, {work.kills} kills, seed {work.seed}")
     await health.start()
+    os.nice(_CLIENTS_NICE)
     watching = asyncio.create_task(processes.watch())
     killing = asyncio.create_task(kill_engine(processes, planned))
     clients = [SoakClient(target, Behaviour(work.seed, number), ledger) for number in range(work.clients)]

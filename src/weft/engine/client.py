@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import enum
 import itertools
@@ -78,9 +79,9 @@ class Answer:
         return len(self._tokens)
 
     def check(self) -> None:
-        """Raises what kept the request from going on."""
+        """Raises what kept the request from going on: a copy, since an error that was raised holds all it went through."""
         if self._failure is not None:
-            raise self._failure
+            raise copy.copy(self._failure)
 
     def take(self, most: int | None = None) -> list[TokenOutput]:
         """The outputs that arrived since the last call, the oldest `most` of them; the rest can be taken at once.

@@ -202,6 +202,7 @@ class ServerApp:
             if not is_handed_on:
                 choices.cancel()
                 self._visits.leave(visit, outcome)
+            outcome = None  # an error and a frame that know each other would stay as garbage
 
     async def _begin(self, asked: ChatRequest | CompletionRequest, size: int, visit: Visit) -> _Prepared:
         """Everything until the engine has the request and did not refuse it, or it waits for its turn."""
@@ -446,7 +447,10 @@ def _renamed(names: Mapping[str, str]) -> Iterator[None]:
     else:
         return
     raised.param = names.get(raised.param or "", raised.param)
-    raise raised
+    try:
+        raise raised
+    finally:
+        del raised  # it knows this frame by its traceback; known here in turn, both would stay as garbage
 
 
 async def _respond_with_http_error(request: Request, error: HTTPException) -> Response:

@@ -46,6 +46,9 @@ class TimedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        # asyncio's transport keeps a method of its own, and so itself, until somebody looks for garbage.
+        if hasattr(self.transport, "_read_ready_cb"):
+            self.transport._read_ready_cb = None
 
     def _watch(self) -> None:
         """One timer for each state in which the client has something left to send; more bytes do not wind it up again."""

@@ -47,6 +47,8 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
                 task.cancel()
         # Cancelled, it gives back what it holds; that has to be over before anybody hears of it.
         await asyncio.gather(working, watching, return_exceptions=True)
+        # An error knows this frame by its traceback; it must not be known here in turn, or both stay as garbage.
+        del working, watching, task
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -1,0 +1,77 @@
+"""Requests leave nothing behind that only the garbage collector finds: everything stands still while it looks."""
+
+import asyncio
+import gc
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from in_process import in_process
+from uvicorn.server import ServerState
+
+from weft.server.protocol import TimedProtocol
+
+ASKED: list[dict[str, Any]] = [
+    {"prompt": [1, 2, 3], "max_tokens": 4},
+    {"prompt": [1, 2, 3], "max_tokens": 4, "stream": True, "logprobs": 2, "stop": ["x"]},
+    {"prompt": [1, 2, 3], "max_tokens": "many"},  # refused by the schema,
+    {"prompt": [1, 2, 3], "temperature": -1},  # by the parameters,
+    {"prompt": [1] * 64, "max_tokens": 4},  # before the engine,
+    {"prompt": [49151, 1 << 20], "max_tokens": 4},  # and by it
+    {"prompt": [1, 2, 3], "max_tokens": 4, "model": "other"},
+]
+ROUNDS = 20
+
+
+async def ask(port: int, body: bytes, *, leaves: bool) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    if not leaves:
+        await reader.read()
+    writer.close()
+    await writer.wait_closed()
+
+
+async def leftovers(model_path: Path) -> Counter[str]:
+    """Objects that nobody can reach any more after some requests of every kind, by their type."""
+    async with in_process(model_path) as server:
+        config = uvicorn.Config(server._asgi, ws="none", lifespan="off", log_config=None)
+        config.load()
+        state = ServerState()
+        listening = await asyncio.get_running_loop().create_server(
+            lambda: TimedProtocol(config, state, header_seconds=10, body_seconds=10), "127.0.0.1", 0
+        )
+        port = listening.sockets[0].getsockname()[1]
+
+        async def ask_all(rounds: int) -> None:
+            for _ in range(rounds):
+                for number, asked in enumerate(ASKED):
+                    await ask(port, json.dumps(asked).encode(), leaves=number == 1)
+            while state.connections or state.tasks:
+                await asyncio.sleep(0.01)
+
+        await ask_all(1)  # what is made once, and kept or not, is not looked for
+        gc.collect()
+        gc.disable()
+        try:
+            await ask_all(ROUNDS)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            found = Counter(type(one).__name__ for one in gc.garbage)
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+            listening.close()
+    return found
+
+
+def test_requests_leave_no_garbage(default_model_path: Path) -> None:
+    found = asyncio.run(leftovers(default_model_path))
+    often = {name: count for name, count in found.items() if count >= ROUNDS}
+    # The clients of this test have transports of asyncio's too, which nobody cleans up after.
+    own = {"TimedProtocol", "RequestResponseCycle", "Choices", "Visit", "Answer", "ApiError", "Task", "frame"}
+    assert not own & often.keys(), often
