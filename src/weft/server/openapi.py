@@ -78,7 +78,12 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         shapes.ChatCompletionChunk,
         {
             "A question": {"messages": _HELLO, "max_tokens": 64},
-            "As a stream": {"messages": _HELLO, "stream": True, "stream_options": {"include_usage": True}},
+            "As a stream": {
+                "messages": _HELLO,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "max_tokens": 64,
+            },
             "Repeatable": {"messages": _HELLO, "temperature": 0.7, "seed": 7, "max_tokens": 64},
             "By a schema": {
                 "messages": [{"role": "user", "content": "Name a city."}],
