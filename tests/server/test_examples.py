@@ -29,7 +29,7 @@ def test_an_example_runs_and_says_as_much_as_it_is_said_to(real_server: Server, 
     code = code.replace("http://127.0.0.1:8000", real_server.url).replace('"default"', f'"{MODEL}"')
     output = io.StringIO()
     with redirect_stdout(output):
-        exec(compile(code, "an example", "exec"), {"__name__": "example"})  # noqa: S102  # our own
+        exec(compile(code, "an example", "exec"), {"__name__": "example"})
     shown = output.getvalue().splitlines()
     assert len(shown) == len(said.splitlines()) if said else shown
     for line, promised in zip(shown, said.splitlines(), strict=False):
