@@ -57,7 +57,10 @@ def test_every_command_and_flag_that_is_shown_exists(document: Path) -> None:
         command = get_command(app)
         while words and words[0] in getattr(command, "commands", {}):
             command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
-        known = {option for parameter in command.params for option in parameter.opts} | {"--help", "--version"}
+        known = {option for parameter in command.params for option in parameter.opts} | {
+            "--help",
+            "--version",
+        }
         assert command is not get_command(app), f"{document.name}: {line}"
         for word in words:
             if word.startswith("-") and word != "-":
