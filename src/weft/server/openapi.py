@@ -77,23 +77,26 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         ChatRequest,
         shapes.ChatCompletionChunk,
         {
-            "A question": {"messages": _HELLO, "max_tokens": 64},
+            "A question": {"messages": _HELLO, "temperature": 0, "max_tokens": 64},
             "As a stream": {
                 "messages": _HELLO,
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                "temperature": 0,
                 "max_tokens": 64,
             },
             "Repeatable": {"messages": _HELLO, "temperature": 0.7, "seed": 7, "max_tokens": 64},
             "By a schema": {
                 "messages": [{"role": "user", "content": "Name a city."}],
                 "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": _CITY}},
+                "temperature": 0,
                 "max_tokens": 64,
             },
             "With a tool": {
                 "messages": [{"role": "user", "content": "What is the weather in Rome?"}],
                 "tools": [{"type": "function", "function": {"name": "weather", "parameters": _CITY}}],
                 "tool_choice": "required",
+                "temperature": 0,
                 "max_tokens": 64,
             },
             "With logprobs": {"messages": _HELLO, "logprobs": True, "top_logprobs": 3, "max_tokens": 4},
