@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from in_process import in_process
-from server_process import Server
+from server_process import Server, api_key, running_server
 
 from weft.errors import InvalidRequestError
 from weft.request import InferenceRequest, SamplingParams
@@ -160,14 +160,29 @@ def test_errors_have_the_form_that_is_told_and_carry_the_request_s_id(server: Se
         assert response.headers["x-request-id"]
 
 
-def test_a_server_with_keys_says_so_and_shows_its_document_to_who_has_one(default_model_path: Path) -> None:
-    async def security(**settings: Any) -> Any:
+def test_a_server_with_keys_says_which_routes_ask_for_one(default_model_path: Path) -> None:
+    async def security(**settings: Any) -> dict[str, Any]:
         async with in_process(default_model_path, **settings) as server:
             paths = json.loads(server.server._document)["paths"]
-            return paths["/v1/completions"]["post"]["security"], paths["/health"]["get"]["security"]
+            return {path: one["security"] for path, each in paths.items() for one in each.values()}
 
-    assert asyncio.run(security()) == ([{}, {"key": []}], [])
-    assert asyncio.run(security(api_keys=plain_keys(["one"]))) == ([{"key": []}], [])
+    is_open = {path for (_, path), operation in OPERATIONS.items() if operation.is_open}
+    for path, asked in asyncio.run(security()).items():
+        assert asked == ([] if path in is_open else [{}, {"key": []}])
+    for path, asked in asyncio.run(security(api_keys=plain_keys(["one"]))).items():
+        assert asked == ([] if path in is_open else [{"key": []}])
+
+
+def test_a_browser_which_has_no_key_yet_can_open_the_page_and_nothing_beyond_it(
+    default_model_path: Path,
+) -> None:
+    with running_server(default_model_path, api_keys=[api_key("sk-secret")]) as server:
+        for method, path in OPERATIONS:
+            response = server.client.request(method, path.replace("{", "").replace("}", ""))
+            if path in ("/docs", "/openapi.json", "/health"):
+                assert response.status_code == 200 and "sk-secret" not in response.text, path
+            else:
+                assert response.status_code == (403 if path.startswith("/admin") else 401), path
 
 
 def test_the_page_runs_its_own_script_alone_and_loads_nothing_from_elsewhere(server: Server) -> None:

@@ -276,6 +276,8 @@ def test_the_command_says_what_it_serves_and_where_and_ctrl_c_ends_it(default_mo
         models = httpx.get(f"{found[0]}/models", headers={"Authorization": "Bearer secret"}).json()["data"]
         assert [(model["id"], model["max_model_len"]) for model in models] == [(MODEL, 512)]
         assert httpx.get(f"{found[0]}/models").status_code == 401
+        page = re.search(r"http://127\.0\.0\.1:\d+/docs", said)
+        assert page is not None and httpx.get(page[0]).status_code == 200, "a browser has no key to send"
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
     finally:

@@ -158,7 +158,7 @@ def _blas() -> Check:
         config.get("Build Dependencies", {}).get("blas", {}).get("name", "unknown") if config else "unknown"
     )
     threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
-    found = f"numpy {np.__version__} with {library}, {threads or 'as many threads as cores'}"
+    found = f"numpy {np.__version__} with {library}, threads: {threads or 'as many as cores'}"
     if threads is None:
         advice = "OPENBLAS_NUM_THREADS=1 is steadier where other work runs beside weft."
         return Check("BLAS", "ok", found, advice)

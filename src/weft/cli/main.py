@@ -21,7 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: the boxes break paragraphs where the source does
 )
 bench_app = typer.Typer(
-    help="Measure the engine. What a step costs, and what batching brings.",
+    help="Measure the engine, and any server of the OpenAI API.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -265,12 +265,15 @@ def serve(
     api_key: Annotated[
         list[str] | None, typer.Option(metavar="KEY", help="Ask for this key; may be repeated.")
     ] = None,
-    api_key_file: Annotated[str | None, typer.Option(metavar="PATH", help="Keys, one in a line.")] = None,
+    api_key_file: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Keys, one in a line; or TOML.")
+    ] = None,
     context: Annotated[
         int | None, typer.Option(metavar="N", help="Longest context; default: the model's.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="For the KV cache, such as 4GiB.")
+        str | None,
+        typer.Option(metavar="SIZE", help="For the KV cache, such as 4GiB; default: 2GiB or more."),
     ] = None,
     chat_template: Annotated[
         str | None, typer.Option(metavar="PATH", help="A Jinja file instead of the model's own.")
@@ -282,8 +285,11 @@ def serve(
 ) -> None:
     """Serve the OpenAI API over HTTP.
 
-    MODEL is as in `weft chat --model`. Every setting has a key in the file and a variable, which is WEFT_SERVE_ and
-    the key (WEFT_API_KEY for keys); a flag counts before a variable, a variable before the file.
+    MODEL is 'default' (SmolLM2-135M-Instruct), 'hf:owner/name', or a path to a GGUF file or a folder with safetensors.
+    To try it in a browser open /docs.
+
+    A flag counts before a variable (WEFT_SERVE_ and the name of the setting; WEFT_API_KEY for keys), a variable before
+    the file.
 
     SIGTERM and Ctrl-C let what is under way end; once more quits at once.
     """
@@ -445,7 +451,10 @@ def bench_serve(
         Path | None, typer.Option(metavar="PATH", help="Write a report with plots as one HTML file.")
     ] = None,
 ) -> None:
-    """Put load on any OpenAI-compatible server and measure what its clients see. Exit code 1: some requests failed."""
+    """Load any server and see what its clients see.
+
+    It has to speak the OpenAI API. Exit code 1: some requests failed.
+    """
     from weft.bench.serve import main as run_bench
     from weft.bench.serve import parse_duration, parse_lengths, parse_rates
     from weft.bench.serve_measure import Targets
@@ -484,7 +493,10 @@ def bench_serve(
 
 @bench_app.command("overhead")
 def bench_overhead(json: AsJson = False) -> None:
-    """Time what HTTP adds to the engine, on a server of its own that computes nothing."""
+    """Time what HTTP adds to the engine.
+
+    On a server of its own that computes nothing.
+    """
     from weft.bench.overhead import main as run
 
     run(json=json)
@@ -495,7 +507,7 @@ def bench_soak(
     url: Annotated[
         str | None,
         typer.Argument(
-            metavar="[URL]", help="A server of weft on this machine; none: one of its own is started."
+            metavar="URL", help="A server of weft on this machine; none: one of its own is started."
         ),
     ] = None,
     backend: Annotated[
@@ -516,7 +528,11 @@ def bench_soak(
         Path | None, typer.Option(metavar="PATH", help="Write all that was seen as JSON.")
     ] = None,
 ) -> None:
-    """Storm a server with clients that leave, stall, err and are cut off, and check every answer. Exit code 1: violated."""
+    """Storm a server and check every answer.
+
+    Its clients leave, stall, err and are cut off. Exit code 1: an answer was wrong, something was left behind, or a bar
+    was missed.
+    """
     from weft.bench.soak import SoakWork
     from weft.bench.soak import main as run_soak
 

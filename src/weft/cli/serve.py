@@ -68,7 +68,8 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
     weights, kv_cache = info.weight_bytes, info.num_blocks * info.bytes_per_block
     swap, tokens = info.swap_blocks * info.bytes_per_block, info.num_blocks * info.block_size
     host = f"[{started.host}]" if ":" in started.host else started.host
-    url = f"http://{host}:{started.port}/v1"
+    address = f"http://{host}:{started.port}"
+    url = f"{address}/v1"
     said = f"Serving the OpenAI API at {url}"
     if log.format == "text":
         said = "\n".join(
@@ -78,7 +79,7 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
                 f"  KV cache  {kv_cache / _MIB:>8,.0f} MiB at most: {tokens:,} tokens, "
                 f"{started.max_context:,} in one context",
                 f"  swap      {swap / _MIB:>8,.0f} MiB at most",
-                said,
+                f"{said}; to look at and to try: {address}/docs",
             ]
         )
     for warning in _warnings(settings, started):

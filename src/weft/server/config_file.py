@@ -103,7 +103,7 @@ def variable(key: str) -> str:
 def as_toml(settings: ServerSettings, gathered: Gathered) -> str:
     """All that counts, as a file that could be read again, with who gave what. Keys are secret, and left out."""
     tables: dict[str, list[str]] = {}
-    for key, kind in KEYS.items():
+    for key in KEYS:
         table, _, name = key.rpartition(".")
         value: Any = settings
         if key in _COMMAND_KEYS:
@@ -115,7 +115,7 @@ def as_toml(settings: ServerSettings, gathered: Gathered) -> str:
         if _is_secret(key):
             line = f"# {name}: {len(value) if value else 'none'}{' given, not shown' if value else ''}"
         elif value is None:
-            line = f"# {name} is not set; {_allowed(kind)}"
+            line = f"# {name} is not set; {_allowed(key)}"
         else:
             line = f"{name} = {_toml(value)}"
         tables.setdefault(table, []).append(line + remark)
@@ -240,14 +240,14 @@ def _read(key: str, value: Any, source: str, is_text: bool = False) -> Any:
     except msgspec.ValidationError:
         shown = "not that" if _is_secret(key) else f"{given!r:.80}"
         raise InvalidRequestError(
-            f"{source}: {key} is {shown}; allowed: {'a size such as 4GiB' if _is_size(key) else _allowed(kind)}",
+            f"{source}: {key} is {shown}; allowed: {_allowed(key)}",
             field=key,
         ) from None
 
 
-def _allowed(kind: Any) -> str:
-    """In words, what a type takes."""
-    return _words(inspect.type_info(kind))
+def _allowed(key: str) -> str:
+    """In words, what a setting takes."""
+    return "a size such as 4GiB" if _is_size(key) else _words(inspect.type_info(KEYS[key]))
 
 
 def _words(info: inspect.Type) -> str:
@@ -281,5 +281,5 @@ def _toml(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_toml(str(name))} = {_toml(one)}" for name, one in value.items()) + " }"
+        return "{" + ", ".join(f"{_toml(str(name))} = {_toml(one)}" for name, one in value.items()) + "}"
     return _toml(value.value) if hasattr(value, "value") else repr(value)

@@ -14,7 +14,8 @@ from weft.server.keys import ApiKey, KeyRing
 from weft.server.settings import ServerSettings
 
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
-_OPEN_PATHS = frozenset({"/health"})
+_OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
+"""Asked by who has no key yet, or cannot send one: a probe, and a browser. They tell what the manual tells, and no more."""
 _ADMIN_PATHS = "/admin"
 
 KEY = "weft.key"

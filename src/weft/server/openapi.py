@@ -61,6 +61,12 @@ class Operation:
 
 _GENERATING = (400, 404, 408, 413, 429, 500, 503, 504)
 _HELLO = [{"role": "user", "content": "Hello"}]
+_CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 40}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("post", "/v1/chat/completions"): Operation(
@@ -71,9 +77,28 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         ChatRequest,
         shapes.ChatCompletionChunk,
         {
-            "A question": {"messages": _HELLO, "max_tokens": 64},
-            "As a stream": {"messages": _HELLO, "stream": True, "stream_options": {"include_usage": True}},
+            "A question": {"messages": _HELLO, "temperature": 0, "max_tokens": 64},
+            "As a stream": {
+                "messages": _HELLO,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "temperature": 0,
+                "max_tokens": 64,
+            },
             "Repeatable": {"messages": _HELLO, "temperature": 0.7, "seed": 7, "max_tokens": 64},
+            "By a schema": {
+                "messages": [{"role": "user", "content": "Name a city."}],
+                "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": _CITY}},
+                "temperature": 0,
+                "max_tokens": 64,
+            },
+            "With a tool": {
+                "messages": [{"role": "user", "content": "What is the weather in Rome?"}],
+                "tools": [{"type": "function", "function": {"name": "weather", "parameters": _CITY}}],
+                "tool_choice": "required",
+                "temperature": 0,
+                "max_tokens": 64,
+            },
             "With logprobs": {"messages": _HELLO, "logprobs": True, "top_logprobs": 3, "max_tokens": 4},
         },
         _GENERATING,
@@ -141,9 +166,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         media_type="text/plain",
     ),
     ("get", "/version"): Operation("Which weft it is", "", "Operating", shapes.Version),
-    ("get", "/openapi.json"): Operation("This document", "", "Operating", dict),
+    ("get", "/openapi.json"): Operation("This document", "", "Operating", dict, is_open=True),
     ("get", "/docs"): Operation(
-        "This document, to read and to try", "", "Operating", None, media_type="text/html"
+        "This document, to read and to try", "", "Operating", None, media_type="text/html", is_open=True
     ),
     ("get", "/admin/requests"): Operation(
         "What is under way", "Needs an admin key.", "Administration", dict, errors=(403,)
@@ -237,7 +262,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
     shown = sorted({*operation.errors, *((401, 403) if not operation.is_open else ())})
     for status in shown:
         answers[str(status)] = _error(_STATUSES[status])
-    if operation.is_open:  # /health tells its status either way
+    if operation.is_open and 503 in operation.errors:  # /health tells its status either way
         answers["503"] = {"description": "The engine is down.", "content": good}
     answers["default"] = _error("Whatever else goes wrong.")
     return answers

@@ -1,0 +1,67 @@
+"""What the documents promise exists: the pages they link to, the commands and flags they show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from weft.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+
+
+def anchors(document: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", without_blocks(document.read_text("utf-8")), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands(text: str) -> Iterator[str]:
+    """Lines of code that begin with weft or make, continued lines in one, and such pieces within a sentence."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    for line in re.findall(r"^(?: {4}|\t)((?:weft|make) .*)$", joined, re.M):
+        yield from (part.strip() for part in line.partition(" #")[0].split(";"))
+    yield from re.findall(r"`((?:weft|make) [^`]*)`", without_blocks(joined))
+
+
+@documents
+def test_every_link_leads_to_a_page_and_a_heading_that_exist(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_blocks(document.read_text("utf-8"))):
+        if re.match(r"https?://", target):
+            continue
+        page, _, heading = target.partition("#")
+        found = (document.parent / page) if page else document
+        assert found.exists(), f"{document.name} links to {target}"
+        assert not heading or heading in anchors(found), f"{document.name} links to {target}"
+
+
+@documents
+def test_every_command_and_flag_that_is_shown_exists(document: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
+    for line in commands(document.read_text("utf-8")):
+        program, *words = line.split()
+        if program == "make":
+            words = [word for word in words if "=" not in word]
+            assert words and words[0] in targets, f"{document.name}: {line}"
+            continue
+        command = get_command(app)
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
+        known = {option for parameter in command.params for option in parameter.opts} | {
+            "--help",
+            "--version",
+        }
+        assert command is not get_command(app), f"{document.name}: {line}"
+        for word in words:
+            if word.startswith("-") and word != "-":
+                assert word.partition("=")[0] in known, f"{document.name}: {line}"
