@@ -296,3 +296,27 @@ def test_two_keys_at_once_do_not_wait_for_each_other_while_there_is_room(keys: S
     with open_stream(keys, "tenant"), open_stream(keys, "operator"):
         wait_for(lambda: keys.metric("num_requests_running") == 2)
         assert keys.metric("num_requests_held") == 0
+
+
+def test_40_nobody_whose_turn_comes_is_sent_to_an_engine_that_is_not_there(default_model_path: Path) -> None:
+    """With places in reserve: those of a dead engine were given away, and whoever got one was refused."""
+    keys = [api_key("flood"), api_key("calm", admin=True)]
+    with (
+        running_server(
+            default_model_path,
+            engine={"scheduler": {"max_running": 16}},
+            api_keys=keys,
+            headers={"Authorization": "Bearer calm"},
+        ) as server,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        flood = [open_stream(server, "flood", stream=False) for _ in range(17)]
+        wait_for(lambda: server.metric("num_requests_running") == 16)
+        engine = server.engine_pid()
+        waiting = [threads.submit(ask, server, "calm") for _ in range(4)]
+        wait_for(lambda: server.metric("num_requests_held") == 4)
+        os.kill(engine, signal.SIGKILL)
+        assert [one.result(60).status_code for one in waiting] == [200] * 4
+        for connection in flood:
+            connection.close()
+        server.wait_until_free()

@@ -221,9 +221,9 @@ class Visits:
         if turn is not None:
             self._gate.submitted(turn)
 
-    def _count_answers(self) -> tuple[int, int]:
+    def _count_answers(self) -> tuple[int, int] | None:
         if self._engine.state is EngineState.STARTING:
-            return self._settings.engine.scheduler.max_running, 0  # whoever waits may wait a little longer
+            return None  # whoever waits may wait a little longer
         return self._engine.num_under_way, self._engine.num_not_begun
 
     def _max_tokens(self, request: InferenceRequest, default: int) -> int:
