@@ -329,3 +329,22 @@ def test_26_a_schema_that_cannot_be_enforced_is_refused_where_it_would_be(real_s
         changed(parameters={"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:9/x.json"}}})
     ]
     error_of(real_server.chat(tools=remote, tool_choice="required"), 400, "tools")
+
+
+@pytest.mark.parametrize("form", [None, {"type": "text"}, {"type": "json_object"}])
+@pytest.mark.parametrize(
+    ("properties", "problem"),
+    [
+        ({"list": {"type": "array", "uniqueItems": True}}, '["uniqueItems"]'),
+        ({"one": {"$ref": "http://localhost/x"}}, "$ref names another document"),
+    ],
+)
+def test_26_an_error_in_a_tools_schema_is_told_of_the_tools_in_the_clients_own_words(
+    server: Server, form: Any, properties: dict[str, Any], problem: str
+) -> None:
+    strict = tool("get_weather", **properties)
+    strict["function"]["strict"] = True
+    refused = server.chat(tools=[strict], response_format=form)
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["param"] == "tools" and problem in error["message"]
+    assert "start:" not in error["message"], "that is weft's own grammar"

@@ -233,7 +233,9 @@ class ServerApp:
             answer_form = tools.answer_form(self.text, prompts[0])
             written = tools.grammar(grammar, answer_form, self.text)
             if written is not None and written is not grammar:
-                grammar = await self._grammars.check(written)
+                # What the answer must look like was found good already: an error is one of the tools.
+                with _renamed({"grammar": "tools"} if tools.tools else {}):
+                    grammar = await self._grammars.check(written)
         else:
             form = "completion"
             check_completion(asked)
