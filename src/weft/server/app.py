@@ -140,7 +140,7 @@ class ServerApp:
                 Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             ]
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
-        return Logged(Guard(app, self.settings), self._log)
+        return Logged(Guard(app, self.settings), self._log, self._metrics.failed)
 
     # ------------------------------------------------------------------ generating
 
@@ -159,7 +159,10 @@ class ServerApp:
         body = await whole_body(request)
         size = len(body)
         choices = Choices(self.engine, self.text.tokenizer)
-        visit = self._visits.enter(key, choices)
+        record = current_record()
+        visit = self._visits.enter(key, choices, record.request_id if record.is_id_given else None)
+        if not record.is_id_given:
+            record.request_id = visit.id  # the answer's own id ends with it
         outcome: Outcome = None
         is_handed_on = False
         try:
@@ -170,10 +173,7 @@ class ServerApp:
             )
             with _renamed_params(asked):
                 prepared = await unless_disconnected(request.receive, self._begin(asked, size, visit))
-                record = current_record()
                 record.is_streamed = prepared.is_streamed
-                if not record.is_id_given:
-                    record.request_id = prepared.shape.request_id  # the answer's own id ends with it
                 # Tokens are all that is needed from here on.
                 del body, asked
                 request.scope[BODY].release()
@@ -408,7 +408,6 @@ class ServerApp:
         return docs_page.response()
 
     async def _respond_with_error(self, request: Request, error: ApiError) -> Response:
-        self._metrics.failed(error.status)
         if error.status in (429, 503) and error.retry_after is None:
             error.retry_after = self._seconds_until_worth_it()
         return error.response()

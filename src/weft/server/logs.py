@@ -24,7 +24,7 @@ from weft.server.settings import LogFormat
 
 _MAX_LINES = 8192
 _LAST_LINES_SECONDS = 2.0
-_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Asked every few seconds by machines: logged only when they fail."""
 _FINISHED = {FinishReason.STOP: "stop", FinishReason.END_OF_SEQUENCE: "stop", FinishReason.LENGTH: "length"}
 
@@ -108,7 +108,7 @@ class ServerLog:
 
     def request(self, record: Record) -> None:
         """A request that ended."""
-        if record.path in _QUIET_PATHS and record.status < 400:
+        if record.path in QUIET_PATHS and record.status < 400:
             return
         now, seconds = time.time(), time.monotonic() - record.began
         level = "error" if record.status >= 500 else "info"

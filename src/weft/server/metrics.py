@@ -119,7 +119,6 @@ class ServerMetrics:
             if index % per_prompt == 0:
                 self._prompt_tokens.inc(result.prompt_token_count)
                 self._cached_tokens.inc(result.cached_token_count)
-            self._generated_tokens.inc(len(result.tokens))
             self._success.labels(**self._labels, finished_reason=_FINISHED[result.finish_reason]).inc()
             self._queue.observe(result.waiting_time)
             self._prefill.observe(result.prefill_time)
@@ -127,6 +126,10 @@ class ServerMetrics:
             if len(result.tokens) > 1:
                 self._per_token.observe(result.decode_time / (len(result.tokens) - 1))
         self._latency.observe(seconds)
+
+    def generated(self, num_tokens: int) -> None:
+        """The tokens of a request that is over, whoever read them."""
+        self._generated_tokens.inc(num_tokens)
 
     def failed(self, status: int) -> None:
         self._failed.labels(**self._labels, status=str(status)).inc()

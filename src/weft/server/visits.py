@@ -39,8 +39,17 @@ runs on for up to so many tokens behind it."""
 class Visit:
     """One request from the moment its body is read until its answer is out. Whoever entered it calls `leave`."""
 
-    def __init__(self, key: ApiKey | None, limits: KeyLimits | None, choices: Choices, began: float) -> None:
+    def __init__(
+        self,
+        key: ApiKey | None,
+        limits: KeyLimits | None,
+        choices: Choices,
+        began: float,
+        given_id: str | None = None,
+    ) -> None:
         self.id = uuid.uuid4().hex
+        self.given_id = given_id
+        """What its client calls it."""
         self.key = key
         self.limits = limits
         self.choices = choices
@@ -56,7 +65,7 @@ class Visit:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"x-request-id": self.id, **(self.limits.headers() if self.limits else {})}
+        return self.limits.headers() if self.limits else {}
 
     def described(self, now: float) -> dict[str, Any]:
         """For operators."""
@@ -64,6 +73,7 @@ class Visit:
         state = "running" if num_tokens else "waiting" if self.requests else "preparing"
         return {
             "id": self.id,
+            "request_id": self.given_id or self.id,
             "key": self.key.name if self.key else None,
             "state": state,
             "age": round(now - self.began, 3),
@@ -129,14 +139,14 @@ class Visits:
         if key is not None:
             self._limits[key.name].take_request()
 
-    def enter(self, key: ApiKey | None, choices: Choices) -> Visit:
+    def enter(self, key: ApiKey | None, choices: Choices, given_id: str | None = None) -> Visit:
         """One more request. Raises a 429 where there is no place, or its key has no more to ask."""
         self.check_room(key)  # others may have come in while the body did
         limits = self._limits[key.name] if key else None
         if limits is not None:
             limits.take_request()
             limits.num_open += 1
-        visit = Visit(key, limits, choices, self._clock())
+        visit = Visit(key, limits, choices, self._clock(), given_id)
         self._open[visit.id] = visit
         self._idle.clear()
         return visit
@@ -172,12 +182,15 @@ class Visits:
             visit.choices.submit_later(work)
 
     def leave(self, visit: Visit, outcome: Outcome) -> None:
-        """It is over. Who got an error pays nothing; who went away, what was computed until then."""
+        """It is over. Who got an error of the server's pays nothing, and who was refused; everyone else what was computed
+        until then, however it ended: a deadline would otherwise make everything free."""
         if self._open.pop(visit.id, None) is None:
             return
+        num_generated = visit.choices.num_tokens
+        self._metrics.generated(num_generated)
         used = None
-        if not isinstance(outcome, ApiError):
-            used = visit.choices.num_tokens
+        if not isinstance(outcome, ApiError) or (num_generated and outcome.is_askers):
+            used = num_generated
             self.pace.ended()
         if visit.turn is not None:
             self._gate.leave(visit.turn, used)
@@ -205,8 +218,8 @@ class Visits:
 
     async def _submit_in_turn(self, visit: Visit, form: AnswerForm | None, wake_every: int) -> None:
         requests, waited = visit.requests, 0.0
-        if (turn := visit.turn) is not None:
-            deadline = requests[0].deadline
+        if (turn := visit.turn) is not None and not turn.may_go.done():
+            asked_at, deadline = self._clock(), requests[0].deadline
             try:
                 await asyncio.wait_for(turn.may_go, deadline)
             except TimeoutError:
@@ -215,7 +228,7 @@ class Visits:
                 ) from None
             if turn.stage != "going":
                 return  # it was given up in the moment in which its turn came
-            waited = self._clock() - visit.began
+            waited = self._clock() - asked_at
             requests = [later(request, waited) for request in requests]
         await visit.choices.submit(requests, form, wake_every=wake_every, waited=waited)
         if turn is not None:
