@@ -103,7 +103,7 @@ def variable(key: str) -> str:
 def as_toml(settings: ServerSettings, gathered: Gathered) -> str:
     """All that counts, as a file that could be read again, with who gave what. Keys are secret, and left out."""
     tables: dict[str, list[str]] = {}
-    for key, kind in KEYS.items():
+    for key in KEYS:
         table, _, name = key.rpartition(".")
         value: Any = settings
         if key in _COMMAND_KEYS:
@@ -115,7 +115,7 @@ def as_toml(settings: ServerSettings, gathered: Gathered) -> str:
         if _is_secret(key):
             line = f"# {name}: {len(value) if value else 'none'}{' given, not shown' if value else ''}"
         elif value is None:
-            line = f"# {name} is not set; {_allowed(kind)}"
+            line = f"# {name} is not set; {_allowed(key)}"
         else:
             line = f"{name} = {_toml(value)}"
         tables.setdefault(table, []).append(line + remark)
@@ -234,20 +234,22 @@ def _read(key: str, value: Any, source: str, is_text: bool = False) -> Any:
             size = parse_size(value)
             value = value if size is None else size
         elif is_text and isinstance(inspect.type_info(kind), inspect.VarTupleType):
-            value = [part.strip() for part in value.split(",") if part.strip()]
+            parts = [part.strip() for part in value.split(",")]
+            # A secret of nothing is refused where keys are made: left out, it would open the server to everyone.
+            value = parts if _is_secret(key) else [part for part in parts if part]
     try:
         return msgspec.convert(value, kind, strict=not is_text or _is_size(key))
     except msgspec.ValidationError:
         shown = "not that" if _is_secret(key) else f"{given!r:.80}"
         raise InvalidRequestError(
-            f"{source}: {key} is {shown}; allowed: {'a size such as 4GiB' if _is_size(key) else _allowed(kind)}",
+            f"{source}: {key} is {shown}; allowed: {_allowed(key)}",
             field=key,
         ) from None
 
 
-def _allowed(kind: Any) -> str:
-    """In words, what a type takes."""
-    return _words(inspect.type_info(kind))
+def _allowed(key: str) -> str:
+    """In words, what a setting may be."""
+    return "a size such as 4GiB" if _is_size(key) else _words(inspect.type_info(KEYS[key]))
 
 
 def _words(info: inspect.Type) -> str:

@@ -32,8 +32,8 @@ _GREED = 4
 leaves the others a fifth of the places."""
 _WAKE_EVERY = 64
 _WAKE_EVERY_FOR_STOPS = 8
-"""Tokens after which an answer that nobody streams is looked at. A stop string is found in the text, so that an answer
-runs on for up to so many tokens behind it."""
+"""Tokens after which an answer that nobody streams is looked at. A stop string, or the last call of a tool, is found in
+the text, so that an answer runs on for up to so many tokens behind it."""
 
 
 class Visit:
@@ -174,7 +174,8 @@ class Visits:
             max(self._max_tokens(request, self._engine.max_sequence_length) for request in requests),
         )
         visit.turn = turn = self._gate.ask(visit.key, job)
-        wake_every = _WAKE_EVERY_FOR_STOPS if first.params.stop else _WAKE_EVERY
+        is_cut = bool(first.params.stop) or (form is not None and form.max_calls is not None)
+        wake_every = _WAKE_EVERY_FOR_STOPS if is_cut else _WAKE_EVERY
         work = partial(self._submit_in_turn, visit, form, 1 if is_streamed else wake_every)
         if turn is None or turn.may_go.done():
             await work()
