@@ -270,7 +270,7 @@ class ServerApp:
             shape,
             answer_form,
             asked.stream,
-            options is not None and options.include_usage,
+            options is not None and bool(options.include_usage),
         )
 
     def _chat_prompt(self, asked: ChatRequest | TokenizeRequest, tools: ToolUse | None = None) -> Chat:
