@@ -61,6 +61,12 @@ class Operation:
 
 _GENERATING = (400, 404, 408, 413, 429, 500, 503, 504)
 _HELLO = [{"role": "user", "content": "Hello"}]
+_CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "country": {"type": "string"}},
+    "required": ["city", "country"],
+    "additionalProperties": False,
+}
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("post", "/v1/chat/completions"): Operation(
@@ -75,6 +81,17 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
             "As a stream": {"messages": _HELLO, "stream": True, "stream_options": {"include_usage": True}},
             "Repeatable": {"messages": _HELLO, "temperature": 0.7, "seed": 7, "max_tokens": 64},
             "With logprobs": {"messages": _HELLO, "logprobs": True, "top_logprobs": 3, "max_tokens": 4},
+            "By a JSON schema": {
+                "messages": [{"role": "user", "content": "Name a city and its country."}],
+                "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": _CITY}},
+                "max_tokens": 64,
+            },
+            "With a tool": {
+                "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+                "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": _CITY}}],
+                "tool_choice": "required",
+                "max_tokens": 128,
+            },
         },
         _GENERATING,
     ),
