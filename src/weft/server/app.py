@@ -49,6 +49,15 @@ from weft.text.model_text import ModelText
 _HEADERS_SECONDS = 1.0
 """A stream's status waits this long for the engine to refuse the request; a refusal that is later is an event."""
 _MAX_DETOKENIZED = 1 << 18
+_EXPOSED = (
+    *("x-request-id", "retry-after", "warning"),
+    *(
+        f"x-ratelimit-{what}-{of}"
+        for what in ("limit", "remaining", "reset")
+        for of in ("requests", "tokens")
+    ),
+)
+"""Headers that a web page may read."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -137,7 +146,13 @@ class ServerApp:
         middleware = []
         if origins:
             middleware = [
-                Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=origins,
+                    allow_methods=["*"],
+                    allow_headers=["*"],
+                    expose_headers=_EXPOSED,
+                )
             ]
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
         return Logged(Guard(app, self.settings), self._log, self._metrics.failed)
