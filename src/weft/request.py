@@ -56,6 +56,18 @@ class FinishReason(Enum):
     CANCELLED = "cancelled"
     ERROR = "error"
 
+    @property
+    def in_openai(self) -> str:
+        """What the OpenAI API calls it; "error" for what it has no word for."""
+        return _IN_OPENAI.get(self, "error")
+
+
+_IN_OPENAI = {
+    FinishReason.STOP: "stop",
+    FinishReason.END_OF_SEQUENCE: "stop",
+    FinishReason.LENGTH: "length",
+}
+
 
 def _refuse(name: str, value: object, allowed: str) -> None:
     try:

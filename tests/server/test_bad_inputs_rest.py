@@ -63,3 +63,15 @@ def test_31_no_media_is_fetched_from_an_address_that_waits_for_it(
         waiting.settimeout(0.05)
         with pytest.raises(TimeoutError):
             waiting.accept()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object", "schema": None}},
+        {"stream": True, "stream_options": {"include_usage": None}},
+    ],
+)
+def test_09_null_inside_of_a_field_is_the_default_too(server: Server, fields: dict[str, Any]) -> None:
+    response = server.chat(**fields)
+    assert response.status_code == 200, response.text

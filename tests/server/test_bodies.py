@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -66,6 +67,34 @@ def test_a_large_body_is_read_as_a_small_one_is(server: Server) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "temperature"
     broken = server.client.post("/v1/completions", content=b'{"prompt": "' + b"x" * 400_000)
     assert broken.status_code == 400 and broken.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": 10**30},
+        {"stop_token_ids": [-(10**30)]},
+        {"metadata": {"number": 2**64}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"maximum": 10**30}}}]},
+        {"chat_template_kwargs": {"number": 10**30}},
+    ],
+)
+def test_a_number_that_a_large_body_cannot_hold_is_refused_by_its_field(
+    server: Server, fields: dict[str, Any]
+) -> None:
+    """Larger than a message between processes has room for: the process that read the body died of it."""
+    (name,) = fields
+    refused = server.chat(user="x" * 300_000, **fields)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == name, refused.text
+
+
+def test_08_a_large_body_may_be_nested_as_deeply_as_a_small_one_and_no_deeper(server: Server) -> None:
+    for levels in range(960, 1010):
+        nested = "[" * levels + "]" * levels
+        padding = "x" * 300_000
+        body = f'{{"prompt": [5], "max_tokens": 1, "metadata": {{"deep": {nested}, "padding": "{padding}"}}}}'
+        response = server.client.post("/v1/completions", content=body)
+        assert response.status_code in (200, 400), response.text
 
 
 def test_a_large_body_whose_client_leaves_does_not_disturb_the_next(server: Server) -> None:

@@ -166,16 +166,70 @@ def test_an_operator_sees_what_is_under_way_and_can_end_it(keys: Server, stream:
     assert error["code"] == "cancelled" and "operator" in error["message"]
 
 
-def test_what_a_key_used_is_in_the_metrics(keys: Server) -> None:
-    def used(name: str) -> float:
-        lines = keys.client.get("/metrics").text.splitlines()
-        found = [line for line in lines if line.startswith(f"weft:{name}{{") and 'key="mate-1"' in line]
-        return float(found[0].rpartition(" ")[2]) if found else 0.0
+def used(server: Server, key: str, name: str) -> float:
+    lines = server.client.get("/metrics").text.splitlines()
+    found = [line for line in lines if line.startswith(f"weft:{name}{{") and f'key="{key}"' in line]
+    return float(found[0].rpartition(" ")[2]) if found else 0.0
 
-    requests, tokens = used("key_requests_total"), used("key_tokens_total")
+
+def test_what_a_key_used_is_in_the_metrics(keys: Server) -> None:
+    requests, tokens = (used(keys, "mate-1", name) for name in ("key_requests_total", "key_tokens_total"))
     assert ask(keys, "mate-1", [7] * 10, max_tokens=5).status_code == 200
-    assert used("key_requests_total") == requests + 1
-    assert used("key_tokens_total") == tokens + 15
+    assert used(keys, "mate-1", "key_requests_total") == requests + 1
+    assert used(keys, "mate-1", "key_tokens_total") == tokens + 15
+
+
+def test_what_was_generated_before_a_deadline_is_paid_for_and_counted(keys: Server) -> None:
+    paid, generated = used(keys, "mate-1", "key_tokens_total"), keys.metric("generation_tokens_total")
+    stream = ask(keys, "mate-1", [7] * 10, max_tokens=8000, deadline=0.1, stream=True)
+    assert '"code":"deadline_exceeded"' in stream.text
+    received = stream.text.count("data: ") - 1
+    assert received > 1
+    assert used(keys, "mate-1", "key_tokens_total") - paid >= 10 + received
+    assert keys.metric("generation_tokens_total") - generated >= received
+    paid = used(keys, "mate-1", "key_tokens_total")
+    assert ask(keys, "mate-1", [7] * 10, max_tokens=-1).status_code == 400
+    assert used(keys, "mate-1", "key_tokens_total") == paid, "who was refused pays nothing"
+
+
+def test_what_was_generated_for_a_client_that_left_is_counted(keys: Server) -> None:
+    generated = keys.metric("generation_tokens_total")
+    with open_stream(keys, "mate-1") as connection:
+        assert connection.recv(1 << 10)
+    keys.wait_until_free()
+    assert keys.metric("generation_tokens_total") > generated
+
+
+def test_every_request_that_got_an_error_is_counted_by_its_status(keys: Server) -> None:
+    def failures() -> dict[str, float]:
+        lines = keys.client.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith("weft:request_failure_total{")]
+        return {line.partition('status="')[2][:3]: float(line.rpartition(" ")[2]) for line in found}
+
+    before = failures()
+    assert ask(keys, "nobody").status_code == 401
+    assert ask(keys, "tenant", priority="high").status_code == 403
+    assert keys.client.get("/nothing").status_code == 404
+    assert keys.client.get("/v1/completions").status_code == 405
+    assert keys.client.post("/v1/completions", content=b"x" * (17 << 20)).status_code == 413
+    grown = {status: count - before.get(status, 0) for status, count in failures().items()}
+    assert {status: count for status, count in grown.items() if count} == {
+        "401": 1,
+        "403": 1,
+        "404": 1,
+        "405": 1,
+        "413": 1,
+    }
+
+
+def test_an_operator_finds_a_request_by_the_id_that_its_client_gave(keys: Server) -> None:
+    body = json.dumps(LONG).encode()
+    with socket.create_connection(("127.0.0.1", keys.port), timeout=30) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer tenant\r\n"
+        connection.sendall(f"{head}X-Request-Id: mine\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: keys.client.get("/admin/requests").json()["data"])
+        (one,) = keys.client.get("/admin/requests").json()["data"]
+        assert one["request_id"] == "mine" != one["id"]
 
 
 @pytest.fixture(scope="module")
@@ -296,3 +350,27 @@ def test_two_keys_at_once_do_not_wait_for_each_other_while_there_is_room(keys: S
     with open_stream(keys, "tenant"), open_stream(keys, "operator"):
         wait_for(lambda: keys.metric("num_requests_running") == 2)
         assert keys.metric("num_requests_held") == 0
+
+
+def test_40_nobody_whose_turn_comes_is_sent_to_an_engine_that_is_not_there(default_model_path: Path) -> None:
+    """With places in reserve: those of a dead engine were given away, and whoever got one was refused."""
+    keys = [api_key("flood"), api_key("calm", admin=True)]
+    with (
+        running_server(
+            default_model_path,
+            engine={"scheduler": {"max_running": 16}},
+            api_keys=keys,
+            headers={"Authorization": "Bearer calm"},
+        ) as server,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        flood = [open_stream(server, "flood", stream=False) for _ in range(17)]
+        wait_for(lambda: server.metric("num_requests_running") == 16)
+        engine = server.engine_pid()
+        waiting = [threads.submit(ask, server, "calm") for _ in range(4)]
+        wait_for(lambda: server.metric("num_requests_held") == 4)
+        os.kill(engine, signal.SIGKILL)
+        assert [one.result(60).status_code for one in waiting] == [200] * 4
+        for connection in flood:
+            connection.close()
+        server.wait_until_free()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +11,6 @@ import pydantic
 import pytest
 from server_process import MODEL, Server
 from test_bad_inputs import error_of
-
-needs_grammars = pytest.mark.skipif(
-    importlib.util.find_spec("weft.backends.grammar") is None, reason="calls are forced by grammars"
-)
 
 QUESTION: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 
@@ -226,14 +221,12 @@ def named_answer(client: openai.OpenAI) -> Any:
     return ask(client, tool_choice=NAMED, logprobs=True)
 
 
-@needs_grammars
 def test_a_tool_that_is_named_is_called_once(named_answer: Any) -> None:
     [choice] = named_answer.choices
     assert len(check_calls(choice.message, {"get_weather"})) == 1
     assert choice.finish_reason == "stop"
 
 
-@needs_grammars
 def test_a_call_that_is_required_is_made_however_hot_the_sampling(client: openai.OpenAI) -> None:
     answer = ask(client, tool_choice="required", parallel_tool_calls=False, temperature=1.2, seed=7, n=2)
     for choice in answer.choices:
@@ -248,7 +241,6 @@ def final(client: openai.OpenAI, choice: Any) -> Any:
         return stream.get_final_completion().choices[0]
 
 
-@needs_grammars
 def test_a_stream_adds_up_to_the_same_call(client: openai.OpenAI, named_answer: Any) -> None:
     streamed = final(client, NAMED)
     [call] = check_calls(streamed.message, {"get_weather"})
@@ -256,14 +248,12 @@ def test_a_stream_adds_up_to_the_same_call(client: openai.OpenAI, named_answer: 
     assert streamed.finish_reason == "stop"
 
 
-@needs_grammars
 def test_a_streamed_call_that_is_required_ends_as_a_call(client: openai.OpenAI) -> None:
     streamed = final(client, "required")
     check_calls(streamed.message, {"get_weather", "get_time"})
     assert streamed.finish_reason == "tool_calls"
 
 
-@needs_grammars
 def test_30_a_forced_call_that_is_cut_ends_by_length_and_keeps_its_text(
     client: openai.OpenAI, named_answer: Any
 ) -> None:
@@ -285,7 +275,6 @@ class GetWeather(pydantic.BaseModel):
     days: int
 
 
-@needs_grammars
 def test_parsed_tools_come_as_objects(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(
         model=MODEL,
@@ -299,7 +288,6 @@ def test_parsed_tools_come_as_objects(client: openai.OpenAI) -> None:
         assert isinstance(call.function.parsed_arguments, GetWeather)
 
 
-@needs_grammars
 def test_a_strict_tool_that_may_be_called_leaves_the_model_free_to_answer(client: openai.OpenAI) -> None:
     strict: Any = [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]
     [choice] = ask(client, tools=strict, max_tokens=20).choices
@@ -309,7 +297,6 @@ def test_a_strict_tool_that_may_be_called_leaves_the_model_free_to_answer(client
         assert choice.message.content
 
 
-@needs_grammars
 def test_an_answer_with_a_form_may_be_a_call_instead_and_nothing_else(client: openai.OpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "yes", "schema": {"type": "boolean"}}}
     strict: Any = [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]
@@ -323,9 +310,27 @@ def test_an_answer_with_a_form_may_be_a_call_instead_and_nothing_else(client: op
     check_calls(choice.message, {"get_time"})
 
 
-@needs_grammars
 def test_26_a_schema_that_cannot_be_enforced_is_refused_where_it_would_be(real_server: Server) -> None:
     remote = [
         changed(parameters={"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:9/x.json"}}})
     ]
     error_of(real_server.chat(tools=remote, tool_choice="required"), 400, "tools")
+
+
+@pytest.mark.parametrize("form", [None, {"type": "text"}, {"type": "json_object"}])
+@pytest.mark.parametrize(
+    ("properties", "problem"),
+    [
+        ({"list": {"type": "array", "uniqueItems": True}}, '["uniqueItems"]'),
+        ({"one": {"$ref": "http://localhost/x"}}, "$ref names another document"),
+    ],
+)
+def test_26_an_error_in_a_tools_schema_is_told_of_the_tools_in_the_clients_own_words(
+    server: Server, form: Any, properties: dict[str, Any], problem: str
+) -> None:
+    strict = tool("get_weather", **properties)
+    strict["function"]["strict"] = True
+    refused = server.chat(tools=[strict], response_format=form)
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["param"] == "tools" and problem in error["message"]
+    assert "start:" not in error["message"], "that is weft's own grammar"

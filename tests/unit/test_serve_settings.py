@@ -222,3 +222,12 @@ def test_the_example_of_the_documentation_shows_the_defaults(write: Write) -> No
 
 def test_every_variable_is_named_once() -> None:
     assert len({variable(key) for key in KEYS}) == len(KEYS)
+
+
+@pytest.mark.parametrize("blank", [" ", ",", "s3cret,"])
+def test_an_api_key_of_nothing_is_refused_and_opens_no_server(
+    blank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_API_KEY", blank)
+    refused = CliRunner().invoke(app, ["serve", "--print-config"])
+    assert isinstance(refused.exception, InvalidRequestError) and "is empty" in str(refused.exception)

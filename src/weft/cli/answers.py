@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from weft.cli.lines import Line
 from weft.errors import InvalidRequestError, WeftError
-from weft.request import FinishReason, GenerationResult, RequestState
+from weft.request import GenerationResult, RequestState
 
 if TYPE_CHECKING:
     from weft.text.tokenizer import Tokenizer
-
-_FINISH = {FinishReason.STOP: "stop", FinishReason.END_OF_SEQUENCE: "stop", FinishReason.LENGTH: "length"}
 
 
 def error_of(result: GenerationResult) -> WeftError | None:
@@ -70,7 +68,7 @@ def _openai_line(line: Line, response: object, error: object) -> dict[str, Any]:
 def _plain(result: GenerationResult, tokenizer: Tokenizer) -> dict[str, Any]:
     choices = []
     for choice in result.choices:
-        one: dict[str, Any] = {"text": choice.text, "finish_reason": _FINISH[choice.finish_reason]}
+        one: dict[str, Any] = {"text": choice.text, "finish_reason": choice.finish_reason.in_openai}
         if choice.logprobs is not None:
             one["logprobs"] = _chat_logprobs(choice, tokenizer)
         choices.append(one)
@@ -88,7 +86,7 @@ def _body(line: Line, result: GenerationResult, tokenizer: Tokenizer, model: str
     for index, choice in enumerate(result.choices):
         one: dict[str, Any] = {
             "index": index,
-            "finish_reason": _FINISH[choice.finish_reason],
+            "finish_reason": choice.finish_reason.in_openai,
             "logprobs": None,
         }
         if is_chat:

@@ -49,6 +49,15 @@ from weft.text.model_text import ModelText
 _HEADERS_SECONDS = 1.0
 """A stream's status waits this long for the engine to refuse the request; a refusal that is later is an event."""
 _MAX_DETOKENIZED = 1 << 18
+_EXPOSED = (
+    *("x-request-id", "retry-after", "warning"),
+    *(
+        f"x-ratelimit-{what}-{of}"
+        for what in ("limit", "remaining", "reset")
+        for of in ("requests", "tokens")
+    ),
+)
+"""Headers that a web page may read."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -137,10 +146,16 @@ class ServerApp:
         middleware = []
         if origins:
             middleware = [
-                Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=origins,
+                    allow_methods=["*"],
+                    allow_headers=["*"],
+                    expose_headers=_EXPOSED,
+                )
             ]
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
-        return Logged(Guard(app, self.settings), self._log)
+        return Logged(Guard(app, self.settings), self._log, self._metrics.failed)
 
     # ------------------------------------------------------------------ generating
 
@@ -159,7 +174,10 @@ class ServerApp:
         body = await whole_body(request)
         size = len(body)
         choices = Choices(self.engine, self.text.tokenizer)
-        visit = self._visits.enter(key, choices)
+        record = current_record()
+        visit = self._visits.enter(key, choices, record.request_id if record.is_id_given else None)
+        if not record.is_id_given:
+            record.request_id = visit.id  # the answer's own id ends with it
         outcome: Outcome = None
         is_handed_on = False
         try:
@@ -170,10 +188,7 @@ class ServerApp:
             )
             with _renamed_params(asked):
                 prepared = await unless_disconnected(request.receive, self._begin(asked, size, visit))
-                record = current_record()
                 record.is_streamed = prepared.is_streamed
-                if not record.is_id_given:
-                    record.request_id = prepared.shape.request_id  # the answer's own id ends with it
                 # Tokens are all that is needed from here on.
                 del body, asked
                 request.scope[BODY].release()
@@ -234,7 +249,9 @@ class ServerApp:
             answer_form = tools.answer_form(self.text, prompts[0])
             written = tools.grammar(grammar, answer_form, self.text)
             if written is not None and written is not grammar:
-                grammar = await self._grammars.check(written)
+                # What the answer must look like was found good already: an error is one of the tools.
+                with _renamed({"grammar": "tools"} if tools.tools else {}):
+                    grammar = await self._grammars.check(written)
         else:
             form = "completion"
             check_completion(asked)
@@ -269,7 +286,7 @@ class ServerApp:
             shape,
             answer_form,
             asked.stream,
-            options is not None and options.include_usage,
+            options is not None and bool(options.include_usage),
         )
 
     def _chat_prompt(self, asked: ChatRequest | TokenizeRequest, tools: ToolUse | None = None) -> Chat:
@@ -407,7 +424,6 @@ class ServerApp:
         return docs_page.response()
 
     async def _respond_with_error(self, request: Request, error: ApiError) -> Response:
-        self._metrics.failed(error.status)
         if error.status in (429, 503) and error.retry_after is None:
             error.retry_after = self._seconds_until_worth_it()
         return error.response()

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from weft.errors import InvalidRequestError
 from weft.server import schema
 from weft.server.errors import ApiError
-from weft.server.worker import Worker, answer_all, ignore_signals
+from weft.server.worker import Worker, answer_all, ignore_signals, packed
 
 _SMALL_BYTES = 256 << 10
 """Up to this size reading takes a few milliseconds at worst."""
@@ -95,10 +96,15 @@ class BodyReader:
         """As `schema.read`."""
         if len(body) <= _SMALL_BYTES:
             return schema.read(kind, bytes(body))
-        answer = self._answers.decode(await self._worker.ask(kind.__name__.encode() + b"\n", body))
-        if isinstance(answer, _Refused):
-            raise ApiError(400, answer.message, param=answer.param, code=answer.code)
-        return msgspec.msgpack.decode(answer.fields, type=kind), answer.unknown
+        content = await self._worker.ask(kind.__name__.encode() + b"\n", body)
+        try:
+            answer = self._answers.decode(content)
+            if isinstance(answer, _Read):
+                return msgspec.msgpack.decode(answer.fields, type=kind), answer.unknown
+        except RecursionError:  # the process, which does little else, had room for it
+            message = "the body is nested too deeply; send it flatter"
+            raise ApiError(400, message, code="invalid_json") from None
+        raise ApiError(400, answer.message, param=answer.param, code=answer.code)
 
     async def close(self) -> None:
         await self._worker.close()
@@ -117,9 +123,12 @@ def _answer(question: bytes) -> bytes:
                 f"the body has more than {_MAX_VALUES} values; allowed: {_MAX_VALUES}; send several requests"
             )
             raise ApiError(400, message, code="body_too_large")
+        content = packed(asked, asked)
     except ApiError as error:
         return msgspec.msgpack.encode(_Refused(error.message, error.param, error.code))
-    return msgspec.msgpack.encode(_Read(msgspec.Raw(msgspec.msgpack.encode(asked)), unknown))
+    except InvalidRequestError as error:
+        return msgspec.msgpack.encode(_Refused(str(error), error.field or None, error.code))
+    return msgspec.msgpack.encode(_Read(msgspec.Raw(content), unknown))
 
 
 def _has_too_many_values(asked: msgspec.Struct) -> bool:

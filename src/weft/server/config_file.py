@@ -234,7 +234,9 @@ def _read(key: str, value: Any, source: str, is_text: bool = False) -> Any:
             size = parse_size(value)
             value = value if size is None else size
         elif is_text and isinstance(inspect.type_info(kind), inspect.VarTupleType):
-            value = [part.strip() for part in value.split(",") if part.strip()]
+            parts = [part.strip() for part in value.split(",")]
+            # A secret of nothing is refused where keys are made: left out, it would open the server to everyone.
+            value = parts if _is_secret(key) else [part for part in parts if part]
     try:
         return msgspec.convert(value, kind, strict=not is_text or _is_size(key))
     except msgspec.ValidationError:

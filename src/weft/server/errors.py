@@ -49,6 +49,11 @@ class ApiError(Exception):
         return cls(500, "the server made a mistake; its log says which", code="internal_error")
 
     @property
+    def is_askers(self) -> bool:
+        """Whoever asked could have had it otherwise; all others are the server's."""
+        return self.status < 500 or self.code == "deadline_exceeded"
+
+    @property
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

@@ -91,10 +91,10 @@ class FairGate:
         *,
         max_running: int,
         max_tokens: int,
-        count_answers: Callable[[], tuple[int, int]],
+        count_answers: Callable[[], tuple[int, int] | None],
     ) -> None:
-        """`count_answers` says how many the engine has, and how many of those have no token yet. `max_tokens` fit its
-        cache."""
+        """`count_answers` says how many the engine has, and how many of those have no token yet; None while it takes
+        none. `max_tokens` fit its cache."""
         accounts = {key.name: _Account(key.weight) for key in keys}
         self._accounts = accounts if len(accounts) > 1 else {}
         # A few in reserve: a place that becomes free is not left empty until word of it has come here and back.
@@ -170,7 +170,10 @@ class FairGate:
         )
 
     def _has_room(self, turn: Turn) -> bool:
-        num_answers, num_not_started = (count + self._num_coming for count in self._count_answers())
+        counts = self._count_answers()
+        if counts is None:
+            return False
+        num_answers, num_not_started = (count + self._num_coming for count in counts)
         if num_answers == 0:
             return True
         if num_answers >= self._max_running:

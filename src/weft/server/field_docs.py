@@ -50,7 +50,9 @@ FIELDS: Mapping[str, Field] = {
         MAX_TOKENS,
     ),
     "max_completion_tokens": Field("The newer name of max_tokens.", 1, MAX_TOKENS),
-    "min_tokens": Field("No end before so many new tokens.", 0, MAX_TOKENS),
+    "min_tokens": Field(
+        "No end before so many new tokens, unless the form of the answer leaves nothing else.", 0, MAX_TOKENS
+    ),
     "temperature": Field(
         "Randomness of the choice of tokens; 0 always takes the best. Default: what the model's makers suggest, else 1.",
         0,

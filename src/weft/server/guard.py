@@ -43,6 +43,7 @@ class Guard:
         try:
             self._check(scope)
         except ApiError as error:
+            error.headers |= self._for_pages(scope)
             await error.response()(scope, receive, send)
             return
         body = scope[BODY] = BufferedBody(self._budget)
@@ -101,6 +102,12 @@ class Guard:
             f"the page {name!r:.80} may not call this server; allowed_origins in its settings would let it",
             code="forbidden_origin",
         )
+
+    def _for_pages(self, scope: Scope) -> dict[str, str]:
+        """What lets a page that may call the server read why it may not now; answers have it from the middleware."""
+        origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
+        is_allowed = bool(origin) and (origin in self._origins or "*" in self._origins)
+        return {"access-control-allow-origin": origin, "vary": "Origin"} if is_allowed else {}
 
     def _check_admin(self, key: ApiKey | None) -> None:
         if key is not None and key.admin:

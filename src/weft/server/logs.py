@@ -19,14 +19,13 @@ from typing import Any, TextIO
 
 import msgspec
 
-from weft.request import FinishReason, GenerationResult
+from weft.request import GenerationResult
 from weft.server.settings import LogFormat
 
 _MAX_LINES = 8192
 _LAST_LINES_SECONDS = 2.0
-_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Asked every few seconds by machines: logged only when they fail."""
-_FINISHED = {FinishReason.STOP: "stop", FinishReason.END_OF_SEQUENCE: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass
@@ -65,7 +64,7 @@ class Record:
                 "prompt_tokens": sum(one.prompt_token_count for one in prompts),
                 "cached_tokens": sum(one.cached_token_count for one in prompts),
                 "completion_tokens": sum(len(one.tokens) for one in self.results),
-                "finish_reasons": [_FINISHED.get(one.finish_reason, "error") for one in self.results],
+                "finish_reasons": [one.finish_reason.in_openai for one in self.results],
                 "queue_seconds": _rounded(first.waiting_time),
                 "first_token_seconds": _rounded(first.time_to_first_token),
             }
@@ -108,7 +107,7 @@ class ServerLog:
 
     def request(self, record: Record) -> None:
         """A request that ended."""
-        if record.path in _QUIET_PATHS and record.status < 400:
+        if record.path in QUIET_PATHS and record.status < 400:
             return
         now, seconds = time.time(), time.monotonic() - record.began
         level = "error" if record.status >= 500 else "info"

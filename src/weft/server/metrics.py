@@ -9,7 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from weft.engine.client import EngineClient
 from weft.errors import WeftError
-from weft.request import FinishReason, GenerationResult
+from weft.request import GenerationResult
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -32,7 +32,6 @@ _TOKEN_SECONDS = (
     5.0,
 )
 _REQUEST_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
-_FINISHED = {FinishReason.LENGTH: "length", FinishReason.STOP: "stop", FinishReason.END_OF_SEQUENCE: "stop"}
 
 
 class ServerMetrics:
@@ -119,14 +118,17 @@ class ServerMetrics:
             if index % per_prompt == 0:
                 self._prompt_tokens.inc(result.prompt_token_count)
                 self._cached_tokens.inc(result.cached_token_count)
-            self._generated_tokens.inc(len(result.tokens))
-            self._success.labels(**self._labels, finished_reason=_FINISHED[result.finish_reason]).inc()
+            self._success.labels(**self._labels, finished_reason=result.finish_reason.in_openai).inc()
             self._queue.observe(result.waiting_time)
             self._prefill.observe(result.prefill_time)
             self._decode.observe(result.decode_time)
             if len(result.tokens) > 1:
                 self._per_token.observe(result.decode_time / (len(result.tokens) - 1))
         self._latency.observe(seconds)
+
+    def generated(self, num_tokens: int) -> None:
+        """The tokens of a request that is over, whoever read them."""
+        self._generated_tokens.inc(num_tokens)
 
     def failed(self, status: int) -> None:
         self._failed.labels(**self._labels, status=str(status)).inc()

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from weft.request import FinishReason, GenerationResult, TokenLogprobs
+from weft.request import GenerationResult, TokenLogprobs
 from weft.server.answers import Choices, Piece
 from weft.text.answer_parts import AnswerParts, Call, CallBegins, Content, Delta, Thought
 from weft.text.tokenizer import Tokenizer
 
 Form = Literal["chat", "completion"]
-
-_FINISH = {FinishReason.STOP: "stop", FinishReason.END_OF_SEQUENCE: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ class Shape:
         return self.echoes[index // self.num_choices_per_prompt] if self.echoes else _NO_ECHO
 
     def _finish_reason(self, result: GenerationResult, parts: AnswerParts | None) -> str:
-        reason = _FINISH[result.finish_reason]
+        reason = result.finish_reason.in_openai
         is_call = parts is not None and bool(parts.calls) and not self.is_named_call
         return "tool_calls" if is_call and reason == "stop" else reason
 

@@ -9,7 +9,7 @@ import msgspec
 
 from weft.errors import InvalidRequestError
 from weft.server.text_process import Answer, Chat, Question, Refusal, Text, Tokens, encode_prompt
-from weft.server.worker import Worker
+from weft.server.worker import Worker, packed
 from weft.text.model_text import ModelText
 
 _TINY_BYTES = 1 << 10
@@ -49,7 +49,7 @@ class PromptEncoder:
                 self._threads, encode_prompt, self._text, prompt
             )
         self._check_length(prompt)
-        question = _packed(Question(prompt, self._max_context))
+        question = packed(Question(prompt, self._max_context), prompt)
         answer = self._answers.decode(await self._worker.ask(question))
         if isinstance(answer, Tokens):
             return answer.ids
@@ -90,14 +90,3 @@ class PromptEncoder:
 
 def _field(prompt: Chat | Text) -> str:
     return "prompt" if isinstance(prompt, Text) else "messages"
-
-
-def _packed(question: Question) -> bytes:
-    try:
-        return msgspec.msgpack.encode(question)
-    except OverflowError:
-        problem = "holds a whole number of more than 64 bits"
-    except RecursionError:
-        problem = "is nested too deeply"
-    field = _field(question.prompt)
-    raise InvalidRequestError(f"{field} {problem}; send it as text", field=field)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import traceback
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.server.errors import ApiError
-from weft.server.logs import Record, ServerLog, record_of_task
+from weft.server.logs import QUIET_PATHS, Record, ServerLog, record_of_task
 
 _GIVEN_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _LONGEST_PATH = 200
@@ -20,9 +21,13 @@ _LONGEST_PATH = 200
 class Logged:
     """Nothing that goes wrong behind it goes further: it becomes a 500, and a line that says where."""
 
-    def __init__(self, app: ASGIApp, log: ServerLog) -> None:
+    def __init__(
+        self, app: ASGIApp, log: ServerLog, on_error: Callable[[int], object] = lambda status: None
+    ) -> None:
+        """`on_error` hears the status of every request that was answered with one of an error."""
         self._app = app
         self._log = log
+        self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,6 +53,8 @@ class Logged:
             key = scope.get("weft.key")  # that the guard found the request to be sent with
             record.key_name = None if key is None else key.name
             self._log.request(record)
+            if record.status >= 400 and not record.is_client_gone and record.path not in QUIET_PATHS:
+                self._on_error(record.status)
 
     def _tell(self, error: Exception, record: Record) -> None:
         """Where it happened. Not the error's message, which may quote the request."""

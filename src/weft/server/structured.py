@@ -83,7 +83,7 @@ def _of_format(form: Mapping[str, Any]) -> Grammar | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        schema = form.get("schema", ANY_OBJECT)  # llama.cpp's way to say more about it
+        schema = form["schema"] if "schema" in given else ANY_OBJECT  # llama.cpp's way to say more about it
         is_schema = isinstance(schema, dict)
         return _of_schema({**ANY_OBJECT, **schema} if is_schema else schema, "response_format.schema")
     if kind == "json_schema":

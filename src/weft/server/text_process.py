@@ -18,12 +18,12 @@ from weft.text.model_text import ModelText, open_model_text
 
 
 class Chat(msgspec.Struct, frozen=True, tag=True):
-    """The arguments of `ModelText.encode_chat`."""
+    """The arguments of `ModelText.encode_chat`, under the names that clients know."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
-    options: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -67,7 +67,7 @@ def encode_prompt(text: ModelText, prompt: Chat | Text) -> list[int]:
         prompt.messages,
         tools=prompt.tools,
         documents=prompt.documents,
-        options=prompt.options,
+        options=prompt.chat_template_kwargs,
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
     )

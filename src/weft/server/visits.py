@@ -32,15 +32,24 @@ _GREED = 4
 leaves the others a fifth of the places."""
 _WAKE_EVERY = 64
 _WAKE_EVERY_FOR_STOPS = 8
-"""Tokens after which an answer that nobody streams is looked at. A stop string is found in the text, so that an answer
-runs on for up to so many tokens behind it."""
+"""Tokens after which an answer that nobody streams is looked at. A stop string, or the last call of a tool, is found in
+the text, so that an answer runs on for up to so many tokens behind it."""
 
 
 class Visit:
     """One request from the moment its body is read until its answer is out. Whoever entered it calls `leave`."""
 
-    def __init__(self, key: ApiKey | None, limits: KeyLimits | None, choices: Choices, began: float) -> None:
+    def __init__(
+        self,
+        key: ApiKey | None,
+        limits: KeyLimits | None,
+        choices: Choices,
+        began: float,
+        given_id: str | None = None,
+    ) -> None:
         self.id = uuid.uuid4().hex
+        self.given_id = given_id
+        """What its client calls it."""
         self.key = key
         self.limits = limits
         self.choices = choices
@@ -56,7 +65,7 @@ class Visit:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"x-request-id": self.id, **(self.limits.headers() if self.limits else {})}
+        return self.limits.headers() if self.limits else {}
 
     def described(self, now: float) -> dict[str, Any]:
         """For operators."""
@@ -64,6 +73,7 @@ class Visit:
         state = "running" if num_tokens else "waiting" if self.requests else "preparing"
         return {
             "id": self.id,
+            "request_id": self.given_id or self.id,
             "key": self.key.name if self.key else None,
             "state": state,
             "age": round(now - self.began, 3),
@@ -129,14 +139,14 @@ class Visits:
         if key is not None:
             self._limits[key.name].take_request()
 
-    def enter(self, key: ApiKey | None, choices: Choices) -> Visit:
+    def enter(self, key: ApiKey | None, choices: Choices, given_id: str | None = None) -> Visit:
         """One more request. Raises a 429 where there is no place, or its key has no more to ask."""
         self.check_room(key)  # others may have come in while the body did
         limits = self._limits[key.name] if key else None
         if limits is not None:
             limits.take_request()
             limits.num_open += 1
-        visit = Visit(key, limits, choices, self._clock())
+        visit = Visit(key, limits, choices, self._clock(), given_id)
         self._open[visit.id] = visit
         self._idle.clear()
         return visit
@@ -164,7 +174,8 @@ class Visits:
             max(self._max_tokens(request, self._engine.max_sequence_length) for request in requests),
         )
         visit.turn = turn = self._gate.ask(visit.key, job)
-        wake_every = _WAKE_EVERY_FOR_STOPS if first.params.stop else _WAKE_EVERY
+        is_cut = bool(first.params.stop) or (form is not None and form.max_calls is not None)
+        wake_every = _WAKE_EVERY_FOR_STOPS if is_cut else _WAKE_EVERY
         work = partial(self._submit_in_turn, visit, form, 1 if is_streamed else wake_every)
         if turn is None or turn.may_go.done():
             await work()
@@ -172,12 +183,15 @@ class Visits:
             visit.choices.submit_later(work)
 
     def leave(self, visit: Visit, outcome: Outcome) -> None:
-        """It is over. Who got an error pays nothing; who went away, what was computed until then."""
+        """It is over. Who got an error of the server's pays nothing, and who was refused; everyone else what was computed
+        until then, however it ended: a deadline would otherwise make everything free."""
         if self._open.pop(visit.id, None) is None:
             return
+        num_generated = visit.choices.num_tokens
+        self._metrics.generated(num_generated)
         used = None
-        if not isinstance(outcome, ApiError):
-            used = visit.choices.num_tokens
+        if not isinstance(outcome, ApiError) or (num_generated and outcome.is_askers):
+            used = num_generated
             self.pace.ended()
         if visit.turn is not None:
             self._gate.leave(visit.turn, used)
@@ -205,8 +219,8 @@ class Visits:
 
     async def _submit_in_turn(self, visit: Visit, form: AnswerForm | None, wake_every: int) -> None:
         requests, waited = visit.requests, 0.0
-        if (turn := visit.turn) is not None:
-            deadline = requests[0].deadline
+        if (turn := visit.turn) is not None and not turn.may_go.done():
+            asked_at, deadline = self._clock(), requests[0].deadline
             try:
                 await asyncio.wait_for(turn.may_go, deadline)
             except TimeoutError:
@@ -215,15 +229,15 @@ class Visits:
                 ) from None
             if turn.stage != "going":
                 return  # it was given up in the moment in which its turn came
-            waited = self._clock() - visit.began
+            waited = self._clock() - asked_at
             requests = [later(request, waited) for request in requests]
         await visit.choices.submit(requests, form, wake_every=wake_every, waited=waited)
         if turn is not None:
             self._gate.submitted(turn)
 
-    def _count_answers(self) -> tuple[int, int]:
+    def _count_answers(self) -> tuple[int, int] | None:
         if self._engine.state is EngineState.STARTING:
-            return self._settings.engine.scheduler.max_running, 0  # whoever waits may wait a little longer
+            return None  # whoever waits may wait a little longer
         return self._engine.num_under_way, self._engine.num_not_begun
 
     def _max_tokens(self, request: InferenceRequest, default: int) -> int:

@@ -10,9 +10,11 @@ import signal
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from weft.errors import WeftError
+import msgspec
+
+from weft.errors import InvalidRequestError, WeftError
 
 _LENGTH = struct.Struct("<I")
 
@@ -76,6 +78,24 @@ class Worker:
             except ProcessLookupError:
                 pass
         return process
+
+
+def packed(message: Any, asked: msgspec.Struct) -> bytes:
+    """A message between the server and such a process. Raises InvalidRequestError that names the field of `asked`, which
+    is part of it, that fits no message."""
+    try:
+        return msgspec.msgpack.encode(message)
+    except (OverflowError, RecursionError):
+        pass
+    for name in asked.__struct_fields__:
+        try:
+            msgspec.msgpack.encode(getattr(asked, name))
+        except OverflowError:
+            message = f"{name} holds a whole number of more than 64 bits; send it as text"
+            raise InvalidRequestError(message, field=name) from None
+        except RecursionError:
+            raise InvalidRequestError(f"{name} is nested too deeply; send it flatter", field=name) from None
+    raise InvalidRequestError("the body is nested too deeply; send it flatter")
 
 
 def answer_all(answer: Callable[[bytes], bytes]) -> None:

@@ -177,6 +177,11 @@ def _refusal(grammar: Grammar, error: str) -> InvalidRequestError:
 def _told(grammar: Grammar, error: str) -> str:
     """What llguidance says, for whoever wrote the grammar."""
     error = error.replace("<non-verbose/>", "").strip()
+    # A schema inside of another grammar; what follows is that grammar, which may be one that nobody sent.
+    if inside := re.match(
+        r"at \d+\(\d+\): failed to compile JSON schema: (.*?)(?=\n +\d+ \||\Z)", error, re.DOTALL
+    ):
+        error = inside[1]
     if error.startswith(("NoExtension", "Unsatisfiable")):
         return f"nothing can ever match it ({error.splitlines()[0]})"
     if remote := re.match(r"Resource '(.*)' is not present in a registry", error):

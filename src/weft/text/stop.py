@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from weft.text.answer_parts import overlap
+
 
 class StopFinder:
     """Holds back what may become a stop string. What `add` returns is certain to be part of the text."""
@@ -31,7 +33,7 @@ class StopFinder:
         if found:
             self.is_stopped, self._held = True, ""
             return text[: min(found)]
-        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
+        kept = overlap(text, self._stops)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
 
@@ -39,11 +41,3 @@ class StopFinder:
         """What was held back, once no more text can follow."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are the beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

@@ -1,0 +1,57 @@
+"""Web pages that an operator lets call the server: what their browser asks first, and what the page can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server_process import Server, api_key, running_server
+
+PAGE = "https://page.example"
+ORIGIN = {"Origin": PAGE}
+
+
+@pytest.fixture(scope="module")
+def pages(default_model_path: Path) -> Iterator[Server]:
+    keys = [api_key("secret", requests_per_minute=1000)]
+    with running_server(default_model_path, allowed_origins=[PAGE], api_keys=keys) as server:
+        yield server
+
+
+def test_a_browser_that_asks_first_is_told_what_the_page_may_send(pages: Server) -> None:
+    asks = {
+        **ORIGIN,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    told = pages.client.options("/v1/chat/completions", headers=asks)
+    assert told.status_code == 200 and told.headers["access-control-allow-origin"] == PAGE
+    assert "authorization" in told.headers["access-control-allow-headers"]
+    other = pages.client.options("/v1/chat/completions", headers={**asks, "Origin": "https://other.example"})
+    assert other.status_code == 403 and "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_page_reads_the_answer_and_what_its_headers_say(pages: Server, stream: bool) -> None:
+    headers = {**ORIGIN, "Authorization": "Bearer secret"}
+    body = {"prompt": "Hello", "max_tokens": 2, "stream": stream}
+    answer = pages.client.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == PAGE
+    exposed = {name.strip().lower() for name in answer.headers["access-control-expose-headers"].split(",")}
+    assert {"x-request-id", "retry-after", "warning", "x-ratelimit-remaining-requests"} <= exposed
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer secret", "Content-Encoding": "gzip"}, 400),
+        ({"Authorization": "Bearer secret"}, 404),
+    ],
+)
+def test_the_page_reads_errors_too(pages: Server, headers: dict[str, str], status: int) -> None:
+    """Without the header a browser tells the page that the network failed, and not what was wrong."""
+    body = {"prompt": "Hello", "model": "nothing"}
+    error = pages.client.post("/v1/completions", json=body, headers={**ORIGIN, **headers})
+    assert error.status_code == status and error.headers["access-control-allow-origin"] == PAGE
