@@ -21,7 +21,7 @@ from weft.request import (
     TokenOutput,
 )
 from weft.server.answers import Choice, Choices
-from weft.server.openai import Shape
+from weft.server.openai import Shape, TokenOffsets
 from weft.text.answer_reader import AnswerForm, AnswerReader
 from weft.text.answer_text import AnswerText
 from weft.text.reasoning import ReasoningMarkers
@@ -76,12 +76,13 @@ class Said:
         self.choice = Choice(0, answer, said, AnswerReader(form))
         self.shape = Shape("chat", "m", tokenizer, has_parts=True, **shape)
         events = [self.shape.opening(0)]
+        offsets = TokenOffsets(tokenizer)
         for start in range(0, len(outputs), step):
             for output in outputs[start : start + step]:
                 answer.put(output)
             piece = self.choice.take(effort=10_000)
             assert piece is not None
-            events += self.shape.pieces(piece, 0)
+            events += self.shape.pieces(piece, offsets)
         assert self.choice.result is not None
         events.append(self.shape.closing(0, self.choice.result, self.choice.parts))
         self.chunks = [self.shape.chunk([event]) for event in events]

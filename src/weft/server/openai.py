@@ -28,6 +28,20 @@ class Echo:
 _NO_ECHO = Echo()
 
 
+class TokenOffsets:
+    """Where in the text of one answer each token begins, also while some of the text is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = offset
+
+    def add(self, token: int) -> int:
+        offset = self._offset
+        self._offset += len(self._decoder.decode(self._token_bytes(token)))
+        return offset
+
+
 @dataclass(frozen=True)
 class Shape:
     """What all that is said about one request has in common."""
@@ -84,11 +98,11 @@ class Shape:
         delta = {"role": "assistant", "content": None if self.has_parts else ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def pieces(self, piece: Piece, offset: int) -> list[dict[str, Any]]:
-        """What was added; `offset` is where in the text of a completion it begins."""
+    def pieces(self, piece: Piece, offsets: TokenOffsets) -> list[dict[str, Any]]:
+        """What was added; `offsets` are those of its answer."""
         if piece.deltas is None:
             is_worth_it = piece.text or (self.wants_logprobs and piece.tokens)
-            return [self._piece(piece, offset)] if is_worth_it else []
+            return [self._piece(piece, offsets)] if is_worth_it else []
         events: list[dict[str, Any]] = [
             {"index": piece.choice.index, "delta": _delta(delta), "logprobs": None, "finish_reason": None}
             for delta in piece.deltas
@@ -97,13 +111,13 @@ class Shape:
             # Of all tokens, those of thoughts and calls too; the first event of several takes them along.
             if not events:
                 events = [{"index": piece.choice.index, "delta": {}, "logprobs": None, "finish_reason": None}]
-            events[0]["logprobs"] = self._logprobs(piece.tokens, piece.logprobs, offset)
+            events[0]["logprobs"] = self._logprobs(piece.tokens, piece.logprobs, offsets)
         return events
 
-    def _piece(self, piece: Piece, offset: int) -> dict[str, Any]:
+    def _piece(self, piece: Piece, offsets: TokenOffsets) -> dict[str, Any]:
         logprobs = None
         if self.wants_logprobs and piece.tokens:
-            logprobs = self._logprobs(piece.tokens, piece.logprobs, offset)
+            logprobs = self._logprobs(piece.tokens, piece.logprobs, offsets)
         content: dict[str, Any] = {"text": piece.text}
         if self.form == "chat":
             content = {"delta": {"content": piece.text}}
@@ -152,7 +166,7 @@ class Shape:
         logprobs = None
         if self.wants_logprobs:
             scored = [*(first.prompt_logprobs or ()), *(result.logprobs or ())]
-            logprobs = self._logprobs([*echo.tokens, *result.tokens], scored, 0)
+            logprobs = self._logprobs([*echo.tokens, *result.tokens], scored, TokenOffsets(self.tokenizer))
         content: dict[str, Any] = {"text": echo.text + result.text}
         if self.form == "chat":
             content = {"message": _message(result.text if parts is None else parts)}
@@ -165,11 +179,11 @@ class Shape:
         }
 
     def _logprobs(
-        self, tokens: Sequence[int], each: Sequence[TokenLogprobs | None], offset: int
+        self, tokens: Sequence[int], each: Sequence[TokenLogprobs | None], offsets: TokenOffsets
     ) -> dict[str, Any]:
         if self.form == "chat":
             return {"content": [self._entry(*pair) for pair in zip(tokens, each, strict=True)]}
-        return self._completion_logprobs(tokens, each, offset)
+        return self._completion_logprobs(tokens, each, offsets)
 
     def _entry(self, token: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
         assert logprobs is not None, (
@@ -185,14 +199,9 @@ class Shape:
         return {"token": content.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(content)}
 
     def _completion_logprobs(
-        self, tokens: Sequence[int], each: Sequence[TokenLogprobs | None], offset: int
+        self, tokens: Sequence[int], each: Sequence[TokenLogprobs | None], offsets: TokenOffsets
     ) -> dict[str, Any]:
         """The older form: parallel lists, and where in the text each token begins."""
-        offsets = []
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(decoder.decode(self.tokenizer.token_bytes(token)))
         names = [self._name(token) for token in tokens]
         return {
             "tokens": names,
@@ -204,7 +213,7 @@ class Shape:
                 else {**{self._name(other): value for other, value in one.top}, name: one.logprob}
                 for name, one in zip(names, each, strict=True)
             ],
-            "text_offset": offsets,
+            "text_offset": [offsets.add(token) for token in tokens],
         }
 
     def _name(self, token: int) -> str:

@@ -16,7 +16,7 @@ from weft.request import GenerationResult
 from weft.server.answers import Choices, Piece
 from weft.server.errors import ApiError, as_api_error
 from weft.server.metrics import ServerMetrics
-from weft.server.openai import Shape
+from weft.server.openai import Shape, TokenOffsets
 from weft.server.rounds import Rounds
 
 _SECONDS_PER_EVENT = 1e-4
@@ -83,8 +83,8 @@ class EventStream(Response):
         self._include_usage = include_usage
         self._on_end = on_end
         self._last = began
-        self._offsets: dict[int, int] = {}
-        """Where in its text each answer is; one is in here once something of it was sent."""
+        self._offsets: dict[int, TokenOffsets] = {}
+        """Of each answer of which something was sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         EventStream.open_streams += 1
@@ -93,6 +93,9 @@ class EventStream(Response):
             outcome = await unless_disconnected(receive, self._send_all(send))
         except Disconnected:
             pass
+        except Exception:
+            outcome = ApiError.mistake()
+            raise
         finally:
             EventStream.open_streams -= 1
             self._choices.cancel()
@@ -142,11 +145,10 @@ class EventStream(Response):
         events: list[dict[str, Any]] = []
         for piece in pieces:
             index = piece.choice.index
-            offset = self._offsets.get(index)
-            if offset is None:
-                offset = self._open(index, events)
-            events += shape.pieces(piece, offset)
-            self._offsets[index] = offset + len(piece.text)
+            offsets = self._offsets.get(index)
+            if offsets is None:
+                offsets = self._offsets[index] = TokenOffsets(shape.tokenizer, self._open(index, events))
+            events += shape.pieces(piece, offsets)
             if piece.choice.result is not None:
                 events.append(shape.closing(index, piece.choice.result, piece.choice.parts))
         return events
