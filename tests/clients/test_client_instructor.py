@@ -17,7 +17,7 @@ FIELDS: dict[str, Any] = {
     "temperature": 0,
     "max_retries": 0,
 }
-MODES = [instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT]
+MODES = [instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])

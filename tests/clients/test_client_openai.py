@@ -54,8 +54,9 @@ def test_errors_are_those_that_the_package_knows(client: Any, base_url: str, mod
     assert bad.value.param == "temperature"
     with openai.OpenAI(base_url=base_url, api_key="once", max_retries=0) as limited:
         assert [one.id for one in limited.models.list()] == [model]
+        limited.completions.create(model=model, prompt="x", max_tokens=1)
         with pytest.raises(openai.RateLimitError) as late:
-            limited.models.list()
+            limited.completions.create(model=model, prompt="x", max_tokens=1)
     assert late.value.code == "rate_limit_exceeded" and int(late.value.response.headers["retry-after"]) > 0
 
 

@@ -83,6 +83,11 @@ def test_parse_of_the_openai_client_gives_an_object_of_its_class(client: openai.
     [choice] = answer.choices
     assert choice.finish_reason == "stop"
     assert isinstance(choice.message.parsed, City)
+    with client.chat.completions.stream(
+        model=MODEL, messages=QUESTION, response_format=City, temperature=0, max_tokens=120
+    ) as events:
+        [streamed] = events.get_final_completion().choices
+    assert streamed.message.parsed == choice.message.parsed
 
 
 def test_every_answer_in_a_stream_of_several_obeys_the_schema(client: openai.OpenAI) -> None:
@@ -154,6 +159,25 @@ def test_any_json_object_is_one(real_server: Server, fields: dict[str, Any]) -> 
     assert "\n\n" not in choice["message"]["content"], "whitespace has a bound"
 
 
+def test_an_object_has_the_properties_that_are_named_and_no_others(real_server: Server) -> None:
+    """As instructor and llm send it: the model had no end of things to add."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "age": {"type": "integer", "maximum": 150},
+        },
+        "required": ["name", "age"],
+    }
+    asked = {
+        "messages": [{"role": "user", "content": "Tell me about a person called Ada, aged 36."}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}},
+    }
+    [choice] = real_server.chat(**asked, temperature=0, max_tokens=60).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert set(json.loads(choice["message"]["content"])) == {"name", "age"}
+
+
 def test_an_answer_cut_by_its_length_keeps_its_text(real_server: Server) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     [choice] = real_server.chat(response_format=form, max_tokens=3, temperature=0).json()["choices"]
@@ -218,6 +242,10 @@ def check_that_it_errors_alone(server: Server, fields: dict[str, Any], message: 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+def nested(depth: int) -> Any:
+    return json.loads('{"properties":{"a":' * depth + "{}" + "}}" * depth)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
@@ -229,6 +257,8 @@ def check_that_it_errors_alone(server: Server, fields: dict[str, Any], message: 
         ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json", "nowhere"),
         ({"guided_json": "{"}, "guided_json", "not JSON"),
         ({"guided_json": "3"}, "guided_json", "an object"),
+        # As deep as a body may be, or nearly so: what reads it must not be the only one that can.
+        *(({"guided_json": nested(depth)}, "guided_json", "400 levels") for depth in (230, 480, 488)),
         ({"json_schema": {"type": "cheese"}}, "json_schema", "cheese"),
         ({"grammar": "root ::= foo"}, "grammar", "foo"),
         ({"grammar": "start: foo"}, "grammar", "foo"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +12,6 @@ import pydantic
 import pytest
 from server_process import MODEL, Server
 from test_bad_inputs import error_of
-
-needs_grammars = pytest.mark.skipif(
-    importlib.util.find_spec("weft.backends.grammar") is None, reason="calls are forced by grammars"
-)
 
 QUESTION: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 
@@ -78,6 +74,7 @@ def changed(**fields: Any) -> dict[str, Any]:
         ([changed(description=3)], "tools[0].function.description"),
         ([changed(parameters=[])], "tools[0].function.parameters"),
         ([changed(parameters={"type": "string"})], "tools[0].function.parameters"),
+        ([changed(parameters=json.loads('{"a":' * 900 + "1" + "}" * 900))], "tools[0].function.parameters"),
         ([changed(strict="yes")], "tools[0].function.strict"),
         ([tool(f"f{number}") for number in range(129)], "tools"),
     ],
@@ -226,14 +223,12 @@ def named_answer(client: openai.OpenAI) -> Any:
     return ask(client, tool_choice=NAMED, logprobs=True)
 
 
-@needs_grammars
 def test_a_tool_that_is_named_is_called_once(named_answer: Any) -> None:
     [choice] = named_answer.choices
     assert len(check_calls(choice.message, {"get_weather"})) == 1
     assert choice.finish_reason == "stop"
 
 
-@needs_grammars
 def test_a_call_that_is_required_is_made_however_hot_the_sampling(client: openai.OpenAI) -> None:
     answer = ask(client, tool_choice="required", parallel_tool_calls=False, temperature=1.2, seed=7, n=2)
     for choice in answer.choices:
@@ -248,7 +243,6 @@ def final(client: openai.OpenAI, choice: Any) -> Any:
         return stream.get_final_completion().choices[0]
 
 
-@needs_grammars
 def test_a_stream_adds_up_to_the_same_call(client: openai.OpenAI, named_answer: Any) -> None:
     streamed = final(client, NAMED)
     [call] = check_calls(streamed.message, {"get_weather"})
@@ -256,14 +250,12 @@ def test_a_stream_adds_up_to_the_same_call(client: openai.OpenAI, named_answer: 
     assert streamed.finish_reason == "stop"
 
 
-@needs_grammars
 def test_a_streamed_call_that_is_required_ends_as_a_call(client: openai.OpenAI) -> None:
     streamed = final(client, "required")
     check_calls(streamed.message, {"get_weather", "get_time"})
     assert streamed.finish_reason == "tool_calls"
 
 
-@needs_grammars
 def test_30_a_forced_call_that_is_cut_ends_by_length_and_keeps_its_text(
     client: openai.OpenAI, named_answer: Any
 ) -> None:
@@ -282,10 +274,9 @@ class GetWeather(pydantic.BaseModel):
     """Get the weather of a city."""
 
     city: str = pydantic.Field(max_length=20)
-    days: int
+    days: int = pydantic.Field(ge=0, le=9)
 
 
-@needs_grammars
 def test_parsed_tools_come_as_objects(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(
         model=MODEL,
@@ -299,7 +290,30 @@ def test_parsed_tools_come_as_objects(client: openai.OpenAI) -> None:
         assert isinstance(call.function.parsed_arguments, GetWeather)
 
 
-@needs_grammars
+def test_an_asynchronous_client_gets_objects_and_streamed_calls_at_once(
+    real_server: Server, named_answer: Any
+) -> None:
+    async def ask_both() -> tuple[Any, Any]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{real_server.url}/v1", api_key="none", max_retries=0
+        ) as client:
+
+            async def streamed_call() -> Any:
+                fields: Any = {"model": MODEL, "messages": QUESTION, "tools": TOOLS, "tool_choice": NAMED}
+                async with client.chat.completions.stream(**fields, temperature=0, max_tokens=80) as events:
+                    return (await events.get_final_completion()).choices[0].message
+
+            parsing = client.chat.completions.parse(
+                model=MODEL, messages=QUESTION, response_format=GetWeather, temperature=0, max_tokens=60
+            )
+            return await asyncio.gather(parsing, streamed_call())
+
+    parsed, message = asyncio.run(ask_both())
+    assert isinstance(parsed.choices[0].message.parsed, GetWeather)
+    [call] = check_calls(message, {"get_weather"})
+    assert call.function.arguments == named_answer.choices[0].message.tool_calls[0].function.arguments
+
+
 def test_a_strict_tool_that_may_be_called_leaves_the_model_free_to_answer(client: openai.OpenAI) -> None:
     strict: Any = [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]
     [choice] = ask(client, tools=strict, max_tokens=20).choices
@@ -309,7 +323,6 @@ def test_a_strict_tool_that_may_be_called_leaves_the_model_free_to_answer(client
         assert choice.message.content
 
 
-@needs_grammars
 def test_an_answer_with_a_form_may_be_a_call_instead_and_nothing_else(client: openai.OpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "yes", "schema": {"type": "boolean"}}}
     strict: Any = [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]
@@ -323,7 +336,6 @@ def test_an_answer_with_a_form_may_be_a_call_instead_and_nothing_else(client: op
     check_calls(choice.message, {"get_time"})
 
 
-@needs_grammars
 def test_26_a_schema_that_cannot_be_enforced_is_refused_where_it_would_be(real_server: Server) -> None:
     remote = [
         changed(parameters={"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:9/x.json"}}})
