@@ -74,7 +74,7 @@ def changed(**fields: Any) -> dict[str, Any]:
         ([changed(description=3)], "tools[0].function.description"),
         ([changed(parameters=[])], "tools[0].function.parameters"),
         ([changed(parameters={"type": "string"})], "tools[0].function.parameters"),
-        ([changed(parameters=json.loads('{"a":' * 900 + "1" + "}" * 900))], "tools[0].function.parameters"),
+        ([changed(parameters=json.loads('{"a":' * 450 + "1" + "}" * 450))], "tools[0].function.parameters"),
         ([changed(strict="yes")], "tools[0].function.strict"),
         ([tool(f"f{number}") for number in range(129)], "tools"),
     ],
