@@ -124,7 +124,7 @@ def test_02_all_bodies_together_have_a_bound_and_who_is_beyond_it_may_come_back(
     wait_for(lambda: small_server.client.post("/v1/completions", json=body).status_code == 200)
 
 
-LONG = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "n": 20, "stream": True}
 
 
 def test_a_body_counts_only_until_it_is_tokens(small_server: Server) -> None:

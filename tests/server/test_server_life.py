@@ -70,7 +70,7 @@ def test_38_a_client_that_leaves_while_queued_is_forgotten(slow_server: Server, 
 
 
 def test_38_a_client_that_leaves_during_a_long_prompt_frees_its_memory(slow_server: Server) -> None:
-    connection = send_request(slow_server, prompt=[5] * 700, max_tokens=10)
+    connection = send_request(slow_server, prompt=[5] * 300, max_tokens=10)
     wait_for(lambda: slow_server.metric("num_requests_running") == 1)
     connection.close()
     slow_server.wait_until_free()
@@ -157,7 +157,9 @@ def test_40_a_killed_engine_is_an_error_for_its_requests_and_comes_back(default_
 def test_40_sigterm_lets_what_runs_end_refuses_the_new_and_leaves_nothing(default_model_path: Path) -> None:
     with running_server(default_model_path) as server:
         children = server.children()
-        with server.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+        with server.client.stream(
+            "POST", "/v1/completions", json={**LONG, "n": 4, "stream": True}
+        ) as response:
             lines = response.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
