@@ -83,11 +83,6 @@ def test_parse_of_the_openai_client_gives_an_object_of_its_class(client: openai.
     [choice] = answer.choices
     assert choice.finish_reason == "stop"
     assert isinstance(choice.message.parsed, City)
-    with client.chat.completions.stream(
-        model=MODEL, messages=QUESTION, response_format=City, temperature=0, max_tokens=120
-    ) as events:
-        [streamed] = events.get_final_completion().choices
-    assert streamed.message.parsed == choice.message.parsed
 
 
 def test_every_answer_in_a_stream_of_several_obeys_the_schema(client: openai.OpenAI) -> None:
