@@ -158,7 +158,7 @@ def test_40_sigterm_lets_what_runs_end_refuses_the_new_and_leaves_nothing(defaul
     with running_server(default_model_path) as server:
         children = server.children()
         with server.client.stream(
-            "POST", "/v1/completions", json={**LONG, "n": 4, "stream": True}
+            "POST", "/v1/completions", json={**LONG, "n": 2, "stream": True}
         ) as response:
             lines = response.iter_lines()
             next(lines)
