@@ -1,7 +1,7 @@
 """What a JSON schema leaves unsaid: an object that names its properties has those and no others.
 
 To JSON Schema all others are welcome, and few clients say otherwise. A model that may add properties does not always find
-an end, and what it adds is thrown away. llama.cpp and vLLM close such objects too; `"additionalProperties": true` opens one.
+an end, and what it adds is thrown away. llama.cpp and xgrammar close such objects too; `"additionalProperties": true` opens one.
 """
 
 from __future__ import annotations
