@@ -66,9 +66,9 @@ $(VENV)/.dev: $(VENV)/.runtime
 # An environment of its own: the clients pin versions of openai and others that the tests do not.
 $(VENV)-clients/.installed: pyproject.toml constraints-clients.txt
 	@$(PYTHON) -m venv $(VENV)-clients
-	@echo "==> installing the clients (about 1.1 GB, a minute or two)"
+	@echo "==> installing the clients (about 1.1 GB; some minutes, silent unless something is wrong)"
 	@$(VENV)-clients/bin/python -m pip --disable-pip-version-check install --quiet -c constraints-clients.txt -e . \
-		httpx pytest openai litellm langchain-openai llm instructor 'lm_eval[api]'
+		httpx pytest openai 'litellm[mcp]' langchain-openai llm instructor 'lm_eval[api]'
 	@touch $@
 
 test-clients: $(VENV)-clients/.installed

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import pydantic
+
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-TOOL = {
+ABOUT_A_PERSON: Any = [{"role": "user", "content": "Tell me about a person called Ada, aged 36."}]
+ABOUT_WEATHER: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+
+
+class Person(pydantic.BaseModel):
+    """A person."""
+
+    # The default model is small: a text or a number without a bound is one that it may never end.
+    name: str = pydantic.Field(max_length=20)
+    age: int = pydantic.Field(ge=0, le=150)
+
+
+TOOL: Any = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -24,3 +32,4 @@ TOOL = {
         },
     },
 }
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}

@@ -1,4 +1,4 @@
-"""The real server and the real model that clients of other people talk to, and what of it is there to be tried."""
+"""The real server and the real model that clients of other people talk to."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
-from client_questions import QUESTION, SCHEMA, TOOL
-from server_process import MODEL, Server, running_server
+from client_questions import QUESTION
+from server_process import MODEL, Server, api_key, running_server
 
 
 @pytest.fixture(scope="session")
 def served(default_model_path: Path) -> Iterator[Server]:
-    """The default model on the CPU, for who asks with the key "secret"."""
+    """The default model on the CPU, for who asks with the key "secret"; the key "once" has one request a minute."""
     options = {"checkpoint": str(default_model_path), "max_context": 2048}
-    settings = {"backend": "cpu", "backend_options": options, "api_keys": ["secret"]}
+    keys = [api_key("secret"), api_key("once", requests_per_minute=1)]
+    settings = {"backend": "cpu", "backend_options": options, "api_keys": keys}
     headers = {"Authorization": "Bearer secret"}
     with running_server(default_model_path, headers=headers, **settings) as server:
         yield server
@@ -43,21 +43,3 @@ def expected(served: Server) -> str:
     text: str = answer.json()["choices"][0]["message"]["content"]
     assert "Paris" in text
     return text
-
-
-@pytest.fixture(scope="session")
-def structured(served: Server) -> None:
-    """Skips where the server does not take schemas yet."""
-    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
-    _skip_where_refused(served.chat(response_format=wanted), "structured output")
-
-
-@pytest.fixture(scope="session")
-def tools(served: Server) -> None:
-    """Skips where the server does not take tools yet."""
-    _skip_where_refused(served.chat(tools=[TOOL], tool_choice="required", max_tokens=60), "tool calls")
-
-
-def _skip_where_refused(answer: httpx.Response, what: str) -> None:
-    if answer.status_code == 400:
-        pytest.skip(f"no {what} in this server: {answer.json()['error']['message']}")

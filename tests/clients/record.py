@@ -17,17 +17,7 @@ MARK = "<!-- written by `make test-clients` from here on -->"
 
 
 def main() -> int:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-v",
-        "-rs",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        "tests/clients",
-    ]
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "tests/clients"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(done.stdout)
     commit = subprocess.run(

@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import instructor
+import openai
 import pytest
+from client_questions import ABOUT_A_PERSON, Person
 
-instructor = pytest.importorskip("instructor")
-openai = pytest.importorskip("openai")
-pydantic = pytest.importorskip("pydantic")
-
-MESSAGES = [{"role": "user", "content": "Tell me about a person called Ada, aged 36."}]
-
-
-class Person(pydantic.BaseModel):  # type: ignore[name-defined,misc]
-    name: str
-    age: int
+FIELDS: dict[str, Any] = {
+    "messages": ABOUT_A_PERSON,
+    "response_model": Person,
+    "max_tokens": 120,
+    "temperature": 0,
+    "max_retries": 0,
+}
+MODES = [instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS]
 
 
-def ask(base_url: str, model: str, mode: Any) -> Any:
+@pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
+def test_an_object_comes_out(base_url: str, model: str, mode: Any) -> None:
     client = openai.OpenAI(base_url=base_url, api_key="secret", max_retries=0)
-    return instructor.from_openai(client, mode=mode).chat.completions.create(
-        model=model,
-        messages=MESSAGES,
-        response_model=Person,
-        max_tokens=120,
-        temperature=0,
-        max_retries=0,
-    )
+    asking = instructor.from_openai(client, mode=mode)
+    assert isinstance(asking.chat.completions.create(model=model, **FIELDS), Person)
 
 
-@pytest.mark.usefixtures("structured")
-def test_an_object_comes_out_of_a_schema(base_url: str, model: str) -> None:
-    assert isinstance(ask(base_url, model, instructor.Mode.JSON_SCHEMA), Person)
+@pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
+def test_an_object_grows_out_of_a_stream(base_url: str, model: str, mode: Any) -> None:
+    client = openai.OpenAI(base_url=base_url, api_key="secret", max_retries=0)
+    asking = instructor.from_openai(client, mode=mode)
+    *_, last = asking.chat.completions.create_partial(model=model, **FIELDS)
+    Person.model_validate(last.model_dump())
 
 
-@pytest.mark.usefixtures("tools")
-def test_an_object_comes_out_of_a_tool_call(base_url: str, model: str) -> None:
-    assert isinstance(ask(base_url, model, instructor.Mode.TOOLS), Person)
+def test_an_object_comes_out_asynchronously(base_url: str, model: str) -> None:
+    async def ask() -> Any:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="secret", max_retries=0) as client:
+            asking = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
+            return await asking.chat.completions.create(model=model, **FIELDS)
+
+    assert isinstance(asyncio.run(ask()), Person)

@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
+import langchain_openai
 import pytest
-from client_questions import QUESTION, TOOL
+from client_questions import ABOUT_A_PERSON, ABOUT_WEATHER, QUESTION, TOOL, Person
+from langchain_core.messages import HumanMessage, ToolMessage
 
-langchain_openai = pytest.importorskip("langchain_openai")
-pydantic = pytest.importorskip("pydantic")
-
-
-class Person(pydantic.BaseModel):  # type: ignore[name-defined,misc]
-    name: str
-    age: int
+TEXT = QUESTION[0]["content"]
+Chat = Callable[..., langchain_openai.ChatOpenAI]
 
 
 @pytest.fixture(scope="module")
-def chat(base_url: str, model: str) -> Any:
+def chat(base_url: str, model: str) -> Chat:
     def build(max_tokens: int = 12) -> Any:
         return langchain_openai.ChatOpenAI(
             model=model,
             base_url=base_url,
-            api_key="secret",
+            api_key="secret",  # type: ignore[arg-type]
             temperature=0,
-            max_tokens=max_tokens,
+            max_tokens=max_tokens,  # type: ignore[call-arg]
             max_retries=0,
         )
 
     return build
 
 
-def test_an_answer_a_stream_and_a_batch_are_what_the_server_says(chat: Any, expected: str) -> None:
-    text = QUESTION[0]["content"]
-    answer = chat().invoke(text)
+def test_an_answer_a_stream_and_a_batch_are_what_the_server_says(chat: Chat, expected: str) -> None:
+    answer = chat().invoke(TEXT)
     assert answer.content == expected and answer.usage_metadata["output_tokens"] > 0
-    assert "".join(chunk.content for chunk in chat().stream(text)) == expected
-    assert [one.content for one in chat().batch([text, text])] == [expected] * 2
+    assert "".join(chunk.content for chunk in chat().stream(TEXT)) == expected
+    assert [one.content for one in chat().batch([TEXT, TEXT])] == [expected] * 2
+    assert asyncio.run(chat().ainvoke(TEXT)).content == expected
 
 
 def test_plain_completions_work_too(base_url: str, model: str) -> None:
@@ -46,13 +45,22 @@ def test_plain_completions_work_too(base_url: str, model: str) -> None:
     assert "Paris" in plain.invoke("The capital of France is")
 
 
-@pytest.mark.usefixtures("structured")
-def test_structured_output_is_an_object_of_the_class(chat: Any) -> None:
-    asking = chat(120).with_structured_output(Person, method="json_schema")
-    assert isinstance(asking.invoke("Tell me about a person called Ada, aged 36."), Person)
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_structured_output_is_an_object_of_the_class(chat: Chat, method: str) -> None:
+    asking = chat(120).with_structured_output(Person, method=method)
+    assert isinstance(asking.invoke(ABOUT_A_PERSON), Person)
 
 
-@pytest.mark.usefixtures("tools")
-def test_a_bound_tool_is_called(chat: Any) -> None:
-    answer = chat(80).bind_tools([TOOL], tool_choice="required").invoke("What is the weather in Paris?")
-    assert [call["name"] for call in answer.tool_calls] == ["get_weather"]
+def test_a_bound_tool_is_called_and_the_model_goes_on_from_its_result(chat: Chat) -> None:
+    question = HumanMessage(ABOUT_WEATHER[0]["content"])
+    bound = chat(80).bind_tools([TOOL], tool_choice="required")
+    answer = bound.invoke([question])
+    (call,) = answer.tool_calls
+    assert call["name"] == "get_weather" and set(call["args"]) == {"city"}
+    whole: Any = None
+    for chunk in bound.stream([question]):
+        whole = chunk if whole is None else whole + chunk
+    assert [(one["name"], one["args"]) for one in whole.tool_calls] == [(call["name"], call["args"])]
+    result = ToolMessage("sunny", tool_call_id=call["id"])
+    after = chat(20).bind_tools([TOOL]).invoke([question, answer, result])
+    assert after.content or after.tool_calls

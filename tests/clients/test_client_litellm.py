@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
+import litellm
 import pytest
-from client_questions import QUESTION, TOOL
+from client_questions import ABOUT_A_PERSON, ABOUT_WEATHER, NAMED, QUESTION, TOOL, Person
 
-litellm = pytest.importorskip("litellm")
 litellm.telemetry = False
 
 
@@ -41,7 +42,7 @@ def test_an_asynchronous_answer_is_what_the_server_says(fields: dict[str, Any], 
     assert answer.choices[0].message.content == expected
 
 
-def test_text_completions_work_too(fields: dict[str, Any], base_url: str, model: str) -> None:
+def test_text_completions_work_too(base_url: str, model: str) -> None:
     answer = litellm.text_completion(
         model=f"text-completion-openai/{model}",
         api_base=base_url,
@@ -60,7 +61,28 @@ def test_errors_are_those_that_the_package_knows(fields: dict[str, Any]) -> None
         litellm.completion(**{**fields, "messages": [{"role": "user", "content": "word " * 3000}]})
 
 
-@pytest.mark.usefixtures("tools")
-def test_a_forced_call_has_the_name_of_the_tool(fields: dict[str, Any]) -> None:
-    answer = litellm.completion(**{**fields, "max_tokens": 80}, tools=[TOOL], tool_choice="required")
-    assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"
+def test_a_schema_is_obeyed_streamed_or_not(fields: dict[str, Any]) -> None:
+    asking = {**fields, "messages": ABOUT_A_PERSON, "max_tokens": 120, "response_format": Person}
+    text = litellm.completion(**asking).choices[0].message.content
+    Person.model_validate_json(text)
+    chunks = litellm.completion(**asking, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_forced_call_has_the_name_and_arguments_of_the_tool(fields: dict[str, Any], choice: Any) -> None:
+    asking = {
+        **fields,
+        "messages": ABOUT_WEATHER,
+        "max_tokens": 80,
+        "tools": [TOOL],
+        "tool_choice": choice,
+    }
+    (call,) = litellm.completion(**asking).choices[0].message.tool_calls
+    assert call.function.name == "get_weather" and set(json.loads(call.function.arguments)) == {"city"}
+    chunks = list(litellm.completion(**asking, stream=True))
+    (streamed,) = litellm.stream_chunk_builder(chunks, ABOUT_WEATHER).choices[0].message.tool_calls
+    assert (streamed.function.name, streamed.function.arguments) == (
+        call.function.name,
+        call.function.arguments,
+    )

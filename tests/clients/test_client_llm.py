@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from client_questions import QUESTION
-
-pytest.importorskip("llm")
+from client_questions import ABOUT_A_PERSON, ABOUT_WEATHER, QUESTION, Person
 
 TEXT = QUESTION[0]["content"]
+WEATHER = '''
+def get_weather(city: str) -> str:
+    """The weather in a city."""
+    return f"sunny in {city}"
+'''
 
 
 @pytest.fixture(scope="module")
@@ -24,46 +28,58 @@ def environment(base_url: str, model: str, tmp_path_factory: pytest.TempPathFact
         f"  model_name: {model}",
         f"  api_base: {base_url}",
         "  api_key_name: weft",
+        "  supports_schema: true",
+        "  supports_tools: true",
     )
     (folder / "extra-openai-models.yaml").write_text("\n".join(lines) + "\n")
     (folder / "keys.json").write_text('{"weft": "secret"}')
     return {**os.environ, "LLM_USER_PATH": str(folder)}
 
 
-def ask(environment: dict[str, str], *more: str) -> str:
-    command = [
-        sys.executable,
-        "-m",
-        "llm",
-        "-m",
-        "weft",
-        TEXT,
-        "-o",
-        "temperature",
-        "0",
-        "-o",
-        "max_tokens",
-        "12",
-    ]
-    done = subprocess.run([*command, *more], capture_output=True, text=True, env=environment, timeout=120)
+def llm(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llm", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
-    return done.stdout.rstrip("\n")
+    return done
+
+
+def ask(environment: dict[str, str], text: str = TEXT, *more: str, max_tokens: int = 12) -> str:
+    options = ("-o", "temperature", "0", "-o", "max_tokens", str(max_tokens))
+    return llm(environment, "-m", "weft", text, *options, *more).stdout.rstrip("\n")
 
 
 @pytest.mark.parametrize("more", [(), ("--no-stream",)], ids=["streamed", "whole"])
 def test_an_answer_is_what_the_server_says(
     environment: dict[str, str], expected: str, more: tuple[str, ...]
 ) -> None:
-    assert ask(environment, *more) == expected.rstrip("\n")
+    assert ask(environment, TEXT, *more) == expected.rstrip("\n")
 
 
-def test_a_conversation_goes_on(environment: dict[str, str], expected: str) -> None:
+def test_a_conversation_goes_on(environment: dict[str, str]) -> None:
     ask(environment)
-    assert ask(environment, "-c")
-    log = subprocess.run(
-        [sys.executable, "-m", "llm", "logs", "-n", "1", "--json"],
-        capture_output=True,
-        text=True,
-        env=environment,
+    assert ask(environment, TEXT, "-c")
+    (entry,) = json.loads(llm(environment, "logs", "-n", "1", "--json").stdout)
+    assert entry["response"]
+
+
+@pytest.mark.parametrize("more", [(), ("--no-stream",)], ids=["streamed", "whole"])
+def test_a_schema_is_obeyed(environment: dict[str, str], more: tuple[str, ...]) -> None:
+    schema = json.dumps(Person.model_json_schema())
+    text = ask(environment, ABOUT_A_PERSON[0]["content"], "--schema", schema, *more, max_tokens=120)
+    Person.model_validate_json(text)
+
+
+def test_the_model_may_call_a_function_or_answer(environment: dict[str, str], tmp_path: Path) -> None:
+    """llm leaves the choice to the model, so that either is right."""
+    functions = tmp_path / "functions.py"
+    functions.write_text(WEATHER)
+    text = ask(
+        environment,
+        ABOUT_WEATHER[0]["content"],
+        "--functions",
+        str(functions),
+        "--chain-limit",
+        "2",
+        max_tokens=60,
     )
-    assert Path(environment["LLM_USER_PATH"], "logs.db").exists() and '"response"' in log.stdout
+    assert text

@@ -10,8 +10,9 @@ import pytest
 
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-lm_eval = pytest.importorskip("lm_eval")
-pytest.importorskip("datasets")
+
+import lm_eval
+from lm_eval.tasks import TaskManager
 
 QUESTIONS = [
     ("The capital of France is", [" Paris", " carrots", " swimming"], 0),
@@ -23,8 +24,6 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def results(base_url: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    from lm_eval.tasks import TaskManager
-
     folder = tmp_path_factory.mktemp("tasks")
     lines = [json.dumps({"question": q, "choices": c, "answer": a}) for q, c, a in QUESTIONS]
     (folder / "questions.jsonl").write_text("\n".join(lines) + "\n")

@@ -6,16 +6,9 @@ import asyncio
 import json
 from typing import Any
 
+import openai
 import pytest
-from client_questions import QUESTION, TOOL
-
-openai = pytest.importorskip("openai")
-pydantic = pytest.importorskip("pydantic")
-
-
-class Person(pydantic.BaseModel):  # type: ignore[name-defined,misc]
-    name: str
-    age: int
+from client_questions import ABOUT_A_PERSON, ABOUT_WEATHER, NAMED, QUESTION, TOOL, Person
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +17,11 @@ def client(base_url: str) -> Any:
 
 
 def test_an_answer_and_its_stream_are_what_the_server_says(client: Any, model: str, expected: str) -> None:
-    answer = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=12)
+    fields = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": 12}
+    answer = client.chat.completions.create(**fields)
     assert answer.choices[0].message.content == expected
     assert answer.usage.completion_tokens > 0
-    with client.chat.completions.stream(
-        model=model, messages=QUESTION, temperature=0, max_tokens=12
-    ) as events:
+    with client.chat.completions.stream(**fields) as events:
         for _ in events:
             pass
         assert events.get_final_completion().choices[0].message.content == expected
@@ -60,27 +52,36 @@ def test_errors_are_those_that_the_package_knows(client: Any, base_url: str, mod
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model=model, messages=QUESTION, temperature=-1)
     assert bad.value.param == "temperature"
+    with openai.OpenAI(base_url=base_url, api_key="once", max_retries=0) as limited:
+        assert [one.id for one in limited.models.list()] == [model]
+        limited.completions.create(model=model, prompt="x", max_tokens=1)
+        with pytest.raises(openai.RateLimitError) as late:
+            limited.completions.create(model=model, prompt="x", max_tokens=1)
+    assert late.value.code == "rate_limit_exceeded" and int(late.value.response.headers["retry-after"]) > 0
 
 
-@pytest.mark.usefixtures("structured")
 def test_parse_gives_an_object_of_the_class_that_was_asked_for(client: Any, model: str) -> None:
-    messages = [{"role": "user", "content": "Tell me about a person called Ada, aged 36."}]
-    answer = client.chat.completions.parse(
-        model=model, messages=messages, response_format=Person, max_tokens=120, temperature=0
-    )
-    assert isinstance(answer.choices[0].message.parsed, Person)
+    fields = {"model": model, "messages": ABOUT_A_PERSON, "response_format": Person}
+    answer = client.chat.completions.parse(**fields, max_tokens=120, temperature=0)
+    parsed = answer.choices[0].message.parsed
+    assert isinstance(parsed, Person)
+    with client.chat.completions.stream(**fields, max_tokens=120, temperature=0) as events:
+        assert events.get_final_completion().choices[0].message.parsed == parsed
 
 
-@pytest.mark.usefixtures("tools")
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_a_forced_call_has_the_name_and_arguments_of_the_tool(client: Any, model: str, choice: Any) -> None:
-    messages = [{"role": "user", "content": "What is the weather in Paris?"}]
-    fields = {"model": model, "messages": messages, "tools": [TOOL], "tool_choice": choice, "max_tokens": 80}
-    answer = client.chat.completions.create(**fields, temperature=0)
-    (call,) = answer.choices[0].message.tool_calls
+    fields = {"model": model, "tools": [TOOL], "max_tokens": 80, "temperature": 0}
+    asking = {**fields, "messages": ABOUT_WEATHER, "tool_choice": choice}
+    message = client.chat.completions.create(**asking).choices[0].message
+    (call,) = message.tool_calls
     assert call.function.name == "get_weather" and set(json.loads(call.function.arguments)) == {"city"}
-    stream = client.chat.completions.create(**fields, temperature=0, stream=True)
-    deltas = [chunk.choices[0].delta for chunk in stream if chunk.choices]
-    parts = [part for delta in deltas for part in delta.tool_calls or []]
-    assert "".join(part.function.arguments or "" for part in parts) == call.function.arguments
-    assert parts[0].function.name == "get_weather"
+    with client.chat.completions.stream(**asking) as events:
+        (streamed,) = events.get_final_completion().choices[0].message.tool_calls
+    assert (streamed.function.name, streamed.function.arguments) == (
+        call.function.name,
+        call.function.arguments,
+    )
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    after = client.chat.completions.create(**fields, messages=[*ABOUT_WEATHER, message, result])
+    assert after.choices[0].message.content or after.choices[0].message.tool_calls

@@ -40,10 +40,17 @@ class Server:
 
     def metric(self, name: str) -> float:
         """The sum over all labels."""
+        return self.metrics(name)[0]
+
+    def metrics(self, *names: str) -> list[float]:
+        """Several, all of one moment."""
         lines = self.client.get("/metrics").text.splitlines()
-        found = [line for line in lines if line.startswith((f"weft:{name}{{", f"weft:{name} "))]
-        assert found, f"no metric weft:{name}"
-        return sum(float(line.rpartition(" ")[2]) for line in found)
+        values = []
+        for name in names:
+            found = [line for line in lines if line.startswith((f"weft:{name}{{", f"weft:{name} "))]
+            assert found, f"no metric weft:{name}"
+            values.append(sum(float(line.rpartition(" ")[2]) for line in found))
+        return values
 
     def chat(self, **fields: Any) -> httpx.Response:
         return self.client.post(
@@ -55,17 +62,8 @@ class Server:
 
     def wait_until_free(self) -> None:
         """Nothing runs, waits or holds memory."""
-        wait_for(
-            lambda: all(
-                self.metric(name) == 0
-                for name in (
-                    "num_requests_running",
-                    "num_requests_waiting",
-                    "kv_cache_usage_perc",
-                    "http_requests_open",
-                )
-            )
-        )
+        engine = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        wait_for(lambda: not any(self.metrics(*engine, "http_requests_open")))
 
     def children(self) -> list[int]:
         """Processes that the server started and that still run."""

@@ -9,6 +9,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -126,15 +127,8 @@ def test_32_a_body_that_says_it_is_not_packed_is_taken(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def small_server(default_model_path: Path) -> Iterator[Server]:
-    """Room for a megabyte of bodies, the real model, one answer at a time."""
-    options = {"checkpoint": str(default_model_path), "max_context": 2048}
-    with running_server(
-        default_model_path,
-        backend="cpu",
-        backend_options=options,
-        engine={"scheduler": {"max_running": 1}},
-        max_buffered_bytes=1_000_000,
-    ) as server:
+    """Room for a megabyte of bodies."""
+    with running_server(default_model_path, max_buffered_bytes=1_000_000) as server:
         yield server
 
 
@@ -159,28 +153,23 @@ def test_02_all_bodies_together_have_a_bound_and_who_is_beyond_it_may_come_back(
     wait_for(lambda: small_server.client.post("/v1/completions", json=body).status_code == 200)
 
 
+LONG = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "n": 20, "stream": True}
+
+
 def test_a_body_counts_only_until_it_is_tokens(small_server: Server) -> None:
     padding = {"metadata": {"padding": "x" * 600_000}}
-    with small_server.client.stream(
-        "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 1500, "stream": True, **padding}
-    ) as running:
+    with small_server.client.stream("POST", "/v1/completions", json={**LONG, **padding}) as running:
         assert running.status_code == 200
         assert small_server.client.post("/tokenize", json={"prompt": "x", **padding}).status_code == 200
+        assert small_server.metric("http_requests_open") > 0, "the first one was still answered"
     small_server.wait_until_free()
 
 
 def test_39_who_finds_the_queue_full_is_told_a_time_from_its_length(default_model_path: Path) -> None:
-    options = {"checkpoint": str(default_model_path), "max_context": 2048}
-    with running_server(default_model_path, backend="cpu", backend_options=options, max_requests=4) as server:
-        body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-        with (
-            server.client.stream("POST", "/v1/completions", json=body),
-            server.client.stream("POST", "/v1/completions", json=body),
-            server.client.stream("POST", "/v1/completions", json=body),
-            server.client.stream("POST", "/v1/completions", json=body),
-        ):
-            refused = server.complete()
-            assert refused.status_code == 429
-            # Four are ahead and nothing has ended: one in half a minute is assumed.
-            assert refused.headers["retry-after"] == "120"
-        server.wait_until_free()
+    with running_server(default_model_path, max_requests=4) as server, ExitStack() as streams:
+        for _ in range(4):
+            streams.enter_context(server.client.stream("POST", "/v1/completions", json=LONG))
+        refused = server.complete()
+        assert refused.status_code == 429
+        # Four are ahead and nothing has ended: one in half a minute is assumed.
+        assert refused.headers["retry-after"] == "120"

@@ -324,17 +324,9 @@ def test_a_stream_that_waits_for_its_turn_has_its_headers_already(narrow: Server
 
 
 def test_39_a_flood_leaves_the_other_keys_places(default_model_path: Path) -> None:
-    options = {"checkpoint": str(default_model_path), "max_context": 2048}
-    keys = [api_key("flood"), api_key("calm")]
-    with running_server(
-        default_model_path,
-        backend="cpu",
-        backend_options=options,
-        api_keys=keys,
-        max_requests=10,
-        headers={"Authorization": "Bearer calm"},
-    ) as server:
-        connections = [open_stream(server, "flood", max_tokens=1500) for _ in range(12)]
+    keys, headers = [api_key("flood"), api_key("calm")], {"Authorization": "Bearer calm"}
+    with running_server(default_model_path, api_keys=keys, max_requests=10, headers=headers) as server:
+        connections = [open_stream(server, "flood") for _ in range(12)]
         wait_for(lambda: server.metric("request_failure_total") == 4)
         assert server.metric("http_requests_open") == 8
         refused = ask(server, "flood")

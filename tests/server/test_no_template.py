@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server_process import MESSAGES, SOURCE, Server, running_server
+from server_process import MESSAGES, Server, running_server
 
 from weft.errors import ModelFileError
 from weft.loading.checkpoint import open_checkpoint
@@ -38,22 +35,6 @@ def test_25_a_chat_is_refused_and_the_flag_named(plain_model: Path) -> None:
         assert refused.status_code == 400 and error["param"] == "messages"
         assert "--chat-template" in error["message"]
         assert server.complete().status_code == 200
-
-
-def test_25_the_operator_is_warned_at_the_start(plain_model: Path) -> None:
-    command = [sys.executable, "-m", "weft.cli.main", "serve", str(plain_model), "--port", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stderr is not None
-        said = ""
-        try:
-            while "Serving" not in said:
-                line = process.stderr.readline()
-                assert line, said
-                said += line
-        finally:
-            process.terminate()
-    assert "no chat template" in said and "--chat-template" in said
 
 
 def test_25_a_template_of_the_operator_is_used_for_short_and_long_chats(

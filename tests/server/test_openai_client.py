@@ -120,6 +120,21 @@ def test_echo_with_logprobs_scores_the_prompt(real_client: openai.OpenAI) -> Non
     ] == tokens
 
 
+def test_offsets_of_a_stream_are_those_of_the_whole_answer_also_where_text_is_held_back(
+    client: openai.OpenAI,
+) -> None:
+    options: Any = {"model": MODEL, "prompt": "One", "max_tokens": 40, "seed": 3, "logprobs": 0}
+    text = client.completions.create(**options).choices[0].text
+    options["stop"] = [f"{text[3 * place : 3 * place + 3]}\0" for place in range(10)]  # begun, and never met
+    whole = client.completions.create(**options).choices[0]
+    assert whole.text == text and whole.logprobs is not None and whole.logprobs.text_offset
+    offsets: list[int] = []
+    for chunk in client.completions.create(**options, stream=True):
+        if (logprobs := chunk.choices[0].logprobs) is not None:
+            offsets += logprobs.text_offset or []
+    assert offsets == whole.logprobs.text_offset
+
+
 def test_16_a_stop_string_over_several_tokens_never_leaks(client: openai.OpenAI) -> None:
     options: Any = {"model": MODEL, "prompt": "One", "max_tokens": 40, "seed": 3}
     text = client.completions.create(**options).choices[0].text

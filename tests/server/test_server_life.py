@@ -19,7 +19,7 @@ import httpx
 import pytest
 from server_process import MODEL, SOURCE, Server, running_server, wait_for
 
-LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 8000}
+LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_38_a_client_that_leaves_while_queued_is_forgotten(slow_server: Server, 
 
 
 def test_38_a_client_that_leaves_during_a_long_prompt_frees_its_memory(slow_server: Server) -> None:
-    connection = send_request(slow_server, prompt=[5] * 700, max_tokens=10)
+    connection = send_request(slow_server, prompt=[5] * 300, max_tokens=10)
     wait_for(lambda: slow_server.metric("num_requests_running") == 1)
     connection.close()
     slow_server.wait_until_free()
@@ -155,11 +155,11 @@ def test_40_a_killed_engine_is_an_error_for_its_requests_and_comes_back(default_
 
 
 def test_40_sigterm_lets_what_runs_end_refuses_the_new_and_leaves_nothing(default_model_path: Path) -> None:
-    options = {"checkpoint": str(default_model_path), "max_context": 2048}
-    with running_server(default_model_path, backend="cpu", backend_options=options) as server:
+    with running_server(default_model_path) as server:
         children = server.children()
-        body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
-        with server.client.stream("POST", "/v1/completions", json=body) as response:
+        with server.client.stream(
+            "POST", "/v1/completions", json={**LONG, "n": 2, "stream": True}
+        ) as response:
             lines = response.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
@@ -183,10 +183,8 @@ def test_40_sigterm_lets_what_runs_end_refuses_the_new_and_leaves_nothing(defaul
 def test_40_what_does_not_end_in_time_is_told_and_the_server_ends_all_the_same(
     default_model_path: Path,
 ) -> None:
-    options = {"checkpoint": str(default_model_path), "max_context": 2048}
-    settings = {"backend": "cpu", "backend_options": options, "drain_seconds": 0.2}
-    with running_server(default_model_path, **settings) as server:
-        body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with running_server(default_model_path, drain_seconds=0.2) as server:
+        body = {**LONG, "n": 20, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
@@ -197,11 +195,10 @@ def test_40_what_does_not_end_in_time_is_told_and_the_server_ends_all_the_same(
 
 
 def test_40_a_second_signal_quits_at_once_and_leaves_nothing(default_model_path: Path) -> None:
-    options = {"checkpoint": str(default_model_path), "max_context": 2048}
-    with running_server(default_model_path, backend="cpu", backend_options=options) as server:
+    with running_server(default_model_path) as server:
         children = server.children()
-        connection = send_request(server, stream=True)
-        wait_for(lambda: server.metric("num_requests_running") == 1)
+        connection = send_request(server, **LONG, n=20, stream=True)
+        wait_for(lambda: server.metric("num_requests_running") > 0)
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: server.client.get("/ready").status_code == 503)
         server.process.send_signal(signal.SIGTERM)

@@ -154,6 +154,25 @@ def test_any_json_object_is_one(real_server: Server, fields: dict[str, Any]) -> 
     assert "\n\n" not in choice["message"]["content"], "whitespace has a bound"
 
 
+def test_an_object_has_the_properties_that_are_named_and_no_others(real_server: Server) -> None:
+    """As instructor and llm send it: the model had no end of things to add."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "age": {"type": "integer", "maximum": 150},
+        },
+        "required": ["name", "age"],
+    }
+    asked = {
+        "messages": [{"role": "user", "content": "Tell me about a person called Ada, aged 36."}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}},
+    }
+    [choice] = real_server.chat(**asked, temperature=0, max_tokens=60).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert set(json.loads(choice["message"]["content"])) == {"name", "age"}
+
+
 def test_an_answer_cut_by_its_length_keeps_its_text(real_server: Server) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     [choice] = real_server.chat(response_format=form, max_tokens=3, temperature=0).json()["choices"]
@@ -247,6 +266,18 @@ def test_26_what_is_no_grammar_is_refused_with_the_field_and_the_place(
 ) -> None:
     for response in (server.chat(**fields), server.complete(**fields, stream=True)):
         assert said in refused(response, param)
+
+
+@pytest.mark.parametrize("depth", [230, *range(480, 500)])
+def test_26_a_schema_as_deep_as_a_body_may_be_is_no_mistake_of_the_servers(
+    server: Server, depth: int
+) -> None:
+    """What reads a body can go deeper than what writes it again."""
+    schema = '{"properties":{"a":' * depth + "{}" + "}}" * depth
+    refused = server.client.post("/v1/completions", content=f'{{"prompt":"x","guided_json":{schema}}}')
+    assert refused.status_code == 400, refused.text
+    message = refused.json()["error"]["message"]
+    assert "400 levels" in message or "nested too deeply" in message
 
 
 def test_26_a_remote_reference_is_refused_and_nothing_is_fetched(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -73,6 +74,7 @@ def changed(**fields: Any) -> dict[str, Any]:
         ([changed(description=3)], "tools[0].function.description"),
         ([changed(parameters=[])], "tools[0].function.parameters"),
         ([changed(parameters={"type": "string"})], "tools[0].function.parameters"),
+        ([changed(parameters=json.loads('{"a":' * 450 + "1" + "}" * 450))], "tools[0].function.parameters"),
         ([changed(strict="yes")], "tools[0].function.strict"),
         ([tool(f"f{number}") for number in range(129)], "tools"),
     ],
@@ -272,7 +274,7 @@ class GetWeather(pydantic.BaseModel):
     """Get the weather of a city."""
 
     city: str = pydantic.Field(max_length=20)
-    days: int
+    days: int = pydantic.Field(ge=0, le=9)
 
 
 def test_parsed_tools_come_as_objects(client: openai.OpenAI) -> None:
@@ -286,6 +288,30 @@ def test_parsed_tools_come_as_objects(client: openai.OpenAI) -> None:
     )
     for call in answer.choices[0].message.tool_calls or pytest.fail("no call"):
         assert isinstance(call.function.parsed_arguments, GetWeather)
+
+
+def test_an_asynchronous_client_gets_objects_and_streamed_calls_at_once(
+    real_server: Server, named_answer: Any
+) -> None:
+    async def ask_both() -> tuple[Any, Any]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{real_server.url}/v1", api_key="none", max_retries=0
+        ) as client:
+
+            async def streamed_call() -> Any:
+                fields: Any = {"model": MODEL, "messages": QUESTION, "tools": TOOLS, "tool_choice": NAMED}
+                async with client.chat.completions.stream(**fields, temperature=0, max_tokens=80) as events:
+                    return (await events.get_final_completion()).choices[0].message
+
+            parsing = client.chat.completions.parse(
+                model=MODEL, messages=QUESTION, response_format=GetWeather, temperature=0, max_tokens=60
+            )
+            return await asyncio.gather(parsing, streamed_call())
+
+    parsed, message = asyncio.run(ask_both())
+    assert isinstance(parsed.choices[0].message.parsed, GetWeather)
+    [call] = check_calls(message, {"get_weather"})
+    assert call.function.arguments == named_answer.choices[0].message.tool_calls[0].function.arguments
 
 
 def test_a_strict_tool_that_may_be_called_leaves_the_model_free_to_answer(client: openai.OpenAI) -> None:

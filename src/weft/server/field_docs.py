@@ -100,7 +100,8 @@ FIELDS: Mapping[str, Field] = {
     "session_id": Field("A conversation's name: between its turns its cached prompt is kept longer."),
     # what an answer has to look like
     "response_format": Field(
-        "The form that the answer has to have, by its `type`: text, json_object, json_schema, and weft's regex, choice and grammar."
+        "The form that the answer has to have, by its `type`: text, json_object, json_schema, and weft's regex, choice and grammar. "
+        'Objects have the properties that their schema names and no others, unless it says `"additionalProperties": true`.'
     ),
     "guided_json": Field("vLLM's name for a JSON schema that the answer has to fit."),
     "guided_regex": Field("vLLM's name for a regular expression that the answer has to fit."),

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from weft.request import Grammar
+from weft.server.closed_schema import closed
 from weft.server.errors import ApiError
 from weft.server.schema import GenerationRequest
 
@@ -130,6 +131,10 @@ def _of_schema(schema: Any, param: str) -> Grammar:
             raise _wrong(param, f"is text that is not JSON: {error}") from None
     if not isinstance(schema, dict):
         raise _wrong(param, "is not a JSON schema; allowed: an object")
+    try:
+        schema = closed(schema)
+    except ValueError as error:
+        raise _wrong(param, str(error)) from None
     # Not sorted: an answer has its properties in the order in which the schema names them.
     return Grammar("json_schema", msgspec.json.encode(schema).decode())
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.request import Grammar
+from weft.server.closed_schema import closed
 from weft.server.errors import ApiError
 from weft.server.schema import ChatRequest
 from weft.text.answer_reader import AnswerForm
@@ -145,7 +146,10 @@ def _schema(parameters: Any, where: str) -> Mapping[str, Any]:
         return _NO_PARAMETERS
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         raise _refusal(f"{where} is not a JSON schema of the type object; send one", where)
-    return {"type": "object", **parameters}
+    try:
+        return closed({"type": "object", **parameters})
+    except ValueError as error:
+        raise _refusal(f"{where} {error}", where) from None
 
 
 def _refusal(message: str, param: str) -> ApiError:

@@ -1,0 +1,84 @@
+"""What a JSON schema leaves unsaid: an object that names its properties has those and no others.
+
+To JSON Schema all others are welcome, and few clients say otherwise. A model that may add properties does not always find
+an end, and what it adds is thrown away. llama.cpp and xgrammar close such objects too; `"additionalProperties": true` opens one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "else")
+_SAYS = frozenset(("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"))
+_MERGES = frozenset(
+    ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
+)
+_MOST_LEVELS = 400
+"""What reads and writes JSON here gives up at about a thousand, less what called it."""
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which objects are closed. Raises ValueError for one that is nested too deeply to be written.
+
+    Where the parts of one object stand in several places (as with an allOf of two) each would shut the other's out: such
+    a schema stays as it is.
+    """
+    _check_depth(schema)
+    copy: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(schema))
+    parts = list(_parts(copy))
+    if any(map(_is_merged, parts)):
+        return copy
+    for part in parts:
+        if isinstance(part.get("properties"), dict) and _SAYS.isdisjoint(part) and _is_satisfiable(part):
+            part["additionalProperties"] = False
+    return copy
+
+
+def _check_depth(schema: dict[str, Any]) -> None:
+    level: list[Any] = [schema]
+    for _ in range(_MOST_LEVELS):
+        inner = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [one for several in inner for one in several if isinstance(one, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"is nested more than {_MOST_LEVELS} levels deep; make it flatter")
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schema and all in it. Not by recursion, since a client says how deep it is."""
+    waiting: list[Any] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict):
+            continue
+        yield part
+        for name in _OF_SCHEMAS:
+            if isinstance(part.get(name), dict):
+                waiting += part[name].values()
+        for name in _LISTS:
+            if isinstance(part.get(name), list):
+                waiting += part[name]
+        waiting += [part[name] for name in _SINGLE if name in part]
+
+
+def _is_merged(part: dict[str, Any]) -> bool:
+    several = part.get("allOf")
+    if isinstance(several, list) and len(several) > 1:
+        return True
+    return ("properties" in part or "required" in part) and not _MERGES.isdisjoint(part)
+
+
+def _is_satisfiable(part: dict[str, Any]) -> bool:
+    """With its properties alone. What is malformed is for others to refuse."""
+    required, least = part.get("required", []), part.get("minProperties", 0)
+    return (
+        isinstance(required, list)
+        and all(isinstance(name, str) and name in part["properties"] for name in required)
+        and isinstance(least, int | float)
+        and least <= len(part["properties"])
+    )

@@ -1,0 +1,89 @@
+"""Objects that name their properties have no others, unless the schema says so or would mean something else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from weft.server.closed_schema import closed
+
+A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "string"}}}
+SHUT_A, SHUT_B = ({**one, "additionalProperties": False} for one in (A, B))
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (A, SHUT_A),
+        (
+            {"type": "object", "properties": {}},
+            {"type": "object", "properties": {}, "additionalProperties": False},
+        ),
+        ({"type": "array", "items": A}, {"type": "array", "items": SHUT_A}),
+        ({"type": "array", "items": [A, B]}, {"type": "array", "items": [SHUT_A, SHUT_B]}),
+        ({"anyOf": [A, B, {"type": "null"}]}, {"anyOf": [SHUT_A, SHUT_B, {"type": "null"}]}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": A}}, {"$ref": "#/$defs/a", "$defs": {"a": SHUT_A}}),
+        ({"additionalProperties": A}, {"additionalProperties": SHUT_A}),
+        # A property may have any name.
+        (
+            {"properties": {"properties": A, "allOf": B}},
+            {"properties": {"properties": SHUT_A, "allOf": SHUT_B}, "additionalProperties": False},
+        ),
+        # pydantic's way to describe a field that is an object.
+        ({"items": {"allOf": [A], "title": "x"}}, {"items": {"allOf": [SHUT_A], "title": "x"}}),
+    ],
+)
+def test_objects_with_properties_are_closed_wherever_they_are(schema: Any, expected: Any) -> None:
+    before = copy.deepcopy(schema)
+    assert closed(schema) == expected
+    assert schema == before, "it is the client's: the model is told of it as it came"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"const": A},
+        {**A, "additionalProperties": True},
+        {**A, "additionalProperties": {"type": "integer"}},
+        {**A, "patternProperties": {"^x": {}}},
+        {**A, "unevaluatedProperties": False},
+        {**A, "required": ["a", "elsewhere"]},
+        {**A, "minProperties": 2},
+    ],
+)
+def test_what_says_more_or_could_not_be_met_stays_open(schema: Any) -> None:
+    assert closed(schema) == schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [A, B]},
+        {**A, "anyOf": [B, {"required": ["c"]}]},
+        {**A, "$ref": "#/$defs/b", "$defs": {"b": B}},
+        {**A, "if": {"properties": {"a": {"const": "x"}}}, "then": B},
+        {"items": A, "prefixItems": [{"allOf": [A, B]}]},
+        {"required": ["b"], "oneOf": [A, {"properties": {"b": {}}}]},
+    ],
+)
+def test_a_schema_whose_objects_are_made_of_several_parts_stays_as_it_is(schema: Any) -> None:
+    assert closed(schema) == schema
+
+
+@pytest.mark.parametrize(
+    "broken", [{"properties": 3}, {"properties": {"a": 3}, "required": 3}, {"anyOf": 3, "items": "x"}]
+)
+def test_what_is_malformed_is_left_to_who_refuses_it(broken: Any) -> None:
+    assert closed(broken) == broken or closed(broken) == {**broken, "additionalProperties": False}
+
+
+def test_a_schema_too_deep_to_be_written_is_refused_as_such() -> None:
+    deep: Any = 1
+    for _ in range(10_000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="400 levels"):
+        closed({"default": deep})
