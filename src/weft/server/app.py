@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,28 +20,23 @@ from starlette.types import ASGIApp
 from weft import __version__
 from weft.engine.client import EngineClient, EngineState
 from weft.errors import WeftError
-from weft.request import GenerationResult, InferenceRequest
-from weft.server import docs_page, openapi, structured
+from weft.request import GenerationResult
+from weft.server import docs_page, openapi
 from weft.server.answers import Choices
 from weft.server.bodies import BodyReader, whole_body
 from weft.server.errors import ApiError, as_api_error, json_response
-from weft.server.grammar_check import GrammarChecker
 from weft.server.guard import BODY, KEY, Guard
 from weft.server.keys import ApiKey
 from weft.server.logs import ServerLog, current_record
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
-from weft.server.openai import Echo, Form, Shape
-from weft.server.prompts import PromptEncoder
+from weft.server.openai import Shape
+from weft.server.preparing import Prepared, Preparer, as_asked
 from weft.server.request_log import Logged
-from weft.server.requests import check_completion, inference_request, prompts_of, sampling_params
 from weft.server.rounds import Rounds
 from weft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.server.settings import ServerSettings
 from weft.server.streaming import Disconnected, EventStream, unless_disconnected
-from weft.server.text_process import Chat, Text
-from weft.server.tool_use import NO_TOOLS, ToolUse, tool_use
 from weft.server.visits import Outcome, Visit, Visits
-from weft.text.answer_reader import AnswerForm
 from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 1.0
@@ -62,17 +55,6 @@ _EXPOSED = (
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A request that is ready for the engine."""
-
-    requests: list[InferenceRequest]
-    shape: Shape
-    answer_form: AnswerForm | None
-    is_streamed: bool
-    include_usage: bool
-
-
 class ServerApp:
     """Owns what all requests share. Belongs to one event loop."""
 
@@ -89,14 +71,11 @@ class ServerApp:
         self.engine = engine
         self.is_draining = False
         assert engine.info is not None, "the engine has told what it has before there is a server"
-        self._encoder = PromptEncoder(
-            text, settings.model, engine.max_sequence_length, settings.chat_template
-        )
         self._bodies = BodyReader()
-        self._grammars = GrammarChecker(settings.model, engine.info.vocabulary_size)
+        self._preparer = Preparer(
+            settings, text, suggestions, engine.max_sequence_length, engine.info.vocabulary_size
+        )
         self._log = log
-        self._suggestions = suggestions
-        _ = text.tool_format  # found by rendering: a few milliseconds, which no request should wait for
         self._name = settings.names[0]
         self._metrics = ServerMetrics(self._name)
         self._created = int(time.time())
@@ -109,9 +88,8 @@ class ServerApp:
 
     async def close(self) -> None:
         """Ends the processes beside the engine's."""
-        await self._encoder.close()
         await self._bodies.close()
-        await self._grammars.close()
+        await self._preparer.close()
 
     def asgi(self) -> ASGIApp:
         post, get = ["POST"], ["GET"]
@@ -186,7 +164,7 @@ class ServerApp:
             headers = (
                 {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
             )
-            with _renamed_params(asked):
+            with as_asked(asked):
                 prepared = await unless_disconnected(request.receive, self._begin(asked, size, visit))
                 record.is_streamed = prepared.is_streamed
                 # Tokens are all that is needed from here on.
@@ -219,10 +197,10 @@ class ServerApp:
                 self._visits.leave(visit, outcome)
             outcome = None  # an error and a frame that know each other would stay as garbage
 
-    async def _begin(self, asked: ChatRequest | CompletionRequest, size: int, visit: Visit) -> _Prepared:
+    async def _begin(self, asked: ChatRequest | CompletionRequest, size: int, visit: Visit) -> Prepared:
         """Everything until the engine has the request and did not refuse it, or it waits for its turn."""
         self._check_model(asked.model)
-        prepared = await self._prepare(asked, size, visit)
+        prepared = await self._preparer.prepare(asked, size, visit.id, visit.key)
         await self._visits.submit(
             visit, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
         )
@@ -233,71 +211,6 @@ class ServerApp:
                 pass
             visit.choices.check()
         return prepared
-
-    async def _prepare(self, asked: ChatRequest | CompletionRequest, size: int, visit: Visit) -> _Prepared:
-        params = sampling_params(asked, self._suggestions)
-        grammar = structured.grammar_of(asked)
-        if grammar is not None:
-            grammar = await self._grammars.check(grammar)
-        form: Form
-        echoes: list[Echo] = []
-        tools = NO_TOOLS
-        answer_form = None
-        if isinstance(asked, ChatRequest):
-            tools = tool_use(asked)
-            form, prompts = "chat", [await self._encoder.encode(self._chat_prompt(asked, tools), size)]
-            answer_form = tools.answer_form(self.text, prompts[0])
-            written = tools.grammar(grammar, answer_form, self.text)
-            if written is not None and written is not grammar:
-                # What the answer must look like was found good already: an error is one of the tools.
-                with _renamed({"grammar": "tools"} if tools.tools else {}):
-                    grammar = await self._grammars.check(written)
-        else:
-            form = "completion"
-            check_completion(asked)
-            texts = prompts_of(asked, self.settings.max_answers)
-            prompts = [
-                await self._encoder.encode(Text(one), len(one))
-                if isinstance(one, str)
-                else self._encoder.check_tokens(one)
-                for one in texts
-            ]
-            if asked.echo:
-                decode = self.text.tokenizer.decode
-                echoes = [
-                    Echo(one if isinstance(one, str) else decode(tokens, skip_control=False), tokens)
-                    for one, tokens in zip(texts, prompts, strict=True)
-                ]
-        params = replace(params, grammar=grammar)
-        shape = Shape(
-            form,
-            self._name,
-            self.text.tokenizer,
-            wants_logprobs=params.logprobs is not None,
-            num_choices_per_prompt=params.n,
-            echoes=echoes,
-            request_id=visit.id,
-            has_parts=answer_form is not None,
-            is_named_call=tools.is_named,
-        )
-        options = asked.stream_options
-        return _Prepared(
-            [inference_request(asked, prompt, params, visit.key) for prompt in prompts],
-            shape,
-            answer_form,
-            asked.stream,
-            options is not None and bool(options.include_usage),
-        )
-
-    def _chat_prompt(self, asked: ChatRequest | TokenizeRequest, tools: ToolUse | None = None) -> Chat:
-        return Chat(
-            asked.messages or [],
-            (asked.tools if tools is None else tools.told) or None,
-            asked.documents if isinstance(asked, ChatRequest) else None,
-            asked.chat_template_kwargs,
-            asked.add_generation_prompt and not asked.continue_final_message,
-            asked.continue_final_message,
-        )
 
     def _end(self, outcome: Outcome, shape: Shape, visit: Visit, is_streamed: bool = True) -> None:
         """Books how a request ended."""
@@ -346,12 +259,7 @@ class ServerApp:
         body = await whole_body(request)
         asked, _ = await self._bodies.read(TokenizeRequest, body)
         self._check_model(asked.model)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise ApiError(400, "send either prompt or messages", param="prompt", code="invalid_value")
-        prompt = (
-            self._chat_prompt(asked) if asked.prompt is None else Text(asked.prompt, asked.add_special_tokens)
-        )
-        tokens = await unless_disconnected(request.receive, self._encoder.encode(prompt, len(body)))
+        tokens = await unless_disconnected(request.receive, self._preparer.tokens(asked, len(body)))
         return json_response(
             {"count": len(tokens), "max_model_len": self.engine.max_sequence_length, "tokens": tokens}
         )
@@ -438,35 +346,6 @@ async def _whole(choices: Choices, rounds: Rounds) -> list[GenerationResult]:
         await rounds.turn()
         choices.take()
     return choices.results
-
-
-def _renamed_params(asked: ChatRequest | CompletionRequest) -> AbstractContextManager[None]:
-    """Errors of the engine name the fields of its own request; the client knows those it sent."""
-    names = {"grammar": structured.param_of(asked)}
-    if isinstance(asked, ChatRequest):
-        names["prompt"] = "messages"
-        if asked.max_completion_tokens is not None:
-            names["max_tokens"] = "max_completion_tokens"
-        if asked.top_logprobs is not None:
-            names["logprobs"] = "top_logprobs"
-    return _renamed(names)
-
-
-@contextmanager
-def _renamed(names: Mapping[str, str]) -> Iterator[None]:
-    try:
-        yield
-    except WeftError as error:
-        raised = as_api_error(error)
-    except ApiError as error:
-        raised = error
-    else:
-        return
-    raised.param = names.get(raised.param or "", raised.param)
-    try:
-        raise raised
-    finally:
-        del raised  # it knows this frame by its traceback; known here in turn, both would stay as garbage
 
 
 async def _respond_with_http_error(request: Request, error: HTTPException) -> Response:

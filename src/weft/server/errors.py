@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -84,3 +85,21 @@ def as_api_error(error: WeftError) -> ApiError:
     if isinstance(error, SlowReaderError):
         return ApiError(408, message, code="slow_reader")
     return ApiError(500, message, code="failed")
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """An error inside names the field by the name that the client knows it by."""
+    try:
+        yield
+    except WeftError as error:
+        raised = as_api_error(error)
+    except ApiError as error:
+        raised = error
+    else:
+        return
+    raised.param = names.get(raised.param or "", raised.param)
+    try:
+        raise raised
+    finally:
+        del raised  # it knows this frame by its traceback; known here in turn, both would stay as garbage
