@@ -88,7 +88,7 @@ def test_a_format_that_nobody_knows_is_refused(default_model_path: Path) -> None
     with pytest.raises(
         InvalidRequestError, match="tool_format is 'banana'; allowed: hermes, llama3, mistral"
     ):
-        open_model_text(open_checkpoint(default_model_path), "banana")
+        open_model_text(open_checkpoint(default_model_path), tool_format="banana")
 
 
 def test_without_tools_nothing_is_added(text_of: Any) -> None:
