@@ -43,7 +43,7 @@ def test_15_biases_without_bounds_are_refused(server: Server, bias: str) -> None
     "part",
     [
         {"type": "image_url", "image_url": {"url": "URL"}},
-        {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
+        {"type": "image_url", "image_url": {"url": "file:///x.png"}},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
         {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
         {"type": "video_url", "video_url": {"url": "URL"}},

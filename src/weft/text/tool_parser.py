@@ -1,7 +1,7 @@
 """Reads the calls of tools out of an answer while it comes.
 
-One generator describes what may stand in an answer, and rests wherever the text ends for now: how the text was cut
-cannot make a difference. Every character is looked at once.
+One generator describes what may stand in an answer, and rests wherever the text that came so far ends: how it was
+cut cannot make a difference. Every character is looked at once.
 """
 
 from __future__ import annotations
