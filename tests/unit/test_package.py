@@ -112,6 +112,7 @@ def test_help_imports_nothing_that_does_the_work() -> None:
     assert {name for name in modules if name.startswith("weft")} == {
         "weft",
         "weft.cli",
+        "weft.cli.bench",
         "weft.cli.main",
         "weft.errors",
     }
