@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help chat serve test test-clients test-schema lint clean
+.PHONY: help kernels chat serve test test-clients test-schema lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,15 +16,16 @@ help:
 	@echo "make test    set up what is missing and run ruff, mypy and pytest"
 	@echo "make test-schema   a long run of schemathesis and of the request fuzzer against the server; COUNT=200000"
 	@echo "make test-clients   the clients people use against the real server; writes docs/clients.md"
+	@echo "make kernels   build the C++ kernels again after a change"
 	@echo "make lint    the first two of those alone"
 	@echo "make clean   remove the environment, build output and caches"
 	@echo "PYTHON=...   the interpreter to build .venv with (now: $(PYTHON))"
 
-chat: $(VENV)/.runtime
+chat: $(VENV)/.kernels
 	@$(BIN)/weft chat $(ARGS)
 
 # exec: Ctrl-C and SIGTERM go to the server itself, which ends what it started.
-serve: $(VENV)/.runtime
+serve: $(VENV)/.kernels
 	@exec $(BIN)/weft serve $(ARGS)
 
 test: lint
@@ -51,16 +52,26 @@ $(VENV)/.created:
 	@touch $@
 
 $(VENV)/.runtime: $(VENV)/.created pyproject.toml constraints.txt
-	@echo "==> installing weft and what it runs on (about 100 MB; a minute or so, silent unless something is wrong)"
-	@$(PIP) install --quiet -c constraints.txt -e .
+	@echo "==> installing weft and what it runs on (about 150 MB; a minute or so, silent unless something is wrong)"
+	@WEFT_NO_KERNELS=1 $(PIP) install --quiet -c constraints.txt -e . nanobind cmake ninja
+	@touch $@
+
+# The C++ kernels, built into the source tree; again only when something under csrc changed.
+kernels: $(VENV)/.kernels
+
+$(VENV)/.kernels: $(VENV)/.runtime CMakeLists.txt $(wildcard csrc/*)
+	@echo "==> building the kernels (half a minute)"
+	@PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/kernels -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
+		-DPython_EXECUTABLE="$(abspath $(BIN))/python" -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
+	@PATH="$(abspath $(BIN)):$$PATH" cmake --build build/kernels -- --quiet
 	@touch $@
 
 # torch is the reference of the parity tests; it goes in first and pinned, so that no other package can pull a newer one.
-$(VENV)/.dev: $(VENV)/.runtime
+$(VENV)/.dev: $(VENV)/.kernels
 	@echo "==> installing torch, the reference of the parity tests (the largest download; some minutes)"
 	@$(PIP) install --quiet -c constraints.txt torch
 	@echo "==> installing the other test tools (a minute or so)"
-	@$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@WEFT_NO_KERNELS=1 $(PIP) install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
 # An environment of its own: the clients pin versions of openai and others that the tests do not.
@@ -75,5 +86,5 @@ test-clients: $(VENV)-clients/.installed
 	@OPENBLAS_NUM_THREADS=1 $(VENV)-clients/bin/python tests/clients/record.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-clients dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-clients dist build src/weft/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

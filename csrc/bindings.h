@@ -1,0 +1,19 @@
+// What Python sees, one function for each part. Arrays are checked here, once: what is inside trusts what it is given.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+namespace weft {
+
+namespace nb = nanobind;
+
+template <typename Type, int Dimensions>
+using Array = nb::ndarray<Type, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
+
+void bind_dispatch(nb::module_& module);
+void bind_linear(nb::module_& module);
+void bind_rows(nb::module_& module);
+void bind_attention(nb::module_& module);
+
+}  // namespace weft

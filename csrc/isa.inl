@@ -1,0 +1,23 @@
+// All kernels of one instruction set. Included once by each isa_*.cpp, which names the set (WEFT_ISA) and is compiled with its flags.
+//
+// Only headers without code of their own may be included here: a function of the standard library that was compiled for AVX-512 could
+// otherwise be the one that the linker keeps for everybody.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+#include "linear.inl"
+#include "rows.inl"
+#include "attention.inl"
+
+namespace weft::WEFT_ISA {
+
+extern const Kernels table;
+const Kernels table = {
+    WEFT_ISA_NAME, quantise_row, linear,        unpack_row, rms_norm, silu_mul, gelu_tanh_mul,
+    add_scaled,    scale_and_cap, rotate, to_half, attend,   attend_scratch,
+};
+
+}  // namespace weft::WEFT_ISA

@@ -1,0 +1,151 @@
+// What the kernels work on, and the table of them. Each instruction set compiles the same kernels into a table of its own; the best one
+// that the processor has is chosen once, at run time.
+//
+// Every result is a function of its own row alone: no kernel lets the number of rows, of threads or of neighbours change the order in
+// which a sum is made. That is what makes a request's output the same, bit by bit, in any company.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace weft {
+
+// --- weights ------------------------------------------------------------------------------------------------------------------------
+
+// A linear layer [outputs, inputs] is kept in strips of 16 outputs, so that a vector register holds one input (or four, in bytes) of all
+// outputs of a strip. The last strip is filled up with zeros, and so is the last group of inputs.
+constexpr int strip_outputs = 16;
+constexpr int group_inputs = 32;
+
+enum class Layout : int {
+  w4 = 0,    // codes of 4 bits; in a group of 32 inputs an output's weight is code * scale + minimum
+  w8 = 1,    // signed bytes; code * scale
+  f32 = 2,   // floats: 16 of them for every input
+  f16 = 3,
+  bf16 = 4,
+};
+
+// W4, one group of one strip, 320 bytes:
+//   4 x 64 bytes  step s holds inputs 8s .. 8s+7; byte 4o + i: low four bits input 8s + i of output o, high four bits input 8s + 4 + i
+//   16 x f16      scales by output
+//   16 x f16      minima by output
+constexpr int w4_codes_bytes = 256;
+constexpr int w4_group_bytes = 320;
+
+// W8, one group of one strip, 544 bytes:
+//   8 x 64 bytes  step s holds inputs 4s .. 4s+3; byte 4o + i: input 4s + i of output o
+//   16 x f16      scales by output
+constexpr int w8_codes_bytes = 512;
+constexpr int w8_group_bytes = 544;
+
+struct Weight {
+  Layout layout;
+  int64_t outputs;
+  int64_t inputs;
+  const uint8_t* data;         // strips one after the other, each as long as strip_bytes says; 64-byte aligned
+  const float* bias;           // [outputs], or null
+
+  int64_t strips() const { return (outputs + strip_outputs - 1) / strip_outputs; }
+  int64_t groups() const { return (inputs + group_inputs - 1) / group_inputs; }
+  bool quantised() const { return layout == Layout::w4 || layout == Layout::w8; }
+};
+
+inline int64_t strip_bytes(Layout layout, int64_t inputs) {
+  const int64_t groups = (inputs + group_inputs - 1) / group_inputs;
+  switch (layout) {
+    case Layout::w4: return groups * w4_group_bytes;
+    case Layout::w8: return groups * w8_group_bytes;
+    case Layout::f32: return inputs * strip_outputs * 4;
+    default: return inputs * strip_outputs * 2;
+  }
+}
+
+// --- activations --------------------------------------------------------------------------------------------------------------------
+
+// Rows of activations in signed bytes: in every group of 32 inputs of a row, value = code * scale, and the largest has the code 127 or
+// -127. Row r begins at codes + r * groups * 32, scales + r * groups, and so on.
+struct QuantisedRows {
+  int64_t groups;
+  int8_t* codes;     // [rows, groups * 32]; zeros past the last input
+  float* scales;     // [rows, groups]
+  float* offsets;    // [rows, groups]: scale * sum of the group's codes, what a weight's minimum is multiplied with
+  int32_t* sums;     // [rows, groups]: sum of the group's codes
+};
+
+// A piece of a product: rows [first_row, end_row) of the activations times strips [first_strip, end_strip) of the weight.
+// out = product + bias, or with `add` out += scale * (product + bias).
+struct LinearTask {
+  const Weight* weight;
+  QuantisedRows quantised;   // for quantised layouts
+  const float* rows;         // for the others, [rows, inputs], rows `row_stride` floats apart
+  int64_t row_stride;
+  int64_t first_row, end_row;
+  int64_t first_strip, end_strip;
+  float* out;                // [rows, outputs], rows `out_stride` floats apart
+  int64_t out_stride;
+  bool add;
+  float scale;
+};
+
+// --- attention ----------------------------------------------------------------------------------------------------------------------
+
+// One layer of the paged cache. Key of position p and kv head h: keys + table[p / block_size] * block_stride + (p % block_size) *
+// kv_heads * head_size + h * head_size; its value lies value_offset further on. All distances count f16 elements.
+struct CacheLayer {
+  uint16_t* keys;
+  int64_t block_stride;
+  int64_t value_offset;
+  int64_t block_size;
+  int64_t kv_heads;
+  int64_t head_size;
+};
+
+// The queries of one request, `count` tokens at consecutive positions, for the query heads of one kv head.
+// Query t stands at queries + t * query_stride, its `group` heads one after the other; likewise out.
+struct AttendTask {
+  CacheLayer cache;
+  const int64_t* table;
+  int64_t kv_head;
+  int64_t group;             // query heads of a kv head
+  const float* queries;      // of this kv head's first query head
+  int64_t query_stride;
+  int64_t count;
+  int64_t first_position;    // of the first query; it sees positions up to its own
+  int64_t window;            // position p sees p - window + 1 .. p; 0: all up to p
+  float scale;
+  float cap;                 // 0: none; else score = cap * tanh(score / cap)
+  float* out;
+  int64_t out_stride;
+};
+
+// --- the table ----------------------------------------------------------------------------------------------------------------------
+
+struct Kernels {
+  const char* name;
+
+  // linear.inl
+  void (*quantise_row)(const float* row, int64_t columns, const QuantisedRows& out, int64_t out_row);
+  void (*linear)(const LinearTask& task);
+  void (*unpack_row)(const Weight& weight, int64_t output, float* out);   // one output's weights as floats: an embedding
+
+  // rows.inl; `out` may be the input
+  void (*rms_norm)(const float* row, const float* weight, int64_t columns, float epsilon, float* out);
+  void (*silu_mul)(const float* gate, const float* up, int64_t columns, float* out);
+  void (*gelu_tanh_mul)(const float* gate, const float* up, int64_t columns, float* out);
+  void (*add_scaled)(const float* left, const float* right, float scale, int64_t columns, float* out);
+  void (*scale_and_cap)(float* row, int64_t columns, float scale, float cap);   // cap 0: none
+  // One head of a token: pair i turned by (cosine[i], sine[i]); features past the pairs stay.
+  void (*rotate)(const float* head, int64_t head_size, int64_t pairs, bool interleaved, const float* cosine, const float* sine, float* out);
+  void (*to_half)(const float* row, int64_t columns, uint16_t* out);
+
+  // attention.inl
+  void (*attend)(const AttendTask& task, float* scratch);
+  int64_t (*attend_scratch)(const AttendTask& task);   // how many floats of scratch one worker needs for it
+};
+
+// The table in use. `select` takes one by name and says whether this machine has it.
+const Kernels& kernels();
+bool select(const char* name);
+const char* const* available(int& count);
+
+}  // namespace weft
