@@ -82,6 +82,10 @@ class WeightSource(Protocol):
     """A tensor of a model file, in whatever format it is stored."""
 
     @property
+    def name(self) -> str:
+        """As the file calls it."""
+
+    @property
     def shape(self) -> tuple[int, ...]: ...
 
     @property
