@@ -7,17 +7,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from weft import _kernels
-from weft.ops.base import AttentionShape, StepIndices
+from weft.ops.base import StepIndices
 from weft.ops.cpu.recorder import (
     Add,
     Attention,
     Buffer,
+    CpuOps,
     Embed,
     Gate,
     Mixture,
@@ -29,7 +30,7 @@ from weft.ops.cpu.recorder import (
     ScaleAndCap,
     SelectRows,
 )
-from weft.ops.cpu.weights import Part
+from weft.ops.cpu.weights import Keep, Part
 
 _BEFORE = {"nothing": 0, "rms_norm": 1, "silu_mul": 2, "gelu_tanh_mul": 3}
 
@@ -215,6 +216,19 @@ def _append_product(program: _kernels.Program, step: _FusedProduct, slots: dict[
 def _weight(part: Part) -> _kernels.LinearWeight:
     assert part.weight is not None, "weights are packed before a program is made of them"
     return part.weight
+
+
+def record(
+    forward: Callable[[], Buffer], logits: Callable[[Buffer], Buffer], ops: CpuOps, keep: Keep, pool: _kernels.Pool
+) -> NativeForward:
+    """The program of a decoder whose `forward` and `logits` these are, its weights packed."""
+    rows = forward()
+    recording = ops.recording
+    assert recording is not None, "the forward pass was not recorded by these ops"
+    logits_from = len(recording.operations)
+    last = logits(rows)
+    ops.packing.pack(keep)
+    return NativeForward(assemble(recording, rows, last, logits_from, pool))
 
 
 class NativeForward:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from weft.ops.base import AttentionPattern, AttentionShape, QkNorm, WeightSource
+from weft.ops.base import AttentionPattern, AttentionShape, LinearRole, QkNorm, WeightSource
 from weft.ops.cpu.weights import Experts, Linear, Packing
 
 
@@ -130,14 +130,13 @@ class CpuOps:
     def load_vector(self, source: WeightSource, offset: float = 0.0) -> np.ndarray:
         return source.to_float32() + np.float32(offset)
 
-    def load_linear(self, sources: Sequence[WeightSource], biases: Sequence[WeightSource] = ()) -> Linear:
-        return self.packing.linear(sources, biases)
-
-    def load_router(self, source: WeightSource) -> Linear:
-        return self.packing.unquantised(source)
-
-    def load_head(self, source: WeightSource) -> Linear:
-        return self.packing.linear([source], precise=True)
+    def load_linear(
+        self,
+        sources: Sequence[WeightSource],
+        biases: Sequence[WeightSource] = (),
+        role: LinearRole = "layer",
+    ) -> Linear:
+        return self.packing.linear(sources, biases, role)
 
     def load_experts(
         self, gate: Sequence[WeightSource], up: Sequence[WeightSource], down: Sequence[WeightSource]
@@ -145,7 +144,7 @@ class CpuOps:
         return Experts(*(self.packing.experts(sources) for sources in (gate, up, down)))
 
     def load_embedding(self, source: WeightSource) -> Linear:
-        return self.packing.linear([source], precise=True)
+        return self.packing.linear([source], role="words")
 
     def nbytes(self, weight: np.ndarray | Linear | Experts) -> int:
         return weight.nbytes

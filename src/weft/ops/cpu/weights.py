@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from weft import _kernels
-from weft.ops.base import WeightSource
+from weft.ops.base import LinearRole, WeightSource
 
 PACKING_VERSION = 1
 """Another one wherever packed bytes would differ from those of an older weft."""
@@ -32,22 +32,12 @@ class Layout(IntEnum):
     BF16 = 4
 
 
-# What holds each format without loss, or, where it has more bits than four and less than nine, with the least.
-_LAYOUTS = {
-    "Q4_0": Layout.W4,
-    "Q4_1": Layout.W4,
-    "Q4_K": Layout.W4,
-    "F32": Layout.F32,
-    "F64": Layout.F32,
-    "F16": Layout.F16,
-    "BF16": Layout.BF16,
-}
 _FLOATS = (Layout.F32, Layout.F16, Layout.BF16)
 
 
 def layout_of(format_name: str, quantize: Quantize | None) -> Layout:
     """Where a tensor of this format goes. `quantize` is for those that are not quantised already."""
-    layout = _LAYOUTS.get(format_name, Layout.W8)
+    layout = Layout(_kernels.layout_of(format_name))
     if quantize is None or layout not in _FLOATS:
         return layout
     return Layout.W8 if quantize == "int8" else Layout.W4
@@ -166,13 +156,18 @@ class Packing:
     parts: list[Part] = field(default_factory=list)
 
     def linear(
-        self, sources: Sequence[WeightSource], biases: Sequence[WeightSource] = (), precise: bool = False
+        self,
+        sources: Sequence[WeightSource],
+        biases: Sequence[WeightSource] = (),
+        role: LinearRole = "layer",
     ) -> Linear:
-        """`precise`: quantised to no less than eight bits, whatever was asked for."""
+        """A table of words keeps eight bits where its values are asked for in four, and a router, whose choice turns
+        on small differences, what the file has."""
+        quantize = self.quantize if role == "layer" or self.quantize is None else "int8"
         parts: list[Part] = []
         for index, source in enumerate(sources):
             [tensor] = matrices(source)
-            layout = layout_of(source.format_name, "int8" if precise and self.quantize else self.quantize)
+            layout = layout_of(source.format_name, None if role == "router" else quantize)
             if not parts or parts[-1].layout != layout:
                 parts.append(self._part(layout))
             parts[-1].tensors.append(tensor)
@@ -181,13 +176,6 @@ class Packing:
                 before = parts[-1].bias
                 parts[-1].bias = bias if before is None else np.concatenate([before, bias])
         return Linear(parts)
-
-    def unquantised(self, source: WeightSource) -> Linear:
-        """A layer that is left as the file has it: a router's choice turns on small differences."""
-        [tensor] = matrices(source)
-        part = self._part(layout_of(source.format_name, None))
-        part.tensors.append(tensor)
-        return Linear([part])
 
     def experts(self, sources: Sequence[WeightSource]) -> list[Part]:
         parts = []
