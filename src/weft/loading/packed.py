@@ -41,7 +41,9 @@ def identity_of(files: Iterable[Path], variant: str) -> str:
     return json.dumps([variant, stated])
 
 
-def open_packed(path: Path, identity: str, sizes: Sizes, fill: Fill, threads: int) -> dict[str, np.ndarray] | None:
+def open_packed(
+    path: Path, identity: str, sizes: Sizes, fill: Fill, threads: int
+) -> dict[str, np.ndarray] | None:
     """The pieces by name, mapped from the file at `path`, which is made first where it is missing or of another
     identity. None where it cannot be kept: no room, or no right to write."""
     header = _header(identity, sizes)

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.ops.base import AttentionPattern, AttentionShape, LinearRole, QkNorm, Rope, StepIndices, WeightSource
+from weft.ops.base import (
+    AttentionPattern,
+    AttentionShape,
+    LinearRole,
+    QkNorm,
+    Rope,
+    StepIndices,
+    WeightSource,
+)
 
 # Scores held at once by the attention of one long request: bounds memory, 32 MiB in float32.
 _MAX_SCORES = 8 << 20

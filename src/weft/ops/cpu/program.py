@@ -1,7 +1,7 @@
 """From a recorded forward pass to a native program: what can be done in one go is, and buffers are used again.
 
-    norm or gate, then product        the rows are normalised on their way into the product
-    product, then add                 the product is added where it is made
+norm or gate, then product        the rows are normalised on their way into the product
+product, then add                 the product is added where it is made
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ def _append(program: _kernels.Program, step: _Step, slots: dict[Buffer, int]) ->
             program.mixture(
                 slots[step.input],
                 _weight(router),
-                *([_weight(part) for part in parts] for parts in (experts.gate, experts.up, experts.down)),
+                [_weight(part) for part in experts.gate],
+                [_weight(part) for part in experts.up],
+                [_weight(part) for part in experts.down],
                 step.per_token,
                 step.normalise,
                 slots[step.output],
@@ -219,7 +221,11 @@ def _weight(part: Part) -> _kernels.LinearWeight:
 
 
 def record(
-    forward: Callable[[], Buffer], logits: Callable[[Buffer], Buffer], ops: CpuOps, keep: Keep, pool: _kernels.Pool
+    forward: Callable[[], Buffer],
+    logits: Callable[[Buffer], Buffer],
+    ops: CpuOps,
+    keep: Keep,
+    pool: _kernels.Pool,
 ) -> NativeForward:
     """The program of a decoder whose `forward` and `logits` these are, its weights packed."""
     rows = forward()

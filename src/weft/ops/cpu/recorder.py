@@ -15,6 +15,9 @@ import numpy as np
 from weft.ops.base import AttentionPattern, AttentionShape, LinearRole, QkNorm, WeightSource
 from weft.ops.cpu.weights import Experts, Linear, Packing
 
+NO_STEP: Any = None
+"""For the forward pass that is recorded: nothing of a step is looked at."""
+
 
 @dataclass(eq=False)
 class Buffer:
