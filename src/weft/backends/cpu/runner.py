@@ -65,10 +65,15 @@ class CpuBackend:
     """`Backend` over a decoder whose cache is an array of numpy."""
 
     def __init__(
-        self, decoder: Decoder, forward: Forward, eos_token_ids: frozenset[int], grammars: GrammarCompiler
+        self,
+        decoder: Decoder,
+        eos_token_ids: frozenset[int],
+        grammars: GrammarCompiler,
+        forward: Forward | None = None,
     ) -> None:
+        """`forward` is the decoder's forward pass where it is not its own."""
         self._decoder = decoder
-        self._forward = forward
+        self._forward: Forward = decoder if forward is None else forward
         self._eos_token_ids = eos_token_ids
         self._compiler = grammars
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-cpu")
@@ -190,19 +195,18 @@ def open_cpu_backend(
         own_context = build_config(layout, metadata, tensors).max_context
         if max_context is not None:
             _check_context(max_context, own_context)
-        decoder: Decoder
-        forward: Forward
+        forward: Forward | None = None
         if is_native:
             decoder, forward = _native(checkpoint, max_context, threads, quantize)
         else:
             ops = ReferenceOps(np.float32 if dtype is None else dtype)
-            decoder = forward = build_decoder(layout, metadata, tensors, ops, max_context)
+            decoder = build_decoder(layout, metadata, tensors, ops, max_context)
     except ModelFileError as error:
         raise ModelFileError(f"{checkpoint.path}: {error}") from error
     compiler = GrammarCompiler(
         partial(_open_tokenizer, checkpoint), checkpoint.end_ids, decoder.config.vocabulary_size
     )
-    return CpuBackend(decoder, forward, checkpoint.end_ids, compiler)
+    return CpuBackend(decoder, checkpoint.end_ids, compiler, forward)
 
 
 def has_kernels() -> bool:
