@@ -69,7 +69,7 @@ struct QuantisedRows {
   int8_t* codes;     // [rows, groups * 32]; zeros past the last input
   float* scales;     // [rows, groups]
   float* offsets;    // [rows, groups]: scale * sum of the group's codes, what a weight's minimum is multiplied with
-  int32_t* sums;     // [rows, groups]: sum of the group's codes
+  int32_t* corrections;   // [rows, groups]: -128 * sum of the group's codes, for weights of signed bytes read as unsigned ones
 };
 
 // A piece of a product: rows [first_row, end_row) of the activations times strips [first_strip, end_strip) of the weight.
