@@ -220,7 +220,7 @@ def _native(
     """The decoder and the native program recorded from it; its packed weights are kept for the next start."""
     from weft import _kernels
     from weft.ops.cpu.program import record
-    from weft.ops.cpu.recorder import CpuOps
+    from weft.ops.cpu.recorder import NO_STEP, CpuOps
     from weft.ops.cpu.weights import PACKING_VERSION, Packing, in_memory
 
     if (instructions := os.environ.get("WEFT_KERNELS")) is not None:
@@ -236,7 +236,7 @@ def _native(
         return in_memory(sizes, fill) if pieces is None else pieces
 
     return decoder, record(
-        lambda: decoder.forward(None, None), decoder.logits, ops, keep, _kernels.Pool(threads)
+        lambda: decoder.forward(NO_STEP, None), decoder.logits, ops, keep, _kernels.Pool(threads)
     )
 
 
