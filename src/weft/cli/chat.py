@@ -48,8 +48,8 @@ def chat_command(
     model: str,
     system: str | None,
     context: int | None,
-    threads: int | None,
-    quantize: str | None,
+    threads: int | None = None,
+    quantize: str | None = None,
     **sampling: Any,
 ) -> None:
     """Read a message, answer it, until the end of the input."""
