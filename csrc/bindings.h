@@ -15,5 +15,7 @@ void bind_dispatch(nb::module_& module);
 void bind_linear(nb::module_& module);
 void bind_rows(nb::module_& module);
 void bind_attention(nb::module_& module);
+void bind_pool(nb::module_& module);
+void bind_sampler(nb::module_& module);
 
 }  // namespace weft

@@ -118,6 +118,21 @@ struct AttendTask {
   int64_t out_stride;
 };
 
+// --- sampling -----------------------------------------------------------------------------------------------------------------------
+
+// A row of scores is looked through in chunks; of each the maxima of every sixteenth score are kept. The k-th largest of all these is a
+// bound for the k-th largest score that few scores other than the k pass.
+constexpr int64_t maxima_chunk = 1024;
+constexpr int64_t maxima_lanes = 16;
+
+constexpr int64_t maxima_count(int64_t scores) { return (scores + maxima_chunk - 1) / maxima_chunk * maxima_lanes; }
+
+struct RowScan {
+  float best;
+  int64_t token;       // the first that has the best score
+  bool has_nan;
+};
+
 // --- the table ----------------------------------------------------------------------------------------------------------------------
 
 struct Kernels {
@@ -141,6 +156,17 @@ struct Kernels {
   // attention.inl
   void (*attend)(const AttendTask& task, float* scratch);
   int64_t (*attend_scratch)(const AttendTask& task);   // how many floats of scratch one worker needs for it
+
+  // sampler.inl; tokens number the scores of a row, and `below` is how far a score lies under the best one, in float
+  RowScan (*scan_scores)(const float* scores, int64_t count, float* maxima);   // maxima [maxima_count(count)]
+  void (*mask_scores)(const float* scores, int64_t count, const uint8_t* allowed, float* out);   // a bit for each; else minus infinity
+  double (*sum_exp)(const float* scores, int64_t count, float best, double factor);   // of exp(-below * factor)
+  double (*sum_exp_exact)(const float* scores, int64_t count, float best);   // the same in double, the subtraction too; factor 1
+  void (*exp_each)(const float* below, int64_t count, double factor, double* out);
+  // All that lie at most `limit` below the best, in order; returns how many.
+  int64_t (*collect_scores)(const float* scores, int64_t count, float best, float limit, int32_t* tokens, float* below);
+  // The token with the highest -below / temperature + noise, the first at a tie; `likeliest` is one with the best score.
+  int64_t (*draw_scores)(const float* scores, int64_t count, float best, double temperature, uint64_t key, int64_t likeliest);
 };
 
 // The table in use. `select` takes one by name and says whether this machine has it.

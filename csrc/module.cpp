@@ -6,4 +6,6 @@ NB_MODULE(_kernels, module) {
   weft::bind_linear(module);
   weft::bind_rows(module);
   weft::bind_attention(module);
+  weft::bind_pool(module);
+  weft::bind_sampler(module);
 }
