@@ -26,40 +26,48 @@ uint64_t ordered_bits(double value) {
 // Of values in ascending order, each with a weight: the last one before which there is less weight than `enough`. Found without sorting,
 // by ever more of the leading bits: after each round only those that agree with the last one so far are looked at again.
 template <typename Value, typename Weight>
-Value last_before(const Value* values, int64_t count, double enough, Weight&& weight) {
+Value last_before(const Value* values, int64_t count, double enough, std::vector<int32_t>& agreeing, Weight&& weight) {
   constexpr int digit_bits = 11;
   constexpr uint32_t digits = 1u << digit_bits;
   using Bits = decltype(ordered_bits(Value{}));
   double weights[digits];
   uint32_t counts[digits];
   double before = 0.0;
-  Bits prefix = 0, prefix_mask = 0;
+  Bits found = 0;
   for (int shift = static_cast<int>(sizeof(Bits)) * 8; shift > 0;) {
+    const bool is_first = shift == static_cast<int>(sizeof(Bits)) * 8;
     const int taken = std::min(digit_bits, shift);
     shift -= taken;
+    const Bits mask = (Bits{1} << taken) - 1;
+    const auto digit_of = [&](int64_t i) { return static_cast<uint32_t>(ordered_bits(values[i]) >> shift & mask); };
     std::fill_n(weights, digits, 0.0);
     std::fill_n(counts, digits, 0u);
-    const Bits digit_mask = (Bits{1} << taken) - 1;
-    for (int64_t i = 0; i < count; i++) {
-      const Bits bits = ordered_bits(values[i]);
-      if ((bits & prefix_mask) != prefix) continue;
-      const auto digit = static_cast<uint32_t>(bits >> shift & digit_mask);
+    const int64_t looked_at = is_first ? count : static_cast<int64_t>(agreeing.size());
+    for (int64_t at = 0; at < looked_at; at++) {
+      const int64_t i = is_first ? at : agreeing[at];
+      const uint32_t digit = digit_of(i);
       weights[digit] += weight(i);
       counts[digit]++;
     }
-    Bits last = 0;
+    uint32_t last = 0;
     double sum = before;
-    for (uint32_t digit = 0; digit <= digit_mask && sum < enough; digit++) {
+    for (uint32_t digit = 0; digit <= mask && sum < enough; digit++) {
       if (counts[digit] == 0) continue;
       last = digit;
       before = sum;
       sum += weights[digit];
     }
-    prefix |= last << shift;
-    prefix_mask |= digit_mask << shift;
+    found |= static_cast<Bits>(last) << shift;
+    if (is_first) {
+      agreeing.clear();
+      for (int64_t i = 0; i < count; i++)
+        if (digit_of(i) == last) agreeing.push_back(static_cast<int32_t>(i));
+    } else {
+      agreeing.erase(std::remove_if(agreeing.begin(), agreeing.end(), [&](int32_t i) { return digit_of(i) != last; }), agreeing.end());
+    }
   }
   Value value;
-  std::memcpy(&value, &prefix, sizeof(value));
+  std::memcpy(&value, &found, sizeof(value));
   return value;
 }
 
@@ -114,22 +122,25 @@ void Candidates::choose(const ScannedRow& row, double temperature, const Filters
   };
   if (0 < filters.top_k && filters.top_k < row.count) {
     collect_once(std::min(distance_of(row, filters.top_k), FLT_MAX));
-    const float floor = last_before(below_.data(), count_, static_cast<double>(filters.top_k), [](int64_t) { return 1.0; });
+    const float floor = last_before(below_.data(), count_, static_cast<double>(filters.top_k), agreeing_, [](int64_t) { return 1.0; });
     keep([&](int64_t i) { return below_[i] <= floor; });
   }
   if (filters.top_p < 1.0) {
     double total = 0.0;
     if (!is_collected) {
-      total = kernels().sum_exp(row.scores, row.count, row.scan.best, factor_);
+      double near[num_near];
+      total = kernels().sum_exp(row.scores, row.count, row.scan.best, factor_, near);
       // All tokens together that lie further away than this have less than what may be left out.
-      const double left_out = (1.0 - filters.top_p) * total / static_cast<double>(row.count);
-      collect_once(as_limit(std::max(-std::log(left_out), 0.0) * temperature));
+      double distance = std::max(-std::log((1.0 - filters.top_p) * total / static_cast<double>(row.count)), 0.0);
+      for (int i = num_near - 1; i >= 0; i--)
+        if (near[i] > filters.top_p * total * (1.0 + 1e-9)) distance = std::min(distance, near_distances[i]);
+      collect_once(as_limit(distance * temperature));
       weigh();
     } else {
       weigh();
       for (int64_t i = 0; i < count_; i++) total += weights_[i];
     }
-    const float floor = last_before(below_.data(), count_, filters.top_p * total, [&](int64_t i) { return weights_[i]; });
+    const float floor = last_before(below_.data(), count_, filters.top_p * total, agreeing_, [&](int64_t i) { return weights_[i]; });
     keep([&](int64_t i) { return below_[i] <= floor; });
   }
   if (filters.has_min_p) {
@@ -153,7 +164,7 @@ void Candidates::keep_typical(double typical_p) {
   if (static_cast<int64_t>(surprises_.size()) < count_) surprises_.resize(static_cast<size_t>(count_));
   for (int64_t i = 0; i < count_; i++)
     surprises_[i] = weights_[i] > 0.0 ? std::abs(static_cast<double>(below_[i]) / temperature_ - average) : HUGE_VAL;
-  const double furthest = last_before(surprises_.data(), count_, typical_p * total, [&](int64_t i) { return weights_[i]; });
+  const double furthest = last_before(surprises_.data(), count_, typical_p * total, agreeing_, [&](int64_t i) { return weights_[i]; });
   keep([&](int64_t i) { return surprises_[i] <= furthest; });
 }
 

@@ -59,6 +59,7 @@ class Candidates {
   std::vector<double> weights_;   // exp(-below / temperature)
   std::vector<double> surprises_;
   std::vector<float> ranked_maxima_;
+  std::vector<int32_t> agreeing_;   // scratch of a search
 };
 
 }  // namespace weft

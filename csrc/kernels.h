@@ -127,6 +127,10 @@ constexpr int64_t maxima_lanes = 16;
 
 constexpr int64_t maxima_count(int64_t scores) { return (scores + maxima_chunk - 1) / maxima_chunk * maxima_lanes; }
 
+// The likeliest tokens of a row that together have most of the probability lie nearly always nearer to the best than one of these.
+constexpr int num_near = 3;
+constexpr double near_distances[num_near] = {3.0, 6.0, 9.0};
+
 struct RowScan {
   float best;
   int64_t token;       // the first that has the best score
@@ -160,7 +164,8 @@ struct Kernels {
   // sampler.inl; tokens number the scores of a row, and `below` is how far a score lies under the best one, in float
   RowScan (*scan_scores)(const float* scores, int64_t count, float* maxima);   // maxima [maxima_count(count)]
   void (*mask_scores)(const float* scores, int64_t count, const uint8_t* allowed, float* out);   // a bit for each; else minus infinity
-  double (*sum_exp)(const float* scores, int64_t count, float best, double factor);   // of exp(-below * factor)
+  // Of exp(-below * factor); and of those alone whose below * factor is at most near_distances[i], into near[i].
+  double (*sum_exp)(const float* scores, int64_t count, float best, double factor, double* near);
   double (*sum_exp_exact)(const float* scores, int64_t count, float best);   // the same in double, the subtraction too; factor 1
   void (*exp_each)(const float* below, int64_t count, double factor, double* out);
   // All that lie at most `limit` below the best, in order; returns how many.

@@ -66,17 +66,12 @@ inline Doubles exp_of(Doubles value) {
   const Doubles shifted = bounded * 1.4426950408889634 + round;   // its lowest bits are the nearest whole number
   const Doubles whole = shifted - round;
   const Doubles rest = bounded - whole * 0x1.62e42fefap-1 - whole * 0x1.cf79abc9e3b3ap-40;   // ln 2 in two parts
-  Doubles sum = rest * (1.0 / 39916800) + 1.0 / 3628800;
-  sum = sum * rest + 1.0 / 362880;
-  sum = sum * rest + 1.0 / 40320;
-  sum = sum * rest + 1.0 / 5040;
-  sum = sum * rest + 1.0 / 720;
-  sum = sum * rest + 1.0 / 120;
-  sum = sum * rest + 1.0 / 24;
-  sum = sum * rest + 1.0 / 6;
-  sum = sum * rest + 0.5;
-  sum = sum * rest + 1.0;
-  sum = sum * rest + 1.0;
+  // The series up to the eleventh power, in pairs, so that the processor waits for few of the products.
+  const Doubles square = rest * rest, fourth = square * square;
+  const Doubles low = (1.0 + rest) + (0.5 + rest * (1.0 / 6)) * square;
+  const Doubles middle = (1.0 / 24 + rest * (1.0 / 120)) + (1.0 / 720 + rest * (1.0 / 5040)) * square;
+  const Doubles high = (1.0 / 40320 + rest * (1.0 / 362880)) + (1.0 / 3628800 + rest * (1.0 / 39916800)) * square;
+  const Doubles sum = low + (middle + high * fourth) * fourth;
   const Doubles power = reinterpret_cast<Doubles>((reinterpret_cast<Words>(shifted) << 52) + (uint64_t{1023} << 52));
   return value > lowest ? sum * power : Doubles{};
 }
@@ -131,14 +126,18 @@ inline double sum_of_lanes(const Doubles* sums) {
   return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
 }
 
-double sum_exp(const float* scores, int64_t count, float best, double factor) {
-  Doubles sums[8 / wide] = {};
+double sum_exp(const float* scores, int64_t count, float best, double factor, double* near) {
+  constexpr int parts = 8 / wide;
+  Doubles sums[parts] = {}, near_sums[num_near][parts] = {};
   in_steps<8>(scores, count, [&](const float* from, int64_t) {
-    for (int part = 0; part < 8 / wide; part++) {
-      const Doubles below = __builtin_convertvector(load<HalfFloats>(from + part * wide) - best, Doubles);
-      sums[part] += exp_of(below * factor);
+    for (int part = 0; part < parts; part++) {
+      const Doubles value = __builtin_convertvector(load<HalfFloats>(from + part * wide) - best, Doubles) * factor;
+      const Doubles result = exp_of(value);
+      sums[part] += result;
+      for (int i = 0; i < num_near; i++) near_sums[i][part] += value >= -near_distances[i] ? result : Doubles{};
     }
   });
+  for (int i = 0; i < num_near; i++) near[i] = sum_of_lanes(near_sums[i]);
   return sum_of_lanes(sums);
 }
 
