@@ -35,12 +35,13 @@ class NativeSampler:
     ) -> Sampled:
         """The tokens of one step; `logits` [S, vocabulary] float32 is left as it is."""
         count, vocabulary = logits.shape
-        if not entries.is_plain.all():
+        if rows.shaped and not entries.is_plain.all():
             self._tell(entries, rows, eos_token_ids)
         top_counts, arrays = entries.top_counts, self._no_logprobs
-        if (widest := top_counts.max(initial=-1)) >= 0:
+        widest = int(top_counts.max(initial=-1)) if rows.told else -1
+        if widest >= 0:
             top_counts = np.minimum(top_counts, vocabulary)
-            arrays = _LogprobArrays(count, min(int(widest), vocabulary))
+            arrays = _LogprobArrays(count, min(widest, vocabulary))
         tokens, verdicts = np.empty(count, np.int64), np.empty(count, np.uint8)
         self._kernel.sample(
             logits,
@@ -62,7 +63,7 @@ class NativeSampler:
             arrays.top_logprobs,
         )
         errors = dict(masks.errors)
-        if verdicts.any():
+        if any(verdicts.tobytes()):  # a tenth of the time of numpy's own, for the few there are
             for entry in np.flatnonzero(verdicts).tolist():
                 reason = _REASONS[int(verdicts[entry])]
                 if reason is NOT_A_NUMBER:

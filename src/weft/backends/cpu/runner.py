@@ -112,6 +112,8 @@ class CpuBackend:
             result = StepResult(error=f"{type(error).__name__}: {error}")
         self._swaps.run_ready(last_step_over=plan.step)
         finished, failed = self._swaps.take_reports()
+        if not finished and not failed:
+            return result
         return dataclasses.replace(result, finished_swaps=finished, failed_swaps=failed)
 
     def _compute(self, plan: IterationPlan) -> StepResult:
