@@ -23,16 +23,23 @@ uint64_t ordered_bits(double value) {
   return bits;
 }
 
+template <typename Value>
+struct Found {
+  Value value;
+  double before;    // weight of all smaller ones
+  double through;   // and of all its equals
+};
+
 // Of values in ascending order, each with a weight: the last one before which there is less weight than `enough`. Found without sorting,
 // by ever more of the leading bits: after each round only those that agree with the last one so far are looked at again.
 template <typename Value, typename Weight>
-Value last_before(const Value* values, int64_t count, double enough, std::vector<int32_t>& agreeing, Weight&& weight) {
+Found<Value> last_before(const Value* values, int64_t count, double enough, std::vector<int32_t>& agreeing, Weight&& weight) {
   constexpr int digit_bits = 11;
   constexpr uint32_t digits = 1u << digit_bits;
   using Bits = decltype(ordered_bits(Value{}));
   double weights[digits];
   uint32_t counts[digits];
-  double before = 0.0;
+  double before = 0.0, through = 0.0;
   Bits found = 0;
   for (int shift = static_cast<int>(sizeof(Bits)) * 8; shift > 0;) {
     const bool is_first = shift == static_cast<int>(sizeof(Bits)) * 8;
@@ -55,7 +62,7 @@ Value last_before(const Value* values, int64_t count, double enough, std::vector
       if (counts[digit] == 0) continue;
       last = digit;
       before = sum;
-      sum += weights[digit];
+      through = sum += weights[digit];
     }
     found |= static_cast<Bits>(last) << shift;
     if (is_first) {
@@ -68,7 +75,7 @@ Value last_before(const Value* values, int64_t count, double enough, std::vector
   }
   Value value;
   std::memcpy(&value, &found, sizeof(value));
-  return value;
+  return {value, before, through};
 }
 
 // Rounded up, and no further than a finite score can lie.
@@ -109,7 +116,7 @@ void Candidates::collect(const ScannedRow& row, float limit) {
 
 void Candidates::weigh() {
   if (static_cast<int64_t>(weights_.size()) < count_) weights_.resize(static_cast<size_t>(count_));
-  kernels().exp_each(below_.data(), count_, factor_, weights_.data());
+  kernels().weigh_each(below_.data(), count_, factor_, weights_.data());
 }
 
 void Candidates::choose(const ScannedRow& row, double temperature, const Filters& filters) {
@@ -122,25 +129,12 @@ void Candidates::choose(const ScannedRow& row, double temperature, const Filters
   };
   if (0 < filters.top_k && filters.top_k < row.count) {
     collect_once(std::min(distance_of(row, filters.top_k), FLT_MAX));
-    const float floor = last_before(below_.data(), count_, static_cast<double>(filters.top_k), agreeing_, [](int64_t) { return 1.0; });
+    const float floor = last_before(below_.data(), count_, static_cast<double>(filters.top_k), agreeing_, [](int64_t) { return 1.0; }).value;
     keep([&](int64_t i) { return below_[i] <= floor; });
   }
   if (filters.top_p < 1.0) {
-    double total = 0.0;
-    if (!is_collected) {
-      double near[num_near];
-      total = kernels().sum_exp(row.scores, row.count, row.scan.best, factor_, near);
-      // All tokens together that lie further away than this have less than what may be left out.
-      double distance = std::max(-std::log((1.0 - filters.top_p) * total / static_cast<double>(row.count)), 0.0);
-      for (int i = num_near - 1; i >= 0; i--)
-        if (near[i] > filters.top_p * total * (1.0 + 1e-9)) distance = std::min(distance, near_distances[i]);
-      collect_once(as_limit(distance * temperature));
-      weigh();
-    } else {
-      weigh();
-      for (int64_t i = 0; i < count_; i++) total += weights_[i];
-    }
-    const float floor = last_before(below_.data(), count_, filters.top_p * total, agreeing_, [&](int64_t i) { return weights_[i]; });
+    const float floor = is_collected ? nucleus_floor(filters.top_p) : nucleus_floor(row, filters.top_p);
+    is_collected = true;
     keep([&](int64_t i) { return below_[i] <= floor; });
   }
   if (filters.has_min_p) {
@@ -149,6 +143,35 @@ void Candidates::choose(const ScannedRow& row, double temperature, const Filters
   }
   collect_once(FLT_MAX);
   if (filters.typical_p < 1.0) keep_typical(filters.typical_p);
+}
+
+// How far the likeliest candidates that together have a share of `top_p` reach.
+float Candidates::nucleus_floor(double top_p) {
+  weigh();
+  double total = 0.0;
+  for (int64_t i = 0; i < count_; i++) total += weights_[i];
+  return last_before(below_.data(), count_, top_p * total, agreeing_, [&](int64_t i) { return weights_[i]; }).value;
+}
+
+// The same for a whole row, which is much longer than what is looked for: from a rough total, and from the exact weights of those alone that
+// can be meant. Where so little decides that the total has to be exact, all are weighed.
+float Candidates::nucleus_floor(const ScannedRow& row, double top_p) {
+  double near[num_near];
+  const float factor = static_cast<float>(std::min(factor_, static_cast<double>(FLT_MAX)));
+  const double total = kernels().sum_weights_roughly(row.scores, row.count, row.scan.best, factor, near);
+  const double least = top_p * total * (1.0 - rough_share), most = top_p * total * (1.0 + rough_share);
+  // All tokens together that lie further away than this have less than what may be left out.
+  double distance = -std::log((1.0 - top_p) * total * (1.0 - rough_share) / static_cast<double>(row.count));
+  for (int i = num_near - 1; i >= 0; i--)
+    if (near[i] * (1.0 - rough_share) > most) distance = std::min(distance, static_cast<double>(near_distances[i]));
+  collect(row, as_limit(std::max(distance, 0.0) * temperature_));
+  weigh();
+  const auto last_heavy = [&](double enough) {
+    return last_before(below_.data(), count_, enough, agreeing_, [&](int64_t i) { return weights_[i]; });
+  };
+  const auto found = last_heavy(top_p * total);
+  if (found.before < least && found.through > most) return found.value;
+  return last_heavy(top_p * kernels().sum_weights(row.scores, row.count, row.scan.best, factor_)).value;
 }
 
 // Those whose surprise (the negative logarithm of their chance) lies nearest to what it is on average. It is below / temperature +
@@ -164,7 +187,7 @@ void Candidates::keep_typical(double typical_p) {
   if (static_cast<int64_t>(surprises_.size()) < count_) surprises_.resize(static_cast<size_t>(count_));
   for (int64_t i = 0; i < count_; i++)
     surprises_[i] = weights_[i] > 0.0 ? std::abs(static_cast<double>(below_[i]) / temperature_ - average) : HUGE_VAL;
-  const double furthest = last_before(surprises_.data(), count_, typical_p * total, agreeing_, [&](int64_t i) { return weights_[i]; });
+  const double furthest = last_before(surprises_.data(), count_, typical_p * total, agreeing_, [&](int64_t i) { return weights_[i]; }).value;
   keep([&](int64_t i) { return surprises_[i] <= furthest; });
 }
 

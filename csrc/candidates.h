@@ -45,6 +45,8 @@ class Candidates {
  private:
   void collect(const ScannedRow& row, float limit);
   float distance_of(const ScannedRow& row, int64_t wanted);
+  float nucleus_floor(double top_p);
+  float nucleus_floor(const ScannedRow& row, double top_p);
   void keep_typical(double typical_p);
   void weigh();
   template <typename Kept>

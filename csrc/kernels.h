@@ -129,7 +129,8 @@ constexpr int64_t maxima_count(int64_t scores) { return (scores + maxima_chunk -
 
 // The likeliest tokens of a row that together have most of the probability lie nearly always nearer to the best than one of these.
 constexpr int num_near = 3;
-constexpr double near_distances[num_near] = {3.0, 6.0, 9.0};
+constexpr float near_distances[num_near] = {3.0f, 6.0f, 9.0f};
+constexpr double rough_share = 5e-6;
 
 struct RowScan {
   float best;
@@ -164,10 +165,12 @@ struct Kernels {
   // sampler.inl; tokens number the scores of a row, and `below` is how far a score lies under the best one, in float
   RowScan (*scan_scores)(const float* scores, int64_t count, float* maxima);   // maxima [maxima_count(count)]
   void (*mask_scores)(const float* scores, int64_t count, const uint8_t* allowed, float* out);   // a bit for each; else minus infinity
-  // Of exp(-below * factor); and of those alone whose below * factor is at most near_distances[i], into near[i].
-  double (*sum_exp)(const float* scores, int64_t count, float best, double factor, double* near);
-  double (*sum_exp_exact)(const float* scores, int64_t count, float best);   // the same in double, the subtraction too; factor 1
-  void (*exp_each)(const float* below, int64_t count, double factor, double* out);
+  double (*sum_exp)(const float* scores, int64_t count, float best);   // of exp(score - best), the difference in double too
+  // A token's weight is exp(-below * factor). `roughly` is right within `rough_share`, and near[i] is the sum of those alone whose
+  // below * factor is at most near_distances[i].
+  double (*sum_weights)(const float* scores, int64_t count, float best, double factor);
+  double (*sum_weights_roughly)(const float* scores, int64_t count, float best, float factor, double* near);
+  void (*weigh_each)(const float* below, int64_t count, double factor, double* out);
   // All that lie at most `limit` below the best, in order; returns how many.
   int64_t (*collect_scores)(const float* scores, int64_t count, float best, float limit, int32_t* tokens, float* below);
   // The token with the highest -below / temperature + noise, the first at a tie; `likeliest` is one with the best score.

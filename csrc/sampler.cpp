@@ -104,7 +104,7 @@ void SamplerScratch::score(const ScoreTask& task) {
     }
     return;
   }
-  const double sum = kernels().sum_exp_exact(task.logits, task.vocabulary, row.scan.best);
+  const double sum = kernels().sum_exp(task.logits, task.vocabulary, row.scan.best);
   const double normaliser = static_cast<double>(row.scan.best) + std::log(sum);
   *task.logprob = static_cast<double>(task.logits[task.token]) - normaliser;
   if (task.top_count == 0) return;

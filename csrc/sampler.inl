@@ -1,5 +1,5 @@
 // The sampler's passes over a whole row of scores. Written once with the compiler's vector types, as wide as the instruction set's
-// registers; no fused products, and sums in eight lanes whatever the width, so that every instruction set gives the same bits.
+// registers; no fused products, and sums in eight lanes whatever the width, so that every instruction set gives the same result.
 #if WEFT_AVX512 || WEFT_AVX2
 #include <immintrin.h>
 #endif
@@ -126,22 +126,7 @@ inline double sum_of_lanes(const Doubles* sums) {
   return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
 }
 
-double sum_exp(const float* scores, int64_t count, float best, double factor, double* near) {
-  constexpr int parts = 8 / wide;
-  Doubles sums[parts] = {}, near_sums[num_near][parts] = {};
-  in_steps<8>(scores, count, [&](const float* from, int64_t) {
-    for (int part = 0; part < parts; part++) {
-      const Doubles value = __builtin_convertvector(load<HalfFloats>(from + part * wide) - best, Doubles) * factor;
-      const Doubles result = exp_of(value);
-      sums[part] += result;
-      for (int i = 0; i < num_near; i++) near_sums[i][part] += value >= -near_distances[i] ? result : Doubles{};
-    }
-  });
-  for (int i = 0; i < num_near; i++) near[i] = sum_of_lanes(near_sums[i]);
-  return sum_of_lanes(sums);
-}
-
-double sum_exp_exact(const float* scores, int64_t count, float best) {
+double sum_exp(const float* scores, int64_t count, float best) {
   Doubles sums[8 / wide] = {};
   in_steps<8>(scores, count, [&](const float* from, int64_t) {
     for (int part = 0; part < 8 / wide; part++)
@@ -150,7 +135,56 @@ double sum_exp_exact(const float* scores, int64_t count, float best) {
   return sum_of_lanes(sums);
 }
 
-void exp_each(const float* below, int64_t count, double factor, double* out) {
+double sum_weights(const float* scores, int64_t count, float best, double factor) {
+  Doubles sums[8 / wide] = {};
+  in_steps<8>(scores, count, [&](const float* from, int64_t) {
+    for (int part = 0; part < 8 / wide; part++)
+      sums[part] += exp_of(__builtin_convertvector(load<HalfFloats>(from + part * wide) - best, Doubles) * factor);
+  });
+  return sum_of_lanes(sums);
+}
+
+// exp of what is not above 0, to about seven digits.
+inline Floats rough_exp_of(Floats value) {
+  constexpr float round = 0x1.8p23f, lowest = -87.0f;
+  const Floats bounded = value > lowest ? value : lowest - Floats{};
+  const Floats shifted = bounded * 1.44269504f + round;
+  const Floats whole = shifted - round;
+  const Floats rest = bounded - whole * 0x1.63p-1f - whole * -2.12194440e-4f;
+  const Floats square = rest * rest;
+  const Floats low = (1.0f + rest) + (0.5f + rest * (1.0f / 6)) * square;
+  const Floats high = (1.0f / 24 + rest * (1.0f / 120)) + square * (1.0f / 720);
+  const Floats power = reinterpret_cast<Floats>((reinterpret_cast<Ints>(shifted) << 23) + (127 << 23));
+  return value > lowest ? (low + high * (square * square)) * power : Floats{};
+}
+
+double sum_weights_roughly(const float* scores, int64_t count, float best, float factor, double* near) {
+  constexpr int steps = 16;   // floats are added up no further than this, then doubles
+  Doubles totals[num_near + 1] = {};
+  in_steps<steps * narrow>(scores, count, [&](const float* from, int64_t) {
+    Floats sums[num_near + 1] = {};
+    for (int step = 0; step < steps; step++) {
+      const Floats value = (load<Floats>(from + step * narrow) - best) * factor;
+      const Floats result = rough_exp_of(value);
+      for (int i = 0; i < num_near; i++) sums[i] += value >= -near_distances[i] ? result : Floats{};
+      sums[num_near] += result;
+    }
+    for (int i = 0; i <= num_near; i++) {
+      HalfFloats halves[2];
+      std::memcpy(halves, &sums[i], sizeof(halves));
+      totals[i] += __builtin_convertvector(halves[0], Doubles) + __builtin_convertvector(halves[1], Doubles);
+    }
+  });
+  const auto sum_of = [](Doubles lanes) {
+    double sum = 0.0;
+    for (int lane = 0; lane < wide; lane++) sum += lanes[lane];
+    return sum;
+  };
+  for (int i = 0; i < num_near; i++) near[i] = sum_of(totals[i]);
+  return sum_of(totals[num_near]);
+}
+
+void weigh_each(const float* below, int64_t count, double factor, double* out) {
   int64_t i = 0;
   for (; i + wide <= count; i += wide) {
     const Doubles result = exp_of(__builtin_convertvector(load<HalfFloats>(below + i), Doubles) * -factor);
