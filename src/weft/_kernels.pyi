@@ -103,6 +103,10 @@ class Program:
         """The logits of the first `sampled` selected rows, and the other selected rows: views, until the next call."""
 
     def logits(self, rows: NDArray[np.float32]) -> NDArray[np.float32]: ...
+    def measure(self, on: bool) -> None:
+        """Count the time that is spent in each kind of instruction, from 0."""
+
+    def seconds(self) -> dict[str, float]: ...
 
 # Linear layers. A layout is a number: 0 W4, 1 W8, 2 f32, 3 f16, 4 bf16 (csrc/kernels.h says what each looks like).
 
