@@ -224,7 +224,7 @@ def open_cpu_backend(
             _check_context(max_context, own_context)
         native: Native | None = None
         if is_native:
-            decoder, native = _native(checkpoint, max_context, threads, quantize)
+            decoder, native = open_native(checkpoint, max_context, threads, quantize)
         else:
             ops = ReferenceOps(np.float32 if dtype is None else dtype)
             decoder = build_decoder(layout, metadata, tensors, ops, max_context)
@@ -241,7 +241,7 @@ def has_kernels() -> bool:
     return os.environ.get("WEFT_KERNELS") != "numpy" and find_spec("weft._kernels") is not None
 
 
-def _native(
+def open_native(
     checkpoint: Checkpoint, max_context: int | None, threads: int, quantize: Quantize | None
 ) -> tuple[Decoder, Native]:
     """The decoder and the native program recorded from it; its packed weights are kept for the next start."""
