@@ -126,7 +126,7 @@ def _merges_of_scores(
     if vocabulary.architecture.startswith("gemma"):
         scores = [0.0 if _RUN.fullmatch(token) else -1.0 - index for index, token in enumerate(spelled)]
     elif vocabulary.scores is not None:
-        scores = vocabulary.scores.tolist()
+        scores = vocabulary.scores
     else:
         raise ModelFileError("tokenizer.ggml.scores: missing; a vocabulary without merges needs them")
     barred = _not_text(vocabulary)
