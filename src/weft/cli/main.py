@@ -1,5 +1,6 @@
 """The `weft` command line: what each command takes and says. The work is imported inside the command that needs it."""
 
+import gc
 import io
 import os
 import sys
@@ -288,6 +289,7 @@ def serve(
 
     SIGTERM and Ctrl-C let what is under way end; once more quits at once.
     """
+    gc.disable()  # nearly all that a start makes stays; the server looks for garbage once it is up
     from weft.cli.serve import serve_command
 
     flags = {

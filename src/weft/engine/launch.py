@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weft.config import ServingEngineConfig
 
+# Everything that is made while it starts stays: to look for garbage among it is time lost.
+_PROGRAM = "import gc; gc.disable(); from weft.engine.process import main; main()"
+
 
 @dataclass(frozen=True)
 class LaunchedEngine:
@@ -30,7 +33,7 @@ def launch_engine(backend: str, options: Mapping[str, Any], config: ServingEngin
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            (sys.executable, "-m", "weft.engine.process", str(theirs.fileno())),
+            (sys.executable, "-c", _PROGRAM, str(theirs.fileno())),
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

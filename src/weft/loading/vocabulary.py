@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from weft.errors import ModelFileError
@@ -32,7 +33,8 @@ class Vocabulary:
     """The name of the rule that cuts text before merging; None in files made before there were names."""
     architecture: str
     tokens: list[str]
-    merges: list[tuple[str, str]]
+    merge_lines: list[str]
+    """Two tokens and a space each, as the file has them."""
     scores: list[float] | None
     control_ids: tuple[int, ...]
     """Tokens that steer the model (`<|im_end|>`); text of a user never becomes one of them."""
@@ -52,6 +54,18 @@ class Vocabulary:
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     """By name; "default" is the one of plain conversations."""
 
+    @cached_property
+    def merges(self) -> list[tuple[str, str]]:
+        """Cut when a tokenizer asks: an engine needs none of them, and there are as many as tokens."""
+        pairs = [tuple(line.split(" ")) for line in self.merge_lines]
+        for index, pair in enumerate(pairs):
+            if len(pair) != 2 or "" in pair:
+                raise ModelFileError(
+                    f"tokenizer.ggml.merges: entry {index} is {self.merge_lines[index]!r:.80}, "
+                    "expected two tokens and a space"
+                )
+        return pairs  # type: ignore[return-value]  # two each, as was just seen
+
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     """The vocabulary in the metadata of a model file."""
@@ -70,7 +84,7 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
         pre_tokenizer=None if pre_tokenizer is None else _word(metadata, "tokenizer.ggml.pre"),
         architecture=str(metadata.get("general.architecture", "")),
         tokens=tokens,
-        merges=_merges(metadata),
+        merge_lines=_merge_lines(metadata),
         scores=_numbers(metadata, "tokenizer.ggml.scores", len(tokens)),
         control_ids=tuple(control),
         user_defined_ids=tuple(_ids_of(kinds, _USER_DEFINED)),
@@ -155,18 +169,9 @@ def _flag(metadata: Mapping[str, Any], key: str) -> bool | None:
     return value
 
 
-def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
-    if "tokenizer.ggml.merges" not in metadata:
-        return []
-    merges: list[tuple[str, str]] = []
-    for index, merge in enumerate(_strings(metadata, "tokenizer.ggml.merges")):
-        left, space, right = merge.partition(" ")
-        if not (left and space and right) or " " in right:
-            raise ModelFileError(
-                f"tokenizer.ggml.merges: entry {index} is {merge!r:.80}, expected two tokens and a space"
-            )
-        merges.append((left, right))
-    return merges
+def _merge_lines(metadata: Mapping[str, Any]) -> list[str]:
+    key = "tokenizer.ggml.merges"
+    return _strings(metadata, key) if key in metadata else []
 
 
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:

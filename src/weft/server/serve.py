@@ -67,6 +67,7 @@ def _tame_garbage_collection() -> None:
     this way (tests/server/test_garbage.py)."""
     gc.collect()
     gc.freeze()
+    gc.enable()  # `weft serve` starts without
     gc.set_threshold(1_000, 1, 1_500)
 
 
