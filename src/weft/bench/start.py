@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.002
 _SAMPLE_SECONDS = 0.1
 _PATIENCE_SECONDS = 120.0
 _TOKENS = 128
-_PROGRAM = "from weft.cli.main import main; main()"
+_PROGRAM = "from weft.cli.entry import main; main()"
 _PHASES = ("listening", "ready", "first token")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,8 @@ _MIB = 1 << 20
 
 
 def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: bool) -> None:
-    """`flags` by the keys of the settings; None for one that was not given."""
+    """`flags` by the keys of the settings; None, or no word at all, for one that was not given."""
+    gc.disable()  # nearly all that a start makes stays; the server looks for garbage once it is up
     gathered = gather(config, os.environ, flags)
     # All of it is checked before a model is fetched for nothing.
     settings = _settings(gathered)

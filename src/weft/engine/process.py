@@ -240,3 +240,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     raise SystemExit(EngineProcess(connection).run())
+
+
+if __name__ == "__main__":
+    main()
