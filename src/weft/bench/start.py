@@ -68,7 +68,21 @@ class Peak:
 
 def main(model: str, starts: int, streams: Sequence[int], json: bool) -> bool:
     """Whether every bar was met."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its servers end with it
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its servers end with it
+    try:
+        measured = _measure(model, starts)
+        peaks = [_peak(model, number) for number in streams]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    checks = _checks(measured, peaks)
+    if json:
+        print_json({"starts": measured, "peaks": peaks, "checks": checks, "machine": machine()})
+    else:
+        _print(measured, peaks, checks)
+    return all(check.is_met for check in checks)
+
+
+def _measure(model: str, starts: int) -> list[Start]:
     with _server(model) as (port, process):
         _follow(port, process, time.perf_counter())
     measured = []
@@ -78,17 +92,7 @@ def main(model: str, starts: int, streams: Sequence[int], json: bool) -> bool:
             seconds = _follow(port, process, began)
             use = use_between(before, take_snapshot(), _HOST, port)
             measured.append(Start(seconds, tuple(_uses(port)), use.is_disturbed))
-    peaks = []
-    for number in streams:  # each on a server of its own: memory that was taken once stays
-        with _server(model) as (port, process):
-            _follow(port, process, time.perf_counter())
-            peaks.append(_peak(port, number))
-    checks = _checks(measured, peaks)
-    if json:
-        print_json({"starts": measured, "peaks": peaks, "checks": checks, "machine": machine()})
-    else:
-        _print(measured, peaks, checks)
-    return all(check.is_met for check in checks)
+    return measured
 
 
 def parse_streams(text: str) -> list[int]:
@@ -184,11 +188,13 @@ def _ask(port: int, text: str, max_tokens: int, *, until_first: bool = False) ->
         connection.close()
 
 
-def _peak(port: int, streams: int) -> Peak:
-    """So many at once, each with a prompt of its own, so that nothing of them is shared."""
+def _peak(model: str, streams: int) -> Peak:
+    """So many at once, each with a prompt of its own, so that nothing of them is shared; on a server of their own, since
+    memory that was taken once stays."""
     rss = pss = 0.0
-    with ThreadPoolExecutor(streams) as threads:
-        texts = [f"{number}. " + "Tell me of weaving. " * (_TOKENS // 5) for number in range(streams)]
+    texts = [f"{number}. " + "Tell me of weaving. " * (_TOKENS // 5) for number in range(streams)]
+    with _server(model) as (port, process), ThreadPoolExecutor(streams) as threads:
+        _follow(port, process, time.perf_counter())
         waiting = {threads.submit(_ask, port, text, _TOKENS) for text in texts}
         while waiting:
             done, waiting = wait(waiting, _SAMPLE_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,13 +34,22 @@ def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: b
         print(as_toml(settings, gathered))
         return
     settings = _with_model(settings, gathered)
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the server has its own way to stop
+        signal.signal(number, _leave)
     launched = launch_engine(settings.backend, settings.backend_options, settings.engine)
-    # Not at the top: the engine's process has begun by now, and needs as long for its own.
-    from weft.server.logs import ServerLog
-    from weft.server.serve import serve
+    try:
+        # Not at the top: the engine's process has begun by now, and needs as long for its own.
+        from weft.server.logs import ServerLog
+        from weft.server.serve import serve
 
-    log = ServerLog(settings.log_format)
-    serve(settings, lambda started: _announce(settings, started, log), log, launched)
+        log = ServerLog(settings.log_format)
+        serve(settings, lambda started: _announce(settings, started, log), log, launched)
+    finally:
+        launched.process.kill()  # it has ended by itself, but for a start that was cut short
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(0)
 
 
 def _settings(gathered: Gathered) -> ServerSettings:
