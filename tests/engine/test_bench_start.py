@@ -12,8 +12,9 @@ from weft.errors import WeftError
 
 
 def test_a_start_is_followed_from_the_process_to_the_first_token(
-    default_model_path: Path, capsys: pytest.CaptureFixture[str]
+    default_model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(start, "_TOKENS", 8)
     start.main(str(default_model_path), starts=1, streams=[2], json=True)
     document = json.loads(capsys.readouterr().out)
     [measured] = document["starts"]

@@ -99,3 +99,7 @@ def _prepare_streams() -> None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  # until the end
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+
+
+if __name__ == "__main__":
+    main()

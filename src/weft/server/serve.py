@@ -62,10 +62,10 @@ def serve(
 
 def _tame_garbage_collection() -> None:
     """Everything stands still while garbage is looked for, up to 0.16 s among the objects of five hundred streams. What
-    is loaded by now stays and need not be looked through. The young are looked through often and so in milliseconds, and
-    become old at once; the old are gone through once in a long while: requests leave nothing behind that has to be found
-    this way (tests/server/test_garbage.py)."""
-    gc.collect()
+    is loaded by now stays and need not be looked through, not even once: a start leaves a megabyte of garbage, which is
+    not worth waiting for. The young are looked through often and so in milliseconds, and become old at once; the old are
+    gone through once in a long while: requests leave nothing behind that has to be found this way
+    (tests/server/test_garbage.py)."""
     gc.freeze()
     gc.enable()  # `weft serve` starts without
     gc.set_threshold(1_000, 1, 1_500)
