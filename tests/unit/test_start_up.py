@@ -77,7 +77,7 @@ PLAIN = [
     ["model.gguf"],
     ["model=1.gguf", "--port", "0"],
     ["--port", "9000", "--host=0.0.0.0", "default"],
-    ["--name", "small", "--context=512", "--memory", "4GiB"],
+    ["--name", "small", "--context=512", "--memory", "4GiB", "--threads", "2", "--quantize=int8"],
     ["--api-key", "a", "--api-key=b", "--api-key-file", "keys.toml"],
     ["--chat-template", "chat.jinja", "--config", "weft.toml"],
 ]
