@@ -103,7 +103,13 @@ RULES = (
     Rule(
         ("weft.server",),
         "server knows engine.client, text, and the model files that the text side is opened from",
-        weft=(*VOCABULARY, "weft.engine.client", "weft.loading.checkpoint", "weft.text"),
+        weft=(
+            *VOCABULARY,
+            "weft.engine.client",
+            "weft.engine.launch",
+            "weft.loading.checkpoint",
+            "weft.text",
+        ),
     ),
 )
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from weft.cli.start import check_sampling, command_params, shown_name, start
+from weft.cli.model import shown_name
+from weft.cli.start import check_sampling, command_params, start
 from weft.errors import InvalidRequestError, WeftError
 from weft.request import FinishReason, GenerationResult, SamplingParams
 from weft.terminal import one_line, printable

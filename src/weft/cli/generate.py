@@ -16,7 +16,8 @@ from rich.console import Console
 from weft.cli.answers import error_of
 from weft.cli.batch import Batch, open_output
 from weft.cli.lines import Line, Wishes, make_job
-from weft.cli.start import check_sampling, shown_name, start
+from weft.cli.model import shown_name
+from weft.cli.start import check_sampling, start
 from weft.errors import InvalidRequestError, WeftError
 from weft.request import GenerationResult, Grammar
 from weft.terminal import one_line, printable

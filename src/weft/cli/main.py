@@ -1,8 +1,5 @@
 """The `weft` command line: what each command takes and says. The work is imported inside the command that needs it."""
 
-import io
-import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +7,7 @@ import typer
 
 from weft import __version__
 from weft.cli.bench import AsJson, bench_app
-from weft.errors import WeftError
+from weft.cli.entry import run
 
 app = typer.Typer(
     name="weft",
@@ -379,33 +376,8 @@ def simulate_check(
 
 
 def main() -> None:
-    """Run the command line. The one place where an expected error becomes a message and an exit code."""
-    _prepare_streams()
-    try:
-        app()
-    except WeftError as error:
-        from weft.terminal import one_line
-
-        print(f"weft: {one_line(error)}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
-    except OSError as error:
-        # Of standard output, which may lead to a full disk: every other file is opened by somebody who says more.
-        # What it still holds would fail once more at the end.
-        sys.stdout = io.StringIO()
-        print(f"weft: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-
-
-def _prepare_streams() -> None:
-    """A stream that the caller closed is None: nothing comes from it, and what is said there is lost. A character that
-    the terminal has no code for must not end the program."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  # until the end
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+    """Run the command line."""
+    run(app)
 
 
 if __name__ == "__main__":

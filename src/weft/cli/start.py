@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
-from weft.cli.pull import fetch
-from weft.loading.wheel import DEFAULT_MODEL
+from weft.cli.model import fetch
 from weft.request import SamplingParams
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from weft.llm import LLM, MemoryUse
 
 _MIB = 1 << 20
@@ -23,13 +20,6 @@ _MAX_TOKENS = 64
 def check_sampling(given: dict[str, object]) -> None:
     """Refuses a value out of range before a model is fetched and loaded for it."""
     SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-
-
-def shown_name(model: str) -> str:
-    """What to call the model before a person: a file's name rather than the way to it."""
-    if model == "default":
-        return DEFAULT_MODEL.file.name
-    return model if model.startswith("hf:") else Path(model).name
 
 
 def command_params(llm: LLM, *, chat: bool, **given: Any) -> SamplingParams:
@@ -45,6 +35,8 @@ def command_params(llm: LLM, *, chat: bool, **given: Any) -> SamplingParams:
 def start(model: str, context: int | None, threads: int | None, quantize: str | None) -> LLM:
     """The model, ready to run; a table on stderr says what memory it has, where a person looks at it."""
     path = fetch(model)
+    from rich.console import Console
+
     console = Console(stderr=True, highlight=False)
     with console.status("Loading the model"):
         from weft.llm import LLM  # numpy and the tokenizer take their time too
@@ -56,6 +48,8 @@ def start(model: str, context: int | None, threads: int | None, quantize: str | 
 
 
 def _memory_table(memory: MemoryUse) -> Table:
+    from rich.table import Table
+
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
