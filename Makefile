@@ -101,8 +101,8 @@ test-sanitize: $(VENV)/.dev
 	@$(SANITIZED)/pool_test
 	@TSAN_OPTIONS=halt_on_error=1 $(SANITIZED)/pool_test_watched
 	@echo "==> the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
-	@LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH="$(abspath $(SANITIZED))/src" \
-		WEFT_SANITIZED="$(abspath $(SANITIZED))" $(BIN)/python -m pytest -q tests/kernels
+	@LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH="$(abspath $(SANITIZED))/src" \
+		WEFT_SANITIZED="$(abspath $(SANITIZED))" $(BIN)/python -m pytest -q --capture=sys tests/kernels
 
 # torch is the reference of the parity tests; it goes in first and pinned, so that no other package can pull a newer one.
 $(VENV)/.dev: $(READY)
