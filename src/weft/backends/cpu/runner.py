@@ -12,13 +12,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from weft.backends.batch import Rows, ScoredPrompt
+from weft.backends.cpu.kernels import has_kernels, instruction_set
 from weft.backends.cpu.sampler import NOT_A_NUMBER, sample, score
 from weft.backends.cpu.swap import SwapSpace
 from weft.backends.cpu.threads import thread_count
@@ -205,11 +205,6 @@ def open_cpu_backend(
     return CpuBackend(decoder, forward, checkpoint.end_ids, compiler)
 
 
-def has_kernels() -> bool:
-    """Whether the C++ kernels were built, and nobody asks for numpy instead (WEFT_KERNELS=numpy)."""
-    return os.environ.get("WEFT_KERNELS") != "numpy" and find_spec("weft._kernels") is not None
-
-
 def _native(
     checkpoint: Checkpoint, max_context: int | None, threads: int, quantize: Quantize | None
 ) -> tuple[Decoder, Forward]:
@@ -219,8 +214,8 @@ def _native(
     from weft.ops.cpu.recorder import CpuOps
     from weft.ops.cpu.weights import PACKING_VERSION, Packing, in_memory
 
-    if (instructions := os.environ.get("WEFT_KERNELS")) is not None:
-        _kernels.use(instructions)
+    if (name := instruction_set()) is not None:
+        _kernels.use(name)
     ops = CpuOps(Packing(quantize))
     decoder = build_decoder(checkpoint.layout, checkpoint.metadata, checkpoint.tensors, ops, max_context)
     variant = f"{quantize or 'stored'}-{PACKING_VERSION}"
