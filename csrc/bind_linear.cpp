@@ -28,7 +28,7 @@ NewArray<Type> new_array(std::initializer_list<size_t> shape) {
 struct OwnedRows {
   NewArray<int8_t> codes;
   NewArray<float> scales, offsets;
-  NewArray<int32_t> sums;
+  NewArray<int32_t> corrections;
   QuantisedRows view;
 
   OwnedRows(const float* rows, int64_t count, int64_t columns) {
@@ -37,8 +37,8 @@ struct OwnedRows {
     codes = new_array<int8_t>({r, g * group_inputs});
     scales = new_array<float>({r, g});
     offsets = new_array<float>({r, g});
-    sums = new_array<int32_t>({r, g});
-    view = {groups, codes.data(), scales.data(), offsets.data(), sums.data()};
+    corrections = new_array<int32_t>({r, g});
+    view = {groups, codes.data(), scales.data(), offsets.data(), corrections.data()};
     for (int64_t row = 0; row < count; row++) kernels().quantise_row(rows + row * columns, columns, view, row);
   }
 };
@@ -55,7 +55,7 @@ Weight weight_from(int layout_number, int64_t outputs, int64_t inputs, const Arr
 
 nb::tuple quantise(Array<const float, 2> rows) {
   OwnedRows quantised(rows.data(), static_cast<int64_t>(rows.shape(0)), static_cast<int64_t>(rows.shape(1)));
-  return nb::make_tuple(quantised.codes, quantised.scales, quantised.offsets, quantised.sums);
+  return nb::make_tuple(quantised.codes, quantised.scales, quantised.offsets, quantised.corrections);
 }
 
 NewArray<float> linear(int layout, int64_t outputs, int64_t inputs, Array<const uint8_t, 1> packed,

@@ -9,4 +9,5 @@ NB_MODULE(_kernels, module) {
   weft::bind_attention(module);
   weft::bind_pool(module);
   weft::bind_program(module);
+  weft::bind_sampler(module);
 }

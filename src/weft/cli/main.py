@@ -64,6 +64,13 @@ Context = Annotated[
     typer.Option(metavar="N", help="Longest context in tokens, prompt and answer; default: the model's own."),
 ]
 
+Threads = Annotated[
+    int | None, typer.Option(metavar="N", help="Threads that compute; default: one for each core.")
+]
+Quantize = Annotated[
+    str | None, typer.Option(metavar="int8|int4", help="Quantise weights that are stored as floats.")
+]
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -166,6 +173,8 @@ def generate(
         typer.Option("--regex", metavar="PATTERN", help="A regular expression that every answer matches."),
     ] = None,
     context: Context = None,
+    threads: Threads = None,
+    quantize: Quantize = None,
     chat: Annotated[
         bool,
         typer.Option(
@@ -202,6 +211,8 @@ def generate(
         resume=resume,
         model=model,
         context=context,
+        threads=threads,
+        quantize=quantize,
         chat=chat,
         system=system,
         json_schema=json_schema,
@@ -227,6 +238,8 @@ def chat(
     seed: Seed = None,
     stop: Stop = None,
     context: Context = None,
+    threads: Threads = None,
+    quantize: Quantize = None,
 ) -> None:
     """Talk to a model. Ctrl-D or /exit ends the conversation; /help lists the other commands.
 
@@ -239,6 +252,8 @@ def chat(
         model=model,
         system=system,
         context=context,
+        threads=threads,
+        quantize=quantize,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -270,6 +285,8 @@ def serve(
         str | None,
         typer.Option(metavar="SIZE", help="For the KV cache, such as 4GiB; default: 2GiB or more."),
     ] = None,
+    threads: Threads = None,
+    quantize: Quantize = None,
     chat_template: Annotated[
         str | None, typer.Option(metavar="PATH", help="A Jinja file instead of the model's own.")
     ] = None,
@@ -299,6 +316,8 @@ def serve(
         "api_key_file": api_key_file,
         "context": context,
         "memory": memory,
+        "threads": threads,
+        "quantize": quantize,
         "chat_template": chat_template,
     }
     serve_command(flags, config, print_config)

@@ -52,8 +52,8 @@ def _with_model(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
     shown = Path(shown_name(model)).stem if path.endswith(".gguf") else shown_name(model)
     names = settings.names or (shown,)
     options = {"max_context": gathered.value("context")}
-    if settings.backend != "noop":  # which has no weights
-        options["checkpoint"] = path
+    if settings.backend != "noop":  # which has no weights, and nothing to compute
+        options |= {"checkpoint": path, **{key: gathered.value(key) for key in ("threads", "quantize")}}
     return dataclasses.replace(
         settings,
         model=path,

@@ -42,14 +42,14 @@ def command_params(llm: LLM, *, chat: bool, **given: Any) -> SamplingParams:
     return llm.default_params(chat=chat, **(usual | said))
 
 
-def start(model: str, context: int | None) -> LLM:
+def start(model: str, context: int | None, threads: int | None, quantize: str | None) -> LLM:
     """The model, ready to run; a table on stderr says what memory it has, where a person looks at it."""
     path = fetch(model)
     console = Console(stderr=True, highlight=False)
     with console.status("Loading the model"):
         from weft.llm import LLM  # numpy and the tokenizer take their time too
 
-        llm = LLM(str(path), max_context=context)
+        llm = LLM(str(path), max_context=context, threads=threads, quantize=quantize)
     if console.is_terminal:
         console.print(_memory_table(llm.memory), style="dim")
     return llm

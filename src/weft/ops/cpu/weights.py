@@ -188,14 +188,14 @@ class Packing:
 
     def pack(self, keep: Keep) -> None:
         """Give every part its bytes."""
-        by_name = {part.description: part for part in self.parts}
+        by_name = {f"{index} {part.description}": part for index, part in enumerate(self.parts)}
         pieces = keep(
             {name: part.packed_bytes for name, part in by_name.items()},
             lambda name, out: by_name[name].pack_into(out),
         )
-        for part in self.parts:
+        for name, part in by_name.items():
             part.weight = _kernels.LinearWeight(
-                part.layout, part.outputs, part.inputs, pieces[part.description], part.bias
+                part.layout, part.outputs, part.inputs, pieces[name], part.bias
             )
 
     def _part(self, layout: Layout) -> Part:
