@@ -9,4 +9,6 @@ def pytest_sessionstart() -> None:
         from weft import _kernels
 
         where = Path(_kernels.__file__)
-        assert where.is_relative_to(sanitized), f"the kernels that would be tested are {where}, not the sanitized ones"
+        assert where.is_relative_to(sanitized), (
+            f"the kernels that would be tested are {where}, not the sanitized ones"
+        )

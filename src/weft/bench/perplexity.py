@@ -84,9 +84,7 @@ def main(
         for one, found in zip(scores[1:], differences, strict=True)
     ]
     if json:
-        figures = [
-            {"name": one.name, "perplexity": one.perplexity, "seconds": one.seconds} for one in scores
-        ]
+        figures = [{"name": one.name, "perplexity": one.perplexity, "seconds": one.seconds} for one in scores]
         counts = {"context": context, "windows": len(pieces), "scored_tokens": len(scores[0].logprobs)}
         print_json(
             {
@@ -108,7 +106,9 @@ def main(
         ],
     )
     if kernels is None:
-        print_line("There are no kernels to compare: this install has none, or WEFT_KERNELS=numpy asks for none.")
+        print_line(
+            "There are no kernels to compare: this install has none, or WEFT_KERNELS=numpy asks for none."
+        )
     else:
         print_checks(checks)
 

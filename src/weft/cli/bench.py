@@ -41,6 +41,26 @@ def bench_batching(json: AsJson = False) -> None:
     run(json=json)
 
 
+@bench_app.command("criteria")
+def bench_criteria(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="default, hf:owner/name, or a path.")
+    ] = "default",
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Default: one for each physical core.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Measure the published criteria of batching.
+
+    On a real model: continuous against static, scaling, long among short. Some minutes, on a machine that does nothing
+    else.
+    """
+    from weft.bench.criteria import main as run
+
+    run(model, threads=threads, json=json)
+
+
 @bench_app.command("perplexity")
 def bench_perplexity(
     model: Annotated[

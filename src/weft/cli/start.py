@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from weft.backends.cpu.kernels import describe
 from weft.cli.pull import fetch
 from weft.loading.wheel import DEFAULT_MODEL
 from weft.request import SamplingParams
@@ -52,6 +53,7 @@ def start(model: str, context: int | None, threads: int | None, quantize: str | 
         llm = LLM(str(path), max_context=context, threads=threads, quantize=quantize)
     if console.is_terminal:
         console.print(_memory_table(llm.memory), style="dim")
+        console.print(f"kernels: {describe(threads)}", style="dim")
     return llm
 
 
