@@ -41,6 +41,52 @@ def bench_batching(json: AsJson = False) -> None:
     run(json=json)
 
 
+@bench_app.command("criteria")
+def bench_criteria(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="default, hf:owner/name, or a path.")
+    ] = "default",
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Default: one for each physical core.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Measure the published criteria of batching.
+
+    On a real model: continuous against static, scaling, long among short. Some minutes, on a machine that does nothing
+    else.
+    """
+    from weft.bench.criteria import main as run
+
+    run(model, threads=threads, json=json)
+
+
+@bench_app.command("perplexity")
+def bench_perplexity(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="default, hf:owner/name, or a path.")
+    ] = "default",
+    text: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="UTF-8; default: the topics of Python's own help.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens of a window.")] = 512,
+    windows: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="How many; default: 4,096 tokens' worth.")
+    ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="int8 or int4, for weights that are stored as floats.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Compare the kernels' quality with numpy's.
+
+    Perplexity on the same text with the same weights, in f32 there.
+    """
+    from weft.bench.perplexity import main as run
+
+    run(model, text=text, context=context, windows=windows, quantize=quantize, json=json)
+
+
 @bench_app.command("serve")
 def bench_serve(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server, such as http://127.0.0.1:8000.")],

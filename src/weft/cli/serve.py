@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft import __version__
+from weft.backends.cpu.kernels import describe
 from weft.cli.model import fetch, shown_name
 from weft.engine.launch import launch_engine
 from weft.server.config_file import Gathered, as_toml, gather
@@ -89,6 +90,7 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
     address = f"http://{host}:{started.port}"
     url = f"{address}/v1"
     said = f"Serving the OpenAI API at {url}"
+    kernels = describe(settings.backend_options.get("threads")) if settings.backend == "cpu" else "none"
     if log.format == "text":
         said = "\n".join(
             [
@@ -97,6 +99,7 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
                 f"  KV cache  {kv_cache / _MIB:>8,.0f} MiB at most: {tokens:,} tokens, "
                 f"{started.max_context:,} in one context",
                 f"  swap      {swap / _MIB:>8,.0f} MiB at most",
+                f"  kernels   {kernels}",
                 f"{said}; to look at and to try: {address}/docs",
             ]
         )
@@ -113,6 +116,7 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
         kv_cache_tokens=tokens,
         swap_bytes=swap,
         max_context=started.max_context,
+        kernels=kernels,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from weft.backends.cpu.kernels import describe
 from weft.cli.model import fetch
 from weft.request import SamplingParams
 
@@ -44,6 +45,7 @@ def start(model: str, context: int | None, threads: int | None, quantize: str | 
         llm = LLM(str(path), max_context=context, threads=threads, quantize=quantize)
     if console.is_terminal:
         console.print(_memory_table(llm.memory), style="dim")
+        console.print(f"kernels: {describe(threads)}", style="dim")
     return llm
 
 

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from weft.backends.batch import Rows, SampledEntries, ScoredPrompt
 from weft.backends.cpu import sampler as numpy_sampler
+from weft.backends.cpu.kernels import has_kernels, instruction_set
 from weft.backends.cpu.sampler import NOT_A_NUMBER, Sampled
 from weft.backends.cpu.swap import SwapSpace
 from weft.backends.cpu.threads import thread_count
@@ -236,11 +236,6 @@ def open_cpu_backend(
     return CpuBackend(decoder, checkpoint.end_ids, compiler, native)
 
 
-def has_kernels() -> bool:
-    """Whether the C++ kernels were built, and nobody asks for numpy instead (WEFT_KERNELS=numpy)."""
-    return os.environ.get("WEFT_KERNELS") != "numpy" and find_spec("weft._kernels") is not None
-
-
 def open_native(
     checkpoint: Checkpoint, max_context: int | None, threads: int, quantize: Quantize | None
 ) -> tuple[Decoder, Native]:
@@ -251,8 +246,8 @@ def open_native(
     from weft.ops.cpu.recorder import NO_STEP, CpuOps
     from weft.ops.cpu.weights import PACKING_VERSION, Packing, in_memory
 
-    if (instructions := os.environ.get("WEFT_KERNELS")) is not None:
-        _kernels.use(instructions)
+    if (name := instruction_set()) is not None:
+        _kernels.use(name)
     ops = CpuOps(Packing(quantize))
     decoder = build_decoder(checkpoint.layout, checkpoint.metadata, checkpoint.tensors, ops, max_context)
     variant = f"{quantize or 'stored'}-{PACKING_VERSION}"
