@@ -15,6 +15,7 @@ from weft.bench.peers_environment import (
     Environment,
     Say,
     clean_environment,
+    engine_environment,
     python_of,
     run_logged,
     script,
@@ -33,8 +34,7 @@ class Launch:
 
     command: tuple[str, ...]
     port: int | None
-    environment: Mapping[str, str] | None = None
-    """None: that of this process."""
+    environment: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ class Engine:
 
 def _weft(workshop: Workshop) -> Callable[[int], Launch]:
     return lambda port: Launch(
-        (sys.executable, "-m", "weft.cli.main", "serve", str(workshop.model), "--port", str(port)), port
+        (sys.executable, "-m", "weft.cli.main", "serve", str(workshop.model), "--port", str(port)),
+        port,
+        engine_environment(),
     )
 
 

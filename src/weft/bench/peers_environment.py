@@ -19,6 +19,7 @@ Say = Callable[[str], None]
 
 _DONE = "installed.json"
 _LOG = "install.log"
+_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 class PeerError(WeftError):
@@ -115,13 +116,14 @@ def run_logged(command: Sequence[str], log: Path, problem: str) -> None:
 
 
 def clean_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """That of this process, without what would lead another interpreter to our packages, and off the network."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    }
+    """That of this process, without what would lead another interpreter to our packages, and off the model hub."""
+    kept = {name: value for name, value in engine_environment().items() if name not in _OURS}
     return kept | {"HF_HUB_OFFLINE": "1", **(more or {})}
+
+
+def engine_environment() -> dict[str, str]:
+    """That of this process; an interpreter may keep what it compiled, or every start would be a first one."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def last_error(log: Path) -> str:

@@ -64,7 +64,7 @@ class RunningEngine:
             stdin=subprocess.PIPE,
             stdout=self._output if launch.port is not None else subprocess.PIPE,
             stderr=self._output,
-            env=None if launch.environment is None else dict(launch.environment),
+            env=dict(launch.environment),
             start_new_session=True,  # a group of its own: it is frozen and ended with all its children
         )
         self._memory = MemoryWatch(self._process.pid)
