@@ -187,6 +187,45 @@ def bench_serve(
         raise typer.Exit(1)
 
 
+@bench_app.command("peers")
+def bench_peers(
+    peers: Annotated[
+        str | None,
+        typer.Option(metavar="P,P,...", help="llama.cpp, openvino, onnxruntime, vllm; default: all."),
+    ] = None,
+    work: Annotated[
+        str | None,
+        typer.Option(metavar="W,W,...", help="start, W1, W8, W32, Wmix, Wshare, Wshare-warm; default: all."),
+    ] = None,
+    home: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where peers are installed; default: peers in WEFT_HOME."),
+    ] = None,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep each result there, and go on from what is there.")
+    ] = None,
+    repeats: Annotated[
+        int, typer.Option(min=0, metavar="N", help="How often a run that others disturbed is repeated.")
+    ] = 2,
+    json: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write all that was measured as JSON.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw a bar chart as PNG.")] = None,
+) -> None:
+    """Compare with other engines on this machine.
+
+    Installs each into an environment of its own, some GB in all, and runs the same work on each in turn, half an hour.
+    Exit code 1: an engine could not be measured.
+    """
+    from weft.bench.peers import main as run_peers
+
+    is_complete = run_peers(
+        peers=peers, work=work, home=home, keep=keep, repeats=repeats, json_path=json, plot_path=plot
+    )
+    if not is_complete:
+        raise typer.Exit(1)
+
+
 @bench_app.command("overhead")
 def bench_overhead(json: AsJson = False) -> None:
     """Time what HTTP adds to the engine.
