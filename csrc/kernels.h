@@ -155,6 +155,9 @@ struct Kernels {
   // its own, then all partials, in the order of their segments, into task.out.
   void (*attend_segment)(const AttendTask& task, int64_t segment, float* partial, float* scratch);
   void (*attend_merge)(const AttendTask& task, const float* partials);
+
+  // linear.inl, for measurements: nothing but products of bytes; returns how many, or 0 where there are no instructions for them.
+  int64_t (*multiply_in_registers)(int64_t repeats);
 };
 
 // The table in use. `select` takes one by name and says whether this machine has it.

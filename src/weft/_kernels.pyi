@@ -130,7 +130,7 @@ def pack(
 def quantise(
     rows: NDArray[np.float32],
 ) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]:
-    """Codes, scales, offsets and sums of the rows (QuantisedRows in csrc/kernels.h)."""
+    """Codes, scales, offsets and corrections of the rows (QuantisedRows in csrc/kernels.h)."""
 
 def linear(
     layout: int,
@@ -149,3 +149,14 @@ def unpack_rows(
     layout: int, outputs: int, inputs: int, packed: NDArray[np.uint8], indices: NDArray[np.int64]
 ) -> NDArray[np.float32]:
     """The weights of some outputs as floats."""
+
+def measure_linear(
+    layout: int, outputs: int, inputs: int, data: NDArray[np.uint8], rows: int, pool: Pool, tries: int
+) -> float:
+    """Seconds for one layer, the least of some tries over all the layers of this shape that `data` has room for."""
+
+def measure_read(data: NDArray[np.uint8], pool: Pool, tries: int) -> float:
+    """Seconds to read `data` once, the least of some tries."""
+
+def measure_products(pool: Pool, tries: int) -> float:
+    """Products of bytes in a second on all threads, from registers; 0 where there are no instructions for them."""
