@@ -20,6 +20,7 @@ void bind_linear(nb::module_& module);
 void bind_pack(nb::module_& module);
 void bind_rows(nb::module_& module);
 void bind_attention(nb::module_& module);
+void bind_measure(nb::module_& module);
 void bind_pool(nb::module_& module);
 void bind_program(nb::module_& module);
 void bind_sampler(nb::module_& module);

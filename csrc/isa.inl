@@ -22,6 +22,7 @@ const Kernels table = {
     attend_segment, attend_merge,
     scan_scores,   mask_scores,  sum_exp,       sum_weights, sum_weights_roughly, weigh_each,
     collect_scores, draw_scores,
+    multiply_in_registers,
 };
 
 }  // namespace weft::WEFT_ISA

@@ -189,6 +189,9 @@ struct Kernels {
   int64_t (*collect_scores)(const float* scores, int64_t count, float best, float limit, int32_t* tokens, float* below);
   // The token with the highest -below / temperature + noise, the first at a tie; `likeliest` is one with the best score.
   int64_t (*draw_scores)(const float* scores, int64_t count, float best, double temperature, uint64_t key, int64_t likeliest);
+
+  // linear.inl, for measurements: nothing but products of bytes; returns how many, or 0 where there are no instructions for them.
+  int64_t (*multiply_in_registers)(int64_t repeats);
 };
 
 // The table in use. `select` takes one by name and says whether this machine has it.

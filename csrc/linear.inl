@@ -59,5 +59,32 @@ void unpack_row(const Weight& weight, int64_t output, float* out) {
   }
 }
 
+// The instructions of W4's sums alone, on registers: what no product can be faster than.
+int64_t multiply_in_registers(int64_t repeats) {
+#if defined(WEFT_AVX512) || defined(WEFT_AVX2)
+  constexpr int sums_at_once = 8;
+  bytes::SumW4 sums[sums_at_once];
+  bytes::Bytes codes = bytes::all_fours(0x01020304), activations = codes;
+#pragma GCC unroll 8
+  for (bytes::SumW4& sum : sums) sum.start(codes, activations);
+  for (int64_t repeat = 0; repeat < repeats; repeat++) {
+#pragma GCC unroll 8
+    for (int i = 0; i < sums_at_once; i++) {
+      asm("" : "+v"(activations));   // could be another one each time, for all that the compiler knows
+      sums[i].add(codes, activations);
+    }
+  }
+#pragma GCC unroll 8
+  for (const bytes::SumW4& sum : sums) {
+    volatile float kept = vec::first(sum.total());
+    (void)kept;
+  }
+  return repeats * sums_at_once * 4 * vec::lanes;
+#else
+  (void)repeats;
+  return 0;
+#endif
+}
+
 }  // namespace
 }  // namespace weft::WEFT_ISA

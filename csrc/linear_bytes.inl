@@ -48,70 +48,49 @@ inline vec::Vec load_bfloats(const uint16_t* from) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 
-#else
-
-struct Bytes {
-  uint8_t at[4 * vec::lanes];
-};
-
-inline Bytes load(const uint8_t* from) {
-  Bytes a;
-  std::memcpy(a.at, from, sizeof a.at);
-  return a;
-}
-inline Bytes all_fours(int32_t four) {
-  Bytes a;
-  for (int lane = 0; lane < vec::lanes; lane++) std::memcpy(a.at + 4 * lane, &four, 4);
-  return a;
-}
-template <typename Change>
-inline Bytes changed(Bytes a, Change change) {
-  for (uint8_t& byte : a.at) byte = static_cast<uint8_t>(change(byte));
-  return a;
-}
-inline Bytes low_nibbles(Bytes a) { return changed(a, [](int byte) { return byte & 15; }); }
-inline Bytes high_nibbles(Bytes a) { return changed(a, [](int byte) { return byte >> 4; }); }
-inline Bytes unsigned_of(Bytes a) { return changed(a, [](int byte) { return byte ^ 128; }); }
-inline vec::Vec load_bfloats(const uint16_t* from) {
-  float floats[vec::lanes];
-  for (int lane = 0; lane < vec::lanes; lane++) floats[lane] = bfloat_to_float(from[lane]);
-  return vec::load(floats);
-}
-
 #endif
 
-inline Bytes all_fours(const int8_t* from) {
+// --- the sum of a group: started with the first products, then added to --------------------------------------------------------------
+
+#if defined(WEFT_AVX512) || defined(WEFT_AVX2)
+
+using CodesW4 = Bytes;
+using Activations = Bytes;
+
+inline Activations all_fours(const int8_t* from) {
   int32_t four;
   std::memcpy(&four, from, 4);
   return all_fours(four);
 }
 
-// --- the sum of a group -------------------------------------------------------------------------------------------------------------
+#endif
 
 #if defined(WEFT_VNNI)
 
 struct SumW4 {
-  Bytes sums = none();
-  void add(Bytes codes, Bytes activations) { sums = _mm512_dpbusd_epi32(sums, codes, activations); }
+  Bytes sums;
+  void start(CodesW4 codes, Activations activations) { sums = _mm512_dpbusd_epi32(none(), codes, activations); }
+  void add(CodesW4 codes, Activations activations) { sums = _mm512_dpbusd_epi32(sums, codes, activations); }
   vec::Vec total() const { return to_floats(sums); }
 };
 
-struct CodesW8 {
-  Bytes codes;
-  void set(Bytes stored) { codes = unsigned_of(stored); }
-};
+using CodesW8 = Bytes;
+inline CodesW8 codes_w8(Bytes stored) { return unsigned_of(stored); }
+
 struct SumW8 {
-  Bytes sums = none();
-  void add(const CodesW8& weights, Bytes activations) { sums = _mm512_dpbusd_epi32(sums, weights.codes, activations); }
-  vec::Vec total(int32_t correction) const { return to_floats(add32(sums, all_fours(correction))); }
+  SumW4 sum;
+  void start(CodesW8 codes, Activations activations) { sum.start(codes, activations); }
+  void add(CodesW8 codes, Activations activations) { sum.add(codes, activations); }
+  vec::Vec total(int32_t correction) const { return to_floats(add32(sum.sums, all_fours(correction))); }
 };
 
 #elif defined(WEFT_AVX512) || defined(WEFT_AVX2)
 
 // 16 bits hold the sum of a group: 16 products of at most 15 * 127.
 struct SumW4 {
-  Bytes pairs = none();
-  void add(Bytes codes, Bytes activations) {
+  Bytes pairs;
+  void start(CodesW4 codes, Activations activations) { pairs = multiply_pairs(codes, activations); }
+  void add(CodesW4 codes, Activations activations) {
     pairs = add16(pairs, multiply_pairs(codes, activations));
     asm("" : "+v"(pairs));   // or the compiler puts all products aside in memory, to add them up at the end
   }
@@ -121,16 +100,18 @@ struct SumW4 {
 // Products of whole bytes would not fit, so the lower and the upper four bits are added up apart.
 struct CodesW8 {
   Bytes low, high;
-  void set(Bytes stored) {
-    low = low_nibbles(stored);
-    high = high_nibbles(unsigned_of(stored));
-  }
 };
+inline CodesW8 codes_w8(Bytes stored) { return {low_nibbles(stored), high_nibbles(unsigned_of(stored))}; }
+
 struct SumW8 {
   SumW4 low, high;
-  void add(const CodesW8& weights, Bytes activations) {
-    low.add(weights.low, activations);
-    high.add(weights.high, activations);
+  void start(const CodesW8& codes, Activations activations) {
+    low.start(codes.low, activations);
+    high.start(codes.high, activations);
+  }
+  void add(const CodesW8& codes, Activations activations) {
+    low.add(codes.low, activations);
+    high.add(codes.high, activations);
   }
   vec::Vec total(int32_t correction) const {
     return to_floats(add32(add32(sum_pairs(low.pairs, 1), all_fours(correction)), sum_pairs(high.pairs, 16)));
@@ -139,27 +120,58 @@ struct SumW8 {
 
 #else
 
-struct SumW4 {
-  int32_t sums[vec::lanes] = {};
-  void add(const Bytes& codes, const Bytes& activations) {
-    for (int lane = 0; lane < vec::lanes; lane++)
-      for (int i = 0; i < 4; i++) sums[lane] += codes.at[4 * lane + i] * static_cast<int8_t>(activations.at[4 * lane + i]);
-  }
-  vec::Vec total() const {
-    float floats[vec::lanes];
-    for (int lane = 0; lane < vec::lanes; lane++) floats[lane] = static_cast<float>(sums[lane]);
-    return vec::load(floats);
-  }
+// In floats, which hold these whole numbers exactly: vectors of them multiply on any processor.
+using Bytes = vec::Unsigned;
+
+// One of four inputs for every output.
+struct Codes {
+  vec::Vec at[4];
+};
+struct Activations {
+  float at[4];
 };
 
-struct CodesW8 {
-  Bytes codes;
-  void set(Bytes stored) { codes = unsigned_of(stored); }
+inline Bytes load(const uint8_t* from) {
+  Bytes a;
+  std::memcpy(&a, from, sizeof a);
+  return a;
+}
+inline Activations all_fours(const int8_t* from) {
+  return {{static_cast<float>(from[0]), static_cast<float>(from[1]), static_cast<float>(from[2]), static_cast<float>(from[3])}};
+}
+inline vec::Vec load_bfloats(const uint16_t* from) {
+  float floats[vec::lanes];
+  for (int lane = 0; lane < vec::lanes; lane++) floats[lane] = bfloat_to_float(from[lane]);
+  return vec::load(floats);
+}
+
+// The bits of `mask` in byte i of every output, from its bit `shift` on, less `zero`.
+inline Codes codes_of(Bytes a, uint32_t shift, uint32_t mask, int32_t zero) {
+  Codes codes;
+  for (uint32_t i = 0; i < 4; i++)
+    codes.at[i] = __builtin_convertvector(reinterpret_cast<vec::Bits>(a >> (8 * i + shift) & mask) - zero, vec::Vec);
+  return codes;
+}
+using CodesW4 = Codes;
+using CodesW8 = Codes;
+inline CodesW4 low_nibbles(Bytes a) { return codes_of(a, 0, 15, 0); }
+inline CodesW4 high_nibbles(Bytes a) { return codes_of(a, 4, 15, 0); }
+inline CodesW8 codes_w8(Bytes stored) { return codes_of(stored ^ 0x80808080u, 0, 255, 128); }
+
+struct SumW4 {
+  vec::Vec sum;
+  void start(const Codes& codes, const Activations& activations) {
+    sum = vec::all(0.0f);
+    add(codes, activations);
+  }
+  void add(const Codes& codes, const Activations& activations) {
+    for (int i = 0; i < 4; i++) sum = sum + codes.at[i] * vec::all(activations.at[i]);
+  }
+  vec::Vec total() const { return sum; }
 };
-struct SumW8 {
-  SumW4 sum;
-  void add(const CodesW8& weights, const Bytes& activations) { sum.add(weights.codes, activations); }
-  vec::Vec total(int32_t correction) const { return sum.total() + vec::all(static_cast<float>(correction)); }   // exact, below 2^24
+
+struct SumW8 : SumW4 {
+  vec::Vec total(int32_t) const { return sum; }   // the codes have their signs here: nothing to make up for
 };
 
 #endif

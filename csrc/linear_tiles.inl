@@ -38,6 +38,15 @@ struct Shape {
   static constexpr int parts(int rows) { return rows <= 2 || (layout != Layout::w4 && layout != Layout::w8) ? parts_of_strip : 1; }
 };
 
+// Weights are asked for this long before they are used: the processor's own guess begins anew at every page and gives way to whatever
+// the rows need. With four rows and more this was worth up to 1.5 times the speed. Asking beyond the end does no harm.
+constexpr int64_t ahead_bytes = 6144;
+
+template <int count>
+inline void fetch_ahead(const uint8_t* from) {
+  for (int i = 0; i < count; i += 64) __builtin_prefetch(from + ahead_bytes + i);
+}
+
 // One vector of weights of a float layout, `at` weights into the strip.
 template <Layout layout>
 Vec load_weights(const uint8_t* strip, int64_t at) {
@@ -51,7 +60,9 @@ struct Tile {
   static Totals<rows, parts> multiply(const LinearTask& task, int64_t first_row, const uint8_t* strip, int first_part) {
     Totals<rows, parts> totals;
     const float* from = task.rows + first_row * task.row_stride;
+    constexpr int input_bytes = strip_outputs * (layout == Layout::f32 ? 4 : 2);
     for (int64_t input = 0; input < task.weight->inputs; input++) {
+      fetch_ahead<input_bytes>(strip + input * input_bytes);
       Vec weights[parts];
       for (int part = 0; part < parts; part++)
         weights[part] = load_weights<layout>(strip, input * strip_outputs + vec::lanes * (first_part + part));
@@ -65,17 +76,37 @@ struct Tile {
   }
 };
 
+// One group of the rows of a tile: row r lies r * stride bytes, or r * groups numbers, after the first.
+struct Rows {
+  int64_t groups, stride;
+  const int8_t* codes;
+  const float *scales, *offsets;
+  const int32_t* corrections;
+
+  Rows(const QuantisedRows& from, int64_t first_row)
+      : groups(from.groups), stride(from.groups * group_inputs), codes(from.codes + first_row * stride),
+        scales(from.scales + first_row * groups), offsets(from.offsets + first_row * groups),
+        corrections(from.corrections + first_row * groups) {}
+
+  void to_next_group() {
+    codes += group_inputs;
+    scales++;
+    offsets++;
+    corrections++;
+  }
+};
+
 template <int rows, int parts>
 struct Tile<Layout::w4, rows, parts> {
   static Totals<rows, parts> multiply(const LinearTask& task, int64_t first_row, const uint8_t* strip, int first_part) {
     Totals<rows, parts> totals;
-    const QuantisedRows& from = task.quantised;
-    const int64_t first = first_row * from.groups;
-    for (int64_t group = 0; group < from.groups; group++, strip += w4_group_bytes) {
+    Rows from(task.quantised, first_row);
+    for (int64_t group = 0; group < from.groups; group++, strip += w4_group_bytes, from.to_next_group()) {
+      fetch_ahead<w4_group_bytes>(strip);
       bytes::SumW4 sums[rows][parts];
 #pragma GCC unroll 4
       for (int step = 0; step < 4; step++) {
-        bytes::Bytes low[parts], high[parts];
+        bytes::CodesW4 low[parts], high[parts];
         for (int part = 0; part < parts; part++) {
           const bytes::Bytes codes = bytes::load(strip + 64 * step + 4 * vec::lanes * (first_part + part));
           low[part] = bytes::low_nibbles(codes);
@@ -83,10 +114,11 @@ struct Tile<Layout::w4, rows, parts> {
         }
 #pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
-          const int8_t* inputs = from.codes + (first + row * from.groups + group) * group_inputs + 8 * step;
-          const bytes::Bytes lower = bytes::all_fours(inputs), upper = bytes::all_fours(inputs + 4);
+          const int8_t* inputs = from.codes + row * from.stride + 8 * step;
+          const bytes::Activations lower = bytes::all_fours(inputs), upper = bytes::all_fours(inputs + 4);
           for (int part = 0; part < parts; part++) {
-            sums[row][part].add(low[part], lower);
+            if (step == 0) sums[row][part].start(low[part], lower);
+            else sums[row][part].add(low[part], lower);
             sums[row][part].add(high[part], upper);
           }
         }
@@ -96,10 +128,9 @@ struct Tile<Layout::w4, rows, parts> {
         const Vec scale = vec::load(scales), minimum = vec::load(scales + strip_outputs);
 #pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
-          const int64_t at = first + row * from.groups + group;
           Vec& total = totals.at[row][part];
-          total = vec::fma(minimum, vec::all(from.offsets[at]), total);
-          total = vec::fma(sums[row][part].total() * vec::all(from.scales[at]), scale, total);
+          total = vec::fma(minimum, vec::all(from.offsets[row * from.groups]), total);
+          total = vec::fma(sums[row][part].total() * vec::all(from.scales[row * from.groups]), scale, total);
         }
       }
     }
@@ -111,25 +142,29 @@ template <int rows, int parts>
 struct Tile<Layout::w8, rows, parts> {
   static Totals<rows, parts> multiply(const LinearTask& task, int64_t first_row, const uint8_t* strip, int first_part) {
     Totals<rows, parts> totals;
-    const QuantisedRows& from = task.quantised;
-    const int64_t first = first_row * from.groups;
-    for (int64_t group = 0; group < from.groups; group++, strip += w8_group_bytes) {
+    Rows from(task.quantised, first_row);
+    for (int64_t group = 0; group < from.groups; group++, strip += w8_group_bytes, from.to_next_group()) {
+      fetch_ahead<w8_group_bytes>(strip);
       bytes::SumW8 sums[rows][parts];
 #pragma GCC unroll 8
       for (int step = 0; step < 8; step++) {
         bytes::CodesW8 codes[parts];
-        for (int part = 0; part < parts; part++) codes[part].set(bytes::load(strip + 64 * step + 4 * vec::lanes * (first_part + part)));
+        for (int part = 0; part < parts; part++)
+          codes[part] = bytes::codes_w8(bytes::load(strip + 64 * step + 4 * vec::lanes * (first_part + part)));
 #pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
-          const bytes::Bytes inputs = bytes::all_fours(from.codes + (first + row * from.groups + group) * group_inputs + 4 * step);
-          for (int part = 0; part < parts; part++) sums[row][part].add(codes[part], inputs);
+          const bytes::Activations inputs = bytes::all_fours(from.codes + row * from.stride + 4 * step);
+          for (int part = 0; part < parts; part++) {
+            if (step == 0) sums[row][part].start(codes[part], inputs);
+            else sums[row][part].add(codes[part], inputs);
+          }
         }
       }
       for (int part = 0; part < parts; part++) {
         const Vec scale = vec::load(halves(strip + w8_codes_bytes) + vec::lanes * (first_part + part));
 #pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
-          const int64_t at = first + row * from.groups + group;
+          const int64_t at = row * from.groups;
           Vec& total = totals.at[row][part];
           total = vec::fma(sums[row][part].total(from.corrections[at]) * vec::all(from.scales[at]), scale, total);
         }

@@ -7,6 +7,7 @@ NB_MODULE(_kernels, module) {
   weft::bind_linear(module);
   weft::bind_rows(module);
   weft::bind_attention(module);
+  weft::bind_measure(module);
   weft::bind_pool(module);
   weft::bind_program(module);
   weft::bind_sampler(module);

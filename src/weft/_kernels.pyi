@@ -135,7 +135,7 @@ def pack(
 def quantise(
     rows: NDArray[np.float32],
 ) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]:
-    """Codes, scales, offsets and sums of the rows (QuantisedRows in csrc/kernels.h)."""
+    """Codes, scales, offsets and corrections of the rows (QuantisedRows in csrc/kernels.h)."""
 
 def linear(
     layout: int,
@@ -207,3 +207,14 @@ class Sampler:
         top_tokens: ndarray,  # out: int64 [N, top_count]
         top_logprobs: ndarray,  # out: float64 [N, top_count]
     ) -> None: ...
+
+def measure_linear(
+    layout: int, outputs: int, inputs: int, data: NDArray[np.uint8], rows: int, pool: Pool, tries: int
+) -> float:
+    """Seconds for one layer, the least of some tries over all the layers of this shape that `data` has room for."""
+
+def measure_read(data: NDArray[np.uint8], pool: Pool, tries: int) -> float:
+    """Seconds to read `data` once, the least of some tries."""
+
+def measure_products(pool: Pool, tries: int) -> float:
+    """Products of bytes in a second on all threads, from registers; 0 where there are no instructions for them."""

@@ -1,0 +1,94 @@
+// What `weft bench kernels` measures: a linear layer on weights that no cache holds, and what this machine can read and multiply.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+
+#include "aligned.h"
+#include "bindings.h"
+#include "pool.h"
+
+namespace weft {
+namespace {
+
+// The least of several tries: what disturbs a measurement only ever makes it longer.
+template <typename Work>
+double least_seconds(int tries, Work&& work) {
+  double least = 1e30;
+  for (int attempt = 0; attempt < tries; attempt++) {
+    const auto begin = std::chrono::steady_clock::now();
+    work();
+    least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+  }
+  return least;
+}
+
+// Seconds for one layer. `data` holds as many of them as fit, one after the other, and every try goes through all.
+double measure_linear(int layout_number, int64_t outputs, int64_t inputs, Array<const uint8_t, 1> data, int64_t rows, Pool& pool, int tries) {
+  const Layout layout = layout_from(layout_number);
+  const int64_t strips = (outputs + strip_outputs - 1) / strip_outputs, bytes = strips * strip_bytes(layout, inputs);
+  const int64_t layers = static_cast<int64_t>(data.size()) / bytes;
+  if (layers < 1 || rows < 1 || tries < 1) throw nb::value_error("there must be a layer, a row and a try");
+  const int64_t groups = (inputs + group_inputs - 1) / group_inputs;
+  Aligned<int8_t> codes;
+  Aligned<float> scales, offsets, values, out;
+  Aligned<int32_t> corrections;
+  const QuantisedRows quantised{groups, codes.at_least(rows * groups * group_inputs), scales.at_least(rows * groups),
+                                offsets.at_least(rows * groups), corrections.at_least(rows * groups)};
+  float* row_values = values.at_least(rows * inputs);
+  for (int64_t i = 0; i < rows * inputs; i++) row_values[i] = static_cast<float>(i % 255 - 127);
+  for (int64_t row = 0; row < rows; row++) kernels().quantise_row(row_values + row * inputs, inputs, quantised, row);
+  LinearTask task{nullptr, quantised, row_values, inputs, 0, rows, 0, 0, out.at_least(rows * outputs), outputs, false, 1.0f};
+  const int64_t chunks = std::min<int64_t>(strips, 8 * pool.threads());
+  nb::gil_scoped_release release;
+  return least_seconds(tries, [&] {
+    for (int64_t layer = 0; layer < layers; layer++) {
+      const Weight weight{layout, outputs, inputs, data.data() + layer * bytes, nullptr};
+      pool.run(chunks, [&](int64_t chunk, int) {
+        LinearTask piece = task;
+        piece.weight = &weight;
+        piece.first_strip = strips * chunk / chunks;
+        piece.end_strip = strips * (chunk + 1) / chunks;
+        kernels().linear(piece);
+      });
+    }
+  }) / static_cast<double>(layers);
+}
+
+// Seconds to read all of it, and to do nothing else with it.
+double measure_read(Array<const uint8_t, 1> data, Pool& pool, int tries) {
+  const int64_t words = static_cast<int64_t>(data.size() / 8), chunks = 64;
+  std::atomic<uint64_t> kept{0};
+  nb::gil_scoped_release release;
+  return least_seconds(tries, [&] {
+    pool.run(chunks, [&](int64_t chunk, int) {
+      uint64_t sums[16] = {};
+      int64_t word = words * chunk / chunks;
+      for (const int64_t end = words * (chunk + 1) / chunks; word + 16 <= end; word += 16) {
+        uint64_t read[16];
+        std::memcpy(read, data.data() + word * 8, sizeof read);
+        for (int i = 0; i < 16; i++) sums[i] ^= read[i];
+      }
+      for (const uint64_t sum : sums) kept.fetch_xor(sum, std::memory_order_relaxed);
+    });
+  });
+}
+
+// Products of bytes in a second, all threads together.
+double measure_products(Pool& pool, int tries) {
+  const int64_t repeats = 1 << 18, products = kernels().multiply_in_registers(1) * repeats * pool.threads();
+  nb::gil_scoped_release release;
+  return static_cast<double>(products) /
+         least_seconds(tries, [&] { pool.run(pool.threads(), [&](int64_t, int) { kernels().multiply_in_registers(repeats); }); });
+}
+
+}  // namespace
+
+void bind_measure(nb::module_& module) {
+  module.def("measure_linear", measure_linear, nb::arg("layout"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("data"), nb::arg("rows"),
+             nb::arg("pool"), nb::arg("tries"));
+  module.def("measure_read", measure_read, nb::arg("data"), nb::arg("pool"), nb::arg("tries"));
+  module.def("measure_products", measure_products, nb::arg("pool"), nb::arg("tries"));
+}
+
+}  // namespace weft
