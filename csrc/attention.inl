@@ -150,7 +150,8 @@ inline void score_tile(const float* queries, int64_t width, const Element* const
 
 // sums[r] += weights[r, k] * values[k] for the keys of a span, in their order, for features of Vectors vectors
 template <int Rows, int Vectors, typename Element>
-inline void sum_tile(const float* weights, const Element* const* values, Ahead ahead, Span keys, int64_t feature, float* sums, int64_t width) {
+inline void sum_tile(const float* weights, const Element* const* values, Ahead ahead, Span keys, int64_t feature, float* sums,
+                     int64_t width) {
   vec::Vec held[Rows][Vectors];
   for (int r = 0; r < Rows; r++)
     for (int j = 0; j < Vectors; j++) held[r][j] = vec::load(sums + r * width + feature + j * vec::lanes);
