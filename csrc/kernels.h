@@ -90,13 +90,15 @@ struct LinearTask {
 // --- attention ----------------------------------------------------------------------------------------------------------------------
 
 // One layer of the paged cache. Key of position p and kv head h: keys + table[p / block_size] * block_stride + (p % block_size) *
-// kv_heads * head_size + h * head_size; its value lies value_offset further on. All distances count f16 elements.
+// position_stride + h * head_stride; its value lies value_offset further on. All distances count f16 elements. Reading is fastest where
+// the positions of a block and head lie one after the other (position_stride = head_size).
 struct CacheLayer {
   uint16_t* keys;
   int64_t block_stride;
   int64_t value_offset;
   int64_t block_size;
-  int64_t kv_heads;
+  int64_t position_stride;
+  int64_t head_stride;
   int64_t head_size;
 };
 
@@ -120,6 +122,7 @@ struct AttendTask {
   float cap;                 // 0: none; else score = cap * tanh(score / cap)
   float* out;
   int64_t out_stride;
+  const AttendTask* next;    // what the same worker does after this one, or null: its first keys are then fetched in time
 
   // The segments that the first query sees: those that a task of one query is split into.
   int64_t first_segment() const { return window > 0 && first_position >= window ? (first_position + 1 - window) / segment_keys : 0; }

@@ -38,7 +38,8 @@ float* Program::rows_of(int buffer, int64_t rows) { return buffers_[buffer].at_l
 
 CacheLayer Program::layer_of(int layer) const {
   const int64_t half = cache_.block_size * shape_.kv_heads * shape_.head_size;
-  return CacheLayer{cache_.data + layer * 2 * half, cache_.layers * 2 * half, half, cache_.block_size, shape_.kv_heads, shape_.head_size};
+  return CacheLayer{cache_.data + layer * 2 * half, cache_.layers * 2 * half, half, cache_.block_size,
+                    shape_.head_size, cache_.block_size * shape_.head_size, shape_.head_size};
 }
 
 const float* Program::forward(const Step& step, const Cache& cache) {
@@ -220,9 +221,11 @@ void Program::rope_and_write(const Instruction& instruction) {
     for (int64_t head = 0; head < shape_.heads + shape_.kv_heads; head++)
       table.rotate(queries + head * size, size, pairs, turn.interleaved, cosine, sine, queries + head * size);
     const int64_t cell = step_.cells[token];
-    uint16_t* place = layer.keys + cell / layer.block_size * layer.block_stride + cell % layer.block_size * layer.kv_heads * size;
-    table.to_half(keys, shape_.kv_heads * size, place);
-    table.to_half(values, shape_.kv_heads * size, place + layer.value_offset);
+    uint16_t* place = layer.keys + cell / layer.block_size * layer.block_stride + cell % layer.block_size * layer.position_stride;
+    for (int64_t head = 0; head < shape_.kv_heads; head++) {
+      table.to_half(keys + head * size, size, place + head * layer.head_stride);
+      table.to_half(values + head * size, size, place + head * layer.head_stride + layer.value_offset);
+    }
   });
 }
 

@@ -62,7 +62,7 @@ struct Instruction {
   std::shared_ptr<Experts> experts;
 };
 
-// The cache of all layers: [blocks, layers, 2, block size, kv heads, head size] in f16.
+// The cache of all layers: [blocks, layers, 2, kv heads, block size, head size] in f16. What one kv head reads of a block lies together.
 struct Cache {
   uint16_t* data;
   int64_t blocks, layers, block_size;
