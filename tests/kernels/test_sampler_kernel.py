@@ -294,7 +294,9 @@ def test_arrays_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(ValueError, match="one value for each entry"):
         step.native(sampler, np.zeros((3, 64), np.float32))
     with pytest.raises(ValueError, match="a mask has a bit for each token"):
-        step.native(sampler, np.zeros((2, 64), np.float32), Masks(np.zeros(1, np.int64), np.zeros((1, 7), np.uint8)))
+        step.native(
+            sampler, np.zeros((2, 64), np.float32), Masks(np.zeros(1, np.int64), np.zeros((1, 7), np.uint8))
+        )
     with pytest.raises(TypeError):
         step.native(sampler, np.zeros((2, 64), np.float64))
     with pytest.raises(ValueError, match="one of the vocabulary"):
