@@ -1,8 +1,74 @@
+// Attention of one request, for tests and measurements; a model runs it inside its program.
+#include <cstdint>
+#include <string>
+#include <vector>
+
 #include "bindings.h"
 #include "kernels.h"
 
 namespace weft {
 
-void bind_attention(nb::module_&) {}
+namespace {
+
+void check(bool right, const std::string& message) {
+  if (!right) throw nb::value_error(message.c_str());
+}
+
+void attend(const Array<const float, 3>& queries, const Array<uint16_t, 6>& cache, size_t layer, const Array<const int64_t, 1>& table,
+            int64_t first_position, int64_t window, float scale, float cap, const Array<float, 3>& out, bool split) {
+  const size_t count = queries.shape(0), heads = queries.shape(1), head_size = queries.shape(2);
+  const size_t blocks = cache.shape(0), layers = cache.shape(1), block_size = cache.shape(3), kv_heads = cache.shape(4);
+  check(cache.shape(2) == 2, "the cache must be [blocks, layers, 2, block size, kv heads, head size]");
+  check(layer < layers, "the cache has " + std::to_string(layers) + " layers, none with the number " + std::to_string(layer));
+  check(cache.shape(5) == head_size, "the queries' heads are of " + std::to_string(head_size) + " features, the cache's of " +
+                                         std::to_string(cache.shape(5)));
+  check(kv_heads > 0 && heads % kv_heads == 0,
+        std::to_string(heads) + " query heads cannot share " + std::to_string(kv_heads) + " kv heads evenly");
+  check(out.shape(0) == count && out.shape(1) == heads && out.shape(2) == head_size, "out must have the shape of the queries");
+  check(first_position >= 0 && window >= 0, "a position and a window cannot be negative");
+  const size_t needed = (static_cast<size_t>(first_position) + count + block_size - 1) / block_size;
+  check(table.shape(0) >= needed, std::to_string(needed) + " blocks are needed, the table names " + std::to_string(table.shape(0)));
+  for (size_t i = 0; i < needed; i++)
+    check(table.data()[i] >= 0 && static_cast<size_t>(table.data()[i]) < blocks,
+          "the table names block " + std::to_string(table.data()[i]) + ", the cache has " + std::to_string(blocks));
+  check(!split || count == 1, "only one query at a time can be split over its context");
+
+  const int64_t size = static_cast<int64_t>(head_size), stride = static_cast<int64_t>(heads * head_size);
+  const int64_t half_layer = static_cast<int64_t>(block_size * kv_heads * head_size);
+  AttendTask task = {};
+  task.cache = {cache.data() + static_cast<int64_t>(layer) * 2 * half_layer, static_cast<int64_t>(layers) * 2 * half_layer, half_layer,
+                static_cast<int64_t>(block_size), static_cast<int64_t>(kv_heads), size};
+  task.table = table.data();
+  task.group = static_cast<int64_t>(heads / kv_heads);
+  task.query_stride = task.out_stride = stride;
+  task.count = static_cast<int64_t>(count);
+  task.first_position = first_position;
+  task.window = window;
+  task.scale = scale;
+  task.cap = cap;
+  std::vector<float> scratch(static_cast<size_t>(kernels().attend_scratch(task)));
+  std::vector<float> partials;
+  for (task.kv_head = 0; task.kv_head < task.cache.kv_heads; task.kv_head++) {
+    task.queries = queries.data() + task.kv_head * task.group * size;
+    task.out = out.data() + task.kv_head * task.group * size;
+    if (!split) {
+      kernels().attend(task, scratch.data());
+      continue;
+    }
+    const int64_t first = task.first_segment(), segments = task.end_segment() - first;
+    partials.resize(static_cast<size_t>(segments * task.partial_floats()));
+    for (int64_t segment = 0; segment < segments; segment++)
+      kernels().attend_segment(task, first + segment, partials.data() + segment * task.partial_floats(), scratch.data());
+    kernels().attend_merge(task, partials.data());
+  }
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& module) {
+  using namespace nb::literals;
+  module.def("attend", attend, "queries"_a, "cache"_a, "layer"_a, "table"_a, "first_position"_a, "window"_a, "scale"_a, "cap"_a, "out"_a,
+             "split"_a = false);
+}
 
 }  // namespace weft

@@ -1,8 +1,113 @@
+#include <nanobind/stl/optional.h>
+
+#include <cstring>
+#include <optional>
+#include <string>
+
 #include "bindings.h"
 #include "kernels.h"
+#include "pack.h"
+#include "pool.h"
 
 namespace weft {
+namespace {
 
-void bind_linear(nb::module_&) {}
+template <typename Type>
+using NewArray = nb::ndarray<nb::numpy, Type>;
+
+template <typename Type>
+NewArray<Type> new_array(std::initializer_list<size_t> shape) {
+  size_t size = 1;
+  for (const size_t extent : shape) size *= extent;
+  auto* data = new Type[size]();
+  nb::capsule owner(data, [](void* pointer) noexcept { delete[] static_cast<Type*>(pointer); });
+  return NewArray<Type>(data, shape, owner);
+}
+
+// Rows in bytes, with the memory that holds them.
+struct OwnedRows {
+  NewArray<int8_t> codes;
+  NewArray<float> scales, offsets;
+  NewArray<int32_t> corrections;
+  QuantisedRows view;
+
+  OwnedRows(const float* rows, int64_t count, int64_t columns) {
+    const int64_t groups = (columns + group_inputs - 1) / group_inputs;
+    const size_t r = static_cast<size_t>(count), g = static_cast<size_t>(groups);
+    codes = new_array<int8_t>({r, g * group_inputs});
+    scales = new_array<float>({r, g});
+    offsets = new_array<float>({r, g});
+    corrections = new_array<int32_t>({r, g});
+    view = {groups, codes.data(), scales.data(), offsets.data(), corrections.data()};
+    for (int64_t row = 0; row < count; row++) kernels().quantise_row(rows + row * columns, columns, view, row);
+  }
+};
+
+Weight weight_from(int layout_number, int64_t outputs, int64_t inputs, const Array<const uint8_t, 1>& packed) {
+  const Layout layout = layout_from(layout_number);
+  if (outputs < 0 || inputs <= 0) throw nb::value_error("a layer has outputs and inputs");
+  const int64_t needed = packed_bytes(layout, outputs, inputs);
+  if (static_cast<int64_t>(packed.size()) != needed)
+    throw nb::value_error(("a packed layer of this shape has " + std::to_string(needed) + " bytes, not " +
+                           std::to_string(packed.size())).c_str());
+  return {layout, outputs, inputs, packed.data(), nullptr};
+}
+
+nb::tuple quantise(Array<const float, 2> rows) {
+  OwnedRows quantised(rows.data(), static_cast<int64_t>(rows.shape(0)), static_cast<int64_t>(rows.shape(1)));
+  return nb::make_tuple(quantised.codes, quantised.scales, quantised.offsets, quantised.corrections);
+}
+
+NewArray<float> linear(int layout, int64_t outputs, int64_t inputs, Array<const uint8_t, 1> packed,
+                       std::optional<Array<const float, 1>> bias, Array<const float, 2> rows, int threads,
+                       std::optional<Array<const float, 2>> residual, float scale) {
+  Weight weight = weight_from(layout, outputs, inputs, packed);
+  const auto count = static_cast<int64_t>(rows.shape(0));
+  if (static_cast<int64_t>(rows.shape(1)) != inputs)
+    throw nb::value_error(("the layer has " + std::to_string(inputs) + " inputs, and the rows " + std::to_string(rows.shape(1))).c_str());
+  if (bias) {
+    if (static_cast<int64_t>(bias->size()) != outputs) throw nb::value_error("a bias has one number for each output");
+    weight.bias = bias->data();
+  }
+  auto out = new_array<float>({static_cast<size_t>(count), static_cast<size_t>(outputs)});
+  if (residual) {
+    if (static_cast<int64_t>(residual->shape(0)) != count || static_cast<int64_t>(residual->shape(1)) != outputs)
+      throw nb::value_error("what is added to has the shape of the result");
+    std::memcpy(out.data(), residual->data(), residual->nbytes());
+  }
+  std::optional<OwnedRows> quantised;
+  LinearTask task{&weight, {}, rows.data(), inputs, 0, count, 0, 0, out.data(), outputs, residual.has_value(), scale};
+  if (weight.quantised()) task.quantised = quantised.emplace(rows.data(), count, inputs).view;
+  Pool pool(threads);
+  const int64_t chunks = threads, strips = weight.strips();
+  nb::gil_scoped_release release;
+  pool.run(chunks, [&](int64_t chunk, int) {
+    LinearTask piece = task;
+    piece.first_strip = strips * chunk / chunks;
+    piece.end_strip = strips * (chunk + 1) / chunks;
+    kernels().linear(piece);
+  });
+  return out;
+}
+
+NewArray<float> unpack_rows(int layout, int64_t outputs, int64_t inputs, Array<const uint8_t, 1> packed, Array<const int64_t, 1> indices) {
+  const Weight weight = weight_from(layout, outputs, inputs, packed);
+  for (size_t i = 0; i < indices.size(); i++)
+    if (indices.data()[i] < 0 || indices.data()[i] >= outputs)
+      throw nb::value_error(("there is no row " + std::to_string(indices.data()[i]) + " among " + std::to_string(outputs)).c_str());
+  auto out = new_array<float>({indices.size(), static_cast<size_t>(inputs)});
+  for (size_t i = 0; i < indices.size(); i++)
+    kernels().unpack_row(weight, indices.data()[i], out.data() + static_cast<int64_t>(i) * inputs);
+  return out;
+}
+
+}  // namespace
+
+void bind_linear(nb::module_& module) {
+  module.def("quantise", quantise, nb::arg("rows"));
+  module.def("linear", linear, nb::arg("layout"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("packed"), nb::arg("bias").none(),
+             nb::arg("rows"), nb::arg("threads") = 1, nb::arg("residual") = nb::none(), nb::arg("scale") = 1.0f);
+  module.def("unpack_rows", unpack_rows, nb::arg("layout"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("packed"), nb::arg("indices"));
+}
 
 }  // namespace weft

@@ -2,4 +2,7 @@
 #define WEFT_ISA avx512
 #define WEFT_ISA_NAME "avx512"
 #define WEFT_AVX512 1
+// GCC 12 takes what its own intrinsics leave undefined on purpose for a mistake.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include "isa.inl"

@@ -69,7 +69,7 @@ struct QuantisedRows {
   int8_t* codes;     // [rows, groups * 32]; zeros past the last input
   float* scales;     // [rows, groups]
   float* offsets;    // [rows, groups]: scale * sum of the group's codes, what a weight's minimum is multiplied with
-  int32_t* sums;     // [rows, groups]: sum of the group's codes
+  int32_t* corrections;   // [rows, groups]: -128 * sum of the group's codes, for weights of signed bytes read as unsigned ones
 };
 
 // A piece of a product: rows [first_row, end_row) of the activations times strips [first_strip, end_strip) of the weight.
@@ -100,6 +100,10 @@ struct CacheLayer {
   int64_t head_size;
 };
 
+// A query's context is worked through in segments, cut at whole multiples of this many positions: softmax and weighted sum are made for
+// each alone and merged in order. So the bits are the same whether one thread does all segments or each another.
+constexpr int64_t segment_keys = 256;
+
 // The queries of one request, `count` tokens at consecutive positions, for the query heads of one kv head.
 // Query t stands at queries + t * query_stride, its `group` heads one after the other; likewise out.
 struct AttendTask {
@@ -116,6 +120,12 @@ struct AttendTask {
   float cap;                 // 0: none; else score = cap * tanh(score / cap)
   float* out;
   int64_t out_stride;
+
+  // The segments that the first query sees: those that a task of one query is split into.
+  int64_t first_segment() const { return window > 0 && first_position >= window ? (first_position + 1 - window) / segment_keys : 0; }
+  int64_t end_segment() const { return first_position / segment_keys + 1; }
+  // What is kept of one segment: for every query head its largest score, the sum of its weights, and the weighted sum of values.
+  int64_t partial_floats() const { return group * (2 + cache.head_size); }
 };
 
 // --- sampling -----------------------------------------------------------------------------------------------------------------------
@@ -160,7 +170,11 @@ struct Kernels {
 
   // attention.inl
   void (*attend)(const AttendTask& task, float* scratch);
-  int64_t (*attend_scratch)(const AttendTask& task);   // how many floats of scratch one worker needs for it
+  int64_t (*attend_scratch)(const AttendTask& task);   // how many floats of scratch one worker needs for it; at most some 100,000
+  // The same for a task of one query in two steps, for more threads than there are tasks: first each of its segments into a partial of
+  // its own, then all partials, in the order of their segments, into task.out.
+  void (*attend_segment)(const AttendTask& task, int64_t segment, float* partial, float* scratch);
+  void (*attend_merge)(const AttendTask& task, const float* partials);
 
   // sampler.inl; tokens number the scores of a row, and `below` is how far a score lies under the best one, in float
   RowScan (*scan_scores)(const float* scores, int64_t count, float* maxima);   // maxima [maxima_count(count)]

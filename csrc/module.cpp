@@ -3,9 +3,11 @@
 NB_MODULE(_kernels, module) {
   module.doc() = "weft's kernels for the CPU; weft.ops.cpu is what uses them.";
   weft::bind_dispatch(module);
+  weft::bind_pack(module);
   weft::bind_linear(module);
   weft::bind_rows(module);
   weft::bind_attention(module);
   weft::bind_pool(module);
+  weft::bind_program(module);
   weft::bind_sampler(module);
 }

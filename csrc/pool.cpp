@@ -1,6 +1,9 @@
 #include "pool.h"
 
+#include <pthread.h>
+
 #include <chrono>
+#include <system_error>
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
@@ -17,82 +20,119 @@ inline void pause_briefly() {
 #endif
 }
 
-constexpr uint64_t left_mask = 0xffffffffu;
-// About 20 microseconds: longer than the gap between two phases of a step, much shorter than the time a neighbour wants.
-constexpr int spins_before_sleep = 600;
+using Clock = std::chrono::steady_clock;
+// The gap between two phases of a step is shorter than the first, that between two steps mostly shorter than the second. After the first
+// whoever else wants the core gets it at the next yield: to spin on for a millisecond made a step on a busy machine twice as long.
+// A worker that sleeps comes 30 microseconds late, in a virtual machine, and waking it takes some of the caller's time too.
+constexpr auto spin_time = std::chrono::microseconds(20);
+constexpr auto watch_time = std::chrono::microseconds(500);
+
+// Waits a little, longer the longer this has gone on. Counted in time: a pause is 10 cycles on one processor and 140 on another.
+class Patience {
+ public:
+  void wait() {
+    if (waited_ < spin_time) {
+      for (int i = 0; i < 8; i++) pause_briefly();
+    } else {
+      std::this_thread::yield();
+    }
+    const auto now = Clock::now();
+    if (began_ == Clock::time_point{}) began_ = now;
+    waited_ = now - began_;
+  }
+  bool is_over() const { return waited_ >= watch_time; }
+  void renew() { *this = Patience(); }
+
+ private:
+  Clock::time_point began_{};
+  Clock::duration waited_{};
+};
+
+std::atomic<int> forks{0};
+
+int watch_forks() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+  (void)registered;
+  return forks.load();
+}
 
 }  // namespace
 
-Pool::Pool(int threads) {
-  for (int worker = 1; worker < threads; worker++) workers_.emplace_back([this, worker] { serve(worker); });
+Pool::Pool(int threads) : workers_(std::make_unique<Workers>()), generation_(watch_forks()) {
+  workers_->threads.reserve(threads > 1 ? threads - 1 : 0);
+  try {
+    for (int worker = 1; worker < threads; worker++) workers_->threads.emplace_back([this, worker] { serve(worker); });
+  } catch (const std::system_error&) {
+    // A limit on threads was reached. What has begun can work.
+  }
 }
 
 Pool::~Pool() {
+  if (is_orphan()) {
+    workers_.release();  // handles of threads that do not exist here: to join them would wait for ever
+    return;
+  }
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(workers_->mutex);
     stopping_.store(true);
   }
-  wake_.notify_all();
-  for (auto& worker : workers_) worker.join();
+  workers_->wake.notify_all();
+  for (auto& thread : workers_->threads) thread.join();
 }
 
-// A chunk of the phase in these upper bits, or -1 when there is none left or another phase has begun.
-int64_t Pool::take(uint64_t phase_bits) {
-  uint64_t seen = tickets_.load(std::memory_order_acquire);
-  while ((seen & ~left_mask) == phase_bits && (seen & left_mask) != 0) {
-    if (tickets_.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire))
-      return static_cast<int64_t>(seen & left_mask) - 1;
+bool Pool::is_orphan() const { return forks.load(std::memory_order_relaxed) != generation_; }
+
+// A chunk that is now the caller's to do, or -1 when there is none.
+int64_t Pool::take() {
+  int64_t left = left_.load(std::memory_order_acquire);
+  while (left > 0) {
+    if (left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire)) return left - 1;
   }
   return -1;
 }
 
+// Does this chunk and all others that it can get, and counts them once, at the end: until then the phase is not over.
+void Pool::do_chunks(int64_t chunk, int worker) {
+  int64_t done = 0;
+  for (; chunk >= 0; chunk = take(), done++) work_(context_, chunk, worker);
+  undone_.fetch_sub(done, std::memory_order_acq_rel);
+}
+
 void Pool::run_shared(int64_t chunks, Work work, void* context) {
-  const uint64_t phase = (tickets_.load(std::memory_order_relaxed) & ~left_mask) + (uint64_t{1} << 32);
   work_ = work;
   context_ = context;
   undone_.store(chunks, std::memory_order_relaxed);
-  // seq_cst here and in `serve`: either we see that a worker sleeps, or it sees the tickets.
-  tickets_.store(phase | static_cast<uint64_t>(chunks));
+  // seq_cst here and in `sleep`: either we see that a worker sleeps, or it sees the chunks.
+  left_.store(chunks);
   if (sleeping_.load() > 0) {
-    { std::lock_guard<std::mutex> lock(mutex_); }
-    wake_.notify_all();
+    { std::lock_guard<std::mutex> lock(workers_->mutex); }
+    workers_->wake.notify_all();
   }
-  for (int64_t chunk; (chunk = take(phase)) >= 0;) {
-    work(context, chunk, 0);
-    undone_.fetch_sub(1, std::memory_order_acq_rel);
-  }
-  for (int spins = 0; undone_.load(std::memory_order_acquire) > 0; spins++) {
-    if (spins < spins_before_sleep)
-      pause_briefly();
-    else
-      std::this_thread::yield();  // its holder was put aside: let it have this core if it waits for one
-  }
+  if (const int64_t chunk = take(); chunk >= 0) do_chunks(chunk, 0);
+  // A thread that holds the last chunk may have been put aside: after a while it is offered this core.
+  for (Patience patience; undone_.load(std::memory_order_acquire) > 0;) patience.wait();
 }
 
 void Pool::serve(int worker) {
-  int spins = 0;
+  Patience patience;
   while (!stopping_.load(std::memory_order_relaxed)) {
-    const uint64_t seen = tickets_.load(std::memory_order_acquire);
-    if ((seen & left_mask) != 0) {
-      const int64_t chunk = take(seen & ~left_mask);
-      if (chunk >= 0) {
-        // The phase cannot end before this chunk is counted, so what it is about stays as it is.
-        work_(context_, chunk, worker);
-        undone_.fetch_sub(1, std::memory_order_acq_rel);
-        spins = 0;
-      }
-      continue;
+    if (const int64_t chunk = take(); chunk >= 0) {
+      do_chunks(chunk, worker);
+      patience.renew();
+    } else if (!patience.is_over()) {
+      patience.wait();
+    } else {
+      sleep();
+      patience.renew();
     }
-    if (++spins < spins_before_sleep) {
-      pause_briefly();
-      continue;
-    }
-    spins = 0;
-    std::unique_lock<std::mutex> lock(mutex_);
-    sleeping_.fetch_add(1);
-    wake_.wait(lock, [this] { return stopping_.load() || (tickets_.load() & left_mask) != 0; });
-    sleeping_.fetch_sub(1);
   }
+}
+
+void Pool::sleep() {
+  std::unique_lock<std::mutex> lock(workers_->mutex);
+  sleeping_.fetch_add(1);
+  workers_->wake.wait(lock, [this] { return stopping_.load() || left_.load() > 0; });
+  sleeping_.fetch_sub(1);
 }
 
 }  // namespace weft

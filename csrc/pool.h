@@ -1,11 +1,14 @@
 // The threads that share the work of a step. A phase is a number of chunks; whoever is free takes the next one, the caller too, so a
-// thread that the system has put aside delays no more than the chunk it holds. Between phases workers spin for a moment and then sleep:
-// beside a busy neighbour a spinning thread takes more than it gives.
+// thread that the system has put aside delays no more than the chunk it holds. Between phases workers spin for a moment, then offer their
+// core to others while they watch, then sleep: waking one costs as much as a phase, and a neighbour must not wait for a thread that waits.
+//
+// After a fork the child has no workers; there the caller does every chunk itself.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -16,18 +19,19 @@ class Pool {
  public:
   using Work = void (*)(void* context, int64_t chunk, int worker);
 
+  // Fewer threads than asked for where the system gives no more of them: threads() says how many.
   explicit Pool(int threads);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+  int threads() const { return static_cast<int>(workers_->threads.size()) + 1; }
 
   // Calls work(chunk, worker) for every chunk once; returns when all are done. `worker` is the caller's number among the threads, for
-  // scratch of its own. One caller at a time. `work` must not throw.
+  // scratch of its own. One caller at a time, and `work` must not throw.
   template <typename Function>
   void run(int64_t chunks, Function&& work) {
-    if (chunks <= 1 || workers_.empty()) {
+    if (chunks <= 1 || workers_->threads.empty() || is_orphan()) {
       for (int64_t chunk = 0; chunk < chunks; chunk++) work(chunk, 0);
       return;
     }
@@ -37,20 +41,29 @@ class Pool {
  private:
   void run_shared(int64_t chunks, Work work, void* context);
   void serve(int worker);
-  int64_t take(uint64_t phase_bits);
+  void sleep();
+  int64_t take();
+  void do_chunks(int64_t chunk, int worker);
+  bool is_orphan() const;
 
-  // What is to be done: written by the caller before the ticket counter names the phase, read by whoever holds one of its tickets.
+  // What is to be done: written by the caller before there are chunks to take, read by whoever has taken one.
   Work work_ = nullptr;
   void* context_ = nullptr;
 
-  // Upper 32 bits: the phase. Lower 32: chunks left to take. A ticket drawn from it is a chunk of exactly that phase.
-  alignas(64) std::atomic<uint64_t> tickets_{0};
+  // A phase is over, and the next can begin, when none of its chunks is undone: one that is taken is always of the phase in work_.
+  alignas(64) std::atomic<int64_t> left_{0};
   alignas(64) std::atomic<int64_t> undone_{0};
   alignas(64) std::atomic<int> sleeping_{0};
   std::atomic<bool> stopping_{false};
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::vector<std::thread> workers_;
+
+  // Apart, so that a forked child can leave it as it is: to destroy a condition that threads of the parent wait for would wait for them.
+  struct Workers {
+    std::mutex mutex;
+    std::condition_variable wake;
+    std::vector<std::thread> threads;
+  };
+  std::unique_ptr<Workers> workers_;
+  const int generation_;   // how many forks led to the process that the workers live in
 };
 
 }  // namespace weft

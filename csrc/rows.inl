@@ -1,51 +1,84 @@
 // What is done to one row of activations: norms, gates, rotations.
-#include "half.h"
+#include "vec.h"
 
 namespace weft::WEFT_ISA {
 namespace {
 
 void rms_norm(const float* row, const float* weight, int64_t columns, float epsilon, float* out) {
-  float sum = 0.0f;
-  for (int64_t i = 0; i < columns; i++) sum += row[i] * row[i];
-  const float factor = 1.0f / std::sqrt(sum / static_cast<float>(columns) + epsilon);
-  for (int64_t i = 0; i < columns; i++) out[i] = row[i] * factor * weight[i];
+  // Four sums side by side, since one would wait for each addition. Which elements meet in which depends on the columns alone.
+  vec::Vec sums[4] = {vec::all(0.0f), vec::all(0.0f), vec::all(0.0f), vec::all(0.0f)};
+  int64_t i = 0;
+  for (; i + 4 * vec::lanes <= columns; i += 4 * vec::lanes) {
+    for (int k = 0; k < 4; k++) {
+      const vec::Vec x = vec::load(row + i + k * vec::lanes);
+      sums[k] = vec::fma(x, x, sums[k]);
+    }
+  }
+  vec::for_each(columns - i, [&](int64_t k, auto n) {
+    const vec::Vec x = vec::load(row + i + k, n);
+    sums[0] = vec::fma(x, x, sums[0]);
+  });
+  const float sum = vec::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  const vec::Vec factor = vec::all(1.0f / std::sqrt(sum / static_cast<float>(columns) + epsilon));
+  vec::for_each(columns, [&](int64_t k, auto n) {
+    vec::store(out + k, vec::load(row + k, n) * factor * vec::load(weight + k, n), n);
+  });
 }
+
+// x / (1 + e^-t): with t = x it is silu.
+inline vec::Vec times_sigmoid(vec::Vec x, vec::Vec t) { return x / (vec::all(1.0f) + vec::exp(vec::all(0.0f) - t)); }
 
 void silu_mul(const float* gate, const float* up, int64_t columns, float* out) {
-  for (int64_t i = 0; i < columns; i++) out[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+  vec::for_each(columns, [&](int64_t i, auto n) {
+    const vec::Vec x = vec::load(gate + i, n);
+    vec::store(out + i, times_sigmoid(x, x) * vec::load(up + i, n), n);
+  });
 }
 
+// 0.5 x (1 + tanh(t / 2)) is x times the sigmoid of t, and that loses nothing where tanh comes near -1.
 void gelu_tanh_mul(const float* gate, const float* up, int64_t columns, float* out) {
-  for (int64_t i = 0; i < columns; i++) {
-    const float x = gate[i];
-    const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    out[i] = 0.5f * x * (1.0f + std::tanh(inner)) * up[i];
-  }
+  vec::for_each(columns, [&](int64_t i, auto n) {
+    const vec::Vec x = vec::load(gate + i, n);
+    const vec::Vec t = vec::all(2.0f * 0.7978845608028654f) * vec::fma(vec::all(0.044715f) * x * x, x, x);
+    vec::store(out + i, times_sigmoid(x, t) * vec::load(up + i, n), n);
+  });
 }
 
 void add_scaled(const float* left, const float* right, float scale, int64_t columns, float* out) {
-  for (int64_t i = 0; i < columns; i++) out[i] = left[i] + scale * right[i];
+  const vec::Vec factor = vec::all(scale);
+  vec::for_each(columns, [&](int64_t i, auto n) {
+    vec::store(out + i, vec::fma(factor, vec::load(right + i, n), vec::load(left + i, n)), n);
+  });
 }
 
 void scale_and_cap(float* row, int64_t columns, float scale, float cap) {
-  for (int64_t i = 0; i < columns; i++) {
-    row[i] *= scale;
-    if (cap != 0.0f) row[i] = cap * std::tanh(row[i] / cap);
-  }
+  vec::for_each(columns, [&](int64_t i, auto n) {
+    vec::Vec x = vec::load(row + i, n) * vec::all(scale);
+    if (cap != 0.0f) x = vec::all(cap) * vec::tanh(x / vec::all(cap));
+    vec::store(row + i, x, n);
+  });
 }
 
 void rotate(const float* head, int64_t head_size, int64_t pairs, bool interleaved, const float* cosine, const float* sine, float* out) {
-  const int64_t step = interleaved ? 2 : 1, distance = interleaved ? 1 : pairs;
-  for (int64_t i = 0; i < pairs; i++) {
-    const float left = head[i * step], right = head[i * step + distance];
-    out[i * step] = left * cosine[i] - right * sine[i];
-    out[i * step + distance] = right * cosine[i] + left * sine[i];
+  if (interleaved) {
+    vec::for_each(2 * pairs, [&](int64_t i, auto n) {
+      const vec::Vec x = vec::load(head + i, n);
+      const vec::Vec c = vec::load_twice(cosine + i / 2, n / 2), s = vec::negate_even(vec::load_twice(sine + i / 2, n / 2));
+      vec::store(out + i, vec::fma(vec::swap_neighbours(x), s, x * c), n);
+    });
+  } else {
+    vec::for_each(pairs, [&](int64_t i, auto n) {
+      const vec::Vec left = vec::load(head + i, n), right = vec::load(head + pairs + i, n);
+      const vec::Vec c = vec::load(cosine + i, n), s = vec::load(sine + i, n);
+      vec::store(out + i, vec::fnma(right, s, left * c), n);
+      vec::store(out + pairs + i, vec::fma(left, s, right * c), n);
+    });
   }
   for (int64_t i = 2 * pairs; i < head_size; i++) out[i] = head[i];
 }
 
 void to_half(const float* row, int64_t columns, uint16_t* out) {
-  for (int64_t i = 0; i < columns; i++) out[i] = float_to_half(row[i]);
+  vec::for_each(columns, [&](int64_t i, auto n) { vec::store(out + i, vec::load(row + i, n), n); });
 }
 
 }  // namespace

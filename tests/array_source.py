@@ -10,6 +10,7 @@ import numpy as np
 @dataclass(frozen=True)
 class ArraySource:
     array: np.ndarray
+    name: str = "a tensor"
 
     @property
     def shape(self) -> tuple[int, ...]:

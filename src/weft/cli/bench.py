@@ -152,6 +152,26 @@ def bench_overhead(json: AsJson = False) -> None:
     run(json=json)
 
 
+@bench_app.command("start")
+def bench_start(
+    model: Annotated[str, typer.Option("--model", "-m", help="What is served.")] = "default",
+    starts: Annotated[int, typer.Option(min=1, metavar="N", help="How often; one more comes before.")] = 5,
+    streams: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Peak memory with so many streams at once; '' for none.")
+    ] = "8,32",
+    json: AsJson = False,
+) -> None:
+    """Time a start of the server.
+
+    From the process to the first token, with what its processes use. Exit code 1: a bar was missed.
+    """
+    from weft.bench.start import main as run_starts
+    from weft.bench.start import parse_streams
+
+    if not run_starts(model, starts, parse_streams(streams), json):
+        raise typer.Exit(1)
+
+
 @bench_app.command("soak")
 def bench_soak(
     url: Annotated[

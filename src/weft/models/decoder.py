@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.errors import ModelFileError
 from weft.models.config import ModelConfig
-from weft.ops.base import Ops, QkNorm, StepIndices, WeightSource
+from weft.ops.base import LinearRole, Ops, QkNorm, StepIndices, WeightSource
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,11 @@ class Decoder:
             hidden = ops.add(hidden, output, config.residual_scale)
         return self._norm(ops.select_logit_rows(prepared, hidden), self._final_norm)
 
+    def step(self, step: StepIndices, cache: Any, sampled: int) -> tuple[Any, Any]:
+        """One step: the logits of the first `sampled` of the rows that `forward` returns, and the other rows."""
+        rows = self.forward(step, cache)
+        return self.logits(rows[:sampled]), rows[sampled:]
+
     def logits(self, rows: Any) -> Any:
         """Logits over the vocabulary from rows that `forward` returned, all of them or a piece."""
         logits = self.ops.linear(rows, self._lm_head)
@@ -118,10 +123,10 @@ class _Loader:
     def embedding_and_lm_head(self) -> tuple[Any, Any]:
         vocabulary, hidden = self.config.vocabulary_size, self.config.hidden_size
         if self.config.tied_embedding:
-            shared = self.linear(("embedding", vocabulary, hidden))
+            shared = self.linear(("embedding", vocabulary, hidden), role="words")
             return shared, shared
         embedding = self.counted(self.ops.load_embedding(self.take("embedding", (vocabulary, hidden))))
-        return embedding, self.linear(("lm_head", vocabulary, hidden))
+        return embedding, self.linear(("lm_head", vocabulary, hidden), role="words")
 
     def layer(self, index: int) -> _Layer:
         config, prefix = self.config, f"layers.{index}."
@@ -171,7 +176,7 @@ class _Loader:
             ]
 
         return _Mixture(
-            router=self.linear((prefix + "router", count, hidden)),
+            router=self.linear((prefix + "router", count, hidden), role="router"),
             experts=self.counted(
                 self.ops.load_experts(
                     take_all("w_gate", inner, hidden),
@@ -206,10 +211,10 @@ class _Loader:
             return self.linear(*parts, bias=bias)
         return self.linear((whole, sum(outputs for _, outputs, _ in parts), parts[0][2]), bias=bias)
 
-    def linear(self, *parts: tuple[str, int, int], bias: bool = False) -> Any:
+    def linear(self, *parts: tuple[str, int, int], bias: bool = False, role: LinearRole = "layer") -> Any:
         sources = [self.take(name, (outputs, inputs)) for name, outputs, inputs in parts]
         biases = [self.take(f"{name}.bias", (outputs,)) for name, outputs, _ in parts] if bias else []
-        return self.counted(self.ops.load_linear(sources, biases))
+        return self.counted(self.ops.load_linear(sources, biases, role))
 
     def take(self, name: str, shape: tuple[int, ...]) -> WeightSource:
         source = self.left.pop(name, None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -78,8 +78,17 @@ class QkNorm:
     epsilon: float
 
 
+LinearRole = Literal["layer", "words", "router"]
+"""What a linear layer does: one of many alike; from features to the words of the vocabulary; choose experts. Where
+weights are quantised on request, the latter two are more delicate."""
+
+
 class WeightSource(Protocol):
     """A tensor of a model file, in whatever format it is stored."""
+
+    @property
+    def name(self) -> str:
+        """As the file calls it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -113,7 +122,12 @@ class Ops(Protocol):
     def load_vector(self, source: WeightSource, offset: float = 0.0) -> Any:
         """A norm's weight, with `offset` added to every value."""
 
-    def load_linear(self, sources: Sequence[WeightSource], biases: Sequence[WeightSource] = ()) -> Any:
+    def load_linear(
+        self,
+        sources: Sequence[WeightSource],
+        biases: Sequence[WeightSource] = (),
+        role: LinearRole = "layer",
+    ) -> Any:
         """A linear layer from one or more [outputs, inputs] tensors, stacked by outputs into one product; with
         biases, one [outputs] tensor for each."""
 

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.ops.base import AttentionPattern, AttentionShape, QkNorm, Rope, StepIndices, WeightSource
+from weft.ops.base import (
+    AttentionPattern,
+    AttentionShape,
+    LinearRole,
+    QkNorm,
+    Rope,
+    StepIndices,
+    WeightSource,
+)
 
 # Scores held at once by the attention of one long request: bounds memory, 32 MiB in float32.
 _MAX_SCORES = 8 << 20
@@ -101,7 +109,12 @@ class ReferenceOps:
         vector += offset
         return vector
 
-    def load_linear(self, sources: Sequence[WeightSource], biases: Sequence[WeightSource] = ()) -> Linear:
+    def load_linear(
+        self,
+        sources: Sequence[WeightSource],
+        biases: Sequence[WeightSource] = (),
+        role: LinearRole = "layer",
+    ) -> Linear:
         return Linear(self._stack(sources), self._stack(biases) if biases else None)
 
     def load_experts(

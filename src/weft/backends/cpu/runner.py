@@ -9,29 +9,36 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from weft.backends.batch import Rows, ScoredPrompt
-from weft.backends.cpu.sampler import NOT_A_NUMBER, sample, score
+from weft.backends.batch import Rows, SampledEntries, ScoredPrompt
+from weft.backends.cpu import sampler as numpy_sampler
+from weft.backends.cpu.sampler import NOT_A_NUMBER, Sampled
 from weft.backends.cpu.swap import SwapSpace
-from weft.backends.grammar import RowGrammars
+from weft.backends.cpu.threads import thread_count
+from weft.backends.grammar import Masks, RowGrammars
 from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
+from weft.loading.formats import SAFETENSORS_FORMATS as FLOAT_FORMATS
+from weft.loading.packed import identity_of, open_packed, packed_path
 from weft.models.decoder import Decoder
 from weft.models.registry import build_config, build_decoder
+from weft.ops.base import StepIndices
 from weft.ops.reference import ReferenceOps
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import Grammar, RequestId, TokenLogprobs
 from weft.text.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
+    from weft.ops.cpu.weights import Quantize
     from weft.text.tokenizer import Tokenizer
 
 # What the cache takes without a wish: a number, not a share of the machine, so that a model behaves alike everywhere.
@@ -47,11 +54,51 @@ _OPERATIONS_PER_SECOND = 1e11
 _COPIED_BYTES_PER_SECOND = 4e9
 
 
-class CpuBackend:
-    """`Backend` over a decoder whose arrays are numpy's."""
+class Forward(Protocol):
+    """A model's forward pass: `Decoder` in numpy, or the native program that was recorded from one."""
 
-    def __init__(self, decoder: Decoder, eos_token_ids: frozenset[int], grammars: GrammarCompiler) -> None:
+    def step(self, step: StepIndices, cache: np.ndarray, sampled: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def logits(self, rows: np.ndarray) -> np.ndarray: ...
+
+
+class Sampler(Protocol):
+    """From logits to tokens: the module `sampler` in numpy, or the same in C++."""
+
+    def sample(
+        self,
+        logits: np.ndarray,
+        entries: SampledEntries,
+        rows: Rows,
+        eos_token_ids: Collection[int],
+        masks: Masks,
+    ) -> Sampled: ...
+
+    def score(self, logits: np.ndarray, tokens: np.ndarray, top_count: int) -> list[TokenLogprobs]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Native:
+    """What computes in C++."""
+
+    forward: Forward
+    sampler: Sampler
+
+
+class CpuBackend:
+    """`Backend` over a decoder whose cache is an array of numpy."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        eos_token_ids: frozenset[int],
+        grammars: GrammarCompiler,
+        native: Native | None = None,
+    ) -> None:
+        """`native` computes where the decoder itself, in numpy, does not."""
         self._decoder = decoder
+        self._forward: Forward = decoder if native is None else native.forward
+        self._sampler: Sampler = numpy_sampler if native is None else native.sampler
         self._eos_token_ids = eos_token_ids
         self._compiler = grammars
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-cpu")
@@ -118,15 +165,16 @@ class CpuBackend:
 
     def _compute(self, plan: IterationPlan) -> StepResult:
         scored = self._rows.scored_prompts(plan)
-        hidden = self._decoder.forward(self._rows.indices(plan, scored), self._cache)
         entries = self._rows.sampled_entries(plan)
         num_sampled = len(entries.rows)
-        prompt_logprobs, errors = self._score_prompts(scored, hidden[num_sampled:])
+        logits, hidden = self._forward.step(self._rows.indices(plan, scored), self._cache, num_sampled)
+        if scored:
+            logits = logits.copy()  # what scores prompts makes logits in the same place
+        prompt_logprobs, errors = self._score_prompts(scored, hidden)
         if not num_sampled:
             return StepResult(prompt_logprobs=prompt_logprobs, errors=errors)
-        logits = self._decoder.logits(hidden[:num_sampled])
         masks = self._grammars.masks(entries.rows)
-        sampled = sample(logits, entries, self._rows, self._eos_token_ids, masks)
+        sampled = self._sampler.sample(logits, entries, self._rows, self._eos_token_ids, masks)
         self._rows.record(entries, sampled.tokens)
         self._grammars.advance(entries.rows, sampled.tokens)
         errors.update({entries.request_ids[entry]: error for entry, error in sampled.errors.items()})
@@ -143,8 +191,8 @@ class CpuBackend:
             values: list[TokenLogprobs] = []
             for first in range(0, len(prompt.tokens), _SCORED_AT_ONCE):
                 tokens = prompt.tokens[first : first + _SCORED_AT_ONCE]
-                logits = self._decoder.logits(hidden[start + first : start + first + len(tokens)])
-                values += score(logits, tokens, prompt.top_count)
+                logits = self._forward.logits(hidden[start + first : start + first + len(tokens)])
+                values += self._sampler.score(logits, tokens, prompt.top_count)
             start += len(prompt.tokens)
             if not all(math.isfinite(value.logprob) for value in values):
                 errors[prompt.request_id] = NOT_A_NUMBER
@@ -153,23 +201,93 @@ class CpuBackend:
 
 
 def open_cpu_backend(
-    checkpoint: Checkpoint | str, dtype: np.dtype | type = np.float32, max_context: int | None = None
+    checkpoint: Checkpoint | str,
+    dtype: np.dtype | type | None = None,
+    max_context: int | None = None,
+    threads: int | None = None,
+    quantize: Quantize | None = None,
 ) -> CpuBackend:
-    """The backend for a model, or for the path of one; errors name it. `max_context` shortens the model's own context."""
+    """The backend for a model, or for the path of one; errors name it. `max_context` shortens the model's own context.
+
+    The C++ kernels compute where they were built, with `threads` threads; with a `dtype` numpy does, in that type.
+    `quantize` ("int8" or "int4") is for weights that the files keep as floats.
+    """
     if isinstance(checkpoint, str):
         checkpoint = open_checkpoint(checkpoint)
     layout, metadata, tensors = checkpoint.layout, checkpoint.metadata, checkpoint.tensors
+    threads = thread_count(threads)
+    is_native = dtype is None and has_kernels()
+    _check_quantize(quantize, checkpoint, is_native)
     try:
         own_context = build_config(layout, metadata, tensors).max_context
         if max_context is not None:
             _check_context(max_context, own_context)
-        decoder = build_decoder(layout, metadata, tensors, ReferenceOps(dtype), max_context)
+        native: Native | None = None
+        if is_native:
+            decoder, native = open_native(checkpoint, max_context, threads, quantize)
+        else:
+            ops = ReferenceOps(np.float32 if dtype is None else dtype)
+            decoder = build_decoder(layout, metadata, tensors, ops, max_context)
     except ModelFileError as error:
         raise ModelFileError(f"{checkpoint.path}: {error}") from error
     compiler = GrammarCompiler(
         partial(_open_tokenizer, checkpoint), checkpoint.end_ids, decoder.config.vocabulary_size
     )
-    return CpuBackend(decoder, checkpoint.end_ids, compiler)
+    return CpuBackend(decoder, checkpoint.end_ids, compiler, native)
+
+
+def has_kernels() -> bool:
+    """Whether the C++ kernels were built, and nobody asks for numpy instead (WEFT_KERNELS=numpy)."""
+    return os.environ.get("WEFT_KERNELS") != "numpy" and find_spec("weft._kernels") is not None
+
+
+def open_native(
+    checkpoint: Checkpoint, max_context: int | None, threads: int, quantize: Quantize | None
+) -> tuple[Decoder, Native]:
+    """The decoder and the native program recorded from it; its packed weights are kept for the next start."""
+    from weft import _kernels
+    from weft.backends.cpu.native_sampler import NativeSampler
+    from weft.ops.cpu.program import record
+    from weft.ops.cpu.recorder import NO_STEP, CpuOps
+    from weft.ops.cpu.weights import PACKING_VERSION, Packing, in_memory
+
+    if (instructions := os.environ.get("WEFT_KERNELS")) is not None:
+        _kernels.use(instructions)
+    ops = CpuOps(Packing(quantize))
+    decoder = build_decoder(checkpoint.layout, checkpoint.metadata, checkpoint.tensors, ops, max_context)
+    variant = f"{quantize or 'stored'}-{PACKING_VERSION}"
+    files = {tensor.file.path for tensor in checkpoint.tensors.values()}
+
+    def keep(sizes: Mapping[str, int], fill: Callable[[str, np.ndarray], None]) -> dict[str, np.ndarray]:
+        path = packed_path(checkpoint.path, variant)
+        pieces = open_packed(path, identity_of(files, variant), sizes, fill, threads)
+        return in_memory(sizes, fill) if pieces is None else pieces
+
+    pool = _kernels.Pool(threads)
+    forward = record(lambda: decoder.forward(NO_STEP, None), decoder.logits, ops, keep, pool)
+    return decoder, Native(forward, NativeSampler(pool))
+
+
+def _check_quantize(quantize: str | None, checkpoint: Checkpoint, is_native: bool) -> None:
+    if quantize is None:
+        return
+    if quantize not in ("int8", "int4"):
+        raise InvalidRequestError(f"quantize is {quantize!r}; allowed: int8, int4", field="quantize")
+    if not is_native:
+        raise InvalidRequestError(
+            "quantize needs the C++ kernels, and this install of weft has none (`weft doctor` says why)",
+            field="quantize",
+        )
+    if all(
+        tensor.format_name not in FLOAT_FORMATS
+        for tensor in checkpoint.tensors.values()
+        if len(tensor.shape) > 1
+    ):
+        raise InvalidRequestError(
+            f"quantize is {quantize!r}, but the weights of {checkpoint.path.name} are quantised already "
+            f"({checkpoint.stored_as})",
+            field="quantize",
+        )
 
 
 def _open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

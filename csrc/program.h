@@ -1,0 +1,182 @@
+// A decoder as a flat list of instructions over numbered buffers, recorded once (src/weft/ops/cpu) and run by one call per step.
+//
+// A buffer holds one row of floats for each token of the step, or for each token after which logits are wanted. Every instruction is one
+// or two phases of the pool; inside a phase rows or strips are shared out, between phases everybody has finished.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "aligned.h"
+#include "kernels.h"
+#include "pool.h"
+
+namespace weft {
+
+// What is done to the rows on their way into a product.
+enum class Before : int { nothing = 0, rms_norm = 1, silu_mul = 2, gelu_tanh_mul = 3 };
+
+struct Vector {
+  const float* data = nullptr;
+  int64_t size = 0;
+};
+
+struct Rope {
+  std::vector<double> frequencies;
+  bool interleaved;
+  double scale;
+};
+
+struct Pattern {
+  int rope;         // index of a Rope
+  int64_t window;   // 0: none
+};
+
+struct AttentionShape {
+  int64_t heads, kv_heads, head_size;
+  float scale, cap;   // cap 0: none
+};
+
+struct Experts {
+  std::vector<Weight> gate, up, down;
+  int64_t per_token;
+  bool normalise;
+};
+
+struct Instruction {
+  enum class Kind : int { embed, norm, linear, rope_and_write, attention, mixture, add, select_rows, scale_and_cap };
+  static constexpr size_t kinds = 9;
+  Kind kind;
+  int input = -1, output = -1, other = -1;   // buffers
+  int layer = 0, pattern = 0;
+  Before before = Before::nothing;
+  bool add = false;               // a product is added to what the output holds
+  bool again = false;             // the rows are those that the instruction before made ready
+  int64_t column = 0;             // of the output, where a product begins
+  bool after_selection = false;   // works on the rows of the tokens after which logits are wanted
+  float scale = 1.0f, epsilon = 0.0f, cap = 0.0f;
+  Weight weight{};
+  Vector norm{}, query_norm{}, key_norm{};
+  std::shared_ptr<Experts> experts;
+};
+
+// The cache of all layers: [blocks, layers, 2, block size, kv heads, head size] in f16.
+struct Cache {
+  uint16_t* data;
+  int64_t blocks, layers, block_size;
+};
+
+// `ops.base.StepIndices`, as pointers.
+struct Step {
+  int64_t tokens, requests, selected;
+  const int64_t *token_ids, *positions, *cells, *query_starts, *context_lengths, *block_tables, *logit_indices;
+  int64_t table_stride;
+};
+
+class Program {
+ public:
+  Program(Pool& pool, AttentionShape shape, std::vector<Rope> ropes, std::vector<Pattern> patterns)
+      : pool_(pool), shape_(shape), ropes_(std::move(ropes)), patterns_(std::move(patterns)) {}
+
+  int add_buffer(int64_t columns) {
+    columns_.push_back(columns);
+    buffers_.emplace_back();
+    return static_cast<int>(columns_.size()) - 1;
+  }
+  int64_t columns(int buffer) const { return columns_[buffer]; }
+  int buffers() const { return static_cast<int>(columns_.size()); }
+  void append(Instruction instruction) { instructions_.push_back(std::move(instruction)); }
+  // What was appended after this makes logits of the rows in `rows_buffer`.
+  void begin_logits(int rows_buffer) {
+    rows_buffer_ = rows_buffer;
+    logits_begin_ = instructions_.size();
+  }
+  void end_logits(int logits_buffer) { logits_buffer_ = logits_buffer; }
+
+  // Runs the step; returns the rows that logits are made of, [selected, columns]. They are there until the next call.
+  const float* forward(const Step& step, const Cache& cache);
+  // Logits of the first `count` of those rows, or of rows given here.
+  const float* logits(int64_t count);
+  const float* logits_of(const float* rows, int64_t count);
+
+  // Seconds spent in each kind of instruction since it was turned on; a step is a few microseconds longer for it.
+  void measure(bool on) {
+    measured_ = on;
+    seconds_.fill(0.0);
+  }
+  double seconds(Instruction::Kind kind) const { return seconds_[static_cast<size_t>(kind)]; }
+
+  int rows_buffer() const { return rows_buffer_; }
+  int logits_buffer() const { return logits_buffer_; }
+  Pool& pool() { return pool_; }
+
+ private:
+  struct Piece {   // of the queries of one request
+    int64_t request, first, count;
+  };
+
+  struct Segment {   // of the context of one attention task
+    int64_t task, segment;
+  };
+
+  float* rows_of(int buffer, int64_t rows);
+  void prepare(const Step& step, const Cache& cache);
+  void run(const Instruction& instruction, int64_t rows);
+  void carry_out(const Instruction& instruction, int64_t rows);
+  void embed(const Instruction& instruction);
+  void norm(const Instruction& instruction, int64_t rows);
+  void linear(const Instruction& instruction, int64_t rows);
+  void rope_and_write(const Instruction& instruction);
+  void attention(const Instruction& instruction);
+  void mixture(const Instruction& instruction, int64_t rows);
+  void add(const Instruction& instruction, int64_t rows);
+  void select_rows(const Instruction& instruction);
+  void scale_and_cap(const Instruction& instruction, int64_t rows);
+
+  // Rows made ready for products with weights of this kind; `get(row, scratch)` gives a row as floats.
+  template <typename Get>
+  void ready_rows(int64_t rows, int64_t columns, bool quantised, Get&& get);
+  void product(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale);
+  CacheLayer layer_of(int layer) const;
+  template <typename TaskOf>
+  bool attend_in_segments(int64_t tasks, TaskOf&& task_of);
+
+  Pool& pool_;
+  AttentionShape shape_;
+  std::vector<Rope> ropes_;
+  std::vector<Pattern> patterns_;
+  std::vector<Instruction> instructions_;
+  size_t logits_begin_ = 0;
+  int rows_buffer_ = -1, logits_buffer_ = -1;
+
+  bool measured_ = false;
+  std::array<double, Instruction::kinds> seconds_{};
+
+  std::vector<int64_t> columns_;
+  std::vector<Aligned<float>> buffers_;
+
+  // Of the step under way.
+  Step step_{};
+  Cache cache_{};
+  std::vector<Aligned<float>> cosines_, sines_;   // by rope: [tokens, pairs]
+  std::vector<Piece> pieces_;
+  std::vector<Segment> segments_;
+  Aligned<float> partials_;
+
+  // Rows on their way into a product.
+  Aligned<int8_t> codes_;
+  Aligned<float> scales_, offsets_, ready_floats_;
+  Aligned<int32_t> sums_;
+  QuantisedRows quantised_{};
+  int64_t ready_columns_ = 0;
+
+  std::vector<Aligned<float>> scratch_;           // by worker
+  Aligned<float> expert_logits_, expert_shares_, expert_inner_, expert_out_;
+  std::vector<int32_t> expert_chosen_;
+  std::vector<int64_t> expert_rows_;
+  std::vector<float> expert_row_shares_;
+};
+
+}  // namespace weft

@@ -1,0 +1,112 @@
+// Activations to bytes.
+#include "vec.h"
+
+namespace weft::WEFT_ISA {
+namespace {
+namespace quantising {
+
+// Two steps of a group of 32 values. The largest magnitude is not finite where one of the values is not: magnitudes are compared as whole
+// numbers, where infinity comes after all numbers and NaN after infinity. `round_codes` takes magnitudes of up to 127 once multiplied
+// with `factor`, rounds to nearest, ties to even, and returns the sum of the codes.
+#if defined(WEFT_AVX512)
+
+inline float largest_magnitude(const float* values) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  const __m512i first = _mm512_and_si512(_mm512_loadu_si512(values), magnitude);
+  const __m512i second = _mm512_and_si512(_mm512_loadu_si512(values + 16), magnitude);
+  return float_of_bits(static_cast<uint32_t>(_mm512_reduce_max_epi32(_mm512_max_epi32(first, second))));
+}
+
+inline int32_t round_codes(const float* values, float factor, int8_t* codes) {
+  const __m512i first = _mm512_cvtps_epi32(vec::load(values) * vec::all(factor));
+  const __m512i second = _mm512_cvtps_epi32(vec::load(values + 16) * vec::all(factor));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(first));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + 16), _mm512_cvtepi32_epi8(second));
+  return _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+}
+
+#elif defined(WEFT_AVX2)
+
+template <typename Fold>
+inline int32_t folded(__m256i a, Fold fold) {
+  __m128i b = fold(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  b = fold(b, _mm_shuffle_epi32(b, 0x4e));
+  b = fold(b, _mm_shuffle_epi32(b, 0xb1));
+  return _mm_cvtsi128_si32(b);
+}
+
+inline float largest_magnitude(const float* values) {
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  __m256i largest = _mm256_setzero_si256();
+  for (int i = 0; i < group_inputs; i += 8)
+    largest = _mm256_max_epi32(
+        largest, _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + i)), magnitude));
+  return float_of_bits(static_cast<uint32_t>(folded(largest, [](__m128i a, __m128i b) { return _mm_max_epi32(a, b); })));
+}
+
+inline int32_t round_codes(const float* values, float factor, int8_t* codes) {
+  __m256i rounded[4];
+  for (int i = 0; i < 4; i++) rounded[i] = _mm256_cvtps_epi32(vec::load(values + 8 * i) * vec::all(factor));
+  // Packing works in halves of 128 bits; the permutation puts their fours back in order.
+  const __m256i packed =
+      _mm256_packs_epi16(_mm256_packs_epi32(rounded[0], rounded[1]), _mm256_packs_epi32(rounded[2], rounded[3]));
+  const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), ordered);
+  const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(rounded[0], rounded[1]), _mm256_add_epi32(rounded[2], rounded[3]));
+  return folded(sum, [](__m128i a, __m128i b) { return _mm_add_epi32(a, b); });
+}
+
+#else
+
+inline float largest_magnitude(const float* values) {
+  uint32_t largest = 0;
+  for (int i = 0; i < group_inputs; i++) {
+    const uint32_t bits = bits_of_float(values[i]) & 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  return float_of_bits(largest);
+}
+
+inline int32_t round_codes(const float* values, float factor, int8_t* codes) {
+  int32_t sum = 0;
+  for (int i = 0; i < group_inputs; i++) {
+    // In a float of this size the last bit is 1, so the addition rounds.
+    codes[i] = static_cast<int8_t>(static_cast<int32_t>((values[i] * factor + 0x1.8p23f) - 0x1.8p23f));
+    sum += codes[i];
+  }
+  return sum;
+}
+
+#endif
+
+}  // namespace quantising
+
+void quantise_row(const float* row, int64_t columns, const QuantisedRows& out, int64_t out_row) {
+  for (int64_t group = 0; group < out.groups; group++) {
+    const float* values = row + group * group_inputs;
+    float padded[group_inputs];
+    if (const int64_t count = columns - group * group_inputs; count < group_inputs) {
+      std::memset(padded, 0, sizeof padded);
+      std::memcpy(padded, values, static_cast<size_t>(count) * sizeof(float));
+      values = padded;
+    }
+    const int64_t at = out_row * out.groups + group;
+    int8_t* codes = out.codes + at * group_inputs;
+    const float largest = quantising::largest_magnitude(values);
+    float scale = 0.0f;
+    int32_t sum = 0;
+    if (largest >= 0x1p-100f && largest < INFINITY) {
+      scale = largest / 127.0f;
+      sum = quantising::round_codes(values, 127.0f / largest, codes);
+    } else {   // nothing to speak of, or something that no code can stand for and that the result must show
+      std::memset(codes, 0, group_inputs);
+      if (!(largest < INFINITY)) scale = NAN;
+    }
+    out.scales[at] = scale;
+    out.offsets[at] = scale * static_cast<float>(sum);
+    out.corrections[at] = -128 * sum;
+  }
+}
+
+}  // namespace
+}  // namespace weft::WEFT_ISA

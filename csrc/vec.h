@@ -1,0 +1,265 @@
+// Vectors of floats, as wide as the instruction set has them: what the rows' and the attention's kernels are written in.
+//
+// The operators + - * / are the compiler's own. A tail of n lanes is loaded with zeros behind it and goes through the same operations
+// as a full vector, so an element's bits do not depend on where in a row it stands.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "half.h"
+
+#if defined(WEFT_AVX512) || defined(WEFT_AVX2)
+#include <immintrin.h>
+#endif
+
+namespace weft::WEFT_ISA {
+namespace {
+namespace vec {
+
+#if defined(WEFT_AVX512)
+
+constexpr int lanes = 16;
+using Vec = __m512;
+
+inline __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+
+inline Vec all(float x) { return _mm512_set1_ps(x); }
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline Vec load(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline Vec load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+inline Vec load(const uint16_t* p, int64_t n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
+// Each of the first n of lanes / 2 floats twice: a a b b ...
+inline Vec load_twice(const float* p, int64_t n) {
+  const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+  return _mm512_permutexvar_ps(twice, _mm512_maskz_loadu_ps(first_lanes(n), p));
+}
+inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
+inline void store(float* p, Vec a, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), a); }
+inline void store(uint16_t* p, Vec a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline void store(uint16_t* p, Vec a, int64_t n) {
+  _mm256_mask_storeu_epi16(p, first_lanes(n), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }    // a * b + c
+inline Vec fnma(Vec a, Vec b, Vec c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }                // b where either is NaN, and so is min
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec round(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec times_power_of_two(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }   // a * 2^n, n whole
+inline Vec magnitude(Vec a) { return _mm512_abs_ps(a); }
+inline Vec with_sign_of(Vec a, Vec sign) { return _mm512_or_ps(magnitude(a), _mm512_and_ps(sign, all(-0.0f))); }
+inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes); }
+inline Vec swap_neighbours(Vec a) { return _mm512_permute_ps(a, 0xb1); }
+inline Vec negate_even(Vec a) { return _mm512_xor_ps(a, _mm512_castsi512_ps(_mm512_set1_epi64(0x80000000))); }
+
+// The lanes of four vectors added up, each in the same order.
+inline void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
+  const Vec ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b), cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
+  const Vec quarters = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))) +
+                       _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd)));
+  const __m256 halves = _mm512_castps512_ps256(quarters) + _mm512_extractf32x8_ps(quarters, 1);
+  _mm_storeu_ps(out, _mm256_castps256_ps128(halves) + _mm256_extractf128_ps(halves, 1));
+}
+
+#elif defined(WEFT_AVX2)
+
+constexpr int lanes = 8;
+using Vec = __m256;
+
+inline __m256i first_lanes(int64_t n) {
+  static const int32_t slide[16] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(slide + 8 - n));
+}
+
+inline Vec all(float x) { return _mm256_set1_ps(x); }
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline Vec load(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Vec load(const float* p, int64_t n) { return _mm256_maskload_ps(p, first_lanes(n)); }
+inline Vec load(const uint16_t* p, int64_t n) {
+  uint16_t padded[lanes] = {};
+  std::memcpy(padded, p, static_cast<size_t>(n) * 2);
+  return load(padded);
+}
+// Each of the first n of lanes / 2 floats twice: a a b b ...
+inline Vec load_twice(const float* p, int64_t n) {
+  return _mm256_permutevar8x32_ps(load(p, n), _mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0));
+}
+inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a); }
+inline void store(float* p, Vec a, int64_t n) { _mm256_maskstore_ps(p, first_lanes(n), a); }
+inline void store(uint16_t* p, Vec a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline void store(uint16_t* p, Vec a, int64_t n) {
+  uint16_t padded[lanes];
+  store(padded, a);
+  std::memcpy(p, padded, static_cast<size_t>(n) * 2);
+}
+
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }    // a * b + c
+inline Vec fnma(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }                // b where either is NaN, and so is min
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec round(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// a * 2^n, n whole and in -250 .. 250: in two steps, since 2^n alone may be no float.
+inline Vec times_power_of_two(Vec a, Vec n) {
+  const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), one = _mm256_set1_epi32(127);
+  const __m256i first = _mm256_slli_epi32(_mm256_add_epi32(half, one), 23);
+  const __m256i second = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), one), 23);
+  return a * _mm256_castsi256_ps(first) * _mm256_castsi256_ps(second);
+}
+inline Vec magnitude(Vec a) { return _mm256_andnot_ps(all(-0.0f), a); }
+inline Vec with_sign_of(Vec a, Vec sign) { return _mm256_or_ps(magnitude(a), _mm256_and_ps(sign, all(-0.0f))); }
+inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+inline Vec swap_neighbours(Vec a) { return _mm256_permute_ps(a, 0xb1); }
+inline Vec negate_even(Vec a) { return _mm256_xor_ps(a, _mm256_castsi256_ps(_mm256_set1_epi64x(0x80000000))); }
+
+// The lanes of four vectors added up, each in the same order.
+inline void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
+  const Vec ab = _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b), cd = _mm256_unpacklo_ps(c, d) + _mm256_unpackhi_ps(c, d);
+  const Vec halves = _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd))) +
+                     _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd)));
+  _mm_storeu_ps(out, _mm256_castps256_ps128(halves) + _mm256_extractf128_ps(halves, 1));
+}
+
+#else
+
+// Four floats in the compiler's own vectors: any processor with 128 bits (NEON, SSE2) computes on them, others get scalar code.
+constexpr int lanes = 4;
+using Vec = float __attribute__((vector_size(16)));
+using Bits = int32_t __attribute__((vector_size(16)));
+using Unsigned = uint32_t __attribute__((vector_size(16)));
+
+inline Vec all(float x) { return Vec{x, x, x, x}; }
+inline Vec load(const float* p, int64_t n) {
+  Vec a = {};
+  std::memcpy(&a, p, static_cast<size_t>(n) * 4);
+  return a;
+}
+inline Vec load(const uint16_t* p, int64_t n) {
+  Vec a = {};
+  for (int64_t i = 0; i < n; i++) a[i] = half_to_float(p[i]);
+  return a;
+}
+inline Vec load(const float* p) { return load(p, lanes); }
+inline Vec load(const uint16_t* p) { return load(p, lanes); }
+// Each of the first n of lanes / 2 floats twice: a a b b ...
+inline Vec load_twice(const float* p, int64_t n) {
+  const float a = n > 0 ? p[0] : 0.0f, b = n > 1 ? p[1] : 0.0f;
+  return Vec{a, a, b, b};
+}
+inline void store(float* p, Vec a, int64_t n) { std::memcpy(p, &a, static_cast<size_t>(n) * 4); }
+inline void store(uint16_t* p, Vec a, int64_t n) {
+  for (int64_t i = 0; i < n; i++) p[i] = float_to_half(a[i]);
+}
+inline void store(float* p, Vec a) { store(p, a, lanes); }
+inline void store(uint16_t* p, Vec a) { store(p, a, lanes); }
+
+inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }   // rounded twice: the processor may have no better
+inline Vec fnma(Vec a, Vec b, Vec c) { return c - a * b; }
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }   // b where either is NaN, and so is min
+inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
+// To the nearest whole number, of up to 2^22: what is added leaves no room for a fraction.
+inline Vec round(Vec a) { return a + all(0x1.8p23f) - all(0x1.8p23f); }
+// a * 2^n, n whole and in -250 .. 250: in two steps, since 2^n alone may be no float.
+inline Vec times_power_of_two(Vec a, Vec n) {
+  const Vec shifted = n + all(0x1.8p23f);
+  Bits whole;
+  std::memcpy(&whole, &shifted, 16);
+  whole = (whole & 0x3fffff) - ((whole & 0x200000) << 1);
+  const Bits half = whole >> 1;
+  const Unsigned first = (Unsigned)(half + 127) << 23, second = (Unsigned)(whole - half + 127) << 23;
+  Vec left, right;
+  std::memcpy(&left, &first, 16);
+  std::memcpy(&right, &second, 16);
+  return a * left * right;
+}
+inline Vec magnitude(Vec a) {
+  for (int i = 0; i < lanes; i++) a[i] = std::fabs(a[i]);
+  return a;
+}
+inline Vec with_sign_of(Vec a, Vec sign) {
+  for (int i = 0; i < lanes; i++) a[i] = std::copysign(a[i], sign[i]);
+  return a;
+}
+inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return a < b ? yes : no; }
+inline Vec swap_neighbours(Vec a) { return Vec{a[1], a[0], a[3], a[2]}; }
+inline Vec negate_even(Vec a) { return Vec{-a[0], a[1], -a[2], a[3]}; }
+
+// The lanes of four vectors added up, each in the same order.
+inline void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
+  const Vec sums = Vec{a[0], b[0], c[0], d[0]} + Vec{a[2], b[2], c[2], d[2]} + (Vec{a[1], b[1], c[1], d[1]} + Vec{a[3], b[3], c[3], d[3]});
+  store(out, sums);
+}
+
+#endif
+
+// A number of lanes known to be all of them: the same calls then load and store without a mask.
+struct Full {
+  operator int64_t() const { return lanes; }
+};
+inline Vec load(const float* p, Full) { return load(p); }
+inline Vec load(const uint16_t* p, Full) { return load(p); }
+inline void store(float* p, Vec a, Full) { store(p, a); }
+inline void store(uint16_t* p, Vec a, Full) { store(p, a); }
+
+// Calls each(i, n) for every vector of a row: n lanes from element i on, Full but for a tail.
+template <typename Each>
+inline void for_each(int64_t columns, Each each) {
+  int64_t i = 0;
+  for (; i + lanes <= columns; i += lanes) each(i, Full{});
+  if (i < columns) each(i, columns - i);
+}
+
+inline float sum(Vec a) {
+  float sums[4];
+  sum4(a, a, a, a, sums);
+  return sums[0];
+}
+
+inline float first(Vec a) {
+  float values[lanes];
+  store(values, a);
+  return values[0];
+}
+
+// NaN lanes may be passed over: who must see them looks elsewhere.
+inline float largest(Vec a) {
+  float values[lanes];
+  store(values, a);
+  float best = values[0];
+  for (int i = 1; i < lanes; i++) best = values[i] > best ? values[i] : best;
+  return best;
+}
+
+// To about 1 ulp; subnormal and infinite results and NaN as they should be.
+inline Vec exp(Vec x) {
+  // Beyond these the result is 0 or infinite. The bound first: max and min pass on a NaN that comes second.
+  x = max(all(-104.0f), min(all(89.0f), x));
+  const Vec n = round(x * all(1.44269504f));
+  const Vec r = fnma(n, all(-2.12194440e-4f), fnma(n, all(0.693359375f), x));   // x - n ln 2, ln 2 in two parts
+  Vec p = fma(all(0.0013814467f), r, all(0.008368781f));
+  p = fma(p, r, all(0.041668393f));
+  p = fma(p, r, all(0.1666652f));
+  p = fma(p, r, all(0.49999994f));
+  return times_power_of_two(fma(p, r * r, r) + all(1.0f), n);
+}
+
+// To about 2 ulp.
+inline Vec tanh(Vec x) {
+  const Vec size = magnitude(x), square = x * x;
+  Vec p = fma(all(-0.005704984f), square, all(0.020639084f));
+  p = fma(p, square, all(-0.053739715f));
+  p = fma(p, square, all(0.13331442f));
+  p = fma(p, square, all(-0.3333328f));
+  const Vec near = fma(p * square, x, x);   // where 1 - 2 / (...) would cancel
+  const Vec far = with_sign_of(all(1.0f) - all(2.0f) / (exp(size + size) + all(1.0f)), x);
+  return where_less(size, all(0.625f), near, far);
+}
+
+}  // namespace vec
+}  // namespace
+}  // namespace weft::WEFT_ISA

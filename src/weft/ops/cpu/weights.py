@@ -1,0 +1,204 @@
+"""What tensors of model files become: linear layers in packed layouts, and which layout is right for which format.
+
+Nothing is packed while a model is described. `Packing` collects what is needed; once everything is known, the bytes are
+taken from a packed file or made, all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+import numpy as np
+
+from weft import _kernels
+from weft.ops.base import LinearRole, WeightSource
+
+PACKING_VERSION = 1
+"""Another one wherever packed bytes would differ from those of an older weft."""
+
+Quantize = Literal["int8", "int4"]
+
+
+class Layout(IntEnum):
+    """As in csrc/kernels.h."""
+
+    W4 = 0
+    W8 = 1
+    F32 = 2
+    F16 = 3
+    BF16 = 4
+
+
+_FLOATS = (Layout.F32, Layout.F16, Layout.BF16)
+
+
+def layout_of(format_name: str, quantize: Quantize | None) -> Layout:
+    """Where a tensor of this format goes. `quantize` is for those that are not quantised already."""
+    layout = Layout(_kernels.layout_of(format_name))
+    if quantize is None or layout not in _FLOATS:
+        return layout
+    return Layout.W8 if quantize == "int8" else Layout.W4
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """[outputs, inputs] values in a file's own format: a tensor, or one expert's part of one."""
+
+    name: str
+    format_name: str
+    outputs: int
+    inputs: int
+    raw: np.ndarray
+
+
+def matrices(source: WeightSource) -> list[Tensor]:
+    """A matrix, or each matrix of a stack of them."""
+    *stack, outputs, inputs = source.shape
+    count = stack[0] if stack else 1
+    raw = source.raw.reshape(count, -1)
+    return [Tensor(f"{source.name}[{i}]", source.format_name, outputs, inputs, raw[i]) for i in range(count)]
+
+
+@dataclass(eq=False)
+class Part:
+    """Tensors that are one product: stacked by outputs, in one layout. `data` comes when everything is packed."""
+
+    layout: Layout
+    tensors: list[Tensor]
+    bias: np.ndarray | None = None
+    weight: _kernels.LinearWeight | None = None
+
+    @property
+    def outputs(self) -> int:
+        return sum(tensor.outputs for tensor in self.tensors)
+
+    @property
+    def inputs(self) -> int:
+        return self.tensors[0].inputs
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.layout not in _FLOATS
+
+    @property
+    def packed_bytes(self) -> int:
+        return _kernels.packed_bytes(self.layout, self.outputs, self.inputs)
+
+    @property
+    def description(self) -> str:
+        """Equal descriptions of one file mean equal bytes."""
+        stored = "+".join(f"{tensor.name}:{tensor.format_name}:{tensor.outputs}" for tensor in self.tensors)
+        return f"{stored}x{self.inputs} {self.layout.name}"
+
+    def pack_into(self, out: np.ndarray) -> None:
+        first = 0
+        for tensor in self.tensors:
+            _kernels.pack(
+                tensor.format_name, tensor.raw, tensor.inputs, self.layout, first, self.outputs, out
+            )
+            first += tensor.outputs
+
+
+@dataclass(eq=False)
+class Linear:
+    """A linear layer: one part, or several where the file stores its tensors in formats of different layouts."""
+
+    parts: list[Part]
+
+    @property
+    def outputs(self) -> int:
+        return sum(part.outputs for part in self.parts)
+
+    @property
+    def inputs(self) -> int:
+        return self.parts[0].inputs
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.packed_bytes + (0 if part.bias is None else part.bias.nbytes) for part in self.parts)
+
+
+@dataclass(eq=False)
+class Experts:
+    """The feed-forwards of a mixture, one layer of each kind for every expert."""
+
+    gate: list[Part]
+    up: list[Part]
+    down: list[Part]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.packed_bytes for part in (*self.gate, *self.up, *self.down))
+
+
+Sizes = Mapping[str, int]
+Fill = Callable[[str, np.ndarray], None]
+Keep = Callable[[Sizes, Fill], Mapping[str, np.ndarray]]
+"""Given the size of each piece by its description, and what fills a piece, the pieces: read, or made now."""
+
+
+def in_memory(sizes: Sizes, fill: Fill) -> dict[str, np.ndarray]:
+    """Packed anew at every start, for where no file can be kept."""
+    pieces = {name: np.empty(size, np.uint8) for name, size in sizes.items()}
+    for name, piece in pieces.items():
+        fill(name, piece)
+    return pieces
+
+
+@dataclass
+class Packing:
+    """Collects the parts of a model's linear layers."""
+
+    quantize: Quantize | None = None
+    parts: list[Part] = field(default_factory=list)
+
+    def linear(
+        self,
+        sources: Sequence[WeightSource],
+        biases: Sequence[WeightSource] = (),
+        role: LinearRole = "layer",
+    ) -> Linear:
+        """A table of words keeps eight bits where its values are asked for in four, and a router, whose choice turns
+        on small differences, what the file has."""
+        quantize = self.quantize if role == "layer" or self.quantize is None else "int8"
+        parts: list[Part] = []
+        for index, source in enumerate(sources):
+            [tensor] = matrices(source)
+            layout = layout_of(source.format_name, None if role == "router" else quantize)
+            if not parts or parts[-1].layout != layout:
+                parts.append(self._part(layout))
+            parts[-1].tensors.append(tensor)
+            if biases:
+                bias = biases[index].to_float32()
+                before = parts[-1].bias
+                parts[-1].bias = bias if before is None else np.concatenate([before, bias])
+        return Linear(parts)
+
+    def experts(self, sources: Sequence[WeightSource]) -> list[Part]:
+        parts = []
+        for source in sources:
+            for tensor in matrices(source):
+                part = self._part(layout_of(source.format_name, self.quantize))
+                part.tensors.append(tensor)
+                parts.append(part)
+        return parts
+
+    def pack(self, keep: Keep) -> None:
+        """Give every part its bytes."""
+        by_name = {f"{index} {part.description}": part for index, part in enumerate(self.parts)}
+        pieces = keep(
+            {name: part.packed_bytes for name, part in by_name.items()},
+            lambda name, out: by_name[name].pack_into(out),
+        )
+        for name, part in by_name.items():
+            part.weight = _kernels.LinearWeight(
+                part.layout, part.outputs, part.inputs, pieces[name], part.bias
+            )
+
+    def _part(self, layout: Layout) -> Part:
+        part = Part(layout, [])
+        self.parts.append(part)
+        return part

@@ -1,0 +1,206 @@
+"""Linear layers against numpy, on every instruction set this machine has, and the same bit by bit in any company."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+_kernels = pytest.importorskip("weft._kernels")
+
+W4, W8, F32, F16, BF16 = LAYOUTS = range(5)
+SETS = _kernels.available()
+# Sums in which a product and an addition are rounded once; the portable kernels round twice.
+FUSED_SETS = [name for name in SETS if name != "portable"]
+
+
+@pytest.fixture(autouse=True)
+def restore() -> Iterator[None]:
+    before = _kernels.in_use()
+    yield
+    _kernels.use(before)
+
+
+def layer(layout: int, outputs: int, inputs: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """A packed layer, and its weights as the kernels read them."""
+    weights = np.random.default_rng(seed).standard_normal((outputs, inputs)).astype(np.float32)
+    packed = np.zeros(_kernels.packed_bytes(layout, outputs, inputs), np.uint8)
+    _kernels.pack("F32", weights.view(np.uint8).reshape(-1), inputs, layout, 0, outputs, packed)
+    return packed, _kernels.unpack_rows(layout, outputs, inputs, packed, np.arange(outputs))
+
+
+def activations(count: int, inputs: int, seed: int = 1) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    return (random.standard_normal((count, inputs)) * random.uniform(0.1, 9, (count, 1))).astype(np.float32)
+
+
+def quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales as the definition says, for rows padded to whole groups."""
+    groups = -(-rows.shape[1] // 32)
+    padded = np.zeros((len(rows), groups * 32), np.float32)
+    padded[:, : rows.shape[1]] = rows
+    padded = padded.reshape(len(rows), groups, 32)
+    largest = np.abs(padded).max(axis=2)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    return np.rint(padded * inverse[:, :, None]).astype(np.int8), largest / np.float32(127)
+
+
+def product(layout: int, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """In float64, from the codes where the layer takes codes."""
+    values = rows.astype(np.float64)
+    if layout in (W4, W8):
+        codes, scales = quantised(rows)
+        groups = codes * scales[:, :, None].astype(np.float64)
+        values = groups.reshape(len(rows), 32 * groups.shape[1])[:, : rows.shape[1]]
+    return values @ weights.astype(np.float64).T
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("inputs", [1, 31, 32, 33, 96, 576])
+def test_activations_become_bytes_as_numpy_rounds_them(name: str, inputs: int) -> None:
+    rows = activations(7, inputs)
+    rows[3] = 0
+    _kernels.use(name)
+    codes, scales, offsets, corrections = _kernels.quantise(rows)
+    expected_codes, expected_scales = quantised(rows)
+    sums = expected_codes.sum(axis=2, dtype=np.int32)
+    np.testing.assert_array_equal(codes, expected_codes.reshape(codes.shape))
+    np.testing.assert_array_equal(scales, expected_scales)
+    np.testing.assert_array_equal(offsets, expected_scales * sums.astype(np.float32))
+    np.testing.assert_array_equal(corrections, -128 * sums)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_ties_round_to_even(name: str) -> None:
+    rows = np.zeros((1, 32), np.float32)
+    rows[0, :6] = [127, 0.5, 1.5, 2.5, -0.5, -1.5]
+    _kernels.use(name)
+    assert _kernels.quantise(rows)[0][0, :6].tolist() == [127, 0, 2, 2, 0, -2]
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_value_that_is_no_number_shows_in_its_own_row_only(name: str, value: float, layout: int) -> None:
+    packed, _ = layer(layout, 17, 96)
+    rows = activations(3, 96)
+    _kernels.use(name)
+    clean = _kernels.linear(layout, 17, 96, packed, None, rows)
+    rows[1, 40] = value
+    result = _kernels.linear(layout, 17, 96, packed, None, rows)
+    assert not np.isfinite(result[1]).any()
+    np.testing.assert_array_equal(result[[0, 2]], clean[[0, 2]])
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-30, 1e30, 3e38])
+def test_rows_of_any_finite_size_are_multiplied(name: str, size: float) -> None:
+    packed, weights = layer(W4, 16, 32)
+    rows = np.full((1, 32), size, np.float32)
+    _kernels.use(name)
+    result = _kernels.linear(W4, 16, 32, packed, None, rows)[0] / np.float32(size)
+    expected = weights.astype(np.float64).sum(axis=1) if size > 1e-30 else 0.0
+    if size != 3e38:  # there sums overflow in the last step
+        np.testing.assert_allclose(result, expected, atol=2e-2 if size > 1e-30 else 40)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (16, 32), (17, 33), (40, 100), (96, 576), (5, 1536)])
+def test_products_are_those_of_numpy(name: str, layout: int, outputs: int, inputs: int) -> None:
+    packed, weights = layer(layout, outputs, inputs)
+    _kernels.use(name)
+    for count in (0, 1, 2, 3, 7, 13, 40):
+        rows = activations(count, inputs, seed=count)
+        result = _kernels.linear(layout, outputs, inputs, packed, None, rows)
+        expected = product(layout, weights, rows)
+        # Beside the sum of magnitudes: what floats lose depends on the terms, not on what is left of them.
+        size = np.abs(rows).astype(np.float64) @ np.abs(weights).astype(np.float64).T
+        assert result.shape == (count, outputs)
+        assert (np.abs(result - expected) <= 2e-6 * size + 1e-6).all()
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("layout", [W4, W8])
+def test_the_largest_codes_do_not_overflow(name: str, layout: int) -> None:
+    # Blocks as files hold them: every code at its end, where sums of 16 bits would be too small.
+    stored = "Q8_0" if layout == W8 else "Q4_1"
+    codes = {W8: [128, 127], W4: [0xFF, 0x0F]}[layout]
+    block = np.zeros((32, 3, 34 if layout == W8 else 20), np.uint8)
+    block[:, :, :2] = np.array([1.0], np.float16).view(np.uint8)
+    block[:16, :, 2 if layout == W8 else 4 :] = codes[0]
+    block[16:, :, 2 if layout == W8 else 4 :] = codes[1]
+    packed = np.zeros(_kernels.packed_bytes(layout, 32, 96), np.uint8)
+    _kernels.pack(stored, block.reshape(-1), 96, layout, 0, 32, packed)
+    weights = _kernels.unpack_rows(layout, 32, 96, packed, np.arange(32))
+    _kernels.use(name)
+    for rows in (np.full((5, 96), 127, np.float32), np.full((5, 96), -127, np.float32)):
+        result = _kernels.linear(layout, 32, 96, packed, None, rows)
+        np.testing.assert_array_equal(result, rows @ weights.T)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_is_the_same_alone_and_in_any_company_on_any_number_of_threads(name: str, layout: int) -> None:
+    outputs, inputs = 200, 160
+    packed, _ = layer(layout, outputs, inputs)
+    bias = activations(1, outputs, seed=5)[0]
+    rows = activations(47, inputs)
+    residual = activations(47, outputs, seed=6)
+    _kernels.use(name)
+
+    def run(first: int, end: int, threads: int) -> np.ndarray:
+        part = (bias, rows[first:end], threads, residual[first:end], 0.3)
+        return _kernels.linear(layout, outputs, inputs, packed, *part)
+
+    together = run(0, 47, 1)
+    for threads in (1, 2, 3):
+        for size in (1, 2, 3, 4, 5, 6, 7, 9, 12, 13, 30):
+            for first in range(0, 47 - size, 11):
+                np.testing.assert_array_equal(
+                    run(first, first + size, threads), together[first : first + size]
+                )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_instruction_sets_agree_bit_by_bit(layout: int) -> None:
+    packed, _ = layer(layout, 37, 200)
+    rows = activations(15, 200)
+    results = []
+    for name in FUSED_SETS:
+        _kernels.use(name)
+        results.append(_kernels.linear(layout, 37, 200, packed, None, rows))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_bias_and_what_is_added_to_come_after_the_product(name: str, layout: int) -> None:
+    packed, _ = layer(layout, 37, 64)
+    rows, bias, residual = activations(5, 64), activations(1, 37, seed=3)[0], activations(5, 37, seed=4)
+    _kernels.use(name)
+    plain = _kernels.linear(layout, 37, 64, packed, None, rows)
+    np.testing.assert_array_equal(_kernels.linear(layout, 37, 64, packed, bias, rows), plain + bias)
+    added = _kernels.linear(layout, 37, 64, packed, bias, rows, 1, residual, 0.5)
+    np.testing.assert_allclose(added, residual + 0.5 * (plain + bias), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_single_rows_of_weights_are_the_same_on_every_instruction_set(name: str, layout: int) -> None:
+    packed, weights = layer(layout, 19, 70)
+    _kernels.use(name)
+    indices = np.array([18, 0, 7, 7])
+    np.testing.assert_array_equal(_kernels.unpack_rows(layout, 19, 70, packed, indices), weights[indices])
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    packed, _ = layer(W8, 16, 64)
+    with pytest.raises(ValueError, match="has 64 inputs, and the rows 32"):
+        _kernels.linear(W8, 16, 64, packed, None, activations(1, 32))
+    with pytest.raises(ValueError, match="has 1088 bytes, not 1087"):
+        _kernels.linear(W8, 16, 64, packed[:-1], None, activations(1, 64))
+    with pytest.raises(ValueError, match="one number for each output"):
+        _kernels.linear(W8, 16, 64, packed, np.zeros(15, np.float32), activations(1, 64))
+    with pytest.raises(ValueError, match="no row 16 among 16"):
+        _kernels.unpack_rows(W8, 16, 64, packed, np.array([16]))

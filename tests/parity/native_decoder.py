@@ -1,0 +1,45 @@
+"""A decoder whose forward pass is the native program recorded from it, for tests that feed decoders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from weft import _kernels
+from weft.models.registry import build_decoder
+from weft.ops.base import StepIndices, WeightSource
+from weft.ops.cpu.program import record
+from weft.ops.cpu.recorder import NO_STEP, CpuOps
+from weft.ops.cpu.weights import Packing, Quantize, in_memory
+
+
+class NativeDecoder:
+    """What `Decoder` offers to tests; what it returns is theirs to keep."""
+
+    def __init__(
+        self,
+        layout: Any,
+        metadata: Mapping[str, Any],
+        tensors: Mapping[str, WeightSource],
+        max_context: int | None = None,
+        threads: int = 2,
+        quantize: Quantize | None = None,
+    ) -> None:
+        ops = CpuOps(Packing(quantize))
+        decoder = build_decoder(layout, metadata, tensors, ops, max_context)
+        self.config, self.new_cache = decoder.config, decoder.new_cache
+        self._native = record(
+            lambda: decoder.forward(NO_STEP, None), decoder.logits, ops, in_memory, _kernels.Pool(threads)
+        )
+
+    def forward(self, step: StepIndices, cache: np.ndarray) -> np.ndarray:
+        return self._native.step(step, cache, 0)[1]
+
+    def step(self, step: StepIndices, cache: np.ndarray, sampled: int) -> tuple[np.ndarray, np.ndarray]:
+        logits, rows = self._native.step(step, cache, sampled)
+        return logits.copy(), rows
+
+    def logits(self, rows: np.ndarray) -> np.ndarray:
+        return self._native.logits(rows).copy()

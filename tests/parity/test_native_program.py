@@ -1,0 +1,76 @@
+"""The native program against transformers, on the same checkpoints as the reference, and against itself in company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from native_decoder import NativeDecoder
+from small_models import VOCABULARY, build_model, generate, logits_in_a_batch, logits_of, save
+from test_architectures import CASES, relative_error
+
+from weft import _kernels
+
+# K and V are kept in half precision; everything else of these models is in float32.
+HALF = 4e-3
+
+
+@pytest.fixture(params=_kernels.available())
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _kernels.in_use()
+    _kernels.use(request.param)
+    yield request.param
+    _kernels.use(before)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_the_native_program_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model = build_model(case)
+    checkpoint = save(model, tmp_path)
+    decoder = NativeDecoder("huggingface", checkpoint.config, checkpoint.sources, case.max_context)
+    tokens, ours = generate(decoder, 32, 16)
+    error = relative_error(ours, logits_of(model, tokens))
+    print(f"{name}: relative error {error:.1e}")
+    assert error <= HALF
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3, longrope, part of the head", "mixtral", "olmo2"])
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_logits_are_the_same_bits_in_any_company_and_in_any_chunks(
+    name: str, quantize: str | None, instructions: str, tmp_path: Path
+) -> None:
+    checkpoint = save(build_model(CASES[name]), tmp_path)
+    rng = np.random.default_rng(4)
+    texts = [rng.integers(1, VOCABULARY, length).tolist() for length in (100, 41, 9, 66)]
+    plan = [[50, 40, 0, 7], [0, 1, 8, 7], [49, 0, 0, 7], [1, 0, 1, 45]]
+    whole, alone = (
+        NativeDecoder(
+            "huggingface", checkpoint.config, checkpoint.sources, threads=threads, quantize=quantize
+        )
+        for threads in (3, 1)
+    )
+    together = logits_in_a_batch(whole, texts, plan, 8)
+    for text, ours in zip(texts, together, strict=True):
+        (expected,) = logits_in_a_batch(alone, [text], [[len(text)]], 8)
+        assert np.array_equal(ours, expected)
+        (one_by_one,) = logits_in_a_batch(alone, [text], [[1]] * len(text), 8)
+        assert np.array_equal(ours, one_by_one)
+
+
+def test_a_long_context_gives_the_same_bits_whether_or_not_its_segments_are_shared_out(
+    instructions: str, tmp_path: Path
+) -> None:
+    """Alone, its attention is cut into segments over the threads; beside many others, and in one piece, it is not."""
+    case = CASES["llama"]
+    checkpoint = save(build_model(case), tmp_path)
+    decoder = NativeDecoder("huggingface", checkpoint.config, checkpoint.sources, threads=3)
+    rng = np.random.default_rng(5)
+    long, *short = [rng.integers(1, VOCABULARY, length).tolist() for length in (1200, *[3] * 12)]
+    (alone,) = logits_in_a_batch(decoder, [long], [[1195], *[[1]] * 5], 16)
+    (whole,) = logits_in_a_batch(decoder, [long], [[1200]], 16)
+    among, *_ = logits_in_a_batch(decoder, [long, *short], [[1198, *[1] * 12], *[[1, *[1] * 12]] * 2], 16)
+    assert np.array_equal(alone, whole)
+    assert np.array_equal(among, whole)
