@@ -195,6 +195,30 @@ def test_each_way_of_choosing_gives_numpys_tokens_over_a_large_vocabulary(option
         assert_same(step.native(sampler, logits), step.plain(logits))
 
 
+def test_a_token_far_below_the_best_wins_where_its_noise_is_rare_enough(instructions: str) -> None:
+    """Seed 1322 gives token 1684 noise of 18.5, as one in a hundred million gets."""
+    step = Step([SamplingParams(), SamplingParams(top_k=1990)], seeds=[1322, 1322])
+    sampler = NativeSampler(_kernels.Pool(1))
+    for below, expected in ((15.0, [1684, 1684]), (25.0, [7, 7])):
+        logits = np.full((2, 2000), -30.0, np.float32)
+        logits[:, [7, 1684]] = [0.0, -below]
+        assert step.native(sampler, logits).tokens.tolist() == expected
+        assert_same(step.native(sampler, logits), step.plain(logits))
+
+
+@pytest.mark.parametrize("nudge", [1e-10, -1e-10])
+def test_a_nucleus_that_a_billionth_decides_is_decided_right(nudge: float, instructions: str) -> None:
+    random = np.random.default_rng(8)
+    logits = random.uniform(-15, -10, size=20_000).astype(np.float32)
+    logits[[4000, 500, 9000]] = np.log([0.5, 0.3, 0.2])
+    chances = np.exp((logits - logits.max()).astype(np.float64))
+    top_p = float(chances[[4000, 500]].sum() / chances.sum() * (1 + nudge))
+    step = Step([SamplingParams(top_p=top_p)] * 48)
+    sampled = step.native(NativeSampler(_kernels.Pool(1)), np.tile(logits, (48, 1)))
+    third = {9000} if nudge > 0 else set()
+    assert set(sampled.tokens.tolist()) == {4000, 500} | third
+
+
 def test_a_row_has_the_same_result_bit_by_bit_alone_and_in_company(instructions: str) -> None:
     random = np.random.default_rng(11)
     for vocabulary in (17, 2500):

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from weft import _kernels
+from weft._kernels import Pool, Sampler
 from weft.backends.batch import Rows, SampledEntries
 from weft.backends.cpu.sampler import FORBIDDEN, NOT_A_NUMBER, OVERFLOW, Sampled
 from weft.backends.grammar import NO_MASKS, Masks
@@ -18,8 +18,8 @@ _REASONS = {1: NOT_A_NUMBER, 2: FORBIDDEN, 3: OVERFLOW}  # as enum Verdict in cs
 class NativeSampler:
     """What `sample` and `score` of the numpy sampler do, over the threads of a pool. One thread calls it."""
 
-    def __init__(self, pool: _kernels.Pool) -> None:
-        self._kernel = _kernels.Sampler(pool)
+    def __init__(self, pool: Pool) -> None:
+        self._kernel = Sampler(pool)
         self._told: dict[int, SamplingParams] = {}
         """Row -> the parameters that the kernel knows for it."""
         self._eos_token_ids: Collection[int] = ()
