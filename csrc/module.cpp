@@ -10,4 +10,5 @@ NB_MODULE(_kernels, module) {
   weft::bind_pool(module);
   weft::bind_program(module);
   weft::bind_sampler(module);
+  weft::bind_strings(module);
 }

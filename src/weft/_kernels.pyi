@@ -1,6 +1,7 @@
 """The C++ kernels (csrc/), as Python sees them. Arrays are contiguous numpy arrays of exactly these types."""
 
 from collections.abc import Sequence
+from mmap import mmap
 
 import numpy as np
 from numpy import ndarray
@@ -203,3 +204,9 @@ class Sampler:
         top_tokens: ndarray,  # out: int64 [N, top_count]
         top_logprobs: ndarray,  # out: float64 [N, top_count]
     ) -> None: ...
+
+# --- strings ----------------------------------------------------------------------------------------------------------
+
+def read_strings(data: bytes | mmap, position: int, count: int, end: int) -> tuple[list[str], int] | None:
+    """`count` strings behind their 64-bit lengths, from `position` to `end` at most, and where they end; None where one
+    does not fit or is not UTF-8."""
