@@ -11,4 +11,5 @@ NB_MODULE(_kernels, module) {
   weft::bind_pool(module);
   weft::bind_program(module);
   weft::bind_sampler(module);
+  weft::bind_strings(module);
 }

@@ -58,8 +58,8 @@ RULES = (
     ),
     Rule(
         ("weft",),
-        "the C++ kernels are called by ops/cpu, the CPU backend, and who measures or checks them",
-        but=("weft.ops.cpu", "weft.backends.cpu", "weft.bench", "weft.cli.doctor"),
+        "the C++ kernels are called by ops/cpu, the CPU backend, who measures or checks them, and who reads vocabularies",
+        but=("weft.ops.cpu", "weft.backends.cpu", "weft.bench", "weft.cli.doctor", "weft.loading.gguf"),
         never_weft=("weft._kernels",),
     ),
     Rule(
@@ -96,7 +96,7 @@ RULES = (
     Rule(
         ("weft.loading",),
         "loading knows the vocabulary, and no array library but numpy",
-        weft=VOCABULARY,
+        weft=(*VOCABULARY, "weft._kernels"),
         never=ARRAY_LIBRARIES,
     ),
     Rule(("weft.text",), "text knows the vocabulary and model files", weft=(*VOCABULARY, "weft.loading")),

@@ -15,8 +15,9 @@ import re
 import struct
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ from weft.errors import ModelFileError
 from weft.loading.files import MappedFile, field_error, map_file
 from weft.loading.formats import GGUF_FORMATS, OTHER_GGUF_FORMATS, TensorFormat
 from weft.loading.tensor import StoredTensor
+
+_read_strings: Callable[[mmap, int, int, int], tuple[list[str], int] | None] | None
+try:
+    from weft._kernels import read_strings as _read_strings
+except ImportError:  # an install without the kernels
+    _read_strings = None
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -241,10 +248,16 @@ class _Reader:
         return self.scalars(kind, count, field)
 
     def strings(self, count: int, field: str) -> list[str]:
-        """`string`, `count` times, written out: a vocabulary has 100,000 of them and start-up waits for it."""
+        """`string`, `count` times: a vocabulary has 100,000 of them and start-up waits for it. In C++ where there is any;
+        here where there is none, and for the words about what is wrong."""
+        if _read_strings is not None:
+            found = _read_strings(self.data, self.position, count, self.table_end)
+            if found is not None:
+                result, self.position = found
+                return result
         data, end, position = self.data, self.table_end, self.position
         unpack = struct.Struct("<Q").unpack_from
-        result: list[str] = []
+        result = []
         for index in range(count):
             if position + 8 > end:
                 raise self.error(field, f"entry {index} of {count} starts at {position}, but {self.end_text}")
