@@ -1,6 +1,7 @@
 """The C++ kernels (csrc/), as Python sees them. Arrays are contiguous numpy arrays of exactly these types."""
 
 from collections.abc import Sequence
+from mmap import mmap
 
 import numpy as np
 from numpy import ndarray
@@ -250,3 +251,9 @@ def attend(
     """Attention of one request's queries [count, heads, head size], at consecutive positions, over one layer of a cache
     [blocks, layers, 2, block size, kv heads, head size]. A window or a cap of 0 is none. `split` works through the
     context of a single query in segments, as several threads would."""
+
+# --- strings ----------------------------------------------------------------------------------------------------------
+
+def read_strings(data: bytes | mmap, position: int, count: int, end: int) -> tuple[list[str], int] | None:
+    """`count` strings behind their 64-bit lengths, from `position` to `end` at most, and where they end; None where one
+    does not fit or is not UTF-8."""
