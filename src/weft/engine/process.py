@@ -239,7 +239,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
-    raise SystemExit(EngineProcess(connection).run())
+    exit_code = EngineProcess(connection).run()
+    gc.unfreeze()  # what the kernels hold is given back in order, or they complain
+    raise SystemExit(exit_code)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def serve(
     try:
         asyncio.run(_Life(settings, on_start, log, launched).run())
     finally:
+        gc.unfreeze()  # so that what is left is given back in order
         log.close()
 
 
