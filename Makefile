@@ -7,7 +7,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help kernels chat serve test test-clients test-schema lint clean
+# With WEFT_NO_KERNELS=1 nothing is compiled, and numpy computes: for a machine without a C++ compiler.
+ifneq ($(filter-out 0 false no off,$(WEFT_NO_KERNELS)),)
+READY := $(VENV)/.runtime
+export WEFT_KERNELS := numpy
+else
+READY := $(VENV)/.kernels
+endif
+
+.PHONY: help kernels chat serve test test-sanitize test-clients test-schema lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,16 +24,17 @@ help:
 	@echo "make test    set up what is missing and run ruff, mypy and pytest"
 	@echo "make test-schema   a long run of schemathesis and of the request fuzzer against the server; COUNT=200000"
 	@echo "make test-clients   the clients people use against the real server; writes docs/clients.md"
-	@echo "make kernels   build the C++ kernels again after a change"
+	@echo "make test-sanitize   the kernels' tests under AddressSanitizer and UBSan, the thread pool's under ThreadSanitizer"
+	@echo "make kernels   build the C++ kernels again after a change; WEFT_NO_KERNELS=1 make ... does without them"
 	@echo "make lint    the first two of those alone"
 	@echo "make clean   remove the environment, build output and caches"
 	@echo "PYTHON=...   the interpreter to build .venv with (now: $(PYTHON))"
 
-chat: $(VENV)/.kernels
+chat: $(READY)
 	@$(BIN)/weft chat $(ARGS)
 
 # exec: Ctrl-C and SIGTERM go to the server itself, which ends what it started.
-serve: $(VENV)/.kernels
+serve: $(READY)
 	@exec $(BIN)/weft serve $(ARGS)
 
 test: lint
@@ -53,21 +62,50 @@ $(VENV)/.created:
 
 $(VENV)/.runtime: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "==> installing weft and what it runs on (about 150 MB; a minute or so, silent unless something is wrong)"
-	@WEFT_NO_KERNELS=1 $(PIP) install --quiet -c constraints.txt -e . nanobind cmake ninja
+	@WEFT_NO_KERNELS=1 $(PIP) install --quiet -c constraints.txt -e .
 	@touch $@
 
 # The C++ kernels, built into the source tree; again only when something under csrc changed.
 kernels: $(VENV)/.kernels
 
-$(VENV)/.kernels: $(VENV)/.runtime CMakeLists.txt $(wildcard csrc/*)
-	@echo "==> building the kernels (half a minute)"
-	@PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/kernels -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
-		-DPython_EXECUTABLE="$(abspath $(BIN))/python" -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
-	@PATH="$(abspath $(BIN)):$$PATH" cmake --build build/kernels -- --quiet
+$(VENV)/.build-tools: $(VENV)/.runtime
+	@$(PIP) install --quiet -c constraints.txt nanobind cmake ninja
 	@touch $@
 
+$(VENV)/.kernels: $(VENV)/.build-tools CMakeLists.txt $(wildcard csrc/*.*)
+	@echo "==> building the kernels (about a minute)"
+	@$(CMAKE) -S . -B build/kernels $(CONFIGURE) -DCMAKE_BUILD_TYPE=Release
+	@$(CMAKE) --build build/kernels -- --quiet
+	@touch $@
+
+CMAKE = PATH="$(abspath $(BIN)):$$PATH" cmake
+CONFIGURE = -G Ninja --log-level=WARNING -DPython_EXECUTABLE="$(abspath $(BIN))/python" \
+	-Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
+
+# The tests of the kernels with a build that notices every read and write past the end of an array, and undefined behaviour; then the pool,
+# with every race noticed. The package is copied beside that build, so that the usual one stays as it is. g++ only: the sanitizer has to be
+# loaded before Python is. Python keeps memory until it ends, so leaks are not looked for. An editable install leads every import of weft to the
+# source tree, past PYTHONPATH: sitecustomize takes that guide away.
+SANITIZED := build/sanitize
+PRELOAD = $(foreach library,libasan.so libstdc++.so,$(shell $(or $(filter-out c++,$(CXX)),g++) -print-file-name=$(library)))
+
+test-sanitize: $(VENV)/.dev
+	@echo "==> building the kernels with AddressSanitizer and UndefinedBehaviorSanitizer"
+	@mkdir -p $(SANITIZED)/src
+	@cp -R src/weft $(SANITIZED)/src/ && rm -f $(SANITIZED)/src/weft/_kernels*.so
+	@echo 'import sys; sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]' \
+		> $(SANITIZED)/src/sitecustomize.py
+	@$(CMAKE) -S . -B $(SANITIZED) $(CONFIGURE) -DCMAKE_BUILD_TYPE=None -DWEFT_SANITIZE=ON -DWEFT_OUTPUT="$(abspath $(SANITIZED))/src/weft"
+	@$(CMAKE) --build $(SANITIZED) -- --quiet all pool_test pool_test_watched
+	@echo "==> the thread pool, plainly and under ThreadSanitizer"
+	@$(SANITIZED)/pool_test
+	@TSAN_OPTIONS=halt_on_error=1 $(SANITIZED)/pool_test_watched
+	@echo "==> the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH="$(abspath $(SANITIZED))/src" \
+		WEFT_SANITIZED="$(abspath $(SANITIZED))" $(BIN)/python -m pytest -q --capture=sys tests/kernels
+
 # torch is the reference of the parity tests; it goes in first and pinned, so that no other package can pull a newer one.
-$(VENV)/.dev: $(VENV)/.kernels
+$(VENV)/.dev: $(READY)
 	@echo "==> installing torch, the reference of the parity tests (the largest download; some minutes)"
 	@$(PIP) install --quiet -c constraints.txt torch
 	@echo "==> installing the other test tools (a minute or so)"

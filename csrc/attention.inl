@@ -34,6 +34,12 @@ struct Span {
   int64_t first, end;
 };
 
+// What a query at a position sees of a segment; nothing where the end is not behind the first.
+inline Span seen_from(const AttendTask& task, int64_t position, int64_t segment) {
+  const int64_t end = position + 1 - segment * segment_keys;
+  return {task.window > 0 ? larger(end - task.window, 0) : 0, smaller(end, segment_keys)};
+}
+
 struct Statistics {
   float largest, sum;
 };
@@ -64,12 +70,11 @@ struct Block {
 
   static int64_t scratch_floats(int64_t rows, int64_t width) { return 16 + rows * (segment_keys + 2 * width + 4) + piece_keys * width; }
 
-  Span seen(int64_t row, int64_t segment) const {
-    const int64_t end = position(row) + 1 - segment * segment_keys;
-    return {task.window > 0 ? larger(end - task.window, 0) : 0, smaller(end, segment_keys)};
-  }
   int64_t position(int64_t row) const { return task.first_position + first_query + row / task.group; }
   int64_t first_segment(int64_t row) const { return task.window > 0 ? larger(position(row) + 1 - task.window, 0) / segment_keys : 0; }
+  Span seen(int64_t row, int64_t segment) const { return seen_from(task, position(row), segment); }
+  // A later row begins to see later and sees further.
+  Span seen_by_any(int64_t segment, int64_t first, int64_t end) const { return {seen(first, segment).first, seen(end - 1, segment).end}; }
   float* out(int64_t row) const {
     return task.out + (first_query + row / task.group) * task.out_stride + row % task.group * task.cache.head_size;
   }
@@ -103,33 +108,55 @@ inline void for_tiles(int64_t rows, Use use) {
   }
 }
 
+// Where the keys or values wanted next lie in the cache, or null.
+using Ahead = const uint16_t* const*;
+
+// Asks for features of a key or value ahead of their use. Blocks lie all over the memory, where the processor does not guess what comes
+// next; into the second level of the cache, since the first can wait for far fewer lines at a time.
+inline void fetch(const uint16_t* at, int64_t features) {
+  for (int64_t i = 0; i < features; i += 32) __builtin_prefetch(at + i, 0, 2);
+}
+
 // scores[r, k] = queries[r] . keys[k] for step_keys keys
 template <int Rows, typename Element>
-inline void score_tile(const float* queries, int64_t width, const Element* const* keys, float* scores) {
+inline void score_tile(const float* queries, int64_t width, const Element* const* keys, Ahead ahead, float* scores) {
   constexpr int at_once = Rows * step_keys <= tile_sums ? step_keys : 4;
   for (int first = 0; first < step_keys; first += at_once) {
+    if (ahead) {
+      for (int k = 0; k < at_once; k++) fetch(ahead[first + k], width);
+    }
     vec::Vec sums[Rows][at_once];
-    for (auto& row : sums)
-      for (auto& sum : row) sum = vec::all(0.0f);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 8
+      for (int k = 0; k < at_once; k++) sums[r][k] = vec::all(0.0f);
+    }
     for (int64_t i = 0; i < width; i += vec::lanes) {
+#pragma GCC unroll 8
       for (int k = 0; k < at_once; k++) {
         const vec::Vec key = vec::load(keys[first + k] + i);
+#pragma GCC unroll 8
         for (int r = 0; r < Rows; r++) sums[r][k] = vec::fma(vec::load(queries + r * width + i), key, sums[r][k]);
       }
     }
-    for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 8
       for (int k = 0; k < at_once; k += 4)
         vec::sum4(sums[r][k], sums[r][k + 1], sums[r][k + 2], sums[r][k + 3], scores + r * segment_keys + first + k);
+    }
   }
 }
 
-// sums[r] += weights[r, k] * values[k] for keys [first, end), in their order, for features of Vectors vectors
+// sums[r] += weights[r, k] * values[k] for the keys of a span, in their order, for features of Vectors vectors
 template <int Rows, int Vectors, typename Element>
-inline void sum_tile(const float* weights, const Element* const* values, int64_t first, int64_t end, int64_t feature, float* sums, int64_t width) {
+inline void sum_tile(const float* weights, const Element* const* values, Ahead ahead, Span keys, int64_t feature, float* sums,
+                     int64_t width) {
   vec::Vec held[Rows][Vectors];
   for (int r = 0; r < Rows; r++)
     for (int j = 0; j < Vectors; j++) held[r][j] = vec::load(sums + r * width + feature + j * vec::lanes);
-  for (int64_t k = first; k < end; k++) {
+  for (int64_t k = keys.first; k < keys.end; k++) {
+    if (ahead) fetch(ahead[k] + feature, Vectors * vec::lanes);
     vec::Vec weight[Rows];
     for (int r = 0; r < Rows; r++) weight[r] = vec::all(weights[r * segment_keys + k]);
     for (int j = 0; j < Vectors; j++) {
@@ -142,78 +169,109 @@ inline void sum_tile(const float* weights, const Element* const* values, int64_t
 }
 
 template <int Rows, typename Element>
-inline void sum_rows(const float* weights, const Element* const* values, int64_t first, int64_t end, float* sums, int64_t width) {
+inline void sum_rows(const float* weights, const Element* const* values, Ahead ahead, Span keys, float* sums, int64_t width) {
   constexpr int most = Rows * 8 <= tile_sums ? 8 : 4;
   int64_t feature = 0;
   for (; feature + most * vec::lanes <= width; feature += most * vec::lanes)
-    sum_tile<Rows, most>(weights, values, first, end, feature, sums, width);
+    sum_tile<Rows, most>(weights, values, ahead, keys, feature, sums, width);
   for (; feature + 2 * vec::lanes <= width; feature += 2 * vec::lanes)
-    sum_tile<Rows, 2>(weights, values, first, end, feature, sums, width);
-  if (feature < width) sum_tile<Rows, 1>(weights, values, first, end, feature, sums, width);
+    sum_tile<Rows, 2>(weights, values, ahead, keys, feature, sums, width);
+  if (feature < width) sum_tile<Rows, 1>(weights, values, ahead, keys, feature, sums, width);
 }
 
 // --- pieces --------------------------------------------------------------------------------------------------------------------------
 
+inline Span part_of(Span span, int64_t start) { return {larger(span.first - start, 0), smaller(span.end - start, piece_keys)}; }
+inline int64_t first_piece(Span span) { return span.first / piece_keys * piece_keys; }
+
 template <typename Element>
 struct Piece {
-  int64_t start;                      // in the segment
-  const Element* at[piece_keys];      // the keys or values of its positions
-
-  Span part(Span span) const { return {larger(span.first - start, 0), smaller(span.end - start, piece_keys)}; }
+  int64_t start;                   // in the segment
+  Span wanted;                     // what is seen of it, counted from its own start
+  const Element* at[piece_keys];   // its keys or values; places that are not wanted name one that is
 };
 
-// Finds the positions `wanted` of a piece through the table. Those up to whole steps around them name a wanted one.
-inline void find(const AttendTask& task, int64_t segment, Span wanted, int64_t offset, Piece<uint16_t>& piece) {
+// Looks a piece's keys (offset 0) or values up in the table.
+inline void find(const AttendTask& task, int64_t segment, int64_t start, Span seen, int64_t offset, Piece<uint16_t>& piece) {
   const CacheLayer& cache = task.cache;
-  const int64_t stride = cache.kv_heads * cache.head_size;
+  const Span wanted = part_of(seen, start);
+  piece.start = start;
+  piece.wanted = wanted;
+  if (wanted.first >= wanted.end) return;
   for (int64_t k = wanted.first; k < wanted.end;) {
-    const int64_t position = segment * segment_keys + piece.start + k, within = position % cache.block_size;
-    const uint16_t* at = cache.keys + task.table[position / cache.block_size] * cache.block_stride + within * stride +
-                         task.kv_head * cache.head_size + offset;
-    for (const int64_t end = smaller(wanted.end, k + cache.block_size - within); k < end; k++, at += stride) piece.at[k] = at;
+    const int64_t position = segment * segment_keys + start + k, within = position % cache.block_size;
+    const uint16_t* at = cache.keys + task.table[position / cache.block_size] * cache.block_stride + within * cache.position_stride +
+                         task.kv_head * cache.head_stride + offset;
+    const int64_t end = smaller(wanted.end, k + cache.block_size - within);
+    for (; k < end; k++, at += cache.position_stride) piece.at[k] = at;
   }
-  for (int64_t k = wanted.first / step_keys * step_keys; k < wanted.first; k++) piece.at[k] = piece.at[wanted.first];
-  for (int64_t k = wanted.end; k < rounded_up(wanted.end, step_keys); k++) piece.at[k] = piece.at[wanted.end - 1];
+  for (int64_t k = 0; k < wanted.first; k++) piece.at[k] = piece.at[wanted.first];
+  for (int64_t k = wanted.end; k < piece_keys; k++) piece.at[k] = piece.at[wanted.end - 1];
 }
 
-// A piece as floats in the scratch, worth it when several tiles read it, and for heads that are no whole vectors.
-inline void convert(const Block& block, Span wanted, const Piece<uint16_t>& piece, Piece<float>& converted) {
+// Looks up what comes after the values of a segment: the next segment's keys, or those that the worker's next task begins with.
+inline void find_after(const Block& block, int64_t segment, Piece<uint16_t>& piece) {
+  const AttendTask& task = block.task;
+  const Span seen = block.seen_by_any(segment + 1, 0, block.rows);
+  if (seen.first < seen.end || !task.next) {
+    find(task, segment + 1, first_piece(seen), seen, 0, piece);
+  } else {
+    const Span begin = seen_from(*task.next, task.next->first_position, task.next->first_segment());
+    find(*task.next, task.next->first_segment(), first_piece(begin), begin, 0, piece);
+  }
+}
+
+// A piece as floats in the scratch: for heads that are no whole vectors, and where a half is slow to read.
+inline void convert(const Block& block, const Piece<uint16_t>& piece, Piece<float>& converted) {
   converted.start = piece.start;
-  for (int64_t k = wanted.first / step_keys * step_keys; k < rounded_up(wanted.end, step_keys); k++) {
+  for (int64_t k = piece.wanted.first / step_keys * step_keys; k < rounded_up(piece.wanted.end, step_keys); k++) {
     float* row = block.floats + k * block.width;
     vec::for_each(block.task.cache.head_size, [&](int64_t i, auto n) { vec::store(row + i, vec::load(piece.at[k] + i, n)); });
     converted.at[k] = row;
   }
 }
 
-// Calls use(piece) for the pieces of a segment that any row sees, the keys (offset 0) or the values.
+// Calls use(piece, ahead) for the pieces of a segment that any row sees, their keys or their values. `ahead` tells where that lies which
+// is wanted after the piece, if anything.
 template <typename Use>
-inline void for_pieces(const Block& block, int64_t segment, int64_t offset, Use use) {
-  const Span all = {block.seen(0, segment).first, block.seen(block.rows - 1, segment).end};
-  const bool as_floats = block.rows > tile_rows || block.width != block.task.cache.head_size;
-  Piece<uint16_t> halves;
+inline void for_pieces(const Block& block, int64_t segment, bool values, Use use) {
+  const AttendTask& task = block.task;
+  const bool as_floats = (!vec::reads_halves && block.rows > tile_rows) || block.width != task.cache.head_size;
+  const Span seen = block.seen_by_any(segment, 0, block.rows);
+  const int64_t offset = values ? task.cache.value_offset : 0;
+  Piece<uint16_t> pieces[2];
   Piece<float> floats;
-  for (halves.start = all.first / piece_keys * piece_keys; halves.start < all.end; halves.start += piece_keys) {
-    const Span wanted = halves.part(all);
-    find(block.task, segment, wanted, offset, halves);
-    if (as_floats) {
-      convert(block, wanted, halves, floats);
-      use(floats);
+  find(task, segment, first_piece(seen), seen, offset, pieces[0]);
+  for (int turn = 0; pieces[turn].start < seen.end; turn ^= 1) {
+    const Piece<uint16_t>& piece = pieces[turn];
+    Piece<uint16_t>& next = pieces[turn ^ 1];
+    const bool last = piece.start + piece_keys >= seen.end;
+    if (!last) {
+      find(task, segment, piece.start + piece_keys, seen, offset, next);
+    } else if (!values) {
+      find(task, segment, first_piece(seen), seen, task.cache.value_offset, next);
     } else {
-      use(halves);
+      find_after(block, segment, next);
     }
+    Ahead ahead = next.wanted.first < next.wanted.end ? next.at : nullptr;
+    if (as_floats) {
+      convert(block, piece, floats);
+      use(floats, ahead);
+    } else {
+      use(piece, ahead);
+    }
+    if (last) return;
   }
 }
 
 // --- segments ------------------------------------------------------------------------------------------------------------------------
 
 inline void score_segment(const Block& block, int64_t segment) {
-  for_pieces(block, segment, 0, [&](const auto& piece) {
+  for_pieces(block, segment, false, [&](const auto& piece, Ahead ahead) {
     for_tiles(block.rows, [&](int64_t row, auto rows) {
-      // A later row begins to see later and sees further.
-      const Span any = piece.part({block.seen(row, segment).first, block.seen(row + rows.value - 1, segment).end});
-      for (int64_t k = any.first / step_keys * step_keys; k < any.end; k += step_keys)
-        score_tile<rows.value>(block.queries + row * block.width, block.width, piece.at + k,
+      const Span seen = part_of(block.seen_by_any(segment, row, row + rows.value), piece.start);
+      for (int64_t k = seen.first / step_keys * step_keys; k < seen.end; k += step_keys)
+        score_tile<rows.value>(block.queries + row * block.width, block.width, piece.at + k, ahead && row == 0 ? ahead + k : nullptr,
                                block.scores + row * segment_keys + piece.start + k);
     });
   });
@@ -243,26 +301,27 @@ inline Statistics weigh(float* scores, Span span, float cap) {
 
 inline void sum_segment(const Block& block, int64_t segment) {
   vec::for_each(block.rows * block.width, [&](int64_t i, auto) { vec::store(block.sums + i, vec::all(0.0f)); });
-  for_pieces(block, segment, block.task.cache.value_offset, [&](const auto& piece) {
+  for_pieces(block, segment, true, [&](const auto& piece, Ahead ahead) {
+    const auto sum = [&](int64_t row, auto rows, Span span) {
+      if (span.first < span.end)
+        sum_rows<rows.value>(block.scores + row * segment_keys + piece.start, piece.at, row == 0 ? ahead : nullptr, span,
+                             block.sums + row * block.width, block.width);
+    };
     for_tiles(block.rows, [&](int64_t row, auto rows) {
-      const auto sum = [&](int64_t from, auto count, int64_t first, int64_t end) {
-        if (first < end)
-          sum_rows<count.value>(block.scores + from * segment_keys + piece.start, piece.at, first, end, block.sums + from * block.width,
-                                block.width);
-      };
-      // What all rows see goes through the tile. Before it and behind it each goes on alone, at the same place of its own sum.
-      const Span earliest = piece.part(block.seen(row, segment)), latest = piece.part(block.seen(row + rows.value - 1, segment));
-      const Span common = {latest.first, larger(latest.first, earliest.end)};
-      const auto alone = [&](auto clip) {
-        if (latest.first == earliest.first && latest.end == earliest.end) return;
-        for (int64_t one = row; one < row + rows.value; one++) {
-          const Span span = clip(piece.part(block.seen(one, segment)));
-          sum(one, Number<1>{}, span.first, span.end);
-        }
-      };
-      alone([&](Span span) { return Span{span.first, smaller(span.end, common.first)}; });
-      sum(row, rows, common.first, common.end);
-      alone([&](Span span) { return Span{larger(span.first, common.end), span.end}; });
+      // What all rows see goes through the tile. Before it and behind it each row goes on alone, at the same place of its own sum.
+      const Span begin = part_of(block.seen(row, segment), piece.start);
+      const Span end = part_of(block.seen(row + rows.value - 1, segment), piece.start);
+      const Span common = {end.first, larger(end.first, begin.end)};
+      const bool all_same = begin.first == end.first && begin.end == end.end;
+      for (int64_t one = row; one < row + rows.value && !all_same; one++) {
+        const Span span = part_of(block.seen(one, segment), piece.start);
+        sum(one, Number<1>{}, {span.first, smaller(span.end, common.first)});
+      }
+      sum(row, rows, common);
+      for (int64_t one = row; one < row + rows.value && !all_same; one++) {
+        const Span span = part_of(block.seen(one, segment), piece.start);
+        sum(one, Number<1>{}, {larger(span.first, common.end), span.end});
+      }
     });
   });
 }
@@ -282,8 +341,9 @@ inline void work_segment(Block& block, int64_t segment) {
 inline void prepare(Block& block) {
   const AttendTask& task = block.task;
   for (int64_t row = 0; row < block.rows; row++) {
-    const float* query = task.queries + (block.first_query + row / task.group) * task.query_stride + row % task.group * task.cache.head_size;
-    vec::for_each(task.cache.head_size, [&](int64_t i, auto n) {
+    const int64_t size = task.cache.head_size;
+    const float* query = task.queries + (block.first_query + row / task.group) * task.query_stride + row % task.group * size;
+    vec::for_each(size, [&](int64_t i, auto n) {
       vec::store(block.queries + row * block.width + i, vec::load(query + i, n) * vec::all(task.scale));
     });
   }

@@ -37,7 +37,7 @@ void attend(const Array<const float, 3>& queries, const Array<uint16_t, 6>& cach
   const int64_t half_layer = static_cast<int64_t>(block_size * kv_heads * head_size);
   AttendTask task = {};
   task.cache = {cache.data() + static_cast<int64_t>(layer) * 2 * half_layer, static_cast<int64_t>(layers) * 2 * half_layer, half_layer,
-                static_cast<int64_t>(block_size), static_cast<int64_t>(kv_heads), size};
+                static_cast<int64_t>(block_size), static_cast<int64_t>(kv_heads) * size, size, size};
   task.table = table.data();
   task.group = static_cast<int64_t>(heads / kv_heads);
   task.query_stride = task.out_stride = stride;
@@ -48,7 +48,7 @@ void attend(const Array<const float, 3>& queries, const Array<uint16_t, 6>& cach
   task.cap = cap;
   std::vector<float> scratch(static_cast<size_t>(kernels().attend_scratch(task)));
   std::vector<float> partials;
-  for (task.kv_head = 0; task.kv_head < task.cache.kv_heads; task.kv_head++) {
+  for (task.kv_head = 0; task.kv_head < static_cast<int64_t>(kv_heads); task.kv_head++) {
     task.queries = queries.data() + task.kv_head * task.group * size;
     task.out = out.data() + task.kv_head * task.group * size;
     if (!split) {

@@ -1,13 +1,18 @@
+#include <string>
+
 #include "bindings.h"
 #include "pool.h"
 
 namespace weft {
 
+constexpr int most_threads = 1024;
+
 void bind_pool(nb::module_& module) {
-  nb::class_<Pool>(module, "Pool", "Threads that share the work of a step, the caller among them.")
-      .def("__init__", [](Pool* self, int threads) {
-        if (threads < 1 || threads > 1024) throw nb::value_error("threads must be from 1 to 1024");
-        new (self) Pool(threads);
+  nb::class_<Pool>(module, "Pool", "Threads that share the work of a step; a backend has one, and one thread of it calls.")
+      .def("__init__", [](Pool* pool, int threads) {
+        if (threads < 1 || threads > most_threads)
+          throw nb::value_error(("threads is " + std::to_string(threads) + "; allowed: 1 to " + std::to_string(most_threads)).c_str());
+        new (pool) Pool(threads);
       }, nb::arg("threads"))
       .def_prop_ro("threads", &Pool::threads);
 }

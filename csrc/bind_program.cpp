@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
@@ -179,6 +180,19 @@ class BoundProgram {
     program_.end_logits(logits);
   }
 
+  void measure(bool on) { program_.measure(on); }
+
+  nb::dict seconds() const {
+    using Kind = Instruction::Kind;
+    static constexpr std::pair<const char*, Kind> names[] = {
+        {"embed", Kind::embed},         {"norm", Kind::norm},       {"linear", Kind::linear}, {"rope_and_write", Kind::rope_and_write},
+        {"attention", Kind::attention}, {"mixture", Kind::mixture}, {"add", Kind::add},       {"select_rows", Kind::select_rows},
+        {"scale_and_cap", Kind::scale_and_cap}};
+    nb::dict result;
+    for (const auto& [name, kind] : names) result[name] = program_.seconds(kind);
+    return result;
+  }
+
   // The logits of the first `sampled` selected rows, and the other selected rows.
   std::tuple<nb::object, nb::object> run(Indices token_ids, Indices positions, Indices cells, Indices query_starts, Indices context_lengths,
                                          Array<const int64_t, 2> block_tables, Indices logit_indices,
@@ -191,10 +205,10 @@ class BoundProgram {
     require(static_cast<int64_t>(query_starts.size()) == requests + 1 && static_cast<int64_t>(block_tables.shape(0)) == requests,
             "query starts and block tables go with requests");
     require(sampled >= 0 && sampled <= selected, "more rows are sampled than selected");
-    require(static_cast<int64_t>(cache.shape(1)) > most_layer_ && cache.shape(2) == 2 && static_cast<int64_t>(cache.shape(4)) == shape_.kv_heads &&
+    require(static_cast<int64_t>(cache.shape(1)) > most_layer_ && cache.shape(2) == 2 && static_cast<int64_t>(cache.shape(3)) == shape_.kv_heads &&
                 static_cast<int64_t>(cache.shape(5)) == shape_.head_size,
             "the cache does not have the shape of the model");
-    const Cache store{cache.data(), static_cast<int64_t>(cache.shape(0)), static_cast<int64_t>(cache.shape(1)), static_cast<int64_t>(cache.shape(3))};
+    const Cache store{cache.data(), static_cast<int64_t>(cache.shape(0)), static_cast<int64_t>(cache.shape(1)), static_cast<int64_t>(cache.shape(4))};
     const Step step{tokens, requests, selected, token_ids.data(), positions.data(), cells.data(), query_starts.data(), context_lengths.data(),
                     block_tables.data(), logit_indices.data(), static_cast<int64_t>(block_tables.shape(1))};
     check_step(step, store);
@@ -337,6 +351,8 @@ void bind_program(nb::module_& module) {
       .def("scale_and_cap", &BoundProgram::scale_and_cap, nb::arg("values"), nb::arg("scale"), nb::arg("cap"))
       .def("begin_logits", &BoundProgram::begin_logits, nb::arg("rows"))
       .def("end_logits", &BoundProgram::end_logits, nb::arg("logits"))
+      .def("measure", &BoundProgram::measure, nb::arg("on"))
+      .def("seconds", &BoundProgram::seconds)
       .def("run", &BoundProgram::run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("cells"), nb::arg("query_starts"),
            nb::arg("context_lengths"), nb::arg("block_tables"), nb::arg("logit_indices"), nb::arg("cache"), nb::arg("sampled"))
       .def("logits", &BoundProgram::logits, nb::arg("rows"));

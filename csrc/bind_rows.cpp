@@ -22,7 +22,8 @@ void same_shape(const Left& left, const Right& right, const char* what) {
 
 void same_length(size_t length, size_t wanted, const char* what) {
   if (length == wanted) return;
-  throw nb::value_error((std::string(what) + " must have " + std::to_string(wanted) + " elements; it has " + std::to_string(length)).c_str());
+  const std::string message = std::string(what) + " must have " + std::to_string(wanted) + " elements; it has " + std::to_string(length);
+  throw nb::value_error(message.c_str());
 }
 
 template <typename Any>

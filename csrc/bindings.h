@@ -23,5 +23,7 @@ void bind_attention(nb::module_& module);
 void bind_measure(nb::module_& module);
 void bind_pool(nb::module_& module);
 void bind_program(nb::module_& module);
+void bind_sampler(nb::module_& module);
+void bind_strings(nb::module_& module);
 
 }  // namespace weft

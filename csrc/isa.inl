@@ -11,6 +11,7 @@
 #include "linear.inl"
 #include "rows.inl"
 #include "attention.inl"
+#include "sampler.inl"
 
 namespace weft::WEFT_ISA {
 
@@ -18,7 +19,10 @@ extern const Kernels table;
 const Kernels table = {
     WEFT_ISA_NAME, quantise_row, linear,        unpack_row, rms_norm, silu_mul, gelu_tanh_mul,
     add_scaled,    scale_and_cap, rotate, to_half, attend,   attend_scratch,
-    attend_segment, attend_merge,  multiply_in_registers,
+    attend_segment, attend_merge,
+    scan_scores,   mask_scores,  sum_exp,       sum_weights, sum_weights_roughly, weigh_each,
+    collect_scores, draw_scores,
+    multiply_in_registers,
 };
 
 }  // namespace weft::WEFT_ISA

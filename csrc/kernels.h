@@ -90,13 +90,15 @@ struct LinearTask {
 // --- attention ----------------------------------------------------------------------------------------------------------------------
 
 // One layer of the paged cache. Key of position p and kv head h: keys + table[p / block_size] * block_stride + (p % block_size) *
-// kv_heads * head_size + h * head_size; its value lies value_offset further on. All distances count f16 elements.
+// position_stride + h * head_stride; its value lies value_offset further on. All distances count f16 elements. Reading is fastest where
+// the positions of a block and head lie one after the other (position_stride = head_size).
 struct CacheLayer {
   uint16_t* keys;
   int64_t block_stride;
   int64_t value_offset;
   int64_t block_size;
-  int64_t kv_heads;
+  int64_t position_stride;
+  int64_t head_stride;
   int64_t head_size;
 };
 
@@ -120,12 +122,33 @@ struct AttendTask {
   float cap;                 // 0: none; else score = cap * tanh(score / cap)
   float* out;
   int64_t out_stride;
+  const AttendTask* next;    // what the same worker does after this one, or null: its first keys are then fetched in time
 
   // The segments that the first query sees: those that a task of one query is split into.
   int64_t first_segment() const { return window > 0 && first_position >= window ? (first_position + 1 - window) / segment_keys : 0; }
   int64_t end_segment() const { return first_position / segment_keys + 1; }
   // What is kept of one segment: for every query head its largest score, the sum of its weights, and the weighted sum of values.
   int64_t partial_floats() const { return group * (2 + cache.head_size); }
+};
+
+// --- sampling -----------------------------------------------------------------------------------------------------------------------
+
+// A row of scores is looked through in chunks; of each the maxima of every sixteenth score are kept. The k-th largest of all these is a
+// bound for the k-th largest score that few scores other than the k pass.
+constexpr int64_t maxima_chunk = 1024;
+constexpr int64_t maxima_lanes = 16;
+
+constexpr int64_t maxima_count(int64_t scores) { return (scores + maxima_chunk - 1) / maxima_chunk * maxima_lanes; }
+
+// The likeliest tokens of a row that together have most of the probability lie nearly always nearer to the best than one of these.
+constexpr int num_near = 3;
+constexpr float near_distances[num_near] = {3.0f, 6.0f, 9.0f};
+constexpr double rough_share = 5e-6;
+
+struct RowScan {
+  float best;
+  int64_t token;       // the first that has the best score
+  bool has_nan;
 };
 
 // --- the table ----------------------------------------------------------------------------------------------------------------------
@@ -155,6 +178,20 @@ struct Kernels {
   // its own, then all partials, in the order of their segments, into task.out.
   void (*attend_segment)(const AttendTask& task, int64_t segment, float* partial, float* scratch);
   void (*attend_merge)(const AttendTask& task, const float* partials);
+
+  // sampler.inl; tokens number the scores of a row, and `below` is how far a score lies under the best one, in float
+  RowScan (*scan_scores)(const float* scores, int64_t count, float* maxima);   // maxima [maxima_count(count)]
+  void (*mask_scores)(const float* scores, int64_t count, const uint8_t* allowed, float* out);   // a bit for each; else minus infinity
+  double (*sum_exp)(const float* scores, int64_t count, float best);   // of exp(score - best), the difference in double too
+  // A token's weight is exp(-below * factor). `roughly` is right within `rough_share`, and near[i] is the sum of those alone whose
+  // below * factor is at most near_distances[i].
+  double (*sum_weights)(const float* scores, int64_t count, float best, double factor);
+  double (*sum_weights_roughly)(const float* scores, int64_t count, float best, float factor, double* near);
+  void (*weigh_each)(const float* below, int64_t count, double factor, double* out);
+  // All that lie at most `limit` below the best, in order; returns how many.
+  int64_t (*collect_scores)(const float* scores, int64_t count, float best, float limit, int32_t* tokens, float* below);
+  // The token with the highest -below / temperature + noise, the first at a tie; `likeliest` is one with the best score.
+  int64_t (*draw_scores)(const float* scores, int64_t count, float best, double temperature, uint64_t key, int64_t likeliest);
 
   // linear.inl, for measurements: nothing but products of bytes; returns how many, or 0 where there are no instructions for them.
   int64_t (*multiply_in_registers)(int64_t repeats);

@@ -10,4 +10,6 @@ NB_MODULE(_kernels, module) {
   weft::bind_measure(module);
   weft::bind_pool(module);
   weft::bind_program(module);
+  weft::bind_sampler(module);
+  weft::bind_strings(module);
 }

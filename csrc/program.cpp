@@ -1,6 +1,7 @@
 #include "program.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 
@@ -14,6 +15,8 @@ constexpr int64_t chunks_per_thread = 8;
 // A product of more rows than these is cut by rows too, so that the rows of one piece stay in the cache.
 constexpr int64_t rows_per_chunk = 256;
 
+// With fewer tasks than these for each thread, long contexts are shared out by segments.
+constexpr int64_t tasks_per_thread = 4;
 // Rows that are taken together where little is done to each: handing out work costs as much as a few of them.
 constexpr int64_t rows_together = 4;
 
@@ -35,7 +38,8 @@ float* Program::rows_of(int buffer, int64_t rows) { return buffers_[buffer].at_l
 
 CacheLayer Program::layer_of(int layer) const {
   const int64_t half = cache_.block_size * shape_.kv_heads * shape_.head_size;
-  return CacheLayer{cache_.data + layer * 2 * half, cache_.layers * 2 * half, half, cache_.block_size, shape_.kv_heads, shape_.head_size};
+  return CacheLayer{cache_.data + layer * 2 * half, cache_.layers * 2 * half, half, cache_.block_size,
+                    shape_.head_size, cache_.block_size * shape_.head_size, shape_.head_size};
 }
 
 const float* Program::forward(const Step& step, const Cache& cache) {
@@ -88,6 +92,13 @@ void Program::prepare(const Step& step, const Cache& cache) {
 
 void Program::run(const Instruction& instruction, int64_t rows) {
   if (rows == 0) return;
+  if (!measured_) return carry_out(instruction, rows);
+  const auto start = std::chrono::steady_clock::now();
+  carry_out(instruction, rows);
+  seconds_[static_cast<size_t>(instruction.kind)] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+void Program::carry_out(const Instruction& instruction, int64_t rows) {
   switch (instruction.kind) {
     case Instruction::Kind::embed: return embed(instruction);
     case Instruction::Kind::norm: return norm(instruction, rows);
@@ -210,10 +221,38 @@ void Program::rope_and_write(const Instruction& instruction) {
     for (int64_t head = 0; head < shape_.heads + shape_.kv_heads; head++)
       table.rotate(queries + head * size, size, pairs, turn.interleaved, cosine, sine, queries + head * size);
     const int64_t cell = step_.cells[token];
-    uint16_t* place = layer.keys + cell / layer.block_size * layer.block_stride + cell % layer.block_size * layer.kv_heads * size;
-    table.to_half(keys, shape_.kv_heads * size, place);
-    table.to_half(values, shape_.kv_heads * size, place + layer.value_offset);
+    uint16_t* place = layer.keys + cell / layer.block_size * layer.block_stride + cell % layer.block_size * layer.position_stride;
+    for (int64_t head = 0; head < shape_.kv_heads; head++) {
+      table.to_half(keys + head * size, size, place + head * layer.head_stride);
+      table.to_half(values + head * size, size, place + head * layer.head_stride + layer.value_offset);
+    }
   });
+}
+
+// For a few long contexts: their segments are shared out, and put together in order, which gives the same bits. False where some request
+// has several tokens in the step, or none has several segments.
+template <typename TaskOf>
+bool Program::attend_in_segments(int64_t tasks, TaskOf&& task_of) {
+  segments_.clear();
+  for (int64_t chunk = 0; chunk < tasks; chunk++) {
+    const AttendTask task = task_of(chunk);
+    if (task.count != 1) return false;
+    for (int64_t segment = task.first_segment(); segment < task.end_segment(); segment++) segments_.push_back(Segment{chunk, segment});
+  }
+  const int64_t count = static_cast<int64_t>(segments_.size());
+  if (count == tasks) return false;
+  const int64_t floats = task_of(0).partial_floats();
+  float* partials = partials_.at_least(count * floats);
+  pool_.run(count, [&](int64_t index, int worker) {
+    const Segment& part = segments_[static_cast<size_t>(index)];
+    kernels().attend_segment(task_of(part.task), part.segment, partials + index * floats, scratch_[static_cast<size_t>(worker)].data());
+  });
+  for (int64_t index = 0; index < count; index++) {
+    const Segment& part = segments_[static_cast<size_t>(index)];
+    if (index == 0 || part.task != segments_[static_cast<size_t>(index - 1)].task)
+      kernels().attend_merge(task_of(part.task), partials + index * floats);
+  }
+  return true;
 }
 
 void Program::attention(const Instruction& instruction) {
@@ -244,6 +283,7 @@ void Program::attention(const Instruction& instruction) {
   int64_t most_scratch = 0;
   for (int64_t task = 0; task < tasks; task += shape_.kv_heads) most_scratch = std::max(most_scratch, kernels().attend_scratch(task_of(task)));
   for (auto& scratch : scratch_) scratch.at_least(most_scratch);
+  if (tasks < pool_.threads() * tasks_per_thread && attend_in_segments(tasks, task_of)) return;
   pool_.run(tasks, [&](int64_t chunk, int worker) { kernels().attend(task_of(chunk), scratch_[static_cast<size_t>(worker)].data()); });
 }
 

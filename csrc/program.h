@@ -4,6 +4,7 @@
 // or two phases of the pool; inside a phase rows or strips are shared out, between phases everybody has finished.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -46,6 +47,7 @@ struct Experts {
 
 struct Instruction {
   enum class Kind : int { embed, norm, linear, rope_and_write, attention, mixture, add, select_rows, scale_and_cap };
+  static constexpr size_t kinds = 9;
   Kind kind;
   int input = -1, output = -1, other = -1;   // buffers
   int layer = 0, pattern = 0;
@@ -60,7 +62,7 @@ struct Instruction {
   std::shared_ptr<Experts> experts;
 };
 
-// The cache of all layers: [blocks, layers, 2, block size, kv heads, head size] in f16.
+// The cache of all layers: [blocks, layers, 2, kv heads, block size, head size] in f16. What one kv head reads of a block lies together.
 struct Cache {
   uint16_t* data;
   int64_t blocks, layers, block_size;
@@ -99,6 +101,13 @@ class Program {
   const float* logits(int64_t count);
   const float* logits_of(const float* rows, int64_t count);
 
+  // Seconds spent in each kind of instruction since it was turned on; a step is a few microseconds longer for it.
+  void measure(bool on) {
+    measured_ = on;
+    seconds_.fill(0.0);
+  }
+  double seconds(Instruction::Kind kind) const { return seconds_[static_cast<size_t>(kind)]; }
+
   int rows_buffer() const { return rows_buffer_; }
   int logits_buffer() const { return logits_buffer_; }
   Pool& pool() { return pool_; }
@@ -108,9 +117,14 @@ class Program {
     int64_t request, first, count;
   };
 
+  struct Segment {   // of the context of one attention task
+    int64_t task, segment;
+  };
+
   float* rows_of(int buffer, int64_t rows);
   void prepare(const Step& step, const Cache& cache);
   void run(const Instruction& instruction, int64_t rows);
+  void carry_out(const Instruction& instruction, int64_t rows);
   void embed(const Instruction& instruction);
   void norm(const Instruction& instruction, int64_t rows);
   void linear(const Instruction& instruction, int64_t rows);
@@ -126,6 +140,8 @@ class Program {
   void ready_rows(int64_t rows, int64_t columns, bool quantised, Get&& get);
   void product(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale);
   CacheLayer layer_of(int layer) const;
+  template <typename TaskOf>
+  bool attend_in_segments(int64_t tasks, TaskOf&& task_of);
 
   Pool& pool_;
   AttentionShape shape_;
@@ -135,6 +151,9 @@ class Program {
   size_t logits_begin_ = 0;
   int rows_buffer_ = -1, logits_buffer_ = -1;
 
+  bool measured_ = false;
+  std::array<double, Instruction::kinds> seconds_{};
+
   std::vector<int64_t> columns_;
   std::vector<Aligned<float>> buffers_;
 
@@ -143,6 +162,8 @@ class Program {
   Cache cache_{};
   std::vector<Aligned<float>> cosines_, sines_;   // by rope: [tokens, pairs]
   std::vector<Piece> pieces_;
+  std::vector<Segment> segments_;
+  Aligned<float> partials_;
 
   // Rows on their way into a product.
   Aligned<int8_t> codes_;

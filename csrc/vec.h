@@ -21,6 +21,7 @@ namespace vec {
 #if defined(WEFT_AVX512)
 
 constexpr int lanes = 16;
+constexpr bool reads_halves = true;   // a load of halves costs no more than one of floats
 using Vec = __m512;
 
 inline __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
@@ -68,6 +69,7 @@ inline void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
 #elif defined(WEFT_AVX2)
 
 constexpr int lanes = 8;
+constexpr bool reads_halves = true;
 using Vec = __m256;
 
 inline __m256i first_lanes(int64_t n) {
@@ -129,6 +131,7 @@ inline void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
 
 // Four floats in the compiler's own vectors: any processor with 128 bits (NEON, SSE2) computes on them, others get scalar code.
 constexpr int lanes = 4;
+constexpr bool reads_halves = false;
 using Vec = float __attribute__((vector_size(16)));
 using Bits = int32_t __attribute__((vector_size(16)));
 using Unsigned = uint32_t __attribute__((vector_size(16)));

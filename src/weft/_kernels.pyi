@@ -3,7 +3,12 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy import ndarray
 from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Halves = NDArray[np.uint16]  # the bits of float16
+Integers = NDArray[np.int64]
 
 def available() -> list[str]:
     """The instruction sets that this processor has kernels for, the best first."""
@@ -13,7 +18,7 @@ def use(name: str) -> None:
     """Use the kernels of another instruction set, for tests and measurements."""
 
 class Pool:
-    """Threads that share the work of a step, the caller among them."""
+    """Threads that share the work of a step; a backend has one, and one thread of it calls."""
 
     def __init__(self, threads: int) -> None: ...
     @property
@@ -102,6 +107,10 @@ class Program:
         """The logits of the first `sampled` selected rows, and the other selected rows: views, until the next call."""
 
     def logits(self, rows: NDArray[np.float32]) -> NDArray[np.float32]: ...
+    def measure(self, on: bool) -> None:
+        """Count the time that is spent in each kind of instruction, from 0."""
+
+    def seconds(self) -> dict[str, float]: ...
 
 # Linear layers. A layout is a number: 0 W4, 1 W8, 2 f32, 3 f16, 4 bf16 (csrc/kernels.h says what each looks like).
 
@@ -150,6 +159,59 @@ def unpack_rows(
 ) -> NDArray[np.float32]:
     """The weights of some outputs as floats."""
 
+class Sampler:
+    """From logits to tokens over a pool of threads; weft.backends.cpu.native_sampler is what uses it."""
+
+    def __init__(self, pool: Pool) -> None: ...
+    def set_row(
+        self,
+        row: int,
+        top_k: int,
+        top_p: float,
+        has_min_p: bool,
+        min_p_log: float,
+        typical_p: float,
+        repetition_penalty: float,
+        frequency_penalty: float,
+        presence_penalty: float,
+        biased: Sequence[int],
+        biases: Sequence[float],
+        min_tokens: int,
+        ends: Sequence[int],
+        has_grammar: bool,
+    ) -> None:
+        """What the parameters of the request in `row` ask for; needed before an entry of it that is not plain."""
+
+    def sample(
+        self,
+        logits: ndarray,  # float32 [S, vocabulary]
+        rows: ndarray,  # int64 [S]
+        positions: ndarray,  # int64 [S]
+        output_indices: ndarray,  # int64 [S]
+        seeds: ndarray,  # uint64 [S]
+        temperatures: ndarray,  # float64 [S]
+        is_plain: ndarray,  # bool [S]
+        history: ndarray,  # int32 [rows, positions]
+        prompt_lengths: ndarray,  # int64 [rows]
+        masked: ndarray,  # int64 [M]: entries
+        allowed: ndarray,  # uint8 [M, bytes]: a bit for each token
+        top_counts: ndarray,  # int64 [S]; -1: no logprobs
+        tokens: ndarray,  # out: int64 [S]
+        verdicts: ndarray,  # out: uint8 [S]; 0: good
+        logprobs: ndarray,  # out: float64 [S], or empty where nobody asks
+        top_tokens: ndarray,  # out: int64 [S, most]
+        top_logprobs: ndarray,  # out: float64 [S, most]
+    ) -> None: ...
+    def score(
+        self,
+        logits: ndarray,  # float32 [N, vocabulary]
+        tokens: ndarray,  # int64 [N]
+        top_count: int,
+        logprobs: ndarray,  # out: float64 [N]
+        top_tokens: ndarray,  # out: int64 [N, top_count]
+        top_logprobs: ndarray,  # out: float64 [N, top_count]
+    ) -> None: ...
+
 def measure_linear(
     layout: int, outputs: int, inputs: int, data: NDArray[np.uint8], rows: int, pool: Pool, seconds: float
 ) -> float:
@@ -160,3 +222,31 @@ def measure_read(data: NDArray[np.uint8], pool: Pool, seconds: float) -> float:
 
 def measure_products(pool: Pool, seconds: float) -> float:
     """Products of bytes in a second on all threads, from registers; 0 where there are no instructions for them."""
+
+# Rows: each function works on every row alone; `out` may be the input.
+def rms_norm(rows: Floats, weight: Floats, epsilon: float, out: Floats) -> None: ...
+def silu_mul(gate: Floats, up: Floats, out: Floats) -> None: ...
+def gelu_tanh_mul(gate: Floats, up: Floats, out: Floats) -> None: ...
+def add_scaled(left: Floats, right: Floats, scale: float, out: Floats) -> None:
+    """out = left + scale * right"""
+
+def scale_and_cap(rows: Floats, scale: float, cap: float) -> None:
+    """In place; a cap of 0 is none."""
+
+def rotate(heads: Floats, cosine: Floats, sine: Floats, interleaved: bool, out: Floats) -> None: ...
+def to_half(row: Floats, out: Halves) -> None: ...
+def attend(
+    queries: Floats,
+    cache: Halves,
+    layer: int,
+    table: Integers,
+    first_position: int,
+    window: int,
+    scale: float,
+    cap: float,
+    out: Floats,
+    split: bool = False,
+) -> None:
+    """Attention of one request's queries [count, heads, head size], at consecutive positions, over one layer of a cache
+    [blocks, layers, 2, block size, kv heads, head size]. A window or a cap of 0 is none. `split` works through the
+    context of a single query in segments, as several threads would."""

@@ -73,7 +73,8 @@ class LLM:
                 print(result.text)
 
     `model` is "default" (fetched on first use), `hf:owner/name`, or a path: a GGUF file, or a folder with
-    safetensors. `max_context` shortens the model's own context. Further keywords are fields of `ServingEngineConfig`,
+    safetensors. `max_context` shortens the model's own context, `threads` compute (one for each core unless told
+    otherwise), `quantize` ("int8", "int4") is for weights that are stored as floats. Further keywords are fields of `ServingEngineConfig`,
     `SchedulerConfig` or `KvCachePoolConfig`. All methods may be called from several threads; their requests are
     batched together. Where params are not given, they are the model's own (`default_params`).
     """
@@ -84,6 +85,8 @@ class LLM:
         *,
         backend: str = "cpu",
         max_context: int | None = None,
+        threads: int | None = None,
+        quantize: str | None = None,
         progress: Progress | None = None,
         **config: Any,
     ) -> None:
@@ -95,7 +98,14 @@ class LLM:
         self.suggestions: Mapping[str, Any] = checkpoint.generation
         """What the model's makers suggest for sampling, by the names of `SamplingParams`."""
         self.engine = ServingEngine(
-            registry.build(backend, checkpoint=checkpoint, max_context=max_context), engine_config
+            registry.build(
+                backend,
+                checkpoint=checkpoint,
+                max_context=max_context,
+                threads=threads,
+                quantize=quantize,
+            ),
+            engine_config,
         )
         self.engine.start()
         # Who forgets to close gets memory and threads back all the same.

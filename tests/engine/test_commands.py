@@ -21,7 +21,7 @@ from weft.cli.batch import Batch, Output
 from weft.cli.lines import Wishes
 from weft.cli.main import main
 from weft.llm import LLM
-from weft.loading.wheel import DEFAULT_MODEL
+from weft.loading.default_model import DEFAULT_MODEL
 
 GREEDY = ("--temperature", "0")
 PARIS = "The capital of France is"

@@ -18,6 +18,7 @@ import pytest
 from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
 from weft.engine import wire
 from weft.engine.client import Answer, EngineClient, EngineDiedError, EngineState, SlowReaderError
+from weft.engine.launch import launch_engine
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
 from weft.request import FinishReason, Grammar, InferenceRequest, RequestState, SamplingParams, TokenOutput
 
@@ -67,6 +68,30 @@ def test_tokens_logprobs_and_the_result_arrive_and_agree() -> None:
         assert client.num_under_way == 0
 
     with_client(use)
+
+
+def test_a_process_that_was_launched_before_is_taken_over_and_one_that_follows_it_is_told_the_same() -> None:
+    async def run() -> None:
+        options = {"vocabulary_size": 321}
+        launched = launch_engine("noop", options, CONFIG)
+        client = EngineClient("noop", options, CONFIG, launched=launched)
+        await client.start()
+        try:
+            assert client._process is launched.process
+            assert client.info is not None and client.info.vocabulary_size == 321
+            launched.process.kill()
+            await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
+            assert client._process is not launched.process and client.info.vocabulary_size == 321
+        finally:
+            await client.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_launched_process_whose_client_goes_away_ends() -> None:
+    launched = launch_engine("noop", {}, CONFIG)
+    launched.connection.close()
+    assert launched.process.wait(30) is not None
 
 
 def test_who_wants_to_be_woken_seldom_is_woken_for_the_first_token_every_so_many_and_the_end() -> None:

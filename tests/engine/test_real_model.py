@@ -1,7 +1,7 @@
 """The default model through the real engine: a request's tokens do not depend on company, chunks or memory.
 
-All of its layers, in float64, where the order of summation cannot change a token: what is compared here is the
-engine's arithmetic of positions, blocks and rows over a real forward pass, token by token, exactly.
+With the C++ kernels, bit by bit: tokens and logprobs are compared exactly. numpy in float64, where the order of summation
+cannot change a token, has one test of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from weft.backends.cpu.runner import CpuBackend
+from weft.backends.cpu.runner import CpuBackend, Native, open_native
 from weft.config import (
     KvCachePoolConfig,
     PreemptionMode,
@@ -66,10 +66,15 @@ SHAPES = [
 ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Model:
+    decoder: Decoder
+    native: Native | None
+
+
 @pytest.fixture(scope="module")
-def decoder(default_model_file: GgufFile) -> Decoder:
-    ops = ReferenceOps(np.float64)
-    return build_decoder("gguf", default_model_file.metadata, default_model_file.tensors, ops)
+def model() -> Model:
+    return Model(*open_native(open_checkpoint(pull("default")), None, 2, None))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +88,7 @@ def requests(default_tokenizer: Tokenizer) -> list[InferenceRequest]:
 
 
 def make_engine(
-    decoder: Decoder, *, blocks: int = 256, swap_blocks: int = 0, overlap: bool = False, **scheduler: object
+    model: Model, *, blocks: int = 256, swap_blocks: int = 0, overlap: bool = False, **scheduler: object
 ) -> ServingEngine:
     config = ServingEngineConfig(
         scheduler=SchedulerConfig(**{"max_running": 32, "prefix_caching": False, **scheduler}),  # type: ignore[arg-type]
@@ -92,9 +97,9 @@ def make_engine(
     )
     ends = frozenset({2})
     compiler = GrammarCompiler(
-        lambda: open_tokenizer(open_checkpoint(pull("default"))), ends, decoder.config.vocabulary_size
+        lambda: open_tokenizer(open_checkpoint(pull("default"))), ends, model.decoder.config.vocabulary_size
     )
-    return ServingEngine(CpuBackend(decoder, ends, compiler), config)
+    return ServingEngine(CpuBackend(model.decoder, ends, compiler, model.native), config)
 
 
 def run(engine: ServingEngine, requests: Sequence[InferenceRequest]) -> list[GenerationResult]:
@@ -107,10 +112,9 @@ def run(engine: ServingEngine, requests: Sequence[InferenceRequest]) -> list[Gen
 
 
 def assert_equal(results: Sequence[GenerationResult], alone: Sequence[GenerationResult]) -> None:
-    """The same tokens, exactly; their logprobs up to the last bits of a float64."""
+    """The same tokens and logprobs, bit by bit."""
     assert [result.tokens for result in results] == [result.tokens for result in alone]
-    for ours, theirs in zip(results, alone, strict=True):
-        np.testing.assert_allclose(logprobs(ours), logprobs(theirs), rtol=0, atol=1e-10)
+    assert [logprobs(result) for result in results] == [logprobs(result) for result in alone]
 
 
 def logprobs(result: GenerationResult) -> list[float]:
@@ -119,18 +123,19 @@ def logprobs(result: GenerationResult) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def alone(decoder: Decoder, requests: list[InferenceRequest]) -> list[GenerationResult]:
+def alone(model: Model, requests: list[InferenceRequest]) -> list[GenerationResult]:
     """Each request with the engine to itself."""
-    engine = make_engine(decoder)
+    engine = make_engine(model)
     results = [run(engine, [request])[0] for request in requests]
     engine.stop()
     return results
 
 
 def test_tokens_equal_those_of_the_bare_decoder(
-    decoder: Decoder, requests: list[InferenceRequest], alone: list[GenerationResult]
+    model: Model, requests: list[InferenceRequest], alone: list[GenerationResult]
 ) -> None:
     """Without engine, rows or batches: the whole text computed anew for every token."""
+    assert model.native is not None
     request = requests[0]
     text = list(request.prompt)
     for _ in range(4):
@@ -145,33 +150,49 @@ def test_tokens_equal_those_of_the_bare_decoder(
             block_tables=np.arange(blocks)[None],
             logit_indices=np.array([length - 1]),
         )
-        text.append(int(decoder.logits(decoder.forward(step, decoder.new_cache(blocks, 8))).argmax()))
+        logits, _ = model.native.forward.step(step, model.decoder.new_cache(blocks, 8), 1)
+        text.append(int(logits.argmax()))
     assert tuple(text[len(request.prompt) :]) == alone[0].tokens[:4]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 def test_tokens_are_the_same_in_a_batch(
-    decoder: Decoder, requests: list[InferenceRequest], alone: list[GenerationResult], overlap: bool
+    model: Model, requests: list[InferenceRequest], alone: list[GenerationResult], overlap: bool
 ) -> None:
-    engine = make_engine(decoder, overlap=overlap)
+    engine = make_engine(model, overlap=overlap)
     assert_equal(run(engine, requests), alone)
     engine.stop()
 
 
+def test_numpy_gives_the_same_tokens_in_a_batch_as_alone(
+    default_model_file: GgufFile, requests: list[InferenceRequest]
+) -> None:
+    ops = ReferenceOps(np.float64)
+    decoder = build_decoder("gguf", default_model_file.metadata, default_model_file.tensors, ops)
+    some = requests[:2] + requests[17:20]
+    engine = make_engine(Model(decoder, None))
+    alone = [run(engine, [request])[0] for request in some]
+    together = run(engine, some)
+    assert [result.tokens for result in together] == [result.tokens for result in alone]
+    for ours, theirs in zip(together, alone, strict=True):
+        np.testing.assert_allclose(logprobs(ours), logprobs(theirs), rtol=0, atol=1e-10)
+    engine.stop()
+
+
 def test_tokens_are_the_same_with_prompts_in_chunks_of_seven(
-    decoder: Decoder, requests: list[InferenceRequest], alone: list[GenerationResult]
+    model: Model, requests: list[InferenceRequest], alone: list[GenerationResult]
 ) -> None:
     engine = make_engine(
-        decoder, overlap=True, max_chunk_tokens=7, max_prefill_tokens=40, max_tokens_per_step=72
+        model, overlap=True, max_chunk_tokens=7, max_prefill_tokens=40, max_tokens_per_step=72
     )
     assert_equal(run(engine, requests), alone)
     engine.stop()
 
 
 def test_tokens_are_the_same_with_a_prefix_hit(
-    decoder: Decoder, requests: list[InferenceRequest], alone: list[GenerationResult]
+    model: Model, requests: list[InferenceRequest], alone: list[GenerationResult]
 ) -> None:
-    engine = make_engine(decoder, overlap=True, prefix_caching=True)
+    engine = make_engine(model, overlap=True, prefix_caching=True)
     # In one step: the second of the two that share a prefix waits for, or reads, the blocks of the first.
     assert_equal(run(engine, requests[3:5]), alone[3:5])
     again = run(engine, requests)
@@ -183,10 +204,10 @@ def test_tokens_are_the_same_with_a_prefix_hit(
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_tokens_are_the_same_after_preemption(
-    decoder: Decoder, requests: list[InferenceRequest], alone: list[GenerationResult], mode: PreemptionMode
+    model: Model, requests: list[InferenceRequest], alone: list[GenerationResult], mode: PreemptionMode
 ) -> None:
     # All 32 need about 100 blocks at their ends: memory runs out while they generate.
-    engine = make_engine(decoder, blocks=48, swap_blocks=64, overlap=True, preemption=mode)
+    engine = make_engine(model, blocks=48, swap_blocks=64, overlap=True, preemption=mode)
     assert_equal(run(engine, requests), alone)
     stats = engine.stats()[0]
     by_swap, by_recompute = stats.preemptions_by_swap, stats.preemptions_by_recompute
@@ -196,9 +217,9 @@ def test_tokens_are_the_same_after_preemption(
 
 
 def test_tokens_are_the_same_for_a_victim_of_an_urgent_request(
-    decoder: Decoder, requests: list[InferenceRequest], alone: list[GenerationResult]
+    model: Model, requests: list[InferenceRequest], alone: list[GenerationResult]
 ) -> None:
-    engine = make_engine(decoder, blocks=4, overlap=True, policy=PriorityPolicy.PRIORITY)
+    engine = make_engine(model, blocks=4, overlap=True, policy=PriorityPolicy.PRIORITY)
     victim = engine.submit(requests[3])
     for _ in range(4):
         engine.run_iteration()
@@ -211,9 +232,9 @@ def test_tokens_are_the_same_for_a_victim_of_an_urgent_request(
 
 
 def test_tokens_are_the_same_after_cancels_of_neighbours(
-    decoder: Decoder, requests: list[InferenceRequest], alone: list[GenerationResult]
+    model: Model, requests: list[InferenceRequest], alone: list[GenerationResult]
 ) -> None:
-    engine = make_engine(decoder, blocks=48, overlap=True, prefix_caching=True, max_chunk_tokens=16)
+    engine = make_engine(model, blocks=48, overlap=True, prefix_caching=True, max_chunk_tokens=16)
     ids = [engine.submit(request) for request in requests]
     gone = ids[1::3]
     for step, request_id in enumerate(gone):  # one a step: waiting, in the middle of its prompt, generating
@@ -228,7 +249,7 @@ def test_tokens_are_the_same_after_cancels_of_neighbours(
 
 
 def test_logprobs_of_a_prompt_are_the_same_in_chunks_and_in_company(
-    decoder: Decoder, requests: list[InferenceRequest]
+    model: Model, requests: list[InferenceRequest]
 ) -> None:
     scored = [
         dataclasses.replace(one, params=dataclasses.replace(one.params, prompt_logprobs=2, max_tokens=1))
@@ -236,7 +257,7 @@ def test_logprobs_of_a_prompt_are_the_same_in_chunks_and_in_company(
     ]
     found = []
     for chunk, company in ((512, []), (7, requests[:2])):
-        engine = make_engine(decoder, overlap=True, max_chunk_tokens=chunk)
+        engine = make_engine(model, overlap=True, max_chunk_tokens=chunk)
         found.append(
             [result.prompt_logprobs or () for result in run(engine, [*scored, *company])[: len(scored)]]
         )
@@ -246,27 +267,28 @@ def test_logprobs_of_a_prompt_are_the_same_in_chunks_and_in_company(
         for one, other in zip(first[1:], second[1:], strict=True):
             assert one is not None and other is not None
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
-            np.testing.assert_allclose(one.logprob, other.logprob, rtol=0, atol=1e-10)
+            assert one.logprob == other.logprob
 
 
 def test_a_request_with_broken_numbers_fails_alone(
-    decoder: Decoder,
+    model: Model,
     requests: list[InferenceRequest],
     alone: list[GenerationResult],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One row of the logits turns into NaN in the middle: that request ends in error, the others as ever."""
-    engine = make_engine(decoder, overlap=True)
-    make_logits, calls = decoder.logits, []
+    engine = make_engine(model, overlap=True)
+    assert model.native is not None
+    forward, calls = model.native.forward.step, []
 
-    def broken(rows: np.ndarray) -> np.ndarray:
-        logits = make_logits(rows)
-        calls.append(len(logits))
+    def broken(step: StepIndices, cache: np.ndarray, sampled: int) -> tuple[np.ndarray, np.ndarray]:
+        logits, rows = forward(step, cache, sampled)
+        calls.append(sampled)
         if len(calls) == 4:
             logits[2] = np.nan
-        return logits
+        return logits, rows
 
-    monkeypatch.setattr(decoder, "logits", broken)
+    monkeypatch.setattr(model.native.forward, "step", broken)
     ids = [engine.submit(request) for request in requests[:8]]
     engine.run_until_idle()
     results = [engine.get_result(request_id) for request_id in ids]
@@ -282,21 +304,22 @@ def test_a_request_with_broken_numbers_fails_alone(
 
 
 def test_a_step_that_breaks_down_is_tried_again(
-    decoder: Decoder,
+    model: Model,
     requests: list[InferenceRequest],
     alone: list[GenerationResult],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = make_engine(decoder, overlap=True)
-    forward, calls = decoder.forward, []
+    engine = make_engine(model, overlap=True)
+    assert model.native is not None
+    forward, calls = model.native.forward.step, []
 
-    def broken(step: StepIndices, cache: np.ndarray) -> np.ndarray:
+    def broken(step: StepIndices, cache: np.ndarray, sampled: int) -> tuple[np.ndarray, np.ndarray]:
         calls.append(len(step.token_ids))
         if len(calls) == 3:
             raise MemoryError("no room for the activations")
-        return forward(step, cache)
+        return forward(step, cache, sampled)
 
-    monkeypatch.setattr(decoder, "forward", broken)
+    monkeypatch.setattr(model.native.forward, "step", broken)
     assert_equal(run(engine, requests[:3]), alone[:3])
     assert engine.stats()[0].steps_failed == 1
     engine.stop()

@@ -58,3 +58,19 @@ def test_logits_are_the_same_bits_in_any_company_and_in_any_chunks(
         assert np.array_equal(ours, expected)
         (one_by_one,) = logits_in_a_batch(alone, [text], [[1]] * len(text), 8)
         assert np.array_equal(ours, one_by_one)
+
+
+def test_a_long_context_gives_the_same_bits_whether_or_not_its_segments_are_shared_out(
+    instructions: str, tmp_path: Path
+) -> None:
+    """Alone, its attention is cut into segments over the threads; beside many others, and in one piece, it is not."""
+    case = CASES["llama"]
+    checkpoint = save(build_model(case), tmp_path)
+    decoder = NativeDecoder("huggingface", checkpoint.config, checkpoint.sources, threads=3)
+    rng = np.random.default_rng(5)
+    long, *short = [rng.integers(1, VOCABULARY, length).tolist() for length in (1200, *[3] * 12)]
+    (alone,) = logits_in_a_batch(decoder, [long], [[1195], *[[1]] * 5], 16)
+    (whole,) = logits_in_a_batch(decoder, [long], [[1200]], 16)
+    among, *_ = logits_in_a_batch(decoder, [long, *short], [[1198, *[1] * 12], *[[1, *[1] * 12]] * 2], 16)
+    assert np.array_equal(alone, whole)
+    assert np.array_equal(among, whole)

@@ -46,6 +46,23 @@ def test_a_mixed_step_becomes_flat_tokens_with_positions_cells_and_tables() -> N
     assert entries.positions.tolist() == [6, 6] and entries.output_indices.tolist() == [4, 4]
 
 
+def test_a_step_of_decodes_alone_has_the_arrays_that_it_has_as_a_step_of_any_kind() -> None:
+    random = np.random.default_rng(0)
+    rows = Rows(num_rows=9, max_context=64, block_size=4)
+    lengths = random.integers(1, 64, size=9).tolist()
+    starts = tuple(
+        start(row, tuple(random.integers(99, size=n).tolist()), tuple(random.permutation(16).tolist()))
+        for row, n in enumerate(lengths)
+    )
+    rows.update(plan([(0, 0, 1, False)], row_starts=starts))
+    for count in range(1, 10):
+        entries = [(int(row), lengths[row] - 1, 1, True) for row in random.permutation(9)[:count]]
+        decodes, anything = rows.indices(plan(entries, decodes=count)), rows.indices(plan(entries))
+        for name, values in vars(anything).items():
+            found = getattr(decodes, name)
+            assert found.tolist() == values.tolist() and found.dtype == values.dtype, name
+
+
 def test_a_sampled_token_is_the_input_of_the_next_decode() -> None:
     rows = Rows(num_rows=2, max_context=8, block_size=4)
     first = plan([(1, 0, 2, True)], row_starts=(start(1, (4, 5), (0,)),))

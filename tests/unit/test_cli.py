@@ -122,7 +122,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], FakeLLM]:
 
     def arrange(answer: Answer) -> FakeLLM:
         llm = FakeLLM(answer)
-        monkeypatch.setattr("weft.llm.LLM", lambda path, max_context: llm)
+        monkeypatch.setattr("weft.llm.LLM", lambda path, **options: llm)
         monkeypatch.setattr("weft.cli.start.fetch", lambda model: Path("model.gguf"))
         return llm
 

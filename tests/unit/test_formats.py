@@ -12,8 +12,9 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from model_files import gguf, tensor
-from weft.loading import formats
-from weft.loading.formats import GGUF_FORMATS, TensorFormat, decode_into
+from weft.loading import decoding, formats
+from weft.loading.decoding import decode_into
+from weft.loading.formats import GGUF_FORMATS, TensorFormat
 from weft.loading.gguf import read_gguf
 from weft.loading.tensor import StoredTensor
 
@@ -118,7 +119,7 @@ def test_pieces_give_the_same_numbers_as_the_whole(
     count = int(np.prod(shape))
     raw = random_blocks(tensor_format, count // tensor_format.block_values, 3).reshape(-1)
     whole = decoded(raw, tensor_format, shape)
-    monkeypatch.setattr(formats, "_VALUES_PER_PIECE", 512)
+    monkeypatch.setattr(decoding, "_VALUES_PER_PIECE", 512)
     assert_same_bits(decoded(raw, tensor_format, shape), whole)
 
     done: list[tuple[int, int]] = []

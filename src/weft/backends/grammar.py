@@ -62,10 +62,11 @@ class RowGrammars:
 
     def masks(self, rows: np.ndarray) -> Masks:
         """Of the rows [S] that are about to sample; waits until they are there."""
+        if self._last is None:
+            return NO_MASKS  # no row has ever had one
         entries = np.flatnonzero(self._has_grammar[rows])
         if not len(entries):
             return NO_MASKS
-        assert self._last is not None, "a row samples before it was started"
         self._last.result()
         masked = rows[entries]
         errors = {
@@ -77,6 +78,8 @@ class RowGrammars:
 
     def advance(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """These rows [S] sampled these tokens."""
+        if self._last is None:
+            return
         masked = self._has_grammar[rows]
         if masked.any():
             pairs = list(zip(rows[masked].tolist(), tokens[masked].tolist(), strict=True))

@@ -17,7 +17,8 @@ _BUILDERS = {
 
 
 def build(name: str, **options: Any) -> Backend:
-    """The backend called `name`. `options` are those of its builder: "cpu" takes `checkpoint`, `dtype`, `max_context`."""
+    """The backend called `name`. `options` are those of its builder: "cpu" takes `checkpoint`,
+    `max_context`, `threads`, `quantize`, `dtype`."""
     if name not in _BUILDERS:
         raise InvalidRequestError(
             f"backend is {name!r}; allowed: {', '.join(sorted(_BUILDERS))}", field="backend"

@@ -10,69 +10,32 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from weft.backends.cost_model import H200_LLAMA_8B, ZEN3_SMOLLM2_135M, CostModelBackend, StepCosts
-from weft.bench.report import Check, print_checks, print_json, print_line, print_table, quantile
+from weft.bench.jobs import (
+    LOAD,
+    LONG,
+    SHORT,
+    Job,
+    Mix,
+    Run,
+    check_mixes,
+    mix_of,
+    mixed_jobs,
+    poisson_jobs,
+    print_mixes,
+    run_jobs,
+)
+from weft.bench.report import Check, print_checks, print_json, print_line, print_table
 from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
-from weft.request import InferenceRequest, RequestId, SamplingParams, TokenOutput
-from weft.scheduling.scheduler import ContinuousBatchScheduler
 
 DEVICES = {"CPU": ZEN3_SMOLLM2_135M, "H200": H200_LLAMA_8B}
 TARGETS = {"CPU": 0.1, "H200": 0.006}
 """Seconds between tokens asked of the policy ADAPTIVE. On the H200 half as much again as a decode step takes."""
-SHORT, LONG = (32, 64), (2048, 512)
-"""Prompt and answer."""
-LOAD = 0.5
-"""Share of the device's time that short and long requests together take, where 16 share a step."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A request as a workload names it: when it comes, and how long its prompt and its answer are."""
-
-    arrival: float
-    prompt: int
-    output: int
-
-
-@dataclass
-class Trace:
-    """One job's way through the engine. Times count from its arrival, not from when the engine saw it."""
-
-    job: Job
-    token_times: list[float] = field(default_factory=list)
-
-    @property
-    def first_token(self) -> float:
-        return self.token_times[0] - self.job.arrival
-
-    @property
-    def latency(self) -> float:
-        return self.token_times[-1] - self.job.arrival
-
-    @property
-    def largest_gap(self) -> float:
-        """The longest silence between two tokens of the answer."""
-        return max((later - earlier for earlier, later in itertools.pairwise(self.token_times)), default=0.0)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a workload gave: its jobs' traces, when it ended, and how full its blocks were."""
-
-    traces: list[Trace]
-    seconds: float
-    held_cells: float
-    unused_cells: float
-    """Cells in blocks held by running requests, and those of them without a token; both times seconds."""
-
-    @property
-    def output_tokens_per_second(self) -> float:
-        return sum(trace.job.output for trace in self.traces) / self.seconds
 
 
 @dataclass(frozen=True)
@@ -86,7 +49,7 @@ class Report:
         return [
             *_check_comparisons(self.static),
             *_check_scaling(self.scaling),
-            *_check_mixes(self.long_and_short),
+            *check_mixes(self.long_and_short),
         ]
 
 
@@ -97,7 +60,7 @@ def main(json: bool = False, quick: bool = False) -> None:
         return
     _print_comparisons(report.static)
     _print_scaling(report.scaling)
-    _print_mixes(report.long_and_short)
+    print_mixes(report.long_and_short)
     print_checks(report.checks)
     print_line("Virtual time: the figures follow from the cost model and are the same on every machine.")
 
@@ -111,44 +74,11 @@ def measure_all(quick: bool = False) -> Report:
 
 
 def run(costs: StepCosts, config: SchedulerConfig, jobs: Sequence[Job], num_blocks: int | None = None) -> Run:
-    """Runs the jobs, each submitted at its time, through an engine with its defaults but for the scheduler's."""
+    """Runs the jobs through an engine with its defaults but for the scheduler's."""
     clock = VirtualClock()
     engine_config = ServingEngineConfig(scheduler=config, cache=KvCachePoolConfig(num_blocks=num_blocks))
     engine = ServingEngine(CostModelBackend(clock, costs), engine_config, clock=clock, seed=0)
-    source = random.Random(0)
-    traces: dict[RequestId, Trace] = {}
-
-    def note(output: TokenOutput) -> None:
-        traces[output.request_id].token_times.append(clock())
-
-    pending = sorted(jobs, key=lambda job: job.arrival, reverse=True)
-    held = unused = 0.0
-    while True:
-        while pending and pending[-1].arrival <= clock():
-            job = pending.pop()
-            # Prompts that share no prefix: hits in the cache would make later requests cheaper than earlier ones.
-            prompt = tuple(source.choices(range(40_000), k=job.prompt))
-            request = InferenceRequest(prompt, SamplingParams(max_tokens=job.output, temperature=0.0))
-            traces[engine.submit_with_callback(request, note)] = Trace(job)
-        began, (cells, empty) = clock(), _cells(engine.scheduler)
-        if engine.run_iteration():
-            held += cells * (clock() - began)
-            unused += empty * (clock() - began)
-        elif pending:
-            clock.advance_to(pending[-1].arrival)
-        else:
-            break
-    engine.stop()
-    for trace in traces.values():
-        assert len(trace.token_times) == trace.job.output, "a job did not get all its tokens"
-    return Run(list(traces.values()), clock(), held, unused)
-
-
-def _cells(scheduler: ContinuousBatchScheduler) -> tuple[int, int]:
-    """Cells in the blocks of running requests, and how many of them hold no token and are not being written."""
-    blocks = sum(len(sequence.allocation.blocks) for sequence in scheduler.running if sequence.allocation)
-    cells = blocks * scheduler.info.block_size
-    return cells, cells - sum(sequence.scheduled for sequence in scheduler.running)
+    return run_jobs(engine, clock, clock.advance_to, jobs)
 
 
 def work_seconds(costs: StepCosts, prompt: int, output: int) -> float:
@@ -202,7 +132,7 @@ def compare_with_static(rows: int = 16) -> list[Comparison]:
 
 
 def _compare(device: str, lengths: str, equal: str, rows: int) -> Comparison:
-    costs, jobs = DEVICES[device], _mixed_jobs(_LENGTHS[lengths])
+    costs, jobs = DEVICES[device], mixed_jobs(lengths)
     # A budget that lets a whole batch in at once: with less, a batch would close half empty and static look worse.
     room = rows * 512
     static_config = SchedulerConfig(
@@ -224,23 +154,6 @@ def _compare(device: str, lengths: str, equal: str, rows: int) -> Comparison:
         padded=tokens / _padded_seconds(costs, jobs, rows),
         most_possible=tokens / floor_seconds(costs, jobs, rows if blocks is None else len(jobs)),
     )
-
-
-def _even(source: random.Random, low: int, high: int) -> int:
-    return source.randint(low, high)
-
-
-def _skewed(source: random.Random, low: int, high: int) -> int:
-    """Evenly spread logarithms: many short, few long, as people ask."""
-    return round(math.exp(source.uniform(math.log(low), math.log(high))))
-
-
-_LENGTHS: dict[str, Callable[[random.Random, int, int], int]] = {"even": _even, "skewed": _skewed}
-
-
-def _mixed_jobs(draw: Callable[[random.Random, int, int], int]) -> list[Job]:
-    source = random.Random(64)
-    return [Job(0.0, draw(source, 16, 512), draw(source, 16, 256)) for _ in range(64)]
 
 
 def _padded_seconds(costs: StepCosts, jobs: Sequence[Job], rows: int) -> float:
@@ -350,34 +263,6 @@ def _print_scaling(scalings: Sequence[Scaling]) -> None:
 # ---------------------------------------------------------------------- long among short
 
 
-@dataclass(frozen=True)
-class Mix:
-    """100 short requests, without and with 10 long ones among them; over several seeds. Seconds."""
-
-    device: str
-    policy: str
-    requests_per_second: float
-    short_p99_alone: float
-    short_p99: float
-    first_token_p99_alone: float
-    first_token_p99: float
-    largest_gap: float
-    """Between two tokens of a short request."""
-    largest_extra_wait: float
-    """For the first token of a short request, above what the same request waited without the long ones."""
-    fragmentation: float
-    fragmentation_alone: float
-    long_p50: float
-
-    @property
-    def rise(self) -> float:
-        return self.short_p99 / self.short_p99_alone - 1
-
-    @property
-    def longest_block(self) -> float:
-        return max(self.largest_gap, self.largest_extra_wait)
-
-
 def measure_mix(device: str, policy: PriorityPolicy, num_seeds: int) -> Mix:
     costs = DEVICES[device]
     config = SchedulerConfig()
@@ -388,26 +273,10 @@ def measure_mix(device: str, policy: PriorityPolicy, num_seeds: int) -> Mix:
     rate = LOAD / _mean_device_seconds(costs)
     alone, mixed = [], []
     for seed in range(num_seeds):
-        jobs = _poisson_jobs(random.Random(seed), rate)
+        jobs = poisson_jobs(random.Random(seed), rate)
         alone.append(run(costs, config, [job for job in jobs if job.prompt == SHORT[0]]))
         mixed.append(run(costs, config, jobs))
-    before = [trace for result in alone for trace in result.traces]
-    after = [trace for result in mixed for trace in result.traces if trace.job.prompt == SHORT[0]]
-    long = [trace for result in mixed for trace in result.traces if trace.job.prompt == LONG[0]]
-    return Mix(
-        device=device,
-        policy=name,
-        requests_per_second=rate,
-        short_p99_alone=quantile([trace.latency for trace in before], 0.99),
-        short_p99=quantile([trace.latency for trace in after], 0.99),
-        first_token_p99_alone=quantile([trace.first_token for trace in before], 0.99),
-        first_token_p99=quantile([trace.first_token for trace in after], 0.99),
-        largest_gap=max(trace.largest_gap for trace in after),
-        largest_extra_wait=max(b.first_token - a.first_token for a, b in zip(before, after, strict=True)),
-        fragmentation=_fragmentation(mixed),
-        fragmentation_alone=_fragmentation(alone),
-        long_p50=quantile([trace.latency for trace in long], 0.5),
-    )
+    return mix_of(device, name, rate, alone, mixed)
 
 
 def _mean_device_seconds(costs: StepCosts) -> float:
@@ -415,62 +284,3 @@ def _mean_device_seconds(costs: StepCosts) -> float:
     short = work_seconds(costs, *SHORT) + costs.base * SHORT[1] / 16
     long = work_seconds(costs, *LONG) + costs.base * LONG[1] / 16
     return (100 * short + 10 * long) / 110
-
-
-def _poisson_jobs(source: random.Random, rate: float) -> list[Job]:
-    lengths = [SHORT] * 100 + [LONG] * 10
-    source.shuffle(lengths)
-    arrivals = itertools.accumulate(source.expovariate(rate) for _ in lengths)
-    return [Job(arrival, *length) for arrival, length in zip(arrivals, lengths, strict=True)]
-
-
-def _fragmentation(runs: Sequence[Run]) -> float:
-    return sum(result.unused_cells for result in runs) / sum(result.held_cells for result in runs)
-
-
-def _check_mixes(mixes: Sequence[Mix]) -> list[Check]:
-    checks = []
-    for mix in mixes:
-        who = f"{mix.device}, {mix.policy}"
-        checks += [
-            Check(f"{who}: p99 of the short rises", f"{mix.rise:.0%}", "less than 50%", mix.rise < 0.5),
-            Check(
-                f"{who}: longest block of a short one by a prefill",
-                f"{1000 * mix.longest_block:.0f} ms",
-                "at most 500 ms",
-                mix.longest_block <= 0.5,
-            ),
-            Check(
-                f"{who}: KV fragmentation, with and without the long ones",
-                f"{mix.fragmentation:.1%}, {mix.fragmentation_alone:.1%}",
-                "less than 15%",
-                max(mix.fragmentation, mix.fragmentation_alone) < 0.15,
-            ),
-        ]
-    return checks
-
-
-def _print_mixes(mixes: Sequence[Mix]) -> None:
-    def ms(*seconds: float) -> str:
-        return " -> ".join(f"{1000 * value:,.0f}" for value in seconds)
-
-    print_table(
-        f"10 long (2048/512) among 100 short (32/64), Poisson arrivals at {LOAD:.0%} load; without -> with them, ms",
-        (
-            *("device, policy", "requests/s", "p99", "first token p99"),
-            *("gap", "extra wait", "KV unused", "long p50"),
-        ),
-        [
-            (
-                f"{m.device}, {m.policy}",
-                f"{m.requests_per_second:.2f}",
-                ms(m.short_p99_alone, m.short_p99),
-                ms(m.first_token_p99_alone, m.first_token_p99),
-                ms(m.largest_gap),
-                ms(m.largest_extra_wait),
-                f"{m.fragmentation_alone:.1%} -> {m.fragmentation:.1%}",
-                ms(m.long_p50),
-            )
-            for m in mixes
-        ],
-    )

@@ -75,13 +75,21 @@ def take_snapshot() -> Snapshot | None:
 
 def use_between(before: Snapshot | None, after: Snapshot | None, host: str, port: int) -> MachineUse:
     """What happened between two snapshots, the first taken right before a phase and the second right after it."""
+    server_pids = find_server(host, port, after.processes) if after else frozenset()
+    # A server that is here and cannot be seen (another user's) cannot be told from the others.
+    return use_of(before, after, server_pids, is_told_apart=bool(server_pids) or not _is_here(host))
+
+
+def use_of(
+    before: Snapshot | None, after: Snapshot | None, server_pids: frozenset[int], is_told_apart: bool = True
+) -> MachineUse:
+    """The same where the processes of the server are known."""
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     if before is None or after is None or after.at <= before.at:
         return MachineUse(cores, load, 0.0, None, None, ())
     seconds = after.at - before.at
     tick = os.sysconf("SC_CLK_TCK")
     client = (after.client - before.client) / seconds
-    server_pids = find_server(host, port, after.processes)
     spent = {
         pid: (process.ticks - (before.processes[pid].ticks if pid in before.processes else 0))
         / tick
@@ -90,8 +98,6 @@ def use_between(before: Snapshot | None, after: Snapshot | None, host: str, port
     }
     server = sum(spent[pid] for pid in server_pids) if server_pids else None
     everyone = (after.busy - before.busy + after.stolen - before.stolen) / tick / seconds
-    # A server that is here and cannot be seen (another user's) cannot be told from the others.
-    is_told_apart = bool(server_pids) or not _is_here(host)
     strangers = sorted(spent.keys() - server_pids - {os.getpid()}, key=lambda pid: -spent[pid])
     return MachineUse(
         cores=cores,
@@ -103,6 +109,11 @@ def use_between(before: Snapshot | None, after: Snapshot | None, host: str, port
             f"{after.processes[pid].name} {spent[pid]:.0%}" for pid in strangers[:3] if spent[pid] >= 0.01
         ),
     )
+
+
+def family_of(pid: int, processes: Mapping[int, Process]) -> frozenset[int]:
+    """A process and all its descendants."""
+    return frozenset(other for other in processes if pid in _line_of(other, processes))
 
 
 def find_server(host: str, port: int, processes: Mapping[int, Process]) -> frozenset[int]:

@@ -81,7 +81,7 @@ class ServerProcesses:
                 if not pages:  # ended, and nobody has looked yet
                     continue
                 if pid not in self.histories:
-                    self.histories[pid] = ProcessHistory(_role(pid))
+                    self.histories[pid] = ProcessHistory(role_of(pid))
             except OSError:  # it ended meanwhile
                 continue
             history = self.histories[pid]
@@ -95,7 +95,8 @@ class ServerProcesses:
             await asyncio.sleep(_SAMPLE_SECONDS)
 
 
-def _role(pid: int) -> str:
+def role_of(pid: int) -> str:
+    """What a process of a server is for, as its command line tells."""
     command = (_PROC / str(pid) / "cmdline").read_bytes()
     for part, name in (
         (_ENGINE, "engine"),

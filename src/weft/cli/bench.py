@@ -41,6 +41,52 @@ def bench_batching(json: AsJson = False) -> None:
     run(json=json)
 
 
+@bench_app.command("criteria")
+def bench_criteria(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="default, hf:owner/name, or a path.")
+    ] = "default",
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Default: one for each physical core.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Measure the published criteria of batching.
+
+    On a real model: continuous against static, scaling, long among short. Some minutes, on a machine that does nothing
+    else.
+    """
+    from weft.bench.criteria import main as run
+
+    run(model, threads=threads, json=json)
+
+
+@bench_app.command("perplexity")
+def bench_perplexity(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="default, hf:owner/name, or a path.")
+    ] = "default",
+    text: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="UTF-8; default: the topics of Python's own help.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens of a window.")] = 512,
+    windows: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="How many; default: 4,096 tokens' worth.")
+    ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="int8 or int4, for weights that are stored as floats.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Compare the kernels' quality with numpy's.
+
+    Perplexity on the same text with the same weights, in f32 there.
+    """
+    from weft.bench.perplexity import main as run
+
+    run(model, text=text, context=context, windows=windows, quantize=quantize, json=json)
+
+
 @bench_app.command("serve")
 def bench_serve(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server, such as http://127.0.0.1:8000.")],
@@ -141,6 +187,45 @@ def bench_serve(
         raise typer.Exit(1)
 
 
+@bench_app.command("peers")
+def bench_peers(
+    peers: Annotated[
+        str | None,
+        typer.Option(metavar="P,P,...", help="llama.cpp, openvino, onnxruntime, vllm; default: all."),
+    ] = None,
+    work: Annotated[
+        str | None,
+        typer.Option(metavar="W,W,...", help="start, W1, W8, W32, Wmix, Wshare, Wshare-warm; default: all."),
+    ] = None,
+    home: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where peers are installed; default: peers in WEFT_HOME."),
+    ] = None,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep each result there, and go on from what is there.")
+    ] = None,
+    repeats: Annotated[
+        int, typer.Option(min=0, metavar="N", help="How often a run that others disturbed is repeated.")
+    ] = 2,
+    json: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write all that was measured as JSON.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw a bar chart as PNG.")] = None,
+) -> None:
+    """Compare with other engines on this machine.
+
+    Installs each into an environment of its own, some GB in all, and runs the same work on each in turn, half an hour.
+    Exit code 1: an engine could not be measured.
+    """
+    from weft.bench.peers import main as run_peers
+
+    is_complete = run_peers(
+        peers=peers, work=work, home=home, keep=keep, repeats=repeats, json_path=json, plot_path=plot
+    )
+    if not is_complete:
+        raise typer.Exit(1)
+
+
 @bench_app.command("overhead")
 def bench_overhead(json: AsJson = False) -> None:
     """Time what HTTP adds to the engine.
@@ -166,6 +251,26 @@ def bench_kernels(
     from weft.bench.kernels import main as run
 
     run(threads=threads, json=json)
+
+
+@bench_app.command("start")
+def bench_start(
+    model: Annotated[str, typer.Option("--model", "-m", help="What is served.")] = "default",
+    starts: Annotated[int, typer.Option(min=1, metavar="N", help="How often; one more comes before.")] = 5,
+    streams: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Peak memory with so many streams at once; '' for none.")
+    ] = "8,32",
+    json: AsJson = False,
+) -> None:
+    """Time a start of the server.
+
+    From the process to the first token, with what its processes use. Exit code 1: a bar was missed.
+    """
+    from weft.bench.start import main as run_starts
+    from weft.bench.start import parse_streams
+
+    if not run_starts(model, starts, parse_streams(streams), json):
+        raise typer.Exit(1)
 
 
 @bench_app.command("soak")

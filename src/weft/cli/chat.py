@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from weft.cli.start import check_sampling, command_params, shown_name, start
+from weft.cli.model import shown_name
+from weft.cli.start import check_sampling, command_params, start
 from weft.errors import InvalidRequestError, WeftError
 from weft.request import FinishReason, GenerationResult, SamplingParams
 from weft.terminal import one_line, printable
@@ -43,11 +44,19 @@ _HELP = """  /help          this list
   Ctrl-C         stop the answer; what was said until then is remembered"""
 
 
-def chat_command(*, model: str, system: str | None, context: int | None, **sampling: Any) -> None:
+def chat_command(
+    *,
+    model: str,
+    system: str | None,
+    context: int | None,
+    threads: int | None = None,
+    quantize: str | None = None,
+    **sampling: Any,
+) -> None:
     """Read a message, answer it, until the end of the input."""
     check_sampling(sampling)
     console = Console(stderr=True, highlight=False)
-    with start(model, context) as llm:
+    with start(model, context, threads, quantize) as llm:
         llm.text.require_chat_template()
         params = command_params(llm, chat=True, **sampling)
         name = printable(shown_name(model))

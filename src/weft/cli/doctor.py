@@ -80,6 +80,7 @@ def _checks(model: str, port: int) -> Iterator[Check]:
         ("processor", _processor),
         ("memory", _memory),
         ("GPU", _gpu),
+        ("kernels", _kernels),
         ("BLAS", _blas),
         ("cache", _cache),
         ("port", lambda: _port(port)),
@@ -148,6 +149,12 @@ def _gpu() -> Check:
     if not gpus:
         return Check("GPU", "ok", "none found; weft runs on the processor")
     return Check("GPU", "note", "; ".join(gpus), "This version of weft runs on the processor.")
+
+
+def _kernels() -> Check:
+    from weft.backends.cpu.kernels import describe, instruction_set
+
+    return Check("kernels", "ok" if instruction_set() else "note", describe())
 
 
 def _blas() -> Check:

@@ -16,7 +16,8 @@ from rich.console import Console
 from weft.cli.answers import error_of
 from weft.cli.batch import Batch, open_output
 from weft.cli.lines import Line, Wishes, make_job
-from weft.cli.start import check_sampling, shown_name, start
+from weft.cli.model import shown_name
+from weft.cli.start import check_sampling, start
 from weft.errors import InvalidRequestError, WeftError
 from weft.request import GenerationResult, Grammar
 from weft.terminal import one_line, printable
@@ -35,6 +36,8 @@ def generate_command(
     resume: bool,
     model: str,
     context: int | None,
+    threads: int | None,
+    quantize: str | None,
     chat: bool,
     system: str | None,
     json_schema: Path | None,
@@ -58,14 +61,14 @@ def generate_command(
     texts = _read_prompts(prompts, files) if input_path is None else []
     wishes = Wishes(given, as_chat=chat, system=system)
     if input_path is None and output_path is None:
-        with start(model, context) as llm:
+        with start(model, context, threads, quantize) as llm:
             _check_chat(llm, chat)
             _print_texts(llm, texts, wishes)
         return
     with (
         _open_input(input_path, texts) as source,
         open_output(path, overwrite, resume) as output,
-        start(model, context) as llm,
+        start(model, context, threads, quantize) as llm,
     ):
         _check_chat(llm, chat)
         Batch(llm, shown_name(model), wishes, output).run(source)

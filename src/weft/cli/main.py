@@ -1,8 +1,5 @@
 """The `weft` command line: what each command takes and says. The work is imported inside the command that needs it."""
 
-import io
-import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +7,7 @@ import typer
 
 from weft import __version__
 from weft.cli.bench import AsJson, bench_app
-from weft.errors import WeftError
+from weft.cli.entry import run
 
 app = typer.Typer(
     name="weft",
@@ -62,6 +59,13 @@ Stop = Annotated[
 Context = Annotated[
     int | None,
     typer.Option(metavar="N", help="Longest context in tokens, prompt and answer; default: the model's own."),
+]
+
+Threads = Annotated[
+    int | None, typer.Option(metavar="N", help="Threads that compute; default: one for each core.")
+]
+Quantize = Annotated[
+    str | None, typer.Option(metavar="int8|int4", help="Quantise weights that are stored as floats.")
 ]
 
 
@@ -166,6 +170,8 @@ def generate(
         typer.Option("--regex", metavar="PATTERN", help="A regular expression that every answer matches."),
     ] = None,
     context: Context = None,
+    threads: Threads = None,
+    quantize: Quantize = None,
     chat: Annotated[
         bool,
         typer.Option(
@@ -202,6 +208,8 @@ def generate(
         resume=resume,
         model=model,
         context=context,
+        threads=threads,
+        quantize=quantize,
         chat=chat,
         system=system,
         json_schema=json_schema,
@@ -227,6 +235,8 @@ def chat(
     seed: Seed = None,
     stop: Stop = None,
     context: Context = None,
+    threads: Threads = None,
+    quantize: Quantize = None,
 ) -> None:
     """Talk to a model. Ctrl-D or /exit ends the conversation; /help lists the other commands.
 
@@ -239,6 +249,8 @@ def chat(
         model=model,
         system=system,
         context=context,
+        threads=threads,
+        quantize=quantize,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -270,6 +282,8 @@ def serve(
         str | None,
         typer.Option(metavar="SIZE", help="For the KV cache, such as 4GiB; default: 2GiB or more."),
     ] = None,
+    threads: Threads = None,
+    quantize: Quantize = None,
     chat_template: Annotated[
         str | None, typer.Option(metavar="PATH", help="A Jinja file instead of the model's own.")
     ] = None,
@@ -299,6 +313,8 @@ def serve(
         "api_key_file": api_key_file,
         "context": context,
         "memory": memory,
+        "threads": threads,
+        "quantize": quantize,
         "chat_template": chat_template,
     }
     serve_command(flags, config, print_config)
@@ -360,33 +376,8 @@ def simulate_check(
 
 
 def main() -> None:
-    """Run the command line. The one place where an expected error becomes a message and an exit code."""
-    _prepare_streams()
-    try:
-        app()
-    except WeftError as error:
-        from weft.terminal import one_line
-
-        print(f"weft: {one_line(error)}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
-    except OSError as error:
-        # Of standard output, which may lead to a full disk: every other file is opened by somebody who says more.
-        # What it still holds would fail once more at the end.
-        sys.stdout = io.StringIO()
-        print(f"weft: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-
-
-def _prepare_streams() -> None:
-    """A stream that the caller closed is None: nothing comes from it, and what is said there is lost. A character that
-    the terminal has no code for must not end the program."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  # until the end
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+    """Run the command line."""
+    run(app)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,19 @@
-"""`weft pull`, `weft models` and `weft remove`: fetches a model and shows how far it is, lists what is here, deletes it.
-
-`fetch` is also what the other commands get their model with.
-"""
+"""`weft pull`, `weft models` and `weft remove`: fetches a model and shows how far it is, lists what is here, deletes it."""
 
 from __future__ import annotations
 
 import json as json_module
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from weft.cli.model import fetch
 from weft.errors import ModelFileError, WeftError
 from weft.loading.cache import models_directory
 from weft.loading.checkpoint import open_checkpoint
-from weft.loading.pull import KeptModel, kept_models, pull, remove
+from weft.loading.pull import KeptModel, kept_models, remove
 from weft.models.registry import build_config
 from weft.progress import PullBar
 from weft.terminal import one_line, printable
@@ -31,18 +28,6 @@ def pull_command(model: str) -> None:
     except ModelFileError as error:
         raise ModelFileError(f"{path}: {error}") from error
     print(path)
-
-
-def fetch(model: str, verify: bool = False) -> Path:
-    """The file or folder of `model`. Says on stderr what is going on, where there is something to do."""
-    bar = PullBar(model)
-    try:
-        with bar as show:
-            return pull(model, show, verify)
-    except KeyboardInterrupt:
-        if bar.was_fetched:
-            bar.say("Stopped. What came is kept: the next pull goes on from there.")
-        raise
 
 
 @dataclass(frozen=True)

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft import __version__
-from weft.cli.pull import fetch
-from weft.cli.start import shown_name
+from weft.backends.cpu.kernels import describe
+from weft.cli.model import fetch, shown_name
+from weft.engine.launch import launch_engine
 from weft.server.config_file import Gathered, as_toml, gather
-from weft.server.guard import is_loopback
 from weft.server.keys import plain_keys, read_key_file
-from weft.server.logs import ServerLog
-from weft.server.serve import Started, serve
 from weft.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from weft.server.logs import ServerLog
+    from weft.server.serve import Started
 
 _MIB = 1 << 20
 
 
 def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: bool) -> None:
-    """`flags` by the keys of the settings; None for one that was not given."""
+    """`flags` by the keys of the settings; None, or no word at all, for one that was not given."""
+    gc.disable()  # nearly all that a start makes stays; the server looks for garbage once it is up
     gathered = gather(config, os.environ, flags)
     # All of it is checked before a model is fetched for nothing.
     settings = _settings(gathered)
@@ -30,8 +35,22 @@ def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: b
         print(as_toml(settings, gathered))
         return
     settings = _with_model(settings, gathered)
-    log = ServerLog(settings.log_format)
-    serve(settings, lambda started: _announce(settings, started, log), log)
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the server has its own way to stop
+        signal.signal(number, _leave)
+    launched = launch_engine(settings.backend, settings.backend_options, settings.engine)
+    try:
+        # Not at the top: the engine's process has begun by now, and needs as long for its own.
+        from weft.server.logs import ServerLog
+        from weft.server.serve import serve
+
+        log = ServerLog(settings.log_format)
+        serve(settings, lambda started: _announce(settings, started, log), log, launched)
+    finally:
+        launched.process.kill()  # it has ended by itself, but for a start that was cut short
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(0)
 
 
 def _settings(gathered: Gathered) -> ServerSettings:
@@ -52,8 +71,8 @@ def _with_model(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
     shown = Path(shown_name(model)).stem if path.endswith(".gguf") else shown_name(model)
     names = settings.names or (shown,)
     options = {"max_context": gathered.value("context")}
-    if settings.backend != "noop":  # which has no weights
-        options["checkpoint"] = path
+    if settings.backend != "noop":  # which has no weights, and nothing to compute
+        options |= {"checkpoint": path, **{key: gathered.value(key) for key in ("threads", "quantize")}}
     return dataclasses.replace(
         settings,
         model=path,
@@ -71,6 +90,7 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
     address = f"http://{host}:{started.port}"
     url = f"{address}/v1"
     said = f"Serving the OpenAI API at {url}"
+    kernels = describe(settings.backend_options.get("threads")) if settings.backend == "cpu" else "none"
     if log.format == "text":
         said = "\n".join(
             [
@@ -79,6 +99,7 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
                 f"  KV cache  {kv_cache / _MIB:>8,.0f} MiB at most: {tokens:,} tokens, "
                 f"{started.max_context:,} in one context",
                 f"  swap      {swap / _MIB:>8,.0f} MiB at most",
+                f"  kernels   {kernels}",
                 f"{said}; to look at and to try: {address}/docs",
             ]
         )
@@ -95,10 +116,13 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
         kv_cache_tokens=tokens,
         swap_bytes=swap,
         max_context=started.max_context,
+        kernels=kernels,
     )
 
 
 def _warnings(settings: ServerSettings, started: Started) -> list[str]:
+    from weft.server.guard import is_loopback
+
     warnings = []
     if not started.has_chat_template:
         warnings.append(

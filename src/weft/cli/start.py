@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
-from weft.cli.pull import fetch
-from weft.loading.wheel import DEFAULT_MODEL
+from weft.backends.cpu.kernels import describe
+from weft.cli.model import fetch
 from weft.request import SamplingParams
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from weft.llm import LLM, MemoryUse
 
 _MIB = 1 << 20
@@ -25,13 +23,6 @@ def check_sampling(given: dict[str, object]) -> None:
     SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
-def shown_name(model: str) -> str:
-    """What to call the model before a person: a file's name rather than the way to it."""
-    if model == "default":
-        return DEFAULT_MODEL.file.name
-    return model if model.startswith("hf:") else Path(model).name
-
-
 def command_params(llm: LLM, *, chat: bool, **given: Any) -> SamplingParams:
     """What a command samples with where it is not told: the model's own temperature, where its makers suggest one, else
     no randomness at all, since the API's 1.0 makes a small model ramble."""
@@ -42,20 +33,25 @@ def command_params(llm: LLM, *, chat: bool, **given: Any) -> SamplingParams:
     return llm.default_params(chat=chat, **(usual | said))
 
 
-def start(model: str, context: int | None) -> LLM:
+def start(model: str, context: int | None, threads: int | None, quantize: str | None) -> LLM:
     """The model, ready to run; a table on stderr says what memory it has, where a person looks at it."""
     path = fetch(model)
+    from rich.console import Console
+
     console = Console(stderr=True, highlight=False)
     with console.status("Loading the model"):
         from weft.llm import LLM  # numpy and the tokenizer take their time too
 
-        llm = LLM(str(path), max_context=context)
+        llm = LLM(str(path), max_context=context, threads=threads, quantize=quantize)
     if console.is_terminal:
         console.print(_memory_table(llm.memory), style="dim")
+        console.print(f"kernels: {describe(threads)}", style="dim")
     return llm
 
 
 def _memory_table(memory: MemoryUse) -> Table:
+    from rich.table import Table
+
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")

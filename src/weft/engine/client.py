@@ -7,15 +7,16 @@ import copy
 import dataclasses
 import enum
 import itertools
-import socket
-import sys
+import subprocess
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from weft import errors
 from weft.config import ServingEngineConfig
 from weft.engine import wire
+from weft.engine.launch import LaunchedEngine, launch_engine
 from weft.errors import EngineStoppedError, WeftError
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
@@ -190,7 +191,9 @@ class EngineClient:
         config: ServingEngineConfig,
         *,
         on_change: Callable[[EngineState], object] = lambda state: None,
+        launched: LaunchedEngine | None = None,
     ) -> None:
+        """`launched` is a process that was started with the same words and is to be the first."""
         self.state = EngineState.STOPPED
         self.info: BackendInfo | None = None
         self.max_sequence_length = 0
@@ -199,7 +202,8 @@ class EngineClient:
         """Called when an answer began or ended, and when the engine is ready."""
         self._launched_at = 0.0
         self._launch_seconds: float | None = None
-        self._start = wire.Start(backend, dict(options), config)
+        self._launch_engine = partial(launch_engine, backend, dict(options), config)
+        self._launched = launched
         self._capacity = config.stream_buffer
         self._turn = max(1, self._capacity // 2)
         """After so many tokens whoever reads them has a turn: one read of the socket may hold more than a reader may be
@@ -209,7 +213,7 @@ class EngineClient:
         self._numbers = itertools.count()
         self._metrics: dict[int, asyncio.Future[ServingMetrics]] = {}
         self._writer: asyncio.StreamWriter | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process = None if launched is None else launched.process
         self._watch: asyncio.Task[None] | None = None
         self._failure: WeftError | None = None
 
@@ -230,7 +234,7 @@ class EngineClient:
     def kill(self) -> None:
         """Ends the process at once; for who has no time left to wait."""
         self._change(EngineState.STOPPED)
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             self._process.kill()
 
     async def submit(
@@ -302,17 +306,10 @@ class EngineClient:
         """Starts a process and waits for its first word."""
         self._change(EngineState.STARTING)
         self._launched_at = asyncio.get_running_loop().time()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "weft.engine.process", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-            )
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        launched, self._launched = self._launched or self._launch_engine(), None
+        self._process = launched.process
+        reader, self._writer = await asyncio.open_unix_connection(sock=launched.connection)
         self._failure = None
-        self._send(self._start)
         self._messages = _messages(reader)
         async for message in self._messages:
             self._take(message)
@@ -359,10 +356,10 @@ class EngineClient:
         if process is None:
             return
         try:
-            await asyncio.wait_for(process.wait(), patience)
-        except TimeoutError:
+            await asyncio.to_thread(process.wait, patience)
+        except subprocess.TimeoutExpired:
             process.kill()
-            await process.wait()
+            await asyncio.to_thread(process.wait)
 
     def _change(self, state: EngineState) -> None:
         if state is not self.state:

@@ -9,6 +9,7 @@ by threads beside the reader, so that nobody waits for them.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import queue
 import signal
 import socket
@@ -71,6 +72,8 @@ class EngineProcess:
             return self._fail(f"{type(error).__name__}: {error}", 1)
         scheduler = self._engine.scheduler
         self._send(wire.Ready(scheduler.info, scheduler.max_sequence_length))
+        gc.freeze()  # what is here stays, and need not be looked through
+        gc.enable()
         reader = threading.Thread(target=self._read, name="weft-reader", daemon=True)
         reader.start()
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import random
 import threading
@@ -10,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from weft.backends.base import Backend
 from weft.clock import Clock
@@ -31,6 +31,9 @@ from weft.scheduling.kv_cache import KvCacheManagerStats
 from weft.scheduling.scheduler import ContinuousBatchScheduler, SchedulerStats
 from weft.scheduling.sequence import Sequence
 from weft.scheduling.views import slots
+
+if TYPE_CHECKING:
+    import asyncio  # imported where it is used: an engine without an event loop starts without it
 
 Callback = Callable[[TokenOutput], object]
 
@@ -128,6 +131,8 @@ class ServingEngine:
 
     async def submit_async(self, request: InferenceRequest) -> GenerationResult:
         """Submits and waits for the result. Cancelling the task cancels the request."""
+        import asyncio
+
         loop = asyncio.get_running_loop()
         future: asyncio.Future[GenerationResult] = loop.create_future()
 
@@ -146,6 +151,8 @@ class ServingEngine:
 
         A reader more than `stream_buffer` tokens behind has its request cancelled: it never stalls the others.
         """
+        import asyncio
+
         buffer = TokenBuffer(self.config.stream_buffer, asyncio.get_running_loop())
 
         def deliver(output: TokenOutput) -> None:

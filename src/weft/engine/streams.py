@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import deque
+from typing import TYPE_CHECKING
 
 from weft.request import TokenOutput
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class TokenBuffer:
     """Filled by the engine's thread, emptied by one reader in an event loop; wakes the reader once, not per token."""
 
     def __init__(self, capacity: int, loop: asyncio.AbstractEventLoop) -> None:
+        import asyncio  # whoever has a loop has it already; the engine's own process has none and starts without
+
         self._capacity = capacity
         self._loop = loop
         self._lock = threading.Lock()

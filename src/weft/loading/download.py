@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import http.client
 import re
 import ssl
@@ -14,17 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO
 
 from weft.errors import ModelFileError
+from weft.loading.checksum import Advance, Expected, is_right, size_of
 
 _PIECE_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 30.0
 _WAITS_SECONDS = (0.5, 2.0, 5.0)
 """Before each further attempt when not a byte came since the last one."""
-
-Advance = Callable[[int], object]
-"""Gets how many bytes of the file are here."""
 
 
 class TransferError(ModelFileError):
@@ -43,32 +40,17 @@ class Location:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What the whole file has to be. `git` is the checksum git knows a small file by: SHA-1 with its size in front."""
-
-    name: str
-    size: int
-    kind: Literal["sha256", "git"]
-    digest: str
-
-    def new_digest(self) -> Any:
-        if self.kind == "sha256":
-            return hashlib.sha256()
-        return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
-
-
 def download(locate: Callable[[], Location], partial: Path, expected: Expected, advance: Advance) -> None:
     """Make `partial` the whole and checked file. `locate` is asked before every attempt: addresses may expire."""
-    was_begun = _size(partial) > 0
+    was_begun = size_of(partial) > 0
     _transfer(locate, partial, expected, advance)
-    if _is_right(partial, expected):
+    if is_right(partial, expected):
         return
     partial.unlink()
     if was_begun:
         # The beginning came from another day, perhaps from another server: all of it once more.
         _transfer(locate, partial, expected, advance)
-        if _is_right(partial, expected):
+        if is_right(partial, expected):
             return
         partial.unlink()
     raise ChecksumError(
@@ -77,17 +59,12 @@ def download(locate: Callable[[], Location], partial: Path, expected: Expected, 
     )
 
 
-def matches(path: Path, expected: Expected, advance: Advance = lambda _: None) -> bool:
-    """Whether the file at `path` is the expected one, by every byte of it."""
-    return _size(path) == expected.size and _is_right(path, expected, advance)
-
-
 def _transfer(locate: Callable[[], Location], partial: Path, expected: Expected, advance: Advance) -> None:
     """Append to `partial` until it has its size."""
-    if _size(partial) > expected.size:
+    if size_of(partial) > expected.size:
         partial.unlink()
     waits = iter(_WAITS_SECONDS)
-    while (begun := _size(partial)) < expected.size or not partial.exists():
+    while (begun := size_of(partial)) < expected.size or not partial.exists():
         advance(begun)
         try:
             _append(locate(), partial, expected, advance)
@@ -96,17 +73,17 @@ def _transfer(locate: Callable[[], Location], partial: Path, expected: Expected,
                 raise
             if isinstance(error, urllib.error.HTTPError) and error.code == 416:
                 raise _another_file(expected, f"at most {begun}") from error
-            if _size(partial) > begun:
+            if size_of(partial) > begun:
                 waits = iter(_WAITS_SECONDS)
             wait = next(waits, None)
             if wait is None or not _may_pass(error):
-                raise _transfer_failed(expected, _size(partial), error) from error
+                raise _transfer_failed(expected, size_of(partial), error) from error
             time.sleep(wait)
     advance(expected.size)
 
 
 def _append(location: Location, partial: Path, expected: Expected, advance: Advance) -> None:
-    begun = _size(partial)
+    begun = size_of(partial)
     with _open(location, begun, expected) as (response, start), partial.open("ab") as file:
         file.truncate(start)
         done = start
@@ -150,16 +127,6 @@ def _another_file(expected: Expected, size: str) -> ChecksumError:
     )
 
 
-def _is_right(path: Path, expected: Expected, advance: Advance = lambda _: None) -> bool:
-    digest, done = expected.new_digest(), 0
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-            done += len(piece)
-            advance(done)
-    return bool(digest.hexdigest() == expected.digest)
-
-
 def _is_of_the_disk(error: Exception) -> bool:
     if isinstance(error, urllib.error.URLError) or not isinstance(error, OSError):
         return False
@@ -181,10 +148,3 @@ def _transfer_failed(expected: Expected, done: int, error: Exception) -> Transfe
         f"{expected.name}: {reason or type(error).__name__}; {done} of {expected.size} bytes are here and kept. "
         "Check the network and try again: it goes on from there"
     )
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

@@ -6,11 +6,11 @@ generate is not taken over either; that is for the caller to say, and the API ha
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from weft.errors import InvalidRequestError
 from weft.loading.files import field_error
@@ -46,15 +46,23 @@ def huggingface_sampling(path: Path, generation_config: Mapping[str, Any]) -> di
 
 def gguf_sampling(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The suggestions in the metadata of a GGUF file; `path` is for the errors."""
-    # The file stores 0.7 as the float32 nearest to it; the shortest number that rounds to it is what was meant, and
-    # what the same model's generation_config.json says.
-    with np.errstate(over="ignore"):
-        values = {
-            key: float(str(np.float32(value))) if isinstance(value, float) else value
-            for key, value in metadata.items()
-            if key in _GGUF_NAMES
-        }
+    values = {
+        key: _as_meant(value) if isinstance(value, float) else value
+        for key, value in metadata.items()
+        if key in _GGUF_NAMES
+    }
     return _checked(path, values, _GGUF_NAMES)
+
+
+def _as_meant(value: float) -> float:
+    """The file stores 0.7 as the float32 nearest to it; the shortest number that rounds to it is what was meant, and
+    what the same model's generation_config.json says."""
+    try:
+        stored = struct.pack("<f", value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    written = (float(f"{value:.{digits}g}") for digits in range(1, 10))
+    return next((number for number in written if struct.pack("<f", number) == stored), value)
 
 
 def _checked(path: Path, values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

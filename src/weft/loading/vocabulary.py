@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from weft.errors import ModelFileError
 
@@ -34,8 +33,9 @@ class Vocabulary:
     """The name of the rule that cuts text before merging; None in files made before there were names."""
     architecture: str
     tokens: list[str]
-    merges: list[tuple[str, str]]
-    scores: NDArray[np.float32] | None
+    merge_lines: list[str]
+    """Two tokens and a space each, as the file has them."""
+    scores: list[float] | None
     control_ids: tuple[int, ...]
     """Tokens that steer the model (`<|im_end|>`); text of a user never becomes one of them."""
     user_defined_ids: tuple[int, ...]
@@ -54,15 +54,25 @@ class Vocabulary:
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     """By name; "default" is the one of plain conversations."""
 
+    @cached_property
+    def merges(self) -> list[tuple[str, str]]:
+        """Cut when a tokenizer asks: an engine needs none of them, and there are as many as tokens."""
+        pairs = [tuple(line.split(" ")) for line in self.merge_lines]
+        for index, pair in enumerate(pairs):
+            if len(pair) != 2 or "" in pair:
+                raise ModelFileError(
+                    f"tokenizer.ggml.merges: entry {index} is {self.merge_lines[index]!r:.80}, "
+                    "expected two tokens and a space"
+                )
+        return pairs  # type: ignore[return-value]  # two each, as was just seen
+
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     """The vocabulary in the metadata of a model file."""
     tokens = _tokens(metadata)
     kinds = _numbers(metadata, "tokenizer.ggml.token_type", len(tokens))
-    if kinds is None:
-        kinds = np.ones(len(tokens), np.int32)
     # An unknown-token that text could become would be as bad as any control token; the others of its kind are padding.
-    control = np.flatnonzero((kinds == _CONTROL) | (kinds == _UNKNOWN)).tolist()
+    control = _ids_of(kinds, _CONTROL, _UNKNOWN)
     ids = {
         name: _token_id(metadata, f"tokenizer.ggml.{name}_token_id", len(tokens))
         for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
@@ -74,11 +84,11 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
         pre_tokenizer=None if pre_tokenizer is None else _word(metadata, "tokenizer.ggml.pre"),
         architecture=str(metadata.get("general.architecture", "")),
         tokens=tokens,
-        merges=_merges(metadata),
+        merge_lines=_merge_lines(metadata),
         scores=_numbers(metadata, "tokenizer.ggml.scores", len(tokens)),
         control_ids=tuple(control),
-        user_defined_ids=tuple(np.flatnonzero(kinds == _USER_DEFINED).tolist()),
-        byte_ids=tuple(np.flatnonzero(kinds == _BYTE).tolist()),
+        user_defined_ids=tuple(_ids_of(kinds, _USER_DEFINED)),
+        byte_ids=tuple(_ids_of(kinds, _BYTE)),
         bos_id=ids["bos"],
         eos_id=ids["eos"],
         unknown_id=ids["unknown"],
@@ -117,7 +127,7 @@ def _tokens(metadata: Mapping[str, Any]) -> list[str]:
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     value = metadata.get(key)
-    # The reader makes lists of strings only; an array of numbers is a numpy array.
+    # The reader makes lists of strings only; an array of numbers is an `array`.
     if not isinstance(value, list) or not value or not isinstance(value[0], str):
         raise ModelFileError(
             f"{key}: missing, or not a list of strings; the file has no vocabulary weft can use"
@@ -125,16 +135,24 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     return value
 
 
-def _numbers(metadata: Mapping[str, Any], key: str, size: int) -> NDArray[Any] | None:
+def _numbers(metadata: Mapping[str, Any], key: str, size: int) -> list[Any] | None:
     value = metadata.get(key)
     if value is None:
         return None
-    if not isinstance(value, np.ndarray) or value.ndim != 1 or len(value) != size:
-        found = len(value) if isinstance(value, np.ndarray | list) else "no list"
+    # Only an array of numbers can be made a list of; strings are one already.
+    if not hasattr(value, "tolist") or len(value) != size:
+        found = len(value) if hasattr(value, "tolist") or isinstance(value, list) else "no list"
         raise ModelFileError(f"{key}: {found} entries for {size} tokens")
-    if value.dtype.kind == "f" and not np.isfinite(value).all():
-        raise ModelFileError(f"{key}: entry {int(np.argmin(np.isfinite(value)))} is not a finite number")
-    return value
+    numbers: list[Any] = value.tolist()
+    if not all(map(math.isfinite, numbers)):
+        bad = next(index for index, number in enumerate(numbers) if not math.isfinite(number))
+        raise ModelFileError(f"{key}: entry {bad} is not a finite number")
+    return numbers
+
+
+def _ids_of(kinds: list[Any] | None, *wanted: int) -> list[int]:
+    """The tokens of these kinds; a file that tells of none has plain text alone."""
+    return [index for index, kind in enumerate(kinds or ()) if kind in wanted]
 
 
 def _word(metadata: Mapping[str, Any], key: str) -> str:
@@ -151,18 +169,9 @@ def _flag(metadata: Mapping[str, Any], key: str) -> bool | None:
     return value
 
 
-def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
-    if "tokenizer.ggml.merges" not in metadata:
-        return []
-    merges: list[tuple[str, str]] = []
-    for index, merge in enumerate(_strings(metadata, "tokenizer.ggml.merges")):
-        left, space, right = merge.partition(" ")
-        if not (left and space and right) or " " in right:
-            raise ModelFileError(
-                f"tokenizer.ggml.merges: entry {index} is {merge!r:.80}, expected two tokens and a space"
-            )
-        merges.append((left, right))
-    return merges
+def _merge_lines(metadata: Mapping[str, Any]) -> list[str]:
+    key = "tokenizer.ggml.merges"
+    return _strings(metadata, key) if key in metadata else []
 
 
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:

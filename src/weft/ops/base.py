@@ -4,7 +4,7 @@ A decoder calls these operations and nothing else, so it runs on any array libra
 opaque to it, hence `Any`.
 
     cell  = block id * block size + offset in the block    where one token's K and V live, in every layer
-    cache = [blocks, layers, 2 (K, V), block size, kv heads, head size]    one block is one run of memory
+    cache = [blocks, layers, 2 (K, V), ...]                one block is one run of memory; inside, ops have their own order
 """
 
 from __future__ import annotations

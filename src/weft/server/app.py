@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,7 +22,7 @@ from weft import __version__
 from weft.engine.client import EngineClient, EngineState
 from weft.errors import WeftError
 from weft.request import GenerationResult
-from weft.server import docs_page, openapi
+from weft.server import docs_page
 from weft.server.answers import Choices
 from weft.server.bodies import BodyReader, whole_body
 from weft.server.errors import ApiError, as_api_error, json_response
@@ -110,8 +111,7 @@ class ServerApp:
             Route("/openapi.json", self._openapi, methods=get),
             Route("/docs", self._docs, methods=get),
         ]
-        document = openapi.document(routes, asks_for_key=bool(self.settings.api_keys))
-        self._document = msgspec.json.encode(document)
+        self._routes = routes
         handlers: dict[Any, Any] = {
             ApiError: self._respond_with_error,
             WeftError: self._respond_with_weft_error,
@@ -324,6 +324,13 @@ class ServerApp:
             message = f"no request {name!r:.80} is under way; GET /admin/requests lists those that are"
             raise ApiError(404, message, code="request_not_found")
         return json_response({"id": name, "object": "request", "cancelled": True})
+
+    @cached_property
+    def _document(self) -> bytes:
+        """Made when somebody asks: a start should not wait for it."""
+        from weft.server import openapi
+
+        return msgspec.json.encode(openapi.document(self._routes, asks_for_key=bool(self.settings.api_keys)))
 
     async def _openapi(self, request: Request) -> Response:
         return Response(self._document, media_type="application/json")

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta, inspect
@@ -40,6 +40,8 @@ class _Command:
     model: str = "default"
     context: Annotated[int, Meta(ge=2)] | None = None
     memory: Annotated[int, Meta(ge=1)] | None = None
+    threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    quantize: Literal["int8", "int4"] | None = None
     api_keys: tuple[str, ...] = ()
     api_key_file: str | None = None
 

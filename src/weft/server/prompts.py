@@ -30,10 +30,6 @@ class PromptEncoder:
     ) -> None:
         self._text = text
         self._max_context = max_context
-        tokenizer = text.tokenizer
-        self._longest_token = max(
-            (len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocabulary_size)), default=1
-        )
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weft-text")
         self._worker = Worker(
             "weft.server.text_process", path, chat_template or "", text.tool_format_name or ""
@@ -44,11 +40,10 @@ class PromptEncoder:
         """The tokens of a prompt; `size` is about how many bytes it has."""
         if isinstance(prompt, Text) and size <= _TINY_BYTES:
             return encode_prompt(self._text, prompt)
+        loop = asyncio.get_running_loop()
         if size <= _SHORT_BYTES:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._threads, encode_prompt, self._text, prompt
-            )
-        self._check_length(prompt)
+            return await loop.run_in_executor(self._threads, encode_prompt, self._text, prompt)
+        await loop.run_in_executor(self._threads, self._check_length, prompt)
         question = packed(Question(prompt, self._max_context), prompt)
         answer = self._answers.decode(await self._worker.ask(question))
         if isinstance(answer, Tokens):
@@ -74,7 +69,7 @@ class PromptEncoder:
         else:
             contents = (message.get("content") for message in prompt.messages)
             num_characters = sum(len(content) for content in contents if isinstance(content, str))
-        at_least = num_characters // self._longest_token
+        at_least = num_characters // self._text.tokenizer.longest_token  # looked for with the first that asks
         if at_least > _SURELY_TOO_LONG * self._max_context:
             raise self._too_long(f"at least {at_least // _SURELY_TOO_LONG}", _field(prompt))
 

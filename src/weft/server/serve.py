@@ -9,13 +9,15 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 from uvicorn.server import ServerState
 
 from weft.engine.client import EngineClient, EngineState
+from weft.engine.launch import LaunchedEngine
 from weft.errors import WeftError
 from weft.loading.checkpoint import open_checkpoint
 from weft.plan import BackendInfo
@@ -23,7 +25,7 @@ from weft.server.app import ServerApp
 from weft.server.logs import LibraryHandler, ServerLog
 from weft.server.protocol import TimedProtocol
 from weft.server.settings import ServerSettings
-from weft.text.model_text import open_model_text
+from weft.text.model_text import ModelText, open_model_text
 
 _BACKLOG = 1024
 _ACCEPTS_PER_ROUND = 8
@@ -47,22 +49,25 @@ def serve(
     settings: ServerSettings,
     on_start: Callable[[Started], object],
     log: ServerLog,
+    launched: LaunchedEngine | None = None,
 ) -> None:
-    """Serves until a signal ends it. The log is closed then."""
+    """Serves until a signal ends it. The log is closed then. `launched` is the engine's process where it was started
+    before all that a server imports."""
     logging.basicConfig(handlers=[LibraryHandler(log)], level=logging.WARNING)
     try:
-        asyncio.run(_Life(settings, on_start, log).run())
+        asyncio.run(_Life(settings, on_start, log, launched).run())
     finally:
         log.close()
 
 
 def _tame_garbage_collection() -> None:
     """Everything stands still while garbage is looked for, up to 0.16 s among the objects of five hundred streams. What
-    is loaded by now stays and need not be looked through. The young are looked through often and so in milliseconds, and
-    become old at once; the old are gone through once in a long while: requests leave nothing behind that has to be found
-    this way (tests/server/test_garbage.py)."""
-    gc.collect()
+    is loaded by now stays and need not be looked through, not even once: a start leaves a megabyte of garbage, which is
+    not worth waiting for. The young are looked through often and so in milliseconds, and become old at once; the old are
+    gone through once in a long while: requests leave nothing behind that has to be found this way
+    (tests/server/test_garbage.py)."""
     gc.freeze()
+    gc.enable()  # `weft serve` starts without
     gc.set_threshold(1_000, 1, 1_500)
 
 
@@ -72,6 +77,7 @@ class _Life:
         settings: ServerSettings,
         on_start: Callable[[Started], object],
         log: ServerLog,
+        launched: LaunchedEngine | None,
     ) -> None:
         self._settings = settings
         self._on_start = on_start
@@ -81,34 +87,49 @@ class _Life:
         self._was_ready = False
         self._new_protocol: Callable[[], TimedProtocol]
         self._engine = EngineClient(
-            settings.backend, settings.backend_options, settings.engine, on_change=self._tell_state
+            settings.backend,
+            settings.backend_options,
+            settings.engine,
+            on_change=self._tell_state,
+            launched=launched,
         )
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        server = await self._bind()  # a port that is taken is told before a model is loaded for nothing
-        checkpoint = open_checkpoint(self._settings.model)
-        text = open_model_text(checkpoint, self._settings.chat_template, self._settings.tool_format)
-        starting = asyncio.ensure_future(self._engine.start())
+        starting: asyncio.Future[None] | None = None
+        text: ModelText | None = None
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
+            server = await self._bind()  # a port that is taken is told before a model is loaded for nothing
+            starting = asyncio.ensure_future(self._engine.start())
+            await asyncio.sleep(0)  # its process works from here on, while the text side keeps this one busy
+            text, suggestions = self._open_text()
             await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
-                starting.cancel()
-                self._engine.kill()  # it reads no messages before its weights are loaded
                 return
             starting.result()
-            app = ServerApp(self._settings, text, checkpoint.generation, self._engine, self._log)
+            app = ServerApp(self._settings, text, suggestions, self._engine, self._log)
             try:
                 await self._listen(server, app)
             finally:
                 await app.close()
-                text.close()
         finally:
             stopping.cancel()
+            if starting is None or not starting.done():
+                self._engine.kill()  # it reads no messages before its weights are loaded
+            if starting is not None and not starting.cancel():
+                starting.exception()  # told already, or of no interest beside what is raised here
             await self._engine.stop()
+            if text is not None:
+                text.close()
+
+    def _open_text(self) -> tuple[ModelText, Mapping[str, Any]]:
+        """And what the model's makers suggest. The files themselves are let go of: a vocabulary takes megabytes."""
+        checkpoint = open_checkpoint(self._settings.model)
+        text = open_model_text(checkpoint, self._settings.chat_template, self._settings.tool_format)
+        return text, checkpoint.generation
 
     async def _bind(self) -> asyncio.Server:
         """The address is ours; nobody is listened to yet."""

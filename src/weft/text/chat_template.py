@@ -53,26 +53,17 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         now: Callable[[], datetime] = datetime.now,
         sources: Mapping[str, str] | None = None,
+        process: TemplateProcess | None = None,
     ) -> None:
-        """`sources` stand for the templates of the model's files."""
+        """`sources` stand for the templates of the model's files; `process` was started with them."""
         sources = tokenizer.specials.chat_templates if sources is None else sources
-        if not sources:
-            raise ModelFileError("chat_template: the model has no chat template; use it without chat")
-        for name, source in sources.items():
-            if len(source) > _LONGEST_SOURCE:
-                raise ModelFileError(
-                    f"chat_template: {name!r:.80} has {len(source)} characters; allowed: {_LONGEST_SOURCE}"
-                )
-        if not sources.keys() & {"default", "tool_use"}:
-            raise ModelFileError(
-                f"chat_template: none is the default; the model has only {', '.join(sorted(sources))!s:.200}"
-            )
+        self._process = process or start_templates(sources)
         self._tokenizer = tokenizer
         self._now = now
         self._sources = sources
         self._shields = {name: _shield(tokenizer, source) for name, source in sources.items()}
         try:
-            self._process = TemplateProcess(sources)
+            self._process.confirm()
         except TemplateFailed as error:
             raise ModelFileError(f"chat_template: {error}") from error
 
@@ -234,6 +225,25 @@ class ChatTemplate:
             return self._run(name, {"messages": messages, "tools": tools}, MARK, True)
         except TemplateFailed:
             return None
+
+
+def start_templates(sources: Mapping[str, str]) -> TemplateProcess:
+    """The process of a model's templates, which compiles them while its caller does something else."""
+    if not sources:
+        raise ModelFileError("chat_template: the model has no chat template; use it without chat")
+    for name, source in sources.items():
+        if len(source) > _LONGEST_SOURCE:
+            raise ModelFileError(
+                f"chat_template: {name!r:.80} has {len(source)} characters; allowed: {_LONGEST_SOURCE}"
+            )
+    if not sources.keys() & {"default", "tool_use"}:
+        raise ModelFileError(
+            f"chat_template: none is the default; the model has only {', '.join(sorted(sources))!s:.200}"
+        )
+    try:
+        return TemplateProcess(sources)
+    except TemplateFailed as error:
+        raise ModelFileError(f"chat_template: {error}") from error
 
 
 def _shield(tokenizer: Tokenizer, source: str) -> Shield:

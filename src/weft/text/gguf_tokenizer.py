@@ -54,7 +54,7 @@ def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
         "pad_token": vocabulary.padding_id,
     }
     names = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
-    return Tokenizer(backend, Specials(bos_id, names, vocabulary.chat_templates))
+    return Tokenizer(backend, Specials(bos_id, names, vocabulary.chat_templates), len(tokens))
 
 
 def _added(texts: Iterable[str]) -> list[AddedToken]:
@@ -79,9 +79,11 @@ def _sentencepiece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     # Gemma's files write its runs of spaces as spaces, and look them up as SentencePiece writes them.
     spelled = [_SPACE * len(token) if _is_run_of_spaces(token) else token for token in tokens]
     ids = {token: index for index, token in enumerate(spelled)}
-    merges = _safe_merges(vocabulary) if vocabulary.merges else _merges_of_scores(vocabulary, spelled, ids)
+    merges = (
+        _safe_merges(vocabulary) if vocabulary.merge_lines else _merges_of_scores(vocabulary, spelled, ids)
+    )
     unknown = None if vocabulary.unknown_id is None else tokens[vocabulary.unknown_id]
-    with file_errors("tokenizer.ggml.merges" if vocabulary.merges else "tokenizer.ggml.tokens"):
+    with file_errors("tokenizer.ggml.merges" if vocabulary.merge_lines else "tokenizer.ggml.tokens"):
         model = models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = tokenizers.Tokenizer(model)
     prefix = vocabulary.add_space_prefix
@@ -126,7 +128,7 @@ def _merges_of_scores(
     if vocabulary.architecture.startswith("gemma"):
         scores = [0.0 if _RUN.fullmatch(token) else -1.0 - index for index, token in enumerate(spelled)]
     elif vocabulary.scores is not None:
-        scores = vocabulary.scores.tolist()
+        scores = vocabulary.scores
     else:
         raise ModelFileError("tokenizer.ggml.scores: missing; a vocabulary without merges needs them")
     barred = _not_text(vocabulary)

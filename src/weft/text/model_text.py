@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.loading.checkpoint import Checkpoint
-from weft.text.chat_template import ChatTemplate
+from weft.text.chat_template import ChatTemplate, start_templates
 from weft.text.folder_tokenizer import read_folder_tokenizer
 from weft.text.gguf_tokenizer import tokenizer_of
 from weft.text.messages import Message, mentions_tools
@@ -118,18 +119,30 @@ def open_model_text(
         raise InvalidRequestError(
             f"tool_format is {tool_format!r:.80}; allowed: {', '.join(TOOL_FORMATS)}", field="tool_format"
         )
+    sources: Mapping[str, str] | None = None
+    process = None
+    where = f"chat template {chat_template}" if chat_template is not None else str(checkpoint.path)
+    with _template_errors(where):
+        if chat_template is not None:
+            sources = {"default": Path(chat_template).read_text("utf-8")}
+        elif checkpoint.vocabulary is not None:
+            sources = checkpoint.vocabulary.chat_templates
+        if sources:
+            process = start_templates(sources)  # compiles them while the tokenizer is made
     tokenizer = open_tokenizer(checkpoint)
+    if sources is None:
+        sources = tokenizer.specials.chat_templates
+    with _template_errors(where):
+        template = ChatTemplate(tokenizer, sources=sources, process=process) if sources else None
+    return ModelText(tokenizer, template, tool_format)
+
+
+@contextmanager
+def _template_errors(where: str) -> Iterator[None]:
     try:
-        if chat_template is None:
-            template = ChatTemplate(tokenizer) if tokenizer.specials.chat_templates else None
-            return ModelText(tokenizer, template, tool_format)
-    except ModelFileError as error:
-        raise ModelFileError(f"{checkpoint.path}: {error}") from error
-    try:
-        sources = {"default": Path(chat_template).read_text("utf-8")}
-        return ModelText(tokenizer, ChatTemplate(tokenizer, sources=sources), tool_format)
+        yield
     except (OSError, UnicodeDecodeError, ModelFileError) as error:
-        raise ModelFileError(f"chat template {chat_template}: {error}") from error
+        raise ModelFileError(f"{where}: {error}") from error
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

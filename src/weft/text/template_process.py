@@ -30,22 +30,31 @@ class TemplateFailed(Exception):
 
 
 class TemplateProcess:
-    """The templates of one model, by name. May be used from several threads, which take turns."""
+    """The templates of one model, by name. May be used from several threads, which take turns.
+
+    It begins to compile them at once; `confirm` says how that went, so that whoever starts it may do something else
+    meanwhile.
+    """
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         self._sources = dict(sources)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_compiled = False
         self._end: Callable[[], object] = lambda: None
         with self._lock:
             self._start()
+
+    def confirm(self) -> None:
+        """Waits until the templates are compiled; raises TemplateFailed where they cannot be."""
+        with self._lock:
+            self._wait_until_compiled()
 
     def render(self, name: str, context: Mapping[str, Any], *, mark: str, now: datetime) -> str:
         """The text of a template. `context` is JSON all through."""
         request = {"name": name, "context": context, "mark": mark, "time": now.isoformat()}
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
+            self._wait_until_compiled()
             return self._ask(request)["text"]
 
     def close(self) -> None:
@@ -68,14 +77,31 @@ class TemplateProcess:
         except OSError as error:
             raise TemplateFailed(f"its process cannot be started: {error}") from error
         self._end = weakref.finalize(self, _end, self._process)
-        self._ask(self._sources)
+        self._is_compiled = False
+        try:
+            _write_line(self._process, self._sources)
+        except OSError:
+            pass  # it has ended, as whoever waits for its answer will find
+
+    def _wait_until_compiled(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        if not self._is_compiled:
+            try:
+                self._ask(None)
+            except TemplateFailed:
+                self._end()
+                self._process = None
+                raise
+            self._is_compiled = True
 
     def _ask(self, request: Any) -> dict[str, str]:
+        """The answer to a request, or, for None, to what was sent when the process started."""
         process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        assert process is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
+            if request is not None:
+                _write_line(process, request)
             answer = json.loads(_read_line(process.stdout.fileno()))
         except (OSError, EOFError) as error:
             self._process = None
@@ -94,6 +120,12 @@ class TemplateProcess:
         if "error" in answer:
             raise TemplateFailed(answer["error"])
         return answer
+
+
+def _write_line(process: subprocess.Popen[bytes], value: Any) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(value).encode() + b"\n")
+    process.stdin.flush()
 
 
 def _end(process: subprocess.Popen[bytes], patience: float = 0.0) -> int:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -42,7 +43,10 @@ class Specials:
 class Tokenizer:
     """May be used from several threads. Control tokens in a text are plain text unless the caller says otherwise."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, specials: Specials) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, specials: Specials, vocabulary_size: int | None = None
+    ) -> None:
+        """`vocabulary_size` where the caller knows it: to count means to copy every token."""
         backend = _matching_control_tokens_as_written(backend)
         self.specials = specials
         added = backend.get_added_tokens_decoder()
@@ -51,7 +55,9 @@ class Tokenizer:
             token_id: token.content for token_id, token in added.items() if not token.special
         }
         self.control_ids = frozenset(self.control_tokens)
-        self.vocabulary_size = max(backend.get_vocab().values(), default=-1) + 1
+        if vocabulary_size is None:
+            vocabulary_size = max(backend.get_vocab().values(), default=-1) + 1
+        self.vocabulary_size = vocabulary_size
         self._unknown = getattr(backend.model, "unk_token", None) or specials.names.get("unk_token")
         self._is_byte_level = _is_byte_level(backend)
         self._shield = Shield(self.control_tokens.values())
@@ -117,6 +123,11 @@ class Tokenizer:
         if known is None:
             known = self._bytes[token_id] = self._bytes_of(token_id)
         return known
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most bytes that a token stands for. Looks at all of them: a tenth of a second with a large vocabulary."""
+        return max((len(self._bytes_of(token)) for token in range(self.vocabulary_size)), default=1)
 
     def token_text(self, token_id: int) -> str:
         """A token for people, as in a list of likely ones; half a character shows as a replacement character."""

@@ -9,20 +9,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from weft.backends.batch import Rows, ScoredPrompt
-from weft.backends.cpu.sampler import NOT_A_NUMBER, sample, score
+from weft.backends.batch import Rows, SampledEntries, ScoredPrompt
+from weft.backends.cpu import sampler as numpy_sampler
+from weft.backends.cpu.kernels import has_kernels, instruction_set
+from weft.backends.cpu.sampler import NOT_A_NUMBER, Sampled
 from weft.backends.cpu.swap import SwapSpace
 from weft.backends.cpu.threads import thread_count
-from weft.backends.grammar import RowGrammars
+from weft.backends.grammar import Masks, RowGrammars
 from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
@@ -61,6 +62,29 @@ class Forward(Protocol):
     def logits(self, rows: np.ndarray) -> np.ndarray: ...
 
 
+class Sampler(Protocol):
+    """From logits to tokens: the module `sampler` in numpy, or the same in C++."""
+
+    def sample(
+        self,
+        logits: np.ndarray,
+        entries: SampledEntries,
+        rows: Rows,
+        eos_token_ids: Collection[int],
+        masks: Masks,
+    ) -> Sampled: ...
+
+    def score(self, logits: np.ndarray, tokens: np.ndarray, top_count: int) -> list[TokenLogprobs]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Native:
+    """What computes in C++."""
+
+    forward: Forward
+    sampler: Sampler
+
+
 class CpuBackend:
     """`Backend` over a decoder whose cache is an array of numpy."""
 
@@ -69,11 +93,12 @@ class CpuBackend:
         decoder: Decoder,
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler,
-        forward: Forward | None = None,
+        native: Native | None = None,
     ) -> None:
-        """`forward` is the decoder's forward pass where it is not its own."""
+        """`native` computes where the decoder itself, in numpy, does not."""
         self._decoder = decoder
-        self._forward: Forward = decoder if forward is None else forward
+        self._forward: Forward = decoder if native is None else native.forward
+        self._sampler: Sampler = numpy_sampler if native is None else native.sampler
         self._eos_token_ids = eos_token_ids
         self._compiler = grammars
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-cpu")
@@ -134,6 +159,8 @@ class CpuBackend:
             result = StepResult(error=f"{type(error).__name__}: {error}")
         self._swaps.run_ready(last_step_over=plan.step)
         finished, failed = self._swaps.take_reports()
+        if not finished and not failed:
+            return result
         return dataclasses.replace(result, finished_swaps=finished, failed_swaps=failed)
 
     def _compute(self, plan: IterationPlan) -> StepResult:
@@ -147,7 +174,7 @@ class CpuBackend:
         if not num_sampled:
             return StepResult(prompt_logprobs=prompt_logprobs, errors=errors)
         masks = self._grammars.masks(entries.rows)
-        sampled = sample(logits, entries, self._rows, self._eos_token_ids, masks)
+        sampled = self._sampler.sample(logits, entries, self._rows, self._eos_token_ids, masks)
         self._rows.record(entries, sampled.tokens)
         self._grammars.advance(entries.rows, sampled.tokens)
         errors.update({entries.request_ids[entry]: error for entry, error in sampled.errors.items()})
@@ -165,7 +192,7 @@ class CpuBackend:
             for first in range(0, len(prompt.tokens), _SCORED_AT_ONCE):
                 tokens = prompt.tokens[first : first + _SCORED_AT_ONCE]
                 logits = self._forward.logits(hidden[start + first : start + first + len(tokens)])
-                values += score(logits, tokens, prompt.top_count)
+                values += self._sampler.score(logits, tokens, prompt.top_count)
             start += len(prompt.tokens)
             if not all(math.isfinite(value.logprob) for value in values):
                 errors[prompt.request_id] = NOT_A_NUMBER
@@ -195,9 +222,9 @@ def open_cpu_backend(
         own_context = build_config(layout, metadata, tensors).max_context
         if max_context is not None:
             _check_context(max_context, own_context)
-        forward: Forward | None = None
+        native: Native | None = None
         if is_native:
-            decoder, forward = _native(checkpoint, max_context, threads, quantize)
+            decoder, native = open_native(checkpoint, max_context, threads, quantize)
         else:
             ops = ReferenceOps(np.float32 if dtype is None else dtype)
             decoder = build_decoder(layout, metadata, tensors, ops, max_context)
@@ -206,25 +233,21 @@ def open_cpu_backend(
     compiler = GrammarCompiler(
         partial(_open_tokenizer, checkpoint), checkpoint.end_ids, decoder.config.vocabulary_size
     )
-    return CpuBackend(decoder, checkpoint.end_ids, compiler, forward)
+    return CpuBackend(decoder, checkpoint.end_ids, compiler, native)
 
 
-def has_kernels() -> bool:
-    """Whether the C++ kernels were built, and nobody asks for numpy instead (WEFT_KERNELS=numpy)."""
-    return os.environ.get("WEFT_KERNELS") != "numpy" and find_spec("weft._kernels") is not None
-
-
-def _native(
+def open_native(
     checkpoint: Checkpoint, max_context: int | None, threads: int, quantize: Quantize | None
-) -> tuple[Decoder, Forward]:
+) -> tuple[Decoder, Native]:
     """The decoder and the native program recorded from it; its packed weights are kept for the next start."""
     from weft import _kernels
+    from weft.backends.cpu.native_sampler import NativeSampler
     from weft.ops.cpu.program import record
-    from weft.ops.cpu.recorder import CpuOps
+    from weft.ops.cpu.recorder import NO_STEP, CpuOps
     from weft.ops.cpu.weights import PACKING_VERSION, Packing, in_memory
 
-    if (instructions := os.environ.get("WEFT_KERNELS")) is not None:
-        _kernels.use(instructions)
+    if (name := instruction_set()) is not None:
+        _kernels.use(name)
     ops = CpuOps(Packing(quantize))
     decoder = build_decoder(checkpoint.layout, checkpoint.metadata, checkpoint.tensors, ops, max_context)
     variant = f"{quantize or 'stored'}-{PACKING_VERSION}"
@@ -235,9 +258,9 @@ def _native(
         pieces = open_packed(path, identity_of(files, variant), sizes, fill, threads)
         return in_memory(sizes, fill) if pieces is None else pieces
 
-    return decoder, record(
-        lambda: decoder.forward(None, None), decoder.logits, ops, keep, _kernels.Pool(threads)
-    )
+    pool = _kernels.Pool(threads)
+    forward = record(lambda: decoder.forward(NO_STEP, None), decoder.logits, ops, keep, pool)
+    return decoder, Native(forward, NativeSampler(pool))
 
 
 def _check_quantize(quantize: str | None, checkpoint: Checkpoint, is_native: bool) -> None:

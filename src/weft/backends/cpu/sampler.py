@@ -26,6 +26,8 @@ _ADDED_BY_BYTE = np.where(
 )
 
 NOT_A_NUMBER = "the model's output is not a number (NaN or infinite logits)"
+FORBIDDEN = "every token is forbidden by the request's parameters"
+OVERFLOW = "repetition_penalty is so far from 1 that a logit became infinite or no number"
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,9 @@ def sample(
         for entry in shaped:
             _shape(scores[entry], entry, entries, rows, eos_token_ids)
     tokens = scores.argmax(axis=1)
-    for entry in np.flatnonzero(scores[np.arange(len(tokens)), tokens] == -np.inf).tolist():
-        errors.setdefault(entry, "every token is forbidden by the request's parameters")
+    chosen = scores[np.arange(len(tokens)), tokens]
+    for entry in np.flatnonzero(~np.isfinite(chosen)).tolist():
+        errors.setdefault(entry, FORBIDDEN if chosen[entry] == -np.inf else OVERFLOW)
     drawn = np.flatnonzero(entries.temperatures > 0.0)
     drawn = drawn[[int(entry) not in errors for entry in drawn]] if errors else drawn
     if len(drawn):

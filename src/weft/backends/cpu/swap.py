@@ -26,8 +26,10 @@ class SwapSpace:
 
     def accept(self, plan: IterationPlan) -> None:
         """Take over the swaps of a plan."""
-        self._waiting.update({task.swap_id: (task, True) for task in plan.swap_out})
-        self._waiting.update({task.swap_id: (task, False) for task in plan.swap_in})
+        for task in plan.swap_out:
+            self._waiting[task.swap_id] = (task, True)
+        for task in plan.swap_in:
+            self._waiting[task.swap_id] = (task, False)
 
     def run_ready(self, last_step_over: int) -> None:
         """Run every swap whose step and swaps are over, and those that become ready by that."""
@@ -46,6 +48,8 @@ class SwapSpace:
 
     def take_reports(self) -> tuple[tuple[int, ...], dict[int, str]]:
         """Swaps that finished and failed since the last call; each is told once."""
+        if not self._unreported:
+            return (), {}
         over, self._unreported = self._unreported, []
         failed = {swap_id: error for swap_id in over if (error := self._outcomes[swap_id]) is not None}
         while len(self._outcomes) > _MOST_OUTCOMES:

@@ -153,7 +153,8 @@ class CpuOps:
         return weight.nbytes
 
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> np.ndarray:
-        return np.zeros((blocks, layers, 2, block_size, shape.kv_heads, shape.head_size), np.float16)
+        """Unlike in numpy, what one kv head reads of a block lies together."""
+        return np.zeros((blocks, layers, 2, shape.kv_heads, block_size, shape.head_size), np.float16)
 
     # --- recorded -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,194 @@
+"""The engines that are compared: what each is made of, how it is started, and which work it can do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weft.bench.peers_environment import (
+    LLAMA,
+    ONNXRUNTIME,
+    OPENVINO,
+    VLLM,
+    Environment,
+    Say,
+    clean_environment,
+    engine_environment,
+    python_of,
+    run_logged,
+    script,
+)
+from weft.bench.peers_models import keep, write_folder, write_q4_0
+from weft.bench.serve_load import WORKLOADS
+
+CONTEXT = 1024
+"""Tokens that a request may have; the longest of the workloads takes 768."""
+OURS = "weft"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a process is started; a server listens on `port`, a driver (None) answers on its output."""
+
+    command: tuple[str, ...]
+    port: int | None
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Where the peers' environments and models are kept, and the model that all of them are made from."""
+
+    home: Path
+    model: Path
+    end_id: int
+    say: Say
+
+    def python(self, environment: Environment) -> str:
+        return str(python_of(environment, self.home, self.say))
+
+    def q4_0(self) -> Path:
+        return self._made(f"{self._stem}.Q4_0.gguf", lambda target: write_q4_0(self.model, target))
+
+    def folder(self) -> Path:
+        return self._made(f"{self._stem}.f32", lambda target: write_folder(self.model, target))
+
+    def openvino(self) -> Path:
+        """OpenVINO reads GGUF files and saves what it made of one beside it."""
+        python, source = self.python(OPENVINO), self.q4_0()
+
+        def make(target: Path) -> None:
+            target.mkdir()
+            link = target / source.name
+            link.symlink_to(source)
+            command = (python, str(script("save_openvino")), str(link))
+            run_logged(command, self.log("convert-openvino"), "OpenVINO cannot read the model")
+            link.unlink()
+
+        return self._made(f"{self._stem}.openvino-int4", make)
+
+    def onnx(self) -> Path:
+        python, source = self.python(ONNXRUNTIME), self.folder()
+
+        def make(target: Path) -> None:
+            command = (
+                *(python, "-m", "onnxruntime_genai.models.builder", "-i", str(source), "-o", str(target)),
+                *("-p", "int4", "-e", "cpu", "-c", str(self.home / "cache")),
+                *("--extra_options", "int4_accuracy_level=4", "int4_block_size=32"),
+            )
+            run_logged(command, self.log("convert-onnxruntime"), "onnxruntime-genai cannot build the model")
+
+        return self._made(f"{self._stem}.onnx-int4", make)
+
+    def log(self, name: str) -> Path:
+        folder = self.home / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{name}.log"
+
+    @property
+    def _stem(self) -> str:
+        return self.model.name.split(".")[0]
+
+    def _made(self, name: str, make: Callable[[Path], None]) -> Path:
+        target = self.home / "models" / name
+        if not target.exists():
+            self.say(f"making {target}")
+        return keep(target, make)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One row of the table."""
+
+    name: str
+    peer: str
+    """What `--peers` calls it."""
+    version: str
+    prepare: Callable[[Workshop], Callable[[int], Launch]] = field(repr=False)
+    """Installs and converts what is missing, and gives what starts the engine on a port."""
+    work: tuple[str, ...] = WORKLOADS
+
+
+def _weft(workshop: Workshop) -> Callable[[int], Launch]:
+    return lambda port: Launch(
+        (sys.executable, "-m", "weft.cli.main", "serve", str(workshop.model), "--port", str(port)),
+        port,
+        engine_environment(),
+    )
+
+
+def _llama(slots: int, model: Callable[[Workshop], Path]) -> Callable[[Workshop], Callable[[int], Launch]]:
+    def prepare(workshop: Workshop) -> Callable[[int], Launch]:
+        python, path = workshop.python(LLAMA), model(workshop)
+        command = (python, str(script("serve_llama")), str(path), str(slots), str(CONTEXT))
+        return lambda port: Launch((*command, str(port)), port, clean_environment())
+
+    return prepare
+
+
+def _openvino(workshop: Workshop) -> Callable[[int], Launch]:
+    path = workshop.openvino()
+    command = (workshop.python(OPENVINO), str(script("drive_openvino")), str(path), str(workshop.end_id))
+    return lambda _: Launch(command, None, clean_environment())
+
+
+def _onnxruntime(workshop: Workshop) -> Callable[[int], Launch]:
+    path = workshop.onnx()
+    command = (workshop.python(ONNXRUNTIME), str(script("drive_onnxruntime")), str(path))
+    return lambda _: Launch(command, None, clean_environment())
+
+
+def _vllm(workshop: Workshop) -> Callable[[int], Launch]:
+    command = (
+        *(
+            workshop.python(VLLM),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(workshop.folder()),
+        ),
+        *(
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            str(CONTEXT),
+            "--max-num-seqs",
+            "64",
+            "--host",
+            "127.0.0.1",
+        ),
+    )
+    variables = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # else one core of two does nothing but HTTP
+        "VLLM_CACHE_ROOT": str(workshop.home / "cache" / "vllm"),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return lambda port: Launch((*command, "--port", str(port)), port, clean_environment(variables))
+
+
+def _as_shipped(workshop: Workshop) -> Path:
+    return workshop.model
+
+
+_XLLAMACPP = LLAMA.requirements[0]
+
+ENGINES = (
+    Engine(OURS, OURS, "", _weft),
+    Engine("llama.cpp Q4_0, 8 slots", "llama.cpp", _XLLAMACPP, _llama(8, Workshop.q4_0), ("W1", "W8")),
+    Engine("llama.cpp Q4_0, 16 slots", "llama.cpp", _XLLAMACPP, _llama(16, Workshop.q4_0), ("W32",)),
+    Engine("llama.cpp Q4_0, 32 slots", "llama.cpp", _XLLAMACPP, _llama(32, Workshop.q4_0)),
+    Engine("llama.cpp, weft's file", "llama.cpp", _XLLAMACPP, _llama(8, _as_shipped), ("W1", "W8")),
+    Engine("OpenVINO GenAI int4", "openvino", OPENVINO.requirements[0], _openvino),
+    Engine(
+        "onnxruntime-genai int4, static",
+        "onnxruntime",
+        ONNXRUNTIME.requirements[0],
+        _onnxruntime,
+        ("W1", "W8", "W32"),
+    ),
+    Engine("vLLM CPU f32", "vllm", VLLM.requirements[0], _vllm),
+)
+PEERS = tuple(dict.fromkeys(engine.peer for engine in ENGINES if engine.peer != OURS))

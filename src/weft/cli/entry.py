@@ -1,0 +1,107 @@
+"""Where the `weft` command begins. The library of the command line is imported for whoever needs it: it takes longer than
+all else that `weft serve` does before its engine starts, and as much memory as the rest of the server's imports."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from weft.errors import WeftError
+
+# The options of `weft serve` that take a value: the setting of each, and what is made of the value.
+SERVE_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "--host": ("host", str),
+    "--port": ("port", int),
+    "--name": ("names", lambda name: (name,)),
+    "--api-key": ("api_keys", lambda key: (key,)),
+    "--api-key-file": ("api_key_file", str),
+    "--context": ("context", int),
+    "--memory": ("memory", str),
+    "--threads": ("threads", int),
+    "--quantize": ("quantize", str),
+    "--chat-template": ("chat_template", str),
+    "--config": ("config", Path),
+}
+
+
+def main() -> None:
+    """The command as it is installed."""
+    settings = plain_serve_settings(sys.argv[1:])
+    if settings is not None:
+        run(partial(_serve, settings))
+        return
+    from weft.cli.main import app
+
+    run(app)
+
+
+def plain_serve_settings(arguments: Sequence[str]) -> dict[str, Any] | None:
+    """What `weft serve` was told, where that is no more than a model and options with their values; None for all that is
+    for the library of the command line to read, or to complain about."""
+    if arguments[:1] != ["serve"]:
+        return None
+    settings: dict[str, Any] = {}
+    rest = iter(arguments[1:])
+    for argument in rest:
+        option, has_value, value = argument.partition("=")
+        if not argument.startswith("-"):
+            name, made = "model", argument
+        elif option in SERVE_OPTIONS:
+            if not has_value:
+                value = next(rest, "-")
+            name, make = SERVE_OPTIONS[option]
+            if not value or value.startswith("-") or (make is int and not value.isdecimal()):
+                return None
+            made = make(value)
+        else:
+            return None
+        if name in settings and name != "api_keys":
+            return None
+        settings[name] = (*settings[name], *made) if name in settings else made
+    return settings
+
+
+def _serve(settings: dict[str, Any]) -> None:
+    from weft.cli.serve import serve_command
+
+    config = settings.pop("config", None)
+    serve_command(settings, config, print_config=False)
+
+
+def run(command: Callable[[], object]) -> None:
+    """Run a command. The one place where an expected error becomes a message and an exit code."""
+    _prepare_streams()
+    try:
+        command()
+    except WeftError as error:
+        from weft.terminal import one_line
+
+        print(f"weft: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except OSError as error:
+        # Of standard output, which may lead to a full disk: every other file is opened by somebody who says more.
+        # What it still holds would fail once more at the end.
+        sys.stdout = io.StringIO()
+        print(f"weft: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _prepare_streams() -> None:
+    """A stream that the caller closed is None: nothing comes from it, and what is said there is lost. A character that
+    the terminal has no code for must not end the program."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  # until the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+if __name__ == "__main__":
+    main()

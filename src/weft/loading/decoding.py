@@ -1,0 +1,230 @@
+"""How each tensor format becomes numbers.
+
+A quantised row is a run of blocks. A block holds small whole numbers (codes) beside the scales that make them weights
+again: 32 values under one scale in the plain formats, 256 values in the K formats, where groups of 16 or 32 have
+scales of their own, themselves stored as small numbers times one scale of the block.
+
+Codes of less than a byte are packed in planes: the lowest bits of a run of bytes are the codes of the first values,
+the next bits those of the values after them, and so on. Formats of 3, 5 and 6 bits keep the upper bits apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from weft.loading.formats import TensorFormat
+
+# Values are decoded in pieces of this many, so that temporaries stay in the processor's cache and are nothing beside
+# the result. A multiple of every block.
+_VALUES_PER_PIECE = 1 << 17
+
+
+def decode_into(
+    raw: np.ndarray,
+    tensor_format: TensorFormat,
+    out: np.ndarray,
+    after_piece: Callable[[int, int], object] = lambda start, stop: None,
+) -> None:
+    """Write the values of a tensor's bytes `raw` into `out`, which gives its shape and may have any strides.
+
+    `after_piece(start, stop)` hears of every run of bytes that has been decoded and is not needed again.
+    """
+    # A hostile scale may be infinite; what comes of it is the model's nonsense and no reason for warnings.
+    with np.errstate(all="ignore"):
+        _decode_rows(raw, tensor_format, out[None] if out.ndim == 0 else out, after_piece, 0)
+
+
+def _decode_rows(
+    raw: np.ndarray,
+    tensor_format: TensorFormat,
+    out: np.ndarray,
+    after_piece: Callable[[int, int], object],
+    start: int,
+) -> None:
+    if not out.size:
+        return
+    row_values = out[0].size
+    if row_values > _VALUES_PER_PIECE:
+        for row in out:
+            _decode_rows(raw, tensor_format, row, after_piece, start)
+            start += tensor_format.bytes_of(row_values)
+        return
+    step = _VALUES_PER_PIECE // row_values
+    for first in range(0, len(out), step):
+        piece = out[first : first + step]
+        stop = start + tensor_format.bytes_of(piece.size)
+        blocks = raw[start:stop].reshape(-1, tensor_format.block_bytes)
+        piece[...] = _DECODERS[tensor_format.name](blocks).reshape(piece.shape)
+        after_piece(start, stop)
+        start = stop
+
+
+# --- plain numbers ----------------------------------------------------------------------------------------------------
+
+
+def _decode_f64(blocks: np.ndarray) -> np.ndarray:
+    return blocks.view("<f8")
+
+
+def _decode_f32(blocks: np.ndarray) -> np.ndarray:
+    return blocks.view("<f4")
+
+
+def _decode_f16(blocks: np.ndarray) -> np.ndarray:
+    return blocks.view("<f2").astype(np.float32)
+
+
+def _decode_bf16(blocks: np.ndarray) -> np.ndarray:
+    # The upper half of a float32.
+    return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+# --- pieces of blocks -------------------------------------------------------------------------------------------------
+
+
+def _half(columns: np.ndarray) -> np.ndarray:
+    """Two bytes per block, as one float32 column."""
+    return np.ascontiguousarray(columns).view("<f2").astype(np.float32)
+
+
+def _planes(packed: np.ndarray, bits: int, width: int) -> np.ndarray:
+    """The codes of `bits` bits in runs of `width` bytes, plane after plane: uint8 [blocks, codes]."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    runs = packed.reshape(len(packed), -1, 1, width)
+    return ((runs >> shifts) & np.uint8((1 << bits) - 1)).reshape(len(packed), -1)
+
+
+def _single_bits(packed: np.ndarray) -> np.ndarray:
+    """One bit per value, in the order of the values."""
+    return np.unpackbits(packed, axis=-1, bitorder="little")
+
+
+def _grouped(codes: np.ndarray, groups: int) -> np.ndarray:
+    """The codes as float32 [blocks, groups, values of a group]."""
+    return codes.reshape(len(codes), groups, -1).astype(np.float32)
+
+
+# --- 32 values under one scale ----------------------------------------------------------------------------------------
+
+
+def _decode_q4_0(blocks: np.ndarray) -> np.ndarray:
+    codes = _planes(blocks[:, 2:], 4, 16).astype(np.float32)
+    codes -= 8.0
+    codes *= _half(blocks[:, 0:2])
+    return codes
+
+
+def _decode_q4_1(blocks: np.ndarray) -> np.ndarray:
+    codes = _planes(blocks[:, 4:], 4, 16).astype(np.float32)
+    codes *= _half(blocks[:, 0:2])
+    codes += _half(blocks[:, 2:4])
+    return codes
+
+
+def _decode_q5_0(blocks: np.ndarray) -> np.ndarray:
+    codes = (_planes(blocks[:, 6:], 4, 16) | _single_bits(blocks[:, 2:6]) << 4).astype(np.float32)
+    codes -= 16.0
+    codes *= _half(blocks[:, 0:2])
+    return codes
+
+
+def _decode_q5_1(blocks: np.ndarray) -> np.ndarray:
+    codes = (_planes(blocks[:, 8:], 4, 16) | _single_bits(blocks[:, 4:8]) << 4).astype(np.float32)
+    codes *= _half(blocks[:, 0:2])
+    codes += _half(blocks[:, 2:4])
+    return codes
+
+
+def _decode_q8_0(blocks: np.ndarray) -> np.ndarray:
+    codes = blocks[:, 2:].view(np.int8).astype(np.float32)
+    codes *= _half(blocks[:, 0:2])
+    return codes
+
+
+# --- 256 values in groups with scales of their own --------------------------------------------------------------------
+
+
+def _scaled(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """codes [blocks, groups, values] times scales [blocks, groups], as [blocks, values]."""
+    codes *= scales[:, :, None]
+    return codes.reshape(len(codes), -1)
+
+
+def _scaled_less_minima(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
+    codes *= scales[:, :, None]
+    codes -= minima[:, :, None]
+    return codes.reshape(len(codes), -1)
+
+
+def _decode_q2_k(blocks: np.ndarray) -> np.ndarray:
+    packed_scales = blocks[:, 0:16]
+    return _scaled_less_minima(
+        _grouped(_planes(blocks[:, 16:80], 2, 32), 16),
+        _half(blocks[:, 80:82]) * (packed_scales & 0x0F),
+        _half(blocks[:, 82:84]) * (packed_scales >> 4),
+    )
+
+
+def _decode_q3_k(blocks: np.ndarray) -> np.ndarray:
+    codes = _grouped(_planes(blocks[:, 32:96], 2, 32) | _planes(blocks[:, 0:32], 1, 32) << 2, 16)
+    codes -= 4.0
+    # 16 scales of 6 bits: the lower four of each in 8 bytes, the upper two in 4.
+    scales = _planes(blocks[:, 96:104], 4, 8) | _planes(blocks[:, 104:108], 2, 4) << 4
+    return _scaled(codes, _half(blocks[:, 108:110]) * (scales.astype(np.float32) - 32.0))
+
+
+def _scales_and_minima(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The 8 scales and 8 minima at the start of a Q4_K or Q5_K block, 6 bits each.
+
+    Bytes 4..7 hold scales 0..3, bytes 8..11 minima 0..3, bytes 12..15 the lower four bits of scales and minima 4..7,
+    whose upper two are those the first eight bytes have to spare.
+    """
+    first_scales, first_minima, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = np.concatenate([first_scales & 0x3F, rest & 0x0F | first_scales >> 6 << 4], axis=1)
+    minima = np.concatenate([first_minima & 0x3F, rest >> 4 | first_minima >> 6 << 4], axis=1)
+    return _half(blocks[:, 0:2]) * scales, _half(blocks[:, 2:4]) * minima
+
+
+def _decode_q4_k(blocks: np.ndarray) -> np.ndarray:
+    codes = _planes(blocks[:, 16:144], 4, 32)
+    return _scaled_less_minima(_grouped(codes, 8), *_scales_and_minima(blocks))
+
+
+def _decode_q5_k(blocks: np.ndarray) -> np.ndarray:
+    codes = _planes(blocks[:, 48:176], 4, 32) | _planes(blocks[:, 16:48], 1, 32) << 4
+    return _scaled_less_minima(_grouped(codes, 8), *_scales_and_minima(blocks))
+
+
+def _decode_q6_k(blocks: np.ndarray) -> np.ndarray:
+    codes = _grouped(_planes(blocks[:, 0:128], 4, 64) | _planes(blocks[:, 128:192], 2, 32) << 4, 16)
+    codes -= 32.0
+    return _scaled(codes, _half(blocks[:, 208:210]) * blocks[:, 192:208].view(np.int8))
+
+
+def _decode_q8_k(blocks: np.ndarray) -> np.ndarray:
+    # The last 32 bytes are sums of the codes, a help for products of quantised vectors.
+    codes = blocks[:, 4:260].view(np.int8).astype(np.float32)
+    codes *= np.ascontiguousarray(blocks[:, 0:4]).view("<f4")
+    return codes
+
+
+_DECODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "F32": _decode_f32,
+    "F16": _decode_f16,
+    "BF16": _decode_bf16,
+    "F64": _decode_f64,
+    "Q4_0": _decode_q4_0,
+    "Q4_1": _decode_q4_1,
+    "Q5_0": _decode_q5_0,
+    "Q5_1": _decode_q5_1,
+    "Q8_0": _decode_q8_0,
+    "Q2_K": _decode_q2_k,
+    "Q3_K": _decode_q3_k,
+    "Q4_K": _decode_q4_k,
+    "Q5_K": _decode_q5_k,
+    "Q6_K": _decode_q6_k,
+    "Q8_K": _decode_q8_k,
+}
+"""uint8 [blocks, block_bytes] -> float32 [blocks, block_values] (F64: float64), maybe a view of the bytes."""

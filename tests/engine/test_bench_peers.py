@@ -1,0 +1,367 @@
+"""`weft bench peers` with engines that are small scripts and a server that computes nothing: real processes, no peer."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from weft.bench import peers, peers_environment
+from weft.bench.peers import Bench, Kept, choose_engines, choose_work, groups
+from weft.bench.peers_engines import ENGINES, PEERS, Engine, Launch, Workshop
+from weft.bench.peers_environment import Environment, PeerError, last_error, python_of, run_logged
+from weft.bench.peers_process import RunningEngine, driver_records, free_port
+from weft.bench.peers_report import START, Cell, Report, document, print_report, ratios
+from weft.bench.serve_load import WORKLOADS, Item, Phase, Text
+from weft.errors import InvalidRequestError
+
+LAUNCH = Path(__file__).parents[1] / "server" / "launch.py"
+
+# Answers every phase at once, with one token a millisecond; writes down that it was asked.
+DRIVER = """
+import json, sys
+diary = open(sys.argv[1], "a")
+for line in sys.stdin:
+    phase = json.loads(line)
+    print(sys.argv[2], len(phase["items"]), file=diary, flush=True)
+    answer = [
+        {"began": item["at"], "tokens": [item["at"] + 0.001 * (n + 1) for n in range(item["max_tokens"])],
+         "ended": item["at"] + 0.001 * item["max_tokens"]}
+        for item in phase["items"]
+    ]
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "settle", lambda: None)
+
+
+def driver(name: str, diary: Path, work: tuple[str, ...] = WORKLOADS, program: str = DRIVER) -> Engine:
+    command = (sys.executable, "-c", program, str(diary), name)
+    return Engine(name, name, "1", lambda _: lambda port: Launch(command, None, dict(os.environ)), work)
+
+
+def some_text(run: int = 0) -> Text:
+    return Text(lambda _: list(range(60_000)), run)
+
+
+def make_bench(
+    tmp_path: Path,
+    engines: Sequence[Engine],
+    columns: Sequence[str],
+    repeats: int = 0,
+    keep: Path | None = None,
+) -> Bench:
+    bench = Bench(engines, columns, Kept(keep), repeats, some_text, lambda _: None)
+    bench.prepare(Workshop(tmp_path, tmp_path / "model.gguf", 0, lambda _: None))
+    return bench
+
+
+def asked(diary: Path) -> list[str]:
+    """Who was asked, without the two requests that warm up and the one that a start is measured by."""
+    return [line for line in diary.read_text().splitlines() if line.split()[1] not in ("1", "2")]
+
+
+def cell(engine: str, work: str, **fields: object) -> Cell:
+    usual = {"attempt": 0, "seconds": 1.0, "others": 0.0, "tokens_per_second": 100.0}
+    return Cell(engine, work, **{**usual, **fields})  # type: ignore[arg-type]
+
+
+# --- what is run, and in which order ------------------------------------------------------------------------------
+
+
+def test_engines_take_turns_within_each_workload(tmp_path: Path) -> None:
+    diary = tmp_path / "diary"
+    bench = make_bench(tmp_path, [driver("a", diary), driver("b", diary)], ["W8", "W32"])
+    bench.run()
+    assert asked(diary) == ["a 8", "b 8", "a 32", "b 32"]
+    assert bench.cells["a", "W8"].output_tokens == 8 * 128
+    assert bench.cells["b", "W32"].first_token_p50 == pytest.approx(0.001)
+    assert bench.cells["b", "W32"].gap_p99 == pytest.approx(0.001)
+    assert all(
+        (measured.peak_rss or 0) > 1 << 20 and (measured.pss or 0) > 1 << 19
+        for measured in bench.cells.values()
+    )
+
+
+def test_an_engine_that_fails_is_reported_with_its_reason_and_the_others_go_on(tmp_path: Path) -> None:
+    diary = tmp_path / "diary"
+
+    def refuse(_: Workshop) -> Callable[[int], Launch]:
+        raise PeerError("no such wheel")
+
+    broken = "import sys; print('RuntimeError: no such model', file=sys.stderr); sys.exit(3)"
+    engines = [
+        Engine("unknown", "unknown", "1", refuse),
+        driver("broken", diary, program=broken),
+        driver("fine", diary),
+    ]
+    bench = make_bench(tmp_path, engines, ["W8"])
+    bench.run()
+    assert bench.problems["unknown"] == "no such wheel"
+    assert "RuntimeError: no such model" in bench.problems["broken"]
+    assert list(bench.cells) == [("fine", "W8")]
+
+
+def test_an_engine_is_not_asked_what_it_cannot_do(tmp_path: Path) -> None:
+    diary = tmp_path / "diary"
+    bench = make_bench(tmp_path, [driver("static", diary, ("W8",)), driver("b", diary)], ["W8", "W32"])
+    bench.run()
+    assert asked(diary) == ["static 8", "b 8", "b 32"]
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
+    diary, kept = tmp_path / "diary", tmp_path / "kept"
+    Kept(kept).save(cell("a", "W8", tokens_per_second=77.0))
+    Kept(kept).save(cell("a", "W32", others=0.5))  # disturbed: measured again
+    bench = make_bench(tmp_path, [driver("a", diary)], ["W8", "W32"], keep=kept)
+    bench.run()
+    assert asked(diary) == ["a 32"]
+    assert bench.cells["a", "W8"].tokens_per_second == 77.0
+    assert Kept(kept).load("a", "W32") == bench.cells["a", "W32"]
+
+
+def test_a_disturbed_run_is_repeated_and_the_quietest_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = iter([0.5, 0.2, 0.3])
+    monkeypatch.setattr(peers, "_others", lambda use: next(shares))
+    bench = make_bench(tmp_path, [driver("a", tmp_path / "diary")], ["W8"], repeats=2)
+    bench.run()
+    assert bench.cells["a", "W8"].others == 0.2
+    assert bench.cells["a", "W8"].attempt == 1
+    assert bench.cells["a", "W8"].is_disturbed
+
+
+def test_a_quiet_run_is_not_repeated_and_every_try_has_other_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = iter([0.5, 0.01])
+    monkeypatch.setattr(peers, "_others", lambda use: next(shares))
+    runs: list[int] = []
+    bench = make_bench(tmp_path, [driver("a", tmp_path / "diary")], ["W8"], repeats=2)
+    bench.open_text = lambda run: (runs.append(run), some_text(run))[1]
+    bench.run()
+    assert bench.cells["a", "W8"].attempt == 1
+    assert {0, 1} == set(runs)
+
+
+def test_the_second_start_is_the_one_that_counts(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    slow_at_first = f"""
+import os, time
+if not os.path.exists({str(flag)!r}):
+    open({str(flag)!r}, "w").close()
+    time.sleep(1.5)
+{DRIVER}"""
+    bench = make_bench(tmp_path, [driver("a", tmp_path / "diary", program=slow_at_first)], [START])
+    bench.run()
+    bench.end()
+    assert flag.exists() and bench.cells["a", START].seconds < 1.5
+
+
+def test_an_engine_that_is_slow_to_start_is_kept_and_frozen_while_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "SLOW_START", 0.0)
+    diary = tmp_path / "diary"
+    bench = make_bench(tmp_path, [driver("a", diary)], ["W8", "W32"])
+    bench.run()
+    running = bench._running["a"]
+    pid = running._process.pid
+    assert Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+    assert diary.read_text().splitlines() == ["a 1", "a 2", "a 8", "a 2", "a 32"]  # one start in all
+    bench.end()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_wshare_warm_runs_on_what_wshare_left_behind() -> None:
+    assert choose_work("W8,Wshare-warm") == ["W8", "Wshare", "Wshare-warm"]
+    assert groups(["W8", "Wshare", "Wshare-warm"]) == [["W8"], ["Wshare", "Wshare-warm"]]
+    assert choose_work(None) == [START, *WORKLOADS]
+
+
+def test_names_that_nobody_knows_are_refused_with_those_that_there_are() -> None:
+    with pytest.raises(InvalidRequestError, match=r"no workload 'W9'; there are start, W1"):
+        choose_work("W9")
+    with pytest.raises(InvalidRequestError, match=r"no peer 'tgi'; there are llama\.cpp"):
+        choose_engines("tgi")
+    assert {engine.peer for engine in choose_engines("vllm")} == {"weft", "vllm"}
+    assert choose_engines(None) == list(ENGINES)
+    assert PEERS == ("llama.cpp", "openvino", "onnxruntime", "vllm")
+
+
+# --- a running engine ---------------------------------------------------------------------------------------------
+
+
+def test_a_server_is_measured_from_the_start_of_its_process_to_its_last_token(
+    tmp_path: Path, default_model_path: Path
+) -> None:
+    port = free_port()
+    settings = {
+        "model": str(default_model_path),
+        "names": ["tried"],
+        "port": port,
+        "backend": "noop",
+        "backend_options": {"vocabulary_size": 49152, "max_context": 2048},
+    }
+    command = (sys.executable, str(LAUNCH), json.dumps(settings))
+    running = RunningEngine(Launch(command, port, dict(os.environ)), tmp_path / "log")
+    try:
+        began = time.perf_counter()
+        seconds, _ = running.first_token(range(1, 17))
+        assert 0.05 < seconds < time.perf_counter() - began + 1.0
+        items = tuple(Item(tuple(range(1, 65)), 16) for _ in range(4))
+        (outcome,) = running.run([Phase("four", items)])
+    finally:
+        running.end()
+    assert outcome.summary.output_tokens == 64
+    assert outcome.machine.server is not None and outcome.machine.others is not None
+    assert outcome.peak_rss >= outcome.pss * 0.9 > 1 << 20
+    assert not Path(f"/proc/{running._process.pid}").exists()
+
+
+def test_a_server_that_ends_while_it_starts_is_given_up_at_once(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", "raise SystemExit('ValueError: no memory')")
+    running = RunningEngine(Launch(command, free_port(), dict(os.environ)), tmp_path / "log")
+    try:
+        with pytest.raises(PeerError, match=r"exit code 1; ValueError: no memory \(see .*log\)"):
+            running.first_token([1, 2, 3])
+    finally:
+        running.end()
+
+
+def test_a_child_that_outlives_its_engine_is_ended_too(tmp_path: Path) -> None:
+    program = (
+        "import subprocess, sys; child = subprocess.Popen(['sleep', '600']);"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); {DRIVER.strip().splitlines()[0]}\n"
+        + "\n".join(DRIVER.strip().splitlines()[1:])
+    )
+    command = (sys.executable, "-c", program, str(tmp_path / "diary"), "a")
+    running = RunningEngine(Launch(command, None, dict(os.environ)), tmp_path / "log")
+    running.first_token([1, 2, 3])
+    child = Path("/proc") / (tmp_path / "pid").read_text()
+    assert child.exists()
+    running.end()
+    give_up = time.monotonic() + 5
+    while (
+        child.exists() and "Z" not in (child / "stat").read_text().split()[2] and time.monotonic() < give_up
+    ):
+        time.sleep(0.01)
+    assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]
+
+
+def test_what_a_driver_answers_is_checked() -> None:
+    phase = Phase("two", (Item((1, 2), 2), Item((3,), 3, at=1.0)))
+    whole = [
+        {"began": 0.0, "tokens": [0.5, 0.7], "ended": 0.7},
+        {"began": 1.0, "tokens": [2.0], "ended": 2.0},
+    ]
+    first, second = driver_records(phase, json.dumps(whole).encode())
+    assert first.is_answered and first.first_token == 0.5 and first.prompt_tokens == 2
+    assert second.failure_kind == "wrong length" and second.due == 1.0
+    for junk in (b"oh no\n", b"{}\n", b"[1, 2]\n", json.dumps(whole[:1]).encode()):
+        with pytest.raises(PeerError, match="which is no list of requests"):
+            driver_records(phase, junk)
+
+
+# --- environments -------------------------------------------------------------------------------------------------
+
+
+def test_an_environment_is_made_once_and_again_when_its_versions_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, ...]] = []
+
+    def run(command: Sequence[str], log: Path, problem: str) -> None:
+        ran.append(tuple(command))
+        (log.parent / "bin").mkdir(exist_ok=True)
+        (log.parent / "bin" / "python").touch()
+
+    monkeypatch.setattr(peers_environment, "run_logged", run)
+    said: list[str] = []
+    first = Environment("peer", "Peer 1", ("peer==1",), 1, unwanted=("ballast",))
+    python = python_of(first, tmp_path, said.append)
+    assert python == tmp_path / "peer" / "bin" / "python"
+    assert said[0] == f"installing Peer 1 into {tmp_path / 'peer'}, 1 MB, some minutes"
+    assert [command[-1] for command in ran] == [str(tmp_path / "peer"), "peer==1", "ballast"]
+    python_of(first, tmp_path, said.append)
+    assert len(ran) == 3
+    python_of(Environment("peer", "Peer 2", ("peer==2",), 1), tmp_path, said.append)
+    assert ran[-1][-1] == "peer==2"
+
+
+def test_an_install_that_fails_says_why_and_is_tried_again_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(command: Sequence[str], log: Path, problem: str) -> None:
+        raise PeerError(f"{problem}: no network")
+
+    monkeypatch.setattr(peers_environment, "run_logged", fail)
+    environment = Environment("peer", "Peer 1", ("peer==1",), 1)
+    for _ in range(2):
+        with pytest.raises(PeerError, match="no network"):
+            python_of(environment, tmp_path, lambda _: None)
+    with pytest.raises(PeerError, match=r"needs about .* MB in .* are free"):
+        python_of(Environment("huge", "Huge", ("huge==1",), 1 << 40), tmp_path, lambda _: None)
+
+
+def test_a_command_that_fails_says_the_line_that_tells_why(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    program = "print('ERROR: no matching wheel'); print('a hint'); raise SystemExit(2)"
+    with pytest.raises(PeerError, match=r"it broke \(exit code 2\): ERROR: no matching wheel \(see "):
+        run_logged((sys.executable, "-c", program), log, "it broke")
+    assert last_error(tmp_path / "none").startswith("it said nothing")
+
+
+# --- the report ---------------------------------------------------------------------------------------------------
+
+
+def some_report() -> Report:
+    diary = Path("diary")
+    engines = (driver("weft", diary), driver("fast", diary), driver("slow", diary))
+    cells = (
+        cell("weft", "W8", first_token_p99=0.5, peak_rss=300 << 20, pss=200 << 20),
+        cell("fast", "W8", tokens_per_second=50.0, first_token_p99=1.0, peak_rss=600 << 20, others=0.2),
+        cell("slow", "W8", tokens_per_second=25.0, first_token_p99=4.0),
+        cell("weft", START, seconds=0.5, tokens_per_second=None),
+        cell("fast", START, seconds=1.0, tokens_per_second=None),
+    )
+    return Report("a machine", "model.gguf", engines, (START, "W8"), cells, {"gone": "no wheel"})
+
+
+def test_ratios_say_how_many_times_better_weft_is() -> None:
+    report = some_report()
+    assert ratios(report, "W8", lambda measured: measured.tokens_per_second, True) == {
+        "fast": 2.0,
+        "slow": 4.0,
+    }
+    assert ratios(report, "W8", lambda measured: measured.first_token_p99, False) == {
+        "fast": 2.0,
+        "slow": 8.0,
+    }
+    written = json.loads(json.dumps(document(report)))
+    assert written["ratios"]["start"] == {"fast": 2.0}
+    assert written["ratios"]["peak_rss"]["W8"] == {"fast": 2.0}
+    assert [entry["is_disturbed"] for entry in written["cells"]] == [False, True, False, False, False]
+
+
+def test_the_tables_show_the_best_peer_marks_what_was_disturbed_and_names_what_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_report(some_report())
+    said = capsys.readouterr().out
+    assert "50.0* (2.00x)" in said and "25.0 (4.00x)" in said
+    assert (
+        next(line for line in said.splitlines() if "weft / best peer" in line).split("│")[2].strip()
+        == "2.00x"
+    )
+    assert "300 / 200" in said
+    assert "gone: not measured, or not in full: no wheel" in said
