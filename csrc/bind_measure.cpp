@@ -11,24 +11,27 @@
 namespace weft {
 namespace {
 
-// The least of several tries: what disturbs a measurement only ever makes it longer.
+// The least of the tries that fit into some seconds, and of three at least: what disturbs a measurement only ever makes it longer.
 template <typename Work>
-double least_seconds(int tries, Work&& work) {
-  double least = 1e30;
-  for (int attempt = 0; attempt < tries; attempt++) {
+double least_seconds(double seconds, Work&& work) {
+  double least = 1e30, spent = 0.0;
+  for (int tries = 0; tries < 3 || spent < seconds; tries++) {
     const auto begin = std::chrono::steady_clock::now();
     work();
-    least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    const double took = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    least = std::min(least, took);
+    spent += took;
   }
   return least;
 }
 
 // Seconds for one layer. `data` holds as many of them as fit, one after the other, and every try goes through all.
-double measure_linear(int layout_number, int64_t outputs, int64_t inputs, Array<const uint8_t, 1> data, int64_t rows, Pool& pool, int tries) {
+double measure_linear(int layout_number, int64_t outputs, int64_t inputs, Array<const uint8_t, 1> data, int64_t rows, Pool& pool,
+                      double seconds) {
   const Layout layout = layout_from(layout_number);
   const int64_t strips = (outputs + strip_outputs - 1) / strip_outputs, bytes = strips * strip_bytes(layout, inputs);
   const int64_t layers = static_cast<int64_t>(data.size()) / bytes;
-  if (layers < 1 || rows < 1 || tries < 1) throw nb::value_error("there must be a layer, a row and a try");
+  if (layers < 1 || rows < 1) throw nb::value_error("there must be a layer and a row to measure");
   const int64_t groups = (inputs + group_inputs - 1) / group_inputs;
   Aligned<int8_t> codes;
   Aligned<float> scales, offsets, values, out;
@@ -41,7 +44,7 @@ double measure_linear(int layout_number, int64_t outputs, int64_t inputs, Array<
   LinearTask task{nullptr, quantised, row_values, inputs, 0, rows, 0, 0, out.at_least(rows * outputs), outputs, false, 1.0f};
   const int64_t chunks = std::min<int64_t>(strips, 8 * pool.threads());
   nb::gil_scoped_release release;
-  return least_seconds(tries, [&] {
+  return least_seconds(seconds, [&] {
     for (int64_t layer = 0; layer < layers; layer++) {
       const Weight weight{layout, outputs, inputs, data.data() + layer * bytes, nullptr};
       pool.run(chunks, [&](int64_t chunk, int) {
@@ -56,11 +59,11 @@ double measure_linear(int layout_number, int64_t outputs, int64_t inputs, Array<
 }
 
 // Seconds to read all of it, and to do nothing else with it.
-double measure_read(Array<const uint8_t, 1> data, Pool& pool, int tries) {
+double measure_read(Array<const uint8_t, 1> data, Pool& pool, double seconds) {
   const int64_t words = static_cast<int64_t>(data.size() / 8), chunks = 64;
   std::atomic<uint64_t> kept{0};
   nb::gil_scoped_release release;
-  return least_seconds(tries, [&] {
+  return least_seconds(seconds, [&] {
     pool.run(chunks, [&](int64_t chunk, int) {
       uint64_t sums[16] = {};
       int64_t word = words * chunk / chunks;
@@ -75,20 +78,20 @@ double measure_read(Array<const uint8_t, 1> data, Pool& pool, int tries) {
 }
 
 // Products of bytes in a second, all threads together.
-double measure_products(Pool& pool, int tries) {
+double measure_products(Pool& pool, double seconds) {
   const int64_t repeats = 1 << 18, products = kernels().multiply_in_registers(1) * repeats * pool.threads();
   nb::gil_scoped_release release;
   return static_cast<double>(products) /
-         least_seconds(tries, [&] { pool.run(pool.threads(), [&](int64_t, int) { kernels().multiply_in_registers(repeats); }); });
+         least_seconds(seconds, [&] { pool.run(pool.threads(), [&](int64_t, int) { kernels().multiply_in_registers(repeats); }); });
 }
 
 }  // namespace
 
 void bind_measure(nb::module_& module) {
   module.def("measure_linear", measure_linear, nb::arg("layout"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("data"), nb::arg("rows"),
-             nb::arg("pool"), nb::arg("tries"));
-  module.def("measure_read", measure_read, nb::arg("data"), nb::arg("pool"), nb::arg("tries"));
-  module.def("measure_products", measure_products, nb::arg("pool"), nb::arg("tries"));
+             nb::arg("pool"), nb::arg("seconds"));
+  module.def("measure_read", measure_read, nb::arg("data"), nb::arg("pool"), nb::arg("seconds"));
+  module.def("measure_products", measure_products, nb::arg("pool"), nb::arg("seconds"));
 }
 
 }  // namespace weft

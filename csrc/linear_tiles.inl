@@ -1,4 +1,4 @@
-// Tiles of a linear layer: a few rows of activations times the outputs of a strip, or of a part of it that one vector holds.
+// Tiles of a linear layer: a few rows of activations times the outputs of a strip.
 //
 // The groups of an output (for floats: its inputs) are added up one after the other, by the same operations in tiles of any size. So a
 // result depends neither on the other rows nor on how the work was cut.
@@ -10,9 +10,9 @@ namespace tiles {
 
 using vec::Vec;
 
-constexpr int parts_of_strip = strip_outputs / vec::lanes;
+constexpr int parts = strip_outputs / vec::lanes;   // vectors of a strip
 
-template <int rows, int parts>
+template <int rows>
 struct Totals {
   Vec at[rows][parts];
   Totals() {
@@ -23,20 +23,19 @@ struct Totals {
 
 inline const uint16_t* halves(const uint8_t* data) { return reinterpret_cast<const uint16_t*>(data); }
 
-// As many rows as leave all sums in registers; and a whole strip at a time where there are few rows, else one vector of outputs.
+// Rows of a tile: as many as leave the sums of a group in registers.
 template <Layout layout>
-struct Shape {
+constexpr int most_rows() {
 #if defined(WEFT_VNNI)
-  static constexpr int most_rows = 12;
+  return 12;
 #elif defined(WEFT_AVX512)
-  static constexpr int most_rows = layout == Layout::w8 ? 8 : 12;
+  return layout == Layout::w8 ? 8 : 12;
 #elif defined(WEFT_AVX2)
-  static constexpr int most_rows = layout == Layout::w8 ? 4 : 6;
+  return layout == Layout::w4 || layout == Layout::w8 ? 4 : 6;
 #else
-  static constexpr int most_rows = 4;
+  return 4;
 #endif
-  static constexpr int parts(int rows) { return rows <= 2 || (layout != Layout::w4 && layout != Layout::w8) ? parts_of_strip : 1; }
-};
+}
 
 // Weights are asked for this long before they are used: the processor's own guess begins anew at every page and gives way to whatever
 // the rows need. With four rows and more this was worth up to 1.5 times the speed. Asking beyond the end does no harm.
@@ -55,17 +54,17 @@ Vec load_weights(const uint8_t* strip, int64_t at) {
   else return bytes::load_bfloats(halves(strip) + at);
 }
 
-template <Layout layout, int rows, int parts>
+template <Layout layout, int rows>
 struct Tile {
-  static Totals<rows, parts> multiply(const LinearTask& task, int64_t first_row, const uint8_t* strip, int first_part) {
-    Totals<rows, parts> totals;
+  static Totals<rows> multiply(const LinearTask& task, int64_t first_row, const uint8_t* strip) {
+    Totals<rows> totals;
     const float* from = task.rows + first_row * task.row_stride;
     constexpr int input_bytes = strip_outputs * (layout == Layout::f32 ? 4 : 2);
     for (int64_t input = 0; input < task.weight->inputs; input++) {
       fetch_ahead<input_bytes>(strip + input * input_bytes);
       Vec weights[parts];
       for (int part = 0; part < parts; part++)
-        weights[part] = load_weights<layout>(strip, input * strip_outputs + vec::lanes * (first_part + part));
+        weights[part] = load_weights<layout>(strip, input * strip_outputs + vec::lanes * part);
 #pragma GCC unroll 12
       for (int row = 0; row < rows; row++) {
         const Vec value = vec::all(from[row * task.row_stride + input]);
@@ -96,10 +95,10 @@ struct Rows {
   }
 };
 
-template <int rows, int parts>
-struct Tile<Layout::w4, rows, parts> {
-  static Totals<rows, parts> multiply(const LinearTask& task, int64_t first_row, const uint8_t* strip, int first_part) {
-    Totals<rows, parts> totals;
+template <int rows>
+struct Tile<Layout::w4, rows> {
+  static Totals<rows> multiply(const LinearTask& task, int64_t first_row, const uint8_t* strip) {
+    Totals<rows> totals;
     Rows from(task.quantised, first_row);
     for (int64_t group = 0; group < from.groups; group++, strip += w4_group_bytes, from.to_next_group()) {
       fetch_ahead<w4_group_bytes>(strip);
@@ -108,7 +107,7 @@ struct Tile<Layout::w4, rows, parts> {
       for (int step = 0; step < 4; step++) {
         bytes::CodesW4 low[parts], high[parts];
         for (int part = 0; part < parts; part++) {
-          const bytes::Bytes codes = bytes::load(strip + 64 * step + 4 * vec::lanes * (first_part + part));
+          const bytes::Bytes codes = bytes::load(strip + 64 * step + 4 * vec::lanes * part);
           low[part] = bytes::low_nibbles(codes);
           high[part] = bytes::high_nibbles(codes);
         }
@@ -124,7 +123,7 @@ struct Tile<Layout::w4, rows, parts> {
         }
       }
       for (int part = 0; part < parts; part++) {
-        const uint16_t* scales = halves(strip + w4_codes_bytes) + vec::lanes * (first_part + part);
+        const uint16_t* scales = halves(strip + w4_codes_bytes) + vec::lanes * part;
         const Vec scale = vec::load(scales), minimum = vec::load(scales + strip_outputs);
 #pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
@@ -138,10 +137,10 @@ struct Tile<Layout::w4, rows, parts> {
   }
 };
 
-template <int rows, int parts>
-struct Tile<Layout::w8, rows, parts> {
-  static Totals<rows, parts> multiply(const LinearTask& task, int64_t first_row, const uint8_t* strip, int first_part) {
-    Totals<rows, parts> totals;
+template <int rows>
+struct Tile<Layout::w8, rows> {
+  static Totals<rows> multiply(const LinearTask& task, int64_t first_row, const uint8_t* strip) {
+    Totals<rows> totals;
     Rows from(task.quantised, first_row);
     for (int64_t group = 0; group < from.groups; group++, strip += w8_group_bytes, from.to_next_group()) {
       fetch_ahead<w8_group_bytes>(strip);
@@ -150,7 +149,7 @@ struct Tile<Layout::w8, rows, parts> {
       for (int step = 0; step < 8; step++) {
         bytes::CodesW8 codes[parts];
         for (int part = 0; part < parts; part++)
-          codes[part] = bytes::codes_w8(bytes::load(strip + 64 * step + 4 * vec::lanes * (first_part + part)));
+          codes[part] = bytes::codes_w8(bytes::load(strip + 64 * step + 4 * vec::lanes * part));
 #pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
           const bytes::Activations inputs = bytes::all_fours(from.codes + row * from.stride + 4 * step);
@@ -161,7 +160,7 @@ struct Tile<Layout::w8, rows, parts> {
         }
       }
       for (int part = 0; part < parts; part++) {
-        const Vec scale = vec::load(halves(strip + w8_codes_bytes) + vec::lanes * (first_part + part));
+        const Vec scale = vec::load(halves(strip + w8_codes_bytes) + vec::lanes * part);
 #pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
           const int64_t at = row * from.groups;
@@ -175,8 +174,8 @@ struct Tile<Layout::w8, rows, parts> {
 };
 
 // The bias, and where the result goes. The last strip may have fewer outputs than lanes.
-template <int rows, int parts>
-void finish(const LinearTask& task, const Totals<rows, parts>& totals, int64_t first_row, int64_t first_output) {
+template <int rows>
+void finish(const LinearTask& task, const Totals<rows>& totals, int64_t first_row, int64_t first_output) {
   for (int part = 0; part < parts; part++) {
     const int64_t output = first_output + part * vec::lanes, left = task.weight->outputs - output;
     const auto put = [&](auto count) {
@@ -195,12 +194,9 @@ void finish(const LinearTask& task, const Totals<rows, parts>& totals, int64_t f
 
 template <Layout layout, int rows>
 void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_strip, int64_t end_strip) {
-  constexpr int parts = Shape<layout>::parts(rows);
   const int64_t bytes = strip_bytes(layout, task.weight->inputs);
   for (int64_t strip = first_strip; strip < end_strip; strip++)
-    for (int part = 0; part < parts_of_strip; part += parts)
-      finish(task, Tile<layout, rows, parts>::multiply(task, first_row, task.weight->data + strip * bytes, part), first_row,
-             strip * strip_outputs + part * vec::lanes);
+    finish(task, Tile<layout, rows>::multiply(task, first_row, task.weight->data + strip * bytes), first_row, strip * strip_outputs);
 }
 
 // The tile of exactly `count` rows, which is at most `rows`.
@@ -215,7 +211,7 @@ constexpr int64_t cached_bytes = 128 * 1024;
 
 template <Layout layout>
 void multiply(const LinearTask& task) {
-  constexpr int most = Shape<layout>::most_rows;
+  constexpr int most = most_rows<layout>();
   const int64_t rows = task.end_row - task.first_row, tiles = (rows + most - 1) / most;
   const int64_t fitting = cached_bytes / strip_bytes(layout, task.weight->inputs), run = fitting > 1 ? fitting : 1;
   for (int64_t strip = task.first_strip; strip < task.end_strip; strip += run) {

@@ -165,48 +165,60 @@ void round_w8(const float* values, const Lane& lane, int64_t group) {
   lane.set_w8_scale(group, half);
 }
 
+// Four floats in the compiler's own vectors.
+using Four = float __attribute__((vector_size(16)));
+constexpr int fours = group_inputs / 4;
+
+float sum_of(Four a) { return (a[0] + a[1]) + (a[2] + a[3]); }
+
+// The values of a group.
+struct Group {
+  Four at[fours];
+  explicit Group(const float* values) { std::memcpy(at, values, sizeof at); }
+};
+
 // A choice of scale and minimum for a group, as they will be stored, with its codes and their squared error.
 struct Choice {
   uint16_t scale_half, minimum_half;
-  float codes[group_inputs];
+  Four codes[fours];
   float error;
 };
 
 // The codes nearest to the values under these two numbers, which are rounded to f16 first.
-Choice choose_codes(const float* values, float scale, float minimum) {
+Choice choose_codes(const Group& values, float scale, float minimum) {
   Choice choice;
   choice.scale_half = float_to_half(scale);
   choice.minimum_half = float_to_half(minimum);
   scale = half_to_float(choice.scale_half);
   minimum = half_to_float(choice.minimum_half);
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-  float error[4] = {};
-  for (int i = 0; i < group_inputs; i += 4)
-    for (int j = 0; j < 4; j++) {
-      const float code = round_small(clamp((values[i + j] - minimum) * inverse, 0.0f, 15.0f));
-      const float miss = code * scale + minimum - values[i + j];
-      choice.codes[i + j] = code;
-      error[j] += miss * miss;
-    }
-  choice.error = (error[0] + error[1]) + (error[2] + error[3]);
+  Four error = {};
+  for (int i = 0; i < fours; i++) {
+    Four code = (values.at[i] - minimum) * inverse;
+    code = code < 0.0f ? Four{} : code;
+    code = code > 15.0f ? Four{} + 15.0f : code;
+    code = (code + 0x1.8p23f) - 0x1.8p23f;   // as round_small
+    const Four miss = code * scale + minimum - values.at[i];
+    choice.codes[i] = code;
+    error += miss * miss;
+  }
+  choice.error = sum_of(error);
   return choice;
 }
 
 // The scale and minimum with the least squared error for codes that are given. False where the codes are all the same.
-bool fit_line(const float* values, const float* codes, float& scale, float& minimum) {
-  float sum_codes[4] = {}, sum_squares[4] = {}, sum_values[4] = {}, sum_products[4] = {};
-  for (int i = 0; i < group_inputs; i += 4)
-    for (int j = 0; j < 4; j++) {
-      sum_codes[j] += codes[i + j];
-      sum_squares[j] += codes[i + j] * codes[i + j];
-      sum_values[j] += values[i + j];
-      sum_products[j] += codes[i + j] * values[i + j];
-    }
-  const auto total = [](const float* sums) { return (sums[0] + sums[1]) + (sums[2] + sums[3]); };
-  const float count = group_inputs, c = total(sum_codes), v = total(sum_values);
-  const float determinant = count * total(sum_squares) - c * c;
+bool fit_line(const Group& values, const Four* codes, float& scale, float& minimum) {
+  Four sum_codes = {}, sum_squares = {}, sum_values = {}, sum_products = {};
+  for (int i = 0; i < fours; i++) {
+    sum_codes += codes[i];
+    sum_squares += codes[i] * codes[i];
+    sum_values += values.at[i];
+    sum_products += codes[i] * values.at[i];
+  }
+  const float count = group_inputs, c = sum_of(sum_codes), v = sum_of(sum_values);
+  const float determinant = count * sum_of(sum_squares) - c * c;
   if (!(determinant > 0.0f)) return false;
-  scale = (count * total(sum_products) - c * v) / determinant;
+  scale = (count * sum_of(sum_products) - c * v) / determinant;
   minimum = (v - scale * c) / count;
   return scale > 0.0f;
 }
@@ -226,17 +238,18 @@ void round_w4(const float* values, const Lane& lane, int64_t group) {
     low = values[i] < low ? values[i] : low;
     high = values[i] > high ? values[i] : high;
   }
-  Choice best = choose_codes(values, (high - low) / 15.0f, low);
+  const Group these(values);
+  Choice best = choose_codes(these, (high - low) / 15.0f, low);
   constexpr float shares[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.75f};
   for (const float share : shares) {
     const float middle = 0.5f * (low + high), reach = 0.5f * (high - low) * share;
     float scale = 2.0f * reach / 15.0f, minimum = middle - reach;
-    const Choice clipped = choose_codes(values, scale, minimum);
-    if (!fit_line(values, clipped.codes, scale, minimum)) continue;
-    const Choice fitted = choose_codes(values, scale, minimum);
+    const Choice clipped = choose_codes(these, scale, minimum);
+    if (!fit_line(these, clipped.codes, scale, minimum)) continue;
+    const Choice fitted = choose_codes(these, scale, minimum);
     if (fitted.error < best.error) best = fitted;
   }
-  for (int i = 0; i < group_inputs; i++) codes[i] = static_cast<uint8_t>(static_cast<int>(best.codes[i]));
+  for (int i = 0; i < group_inputs; i++) codes[i] = static_cast<uint8_t>(static_cast<int>(best.codes[i / 4][i % 4]));
   put_w4(lane, group, codes);
   lane.set_w4_scales(group, best.scale_half, best.minimum_half);
 }

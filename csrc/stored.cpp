@@ -1,4 +1,4 @@
-// The formats tensors are stored in, and how a block of each becomes floats. src/weft/loading/formats.py is the same in numpy.
+// The formats tensors are stored in, and how a block of each becomes floats. src/weft/loading/decoding.py is the same in numpy.
 #include <cstring>
 
 #include "half.h"

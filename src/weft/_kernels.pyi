@@ -214,14 +214,14 @@ class Sampler:
     ) -> None: ...
 
 def measure_linear(
-    layout: int, outputs: int, inputs: int, data: NDArray[np.uint8], rows: int, pool: Pool, tries: int
+    layout: int, outputs: int, inputs: int, data: NDArray[np.uint8], rows: int, pool: Pool, seconds: float
 ) -> float:
-    """Seconds for one layer, the least of some tries over all the layers of this shape that `data` has room for."""
+    """Seconds for one layer, the least of the tries that fit into `seconds`; a try takes all layers that `data` has room for."""
 
-def measure_read(data: NDArray[np.uint8], pool: Pool, tries: int) -> float:
-    """Seconds to read `data` once, the least of some tries."""
+def measure_read(data: NDArray[np.uint8], pool: Pool, seconds: float) -> float:
+    """Seconds to read `data` once, the least of the tries that fit into `seconds`."""
 
-def measure_products(pool: Pool, tries: int) -> float:
+def measure_products(pool: Pool, seconds: float) -> float:
     """Products of bytes in a second on all threads, from registers; 0 where there are no instructions for them."""
 
 # Rows: each function works on every row alone; `out` may be the input.

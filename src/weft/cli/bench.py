@@ -237,6 +237,22 @@ def bench_overhead(json: AsJson = False) -> None:
     run(json=json)
 
 
+@bench_app.command("kernels")
+def bench_kernels(
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Default: one for each physical core.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Time the linear layers of the default model.
+
+    Alone, on every instruction set this machine has, beside what it can read and multiply.
+    """
+    from weft.bench.kernels import main as run
+
+    run(threads=threads, json=json)
+
+
 @bench_app.command("start")
 def bench_start(
     model: Annotated[str, typer.Option("--model", "-m", help="What is served.")] = "default",
