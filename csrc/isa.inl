@@ -16,9 +16,8 @@ namespace weft::WEFT_ISA {
 
 extern const Kernels table;
 const Kernels table = {
-    WEFT_ISA_NAME, quantise_row, linear,        unpack_row, rms_norm, silu_mul, gelu_tanh_mul,
-    add_scaled,    scale_and_cap, rotate, to_half, attend,   attend_scratch,
-    attend_segment, attend_merge,
+    WEFT_ISA_NAME, quantise_row,  linear, unpack_row, rms_norm, silu_mul,       gelu_tanh_mul,  add_scaled,
+    scale_and_cap, rotate,        route,  to_half,    attend,   attend_scratch, attend_segment, attend_merge,
 };
 
 }  // namespace weft::WEFT_ISA
