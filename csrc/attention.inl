@@ -121,10 +121,10 @@ inline void fetch(const uint16_t* at, int64_t features) {
 template <int Rows, typename Element>
 inline void score_tile(const float* queries, int64_t width, const Element* const* keys, Ahead ahead, float* scores) {
   constexpr int at_once = Rows * step_keys <= tile_sums ? step_keys : 4;
+  if (ahead) {
+    for (int k = 0; k < step_keys; k++) fetch(ahead[k], width);
+  }
   for (int first = 0; first < step_keys; first += at_once) {
-    if (ahead) {
-      for (int k = 0; k < at_once; k++) fetch(ahead[first + k], width);
-    }
     vec::Vec sums[Rows][at_once];
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
@@ -292,7 +292,7 @@ inline Statistics weigh(float* scores, Span span, float cap) {
   const vec::Vec base = vec::all(largest == -INFINITY ? 0.0f : largest);
   vec::Vec sum = vec::all(0.0f);
   for (int64_t k = first; k < end; k += vec::lanes) {
-    const vec::Vec weight = vec::exp(vec::load(scores + k) - base);
+    const vec::Vec weight = vec::exp_up_to_0(vec::load(scores + k) - base);
     vec::store(scores + k, weight);
     sum = sum + weight;
   }

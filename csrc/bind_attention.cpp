@@ -40,6 +40,8 @@ void attend(const Array<const float, 3>& queries, const Array<uint16_t, 6>& cach
                 static_cast<int64_t>(block_size), static_cast<int64_t>(kv_heads) * size, size, size};
   task.table = table.data();
   task.group = static_cast<int64_t>(heads / kv_heads);
+  task.queries = queries.data();
+  task.out = out.data();
   task.query_stride = task.out_stride = stride;
   task.count = static_cast<int64_t>(count);
   task.first_position = first_position;
@@ -48,18 +50,23 @@ void attend(const Array<const float, 3>& queries, const Array<uint16_t, 6>& cach
   task.cap = cap;
   std::vector<float> scratch(static_cast<size_t>(kernels().attend_scratch(task)));
   std::vector<float> partials;
-  for (task.kv_head = 0; task.kv_head < static_cast<int64_t>(kv_heads); task.kv_head++) {
-    task.queries = queries.data() + task.kv_head * task.group * size;
-    task.out = out.data() + task.kv_head * task.group * size;
+  std::vector<AttendTask> tasks(kv_heads, task);
+  for (size_t head = 0; head < kv_heads; head++) {
+    tasks[head].kv_head = static_cast<int64_t>(head);
+    tasks[head].queries += tasks[head].kv_head * task.group * size;
+    tasks[head].out += tasks[head].kv_head * task.group * size;
+    if (head + 1 < kv_heads) tasks[head].next = &tasks[head + 1];
+  }
+  for (const AttendTask& one : tasks) {
     if (!split) {
-      kernels().attend(task, scratch.data());
+      kernels().attend(one, scratch.data());
       continue;
     }
-    const int64_t first = task.first_segment(), segments = task.end_segment() - first;
-    partials.resize(static_cast<size_t>(segments * task.partial_floats()));
+    const int64_t first = one.first_segment(), segments = one.end_segment() - first;
+    partials.resize(static_cast<size_t>(segments * one.partial_floats()));
     for (int64_t segment = 0; segment < segments; segment++)
-      kernels().attend_segment(task, first + segment, partials.data() + segment * task.partial_floats(), scratch.data());
-    kernels().attend_merge(task, partials.data());
+      kernels().attend_segment(one, first + segment, partials.data() + segment * one.partial_floats(), scratch.data());
+    kernels().attend_merge(one, partials.data());
   }
 }
 

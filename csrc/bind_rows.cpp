@@ -79,6 +79,15 @@ void to_half(const Vector& row, const Array<uint16_t, 1>& out) {
   kernels().to_half(row.data(), static_cast<int64_t>(row.shape(0)), out.data());
 }
 
+void route(const ConstRows& logits, bool normalise, const Array<int32_t, 2>& chosen, const Rows& shares) {
+  same_shape(chosen, shares, "shares");
+  same_length(chosen.shape(0), logits.shape(0), "chosen");
+  if (chosen.shape(1) > logits.shape(1))
+    throw nb::value_error((std::to_string(chosen.shape(1)) + " experts cannot be chosen of " + std::to_string(logits.shape(1))).c_str());
+  for (size_t row = 0; row < logits.shape(0); row++)
+    kernels().route(row_of(logits, row), columns_of(logits), columns_of(chosen), normalise, row_of(chosen, row), row_of(shares, row));
+}
+
 }  // namespace
 
 void bind_rows(nb::module_& module) {
@@ -89,6 +98,7 @@ void bind_rows(nb::module_& module) {
   module.def("add_scaled", add_scaled, "left"_a, "right"_a, "scale"_a, "out"_a);
   module.def("scale_and_cap", scale_and_cap, "rows"_a, "scale"_a, "cap"_a);
   module.def("rotate", rotate, "heads"_a, "cosine"_a, "sine"_a, "interleaved"_a, "out"_a);
+  module.def("route", route, "logits"_a, "normalise"_a, "chosen"_a, "shares"_a);
   module.def("to_half", to_half, "row"_a, "out"_a);
 }
 

@@ -169,6 +169,8 @@ struct Kernels {
   void (*scale_and_cap)(float* row, int64_t columns, float scale, float cap);   // cap 0: none
   // One head of a token: pair i turned by (cosine[i], sine[i]); features past the pairs stay.
   void (*rotate)(const float* head, int64_t head_size, int64_t pairs, bool interleaved, const float* cosine, const float* sine, float* out);
+  // The experts of one token, best first, and their shares of the softmax over all; normalised, the shares of the chosen add up to 1.
+  void (*route)(const float* logits, int64_t experts, int64_t per_token, bool normalise, int32_t* chosen, float* shares);
   void (*to_half)(const float* row, int64_t columns, uint16_t* out);
 
   // attention.inl

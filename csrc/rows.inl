@@ -77,6 +77,27 @@ void rotate(const float* head, int64_t head_size, int64_t pairs, bool interleave
   for (int64_t i = 2 * pairs; i < head_size; i++) out[i] = head[i];
 }
 
+void route(const float* logits, int64_t experts, int64_t per_token, bool normalise, int32_t* chosen, float* shares) {
+  float largest = logits[0];
+  for (int64_t i = 1; i < experts; i++) largest = logits[i] > largest ? logits[i] : largest;
+  const vec::Vec base = vec::all(largest);
+  float all = 0.0f, taken = 0.0f;
+  for (int64_t i = 0; i < experts; i++) all += vec::first(vec::exp(vec::all(logits[i]) - base));
+  for (int64_t place = 0; place < per_token; place++) {
+    // The best of those that are left, the first of equals. Whatever the logits are, it is an expert that was not chosen before.
+    int64_t best = -1;
+    for (int64_t i = 0; i < experts; i++) {
+      bool free = true;
+      for (int64_t k = 0; k < place; k++) free = free && chosen[k] != i;
+      if (free && (best < 0 || logits[i] > logits[best])) best = i;
+    }
+    chosen[place] = static_cast<int32_t>(best);
+    shares[place] = vec::first(vec::exp(vec::all(logits[best]) - base)) / all;
+    taken += shares[place];
+  }
+  for (int64_t place = 0; place < per_token && normalise; place++) shares[place] /= taken;
+}
+
 void to_half(const float* row, int64_t columns, uint16_t* out) {
   vec::for_each(columns, [&](int64_t i, auto n) { vec::store(out + i, vec::load(row + i, n), n); });
 }

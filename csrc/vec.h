@@ -51,6 +51,8 @@ inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }                // b
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec round(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vec times_power_of_two(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }   // a * 2^n, n whole
+// The lowest bits become an exponent.
+inline Vec shifted_bits(Vec a) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23)); }
 inline Vec magnitude(Vec a) { return _mm512_abs_ps(a); }
 inline Vec with_sign_of(Vec a, Vec sign) { return _mm512_or_ps(magnitude(a), _mm512_and_ps(sign, all(-0.0f))); }
 inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes); }
@@ -113,6 +115,8 @@ inline Vec times_power_of_two(Vec a, Vec n) {
   const __m256i second = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), one), 23);
   return a * _mm256_castsi256_ps(first) * _mm256_castsi256_ps(second);
 }
+// The lowest bits become an exponent.
+inline Vec shifted_bits(Vec a) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23)); }
 inline Vec magnitude(Vec a) { return _mm256_andnot_ps(all(-0.0f), a); }
 inline Vec with_sign_of(Vec a, Vec sign) { return _mm256_or_ps(magnitude(a), _mm256_and_ps(sign, all(-0.0f))); }
 inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
@@ -180,6 +184,14 @@ inline Vec times_power_of_two(Vec a, Vec n) {
   std::memcpy(&right, &second, 16);
   return a * left * right;
 }
+// The lowest bits become an exponent.
+inline Vec shifted_bits(Vec a) {
+  Unsigned bits;
+  std::memcpy(&bits, &a, 16);
+  bits <<= 23;
+  std::memcpy(&a, &bits, 16);
+  return a;
+}
 inline Vec magnitude(Vec a) {
   for (int i = 0; i < lanes; i++) a[i] = std::fabs(a[i]);
   return a;
@@ -238,17 +250,32 @@ inline float largest(Vec a) {
   return best;
 }
 
-// To about 1 ulp; subnormal and infinite results and NaN as they should be.
-inline Vec exp(Vec x) {
-  // Beyond these the result is 0 or infinite. The bound first: max and min pass on a NaN that comes second.
-  x = max(all(-104.0f), min(all(89.0f), x));
-  const Vec n = round(x * all(1.44269504f));
-  const Vec r = fnma(n, all(-2.12194440e-4f), fnma(n, all(0.693359375f), x));   // x - n ln 2, ln 2 in two parts
+// e^(x - n ln 2), where n is the whole number next to x / ln 2: between 0.7 and 1.42.
+inline Vec exp_of_rest(Vec x, Vec n) {
+  const Vec r = fnma(n, all(-2.12194440e-4f), fnma(n, all(0.693359375f), x));   // ln 2 in two parts, the first exact in few bits
   Vec p = fma(all(0.0013814467f), r, all(0.008368781f));
   p = fma(p, r, all(0.041668393f));
   p = fma(p, r, all(0.1666652f));
   p = fma(p, r, all(0.49999994f));
-  return times_power_of_two(fma(p, r * r, r) + all(1.0f), n);
+  return fma(p, r * r, r) + all(1.0f);
+}
+
+constexpr float one_by_log_2 = 1.44269504f;
+
+// To about 1 ulp; subnormal and infinite results and NaN as they should be.
+inline Vec exp(Vec x) {
+  // Beyond these the result is 0 or infinite. The bound first: max and min pass on a NaN that comes second.
+  x = max(all(-104.0f), min(all(89.0f), x));
+  const Vec n = round(x * all(one_by_log_2));
+  return times_power_of_two(exp_of_rest(x, n), n);
+}
+
+// The same for x up to 0 (or NaN), faster: the weights of a softmax. What would be less than 2^-125 is 0, since a subnormal weight is
+// worth nothing and slows some processors down a hundredfold.
+inline Vec exp_up_to_0(Vec x) {
+  // Added to so large a number, n + 127 stands in its lowest bits: the exponent of 2^n.
+  const Vec large = all(0x1.8p23f + 127.0f), sum = fma(x, all(one_by_log_2), large);
+  return where_less(x, all(-86.6f), all(0.0f), exp_of_rest(x, sum - large) * shifted_bits(sum));
 }
 
 // To about 2 ulp.

@@ -235,6 +235,9 @@ def scale_and_cap(rows: Floats, scale: float, cap: float) -> None:
     """In place; a cap of 0 is none."""
 
 def rotate(heads: Floats, cosine: Floats, sine: Floats, interleaved: bool, out: Floats) -> None: ...
+def route(logits: Floats, normalise: bool, chosen: NDArray[np.int32], shares: Floats) -> None:
+    """The experts [tokens, per token] of each token, best first, and their shares."""
+
 def to_half(row: Floats, out: Halves) -> None: ...
 def attend(
     queries: Floats,

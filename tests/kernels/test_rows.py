@@ -145,6 +145,32 @@ def test_a_rotation_turns_each_pair_by_its_angle(interleaved: bool, head_size: i
     np.testing.assert_array_equal(bits(heads), bits(out))
 
 
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("experts, per_token", [(1, 1), (4, 2), (8, 8), (60, 4), (128, 8)])
+def test_a_token_goes_to_the_experts_with_the_largest_shares(
+    experts: int, per_token: int, normalise: bool
+) -> None:
+    logits = 3.0 * rows_of(20, experts)
+    exact = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    exact /= exact.sum(axis=1, keepdims=True)
+    expected = np.argsort(-logits, axis=1, kind="stable")[:, :per_token]
+    weights = np.take_along_axis(exact, expected, axis=1)
+    if normalise:
+        weights /= weights.sum(axis=1, keepdims=True)
+    chosen, shares = np.empty((20, per_token), np.int32), np.empty((20, per_token), np.float32)
+    _kernels.route(logits, normalise, chosen, shares)
+    np.testing.assert_array_equal(chosen, expected)
+    np.testing.assert_allclose(shares, weights, rtol=2e-6)
+
+
+def test_of_equal_experts_the_first_is_chosen_and_of_none_that_is_a_number_some() -> None:
+    logits = np.array([[1, 3, 3, 0], [np.nan, np.nan, np.nan, np.nan]], np.float32)
+    chosen, shares = np.empty((2, 3), np.int32), np.empty((2, 3), np.float32)
+    _kernels.route(logits, True, chosen, shares)
+    assert chosen[0].tolist() == [1, 2, 0] and sorted(set(chosen[1].tolist())) == sorted(chosen[1].tolist())
+    assert np.isnan(shares[1]).all() and not np.isnan(shares[0]).any()
+
+
 def test_halves_are_rounded_to_the_nearest_and_ties_to_even() -> None:
     edges = np.array(
         [65504.0, 65519.99, 65520.0, 1e6, 2.0**-24, 2.0**-25, 1.5 * 2.0**-24, 2049.0, 2051.0, 6.1e-5],
