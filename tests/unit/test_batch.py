@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from weft.backends.batch import Rows
@@ -93,6 +95,20 @@ def test_a_row_given_to_another_request_forgets_the_one_before() -> None:
     assert entries.is_plain.tolist() == [True] and entries.temperatures.tolist() == [0.0]
     assert entries.top_counts.tolist() == [-1]
     assert rows.indices(again).cells.tolist() == [8, 9]
+
+
+def test_what_a_row_says_is_gathered_anew_when_another_request_enters_it() -> None:
+    rows = Rows(num_rows=2, max_context=8, block_size=4)
+    step = plan([(0, 1, 1, True), (1, 1, 1, True)], decodes=2)
+    rows.update(
+        step := dataclasses.replace(step, row_starts=(start(0, (1, 2), (5,)), start(1, (3, 4), (6,))))
+    )
+    before = rows.sampled_entries(step)
+    rows.update(plan([(1, 0, 1, False)], row_starts=(start(1, (7, 8), (2,), temperature=0.5, top_k=3),)))
+    after = rows.sampled_entries(step)
+    assert before.temperatures.tolist() == [1.0, 1.0] and after.temperatures.tolist() == [1.0, 0.5]
+    assert after.is_plain.tolist() == [True, False]
+    assert rows.indices(step).token_ids.tolist() == [2, 8] and rows.indices(step).cells.tolist() == [21, 9]
 
 
 def test_logits_are_wanted_for_prompts_to_be_scored_after_those_that_sample() -> None:

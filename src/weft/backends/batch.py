@@ -46,6 +46,21 @@ class ScoredPrompt:
     top_count: int
 
 
+class _Selection:
+    """What the rows of a step say, gathered once: mostly the next step is over the same rows."""
+
+    def __init__(self, rows: tuple[int, ...], state: Rows) -> None:
+        self.key = rows
+        self.rows = np.array(rows, np.int64)
+        self.token_offsets = self.rows * state.tokens.shape[1]
+        self.table_offsets = self.rows * state.tables.shape[1]
+        self.prompt_lengths = state.prompt_lengths[self.rows]
+        self.seeds = state.seeds[self.rows]
+        self.temperatures = state.temperatures[self.rows]
+        self.is_plain = state.is_plain[self.rows]
+        self.top_counts = state.top_counts[self.rows]
+
+
 class Rows:
     """Tokens, block tables and sampling parameters of the requests that run."""
 
@@ -66,6 +81,9 @@ class Rows:
         self.told: set[int] = set()  # with logprobs
         self.scored: set[int] = set()  # with prompt logprobs
         self._counting = np.arange(num_rows + 1)
+        self._flat_tokens = self.tokens.reshape(-1)
+        self._flat_tables = self.tables.reshape(-1)
+        self._selected: _Selection | None = None
 
     def update(self, plan: IterationPlan) -> None:
         """Take over what the plan changes."""
@@ -76,6 +94,7 @@ class Rows:
 
     def _start(self, start: RowStart) -> None:
         row, params = start.row, start.params
+        self._selected = None
         self.tokens[row, : len(start.tokens)] = start.tokens
         self.tables[row, : len(start.blocks)] = start.blocks
         self.prompt_lengths[row] = start.prompt_length
@@ -121,19 +140,25 @@ class Rows:
 
     def _decode_indices(self, plan: IterationPlan) -> StepIndices:
         """The same where every entry is one token that samples: nearly all steps, so in as few calls as there can be."""
-        rows, positions = np.array(plan.rows, np.int64), np.array(plan.starts, np.int64)
-        block_indices, offsets = np.divmod(positions, self.block_size)
-        block_tables = self.tables[rows, : max(plan.starts, default=-1) // self.block_size + 1]
-        counting = self._counting[: len(rows) + 1]
+        selected, block_size = self._select(plan.rows), self.block_size
+        positions = np.array(plan.starts, np.int64)
+        blocks = self._flat_tables.take(selected.table_offsets + positions // block_size)
+        longest = max(plan.starts, default=-1) // block_size + 1
+        counting = self._counting[: len(plan.rows) + 1]
         return StepIndices(
-            token_ids=self.tokens[rows, positions].astype(np.int64),
+            token_ids=self._flat_tokens.take(selected.token_offsets + positions).astype(np.int64),
             positions=positions,
-            cells=self.tables[rows, block_indices] * self.block_size + offsets,
+            cells=blocks * block_size + positions % block_size,
             query_starts=counting,
             context_lengths=positions + 1,
-            block_tables=block_tables,
+            block_tables=self.tables[:, :longest].take(selected.rows, axis=0),
             logit_indices=counting[:-1],
         )
+
+    def _select(self, rows: tuple[int, ...]) -> _Selection:
+        if self._selected is None or self._selected.key != rows:
+            self._selected = _Selection(rows, self)
+        return self._selected
 
     def scored_prompts(self, plan: IterationPlan) -> list[ScoredPrompt]:
         """The pieces of prompts in a plan whose logprobs are wanted."""
@@ -158,22 +183,21 @@ class Rows:
         return pieces
 
     def sampled_entries(self, plan: IterationPlan) -> SampledEntries:
-        rows = np.array(plan.rows, np.int64)
+        request_ids, rows = list(plan.request_ids), plan.rows
         positions = np.array(plan.starts, np.int64) + np.array(plan.counts, np.int64)
-        request_ids = list(plan.request_ids)
-        if plan.num_samples < len(plan.rows):
-            samples = np.array(plan.samples, np.bool_)
-            rows, positions = rows[samples], positions[samples]
-            request_ids = list(compress(request_ids, plan.samples))
+        if plan.num_samples < len(rows):
+            request_ids, rows = list(compress(request_ids, plan.samples)), tuple(compress(rows, plan.samples))
+            positions = positions[np.array(plan.samples, np.bool_)]
+        selected = self._select(rows)
         return SampledEntries(
             request_ids=request_ids,
-            rows=rows,
+            rows=selected.rows,
             positions=positions,
-            output_indices=positions - self.prompt_lengths[rows],
-            seeds=self.seeds[rows],
-            temperatures=self.temperatures[rows],
-            is_plain=self.is_plain[rows],
-            top_counts=self.top_counts[rows],
+            output_indices=positions - selected.prompt_lengths,
+            seeds=selected.seeds,
+            temperatures=selected.temperatures,
+            is_plain=selected.is_plain,
+            top_counts=selected.top_counts,
         )
 
     def record(self, entries: SampledEntries, tokens: np.ndarray) -> None:
