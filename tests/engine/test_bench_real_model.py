@@ -46,6 +46,18 @@ def test_a_criterion_run_gives_every_job_its_tokens_on_the_real_model(default_mo
     assert result.seconds > 0.05 and 0 < result.unused_cells < result.held_cells
 
 
+def test_the_criteria_are_printed_with_their_bars(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(criteria, "engine_runs", lambda checkpoint, threads: run_on_the_cost_model)
+    criteria.main("default", threads=2, json=False)
+    table = capsys.readouterr().out
+    assert "more than 2 times" in table and "more than 70%" in table and "at most 500 ms" in table
+    criteria.main("default", threads=2, json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["checks"]) == 6 and document["scalings"][-1]["batch"] == 16 and document["kernels"]
+
+
 # ---------------------------------------------------------------------- perplexity
 
 
