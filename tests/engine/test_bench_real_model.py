@@ -46,21 +46,35 @@ def test_a_criterion_run_gives_every_job_its_tokens_on_the_real_model(default_mo
     assert result.seconds > 0.05 and 0 < result.unused_cells < result.held_cells
 
 
+def test_the_criteria_are_printed_with_their_bars(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(criteria, "engine_runs", lambda checkpoint, threads: run_on_the_cost_model)
+    criteria.main("default", threads=2, json=False)
+    table = capsys.readouterr().out
+    assert "more than 2 times" in table and "more than 70%" in table and "at most 500 ms" in table
+    criteria.main("default", threads=2, json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["checks"]) == 6 and document["scalings"][-1]["batch"] == 16 and document["kernels"]
+
+
 # ---------------------------------------------------------------------- perplexity
 
 
-def test_the_kernels_perplexity_is_within_half_a_percent_of_the_dequantised_reference(
+def test_the_kernels_perplexity_is_that_of_the_dequantised_reference(
     default_model_path: Path, default_tokenizer: Tokenizer
 ) -> None:
+    """As far as 256 tokens can tell: they know the share to half a percent. `weft bench perplexity` takes 2,048."""
     if instruction_set() is None:
         pytest.skip("there are no kernels here")
     checkpoint = open_checkpoint(default_model_path)
-    windows = perplexity.cut(default_tokenizer, None, 256, 2)
+    windows = perplexity.cut(default_tokenizer, None, 512, 1)
     reference = perplexity.score(checkpoint, windows, "numpy", dtype=np.float32)
     kernels = perplexity.score(checkpoint, windows, "kernels")
-    assert len(reference.logprobs) == len(kernels.logprobs) == 2 * 128
-    assert reference.logprobs != kernels.logprobs
-    assert abs(perplexity.compare(kernels, reference).share) < perplexity.LARGEST_RISE
+    assert len(reference.logprobs) == len(kernels.logprobs) == 256
+    found = perplexity.compare(kernels, reference)
+    assert found.share < perplexity.LARGEST_RISE + 2 * found.error
+    assert 0 < found.of_a_token < 0.1 and found.error < 0.01
     assert 1 < reference.perplexity < 100
 
 
@@ -70,6 +84,7 @@ def test_a_difference_is_measured_token_by_token() -> None:
     found = perplexity.compare(worse, reference)
     assert found.share == pytest.approx(worse.perplexity / reference.perplexity - 1)
     assert found.error == pytest.approx(0.0, abs=1e-12) and not found.is_small
+    assert found.of_a_token == pytest.approx(0.1)
     assert reference.perplexity == pytest.approx(math.exp(3))
 
 

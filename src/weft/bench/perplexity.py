@@ -58,6 +58,8 @@ class Difference:
 
     share: float
     error: float
+    of_a_token: float
+    """How far the logprob of one token is from the reference's, up or down, on average."""
 
     @property
     def is_small(self) -> bool:
@@ -159,4 +161,5 @@ def compare(one: Scores, reference: Scores) -> Difference:
     """From the differences of single tokens: both sides saw the same text, so what makes a text hard cancels out."""
     worse = [theirs - ours for ours, theirs in zip(one.logprobs, reference.logprobs, strict=True)]
     error = statistics.stdev(worse) / math.sqrt(len(worse)) if len(worse) > 1 else 0.0
-    return Difference(math.expm1(statistics.fmean(worse)), error)
+    of_a_token = statistics.fmean(abs(difference) for difference in worse)
+    return Difference(math.expm1(statistics.fmean(worse)), error, of_a_token)
