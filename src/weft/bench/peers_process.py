@@ -107,6 +107,7 @@ class RunningEngine:
             raise PeerError(
                 f"{summary.short_answers} answers of {phase.name} were shorter than asked: that is other work"
             )
+        self._memory.look()
         return Outcome(summary, machine, self._memory.peak, self._memory.pss())
 
     async def _ask(self, phase: Phase, num_warm_up: int) -> tuple[Summary, MachineUse]:
@@ -237,6 +238,10 @@ class MemoryWatch:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
+    def look(self) -> None:
+        """A look now: a short phase may lie between two of the thread's."""
+        self._take(_family(self._pid))
+
     def pss(self) -> int:
         """Looked at once, since the kernel walks every page for it."""
         return sum(_pss_of(pid) for pid in _family(self._pid))
@@ -252,7 +257,10 @@ class MemoryWatch:
             if count % 10 == 0:  # finding children reads all of /proc
                 family = _family(self._pid)
             count += 1
-            self.peak = max(self.peak, sum(_rss_of(pid) for pid in family))
+            self._take(family)
+
+    def _take(self, family: frozenset[int]) -> None:
+        self.peak = max(self.peak, sum(_rss_of(pid) for pid in family))
 
 
 def _family(pid: int) -> frozenset[int]:
