@@ -46,6 +46,8 @@ def main(
 ) -> bool:
     """Measures, prints and writes; whether every engine did all of its work."""
     engines, columns = choose_engines(peers), choose_work(work)
+    if plot_path is not None and columns == [START]:
+        raise InvalidRequestError("--plot draws the workloads, and --work names none of them", field="--plot")
     home = home or peers_directory()
     home.mkdir(parents=True, exist_ok=True)
     model = pull("default")
