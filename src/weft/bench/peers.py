@@ -46,6 +46,8 @@ def main(
 ) -> bool:
     """Measures, prints and writes; whether every engine did all of its work."""
     engines, columns = choose_engines(peers), choose_work(work)
+    if plot_path is not None and columns == [START]:
+        raise InvalidRequestError("--plot draws the workloads, and --work names none of them", field="--plot")
     home = home or peers_directory()
     home.mkdir(parents=True, exist_ok=True)
     model = pull("default")
@@ -271,7 +273,7 @@ def _cell(engine: Engine, phase: Phase, attempt: int, outcome: Outcome) -> Cell:
         loudest=use.loudest,
         tokens_per_second=summary.output_tokens_per_second,
         output_tokens=summary.output_tokens,
-        short_answers=summary.short_answers,
+        cached_tokens=summary.cached_tokens,
         first_token_p50=first.p50 if first else None,
         first_token_p99=first.p99 if first else None,
         gap_p50=gap.p50 if gap else None,

@@ -84,35 +84,38 @@ class RunningEngine:
 
     def run(self, phases: Sequence[Phase]) -> list[Outcome]:
         """Warms the engine up, and runs the phases one after the other."""
-        # The prompts to come, backwards: as long, and no help to a cache.
-        items = [item for phase in phases for item in phase.items][:_NUM_WARM_UP]
-        warm_up = Phase(
-            "warm-up", tuple(Item(item.prompt[::-1], WARM_UP_TOKENS) for item in items), clients=1
-        )
-        self._outcome(warm_up)
-        return [self._outcome(phase) for phase in phases]
+        return [self._outcome(phase, 0 if number else _NUM_WARM_UP) for number, phase in enumerate(phases)]
 
-    def _outcome(self, phase: Phase) -> Outcome:
-        if self._launch.port is None:
+    def _outcome(self, phase: Phase, num_warm_up: int) -> Outcome:
+        if self._launch.port is not None:
+            summary, machine = asyncio.run(self._ask(phase, num_warm_up))
+        else:
+            # As `measure` does: the prompts to come, backwards, which are as long and no help to a cache.
+            items = [Item(item.prompt[::-1], WARM_UP_TOKENS) for item in phase.items[:num_warm_up]]
+            if items:
+                self._drive(Phase("warm-up", tuple(items)), REQUEST_SECONDS)
             before = take_snapshot()
             records = self._drive(phase, REQUEST_SECONDS)
             summary, machine = summarise(records, Targets()), self._use(before)
-        else:
-            report = asyncio.run(self._ask(phase))
-            summary, machine = report
         if summary.answered < summary.requests:
             kinds = ", ".join(f"{count} {kind}" for kind, count in summary.failures.items())
             raise PeerError(
                 f"{summary.requests - summary.answered} of {summary.requests} requests of {phase.name} failed: {kinds}; "
                 f"{last_error(self._log)}"
             )
+        if summary.short_answers:
+            raise PeerError(
+                f"{summary.short_answers} answers of {phase.name} were shorter than asked: that is other work"
+            )
+        self._memory.look()
         return Outcome(summary, machine, self._memory.peak, self._memory.pss())
 
-    async def _ask(self, phase: Phase) -> tuple[Summary, MachineUse]:
+    async def _ask(self, phase: Phase, num_warm_up: int) -> tuple[Summary, MachineUse]:
         report = await measure(
             Client(f"http://127.0.0.1:{self._launch.port}"),
             [phase],
             targets=Targets(),
+            num_warm_up=num_warm_up,
             decode=_no_text,
             seconds=REQUEST_SECONDS,
             say=lambda _: None,
@@ -235,6 +238,10 @@ class MemoryWatch:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
+    def look(self) -> None:
+        """A look now: a short phase may lie between two of the thread's."""
+        self._take(_family(self._pid))
+
     def pss(self) -> int:
         """Looked at once, since the kernel walks every page for it."""
         return sum(_pss_of(pid) for pid in _family(self._pid))
@@ -250,7 +257,10 @@ class MemoryWatch:
             if count % 10 == 0:  # finding children reads all of /proc
                 family = _family(self._pid)
             count += 1
-            self.peak = max(self.peak, sum(_rss_of(pid) for pid in family))
+            self._take(family)
+
+    def _take(self, family: frozenset[int]) -> None:
+        self.peak = max(self.peak, sum(_rss_of(pid) for pid in family))
 
 
 def _family(pid: int) -> frozenset[int]:

@@ -37,7 +37,8 @@ class Cell:
     tokens_per_second: float | None = None
     """Output tokens, over all the time, that of the prompts included."""
     output_tokens: int = 0
-    short_answers: int = 0
+    cached_tokens: int = 0
+    """Of the prompts, where the engine says so."""
     first_token_p50: float | None = None
     first_token_p99: float | None = None
     gap_p50: float | None = None

@@ -15,11 +15,16 @@ OTHERS = ("#30638e", "#5b8db8", "#9dbfdc", "#003d5b", "#edae49", "#00798c", "#8d
 def main(target):
     chart = json.load(sys.stdin)
     columns = chart["columns"]
-    figure, panels = plt.subplots(1, len(columns), figsize=(2.9 * len(columns), 3.8), squeeze=False)
+    across = min(3, len(columns))
+    down = -(-len(columns) // across)
+    figure, grid = plt.subplots(down, across, figsize=(3.6 * across, 2.9 * down + 0.9), squeeze=False)
+    panels = list(grid.flat)
+    for panel in panels[len(columns) :]:
+        panel.set_visible(False)
     colours = {name: OURS if name == "weft" else None for name in chart["engines"]}
     rest = iter(OTHERS * len(colours))
     colours = {name: colour or next(rest) for name, colour in colours.items()}
-    for panel, column in zip(panels[0], columns, strict=True):
+    for panel, column in zip(panels, columns, strict=False):
         bars = column["bars"]
         positions = range(len(bars))
         drawn = panel.bar(
@@ -34,11 +39,16 @@ def main(target):
         panel.set_xticks([])
         panel.tick_params(axis="y", labelsize=7)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("output tokens/s, prefill included", fontsize=8)
+    for first in grid[:, 0]:
+        first.set_ylabel("output tokens/s, prefill included", fontsize=8)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
-    figure.legend(handles, list(colours), loc="lower center", ncols=4, fontsize=8, frameon=False)
+    labels = list(colours)
+    if any(bar["is_disturbed"] for column in columns for bar in column["bars"]):
+        handles.append(plt.Rectangle((0, 0), 1, 1, facecolor="white", edgecolor="grey", hatch="//"))
+        labels.append("disturbed by others")
+    figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=8, frameon=False)
     figure.suptitle(chart["title"], fontsize=9)
-    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    figure.tight_layout(rect=(0, 0.8 / figure.get_figheight(), 1, 1))
     figure.savefig(target, dpi=150)
 
 
