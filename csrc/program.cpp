@@ -284,7 +284,18 @@ void Program::attention(const Instruction& instruction) {
   for (int64_t task = 0; task < tasks; task += shape_.kv_heads) most_scratch = std::max(most_scratch, kernels().attend_scratch(task_of(task)));
   for (auto& scratch : scratch_) scratch.at_least(most_scratch);
   if (tasks < pool_.threads() * tasks_per_thread && attend_in_segments(tasks, task_of)) return;
-  pool_.run(tasks, [&](int64_t chunk, int worker) { kernels().attend(task_of(chunk), scratch_[static_cast<size_t>(worker)].data()); });
+  // With enough of them the kv heads of a piece are one chunk, so that each can fetch what the next one reads.
+  const int64_t together = tasks >= pool_.threads() * shape_.kv_heads * tasks_per_thread ? shape_.kv_heads : 1;
+  pool_.run(tasks / together, [&](int64_t chunk, int worker) {
+    AttendTask task = task_of(chunk * together);
+    for (int64_t i = 1; i <= together; i++) {
+      AttendTask next{};
+      if (i < together) next = task_of(chunk * together + i);
+      task.next = i < together ? &next : nullptr;
+      kernels().attend(task, scratch_[static_cast<size_t>(worker)].data());
+      task = next;
+    }
+  });
 }
 
 void Program::mixture(const Instruction& instruction, int64_t rows) {
@@ -299,27 +310,10 @@ void Program::mixture(const Instruction& instruction, int64_t rows) {
   product(router, rows, shares, count, false, 1.0f);
   expert_chosen_.resize(static_cast<size_t>(rows * per_token));
   float* chosen_shares = expert_shares_.at_least(rows * per_token);
-  for (int64_t row = 0; row < rows; row++) {
-    float* values = shares + row * count;
-    const float best = *std::max_element(values, values + count);
-    float total = 0.0f;
-    for (int64_t expert = 0; expert < count; expert++) total += values[expert] = std::exp(values[expert] - best);
-    int32_t* chosen = expert_chosen_.data() + row * per_token;
-    float sum = 0.0f;
-    for (int64_t place = 0; place < per_token; place++) {
-      // Of equal ones the first: `>` keeps it.
-      int32_t highest = -1;
-      for (int32_t expert = 0; expert < count; expert++) {
-        const bool taken = std::find(chosen, chosen + place, expert) != chosen + place;
-        if (!taken && (highest < 0 || values[expert] > values[highest])) highest = expert;
-      }
-      chosen[place] = highest;
-      chosen_shares[row * per_token + place] = values[highest] / total;
-      sum += values[highest] / total;
-    }
-    if (experts.normalise)
-      for (int64_t place = 0; place < per_token; place++) chosen_shares[row * per_token + place] /= sum;
-  }
+  each_row(pool_, rows, [&](int64_t row, int) {
+    kernels().route(shares + row * count, count, per_token, experts.normalise, expert_chosen_.data() + row * per_token,
+                    chosen_shares + row * per_token);
+  });
 
   std::memset(out, 0, static_cast<size_t>(rows * columns) * sizeof(float));
   for (int64_t expert = 0; expert < count; expert++) {

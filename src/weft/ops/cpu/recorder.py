@@ -6,6 +6,8 @@ are is a matter of the step.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -153,8 +155,16 @@ class CpuOps:
         return weight.nbytes
 
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> np.ndarray:
-        """Unlike in numpy, what one kv head reads of a block lies together."""
-        return np.zeros((blocks, layers, 2, shape.kv_heads, block_size, shape.head_size), np.float16)
+        """Unlike in numpy, what one kv head reads of a block lies together; in large pages, where the system has some:
+        the blocks of a request are all over the memory."""
+        places = (blocks, layers, 2, shape.kv_heads, block_size, shape.head_size)
+        try:
+            memory = mmap.mmap(-1, max(1, math.prod(places) * 2))
+        except (OSError, OverflowError) as error:
+            raise MemoryError(str(error)) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(memory, np.float16, math.prod(places)).reshape(places)
 
     # --- recorded -----------------------------------------------------------------------------------------------
 
