@@ -170,10 +170,10 @@ def test_a_stream_that_is_left_gives_the_result_of_what_there_was(llm: LLM) -> N
 
 
 def test_generate_refuses_a_prompt_that_can_never_run_before_any_runs(llm: LLM) -> None:
-    before = llm.engine.stats()[0].steps
+    before = llm.engine.stats()[0].prompt_tokens
     with pytest.raises(InvalidRequestError, match="allowed: at most"):
         llm.generate([CAPITAL] * 8 + ["word " * 6000], GREEDY)
-    assert llm.engine.stats()[0].steps == before
+    assert llm.engine.stats()[0].prompt_tokens == before
 
 
 # --- defaults, sessions, memory ---------------------------------------------------------------------------------
@@ -270,6 +270,6 @@ def test_loading_never_takes_much_more_memory_than_it_ends_with(default_model_pa
         [sys.executable, "-c", MEASURE, str(default_model_path)], capture_output=True, text=True, check=True
     )
     weights, peak, final = map(int, run.stdout.split())
-    assert weights > 500 << 20
+    assert weights > 80 << 20
     assert final < weights + (150 << 20), "weights are held once, and a cache nobody uses takes nothing"
     assert peak <= 1.3 * final
