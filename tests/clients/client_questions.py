@@ -6,7 +6,7 @@ from typing import Any
 
 import pydantic
 
-QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: Any = [{"role": "user", "content": "Name the capital of France."}]
 ABOUT_A_PERSON: Any = [{"role": "user", "content": "Tell me about a person called Ada, aged 36."}]
 ABOUT_WEATHER: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 

@@ -121,7 +121,7 @@ def test_leaving_a_stream_cancels_the_request(llm: LLM) -> None:
 
 
 def test_chat_answers_in_the_models_own_format(llm: LLM) -> None:
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    messages = [{"role": "user", "content": "Name the capital of France."}]
     result = llm.chat(messages, SamplingParams(max_tokens=40, temperature=0.0))
     assert "Paris" in result.text
     assert result.finish_reason is FinishReason.END_OF_SEQUENCE

@@ -20,7 +20,7 @@ from weft.request import GenerationResult, InferenceRequest, RequestState, Sampl
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 CAPITAL = "The capital of France is"
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 
 
 @pytest.fixture(scope="module")

@@ -73,8 +73,9 @@ def reading(default_tokenizer: Tokenizer) -> list[int]:
 
 @pytest.fixture(scope="module")
 def backend_factory(default_model_path: Path) -> Callable[[], Backend]:
+    """numpy in float32: what the kernels are compared with."""
     checkpoint = open_checkpoint(default_model_path)
-    return lambda: registry.build("cpu", checkpoint=checkpoint)
+    return lambda: registry.build("cpu", checkpoint=checkpoint, dtype=np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -186,34 +187,64 @@ def test_greedy_text_equals_transformers_in_one_mixed_batch_with_chunked_prompts
     )
 
 
-def test_perplexity_equals_transformers_within_a_thousandth(
-    backend_factory: Callable[[], Backend],
-    reading: list[int],
-    reference: Any,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.fixture(scope="module")
+def windows(reading: list[int]) -> list[list[int]]:
+    return [reading[start : start + WINDOW] for start in range(0, WINDOW * WINDOWS, WINDOW)]
+
+
+@pytest.fixture(scope="module")
+def their_logprobs(reference: Any, windows: list[list[int]]) -> list[float]:
+    logprobs = []
+    for window in windows:
+        with torch.no_grad():
+            logits = reference(torch.tensor([window]), use_cache=False).logits[0, :-1].double()
+        picked = torch.log_softmax(logits, dim=1)[torch.arange(WINDOW - 1), torch.tensor(window[1:])]
+        logprobs += picked.tolist()
+    return logprobs
+
+
+def our_logprobs(backend: Backend, windows: list[list[int]]) -> list[float]:
     """Through the engine: logprobs of prompts, in chunks, several at once."""
-    windows = [reading[start : start + WINDOW] for start in range(0, WINDOW * WINDOWS, WINDOW)]
-    engine = ServingEngine(backend_factory(), ServingEngineConfig(SchedulerConfig(max_running=4)))
+    engine = ServingEngine(backend, ServingEngineConfig(SchedulerConfig(max_running=4)))
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     ids = [engine.submit(InferenceRequest(tuple(window), params)) for window in windows]
     engine.run_until_idle()
     results = [engine.get_result(request_id) for request_id in ids]
     engine.stop()
-
-    ours, theirs = [], []
-    for window, result in zip(windows, results, strict=True):
+    logprobs: list[float] = []
+    for result in results:
         assert result is not None and result.prompt_logprobs is not None
-        ours += [one.logprob for one in result.prompt_logprobs if one is not None]
-        with torch.no_grad():
-            logits = reference(torch.tensor([window]), use_cache=False).logits[0, :-1].double()
-        picked = torch.log_softmax(logits, dim=1)[torch.arange(WINDOW - 1), torch.tensor(window[1:])]
-        theirs += picked.tolist()
-    assert len(ours) == len(theirs) == WINDOWS * (WINDOW - 1)
-    perplexities = [float(np.exp(-np.mean(values))) for values in (ours, theirs)]
+        logprobs += [one.logprob for one in result.prompt_logprobs if one is not None]
+    assert len(logprobs) == WINDOWS * (WINDOW - 1)
+    return logprobs
+
+
+def perplexity(logprobs: list[float]) -> float:
+    return float(np.exp(-np.mean(logprobs)))
+
+
+def test_perplexity_equals_transformers_within_a_thousandth(
+    backend_factory: Callable[[], Backend],
+    windows: list[list[int]],
+    their_logprobs: list[float],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ours = our_logprobs(backend_factory(), windows)
     with capsys.disabled():
-        print(
-            f"\n  perplexity of {len(ours)} tokens: {perplexities[0]:.5f}, transformers {perplexities[1]:.5f}"
-        )
-    assert abs(perplexities[0] / perplexities[1] - 1) < 1e-3
-    np.testing.assert_allclose(ours, theirs, atol=2e-3)
+        print(f"\n  perplexity: {perplexity(ours):.5f}, transformers {perplexity(their_logprobs):.5f}")
+    assert abs(perplexity(ours) / perplexity(their_logprobs) - 1) < 1e-3
+    np.testing.assert_allclose(ours, their_logprobs, atol=2e-3)
+
+
+def test_the_kernels_perplexity_is_within_half_a_percent_of_the_dequantised_weights(
+    default_model_path: Path,
+    windows: list[list[int]],
+    their_logprobs: list[float],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Weights as the file has them, activations in eight bits, K and V in f16: against float32 throughout."""
+    ours = our_logprobs(registry.build("cpu", checkpoint=str(default_model_path)), windows)
+    ratio = perplexity(ours) / perplexity(their_logprobs)
+    with capsys.disabled():
+        print(f"\n  perplexity with the kernels: {100 * (ratio - 1):+.3f}%")
+    assert abs(ratio - 1) < 5e-3

@@ -14,7 +14,7 @@ from server_process import MESSAGES, MODEL, Server
 from weft.llm import LLM
 from weft.request import SamplingParams
 
-QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: Any = [{"role": "user", "content": "Name the capital of France."}]
 
 
 @pytest.fixture(scope="module")
