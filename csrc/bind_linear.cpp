@@ -1,5 +1,6 @@
 #include <nanobind/stl/optional.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -8,6 +9,7 @@
 #include "kernels.h"
 #include "pack.h"
 #include "pool.h"
+#include "wide.h"
 
 namespace weft {
 namespace {
@@ -29,9 +31,10 @@ struct OwnedRows {
   NewArray<int8_t> codes;
   NewArray<float> scales, offsets;
   NewArray<int32_t> corrections;
+  WideGroups wide;
   QuantisedRows view;
 
-  OwnedRows(const float* rows, int64_t count, int64_t columns) {
+  OwnedRows(const float* rows, int64_t count, int64_t columns, bool with_residuals) {
     const int64_t groups = (columns + group_inputs - 1) / group_inputs;
     const size_t r = static_cast<size_t>(count), g = static_cast<size_t>(groups);
     codes = new_array<int8_t>({r, g * group_inputs});
@@ -39,6 +42,7 @@ struct OwnedRows {
     offsets = new_array<float>({r, g});
     corrections = new_array<int32_t>({r, g});
     view = {groups, codes.data(), scales.data(), offsets.data(), corrections.data()};
+    if (with_residuals) wide.make_room(view, count);
     for (int64_t row = 0; row < count; row++) kernels().quantise_row(rows + row * columns, columns, view, row);
   }
 };
@@ -54,13 +58,33 @@ Weight weight_from(int layout_number, int64_t outputs, int64_t inputs, const Arr
 }
 
 nb::tuple quantise(Array<const float, 2> rows) {
-  OwnedRows quantised(rows.data(), static_cast<int64_t>(rows.shape(0)), static_cast<int64_t>(rows.shape(1)));
+  OwnedRows quantised(rows.data(), static_cast<int64_t>(rows.shape(0)), static_cast<int64_t>(rows.shape(1)), false);
   return nb::make_tuple(quantised.codes, quantised.scales, quantised.offsets, quantised.corrections);
+}
+
+nb::tuple residuals(Array<const float, 2> rows) {
+  const size_t count = rows.shape(0);
+  OwnedRows quantised(rows.data(), static_cast<int64_t>(count), static_cast<int64_t>(rows.shape(1)), true);
+  const size_t groups = static_cast<size_t>(quantised.view.groups);
+  auto wide = new_array<bool>({count, groups});
+  auto codes = new_array<int8_t>({count, groups * group_inputs});
+  auto scales = new_array<float>({count, groups}), offsets = new_array<float>({count, groups});
+  auto corrections = new_array<int32_t>({count, groups});
+  for (size_t at = 0; at < count * groups; at++) {
+    wide.data()[at] = quantised.view.wide[at] != 0;
+    if (!wide.data()[at]) continue;
+    const Residual& residual = quantised.view.residuals[at];
+    std::memcpy(codes.data() + at * group_inputs, residual.codes, group_inputs);
+    scales.data()[at] = residual.scale;
+    offsets.data()[at] = residual.offset;
+    corrections.data()[at] = residual.correction;
+  }
+  return nb::make_tuple(wide, codes, scales, offsets, corrections);
 }
 
 NewArray<float> linear(int layout, int64_t outputs, int64_t inputs, Array<const uint8_t, 1> packed,
                        std::optional<Array<const float, 1>> bias, Array<const float, 2> rows, int threads,
-                       std::optional<Array<const float, 2>> residual, float scale) {
+                       std::optional<Array<const float, 2>> residual, float scale, bool with_residuals, int64_t rows_each) {
   Weight weight = weight_from(layout, outputs, inputs, packed);
   const auto count = static_cast<int64_t>(rows.shape(0));
   if (static_cast<int64_t>(rows.shape(1)) != inputs)
@@ -77,15 +101,22 @@ NewArray<float> linear(int layout, int64_t outputs, int64_t inputs, Array<const 
   }
   std::optional<OwnedRows> quantised;
   LinearTask task{&weight, {}, rows.data(), inputs, 0, count, 0, 0, out.data(), outputs, residual.has_value(), scale};
-  if (weight.quantised()) task.quantised = quantised.emplace(rows.data(), count, inputs).view;
+  if (weight.quantised()) {
+    task.quantised = quantised.emplace(rows.data(), count, inputs, with_residuals).view;
+    if (with_residuals) task.wide = quantised->wide.collect(task.quantised, count);
+  }
   Pool pool(threads);
   const int64_t chunks = threads, strips = weight.strips();
+  if (rows_each <= 0) rows_each = std::max<int64_t>(count, 1);
   nb::gil_scoped_release release;
   pool.run(chunks, [&](int64_t chunk, int) {
     LinearTask piece = task;
     piece.first_strip = strips * chunk / chunks;
     piece.end_strip = strips * (chunk + 1) / chunks;
-    kernels().linear(piece);
+    for (piece.first_row = 0; piece.first_row < count; piece.first_row += rows_each) {
+      piece.end_row = std::min(count, piece.first_row + rows_each);
+      kernels().linear(piece);
+    }
   });
   return out;
 }
@@ -105,8 +136,10 @@ NewArray<float> unpack_rows(int layout, int64_t outputs, int64_t inputs, Array<c
 
 void bind_linear(nb::module_& module) {
   module.def("quantise", quantise, nb::arg("rows"));
+  module.def("residuals", residuals, nb::arg("rows"));
   module.def("linear", linear, nb::arg("layout"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("packed"), nb::arg("bias").none(),
-             nb::arg("rows"), nb::arg("threads") = 1, nb::arg("residual") = nb::none(), nb::arg("scale") = 1.0f);
+             nb::arg("rows"), nb::arg("threads") = 1, nb::arg("residual") = nb::none(), nb::arg("scale") = 1.0f,
+             nb::arg("with_residuals") = true, nb::arg("rows_each") = 0);
   module.def("unpack_rows", unpack_rows, nb::arg("layout"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("packed"), nb::arg("indices"));
 }
 

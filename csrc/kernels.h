@@ -62,6 +62,17 @@ inline int64_t strip_bytes(Layout layout, int64_t inputs) {
 
 // --- activations --------------------------------------------------------------------------------------------------------------------
 
+// One value far larger than the others of its group leaves them hardly any codes. Such a group is wide: what the codes have left over of
+// its values gets codes and a scale of its own.
+struct Residual {
+  int8_t codes[group_inputs];
+  float scale, offset;
+  int32_t correction;
+};
+
+// The largest magnitude of a wide group is more than this many times the mean. Few groups are: 2 to 8% in the models looked at.
+constexpr int wide_ratio = 12;
+
 // Rows of activations in signed bytes: in every group of 32 inputs of a row, value = code * scale, and the largest has the code 127 or
 // -127. Row r begins at codes + r * groups * 32, scales + r * groups, and so on.
 struct QuantisedRows {
@@ -70,10 +81,19 @@ struct QuantisedRows {
   float* scales;     // [rows, groups]
   float* offsets;    // [rows, groups]: scale * sum of the group's codes, what a weight's minimum is multiplied with
   int32_t* corrections;   // [rows, groups]: -128 * sum of the group's codes, for weights of signed bytes read as unsigned ones
+  uint8_t* wide = nullptr;          // [rows, groups]: whether a group is wide; or null, then there are no residuals
+  Residual* residuals = nullptr;    // [rows, groups], written for wide groups only
+};
+
+// The residuals of some rows, put together by group: those of group g are entries begins[g] .. begins[g + 1], rows ascending.
+struct WideRows {
+  const int64_t* begins = nullptr;   // [groups + 1]; or null, then there are none
+  const int32_t* rows = nullptr;     // of each entry
+  QuantisedRows entries{};           // each a row of one group
 };
 
 // A piece of a product: rows [first_row, end_row) of the activations times strips [first_strip, end_strip) of the weight.
-// out = product + bias, or with `add` out += scale * (product + bias).
+// out = product + bias, or with `add` out += scale * (product + bias). Products of residuals are added last, group after group.
 struct LinearTask {
   const Weight* weight;
   QuantisedRows quantised;   // for quantised layouts
@@ -85,6 +105,8 @@ struct LinearTask {
   int64_t out_stride;
   bool add;
   float scale;
+  WideRows wide{};                    // what belongs to `quantised`
+  const int32_t* places = nullptr;    // row r goes to row places[r] of `out`; null: to row r
 };
 
 // --- attention ----------------------------------------------------------------------------------------------------------------------

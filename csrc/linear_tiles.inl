@@ -180,7 +180,8 @@ void finish(const LinearTask& task, const Totals<rows>& totals, int64_t first_ro
     const int64_t output = first_output + part * vec::lanes, left = task.weight->outputs - output;
     const auto put = [&](auto count) {
       for (int row = 0; row < rows; row++) {
-        float* out = task.out + (first_row + row) * task.out_stride + output;
+        const int64_t place = task.places ? task.places[first_row + row] : first_row + row;
+        float* out = task.out + place * task.out_stride + output;
         Vec value = totals.at[row][part];
         if (task.weight->bias) value = value + vec::load(task.weight->bias + output, count);
         if (task.add) value = vec::fma(vec::all(task.scale), value, vec::load(out, count));
@@ -206,20 +207,59 @@ void multiply_count(const LinearTask& task, int64_t count, int64_t first_row, in
   if constexpr (rows > 1) multiply_count<layout, rows - 1>(task, count, first_row, first_strip, end_strip);
 }
 
-// A run of strips that stays in the second-level cache while the rows pass by, a tile of them at a time.
+template <Layout layout>
+void multiply_strips(const LinearTask& task, int64_t first_strip, int64_t end_strip) {
+  constexpr int most = most_rows<layout>();
+  const int64_t rows = task.end_row - task.first_row, tiles = (rows + most - 1) / most;
+  for (int64_t tile = 0; tile < tiles; tile++) {   // of even sizes: a last one of a single row would cost almost as much as a full one
+    const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first;
+    multiply_count<layout, most>(task, count, task.first_row + first, first_strip, end_strip);
+  }
+}
+
+// The first of the entries [begin, end), rows ascending, that belongs to this row or a later one.
+inline int64_t entry_from(const int32_t* rows, int64_t begin, int64_t end, int64_t row) {
+  while (begin < end) {
+    const int64_t middle = (begin + end) / 2;
+    if (rows[middle] < row) begin = middle + 1;
+    else end = middle;
+  }
+  return begin;
+}
+
+// Adds the products of residuals. Those of one group are rows of one group, times this group of every strip: for a row the groups are
+// added in their order, in any company.
+template <Layout layout>
+void add_residuals(const LinearTask& task, int64_t first_strip, int64_t end_strip) {
+  if (!task.wide.begins) return;
+  Weight weight = *task.weight;
+  weight.bias = nullptr;
+  LinearTask part = task;
+  part.weight = &weight;
+  part.quantised = task.wide.entries;
+  part.places = task.wide.rows;
+  part.add = true;
+  part.scale = task.add ? task.scale : 1.0f;
+  for (int64_t group = 0; group < task.quantised.groups; group++) {
+    const int64_t begin = task.wide.begins[group], end = task.wide.begins[group + 1];
+    if (begin == end) continue;
+    part.first_row = entry_from(task.wide.rows, begin, end, task.first_row);
+    part.end_row = entry_from(task.wide.rows, part.first_row, end, task.end_row);
+    weight.data = task.weight->data + group * (layout == Layout::w4 ? w4_group_bytes : w8_group_bytes);
+    multiply_strips<layout>(part, first_strip, end_strip);
+  }
+}
+
+// A run of strips that stays in the second-level cache while the rows pass by, a tile of them at a time, and then their residuals.
 constexpr int64_t cached_bytes = 128 * 1024;
 
 template <Layout layout>
 void multiply(const LinearTask& task) {
-  constexpr int most = most_rows<layout>();
-  const int64_t rows = task.end_row - task.first_row, tiles = (rows + most - 1) / most;
   const int64_t fitting = cached_bytes / strip_bytes(layout, task.weight->inputs), run = fitting > 1 ? fitting : 1;
   for (int64_t strip = task.first_strip; strip < task.end_strip; strip += run) {
     const int64_t end = strip + run < task.end_strip ? strip + run : task.end_strip;
-    for (int64_t tile = 0; tile < tiles; tile++) {   // of even sizes: a last one of a single row would cost almost as much as a full one
-      const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first;
-      multiply_count<layout, most>(task, count, task.first_row + first, strip, end);
-    }
+    multiply_strips<layout>(task, strip, end);
+    if constexpr (layout == Layout::w4 || layout == Layout::w8) add_residuals<layout>(task, strip, end);
   }
 }
 

@@ -12,6 +12,7 @@
 #include "aligned.h"
 #include "kernels.h"
 #include "pool.h"
+#include "wide.h"
 
 namespace weft {
 
@@ -170,6 +171,8 @@ class Program {
   Aligned<float> scales_, offsets_, ready_floats_;
   Aligned<int32_t> sums_;
   QuantisedRows quantised_{};
+  WideGroups wide_groups_;
+  WideRows wide_{};
   int64_t ready_columns_ = 0;
 
   std::vector<Aligned<float>> scratch_;           // by worker

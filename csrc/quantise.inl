@@ -7,7 +7,11 @@ namespace quantising {
 
 // Two steps of a group of 32 values. The largest magnitude is not finite where one of the values is not: magnitudes are compared as whole
 // numbers, where infinity comes after all numbers and NaN after infinity. `round_codes` takes magnitudes of up to 127 once multiplied
-// with `factor`, rounds to nearest, ties to even, and returns the sum of the codes.
+// with `factor` and rounds to nearest, ties to even.
+struct Sums {
+  int32_t codes, magnitudes;
+};
+
 #if defined(WEFT_AVX512)
 
 inline float largest_magnitude(const float* values) {
@@ -17,12 +21,13 @@ inline float largest_magnitude(const float* values) {
   return float_of_bits(static_cast<uint32_t>(_mm512_reduce_max_epi32(_mm512_max_epi32(first, second))));
 }
 
-inline int32_t round_codes(const float* values, float factor, int8_t* codes) {
+inline Sums round_codes(const float* values, float factor, int8_t* codes) {
   const __m512i first = _mm512_cvtps_epi32(vec::load(values) * vec::all(factor));
   const __m512i second = _mm512_cvtps_epi32(vec::load(values + 16) * vec::all(factor));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(first));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + 16), _mm512_cvtepi32_epi8(second));
-  return _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+  return {_mm512_reduce_add_epi32(_mm512_add_epi32(first, second)),
+          _mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_abs_epi32(first), _mm512_abs_epi32(second)))};
 }
 
 #elif defined(WEFT_AVX2)
@@ -44,7 +49,7 @@ inline float largest_magnitude(const float* values) {
   return float_of_bits(static_cast<uint32_t>(folded(largest, [](__m128i a, __m128i b) { return _mm_max_epi32(a, b); })));
 }
 
-inline int32_t round_codes(const float* values, float factor, int8_t* codes) {
+inline Sums round_codes(const float* values, float factor, int8_t* codes) {
   __m256i rounded[4];
   for (int i = 0; i < 4; i++) rounded[i] = _mm256_cvtps_epi32(vec::load(values + 8 * i) * vec::all(factor));
   // Packing works in halves of 128 bits; the permutation puts their fours back in order.
@@ -53,7 +58,9 @@ inline int32_t round_codes(const float* values, float factor, int8_t* codes) {
   const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), ordered);
   const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(rounded[0], rounded[1]), _mm256_add_epi32(rounded[2], rounded[3]));
-  return folded(sum, [](__m128i a, __m128i b) { return _mm_add_epi32(a, b); });
+  const __m256i magnitudes = _mm256_sad_epu8(_mm256_abs_epi8(packed), _mm256_setzero_si256());
+  const auto add = [](__m128i a, __m128i b) { return _mm_add_epi32(a, b); };
+  return {folded(sum, add), folded(magnitudes, add)};
 }
 
 #else
@@ -67,17 +74,31 @@ inline float largest_magnitude(const float* values) {
   return float_of_bits(largest);
 }
 
-inline int32_t round_codes(const float* values, float factor, int8_t* codes) {
-  int32_t sum = 0;
+inline Sums round_codes(const float* values, float factor, int8_t* codes) {
+  Sums sums{0, 0};
   for (int i = 0; i < group_inputs; i++) {
     // In a float of this size the last bit is 1, so the addition rounds.
     codes[i] = static_cast<int8_t>(static_cast<int32_t>((values[i] * factor + 0x1.8p23f) - 0x1.8p23f));
-    sum += codes[i];
+    sums.codes += codes[i];
+    sums.magnitudes += codes[i] < 0 ? -codes[i] : codes[i];
   }
-  return sum;
+  return sums;
 }
 
 #endif
+
+// Told by the codes, whose sums are exact: so it is the same groups on every instruction set.
+inline bool is_wide(const Sums& sums) { return 127 * group_inputs > wide_ratio * sums.magnitudes; }
+
+// What the codes leave over is at most half a scale.
+inline void write_residual(const float* values, const int8_t* codes, float scale, Residual& out) {
+  float rest[group_inputs];
+  for (int i = 0; i < group_inputs; i++) rest[i] = values[i] - scale * static_cast<float>(codes[i]);
+  const int32_t sum = round_codes(rest, 254.0f / scale, out.codes).codes;
+  out.scale = scale / 254.0f;
+  out.offset = out.scale * static_cast<float>(sum);
+  out.correction = -128 * sum;
+}
 
 }  // namespace quantising
 
@@ -95,9 +116,12 @@ void quantise_row(const float* row, int64_t columns, const QuantisedRows& out, i
     const float largest = quantising::largest_magnitude(values);
     float scale = 0.0f;
     int32_t sum = 0;
+    bool wide = false;
     if (largest >= 0x1p-100f && largest < INFINITY) {
       scale = largest / 127.0f;
-      sum = quantising::round_codes(values, 127.0f / largest, codes);
+      const quantising::Sums sums = quantising::round_codes(values, 127.0f / largest, codes);
+      sum = sums.codes;
+      wide = quantising::is_wide(sums);
     } else {   // nothing to speak of, or something that no code can stand for and that the result must show
       std::memset(codes, 0, group_inputs);
       if (!(largest < INFINITY)) scale = NAN;
@@ -105,6 +129,10 @@ void quantise_row(const float* row, int64_t columns, const QuantisedRows& out, i
     out.scales[at] = scale;
     out.offsets[at] = scale * static_cast<float>(sum);
     out.corrections[at] = -128 * sum;
+    if (out.wide) {
+      out.wide[at] = wide;
+      if (wide) quantising::write_residual(values, codes, scale, out.residuals[at]);
+    }
   }
 }
 

@@ -142,6 +142,13 @@ def quantise(
 ) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]:
     """Codes, scales, offsets and corrections of the rows (QuantisedRows in csrc/kernels.h)."""
 
+def residuals(
+    rows: NDArray[np.float32],
+) -> tuple[
+    NDArray[np.bool_], NDArray[np.int8], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]
+]:
+    """Which groups of the rows are wide, and their residuals' codes, scales, offsets and corrections; zeros elsewhere."""
+
 def linear(
     layout: int,
     outputs: int,
@@ -152,8 +159,13 @@ def linear(
     threads: int = 1,
     residual: NDArray[np.float32] | None = None,
     scale: float = 1.0,
+    with_residuals: bool = True,
+    rows_each: int = 0,
 ) -> NDArray[np.float32]:
-    """rows @ weights.T + bias; with a residual: residual + scale * (rows @ weights.T + bias)."""
+    """rows @ weights.T + bias; with a residual: residual + scale * (rows @ weights.T + bias).
+
+    `with_residuals` is about wide groups, and `rows_each` cuts the work into pieces of so many rows.
+    """
 
 def unpack_rows(
     layout: int, outputs: int, inputs: int, packed: NDArray[np.uint8], indices: NDArray[np.int64]
@@ -214,9 +226,13 @@ class Sampler:
     ) -> None: ...
 
 def measure_linear(
-    layout: int, outputs: int, inputs: int, data: NDArray[np.uint8], rows: int, pool: Pool, seconds: float
+    layout: int, outputs: int, inputs: int, data: NDArray[np.uint8], rows: int, pool: Pool, seconds: float,
+    wide_every: int = 0,
 ) -> float:
-    """Seconds for one layer, the least of the tries that fit into `seconds`; a try takes all layers that `data` has room for."""
+    """Seconds for one layer, the least of the tries that fit into `seconds`; a try takes all layers that `data` has room for.
+
+    Of the groups of the rows one in `wide_every` is wide, or none with 0.
+    """
 
 def measure_read(data: NDArray[np.uint8], pool: Pool, seconds: float) -> float:
     """Seconds to read `data` once, the least of the tries that fit into `seconds`."""

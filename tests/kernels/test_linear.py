@@ -33,15 +33,40 @@ def activations(count: int, inputs: int, seed: int = 1) -> np.ndarray:
     return (random.standard_normal((count, inputs)) * random.uniform(0.1, 9, (count, 1))).astype(np.float32)
 
 
-def quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales as the definition says, for rows padded to whole groups."""
+def with_outliers(rows: np.ndarray, share: float = 0.2, size: float = 300, seed: int = 9) -> np.ndarray:
+    """The rows, with one value in some of their groups that leaves nothing of the others."""
+    random = np.random.default_rng(seed)
+    rows = rows.copy()
+    for first in range(0, rows.shape[1], 32):
+        chosen = np.flatnonzero(random.random(len(rows)) < share)
+        rows[chosen, random.integers(first, min(first + 32, rows.shape[1]), len(chosen))] *= size
+    return rows
+
+
+def grouped(rows: np.ndarray) -> np.ndarray:
+    """[rows, groups, 32], with zeros behind the last input."""
     groups = -(-rows.shape[1] // 32)
     padded = np.zeros((len(rows), groups * 32), np.float32)
     padded[:, : rows.shape[1]] = rows
-    padded = padded.reshape(len(rows), groups, 32)
+    return padded.reshape(len(rows), groups, 32)
+
+
+def quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales as the definition says."""
+    padded = grouped(rows)
     largest = np.abs(padded).max(axis=2)
     inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
     return np.rint(padded * inverse[:, :, None]).astype(np.int8), largest / np.float32(127)
+
+
+def residuals(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which groups are wide, and the codes and scales of what the first codes leave over; zeros elsewhere."""
+    codes, scales = quantised(rows)
+    magnitudes = np.abs(codes.astype(np.int32)).sum(axis=2)
+    wide = (magnitudes > 0) & (12 * magnitudes < 127 * 32)
+    rest = grouped(rows) - scales[:, :, None] * codes
+    inverse = np.divide(np.float32(254), scales, out=np.zeros_like(scales), where=wide)
+    return wide, np.rint(rest * inverse[:, :, None]).astype(np.int8), np.where(wide, scales / np.float32(254), 0)
 
 
 def product(layout: int, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -49,7 +74,8 @@ def product(layout: int, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
     values = rows.astype(np.float64)
     if layout in (W4, W8):
         codes, scales = quantised(rows)
-        groups = codes * scales[:, :, None].astype(np.float64)
+        _, rest, rest_scales = residuals(rows)
+        groups = codes * scales[:, :, None].astype(np.float64) + rest * rest_scales[:, :, None].astype(np.float64)
         values = groups.reshape(len(rows), 32 * groups.shape[1])[:, : rows.shape[1]]
     return values @ weights.astype(np.float64).T
 
@@ -67,6 +93,74 @@ def test_activations_become_bytes_as_numpy_rounds_them(name: str, inputs: int) -
     np.testing.assert_array_equal(scales, expected_scales)
     np.testing.assert_array_equal(offsets, expected_scales * sums.astype(np.float32))
     np.testing.assert_array_equal(corrections, -128 * sums)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("inputs", [1, 31, 32, 33, 96, 576])
+def test_what_codes_leave_over_of_wide_groups_gets_codes_as_numpy_rounds_them(name: str, inputs: int) -> None:
+    rows = with_outliers(activations(40, inputs))
+    rows[3] = 0
+    _kernels.use(name)
+    wide, codes, scales, offsets, corrections = _kernels.residuals(rows)
+    expected_wide, expected_codes, expected_scales = residuals(rows)
+    sums = expected_codes.sum(axis=2, dtype=np.int32)
+    assert wide[wide.shape[0] // 2 :].any() and not wide[3].any()
+    np.testing.assert_array_equal(wide, expected_wide)
+    np.testing.assert_array_equal(codes, expected_codes.reshape(codes.shape))
+    np.testing.assert_array_equal(scales, expected_scales)
+    np.testing.assert_array_equal(offsets, expected_scales * sums.astype(np.float32))
+    np.testing.assert_array_equal(corrections, -128 * sums)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize(("others", "is_wide"), [(6, True), (7, False)])
+def test_a_group_is_wide_when_its_largest_value_is_12_times_the_mean(
+    name: str, others: int, is_wide: bool
+) -> None:
+    # The mean of 127 and 31 sixes is 9.8, that of 127 and 31 sevens 10.75; a twelfth of 127 is 10.58.
+    rows = np.full((1, 32), others, np.float32)
+    rows[0, ::2] *= -1
+    rows[0, 17] = 127
+    _kernels.use(name)
+    assert _kernels.residuals(rows)[0].tolist() == [[is_wide]]
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_group_with_a_value_that_is_no_number_has_no_residual(name: str, value: float) -> None:
+    rows = np.full((1, 64), 0.01, np.float32)
+    rows[0, 5], rows[0, 40] = value, 1
+    _kernels.use(name)
+    assert _kernels.residuals(rows)[0].tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("layout", [W4, W8])
+def test_rows_with_outliers_come_out_almost_as_well_as_in_floats(name: str, layout: int) -> None:
+    packed, weights = layer(layout, 100, 576)
+    rows = with_outliers(activations(20, 576), share=1)
+    exact = rows.astype(np.float64) @ weights.astype(np.float64).T
+    _kernels.use(name)
+
+    def error(with_residuals: bool) -> float:
+        result = _kernels.linear(layout, 100, 576, packed, None, rows, with_residuals=with_residuals)
+        return float(np.sqrt(((result - exact) ** 2).mean()))
+
+    assert error(True) < error(False) / 100
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("layout", [W4, W8])
+def test_rows_without_wide_groups_have_the_bits_they_have_without_residuals(name: str, layout: int) -> None:
+    packed, _ = layer(layout, 40, 96)
+    rows = with_outliers(activations(20, 96), share=0.5)
+    plain = ~residuals(rows)[0].any(axis=1)
+    assert plain.any() and not plain.all()
+    _kernels.use(name)
+    with_them = _kernels.linear(layout, 40, 96, packed, None, rows)
+    without = _kernels.linear(layout, 40, 96, packed, None, rows, with_residuals=False)
+    np.testing.assert_array_equal(with_them[plain], without[plain])
+    assert (with_them[~plain] != without[~plain]).any(axis=1).all()
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -110,7 +204,7 @@ def test_products_are_those_of_numpy(name: str, layout: int, outputs: int, input
     packed, weights = layer(layout, outputs, inputs)
     _kernels.use(name)
     for count in (0, 1, 2, 3, 7, 13, 40):
-        rows = activations(count, inputs, seed=count)
+        rows = with_outliers(activations(count, inputs, seed=count))
         result = _kernels.linear(layout, outputs, inputs, packed, None, rows)
         expected = product(layout, weights, rows)
         # Beside the sum of magnitudes: what floats lose depends on the terms, not on what is left of them.
@@ -144,7 +238,7 @@ def test_a_row_is_the_same_alone_and_in_any_company_on_any_number_of_threads(nam
     outputs, inputs = 200, 160
     packed, _ = layer(layout, outputs, inputs)
     bias = activations(1, outputs, seed=5)[0]
-    rows = activations(47, inputs)
+    rows = with_outliers(activations(47, inputs))
     residual = activations(47, outputs, seed=6)
     _kernels.use(name)
 
@@ -159,12 +253,15 @@ def test_a_row_is_the_same_alone_and_in_any_company_on_any_number_of_threads(nam
                 np.testing.assert_array_equal(
                     run(first, first + size, threads), together[first : first + size]
                 )
+    for rows_each in (1, 2, 5, 16, 46):
+        pieces = _kernels.linear(layout, outputs, inputs, packed, bias, rows, 2, residual, 0.3, rows_each=rows_each)
+        np.testing.assert_array_equal(pieces, together)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_instruction_sets_agree_bit_by_bit(layout: int) -> None:
     packed, _ = layer(layout, 37, 200)
-    rows = activations(15, 200)
+    rows = with_outliers(activations(15, 200))
     results = []
     for name in FUSED_SETS:
         _kernels.use(name)
@@ -183,6 +280,21 @@ def test_a_bias_and_what_is_added_to_come_after_the_product(name: str, layout: i
     np.testing.assert_array_equal(_kernels.linear(layout, 37, 64, packed, bias, rows), plain + bias)
     added = _kernels.linear(layout, 37, 64, packed, bias, rows, 1, residual, 0.5)
     np.testing.assert_allclose(added, residual + 0.5 * (plain + bias), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("layout", [W4, W8])
+def test_residuals_are_scaled_like_the_rest_of_the_product_and_leave_the_bias_alone(name: str, layout: int) -> None:
+    packed, _ = layer(layout, 37, 64)
+    rows, bias = with_outliers(activations(5, 64), share=1), activations(1, 37, seed=3)[0]
+    residual = activations(5, 37, seed=4)
+    _kernels.use(name)
+    plain = _kernels.linear(layout, 37, 64, packed, None, rows)
+    size = np.abs(plain).max()
+    biased = _kernels.linear(layout, 37, 64, packed, bias, rows)
+    np.testing.assert_allclose(biased, plain + bias, rtol=0, atol=1e-6 * size)
+    added = _kernels.linear(layout, 37, 64, packed, bias, rows, 1, residual, 0.5)
+    np.testing.assert_allclose(added, residual + 0.5 * (plain + bias), rtol=0, atol=1e-6 * size)
 
 
 @pytest.mark.parametrize("name", SETS)
