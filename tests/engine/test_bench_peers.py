@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -193,8 +194,7 @@ def test_an_engine_that_is_slow_to_start_is_kept_and_frozen_while_others_run(
     diary = tmp_path / "diary"
     bench = make_bench(tmp_path, [driver("a", diary)], ["W8", "W32"])
     bench.run()
-    running = bench._running["a"]
-    pid = running._process.pid
+    pid = bench._running["a"]._process.pid
     wait_for(lambda: state_of(pid) == "T")  # stopped
     assert diary.read_text().splitlines() == ["a 1", "a 2", "a 8", "a 2", "a 32"]  # one start in all
     bench.end()
@@ -273,6 +273,21 @@ def test_a_child_that_outlives_its_engine_is_ended_too(tmp_path: Path) -> None:
     assert state_of(child) != ""
     running.end()
     wait_for(lambda: state_of(child) in ("", "Z"))  # gone, or waiting for whoever adopted it
+
+
+def test_a_bench_that_is_killed_leaves_no_frozen_engine_behind(tmp_path: Path) -> None:
+    program = f"""
+import os, signal, sys
+from pathlib import Path
+from weft.bench.peers_engines import Launch
+from weft.bench.peers_process import RunningEngine
+running = RunningEngine(Launch(("sleep", "600"), None, dict(os.environ)), Path({str(tmp_path / "log")!r}))
+running.freeze()
+print(running._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    said = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False).stdout
+    wait_for(lambda: state_of(int(said)) in ("", "Z"))
 
 
 def test_what_a_driver_answers_is_checked() -> None:
