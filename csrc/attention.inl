@@ -124,27 +124,35 @@ inline void score_tile(const float* queries, int64_t width, const Element* const
   if (ahead) {
     for (int k = 0; k < step_keys; k++) fetch(ahead[k], width);
   }
+  constexpr int fours = at_once / 4;   // a row's sums in fours
   for (int first = 0; first < step_keys; first += at_once) {
     vec::Vec sums[Rows][at_once];
+#pragma GCC unroll 2
+    for (int part = 0; part < vec::sum_parts; part++) {
+      vec::Vec of_part[Rows][at_once];
 #pragma GCC unroll 8
-    for (int r = 0; r < Rows; r++) {
+      for (int r = 0; r < Rows; r++) {
 #pragma GCC unroll 8
-      for (int k = 0; k < at_once; k++) sums[r][k] = vec::all(0.0f);
-    }
-    for (int64_t i = 0; i < width; i += vec::lanes) {
+        for (int k = 0; k < at_once; k++) of_part[r][k] = vec::all(0.0f);
+      }
+      for (int64_t i = part * vec::lanes; i < width; i += vec::sum_parts * vec::lanes) {
 #pragma GCC unroll 8
-      for (int k = 0; k < at_once; k++) {
-        const vec::Vec key = vec::load(keys[first + k] + i);
+        for (int k = 0; k < at_once; k++) {
+          const vec::Vec key = vec::load(keys[first + k] + i);
 #pragma GCC unroll 8
-        for (int r = 0; r < Rows; r++) sums[r][k] = vec::fma(vec::load(queries + r * width + i), key, sums[r][k]);
+          for (int r = 0; r < Rows; r++) of_part[r][k] = vec::fma(vec::load(queries + r * width + i), key, of_part[r][k]);
+        }
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 8
+        for (int k = 0; k < at_once; k++) sums[r][k] = part == 0 ? of_part[r][k] : sums[r][k] + of_part[r][k];
       }
     }
+    const auto out = [&](int four) { return scores + four / fours * segment_keys + first + four % fours * 4; };
 #pragma GCC unroll 8
-    for (int r = 0; r < Rows; r++) {
-#pragma GCC unroll 8
-      for (int k = 0; k < at_once; k += 4)
-        vec::sum4(sums[r][k], sums[r][k + 1], sums[r][k + 2], sums[r][k + 3], scores + r * segment_keys + first + k);
-    }
+    for (int four = 0; four + 1 < Rows * fours; four += 2) vec::sum8(&sums[0][0] + 4 * four, out(four), out(four + 1));
+    if constexpr (Rows * fours % 2 == 1) vec::sum4(sums[Rows - 1], out(Rows - 1));
   }
 }
 
@@ -277,9 +285,10 @@ inline void score_segment(const Block& block, int64_t segment) {
   });
 }
 
-// Scores become weights e^(score - largest); those in the vectors around the span become 0.
+// Scores become weights e^(score - largest); those around the span, up to whole sums of lanes, become 0.
 inline Statistics weigh(float* scores, Span span, float cap) {
-  const int64_t first = span.first / vec::lanes * vec::lanes, end = rounded_up(span.end, vec::lanes);
+  constexpr int64_t step = vec::sum_parts * vec::lanes;
+  const int64_t first = span.first / step * step, end = rounded_up(span.end, step);
   if (cap != 0.0f) {
     for (int64_t k = first; k < end; k += vec::lanes)
       vec::store(scores + k, vec::all(cap) * vec::tanh(vec::load(scores + k) / vec::all(cap)));
@@ -290,13 +299,18 @@ inline Statistics weigh(float* scores, Span span, float cap) {
   for (int64_t k = first; k < end; k += vec::lanes) best = vec::max(best, vec::load(scores + k));
   const float largest = vec::largest(best);
   const vec::Vec base = vec::all(largest == -INFINITY ? 0.0f : largest);
-  vec::Vec sum = vec::all(0.0f);
-  for (int64_t k = first; k < end; k += vec::lanes) {
-    const vec::Vec weight = vec::exp_up_to_0(vec::load(scores + k) - base);
-    vec::store(scores + k, weight);
-    sum = sum + weight;
+  vec::Vec sums[vec::sum_parts];
+  for (vec::Vec& sum : sums) sum = vec::all(0.0f);
+  for (int64_t k = first; k < end; k += step) {
+#pragma GCC unroll 2
+    for (int part = 0; part < vec::sum_parts; part++) {
+      float* at = scores + k + part * vec::lanes;
+      const vec::Vec weight = vec::exp_up_to_0(vec::load(at) - base);
+      vec::store(at, weight);
+      sums[part] = sums[part] + weight;
+    }
   }
-  return {largest, vec::sum(sum)};
+  return {largest, vec::sum(sums)};
 }
 
 inline void sum_segment(const Block& block, int64_t segment) {

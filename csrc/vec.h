@@ -2,6 +2,10 @@
 //
 // The operators + - * / are the compiler's own. A tail of n lanes is loaded with zeros behind it and goes through the same operations
 // as a full vector, so an element's bits do not depend on where in a row it stands.
+//
+// All sets with fused multiplication (AVX2, AVX-512) give the same bits, so that a model writes the same text on each: where elements of
+// a row are added up, element i goes to lane i % 16, and lanes are then added to those at a distance of 8, of 2, of 1 and of 4. A sum
+// takes two vectors where they have 8 lanes. The portable code has fewer lanes and rounds products too, so its last bits differ.
 #pragma once
 
 #include <cmath>
@@ -21,6 +25,7 @@ namespace vec {
 #if defined(WEFT_AVX512)
 
 constexpr int lanes = 16;
+constexpr int sum_parts = 1;          // vectors that have the lanes of a sum
 constexpr bool reads_halves = true;   // a load of halves costs no more than one of floats
 using Vec = __m512;
 
@@ -59,18 +64,33 @@ inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return _mm512_mask_blend_
 inline Vec swap_neighbours(Vec a) { return _mm512_permute_ps(a, 0xb1); }
 inline Vec negate_even(Vec a) { return _mm512_xor_ps(a, _mm512_castsi512_ps(_mm512_set1_epi64(0x80000000))); }
 
-// The lanes of four vectors added up, each in the same order.
-inline void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
-  const Vec ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b), cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
-  const Vec quarters = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))) +
-                       _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd)));
-  const __m256 halves = _mm512_castps512_ps256(quarters) + _mm512_extractf32x8_ps(quarters, 1);
+// The lanes of each of eight vectors added up: four sums to `out`, four to `second_out`.
+inline void sum8(const Vec* a, float* out, float* second_out) {
+  Vec eighths[4];   // 8 lanes of a[k] and 8 of a[k + 4]
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; k++) eighths[k] = _mm512_shuffle_f32x4(a[k], a[k + 4], 0x44) + _mm512_shuffle_f32x4(a[k], a[k + 4], 0xee);
+  const Vec even = _mm512_unpacklo_ps(eighths[0], eighths[2]) + _mm512_unpackhi_ps(eighths[0], eighths[2]);
+  const Vec odd = _mm512_unpacklo_ps(eighths[1], eighths[3]) + _mm512_unpackhi_ps(eighths[1], eighths[3]);
+  const Vec halves = _mm512_unpacklo_ps(even, odd) + _mm512_unpackhi_ps(even, odd);   // a0 a1 a2 a3, twice; a4 a5 a6 a7, twice
+  const __m256 first = _mm512_castps512_ps256(halves), second = _mm512_extractf32x8_ps(halves, 1);
+  _mm_storeu_ps(out, _mm256_castps256_ps128(first) + _mm256_extractf128_ps(first, 1));
+  _mm_storeu_ps(second_out, _mm256_castps256_ps128(second) + _mm256_extractf128_ps(second, 1));
+}
+
+// The lanes of each of four vectors added up, in the same order.
+inline void sum4(const Vec* a, float* out) {
+  const Vec ab = _mm512_shuffle_f32x4(a[0], a[1], 0x44) + _mm512_shuffle_f32x4(a[0], a[1], 0xee);
+  const Vec cd = _mm512_shuffle_f32x4(a[2], a[3], 0x44) + _mm512_shuffle_f32x4(a[2], a[3], 0xee);
+  const Vec quarters = _mm512_unpacklo_ps(ab, cd) + _mm512_unpackhi_ps(ab, cd);
+  const __m256 ac = _mm512_castps512_ps256(quarters), bd = _mm512_extractf32x8_ps(quarters, 1);
+  const __m256 halves = _mm256_unpacklo_ps(ac, bd) + _mm256_unpackhi_ps(ac, bd);
   _mm_storeu_ps(out, _mm256_castps256_ps128(halves) + _mm256_extractf128_ps(halves, 1));
 }
 
 #elif defined(WEFT_AVX2)
 
 constexpr int lanes = 8;
+constexpr int sum_parts = 2;
 constexpr bool reads_halves = true;
 using Vec = __m256;
 
@@ -123,18 +143,23 @@ inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return _mm256_blendv_ps(n
 inline Vec swap_neighbours(Vec a) { return _mm256_permute_ps(a, 0xb1); }
 inline Vec negate_even(Vec a) { return _mm256_xor_ps(a, _mm256_castsi256_ps(_mm256_set1_epi64x(0x80000000))); }
 
-// The lanes of four vectors added up, each in the same order.
-inline void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
-  const Vec ab = _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b), cd = _mm256_unpacklo_ps(c, d) + _mm256_unpackhi_ps(c, d);
-  const Vec halves = _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd))) +
-                     _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd)));
+// The lanes of each of four vectors added up. The parts of a sum are to be added before: that is 16 -> 8.
+inline void sum4(const Vec* a, float* out) {
+  const Vec ac = _mm256_unpacklo_ps(a[0], a[2]) + _mm256_unpackhi_ps(a[0], a[2]);
+  const Vec bd = _mm256_unpacklo_ps(a[1], a[3]) + _mm256_unpackhi_ps(a[1], a[3]);
+  const Vec halves = _mm256_unpacklo_ps(ac, bd) + _mm256_unpackhi_ps(ac, bd);
   _mm_storeu_ps(out, _mm256_castps256_ps128(halves) + _mm256_extractf128_ps(halves, 1));
+}
+inline void sum8(const Vec* a, float* out, float* second_out) {
+  sum4(a, out);
+  sum4(a + 4, second_out);
 }
 
 #else
 
 // Four floats in the compiler's own vectors: any processor with 128 bits (NEON, SSE2) computes on them, others get scalar code.
 constexpr int lanes = 4;
+constexpr int sum_parts = 1;
 constexpr bool reads_halves = false;
 using Vec = float __attribute__((vector_size(16)));
 using Bits = int32_t __attribute__((vector_size(16)));
@@ -204,10 +229,13 @@ inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return a < b ? yes : no; 
 inline Vec swap_neighbours(Vec a) { return Vec{a[1], a[0], a[3], a[2]}; }
 inline Vec negate_even(Vec a) { return Vec{-a[0], a[1], -a[2], a[3]}; }
 
-// The lanes of four vectors added up, each in the same order.
-inline void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
-  const Vec sums = Vec{a[0], b[0], c[0], d[0]} + Vec{a[2], b[2], c[2], d[2]} + (Vec{a[1], b[1], c[1], d[1]} + Vec{a[3], b[3], c[3], d[3]});
-  store(out, sums);
+// The lanes of each of four vectors added up.
+inline void sum4(const Vec* a, float* out) {
+  for (int k = 0; k < 4; k++) out[k] = (a[k][0] + a[k][2]) + (a[k][1] + a[k][3]);
+}
+inline void sum8(const Vec* a, float* out, float* second_out) {
+  sum4(a, out);
+  sum4(a + 4, second_out);
 }
 
 #endif
@@ -229,9 +257,12 @@ inline void for_each(int64_t columns, Each each) {
   if (i < columns) each(i, columns - i);
 }
 
-inline float sum(Vec a) {
+inline float sum(const Vec (&parts)[sum_parts]) {
+  Vec joined = parts[0];
+  for (int part = 1; part < sum_parts; part++) joined = joined + parts[part];
+  const Vec copies[4] = {joined, joined, joined, joined};
   float sums[4];
-  sum4(a, a, a, a, sums);
+  sum4(copies, sums);
   return sums[0];
 }
 

@@ -139,6 +139,25 @@ def test_a_query_is_the_same_bits_in_any_company_and_over_any_number_of_threads(
         np.testing.assert_array_equal(np.concatenate([front, back]).view(np.int32), together.view(np.int32))
 
 
+# Heads whose features fill vectors of 8 and of 16, of 8 alone, and neither; as many rows as there are in a tile, fewer and more.
+SHAPES = [(size, group) for size in (8, 13, 24, 40, 64, 72, 80, 100, 128) for group in (1, 2, 3, 4, 5, 6, 7)]
+SETS = {f"heads of {size}, {group} to one": Case(280, 5, group=group, head_size=size) for size, group in SHAPES}
+
+
+@pytest.mark.parametrize("case", (CASES | SETS).values(), ids=(CASES | SETS).keys())
+def test_a_query_is_the_same_bits_on_every_instruction_set_with_fused_multiplication(
+    case: Case, instruction_set: str
+) -> None:
+    if instruction_set == "portable":
+        pytest.skip("its products are rounded before they are added")
+    queries, (cache, table) = case.queries(), case.cache()
+    ours = attend(case, queries, cache, table)
+    for other in set(_kernels.available()) - {"portable", instruction_set}:
+        _kernels.use(other)
+        theirs = attend(case, queries, cache, table)
+        np.testing.assert_array_equal(theirs.view(np.int32), ours.view(np.int32), other)
+
+
 def test_what_is_infinite_or_not_a_number_reaches_only_those_who_see_it() -> None:
     case = Case(290, 40, group=2)
     queries, (cache, table) = case.queries(), case.cache()

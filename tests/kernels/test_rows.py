@@ -207,6 +207,52 @@ def test_a_row_is_the_same_bits_wherever_it_stands_and_whoever_else_is_there() -
         np.testing.assert_array_equal(bits(normed), bits(alone))
 
 
+def test_a_row_is_the_same_bits_on_every_instruction_set_with_fused_multiplication(
+    instruction_set: str,
+) -> None:
+    if instruction_set == "portable":
+        pytest.skip("its products are rounded before they are added")
+
+    def results() -> list[np.ndarray]:
+        made = []
+        for columns in (*COLUMNS, 40, 56, 72, 88, 960, 1009):
+            left, right = 5.0 * rows_of(8, columns), rows_of(8, columns, seed=1)
+            for kernel in (_kernels.silu_mul, _kernels.gelu_tanh_mul):
+                kernel(left, right, out := np.empty_like(left))
+                made.append(out)
+            _kernels.rms_norm(left, right[0].copy(), 1e-5, out := np.empty_like(left))
+            made.append(out)
+            _kernels.add_scaled(left, right, 0.3, out := np.empty_like(left))
+            made.append(out)
+            for cap in (0.0, 3.0):
+                _kernels.scale_and_cap(out := left.copy(), 0.7, cap)
+                made.append(out)
+            angles = np.linspace(0.1, 3.0, columns // 2, dtype=np.float32)
+            for interleaved in (False, True):
+                turned = np.empty_like(left)
+                _kernels.rotate(left, np.cos(angles), np.sin(angles), interleaved, turned)
+                made.append(turned)
+            per_token = min(columns, 4)
+            chosen, shares = np.empty((8, per_token), np.int32), np.empty((8, per_token), np.float32)
+            _kernels.route(left, True, chosen, shares)
+            made += [chosen, shares]
+            _kernels.to_half(left[0].copy(), halves := np.empty(columns, np.uint16))
+            made.append(halves.astype(np.int32))
+        # All that an exponential and a hyperbolic tangent may give, with results that are subnormal.
+        wide = np.concatenate([SPECIAL[~np.isnan(SPECIAL)], np.linspace(-110, 110, 20001, dtype=np.float32)])
+        for kernel in (_kernels.silu_mul, _kernels.gelu_tanh_mul):
+            kernel(wide[None], np.ones_like(wide[None]), out := np.empty_like(wide[None]))
+            made.append(out)
+        _kernels.scale_and_cap(out := wide[None].copy(), 0.05, 1.0)
+        return [*made, out]
+
+    ours = results()
+    for other in set(_kernels.available()) - {"portable", instruction_set}:
+        _kernels.use(other)
+        for mine, theirs in zip(ours, results(), strict=True):
+            np.testing.assert_array_equal(bits(mine), bits(theirs), other)
+
+
 def test_what_is_not_a_number_stays_in_its_own_place() -> None:
     gate, up = rows_of(2, 21), rows_of(2, 21, seed=1)
     gate[0, 20] = np.nan

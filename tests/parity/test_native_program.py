@@ -60,6 +60,24 @@ def test_logits_are_the_same_bits_in_any_company_and_in_any_chunks(
         assert np.array_equal(ours, one_by_one)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3, longrope, part of the head", "mixtral", "olmo2"])
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_logits_are_the_same_bits_on_every_instruction_set_with_fused_multiplication(
+    name: str, quantize: str | None, tmp_path: Path
+) -> None:
+    """So a model writes the same text on every machine; the portable code has no such instructions."""
+    checkpoint = save(build_model(CASES[name]), tmp_path)
+    decoder = NativeDecoder("huggingface", checkpoint.config, checkpoint.sources, quantize=quantize)
+    text = np.random.default_rng(6).integers(1, VOCABULARY, 120).tolist()
+    before, logits = _kernels.in_use(), {}
+    for instructions in set(_kernels.available()) - {"portable"}:
+        _kernels.use(instructions)
+        (logits[instructions],) = logits_in_a_batch(decoder, [text], [[100], *[[1]] * 20], 8)
+    _kernels.use(before)
+    for instructions, ours in logits.items():
+        assert all(np.array_equal(ours, theirs) for theirs in logits.values()), instructions
+
+
 def test_a_long_context_gives_the_same_bits_whether_or_not_its_segments_are_shared_out(
     instructions: str, tmp_path: Path
 ) -> None:
