@@ -87,9 +87,6 @@ inline Sums round_codes(const float* values, float factor, int8_t* codes) {
 
 #endif
 
-// Told by the codes, whose sums are exact: so it is the same groups on every instruction set.
-inline bool is_wide(const Sums& sums) { return 127 * group_inputs > wide_ratio * sums.magnitudes; }
-
 // What the codes leave over is at most half a scale.
 inline void write_residual(const float* values, const int8_t* codes, float scale, Residual& out) {
   float rest[group_inputs];
@@ -100,39 +97,47 @@ inline void write_residual(const float* values, const int8_t* codes, float scale
   out.correction = -128 * sum;
 }
 
+// The 32 values of a group, in `padded` with zeros behind them where the row ends before.
+inline const float* group_of(const float* row, int64_t columns, int64_t group, float* padded) {
+  const float* values = row + group * group_inputs;
+  const int64_t count = columns - group * group_inputs;
+  if (count >= group_inputs) return values;
+  std::memset(padded, 0, group_inputs * sizeof(float));
+  std::memcpy(padded, values, static_cast<size_t>(count) * sizeof(float));
+  return padded;
+}
+
 }  // namespace quantising
 
 void quantise_row(const float* row, int64_t columns, const QuantisedRows& out, int64_t out_row) {
+  float padded[group_inputs], magnitudes = 0.0f;
   for (int64_t group = 0; group < out.groups; group++) {
-    const float* values = row + group * group_inputs;
-    float padded[group_inputs];
-    if (const int64_t count = columns - group * group_inputs; count < group_inputs) {
-      std::memset(padded, 0, sizeof padded);
-      std::memcpy(padded, values, static_cast<size_t>(count) * sizeof(float));
-      values = padded;
-    }
+    const float* values = quantising::group_of(row, columns, group, padded);
     const int64_t at = out_row * out.groups + group;
     int8_t* codes = out.codes + at * group_inputs;
     const float largest = quantising::largest_magnitude(values);
     float scale = 0.0f;
-    int32_t sum = 0;
-    bool wide = false;
+    quantising::Sums sums{0, 0};
     if (largest >= 0x1p-100f && largest < INFINITY) {
       scale = largest / 127.0f;
-      const quantising::Sums sums = quantising::round_codes(values, 127.0f / largest, codes);
-      sum = sums.codes;
-      wide = quantising::is_wide(sums);
+      sums = quantising::round_codes(values, 127.0f / largest, codes);
     } else {   // nothing to speak of, or something that no code can stand for and that the result must show
       std::memset(codes, 0, group_inputs);
       if (!(largest < INFINITY)) scale = NAN;
     }
     out.scales[at] = scale;
-    out.offsets[at] = scale * static_cast<float>(sum);
-    out.corrections[at] = -128 * sum;
-    if (out.wide) {
-      out.wide[at] = wide;
-      if (wide) quantising::write_residual(values, codes, scale, out.residuals[at]);
-    }
+    out.offsets[at] = scale * static_cast<float>(sums.codes);
+    out.corrections[at] = -128 * sums.codes;
+    magnitudes += scale * static_cast<float>(sums.magnitudes);   // by the codes, whose sums are the same on every instruction set
+  }
+  if (!out.wide) return;
+  const float bound = magnitudes / static_cast<float>(columns) * (wide_ratio / 127.0f);   // NaN in a row that has one: no group is above
+  for (int64_t group = 0; group < out.groups; group++) {
+    const int64_t at = out_row * out.groups + group;
+    const float scale = out.scales[at];
+    out.wide[at] = scale > bound;
+    if (out.wide[at])
+      quantising::write_residual(quantising::group_of(row, columns, group, padded), out.codes + at * group_inputs, scale, out.residuals[at]);
   }
 }
 

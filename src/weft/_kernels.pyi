@@ -144,9 +144,7 @@ def quantise(
 
 def residuals(
     rows: NDArray[np.float32],
-) -> tuple[
-    NDArray[np.bool_], NDArray[np.int8], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]
-]:
+) -> tuple[NDArray[np.bool_], NDArray[np.int8], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]:
     """Which groups of the rows are wide, and their residuals' codes, scales, offsets and corrections; zeros elsewhere."""
 
 def linear(
@@ -226,7 +224,13 @@ class Sampler:
     ) -> None: ...
 
 def measure_linear(
-    layout: int, outputs: int, inputs: int, data: NDArray[np.uint8], rows: int, pool: Pool, seconds: float,
+    layout: int,
+    outputs: int,
+    inputs: int,
+    data: NDArray[np.uint8],
+    rows: int,
+    pool: Pool,
+    seconds: float,
     wide_every: int = 0,
 ) -> float:
     """Seconds for one layer, the least of the tries that fit into `seconds`; a try takes all layers that `data` has room for.

@@ -62,11 +62,20 @@ def quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def residuals(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which groups are wide, and the codes and scales of what the first codes leave over; zeros elsewhere."""
     codes, scales = quantised(rows)
-    magnitudes = np.abs(codes.astype(np.int32)).sum(axis=2)
-    wide = (magnitudes > 0) & (12 * magnitudes < 127 * 32)
+    magnitudes = np.zeros(len(rows), np.float32)
+    for group in range(scales.shape[1]):
+        magnitudes += scales[:, group] * np.abs(codes[:, group].astype(np.int32)).sum(axis=1).astype(
+            np.float32
+        )
+    bound = magnitudes / np.float32(rows.shape[1]) * (np.float32(12) / np.float32(127))
+    wide = scales > bound[:, None]
     rest = grouped(rows) - scales[:, :, None] * codes
     inverse = np.divide(np.float32(254), scales, out=np.zeros_like(scales), where=wide)
-    return wide, np.rint(rest * inverse[:, :, None]).astype(np.int8), np.where(wide, scales / np.float32(254), 0)
+    return (
+        wide,
+        np.rint(rest * inverse[:, :, None]).astype(np.int8),
+        np.where(wide, scales / np.float32(254), 0),
+    )
 
 
 def product(layout: int, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -75,7 +84,9 @@ def product(layout: int, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
     if layout in (W4, W8):
         codes, scales = quantised(rows)
         _, rest, rest_scales = residuals(rows)
-        groups = codes * scales[:, :, None].astype(np.float64) + rest * rest_scales[:, :, None].astype(np.float64)
+        groups = codes * scales[:, :, None].astype(np.float64) + rest * rest_scales[:, :, None].astype(
+            np.float64
+        )
         values = groups.reshape(len(rows), 32 * groups.shape[1])[:, : rows.shape[1]]
     return values @ weights.astype(np.float64).T
 
@@ -104,7 +115,8 @@ def test_what_codes_leave_over_of_wide_groups_gets_codes_as_numpy_rounds_them(na
     wide, codes, scales, offsets, corrections = _kernels.residuals(rows)
     expected_wide, expected_codes, expected_scales = residuals(rows)
     sums = expected_codes.sum(axis=2, dtype=np.int32)
-    assert wide[wide.shape[0] // 2 :].any() and not wide[3].any()
+    assert wide.any() == (inputs > 1)  # a value alone is the mean of its row
+    assert not wide[3].any()
     np.testing.assert_array_equal(wide, expected_wide)
     np.testing.assert_array_equal(codes, expected_codes.reshape(codes.shape))
     np.testing.assert_array_equal(scales, expected_scales)
@@ -113,32 +125,33 @@ def test_what_codes_leave_over_of_wide_groups_gets_codes_as_numpy_rounds_them(na
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize(("others", "is_wide"), [(6, True), (7, False)])
-def test_a_group_is_wide_when_its_largest_value_is_12_times_the_mean(
+@pytest.mark.parametrize(("others", "is_wide"), [(8, True), (9, False)])
+def test_a_group_is_wide_when_its_largest_value_is_12_times_the_mean_of_the_row(
     name: str, others: int, is_wide: bool
 ) -> None:
-    # The mean of 127 and 31 sixes is 9.8, that of 127 and 31 sevens 10.75; a twelfth of 127 is 10.58.
-    rows = np.full((1, 32), others, np.float32)
+    # The mean of 127 and 63 eights is 9.9, that of 127 and 63 nines 10.8; a twelfth of 127 is 10.6.
+    rows = np.full((1, 64), others, np.float32)
     rows[0, ::2] *= -1
-    rows[0, 17] = 127
+    rows[0, 47] = 127
     _kernels.use(name)
-    assert _kernels.residuals(rows)[0].tolist() == [[is_wide]]
+    assert _kernels.residuals(rows)[0].tolist() == [[False, is_wide]]
 
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_group_with_a_value_that_is_no_number_has_no_residual(name: str, value: float) -> None:
-    rows = np.full((1, 64), 0.01, np.float32)
-    rows[0, 5], rows[0, 40] = value, 1
+def test_a_row_with_a_value_that_is_no_number_has_no_residuals(name: str, value: float) -> None:
+    rows = np.full((2, 64), 0.01, np.float32)
+    rows[:, 40] = 1
+    rows[0, 5] = value
     _kernels.use(name)
-    assert _kernels.residuals(rows)[0].tolist() == [[False, True]]
+    assert _kernels.residuals(rows)[0].tolist() == [[False, False], [False, True]]
 
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("layout", [W4, W8])
 def test_rows_with_outliers_come_out_almost_as_well_as_in_floats(name: str, layout: int) -> None:
     packed, weights = layer(layout, 100, 576)
-    rows = with_outliers(activations(20, 576), share=1)
+    rows = with_outliers(activations(20, 576), share=0.1)
     exact = rows.astype(np.float64) @ weights.astype(np.float64).T
     _kernels.use(name)
 
@@ -146,7 +159,7 @@ def test_rows_with_outliers_come_out_almost_as_well_as_in_floats(name: str, layo
         result = _kernels.linear(layout, 100, 576, packed, None, rows, with_residuals=with_residuals)
         return float(np.sqrt(((result - exact) ** 2).mean()))
 
-    assert error(True) < error(False) / 100
+    assert error(True) < error(False) / 20
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -210,7 +223,7 @@ def test_products_are_those_of_numpy(name: str, layout: int, outputs: int, input
         # Beside the sum of magnitudes: what floats lose depends on the terms, not on what is left of them.
         size = np.abs(rows).astype(np.float64) @ np.abs(weights).astype(np.float64).T
         assert result.shape == (count, outputs)
-        assert (np.abs(result - expected) <= 2e-6 * size + 1e-6).all()
+        assert (np.abs(result - expected) <= 4e-6 * size + 1e-6).all()
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -254,7 +267,9 @@ def test_a_row_is_the_same_alone_and_in_any_company_on_any_number_of_threads(nam
                     run(first, first + size, threads), together[first : first + size]
                 )
     for rows_each in (1, 2, 5, 16, 46):
-        pieces = _kernels.linear(layout, outputs, inputs, packed, bias, rows, 2, residual, 0.3, rows_each=rows_each)
+        pieces = _kernels.linear(
+            layout, outputs, inputs, packed, bias, rows, 2, residual, 0.3, rows_each=rows_each
+        )
         np.testing.assert_array_equal(pieces, together)
 
 
@@ -284,10 +299,13 @@ def test_a_bias_and_what_is_added_to_come_after_the_product(name: str, layout: i
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("layout", [W4, W8])
-def test_residuals_are_scaled_like_the_rest_of_the_product_and_leave_the_bias_alone(name: str, layout: int) -> None:
+def test_residuals_are_scaled_like_the_rest_of_the_product_and_leave_the_bias_alone(
+    name: str, layout: int
+) -> None:
     packed, _ = layer(layout, 37, 64)
     rows, bias = with_outliers(activations(5, 64), share=1), activations(1, 37, seed=3)[0]
     residual = activations(5, 37, seed=4)
+    assert residuals(rows)[0].any()
     _kernels.use(name)
     plain = _kernels.linear(layout, 37, 64, packed, None, rows)
     size = np.abs(plain).max()
