@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# A file's tests stay together: they share what is slow to start.
+SPREAD := -n auto --maxprocesses 4 --dist loadfile
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # With WEFT_NO_KERNELS=1 nothing is compiled, and numpy computes: for a machine without a C++ compiler.
@@ -39,7 +41,7 @@ serve: $(READY)
 
 test: lint
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q $(SPREAD)
 
 # What CI does in seconds, for minutes.
 test-schema: $(VENV)/.dev
