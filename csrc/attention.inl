@@ -117,9 +117,9 @@ inline void fetch(const uint16_t* at, int64_t features) {
   for (int64_t i = 0; i < features; i += 32) __builtin_prefetch(at + i, 0, 2);
 }
 
-// scores[r, k] = queries[r] . keys[k] for step_keys keys
+// scores[r, k] = queries[r] . keys[k] for step_keys keys. Not inlined: its callers would leave it too few registers for addresses.
 template <int Rows, typename Element>
-inline void score_tile(const float* queries, int64_t width, const Element* const* keys, Ahead ahead, float* scores) {
+__attribute__((noinline)) void score_tile(const float* queries, int64_t width, const Element* const* keys, Ahead ahead, float* scores) {
   constexpr int parts = vec::sum_parts, room = tile_sums / (Rows * parts), at_once = room >= 8 ? 8 : room >= 4 ? 4 : 2;
   constexpr int together = at_once > 4 ? at_once : 4, fours = together / 4;   // a row's sums are added up across the lanes in fours
   if (ahead) {
