@@ -117,42 +117,67 @@ inline void fetch(const uint16_t* at, int64_t features) {
   for (int64_t i = 0; i < features; i += 32) __builtin_prefetch(at + i, 0, 2);
 }
 
-// scores[r, k] = queries[r] . keys[k] for step_keys keys
+// scores[r, k] = queries[r] . keys[k] for step_keys keys. Not inlined: its callers would leave it too few registers for addresses.
 template <int Rows, typename Element>
-inline void score_tile(const float* queries, int64_t width, const Element* const* keys, Ahead ahead, float* scores) {
-  constexpr int at_once = Rows * step_keys <= tile_sums ? step_keys : 4;
+__attribute__((noinline)) void score_tile(const float* queries, int64_t width, const Element* const* keys, Ahead ahead, float* scores) {
+  constexpr int parts = vec::sum_parts, room = tile_sums / (Rows * parts), at_once = room >= 8 ? 8 : room >= 4 ? 4 : 2;
+  constexpr int together = at_once > 4 ? at_once : 4, fours = together / 4;   // a row's sums are added up across the lanes in fours
   if (ahead) {
     for (int k = 0; k < step_keys; k++) fetch(ahead[k], width);
   }
-  constexpr int fours = at_once / 4;   // a row's sums in fours
-  for (int first = 0; first < step_keys; first += at_once) {
-    vec::Vec sums[Rows][at_once];
+  for (int64_t first = 0; first < step_keys; first += together) {
+    vec::Vec joined[Rows][together];
 #pragma GCC unroll 2
-    for (int part = 0; part < vec::sum_parts; part++) {
-      vec::Vec of_part[Rows][at_once];
+    for (int begin = 0; begin < together; begin += at_once) {
+      vec::Vec sums[Rows][at_once][parts];
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++) {
-#pragma GCC unroll 8
-        for (int k = 0; k < at_once; k++) of_part[r][k] = vec::all(0.0f);
-      }
-      for (int64_t i = part * vec::lanes; i < width; i += vec::sum_parts * vec::lanes) {
 #pragma GCC unroll 8
         for (int k = 0; k < at_once; k++) {
-          const vec::Vec key = vec::load(keys[first + k] + i);
-#pragma GCC unroll 8
-          for (int r = 0; r < Rows; r++) of_part[r][k] = vec::fma(vec::load(queries + r * width + i), key, of_part[r][k]);
+#pragma GCC unroll 2
+          for (int part = 0; part < parts; part++) sums[r][k][part] = vec::all(0.0f);
         }
       }
+      // Of queries and keys those are kept in registers that are fewer.
+      const auto add = [&](int64_t i, int part) {
+        if constexpr (at_once < Rows) {
+          vec::Vec key[at_once];
+#pragma GCC unroll 8
+          for (int k = 0; k < at_once; k++) key[k] = vec::load(keys[first + begin + k] + i);
+#pragma GCC unroll 8
+          for (int r = 0; r < Rows; r++) {
+            const vec::Vec query = vec::in_register(vec::load(queries + r * width + i));
+#pragma GCC unroll 8
+            for (int k = 0; k < at_once; k++) sums[r][k][part] = vec::fma(query, key[k], sums[r][k][part]);
+          }
+        } else {
+          vec::Vec query[Rows];
+#pragma GCC unroll 8
+          for (int r = 0; r < Rows; r++) query[r] = vec::in_register(vec::load(queries + r * width + i));
+#pragma GCC unroll 8
+          for (int k = 0; k < at_once; k++) {
+            const vec::Vec key = vec::load(keys[first + begin + k] + i);
+#pragma GCC unroll 8
+            for (int r = 0; r < Rows; r++) sums[r][k][part] = vec::fma(query[r], key, sums[r][k][part]);
+          }
+        }
+      };
+      int64_t i = 0;
+      for (; i + parts * vec::lanes <= width; i += parts * vec::lanes) {
+#pragma GCC unroll 2
+        for (int part = 0; part < parts; part++) add(i + part * vec::lanes, part);
+      }
+      if (parts > 1 && i < width) add(i, 0);
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++) {
 #pragma GCC unroll 8
-        for (int k = 0; k < at_once; k++) sums[r][k] = part == 0 ? of_part[r][k] : sums[r][k] + of_part[r][k];
+        for (int k = 0; k < at_once; k++) joined[r][begin + k] = vec::joined(sums[r][k]);
       }
     }
     const auto out = [&](int four) { return scores + four / fours * segment_keys + first + four % fours * 4; };
 #pragma GCC unroll 8
-    for (int four = 0; four + 1 < Rows * fours; four += 2) vec::sum8(&sums[0][0] + 4 * four, out(four), out(four + 1));
-    if constexpr (Rows * fours % 2 == 1) vec::sum4(sums[Rows - 1], out(Rows - 1));
+    for (int four = 0; four + 1 < Rows * fours; four += 2) vec::sum8(&joined[0][0] + 4 * four, out(four), out(four + 1));
+    if constexpr (Rows * fours % 2 == 1) vec::sum4(joined[Rows - 1], out(Rows - 1));
   }
 }
 

@@ -50,6 +50,11 @@ inline void store(uint16_t* p, Vec a, int64_t n) {
   _mm256_mask_storeu_epi16(p, first_lanes(n), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
+// Loaded once: the compiler may else load a again for each use, and loads are scarce.
+inline Vec in_register(Vec a) {
+  asm("" : "+v"(a));
+  return a;
+}
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }    // a * b + c
 inline Vec fnma(Vec a, Vec b, Vec c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }                // b where either is NaN, and so is min
@@ -64,27 +69,26 @@ inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return _mm512_mask_blend_
 inline Vec swap_neighbours(Vec a) { return _mm512_permute_ps(a, 0xb1); }
 inline Vec negate_even(Vec a) { return _mm512_xor_ps(a, _mm512_castsi512_ps(_mm512_set1_epi64(0x80000000))); }
 
-// The lanes of each of eight vectors added up: four sums to `out`, four to `second_out`.
-inline void sum8(const Vec* a, float* out, float* second_out) {
-  Vec eighths[4];   // 8 lanes of a[k] and 8 of a[k + 4]
-#pragma GCC unroll 4
-  for (int k = 0; k < 4; k++) eighths[k] = _mm512_shuffle_f32x4(a[k], a[k + 4], 0x44) + _mm512_shuffle_f32x4(a[k], a[k + 4], 0xee);
-  const Vec even = _mm512_unpacklo_ps(eighths[0], eighths[2]) + _mm512_unpackhi_ps(eighths[0], eighths[2]);
-  const Vec odd = _mm512_unpacklo_ps(eighths[1], eighths[3]) + _mm512_unpackhi_ps(eighths[1], eighths[3]);
-  const Vec halves = _mm512_unpacklo_ps(even, odd) + _mm512_unpackhi_ps(even, odd);   // a0 a1 a2 a3, twice; a4 a5 a6 a7, twice
-  const __m256 first = _mm512_castps512_ps256(halves), second = _mm512_extractf32x8_ps(halves, 1);
-  _mm_storeu_ps(out, _mm256_castps256_ps128(first) + _mm256_extractf128_ps(first, 1));
-  _mm_storeu_ps(second_out, _mm256_castps256_ps128(second) + _mm256_extractf128_ps(second, 1));
+// Two vectors' lanes added at a distance of 8, of 2 and of 1; what is left of both shares a vector. One of the two operands is a blend
+// and not a second shuffle, since there are units for that to spare: a0 + a8 stands beside b8 + b0.
+inline Vec add_at_8(Vec a, Vec b) { return _mm512_mask_blend_ps(0xff00, a, b) + _mm512_shuffle_f32x4(a, b, 0x4e); }
+inline Vec add_at_2(Vec a, Vec b) { return _mm512_mask_blend_ps(0xcccc, a, b) + _mm512_shuffle_ps(a, b, 0x4e); }
+inline Vec add_at_1(Vec a, Vec b) {
+  return _mm512_mask_blend_ps(0xaaaa, a, b) + swap_neighbours(_mm512_mask_blend_ps(0x5555, a, b));
 }
 
-// The lanes of each of four vectors added up, in the same order.
+// The lanes of each of eight vectors added up: four sums to `out`, four to `second_out`.
+inline void sum8(const Vec* a, float* out, float* second_out) {
+  const Vec even = add_at_2(add_at_8(a[0], a[4]), add_at_8(a[2], a[6])), odd = add_at_2(add_at_8(a[1], a[5]), add_at_8(a[3], a[7]));
+  const Vec fours = add_at_1(even, odd);   // of the first four two parts, then of the others
+  const Vec sums = fours + _mm512_shuffle_f32x4(fours, fours, 0xb1);
+  _mm_storeu_ps(out, _mm512_castps512_ps128(sums));
+  _mm_storeu_ps(second_out, _mm512_extractf32x4_ps(sums, 2));
+}
 inline void sum4(const Vec* a, float* out) {
-  const Vec ab = _mm512_shuffle_f32x4(a[0], a[1], 0x44) + _mm512_shuffle_f32x4(a[0], a[1], 0xee);
-  const Vec cd = _mm512_shuffle_f32x4(a[2], a[3], 0x44) + _mm512_shuffle_f32x4(a[2], a[3], 0xee);
-  const Vec quarters = _mm512_unpacklo_ps(ab, cd) + _mm512_unpackhi_ps(ab, cd);
-  const __m256 ac = _mm512_castps512_ps256(quarters), bd = _mm512_extractf32x8_ps(quarters, 1);
-  const __m256 halves = _mm256_unpacklo_ps(ac, bd) + _mm256_unpackhi_ps(ac, bd);
-  _mm_storeu_ps(out, _mm256_castps256_ps128(halves) + _mm256_extractf128_ps(halves, 1));
+  const Vec quarters = add_at_2(add_at_8(a[0], a[2]), add_at_8(a[1], a[3])), halves = quarters + swap_neighbours(quarters);
+  const Vec sums = halves + _mm512_shuffle_f32x4(halves, halves, 0xb1);   // each twice, a0 a1 and elsewhere a2 a3
+  _mm_storeu_ps(out, _mm_shuffle_ps(_mm512_castps512_ps128(sums), _mm512_extractf32x4_ps(sums, 2), 0x88));
 }
 
 #elif defined(WEFT_AVX2)
@@ -123,6 +127,11 @@ inline void store(uint16_t* p, Vec a, int64_t n) {
   std::memcpy(p, padded, static_cast<size_t>(n) * 2);
 }
 
+// Loaded once: the compiler may else load a again for each use, and loads are scarce.
+inline Vec in_register(Vec a) {
+  asm("" : "+x"(a));
+  return a;
+}
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }    // a * b + c
 inline Vec fnma(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }                // b where either is NaN, and so is min
@@ -143,11 +152,14 @@ inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return _mm256_blendv_ps(n
 inline Vec swap_neighbours(Vec a) { return _mm256_permute_ps(a, 0xb1); }
 inline Vec negate_even(Vec a) { return _mm256_xor_ps(a, _mm256_castsi256_ps(_mm256_set1_epi64x(0x80000000))); }
 
-// The lanes of each of four vectors added up. The parts of a sum are to be added before: that is 16 -> 8.
+// Two vectors' lanes added at a distance of 2 and of 1; what is left of both shares a vector. One of the two operands is a blend and
+// not a second shuffle, since there are units for that to spare: a0 + a2 stands beside b2 + b0.
+inline Vec add_at_2(Vec a, Vec b) { return _mm256_blend_ps(a, b, 0xcc) + _mm256_shuffle_ps(a, b, 0x4e); }
+inline Vec add_at_1(Vec a, Vec b) { return _mm256_blend_ps(a, b, 0xaa) + swap_neighbours(_mm256_blend_ps(a, b, 0x55)); }
+
+// The lanes of each of four vectors added up. The parts of a sum are added before: that is at a distance of 8.
 inline void sum4(const Vec* a, float* out) {
-  const Vec ac = _mm256_unpacklo_ps(a[0], a[2]) + _mm256_unpackhi_ps(a[0], a[2]);
-  const Vec bd = _mm256_unpacklo_ps(a[1], a[3]) + _mm256_unpackhi_ps(a[1], a[3]);
-  const Vec halves = _mm256_unpacklo_ps(ac, bd) + _mm256_unpackhi_ps(ac, bd);
+  const Vec halves = add_at_1(add_at_2(a[0], a[2]), add_at_2(a[1], a[3]));
   _mm_storeu_ps(out, _mm256_castps256_ps128(halves) + _mm256_extractf128_ps(halves, 1));
 }
 inline void sum8(const Vec* a, float* out, float* second_out) {
@@ -190,6 +202,7 @@ inline void store(uint16_t* p, Vec a, int64_t n) {
 inline void store(float* p, Vec a) { store(p, a, lanes); }
 inline void store(uint16_t* p, Vec a) { store(p, a, lanes); }
 
+inline Vec in_register(Vec a) { return a; }
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }   // rounded twice: the processor may have no better
 inline Vec fnma(Vec a, Vec b, Vec c) { return c - a * b; }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }   // b where either is NaN, and so is min
@@ -257,10 +270,15 @@ inline void for_each(int64_t columns, Each each) {
   if (i < columns) each(i, columns - i);
 }
 
+inline Vec joined(const Vec (&parts)[sum_parts]) {
+  Vec sum = parts[0];
+#pragma GCC unroll 2
+  for (int part = 1; part < sum_parts; part++) sum = sum + parts[part];
+  return sum;
+}
+
 inline float sum(const Vec (&parts)[sum_parts]) {
-  Vec joined = parts[0];
-  for (int part = 1; part < sum_parts; part++) joined = joined + parts[part];
-  const Vec copies[4] = {joined, joined, joined, joined};
+  const Vec one = joined(parts), copies[4] = {one, one, one, one};
   float sums[4];
   sum4(copies, sums);
   return sums[0];

@@ -13,6 +13,10 @@ _kernels = pytest.importorskip("weft._kernels")
 LAYERS, LAYER = 2, 1
 
 
+# All but the portable code fuse multiplication and addition, and then make their sums in the same order.
+FUSED = [name for name in _kernels.available() if name != "portable"]
+
+
 @pytest.fixture(params=_kernels.available(), autouse=True)
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     before = _kernels.in_use()
@@ -140,22 +144,20 @@ def test_a_query_is_the_same_bits_in_any_company_and_over_any_number_of_threads(
 
 
 # Heads whose features fill vectors of 8 and of 16, of 8 alone, and neither; as many rows as there are in a tile, fewer and more.
-SHAPES = [(size, group) for size in (8, 13, 24, 40, 64, 72, 80, 100, 128) for group in (1, 2, 3, 4, 5, 6, 7)]
-SETS = {f"heads of {size}, {group} to one": Case(280, 5, group=group, head_size=size) for size, group in SHAPES}
+SHAPES = {
+    f"heads of {size}, {group} to one": Case(280, 5, group=group, head_size=size)
+    for size in (8, 13, 24, 40, 64, 72, 80, 100, 128)
+    for group in range(1, 8)
+}
 
 
-@pytest.mark.parametrize("case", (CASES | SETS).values(), ids=(CASES | SETS).keys())
-def test_a_query_is_the_same_bits_on_every_instruction_set_with_fused_multiplication(
-    case: Case, instruction_set: str
-) -> None:
-    if instruction_set == "portable":
-        pytest.skip("its products are rounded before they are added")
+@pytest.mark.parametrize("instruction_set", FUSED[1:], indirect=True)
+@pytest.mark.parametrize("case", (CASES | SHAPES).values(), ids=(CASES | SHAPES).keys())
+def test_a_query_is_the_same_bits_on_every_instruction_set_with_fused_multiplication(case: Case) -> None:
     queries, (cache, table) = case.queries(), case.cache()
     ours = attend(case, queries, cache, table)
-    for other in set(_kernels.available()) - {"portable", instruction_set}:
-        _kernels.use(other)
-        theirs = attend(case, queries, cache, table)
-        np.testing.assert_array_equal(theirs.view(np.int32), ours.view(np.int32), other)
+    _kernels.use(FUSED[0])
+    np.testing.assert_array_equal(ours.view(np.int32), attend(case, queries, cache, table).view(np.int32))
 
 
 def test_what_is_infinite_or_not_a_number_reaches_only_those_who_see_it() -> None:
