@@ -1,6 +1,10 @@
 #include "bindings.h"
 
+namespace nb = nanobind;
+
 NB_MODULE(_kernels, module) {
+  // A process may end while threads still hold weights; the system takes them back, and there is nothing to tell anybody.
+  nb::set_leak_warnings(false);
   module.doc() = "weft's kernels for the CPU; weft.ops.cpu is what uses them.";
   weft::bind_dispatch(module);
   weft::bind_pack(module);
