@@ -156,7 +156,10 @@ def test_prompts_begin_as_the_file_says(llama_cpp_models: Path) -> None:
 def test_derived_merges_equal_those_a_file_lists(llama_cpp_models: Path) -> None:
     # Gemma's vocabularies came without merges before Gemma 4, whose file has them.
     vocabulary = read_vocabulary(read_gguf(llama_cpp_models / "ggml-vocab-gemma-4.gguf").metadata)
-    listed, derived = tokenizer_of(vocabulary), tokenizer_of(replace(vocabulary, model="llama", merge_lines=[]))
+    listed, derived = (
+        tokenizer_of(vocabulary),
+        tokenizer_of(replace(vocabulary, model="llama", merge_lines=[])),
+    )
     for text in TEXTS:
         assert derived.encode(text) == listed.encode(text), repr(text)
 
