@@ -10,8 +10,11 @@ namespace {
 
 // Queries of one request that one thread attends for at a time: few enough to share out a single long prompt.
 constexpr int64_t queries_per_piece = 16;
-// Chunks of a product for each thread: enough that one that was put aside does not keep the others waiting for long.
+// Chunks of work for each thread: enough that one that was put aside does not keep the others waiting for long.
 constexpr int64_t chunks_per_thread = 8;
+// Of a small product there are less, down to this many: handing one out takes as long as reading some kilobytes.
+constexpr int64_t fewest_chunks_per_thread = 2;
+constexpr int64_t chunk_bytes = 64 << 10;
 // A product of more rows than these is cut by rows too, so that the rows of one piece stay in the cache.
 constexpr int64_t rows_per_chunk = 256;
 
@@ -157,7 +160,9 @@ void Program::ready_rows(int64_t rows, int64_t columns, bool quantised, Get&& ge
 void Program::product(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale) {
   const int64_t row_chunks = ceil_divide(rows, rows_per_chunk);
   const int64_t strips = weight.strips();
-  const int64_t strips_each = ceil_divide(strips, std::min(strips, pool_.threads() * chunks_per_thread));
+  const int64_t wanted = strips * strip_bytes(weight.layout, weight.inputs) * ceil_divide(rows, 4) / chunk_bytes;
+  const int64_t most = pool_.threads() * chunks_per_thread, fewest = pool_.threads() * fewest_chunks_per_thread;
+  const int64_t strips_each = ceil_divide(strips, std::min(strips, std::clamp(wanted, fewest, most)));
   const int64_t strip_chunks = ceil_divide(strips, strips_each);
   pool_.run(row_chunks * strip_chunks, [&](int64_t chunk, int) {
     LinearTask task{};
