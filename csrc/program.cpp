@@ -147,7 +147,7 @@ void Program::ready_rows(int64_t rows, int64_t columns, bool quantised, Get&& ge
   }
   const int64_t groups = ceil_divide(columns, group_inputs);
   quantised_ = QuantisedRows{groups, codes_.at_least(rows * groups * group_inputs), scales_.at_least(rows * groups),
-                             offsets_.at_least(rows * groups), sums_.at_least(rows * groups)};
+                             offsets_.at_least(rows * groups), corrections_.at_least(rows * groups)};
   wide_groups_.make_room(quantised_, rows);
   for (auto& scratch : scratch_) scratch.at_least(columns);
   each_row(pool_, rows, [&](int64_t row, int worker) {

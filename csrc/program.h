@@ -50,7 +50,7 @@ struct Instruction {
   enum class Kind : int { embed, norm, linear, rope_and_write, attention, mixture, add, select_rows, scale_and_cap };
   static constexpr size_t kinds = 9;
   Kind kind;
-  int input = -1, output = -1, other = -1;   // buffers
+  int input = -1, output = -1;   // buffers
   int layer = 0, pattern = 0;
   Before before = Before::nothing;
   bool add = false;               // a product is added to what the output holds
@@ -169,7 +169,7 @@ class Program {
   // Rows on their way into a product.
   Aligned<int8_t> codes_;
   Aligned<float> scales_, offsets_, ready_floats_;
-  Aligned<int32_t> sums_;
+  Aligned<int32_t> corrections_;
   QuantisedRows quantised_{};
   WideGroups wide_groups_;
   WideRows wide_{};
