@@ -243,8 +243,9 @@ def open_native(
     from weft import _kernels
     from weft.backends.cpu.native_sampler import NativeSampler
     from weft.ops.cpu.program import record
-    from weft.ops.cpu.recorder import NO_STEP, CpuOps
+    from weft.ops.cpu.recorder import CpuOps
     from weft.ops.cpu.weights import PACKING_VERSION, Packing, in_memory
+    from weft.ops.recording import NO_STEP
 
     if (name := instruction_set()) is not None:
         _kernels.use(name)

@@ -1,59 +1,33 @@
-"""From a recorded forward pass to a native program: what can be done in one go is, and buffers are used again.
-
-norm or gate, then product        the rows are normalised on their way into the product
-product, then add                 the product is added where it is made
-"""
+"""From a recorded forward pass to a native program."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 import numpy as np
 
 from weft import _kernels
 from weft.ops.base import StepIndices
-from weft.ops.cpu.recorder import (
+from weft.ops.cpu.recorder import CpuOps
+from weft.ops.cpu.weights import Keep, Part
+from weft.ops.recording import (
     Add,
     Attention,
     Buffer,
-    CpuOps,
     Embed,
-    Gate,
+    FusedProduct,
     Mixture,
     Norm,
-    Operation,
-    Product,
     Recording,
     RopeAndWrite,
     ScaleAndCap,
     SelectRows,
+    Step,
+    assigned_slots,
+    fused,
 )
-from weft.ops.cpu.weights import Keep, Part
 
 _BEFORE = {"nothing": 0, "rms_norm": 1, "silu_mul": 2, "gelu_tanh_mul": 3}
-
-
-@dataclass(frozen=True, eq=False)
-class _FusedProduct:
-    """A product with what comes before it and, where it is added, the buffer it is added to."""
-
-    product: Product
-    before: Norm | Gate | None
-    added_to: Buffer | None = None
-    scale: float = 1.0
-
-    @property
-    def input(self) -> Buffer:
-        return self.product.input if self.before is None else self.before.input
-
-    @property
-    def output(self) -> Buffer:
-        return self.product.output if self.added_to is None else self.added_to
-
-
-_Step = Operation | _FusedProduct
 
 
 def assemble(
@@ -69,10 +43,10 @@ def assemble(
         [(ropes.index(pattern.rope), pattern.window or 0) for pattern in recording.patterns],
     )
     # Logits may be made of other rows than these: nothing of one part is taken into the other.
-    steps = _fused(recording.operations[:logits_from], {rows})
+    steps = fused(recording.operations[:logits_from], {rows})
     first_of_logits = len(steps)
-    steps += _fused(recording.operations[logits_from:], {logits})
-    slots = _slots(steps, {rows, logits}, program)
+    steps += fused(recording.operations[logits_from:], {logits})
+    slots = assigned_slots(steps, {rows, logits}, program.buffer)
     for index, step in enumerate(steps):
         if index == first_of_logits:
             program.begin_logits(slots[rows])
@@ -81,84 +55,14 @@ def assemble(
     return program
 
 
-def _fused(operations: Sequence[Operation], kept: set[Buffer]) -> list[_Step]:
-    readers: dict[Buffer, list[Operation]] = defaultdict(list)
-    for operation in operations:
-        for buffer in _read(operation):
-            readers[buffer].append(operation)
-
-    def has_one_reader(buffer: Buffer) -> bool:
-        return len(readers[buffer]) == 1 and buffer not in kept
-
-    makers: dict[Buffer, Operation] = {}
-    steps: list[_Step] = []
-    for operation in operations:
-        if isinstance(operation, Norm | Gate):
-            makers[operation.output] = operation
-            taken_in = has_one_reader(operation.output) and isinstance(readers[operation.output][0], Product)
-            if not taken_in:
-                assert isinstance(operation, Norm), "a gate is always followed by one product"
-                steps.append(operation)
-        elif isinstance(operation, Product):
-            before = makers.get(operation.input)
-            if not (isinstance(before, Norm | Gate) and has_one_reader(operation.input)):
-                before = None
-            steps.append(_FusedProduct(operation, before))
-        elif (
-            isinstance(operation, Add)
-            and isinstance(last := steps[-1], _FusedProduct)
-            and last.output is operation.right
-            and has_one_reader(operation.right)
-        ):
-            steps[-1] = replace(last, added_to=operation.left, scale=operation.scale)
-        else:
-            steps.append(operation)
-    return steps
-
-
-def _read(step: _Step) -> Iterator[Buffer]:
-    """What a step reads; what it changes in place counts too."""
-    match step:
-        case Embed():
-            pass
-        case RopeAndWrite(rows=buffer) | Attention(queries=buffer) | ScaleAndCap(values=buffer):
-            yield buffer
-        case Add(left=left, right=right):
-            yield left
-            yield right
-        case _FusedProduct(added_to=target):
-            yield step.input
-            if target is not None:
-                yield target
-        case _:
-            yield step.input
-
-
-def _slots(steps: Sequence[_Step], kept: set[Buffer], program: _kernels.Program) -> dict[Buffer, int]:
-    """A slot of the program for every buffer; one is used again, by a buffer of the same width, when its content is no
-    longer read."""
-    last_read = {buffer: index for index, step in enumerate(steps) for buffer in _read(step)}
-    slots: dict[Buffer, int] = {}
-    free: dict[int, list[int]] = defaultdict(list)
-    for index, step in enumerate(steps):
-        output = getattr(step, "output", None)
-        if output is not None and output not in slots:
-            unused = free[output.columns]
-            slots[output] = unused.pop() if unused else program.buffer(output.columns)
-        for buffer in set(_read(step)):
-            if last_read[buffer] == index and buffer not in kept:
-                free[buffer.columns].append(slots[buffer])
-    return slots
-
-
-def _append(program: _kernels.Program, step: _Step, slots: dict[Buffer, int]) -> None:
+def _append(program: _kernels.Program, step: Step, slots: dict[Buffer, int]) -> None:
     match step:
         case Embed():
             [part] = step.table.parts
             program.embed(_weight(part), slots[step.output], step.scale)
         case Norm():
             program.norm(slots[step.input], step.weight, step.epsilon, slots[step.output])
-        case _FusedProduct():
+        case FusedProduct():
             _append_product(program, step, slots)
         case RopeAndWrite(norm=norm):
             program.rope_and_write(
@@ -193,7 +97,7 @@ def _append(program: _kernels.Program, step: _Step, slots: dict[Buffer, int]) ->
             raise AssertionError(f"{type(step).__name__} is always part of a product")
 
 
-def _append_product(program: _kernels.Program, step: _FusedProduct, slots: dict[Buffer, int]) -> None:
+def _append_product(program: _kernels.Program, step: FusedProduct, slots: dict[Buffer, int]) -> None:
     before = step.before
     kind = "nothing" if before is None else "rms_norm" if isinstance(before, Norm) else before.kind
     column = 0
