@@ -249,9 +249,11 @@ def open_native(
     ops = CpuOps(Packing(quantize))
     decoder = build_decoder(checkpoint.layout, checkpoint.metadata, checkpoint.tensors, ops, max_context)
     variant = f"{quantize or 'stored'}-{PACKING_VERSION}"
-    files = {tensor.file.path for tensor in checkpoint.tensors.values()}
+    files = checkpoint.files
 
     def keep(sizes: Mapping[str, int], fill: Callable[[str, np.ndarray], None]) -> dict[str, np.ndarray]:
+        if not files:  # random numbers are drawn again at the next start
+            return in_memory(sizes, fill)
         path = packed_path(checkpoint.path, variant)
         pieces = open_packed(path, identity_of(files, variant), sizes, fill, threads)
         return in_memory(sizes, fill) if pieces is None else pieces
