@@ -218,11 +218,12 @@ class CudaBackend:
 
     def _score(self, pieces: Sequence[PromptPiece], rows: Tensor | None, slot: Slot) -> None:
         """Logits of whole prompts would be large: they are made and used up piece by piece."""
+        at_once = min(_SCORED_AT_ONCE, self._mailbox.capacity)
         start = 0
         for piece in pieces:
             assert rows is not None, "the step computes the rows that score prompts"
-            for first in range(0, len(piece.tokens), _SCORED_AT_ONCE):
-                tokens = piece.tokens[first : first + _SCORED_AT_ONCE]
+            for first in range(0, len(piece.tokens), at_once):
+                tokens = piece.tokens[first : first + at_once]
                 logits = self._program.logits(rows[start + first : start + first + len(tokens)])
                 copied = self._copied(slot, np.array(tokens, np.int32))
                 piece.scores.append(self._sampler.score(logits, copied, piece.top_count))
