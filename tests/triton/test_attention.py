@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from attention_cases import LAYER, TOLERANCES, Case, Part, Step  # noqa: E402
+from weft.ops.triton import attention as attention_module  # noqa: E402
 from weft.ops.triton.attention import Attention  # noqa: E402
 from weft.ops.triton.device import Device  # noqa: E402
 
@@ -132,24 +133,30 @@ def test_how_a_context_is_cut_depends_on_the_number_of_requests_alone(device: De
 # --- the invariant mode ---------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a context of some hundred tokens has several."""
+    monkeypatch.setattr(attention_module, "_LEAST_FIXED_SPLIT", 64)
+
+
 INVARIANT = {
-    "a short context": Case([Part(100, 30)]),
-    "several splits": Case([Part(1000, 40)]),
-    "a window": Case([Part(1000, 40)], window=100),
-    "a window over splits": Case([Part(1600, 20)], window=700),
-    "three heads to one, capped": Case([Part(505, 20)], heads=6, cap=4.0),
-    "heads of 128": Case([Part(505, 20)], head_size=128),
+    "one split": Case([Part(20, 30)]),
+    "several splits": Case([Part(250, 25)]),
+    "a window": Case([Part(250, 25)], window=40),
+    "a window over splits": Case([Part(300, 20)], window=170),
+    "three heads to one, capped": Case([Part(185, 12)], heads=6, cap=4.0),
+    "heads of 128": Case([Part(125, 12)], head_size=128),
 }
 
 
 @pytest.mark.parametrize("case", INVARIANT.values(), ids=INVARIANT.keys())
-def test_the_invariant_mode_attends_to_the_context(case: Case, device: Device) -> None:
+def test_the_invariant_mode_attends_to_the_context(case: Case, device: Device, short_splits: None) -> None:
     check(Step(case, device), attention_of(case, device, invariant=True))
 
 
 @pytest.mark.parametrize("case", INVARIANT.values(), ids=INVARIANT.keys())
 def test_in_the_invariant_mode_a_token_is_the_same_bits_in_a_chunk_and_decoded(
-    case: Case, device: Device
+    case: Case, device: Device, short_splits: None
 ) -> None:
     dtype = torch.bfloat16 if device.is_card else torch.float32
     attention, step = attention_of(case, device, invariant=True), Step(case, device, dtype)
