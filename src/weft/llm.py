@@ -74,8 +74,10 @@ class LLM:
 
     `model` is "default" (fetched on first use), `hf:owner/name`, a path (a GGUF file, or a folder with safetensors), or
     an opened `Checkpoint`; where that has no tokenizer, prompts and answers are token ids. `max_context` shortens the
-    model's own context, `threads` compute (one for each core unless told otherwise), `quantize` ("int8", "int4") is for
-    weights that are stored as floats. Further keywords are fields of `ServingEngineConfig`, `SchedulerConfig` or
+    model's own context. `device` is "cpu", "cuda", or "auto": a card where there is one. On the CPU `threads` compute (one
+    for each core unless told otherwise), and `quantize` ("int8", "int4") is for weights that are stored as floats. On a
+    card `invariant` makes texts independent of what runs beside them, to the bit, as they are on the CPU; it costs speed.
+    Further keywords are fields of `ServingEngineConfig`, `SchedulerConfig` or
     `KvCachePoolConfig`. All methods may be called from several threads; their requests are
     batched together. Where params are not given, they are the model's own (`default_params`).
     """
@@ -84,27 +86,28 @@ class LLM:
         self,
         model: str | Checkpoint = "default",
         *,
-        backend: str = "cpu",
+        device: str = "auto",
         max_context: int | None = None,
         threads: int | None = None,
         quantize: str | None = None,
+        invariant: bool = False,
         progress: Progress | None = None,
         **config: Any,
     ) -> None:
-        engine_config = _build_config(config)
+        options = {
+            "max_context": max_context,
+            "threads": threads,
+            "quantize": quantize,
+            "invariant": invariant,
+        }
+        device = registry.chosen(device, options)
+        engine_config = _build_config(config, device)
         checkpoint = model if isinstance(model, Checkpoint) else _opened(model, progress)
         self._text = open_model_text(checkpoint) if checkpoint.has_text else None
         self.suggestions: Mapping[str, Any] = checkpoint.generation
         """What the model's makers suggest for sampling, by the names of `SamplingParams`."""
         self.engine = ServingEngine(
-            registry.build(
-                backend,
-                checkpoint=checkpoint,
-                max_context=max_context,
-                threads=threads,
-                quantize=quantize,
-            ),
-            engine_config,
+            registry.build(device, checkpoint=checkpoint, **options), engine_config
         )
         self.engine.start()
         # Who forgets to close gets memory and threads back all the same.
@@ -391,12 +394,14 @@ def _for_each(
     return list(each)
 
 
-def _build_config(options: dict[str, Any]) -> ServingEngineConfig:
+def _build_config(options: dict[str, Any], device: str) -> ServingEngineConfig:
     """The three configurations from one flat set of keywords."""
     parts: dict[type, dict[str, Any]] = {SchedulerConfig: {}, KvCachePoolConfig: {}, ServingEngineConfig: {}}
     known = {field.name: part for part in parts for field in dataclasses.fields(part)}
     # How long a prompt may hold the others up is measured, not guessed: machines differ a hundredfold.
     options = {"policy": PriorityPolicy.ADAPTIVE, **options}
+    if device == "cuda" and options.keys().isdisjoint(registry.CARD_BUDGETS):
+        options |= registry.CARD_BUDGETS
     for name, value in options.items():
         if name not in known or name in ("scheduler", "cache"):
             names = ", ".join(sorted(set(known) - {"scheduler", "cache"}))

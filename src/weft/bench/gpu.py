@@ -79,7 +79,7 @@ class Options:
         options: dict[str, Any] = {"invariant": True} if self.invariant else {}
         return LLM(
             open_shape(shape),
-            backend=self.device,
+            device=self.device,
             max_context=MAX_CONTEXT,
             policy=PriorityPolicy.FCFS,
             max_running=MAX_RUNNING,
