@@ -106,9 +106,7 @@ class LLM:
         self._text = open_model_text(checkpoint) if checkpoint.has_text else None
         self.suggestions: Mapping[str, Any] = checkpoint.generation
         """What the model's makers suggest for sampling, by the names of `SamplingParams`."""
-        self.engine = ServingEngine(
-            registry.build(device, checkpoint=checkpoint, **options), engine_config
-        )
+        self.engine = ServingEngine(registry.build(device, checkpoint=checkpoint, **options), engine_config)
         self.engine.start()
         # Who forgets to close gets memory and threads back all the same.
         weakref.finalize(self, self.engine.stop)

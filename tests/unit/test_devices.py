@@ -20,7 +20,9 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with a card and all it takes."""
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(registry, "_DEVICE_FILES", tmp_path)
-    monkeypatch.setattr(importlib.metadata, "version", {"torch": "2.11.0+cu128", "triton": "3.6.0"}.__getitem__)
+    monkeypatch.setattr(
+        importlib.metadata, "version", {"torch": "2.11.0+cu128", "triton": "3.6.0"}.__getitem__
+    )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return monkeypatch
 

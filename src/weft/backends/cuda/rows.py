@@ -28,7 +28,13 @@ class DeviceRows:
     """Tokens and block tables of all rows, and the static buffers that a step's index arrays are made in."""
 
     def __init__(
-        self, device: Device, mailbox: Mailbox, num_rows: int, max_context: int, block_size: int, max_tokens: int
+        self,
+        device: Device,
+        mailbox: Mailbox,
+        num_rows: int,
+        max_context: int,
+        block_size: int,
+        max_tokens: int,
     ) -> None:
         self._mailbox = mailbox
         self._num_rows = num_rows
@@ -90,7 +96,14 @@ class DeviceRows:
         longest = max(lengths, default=1)
         grid = (len(pieces) + -(-len(updates) // _WIDTH), -(-longest // _WIDTH))
         apply_changes[grid](
-            parcel, len(pieces), len(updates), self.tokens, self.tables, **self._sizes, WIDTH=_WIDTH, num_warps=4
+            parcel,
+            len(pieces),
+            len(updates),
+            self.tokens,
+            self.tables,
+            **self._sizes,
+            WIDTH=_WIDTH,
+            num_warps=4,
         )
 
     # --- a step of decodes --------------------------------------------------------------------------------------------

@@ -101,7 +101,9 @@ class DeviceStep:
 
     def _errors(self, codes: np.ndarray) -> dict[int, str]:
         """Entry -> why it has no token."""
-        errors = {entry: self._sampler.error_text(int(codes[entry])) for entry in np.flatnonzero(codes).tolist()}
+        errors = {
+            entry: self._sampler.error_text(int(codes[entry])) for entry in np.flatnonzero(codes).tolist()
+        }
         errors.update(self.masks.errors)
         refused = self._sampler.refused
         if refused:

@@ -124,5 +124,3 @@ class SwapSpace:
             piece = self._device.pinned(self._piece_slots, *self._cache.shape[1:], dtype=self._cache.dtype)
             self._pieces[index] = piece
         return piece
-
-
