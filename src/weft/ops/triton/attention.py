@@ -134,13 +134,14 @@ class Attention:
             JOINED_ROWS=self.joined_rows,
             # One at a time in the invariant mode: a sum over several depends on where the first of them stands.
             JOINED_AT_ONCE=1 if self.fixed_split else max(1, min(8, 4096 // joined_values)),
-            **self._constants(queries, cache, self.decode_tiles),
+            **self._constants(queries, cache, self._fitting(self.decode_tiles, cache)),
         )
 
     def _prefill(
         self, batch: DeviceBatch, decodes: int, queries: Tensor, cache: Tensor, layer: int, output: Tensor
     ) -> None:
-        tokens_at_once = self.prefill_tiles.rows // (self.shape.heads // self.shape.kv_heads)
+        tiles = self._fitting(self.prefill_tiles, cache)
+        tokens_at_once = tiles.rows // (self.shape.heads // self.shape.kv_heads)
         pieces = triton.cdiv(batch.longest_query, tokens_at_once)
         prefill_attention[(self.shape.kv_heads, batch.requests - decodes, pieces)](
             queries,
@@ -155,8 +156,14 @@ class Attention:
             decodes,
             self.shape.scale,
             self.shape.score_cap or 0.0,
-            **self._constants(queries, cache, self.prefill_tiles),
+            **self._constants(queries, cache, tiles),
         )
+
+    def _fitting(self, tiles: Tiles, cache: Tensor) -> Tiles:
+        """A card has no tensor cores for float32: its products are unrolled, and large ones take a minute to compile."""
+        if cache.dtype == torch.float32 and self.device.is_card:
+            return Tiles(self.decode_tiles.rows, 32, 4, 1)
+        return tiles
 
     def _constants(self, queries: Tensor, cache: Tensor, tiles: Tiles) -> dict[str, Any]:
         return {
