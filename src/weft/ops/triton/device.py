@@ -216,14 +216,6 @@ def dot(left, right, sums):
 
 
 if INTERPRETED:
-    # A loop's bound is a tensor of one number there, and numpy 2.4 makes no integer of an array [1] (Triton 3.6 asks it
-    # to).
-    from triton.runtime import interpreter as _interpreter
+    from weft.ops.triton import interpreter
 
-    _patch_tensor = _interpreter._patch_lang_tensor
-
-    def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    _interpreter._patch_lang_tensor = _patch_tensor_and_index
+    interpreter.mend()
