@@ -58,9 +58,7 @@ def test_in_bfloat16_nothing_breaks(device: Device) -> None:
 
 def test_a_prefix_that_is_cached_is_not_computed_again(device: Device) -> None:
     shared = prompt(BLOCK_SIZE + 3, 9)
-    requests = [
-        InferenceRequest((*shared, *prompt(length, length)), MIXED[0].params) for length in (3, 9)
-    ]
+    requests = [InferenceRequest((*shared, *prompt(length, length)), MIXED[0].params) for length in (3, 9)]
     engine = engine_of(cuda_backend(device))
     first = run_more(engine, requests[:1])
     rest = run_more(engine, requests[1:])
@@ -76,7 +74,9 @@ def run_more(engine: Any, requests: list[InferenceRequest]) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
-def test_a_request_that_had_to_give_way_goes_on_as_if_it_had_not(device: Device, mode: PreemptionMode) -> None:
+def test_a_request_that_had_to_give_way_goes_on_as_if_it_had_not(
+    device: Device, mode: PreemptionMode
+) -> None:
     requests = [request(13, seed, max_tokens=7) for seed in range(3)]
     engine = engine_of(cuda_backend(device), num_blocks=4, preemption=mode, prefix_caching=False)
     results = run(engine, requests)
@@ -144,5 +144,3 @@ def test_in_the_invariant_mode_tokens_do_not_depend_on_company(device: Device) -
     together = run(engine_of(cuda_backend(device, invariant=True), max_chunk_tokens=16), MIXED)
     apart = run(engine_of(cuda_backend(device, invariant=True), max_running=1, overlap=False), MIXED)
     assert tokens_of(together) == tokens_of(apart) == tokens_of(alone(MIXED))
-
-

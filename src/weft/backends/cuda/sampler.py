@@ -69,9 +69,7 @@ class Pending:
         tokens = self._top_tokens.tolist() if self._top_tokens is not None else [[]] * len(values)
         tops = self._top_logprobs.tolist() if self._top_logprobs is not None else [[]] * len(values)
         return [
-            TokenLogprobs(
-                values[entry], tuple(zip(tokens[entry][:count], tops[entry][:count], strict=True))
-            )
+            TokenLogprobs(values[entry], tuple(zip(tokens[entry][:count], tops[entry][:count], strict=True)))
             if count >= 0 and entry not in without
             else None
             for entry, count in enumerate(self._top_counts)

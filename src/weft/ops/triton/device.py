@@ -135,7 +135,10 @@ class Device:
 
     def free_memory(self) -> int:
         """Bytes of the card that nobody holds; of the host's memory it says nothing, and 1 GiB stands for it."""
-        return torch.cuda.mem_get_info(self.torch_device)[0] if self.is_card else 1 << 30
+        if not self.is_card:
+            return 1 << 30
+        torch.cuda.empty_cache()  # what torch keeps of memory that was given back counts as free
+        return torch.cuda.mem_get_info(self.torch_device)[0]
 
     # --- order --------------------------------------------------------------------------------------------------
 
