@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from array_source import ArraySource
 
+from array_source import ArraySource
 from weft.models.config import ExpertsConfig, ModelConfig
 from weft.models.decoder import Decoder
 from weft.ops.base import AttentionPattern, AttentionShape, Ops, Rope, StepIndices

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-
 from weft.ops.recording import (
     NO_STEP,
     Add,
