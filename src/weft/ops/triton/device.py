@@ -201,7 +201,8 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
 @triton.jit
 def let_next_begin(DEPENDENT: tl.constexpr):
     """The kernel behind this one may be loaded when every program has come here; what it reads of this one it still
-    waits for."""
+    waits for. Always after `wait_for_previous`: so a kernel that has begun knows that the one before the last is done,
+    and may read what that one wrote before it waits itself."""
     if DEPENDENT:
         gdc_launch_dependents()
 
