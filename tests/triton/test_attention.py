@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from attention_cases import LAYER, TOLERANCES, Case, Part, Step  # noqa: E402
+
 from weft.ops.triton import attention as attention_module  # noqa: E402
 from weft.ops.triton.attention import Attention  # noqa: E402
 from weft.ops.triton.device import Device  # noqa: E402

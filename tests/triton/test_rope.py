@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from attention_cases import LAYER, Case, Part, Step  # noqa: E402
+
 from weft.ops.base import QkNorm, Rope  # noqa: E402
 from weft.ops.triton.device import Device  # noqa: E402
 from weft.ops.triton.rope import RopeTables, rope_and_write  # noqa: E402
