@@ -141,7 +141,9 @@ class Step:
             positions=integers(padded(step.positions, 0)),
             cells=self.tensor(padded(step.cells, -1), torch.int64),
             rows=integers(row_of),
-            query_starts=integers(np.concatenate([step.query_starts, case.tokens + 1 + np.arange(case.padding)])),
+            query_starts=integers(
+                np.concatenate([step.query_starts, case.tokens + 1 + np.arange(case.padding)])
+            ),
             context_lengths=integers(padded(step.context_lengths, 0)),
             tables=integers(tables),
             logit_indices=integers(padded(step.logit_indices, 0)),
