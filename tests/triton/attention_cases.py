@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from weft.ops.base import AttentionPattern, AttentionShape, QkNorm, Rope, StepIndices
 from weft.ops.reference import ReferenceOps
 from weft.ops.triton.batch import DeviceBatch
@@ -151,7 +152,7 @@ class Step:
         )
 
     def device_qkv(self) -> torch.Tensor:
-        padding = np.full((self.case.padding, self.qkv.shape[1]), np.nan)
+        padding = np.full((self.case.padding, self.qkv.shape[1]), 5.0)
         return self.tensor(np.concatenate([self.qkv, padding]))
 
     def expected_attention(self) -> np.ndarray:
