@@ -25,7 +25,11 @@ _BUILDERS = {
 # Options that only one of them has. On the CPU a text never depends on its company, so `invariant` asks for nothing.
 _OPTIONS_OF = {"threads": "cpu", "quantize": "cpu", "invariant": "cuda"}
 
-CARD_BUDGETS = {"max_tokens_per_step": 8448, "max_prefill_tokens": 8192, "max_chunk_tokens": 8192}
+CARD_BUDGETS: dict[str, Any] = {
+    "max_tokens_per_step": 8448,
+    "max_prefill_tokens": 8192,
+    "max_chunk_tokens": 8192,
+}
 """Of a step on a card, where nobody says otherwise: prompts in pieces too small leave most of it idle."""
 
 _DEVICE_FILES = Path("/dev")

@@ -69,6 +69,8 @@ class CudaBackend:
         self._compiler = grammars
         self._invariant = invariant
         self._stream = device.stream()
+        # Weights may still be on their way.
+        self._stream.wait_stream(device.current_stream())
         self._last_step: Event | None = None
 
     # --- memory -------------------------------------------------------------------------------------------------------
@@ -153,6 +155,9 @@ class CudaBackend:
     def close(self) -> None:
         self._device.synchronize()
         self._grammars.close()
+        # Whoever keeps an engine for its figures keeps none of the card's memory.
+        del self._graphs, self._program, self._decoder, self._ops, self._cache, self._swaps
+        del self._sampler, self._rows, self._mailbox
 
     def _launch(self, plan: IterationPlan, slot: Slot, step: DeviceStep) -> None:
         self._rows.change(plan, slot)

@@ -117,7 +117,8 @@ class DeviceStep:
         scores: dict[RequestId, tuple[int, list[TokenLogprobs]]] = {}
         errors: dict[RequestId, str] = {}
         for piece in self.pieces:
-            values = [value for pending in piece.scores for value in pending.read()]
+            told = (value for pending in piece.scores for value in pending.read())
+            values = [value for value in told if value is not None]
             if not all(math.isfinite(value.logprob) for value in values):
                 errors[piece.request_id] = NOT_A_NUMBER
             scores[piece.request_id] = (piece.first, values)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda as _cuda
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from weft.errors import WeftError
 
@@ -135,7 +135,10 @@ class Device:
 
     def free_memory(self) -> int:
         """Bytes of the card that nobody holds; of the host's memory it says nothing, and 1 GiB stands for it."""
-        return torch.cuda.mem_get_info(self.torch_device)[0] if self.is_card else 1 << 30
+        if not self.is_card:
+            return 1 << 30
+        torch.cuda.empty_cache()  # what torch keeps of memory that was given back counts as free
+        return torch.cuda.mem_get_info(self.torch_device)[0]
 
     # --- order --------------------------------------------------------------------------------------------------
 
@@ -161,10 +164,17 @@ class Device:
         run at the same time may share a `pool` (of `graph_pool`) for what they allocate."""
         if not self.is_card:
             return _Repeated(work)
+        # Not `torch.cuda.graph`, which waits for the card and empties the caches: this happens between two steps. Other
+        # threads may allocate and copy meanwhile.
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate and copy meanwhile: a background capture must not forbid it to them.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            work()
+        stream = torch.cuda.Stream(self.torch_device)
+        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         return cast(Graph, graph)
 
     def graph_pool(self) -> Any:
@@ -188,7 +198,7 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
     kernel touches; weights may be read before. Where a kernel leaves it out, the ones behind it could overtake the
     one in front."""
     if DEPENDENT:
-        _cuda.gdc_wait()
+        gdc_wait()
 
 
 @triton.jit
@@ -196,7 +206,7 @@ def let_next_begin(DEPENDENT: tl.constexpr):
     """The kernel behind this one may be loaded when every program has come here; what it reads of this one it still
     waits for."""
     if DEPENDENT:
-        _cuda.gdc_launch_dependents()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -206,3 +216,9 @@ def dot(left, right, sums):
     if INTERPRETED:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), sums)
     return tl.dot(left, right, sums, input_precision="ieee")
+
+
+if INTERPRETED:
+    from weft.ops.triton import interpreter
+
+    interpreter.mend()
