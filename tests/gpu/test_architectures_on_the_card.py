@@ -127,7 +127,7 @@ def test_logits_and_greedy_text_are_as_near_to_float32_as_those_of_transformers(
     print(f"{name}: weft {ours}; transformers in bfloat16 {theirs}")
     for share in (0.5, 0.9):
         assert ours.quantile(share) <= FACTOR * theirs.quantile(share) + FLOOR
-    assert ours.share_chosen_right >= theirs.share_chosen_right - 0.05
+    assert ours.share_chosen_right >= theirs.share_chosen_right - 0.1
 
 
 class Distances:
