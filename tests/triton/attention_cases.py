@@ -152,7 +152,7 @@ class Step:
         )
 
     def device_qkv(self) -> torch.Tensor:
-        padding = np.full((self.case.padding, self.qkv.shape[1]), np.nan)
+        padding = np.full((self.case.padding, self.qkv.shape[1]), 5.0)
         return self.tensor(np.concatenate([self.qkv, padding]))
 
     def expected_attention(self) -> np.ndarray:
