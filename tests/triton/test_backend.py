@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+import numpy as np
 import torch
 from small_backends import (
     BLOCK_SIZE,
@@ -25,6 +26,10 @@ from small_backends import (
 )
 from small_decoders import CONFIGS
 
+from weft.backends import registry
+from weft.backends.cuda.runner import _free_blocks
+from weft.errors import InvalidRequestError
+from weft.loading.random_checkpoint import random_checkpoint
 from weft.models.config import ModelConfig
 from weft.ops.triton.device import Device
 from weft.request import InferenceRequest
@@ -83,3 +88,47 @@ def test_in_the_invariant_mode_tokens_do_not_depend_on_company(device: Device) -
     together = run(engine_of(cuda_backend(device, invariant=True), max_chunk_tokens=16), MIXED)
     apart = run(engine_of(cuda_backend(device, invariant=True), max_running=1, overlap=False), MIXED)
     assert tokens_of(together) == tokens_of(apart) == tokens_of(alone(MIXED))
+
+
+SHAPE = {
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 60,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
+def test_a_checkpoint_is_opened_by_the_name_of_the_backend(device: Device) -> None:
+    checkpoint = random_checkpoint(SHAPE, seed=3, fill_on_device=False)
+    name = str(device.torch_device)
+    backend = registry.build("cuda", checkpoint=checkpoint, device=name, dtype="float32", max_context=100)
+    reference = registry.build("cpu", checkpoint=checkpoint, dtype=np.float32, max_context=100)
+    engine = engine_of(backend)
+    assert engine.scheduler.info.max_context == 100
+    assert tokens_of(run(engine, MIXED)) == tokens_of(run(engine_of(reference), MIXED))
+
+
+def test_a_type_that_there_is_no_kernel_for_is_refused(device: Device) -> None:
+    checkpoint = random_checkpoint(SHAPE)
+    with pytest.raises(InvalidRequestError, match="dtype is 'int3'; allowed: bfloat16, float32"):
+        registry.build("cuda", checkpoint=checkpoint, device=str(device.torch_device), dtype="int3")
+
+
+def test_without_a_wish_the_cache_has_what_is_free_but_for_some_spare(device: Device) -> None:
+    class Card(Device):
+        def __init__(self, free: int) -> None:
+            self.free = free
+
+        def free_memory(self) -> int:
+            return self.free
+
+    assert _free_blocks(Card(100 << 30), 2 << 20) == 96 * 512
+    assert _free_blocks(Card(9 << 30), 2 << 20) == 8 * 512
+    assert _free_blocks(Card(1 << 20), 2 << 20) == 1

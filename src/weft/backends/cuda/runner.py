@@ -153,7 +153,10 @@ class CudaBackend:
         return step
 
     def close(self) -> None:
-        self._device.synchronize()
+        try:
+            self._device.synchronize()
+        except RuntimeError:
+            pass  # a card that failed says so at every turn; who waited for a step was told
         self._grammars.close()
         # Whoever keeps an engine for its figures keeps none of the card's memory.
         del self._graphs, self._program, self._decoder, self._ops, self._cache, self._swaps
@@ -258,6 +261,8 @@ def open_cuda_backend(
     if isinstance(checkpoint, str):
         checkpoint = open_checkpoint(checkpoint)
     layout, metadata, tensors = checkpoint.layout, checkpoint.metadata, checkpoint.tensors
+    if dtype not in _DTYPES:
+        raise InvalidRequestError(f"dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}", field="dtype")
     card = Device(device)
     try:
         own_context = build_config(layout, metadata, tensors).max_context
