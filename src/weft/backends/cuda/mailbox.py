@@ -71,6 +71,7 @@ class Mailbox:
     def __init__(self, device: Device, num_rows: int) -> None:
         self._device = device
         self.capacity = num_rows
+        self.width = triton.next_power_of_2(num_rows)
         self.inbox = device.pinned(SLOTS, HEADER + INBOX_COLUMNS * num_rows, dtype=torch.int32)
         self.outbox = device.pinned(SLOTS, 2, num_rows, dtype=torch.int32)
         self.turn = device.zeros(1, dtype=torch.int32)
@@ -96,7 +97,7 @@ class Mailbox:
             sampled,
             SLOTS=SLOTS,
             CAPACITY=self.capacity,
-            WIDTH=triton.next_power_of_2(self.capacity),
+            WIDTH=self.width,
             num_warps=4,
         )
 

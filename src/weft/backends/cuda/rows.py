@@ -12,7 +12,6 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-import triton
 
 from weft.backends.cuda.mailbox import SLOTS, Mailbox, Slot
 from weft.backends.cuda.prepare import HEADER, apply_changes, prepare_decodes, prepare_tokens
@@ -121,7 +120,7 @@ class DeviceRows:
             CAPACITY=self._mailbox.capacity,
             **self._sizes,
             BLOCK_SIZE=self.block_size,
-            WIDTH=triton.next_power_of_2(self._mailbox.capacity),
+            WIDTH=self._mailbox.width,
             num_warps=4,
         )
 
