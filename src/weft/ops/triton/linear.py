@@ -13,6 +13,7 @@ front has ended, and the norm does not wait for its sum: (input * factors) @ wei
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 import torch
 import triton
@@ -20,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton import rows
-from weft.ops.triton.device import Device, dot, let_next_begin, wait_for_previous
+from weft.ops.triton.device import Device, dot, let_next_begin, pieces, power_of_two, wait_for_previous
 from weft.ops.triton.rows import GATE_CODES, GateKind, gated
 from weft.ops.triton.weights import Linear
 
@@ -40,11 +41,12 @@ class Tile:
     """Whether the norm is made on the way, by every program again, or once by a kernel of its own."""
 
 
+@cache
 def gemv_tile(outputs: int, inputs: int, has_norm: bool) -> Tile:
     """Measured on an H200, shapes of 0.6 and 8 billion weights: 8 KiB of weights in flight for every program. With a norm
     in front there is more to do for every piece of a row, and programs with few rows hide it better."""
     if inputs <= 1024:
-        return Tile(1, 8, min(512, triton.next_power_of_2(inputs)), 4)
+        return Tile(1, 8, min(512, power_of_two(inputs)), 4)
     if inputs == 2048:
         return Tile(1, 4, 2048, 8)
     if has_norm or outputs > _MANY_OUTPUTS:
@@ -52,6 +54,7 @@ def gemv_tile(outputs: int, inputs: int, has_norm: bool) -> Tile:
     return Tile(1, 4, 1024, 8)
 
 
+@cache
 def skinny_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
     """The tile for a few tokens, or None where cuBLAS is faster, norm and gate as kernels of their own included. Measured
     on an H200 with 8, 16, 32 and 64 tokens and the shapes of 0.6 and 8 billion weights."""
@@ -82,16 +85,17 @@ _MANY_OUTPUTS = 32768
 _LARGE_WEIGHT = 64 << 20
 
 
+@cache
 def invariant_tile(tokens: int, inputs: int) -> Tile:
     """Outputs and inputs are the same for any number of tokens. So is the sum for one token: tokens are the columns of
     an instruction, which do not meet."""
-    token_tile = max(16, min(128, triton.next_power_of_2(tokens)))
+    token_tile = max(16, min(128, power_of_two(tokens)))
     return _fitted(Tile(token_tile, 64, 64, 4, 4, early=False), inputs)
 
 
 def _fitted(tile: Tile, inputs: int) -> Tile:
     """No longer than a row; the least that tensor cores multiply is 16."""
-    return replace(tile, inputs=max(16, min(tile.inputs, triton.next_power_of_2(inputs))))
+    return replace(tile, inputs=max(16, min(tile.inputs, power_of_two(inputs))))
 
 
 @triton.jit
@@ -270,28 +274,34 @@ class Product:
         else:
             self.run_apart(input, output, normed, ungated)
 
+    @cached_property
+    def _kind(self) -> tuple[object, ...]:
+        """What of this product decides how its kernels are compiled: layers of one shape share them."""
+        layer = self.layer
+        norm_dtype = None if self.norm is None else self.norm[0].dtype
+        sizes = (layer.outputs, layer.inputs, layer.weight.dtype, layer.bias is None)
+        return (*sizes, norm_dtype, self.gate, self.added)
+
     def run_gemv(self, input: Tensor, output: Tensor, tile: Tile) -> None:
         layer = self.layer
         weight, epsilon = (layer.weight, 0.0) if self.norm is None else self.norm
-        _gemv[(triton.cdiv(layer.outputs, tile.outputs),)](
-            input,
-            weight,
-            layer.weight,
-            layer.weight if layer.bias is None else layer.bias,
-            output,
-            layer.outputs,
-            epsilon,
-            self.scale,
-            layer.inputs,
-            tile.outputs,
-            tile.inputs,
-            layer.outputs % tile.outputs == 0 and layer.inputs % tile.inputs == 0,
-            self.norm is not None,
-            GATE_CODES[self.gate],
-            layer.bias is not None,
-            self.added,
-            **self.device.launch_options(),
-            num_warps=tile.warps,
+        bias = layer.weight if layer.bias is None else layer.bias
+        self.device.launch(
+            _gemv,
+            (pieces(layer.outputs, tile.outputs),),
+            (input, weight, layer.weight, bias, output, layer.outputs, epsilon, self.scale),
+            (self._kind, tile, output.dtype, input.data_ptr() % 16),
+            lambda: {
+                "INPUTS": layer.inputs,
+                "ROWS": tile.outputs,
+                "STEP": tile.inputs,
+                "EVEN": layer.outputs % tile.outputs == 0 and layer.inputs % tile.inputs == 0,
+                "NORM": self.norm is not None,
+                "GATE": GATE_CODES[self.gate],
+                "BIAS": layer.bias is not None,
+                "ADDED": self.added,
+                "num_warps": tile.warps,
+            },
         )
 
     def run_tile(self, input: Tensor, output: Tensor, tile: Tile, normed: Tensor | None = None) -> None:
@@ -341,29 +351,25 @@ class Product:
     ) -> None:
         layer, tokens = self.layer, len(input)
         weight, epsilon = (layer.weight, 0.0) if norm is None else norm
-        _tile[(triton.cdiv(layer.outputs, tile.outputs), triton.cdiv(tokens, tile.tokens))](
-            input,
-            weight,
-            layer.weight,
-            layer.weight if layer.bias is None else layer.bias,
-            output,
-            tokens,
-            layer.outputs,
-            epsilon,
-            self.scale,
-            input.stride(0),
-            output.stride(0),
-            layer.inputs,
-            tile.tokens,
-            tile.outputs,
-            tile.inputs,
-            tile.stages,
-            layer.outputs % tile.outputs == 0 and layer.inputs % tile.inputs == 0,
-            norm is not None,
-            GATE_CODES[gate],
-            layer.bias is not None,
-            self.added,
-            tile.early,
-            **self.device.launch_options(),
-            num_warps=tile.warps,
+        bias = layer.weight if layer.bias is None else layer.bias
+        sizes = (tokens, layer.outputs, epsilon, self.scale, input.stride(0), output.stride(0))
+        self.device.launch(
+            _tile,
+            (pieces(layer.outputs, tile.outputs), pieces(tokens, tile.tokens)),
+            (input, weight, layer.weight, bias, output, *sizes),
+            (self._kind, tile, norm is None, gate, output.dtype, sizes[-2:], input.data_ptr() % 16),
+            lambda: {
+                "INPUTS": layer.inputs,
+                "TOKENS": tile.tokens,
+                "ROWS": tile.outputs,
+                "STEP": tile.inputs,
+                "STAGES": tile.stages,
+                "EVEN": layer.outputs % tile.outputs == 0 and layer.inputs % tile.inputs == 0,
+                "NORM": norm is not None,
+                "GATE": GATE_CODES[gate],
+                "BIAS": layer.bias is not None,
+                "ADDED": self.added,
+                "EARLY": tile.early,
+                "num_warps": tile.warps,
+            },
         )
