@@ -33,7 +33,7 @@ def turned(
     return qkv, cache
 
 
-def check(step: Step, rope: Rope, norm: QkNorm | None = None, tolerance: float = 4e-6) -> None:
+def check(step: Step, rope: Rope, norm: QkNorm | None = None, tolerance: float = 1e-5) -> None:
     qkv, cache = (tensor.to("cpu", torch.float64).numpy() for tensor in turned(step, rope, norm))
     queries, expected_cache = step.expected_rope(rope, norm)
     count, query_columns = queries.shape
