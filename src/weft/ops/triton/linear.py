@@ -2,9 +2,10 @@
 
 one row        `_gemv`: every program reads a few rows of the weight and sums in float32
 a few rows     `_tile`: a tile of the weight times all the rows, on tensor cores; weights are read once
-more           cuBLAS, with norm and gate as kernels of their own
-batch-invariant mode: `_tile` for any number of rows, norm and gate by rows, so that no order of summation depends on
-how many rows there are
+more           cuBLAS, with norm and gate as kernels of their own; for some shapes with few rows too: see `skinny_tile`
+
+In the batch-invariant mode it is `_tile` for any number of rows, norm and gate by rows, so that no order of summation
+depends on how many rows there are.
 
 The two kernels are bound by how fast weights are read. So a first piece of them is asked for before the kernel in
 front has ended, and the norm does not wait for its sum: (input * factors) @ weight is scaled by it at the end.
