@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,10 +15,12 @@ from weft.ops.base import AttentionPattern, QkNorm, Rope
 from weft.ops.reference import ReferenceOps
 from weft.ops.triton import attention as attention_module
 from weft.ops.triton.attention import Attention
+from weft.ops.triton.attention_dense import is_dense
 from weft.ops.triton.device import Device
 from weft.ops.triton.rope import RopeTables
 
 MAX_CONTEXT = 1024
+TEST_DEVICE = os.environ.get("WEFT_TEST_DEVICE", "cpu")
 
 
 def rope_of(pairs: int, interleaved: bool = False) -> Rope:
@@ -35,7 +38,14 @@ def norm_of(case: Case, rows: bool = False) -> QkNorm:
     return QkNorm(query, key, 1e-5)
 
 
-def check(case: Case, device: Device, rope: Rope, norm: QkNorm | None, dtype: torch.dtype) -> None:
+def check(
+    case: Case,
+    device: Device,
+    rope: Rope,
+    norm: QkNorm | None,
+    dtype: torch.dtype,
+    read_rows: bool = False,
+) -> None:
     """The output, and every cell of the cache."""
     step = Step(case, device, dtype)
     before = step.cache(filled=True)
@@ -48,6 +58,7 @@ def check(case: Case, device: Device, rope: Rope, norm: QkNorm | None, dtype: to
     if norm is not None:
         device_norm = QkNorm(step.tensor(norm.query), step.tensor(norm.key), norm.epsilon)
     attention = Attention(case.shape, case.window, 8, MAX_CONTEXT, device)
+    attention.can_read_rows |= read_rows
     batch = replace(step.batch(), settled=True)
     tables = RopeTables(rope, MAX_CONTEXT, device)
     attention.turn_and_run(batch, step.device_qkv(), cache, LAYER, tables, device_norm, output)
@@ -110,6 +121,44 @@ def test_one_launch_serves_a_cache_of_half_the_size(device: Device, one_launch: 
 def test_what_one_launch_cannot_do_is_done_in_two(norm_rows: bool, device: Device) -> None:
     case = Case(decodes(90, 3)) if norm_rows else Case([Part(30, 5), Part(64, 1)])
     check(case, device, rope_of(32), norm_of(case, norm_rows), torch.float32)
+
+
+PROMPTS = {
+    "a prompt": Case([Part(0, 150)], head_size=128),
+    "prompts of several requests": Case([Part(0, 3), Part(0, 100), Part(0, 64)]),
+    "prompts, chunks and decodes": Case([Part(70, 1), Part(30, 40), Part(0, 70), Part(0, 2)], decodes=1),
+    "seven heads to one": Case([Part(0, 40)], heads=7, kv_heads=1),
+    "a window": Case([Part(0, 150), Part(0, 20)], window=40),
+    "a window larger than a tile": Case([Part(0, 200)], window=150),
+    "a cap": Case([Part(0, 90)], cap=2.0),
+    "heads that make no tiles": Case([Part(0, 90)], head_size=80),
+}
+
+
+@pytest.mark.parametrize("case", PROMPTS.values(), ids=PROMPTS.keys())
+def test_a_prompt_that_begins_in_the_step_is_read_where_it_was_computed(case: Case, device: Device) -> None:
+    read_rows = case.head_size != 80
+    check(case, device, rope_of(case.head_size // 2), norm_of(case), torch.bfloat16, read_rows)
+
+
+def test_only_steps_of_new_prompts_of_one_round_length_are_dense(device: Device) -> None:
+    def dense(parts: list[Part], window: int | None = None) -> bool:
+        return is_dense(Step(Case(parts, heads=1, kv_heads=1, head_size=16), device).batch(), window)
+
+    assert dense([Part(0, 256), Part(0, 256)])
+    assert dense([Part(0, 512)], window=512)
+    assert not dense([Part(0, 512)], window=511)
+    assert not dense([Part(0, 250)])
+    assert not dense([Part(0, 256), Part(0, 255)])
+    assert not dense([Part(0, 256), Part(256, 256)])
+    assert not dense(decodes(1, 1))
+
+
+@pytest.mark.skipif(TEST_DEVICE == "cpu", reason="cuDNN is on a card only")
+def test_dense_prompts_are_attended_to_alike(device: Device) -> None:
+    case = Case([Part(0, 256), Part(0, 256)], heads=8, head_size=128)
+    assert Attention(case.shape, None, 8, MAX_CONTEXT, device).by_cudnn
+    check(case, device, rope_of(64), norm_of(case), torch.bfloat16)
 
 
 def test_a_step_in_which_requests_may_share_new_cells_is_done_in_two_launches(
