@@ -123,7 +123,9 @@ class OnDevice:
                 text = self.sampler.error_text(code)
                 errors[entry] = text if text == twin.NOT_A_NUMBER else errors.get(entry, text)
         tokens = self.sampler.tokens[:count].cpu().numpy().astype(np.int64)
-        written = [self.row_tokens[row, place].item() for row, place in zip(step.rows, step.positions, strict=True)]
+        written = [
+            self.row_tokens[row, place].item() for row, place in zip(step.rows, step.positions, strict=True)
+        ]
         assert written == tokens.tolist(), "the next step reads the tokens in the rows"
         return Sampled(tokens, None if pending is None else pending.read(errors), errors)
 
@@ -140,6 +142,12 @@ def assert_same(found: Sampled, expected: Sampled) -> None:
             np.testing.assert_allclose(one.logprob, other.logprob, rtol=1e-6, atol=2e-6)
             values = [[value for _, value in told.top] for told in (one, other)]
             np.testing.assert_allclose(values[0], values[1], rtol=1e-6, atol=2e-6)
+
+
+def rounded_to_bfloat16(logits: np.ndarray) -> np.ndarray:
+    import torch
+
+    return torch.from_numpy(logits).to(torch.bfloat16).to(torch.float32).numpy()
 
 
 def random_logits(random: np.random.Generator, count: int, vocabulary: int) -> np.ndarray:

@@ -47,22 +47,24 @@ def prepare_decodes(
     """A step in which every entry is one token that samples, padded to `size` entries. One program does it all: what it
     writes into the block tables it reads again."""
     letter = inbox + (tl.load(turn) % SLOTS) * (2 + 5 * CAPACITY)
+    # The whole letter at once, what is old in it too: to learn first how much is new would be a second way to the host.
     entries = tl.load(letter)
     updates = tl.load(letter + 1)
     columns = letter + 2
-    update = tl.arange(0, WIDTH)
-    is_update = update < updates
-    update_row = tl.load(columns + 2 * CAPACITY + update, mask=is_update, other=0).to(tl.int64)
-    update_index = tl.load(columns + 3 * CAPACITY + update, mask=is_update, other=0)
-    update_block = tl.load(columns + 4 * CAPACITY + update, mask=is_update, other=0)
-    tl.store(tables + update_row * ROW_BLOCKS + update_index, update_block, mask=is_update)
+    entry = tl.arange(0, WIDTH)
+    is_there = entry < CAPACITY
+    row = tl.load(columns + entry, mask=is_there, other=0)
+    position = tl.load(columns + CAPACITY + entry, mask=is_there, other=0)
+    update_row = tl.load(columns + 2 * CAPACITY + entry, mask=is_there, other=0).to(tl.int64)
+    update_index = tl.load(columns + 3 * CAPACITY + entry, mask=is_there, other=0)
+    update_block = tl.load(columns + 4 * CAPACITY + entry, mask=is_there, other=0)
+    tl.store(tables + update_row * ROW_BLOCKS + update_index, update_block, mask=entry < updates)
     tl.debug_barrier()
 
-    entry = tl.arange(0, WIDTH)
     is_entry = entry < entries
     in_batch = entry < size
-    row = tl.load(columns + entry, mask=is_entry, other=0)
-    position = tl.load(columns + CAPACITY + entry, mask=is_entry, other=0)
+    row = tl.where(is_entry, row, 0)
+    position = tl.where(is_entry, position, 0)
     wide_row = row.to(tl.int64)
     token = tl.load(tokens + wide_row * ROW_TOKENS + position, mask=is_entry, other=0)
     block = tl.load(tables + wide_row * ROW_BLOCKS + position // BLOCK_SIZE, mask=is_entry, other=0)

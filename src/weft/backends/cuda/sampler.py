@@ -39,9 +39,11 @@ from weft.request import MAX_LOGPROBS, TokenLogprobs
 Masks = tuple[Tensor, Tensor]
 """int32 [M, words of the vocabulary]: a bit for each token; int32 [S]: an entry's line of them, or -1."""
 
-_CHOICE_TILE = 2048
+# Greedy reads and compares; draws compute, and keep more in registers.
+_GREEDY_TILE, _DRAW_TILE = 2048, 1024
+_PROGRAMS_PER_PROCESSOR = 8
 _COPY_TILE = 4096
-_FILTER_TILE, _FILTER_TILES = 1024, 8
+_FILTER_TILE, _FILTER_TILES, _INTERPRETED_TILES = 1024, 8, 2
 _LOGPROBS_TILE = 4096
 _HISTORY_TILE, _HISTORY_PROGRAMS = 512, 8
 _WIDTH = triton.next_power_of_2(MAX_LOGPROBS)
@@ -107,12 +109,13 @@ class DeviceSampler:
         self._best = device.zeros(max_sampled, dtype=torch.float32)
         self._mean = device.zeros(max_sampled, dtype=torch.float64)
         self._counters = device.zeros(max_sampled, dtype=torch.int32)
-        self._filter_tiles = min(_FILTER_TILES, triton.cdiv(vocabulary_size, _FILTER_TILE))
+        tiles = _FILTER_TILES if device.is_card else _INTERPRETED_TILES
+        self._filter_tiles = min(tiles, triton.cdiv(vocabulary_size, _FILTER_TILE))
         self._filter_pieces = triton.cdiv(vocabulary_size, _FILTER_TILE * self._filter_tiles)
         self._filter_partials = device.empty(
             max_sampled, _power_of_2(self._filter_pieces), PARTS.value, dtype=torch.float64
         )
-        self._choice_pieces = _power_of_2(triton.cdiv(vocabulary_size, _CHOICE_TILE))
+        self._choice_pieces = _power_of_2(triton.cdiv(vocabulary_size, _DRAW_TILE))
         self._choice_scores = device.empty(max_sampled, self._choice_pieces, dtype=torch.float32)
         self._choice_noise = device.empty(max_sampled, self._choice_pieces, dtype=torch.float64)
         self._choice_tokens = device.empty(max_sampled, self._choice_pieces, dtype=torch.int32)
@@ -333,11 +336,12 @@ class DeviceSampler:
         }
 
     def _choose(self, entries: _Entries) -> None:
-        # Few entries are cut into many pieces, so that every processor has some.
-        all_tiles = triton.cdiv(self._vocabulary_size, _CHOICE_TILE)
-        tiles = max(1, all_tiles * entries.count // (8 * self._device.processors))
-        pieces = triton.cdiv(all_tiles, tiles)
         path = entries.path
+        tile = _DRAW_TILE if path.draws else _GREEDY_TILE
+        # Few entries are cut into many pieces, so that every processor has some.
+        all_tiles = triton.cdiv(self._vocabulary_size, tile)
+        tiles = max(1, all_tiles * entries.count // (_PROGRAMS_PER_PROCESSOR * self._device.processors))
+        pieces = triton.cdiv(all_tiles, tiles)
         choose_kernel[(entries.count, pieces)](
             entries.logits,
             self._scores,
@@ -370,7 +374,7 @@ class DeviceSampler:
             MASKED=path.is_masked,
             FILTERED=path.is_filtered,
             TYPICAL=path.has_typical_p,
-            TILE=_CHOICE_TILE,
+            TILE=tile,
             PIECES=self._choice_pieces,
             num_warps=8,
             **self._device.launch_options(),

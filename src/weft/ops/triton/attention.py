@@ -79,7 +79,8 @@ class Attention:
         self._split_mixed = device.empty(pairs * group * shape.head_size, dtype=torch.float32)
         self._split_peaks = device.empty(pairs * group, dtype=torch.float32)
         self._split_totals = device.empty(pairs * group, dtype=torch.float32)
-        self._arrivals = device.zeros(max_requests * shape.kv_heads, dtype=torch.int32)
+        self.arrivals = device.zeros(max_requests * shape.kv_heads, dtype=torch.int32)
+        """How many splits of a request and KV head are done; 0 between two launches."""
 
     def splits(self, requests: int, longest_context: int) -> tuple[int, int]:
         """The most splits of a request when so many are decoded, and how long one is at least.
@@ -125,7 +126,7 @@ class Attention:
             self._split_mixed,
             self._split_peaks,
             self._split_totals,
-            self._arrivals,
+            self.arrivals,
             layer,
             batch.tables.stride(0),
             smallest_split,

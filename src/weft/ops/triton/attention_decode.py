@@ -46,8 +46,6 @@ def decode_attention(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(DEPENDENT)
-    let_next_begin(DEPENDENT)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     request = tl.program_id(2)
@@ -55,7 +53,9 @@ def decode_attention(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     VALUE_OFFSET: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_SIZE
 
+    # The step's indices were there before the previous kernel began, so they are not waited for.
     context = tl.load(context_lengths + request)
+    table = tables + tl.load(rows + request).to(tl.int64) * table_stride
     first_seen = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
     first_tile = first_seen // TILE * TILE
     if FIXED_SPLIT > 0:
@@ -66,6 +66,8 @@ def decode_attention(
         even = tl.cdiv(tl.cdiv(context - first_split, most_splits), TILE) * TILE
         split_size = tl.maximum(smallest_split, even)
     splits = tl.maximum(tl.cdiv(context - first_split, split_size), 1)
+    wait_for_previous(DEPENDENT)
+    let_next_begin(DEPENDENT)
     if split >= splits:
         return
 
@@ -85,7 +87,7 @@ def decode_attention(
         begin,
         tl.minimum(first_split + (split + 1) * split_size, context),
         cache + (layer * 2 * KV_HEADS + kv_head).to(tl.int64) * (BLOCK_SIZE * HEAD_SIZE),
-        tables + tl.load(rows + request).to(tl.int64) * table_stride,
+        table,
         scale,
         score_cap,
         MASKED=True,

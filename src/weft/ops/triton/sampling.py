@@ -57,7 +57,7 @@ _SECOND: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
 
 # No temperature is smaller for the arithmetic: quotients stay finite, and a larger score still always wins.
 COLDEST: tl.constexpr = tl.constexpr(1e-200)
-COLDEST_SINGLE: tl.constexpr = tl.constexpr(1e-20)
+COLDEST_SINGLE: tl.constexpr = tl.constexpr(1e-38)
 
 # How far sums of score and noise in single precision may be from the true ones, with room.
 _SLACK: tl.constexpr = tl.constexpr(1e-4)
@@ -179,7 +179,7 @@ def keeps(
     if (flags & HAS_MIN_P) != 0:
         lowest = tl.load(row_doubles + LOG_MIN_P) * temperature
         kept = kept & ((scores - best).to(tl.float64) >= lowest)
-    if TYPICAL:
+    if TYPICAL:  # noqa: SIM102 - decided when the kernel is compiled, the next when it runs
         if (flags & HAS_TYPICAL_P) != 0:
             floor = load_floor(floors_ptr + 2 * floors_stride + entry, True)
             keys = surprise_keys(scores, best, temperature, tl.load(mean_ptr + entry))
@@ -187,7 +187,7 @@ def keeps(
     return kept
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces", "tiles"])
 def choose_kernel(
     logits_ptr,
     scores_ptr,
@@ -269,7 +269,15 @@ def choose_kernel(
                 noise = gumbel_single(noise_bits(key, token_ids))
                 if FILTERED:
                     kept = keeps(
-                        scores, flags, entry, row_doubles, floors_ptr, best_ptr, mean_ptr, floors_stride, TYPICAL
+                        scores,
+                        flags,
+                        entry,
+                        row_doubles,
+                        floors_ptr,
+                        best_ptr,
+                        mean_ptr,
+                        floors_stride,
+                        TYPICAL,
                     )
                     scores = tl.where(kept, scores, float("-inf"))
             gap = (scores - best) * heat + (noise - best_noise)
@@ -286,7 +294,7 @@ def choose_kernel(
     winner = tl.min(tl.where(best == reference, winners, 0x7FFFFFFF), 0)
     score = reference
     noise64 = tl.zeros((), tl.float64)
-    if DRAWS:
+    if DRAWS:  # noqa: SIM102
         if is_drawn & (reference > float("-inf")):
             sums = (best - reference) * heat + best_noise
             top = tl.max(sums, 0)

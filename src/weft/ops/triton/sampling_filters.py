@@ -160,7 +160,7 @@ def mean_kernel(
         tl.store(mean_ptr + entry, moment / mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shift"])
 def narrow_kernel(
     logits_ptr,
     scores_ptr,
@@ -210,7 +210,7 @@ def narrow_kernel(
     if (flags & wanted) == 0:
         return
     touched = is_touched(flags, mask_lines_ptr, entry, MASKED)
-    if HALVES and MODE != BY_SURPRISE:
+    if HALVES and MODE != BY_SURPRISE:  # noqa: SIM102 - decided when the kernel is compiled
         if (shift < 16) & (touched == 0):
             return
     is_first = shift == 28
@@ -233,7 +233,15 @@ def narrow_kernel(
             weights = tl.where(keys >= by_count, tl.exp((scores - best) * heat), 0.0)
         else:
             kept = keeps(
-                scores, flags, entry, row_doubles, floors_ptr, best_ptr, mean_ptr, floors_stride, TYPICAL=False
+                scores,
+                flags,
+                entry,
+                row_doubles,
+                floors_ptr,
+                best_ptr,
+                mean_ptr,
+                floors_stride,
+                TYPICAL=False,
             )
             weights = tl.where(kept, tl.exp((scores - best) * heat), 0.0)
             keys = surprise_keys(scores, best, temperature, tl.load(mean_ptr + entry))

@@ -26,7 +26,7 @@ def _is_wanted(rows_ptr, words_ptr, row_words, entry, BY_ROW: tl.constexpr):
     return True
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def logprobs_kernel(
     logits_ptr,
     tokens_ptr,
@@ -78,13 +78,18 @@ def logprobs_kernel(
         places = tl.arange(0, PIECES)
         is_piece = places < pieces
         all_best = tl.load(
-            partial_best_ptr + entry * PIECES + places, mask=is_piece, other=float("-inf"), cache_modifier=".cg"
+            partial_best_ptr + entry * PIECES + places,
+            mask=is_piece,
+            other=float("-inf"),
+            cache_modifier=".cg",
         )
         masses = tl.load(
             partial_masses_ptr + entry * PIECES + places, mask=is_piece, other=0.0, cache_modifier=".cg"
         )
         overall = tl.max(all_best, 0)
-        shares = tl.where(masses == 0.0, 0.0, masses.to(tl.float64) * tl.exp((all_best - overall).to(tl.float64)))
+        shares = tl.where(
+            masses == 0.0, 0.0, masses.to(tl.float64) * tl.exp((all_best - overall).to(tl.float64))
+        )
         normaliser = overall.to(tl.float64) + tl.log(tl.sum(shares, 0))
         token = tl.load(tokens_ptr + entry)
         score = tl.load(logits_line + token).to(tl.float32).to(tl.float64)

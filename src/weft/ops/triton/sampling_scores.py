@@ -116,9 +116,7 @@ def count_kernel(
     for start in range(prompt_length + tl.program_id(1) * TILE, position, stride):
         places = start + tl.arange(0, TILE)
         inside = places < position
-        tokens = tl.load(
-            row_tokens_ptr + row.to(tl.int64) * row_tokens_stride + places, mask=inside, other=0
-        )
+        tokens = tl.load(row_tokens_ptr + row.to(tl.int64) * row_tokens_stride + places, mask=inside, other=0)
         if CLEARS:
             tl.store(counts_line + tokens, tl.zeros((TILE,), tl.int32), mask=inside)
         else:
@@ -170,12 +168,10 @@ def penalise_kernel(
     for start in range(first + tl.program_id(1) * TILE, position, stride):
         places = start + tl.arange(0, TILE)
         inside = places < position
-        tokens = tl.load(
-            row_tokens_ptr + row.to(tl.int64) * row_tokens_stride + places, mask=inside, other=0
+        tokens = tl.load(row_tokens_ptr + row.to(tl.int64) * row_tokens_stride + places, mask=inside, other=0)
+        scores = tl.load(logits_ptr + entry.to(tl.int64) * logits_stride + tokens, mask=inside, other=0.0).to(
+            tl.float32
         )
-        scores = tl.load(
-            logits_ptr + entry.to(tl.int64) * logits_stride + tokens, mask=inside, other=0.0
-        ).to(tl.float32)
         if MASKED:
             line = tl.load(mask_lines_ptr + entry)
             scores = _masked(scores, tokens, inside, masks_ptr, mask_words, line)
@@ -252,7 +248,9 @@ def lists_kernel(
                 items = start + tl.arange(0, TILE)
                 inside = items < num_ends
                 tokens = tl.load(ends_ptr + items, mask=inside, other=0)
-                tl.store(scores_line + tokens, tl.load(kept_line + items, mask=inside, other=0.0), mask=inside)
+                tl.store(
+                    scores_line + tokens, tl.load(kept_line + items, mask=inside, other=0.0), mask=inside
+                )
 
 
 @triton.jit
