@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from weft.ops.base import AttentionPattern, AttentionShape, QkNorm, Rope, StepIndices
 from weft.ops.reference import ReferenceOps
 from weft.ops.triton.batch import DeviceBatch
@@ -141,7 +142,9 @@ class Step:
             positions=integers(padded(step.positions, 0)),
             cells=self.tensor(padded(step.cells, -1), torch.int64),
             rows=integers(row_of),
-            query_starts=integers(np.concatenate([step.query_starts, case.tokens + 1 + np.arange(case.padding)])),
+            query_starts=integers(
+                np.concatenate([step.query_starts, case.tokens + 1 + np.arange(case.padding)])
+            ),
             context_lengths=integers(padded(step.context_lengths, 0)),
             tables=integers(tables),
             logit_indices=integers(padded(step.logit_indices, 0)),
@@ -149,7 +152,7 @@ class Step:
         )
 
     def device_qkv(self) -> torch.Tensor:
-        padding = np.full((self.case.padding, self.qkv.shape[1]), np.nan)
+        padding = np.full((self.case.padding, self.qkv.shape[1]), 5.0)
         return self.tensor(np.concatenate([self.qkv, padding]))
 
     def expected_attention(self) -> np.ndarray:

@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from array_source import ArraySource
 
+from array_source import ArraySource
 from weft.models.config import ExpertsConfig, ModelConfig
 from weft.models.decoder import Decoder
 from weft.ops.base import AttentionPattern, AttentionShape, Ops, Rope, StepIndices
 from weft.ops.reference import ReferenceOps
 from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device
+from weft.ops.triton.ops import TritonOps
+from weft.ops.triton.program import CudaProgram, record
 
 MAX_CONTEXT = 128
 BLOCK_SIZE = 16
@@ -29,8 +31,8 @@ PLAIN = ModelConfig(
     architecture="plain",
     layers=2,
     hidden_size=48,
-    feed_forward_size=80,
-    vocabulary_size=101,
+    feed_forward_size=40,
+    vocabulary_size=53,
     max_context=MAX_CONTEXT,
     attention=AttentionShape(heads=6, kv_heads=2, head_size=16, scale=0.25),
     patterns=(AttentionPattern(rope(8)),),
@@ -141,7 +143,9 @@ class Texts:
         each = MAX_CONTEXT // BLOCK_SIZE
         blocks = len(lengths) * each + 2
         tables = draw.permutation(blocks)[: len(lengths) * each].reshape(len(lengths), each)
-        return cls([draw.integers(0, 101, length).tolist() for length in lengths], tables, blocks)
+        return cls(
+            [draw.integers(0, PLAIN.vocabulary_size, length).tolist() for length in lengths], tables, blocks
+        )
 
     def steps(self, plan: list[list[int]]) -> Iterator[StepIndices]:
         """Every entry of `plan` is a step: how many tokens of each text it takes. Logits after all of them."""
@@ -200,3 +204,35 @@ def reference_logits(config: ModelConfig, texts: Texts, plan: list[list[int]]) -
     decoder = decoder_of(config, ReferenceOps())
     cache: Any = decoder.new_cache(texts.blocks, BLOCK_SIZE)
     return [decoder.logits(decoder.forward(step, cache)) for step in texts.steps(plan)]
+
+
+# One step for cuBLAS, one for tiles with chunks and single tokens, one of single tokens, one for a single token.
+TEXTS = Texts.of_lengths(28, 9, 8)
+PLAN = [[25, 7, 5], [1, 1, 3], [1, 1, 0], [1, 0, 0]]
+
+
+def build(
+    config: ModelConfig, device: Device, dtype: torch.dtype = torch.float32, invariant: bool = False
+) -> tuple[CudaProgram, torch.Tensor]:
+    ops = TritonOps(device, dtype)
+    decoder = decoder_of(config, ops)
+    program = record(decoder, ops, max_tokens=64, max_sampled=64, invariant=invariant)
+    cache = decoder.new_cache(TEXTS.blocks, BLOCK_SIZE)
+    cache.fill_(float("nan"))  # whatever is read without having been written shows
+    return program, cache
+
+
+def logits_of(
+    config: ModelConfig, device: Device, dtype: torch.dtype = torch.float32, invariant: bool = False
+) -> list[np.ndarray]:
+    program, cache = build(config, device, dtype, invariant)
+    # The buffer of logits is the same in every step.
+    return [
+        program.run(device_batch(step, device), cache)[0].float().cpu().numpy().copy()
+        for step in TEXTS.steps(PLAN)
+    ]
+
+
+def relative_error(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    pairs = zip(ours, theirs, strict=True)
+    return max(float(np.abs(mine - other).max() / np.abs(other).max()) for mine, other in pairs)

@@ -6,12 +6,10 @@ from itertools import product as every
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
-
-from weft.ops.reference import ReferenceOps
 from weft.ops.reference import Linear as ReferenceLinear
+from weft.ops.reference import ReferenceOps
 from weft.ops.triton.device import Device
 from weft.ops.triton.linear import Product, Tile
 from weft.ops.triton.weights import Linear, interleave_halves

@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from attention_cases import LAYER, Case, Part, Step
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
-
-from attention_cases import LAYER, Case, Part, Step  # noqa: E402
-from weft.ops.base import QkNorm, Rope  # noqa: E402
-from weft.ops.triton.device import Device  # noqa: E402
-from weft.ops.triton.rope import RopeTables, rope_and_write  # noqa: E402
+from weft.ops.base import QkNorm, Rope
+from weft.ops.triton.device import Device
+from weft.ops.triton.rope import RopeTables, rope_and_write
 
 MAX_CONTEXT = 3000
 MIXED = Case([Part(40, 1), Part(0, 5), Part(17, 3)])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+import torch
 
 from weft.ops.reference import ReferenceOps
 from weft.ops.triton import rows

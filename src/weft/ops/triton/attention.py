@@ -13,11 +13,13 @@ import torch
 import triton
 from torch import Tensor
 
-from weft.ops.base import AttentionShape
+from weft.ops.base import AttentionShape, QkNorm
 from weft.ops.triton.attention_decode import decode_attention
 from weft.ops.triton.attention_prefill import prefill_attention
+from weft.ops.triton.attention_turned import turned_attention
 from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device
+from weft.ops.triton.rope import RopeTables, rope_and_write
 
 # The least number of rows that the tensor cores multiply.
 _LEAST_ROWS = 16
@@ -28,6 +30,9 @@ _LEAST_SPLITS, _MOST_SPLITS = 4, 64
 
 # Splits that a context is cut into need a second look at each; a large batch cuts only what is longer than this.
 _LARGEST_SMALLEST_SPLIT = 1024
+
+# Up to so many requests, rope and attention are one launch: beyond, memory is what costs, and early reads hold registers.
+_MOST_TURNED_REQUESTS = 32
 
 # In the invariant mode, where the number of splits is given by the context, it bounds the workspace.
 _LEAST_FIXED_SPLIT, _MOST_FIXED_SPLITS = 512, 32
@@ -72,6 +77,8 @@ class Attention:
         else:
             self.prefill_tiles = Tiles(max(64, self.joined_rows), 32, 4, 2)
 
+        # One at a time in the invariant mode: a sum over several depends on where the first of them stands.
+        self.joined_at_once = 1 if invariant else max(1, min(8, 4096 // (self.joined_rows * self.width)))
         pairs = max(
             requests * shape.kv_heads * self.splits(requests, max_context)[0]
             for requests in range(1, max_requests + 1)
@@ -79,7 +86,8 @@ class Attention:
         self._split_mixed = device.empty(pairs * group * shape.head_size, dtype=torch.float32)
         self._split_peaks = device.empty(pairs * group, dtype=torch.float32)
         self._split_totals = device.empty(pairs * group, dtype=torch.float32)
-        self._arrivals = device.zeros(max_requests * shape.kv_heads, dtype=torch.int32)
+        self.arrivals = device.zeros(max_requests * shape.kv_heads, dtype=torch.int32)
+        """How many splits of a request and KV head are done; 0 between two launches."""
 
     def splits(self, requests: int, longest_context: int) -> tuple[int, int]:
         """The most splits of a request when so many are decoded, and how long one is at least.
@@ -110,11 +118,73 @@ class Attention:
         if decodes < batch.requests:
             self._prefill(batch, decodes, queries, cache, layer, output)
 
+    def turn_and_run(
+        self,
+        batch: DeviceBatch,
+        qkv: Tensor,
+        cache: Tensor,
+        layer: int,
+        tables: RopeTables,
+        norm: QkNorm | None,
+        output: Tensor,
+    ) -> None:
+        """`rope_and_write` and `run`, in one launch where that serves. The queries in `qkv` may then stay unturned."""
+        if (
+            batch.settled
+            and batch.longest_query == 1
+            and batch.requests <= _MOST_TURNED_REQUESTS
+            and not self.fixed_split
+            and (norm is None or len(norm.query) == self.shape.head_size)
+        ):
+            self._turn_and_decode(batch, qkv, cache, layer, tables, norm, output)
+        else:
+            rope_and_write(batch, qkv, cache, layer, tables, self.shape, norm)
+            self.run(batch, qkv[:, : self.shape.heads * self.shape.head_size], cache, layer, output)
+
+    def _turn_and_decode(
+        self,
+        batch: DeviceBatch,
+        qkv: Tensor,
+        cache: Tensor,
+        layer: int,
+        tables: RopeTables,
+        norm: QkNorm | None,
+        output: Tensor,
+    ) -> None:
+        most_splits, smallest_split = self.splits(batch.requests, batch.longest_context)
+        turned_attention[(self.shape.kv_heads, most_splits, batch.requests)](
+            qkv,
+            output,
+            cache,
+            batch.tables,
+            batch.rows,
+            batch.context_lengths,
+            batch.cells,
+            tables.values,
+            qkv if norm is None else norm.query,
+            qkv if norm is None else norm.key,
+            self._split_mixed,
+            self._split_peaks,
+            self._split_totals,
+            self.arrivals,
+            layer,
+            batch.tables.stride(0),
+            smallest_split,
+            self.shape.scale,
+            self.shape.score_cap or 0.0,
+            0.0 if norm is None else norm.epsilon,
+            PAIRS=tables.pairs,
+            INTERLEAVED=tables.interleaved,
+            NORMED=norm is not None,
+            JOINED_ROWS=self.joined_rows,
+            JOINED_AT_ONCE=self.joined_at_once,
+            **self._constants(qkv, cache, self._fitting(self.decode_tiles, cache)),
+        )
+
     def _decode(
         self, batch: DeviceBatch, requests: int, queries: Tensor, cache: Tensor, layer: int, output: Tensor
     ) -> None:
         most_splits, smallest_split = self.splits(requests, batch.longest_context)
-        joined_values = self.joined_rows * self.width
         decode_attention[(self.shape.kv_heads, most_splits, requests)](
             queries,
             output,
@@ -125,15 +195,15 @@ class Attention:
             self._split_mixed,
             self._split_peaks,
             self._split_totals,
-            self._arrivals,
+            self.arrivals,
             layer,
             batch.tables.stride(0),
             smallest_split,
             self.shape.scale,
             self.shape.score_cap or 0.0,
+            FIXED_SPLIT=self.fixed_split,
             JOINED_ROWS=self.joined_rows,
-            # One at a time in the invariant mode: a sum over several depends on where the first of them stands.
-            JOINED_AT_ONCE=1 if self.fixed_split else max(1, min(8, 4096 // joined_values)),
+            JOINED_AT_ONCE=self.joined_at_once,
             **self._constants(queries, cache, self._fitting(self.decode_tiles, cache)),
         )
 
@@ -156,6 +226,7 @@ class Attention:
             decodes,
             self.shape.scale,
             self.shape.score_cap or 0.0,
+            FIXED_SPLIT=self.fixed_split,
             **self._constants(queries, cache, tiles),
         )
 
@@ -167,7 +238,6 @@ class Attention:
 
     def _constants(self, queries: Tensor, cache: Tensor, tiles: Tiles) -> dict[str, Any]:
         return {
-            "FIXED_SPLIT": self.fixed_split,
             "HEADS": self.shape.heads,
             "KV_HEADS": self.shape.kv_heads,
             "HEAD_SIZE": self.shape.head_size,

@@ -46,8 +46,6 @@ def decode_attention(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(DEPENDENT)
-    let_next_begin(DEPENDENT)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     request = tl.program_id(2)
@@ -55,7 +53,9 @@ def decode_attention(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     VALUE_OFFSET: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_SIZE
 
+    # The step's indices were there before the previous kernel began, so they are not waited for.
     context = tl.load(context_lengths + request)
+    table = tables + tl.load(rows + request).to(tl.int64) * table_stride
     first_seen = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
     first_tile = first_seen // TILE * TILE
     if FIXED_SPLIT > 0:
@@ -66,6 +66,8 @@ def decode_attention(
         even = tl.cdiv(tl.cdiv(context - first_split, most_splits), TILE) * TILE
         split_size = tl.maximum(smallest_split, even)
     splits = tl.maximum(tl.cdiv(context - first_split, split_size), 1)
+    wait_for_previous(DEPENDENT)
+    let_next_begin(DEPENDENT)
     if split >= splits:
         return
 
@@ -85,7 +87,7 @@ def decode_attention(
         begin,
         tl.minimum(first_split + (split + 1) * split_size, context),
         cache + (layer * 2 * KV_HEADS + kv_head).to(tl.int64) * (BLOCK_SIZE * HEAD_SIZE),
-        tables + tl.load(rows + request).to(tl.int64) * table_stride,
+        table,
         scale,
         score_cap,
         MASKED=True,
@@ -99,40 +101,82 @@ def decode_attention(
         TILE=TILE,
         STAGES=STAGES,
     )
-    output_row = output + request.to(tl.int64) * (HEADS * HEAD_SIZE)
-    if splits == 1:
-        tl.store(output_row + features, mean(total, mixed).to(output.dtype.element_ty), mask=there)
-        return
-
-    pair = request * KV_HEADS + kv_head
-    first_entry = pair.to(tl.int64) * most_splits * GROUP
-    entry = first_entry + split * GROUP + row
-    tl.store(split_mixed + entry[:, None] * HEAD_SIZE + column[None, :], mixed, mask=there)
-    tl.store(split_peaks + entry, peak, mask=row < GROUP)
-    tl.store(split_totals + entry, total, mask=row < GROUP)
-    # Every thread has stored before one of them says so to the other programs.
-    tl.debug_barrier()
-    arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel")
-    if arrived < splits - 1:
-        return
-
-    tl.store(arrivals + pair, 0)
-    total, mixed = _joined_splits(
+    finish_split(
+        peak,
+        total,
+        mixed,
+        output + request.to(tl.int64) * (HEADS * HEAD_SIZE) + kv_head * (GROUP * HEAD_SIZE),
         split_mixed,
         split_peaks,
         split_totals,
-        first_entry,
+        arrivals,
+        request * KV_HEADS + kv_head,
+        split,
         splits,
         GROUP,
         HEAD_SIZE,
         WIDTH,
+        ROWS,
         JOINED_ROWS,
         JOINED_AT_ONCE,
     )
-    joined_row = tl.arange(0, JOINED_ROWS)
-    there = (joined_row < GROUP)[:, None] & (column < HEAD_SIZE)[None, :]
-    features = (kv_head * GROUP + joined_row)[:, None] * HEAD_SIZE + column[None, :]
-    tl.store(output_row + features, mean(total, mixed).to(output.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def finish_split(
+    peak,
+    total,
+    mixed,
+    output,  # where the group's heads go
+    split_mixed,
+    split_peaks,
+    split_totals,
+    arrivals,
+    pair,  # the request and its KV head, as one number
+    split,
+    splits,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    JOINED_ROWS: tl.constexpr,
+    JOINED_AT_ONCE: tl.constexpr,
+):
+    """Write the result of an only split; of several each writes its part, and the last to do so the result."""
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    there = (row < GROUP)[:, None] & (column < HEAD_SIZE)[None, :]
+    if splits == 1:
+        result = mean(total, mixed).to(output.dtype.element_ty)
+        tl.store(output + row[:, None] * HEAD_SIZE + column[None, :], result, mask=there)
+    else:
+        first_entry = pair.to(tl.int64) * tl.num_programs(1) * GROUP
+        entry = first_entry + split * GROUP + row
+        tl.store(split_mixed + entry[:, None] * HEAD_SIZE + column[None, :], mixed, mask=there)
+        tl.store(split_peaks + entry, peak, mask=row < GROUP)
+        tl.store(split_totals + entry, total, mask=row < GROUP)
+        # Every thread has stored before one of them says so to the other programs.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel")
+        if arrived == splits - 1:
+            tl.store(arrivals + pair, 0)
+            all_total, all_mixed = _joined_splits(
+                split_mixed,
+                split_peaks,
+                split_totals,
+                first_entry,
+                splits,
+                GROUP,
+                HEAD_SIZE,
+                WIDTH,
+                JOINED_ROWS,
+                JOINED_AT_ONCE,
+            )
+            joined_row = tl.arange(0, JOINED_ROWS)
+            joined_there = (joined_row < GROUP)[:, None] & (column < HEAD_SIZE)[None, :]
+            joined_result = mean(all_total, all_mixed).to(output.dtype.element_ty)
+            places = output + joined_row[:, None] * HEAD_SIZE + column[None, :]
+            tl.store(places, joined_result, mask=joined_there)
 
 
 @triton.jit

@@ -73,26 +73,69 @@ def attend(
             key = tl.load(address)
             value = tl.load(address + VALUE_OFFSET)
 
-        scores = dot(query, tl.trans(key), tl.zeros((query.shape[0], TILE), tl.float32))
-        if CAPPED:
-            # tanh(x) = 1 - 2 / (e^2x + 1)
-            power = tl.exp2(scores * (scale / score_cap * (2.0 * _LOG2_E)))
-            scores = score_cap * (1.0 - 2.0 / (power + 1.0))
-            factor = _LOG2_E
-        else:
-            factor = scale * _LOG2_E
-        if MASKED:
-            seen = (place[None, :] <= positions[:, None]) & (place < end)[None, :]
-            if WINDOW > 0:
-                seen = seen & (place[None, :] > positions[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
-        highest = tl.maximum(peak, tl.max(scores, 1) * factor)
-        weights = tl.exp2(scores * factor - highest[:, None])
-        shrink = tl.exp2(peak - highest)
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = dot(weights.to(value.dtype), value, mixed * shrink[:, None])
-        peak = highest
+        peak, total, mixed = attend_to_tile(
+            query,
+            positions,
+            peak,
+            total,
+            mixed,
+            key,
+            value,
+            place,
+            end,
+            scale,
+            score_cap,
+            MASKED,
+            WINDOW,
+            CAPPED,
+        )
     return peak, total, mixed
+
+
+@triton.jit
+def attend_to_tile(
+    query,
+    positions,
+    peak,
+    total,
+    mixed,
+    key,  # [TILE, WIDTH]
+    value,
+    place,  # [TILE]
+    end,
+    scale,
+    score_cap,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """The softmax with one tile added."""
+    scores = dot(query, tl.trans(key), tl.zeros((query.shape[0], key.shape[0]), tl.float32))
+    scores, factor = capped(scores, scale, score_cap, CAPPED)
+    if MASKED:
+        seen = (place[None, :] <= positions[:, None]) & (place < end)[None, :]
+        if WINDOW > 0:
+            seen = seen & (place[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    highest = tl.maximum(peak, tl.max(scores, 1) * factor)
+    weights = tl.exp2(scores * factor - highest[:, None])
+    shrink = tl.exp2(peak - highest)
+    total = total * shrink + tl.sum(weights, 1)
+    mixed = dot(weights.to(value.dtype), value, mixed * shrink[:, None])
+    return highest, total, mixed
+
+
+@triton.jit
+def capped(scores, scale, score_cap, CAPPED: tl.constexpr):
+    """Of products of queries and keys: scores, and what they are to be multiplied by to be exponents of 2."""
+    if CAPPED:
+        # tanh(x) = 1 - 2 / (e^2x + 1)
+        power = tl.exp2(scores * (scale / score_cap * (2.0 * _LOG2_E)))
+        scores = score_cap * (1.0 - 2.0 / (power + 1.0))
+        factor = _LOG2_E
+    else:
+        factor = scale * _LOG2_E
+    return scores, factor
 
 
 @triton.jit

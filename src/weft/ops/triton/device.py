@@ -101,6 +101,7 @@ class Device:
     def __init__(self, name: str = "cuda") -> None:
         self.torch_device = torch.device(name)
         self.is_card = self.torch_device.type == "cuda"
+        self._capture_stream: torch.cuda.Stream | None = None
         self.processors = 4
         """How many multiprocessors there are."""
         self.dependent_launches = False
@@ -135,7 +136,10 @@ class Device:
 
     def free_memory(self) -> int:
         """Bytes of the card that nobody holds; of the host's memory it says nothing, and 1 GiB stands for it."""
-        return torch.cuda.mem_get_info(self.torch_device)[0] if self.is_card else 1 << 30
+        if not self.is_card:
+            return 1 << 30
+        torch.cuda.empty_cache()  # what torch keeps of memory that was given back counts as free
+        return torch.cuda.mem_get_info(self.torch_device)[0]
 
     # --- order --------------------------------------------------------------------------------------------------
 
@@ -164,7 +168,7 @@ class Device:
         # Not `torch.cuda.graph`, which waits for the card and empties the caches: this happens between two steps. Other
         # threads may allocate and copy meanwhile.
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(self.torch_device)
+        stream = self._stream_for_captures()
         stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -173,6 +177,14 @@ class Device:
             finally:
                 graph.capture_end()
         return cast(Graph, graph)
+
+    def _stream_for_captures(self) -> torch.cuda.Stream:
+        """One for all: cuBLAS takes tens of megabytes for every stream it is used on, and not during a capture."""
+        if self._capture_stream is None:
+            self._capture_stream = torch.cuda.Stream(self.torch_device)
+            with torch.cuda.stream(self._capture_stream):
+                torch.cuda.current_blas_handle()
+        return self._capture_stream
 
     def graph_pool(self) -> Any:
         return torch.cuda.graph_pool_handle() if self.is_card else None
@@ -201,7 +213,8 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
 @triton.jit
 def let_next_begin(DEPENDENT: tl.constexpr):
     """The kernel behind this one may be loaded when every program has come here; what it reads of this one it still
-    waits for."""
+    waits for. Always after `wait_for_previous`: so a kernel that has begun knows that the one before the last is done,
+    and may read what that one wrote before it waits itself."""
     if DEPENDENT:
         gdc_launch_dependents()
 

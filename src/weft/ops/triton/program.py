@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch import Tensor
-
 
 from weft.ops.recording import (
     NO_STEP,
@@ -28,9 +27,6 @@ from weft.ops.triton.linear import Product
 from weft.ops.triton.mixture import MixtureProduct, MixtureSpace
 from weft.ops.triton.ops import TritonOps
 from weft.ops.triton.steps import NormStep, ProductStep, Step, assigned_slots, buffers_made, steps_of
-
-if TYPE_CHECKING:
-    from weft.models.decoder import Decoder
 
 
 @dataclass
@@ -231,8 +227,19 @@ class CudaProgram:
         return lambda run: mixture.run(run.buffers[source], run.buffers[target])
 
 
+class Recordable(Protocol):
+    """A `weft.models.decoder.Decoder`, as far as it is looked at here."""
+
+    @property
+    def config(self) -> Any: ...
+
+    def forward(self, step: Any, cache: Any) -> Any: ...
+
+    def logits(self, rows: Any) -> Any: ...
+
+
 def record(
-    decoder: Decoder, ops: TritonOps, *, max_tokens: int, max_sampled: int, invariant: bool = False
+    decoder: Recordable, ops: TritonOps, *, max_tokens: int, max_sampled: int, invariant: bool = False
 ) -> CudaProgram:
     """The program of a decoder that was built with these ops."""
     selected = decoder.forward(NO_STEP, None)

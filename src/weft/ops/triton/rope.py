@@ -105,10 +105,9 @@ def _rope_and_write(
     HEADS_AT_ONCE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(DEPENDENT)
-    let_next_begin(DEPENDENT)
     token = tl.program_id(0)
     row = qkv + token.to(tl.int64) * ROW_STRIDE
+    # The step's indices were there before the previous kernel began, so they are not waited for.
     cell = tl.load(cells + token)
     position = tl.load(positions + token).to(tl.int64)
 
@@ -119,6 +118,9 @@ def _rope_and_write(
     right_column = left_column + (1 if INTERLEAVED else PAIRS)
     cosine = tl.load(angles + position * (2 * PAIRS) + pair, mask=in_pair, other=0.0)
     sine = tl.load(angles + position * (2 * PAIRS) + PAIRS + pair, mask=in_pair, other=0.0)
+
+    wait_for_previous(DEPENDENT)
+    let_next_begin(DEPENDENT)
 
     query_divisor, key_divisor = 1.0, 1.0
     if NORM == _ROW_NORM:
