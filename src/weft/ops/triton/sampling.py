@@ -79,8 +79,7 @@ def noise_key(seed, output_index):
 
 @triton.jit
 def noise_steps(token_ids):
-    """How far tokens are from the key in the stream of bits: the noise of token a + b is at the sum of their steps, less
-    one step."""
+    """How far tokens are from the key in SplitMix64's stream, which has its first token one step behind the key."""
     return (token_ids + 1).to(tl.uint64) * tl.full((), _GAMMA, tl.uint64)
 
 
@@ -195,7 +194,7 @@ def keeps(
     if (flags & HAS_MIN_P) != 0:
         lowest = tl.load(row_doubles + LOG_MIN_P) * temperature
         kept = kept & ((scores - best).to(tl.float64) >= lowest)
-    if TYPICAL:  # noqa: SIM102 - decided when the kernel is compiled, the next when it runs
+    if TYPICAL:
         if (flags & HAS_TYPICAL_P) != 0:
             floor = load_floor(floors_ptr + 2 * floors_stride + entry, True)
             keys = surprise_keys(scores, best, temperature, tl.load(mean_ptr + entry))
@@ -312,7 +311,7 @@ def choose_kernel(
     winner = tl.min(tl.where(best == reference, winners, 0x7FFFFFFF), 0)
     score = reference
     noise64 = tl.zeros((), tl.float64)
-    if DRAWS:  # noqa: SIM102
+    if DRAWS:
         if is_drawn & (reference > float("-inf")):
             quotients = tl.exp((best - reference) * heat) / best_noise
             top = tl.max(quotients, 0)

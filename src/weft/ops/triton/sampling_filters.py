@@ -210,7 +210,7 @@ def narrow_kernel(
     if (flags & wanted) == 0:
         return
     touched = is_touched(flags, mask_lines_ptr, entry, MASKED)
-    if HALVES and MODE != BY_SURPRISE:  # noqa: SIM102 - decided when the kernel is compiled
+    if HALVES and MODE != BY_SURPRISE:
         if (shift < 16) & (touched == 0):
             return
     is_first = shift == 28
