@@ -7,10 +7,11 @@ import torch
 from small_decoders import CONFIGS, PLAIN, decoder_of
 
 from weft.models.config import ModelConfig
-from weft.ops.recording import NO_STEP, Add, Attention, Buffer, Embed, Norm, Operation, Product, RopeAndWrite
+from weft.ops.recording import NO_STEP, Add, Buffer, Embed, Norm, Operation, Product
 from weft.ops.triton.device import Device
 from weft.ops.triton.ops import TritonOps
 from weft.ops.triton.steps import (
+    AttentionStep,
     NormStep,
     ProductStep,
     Step,
@@ -31,7 +32,7 @@ def recorded(config: ModelConfig, device: Device) -> tuple[list[Operation], Buff
 def test_a_plain_layer_is_four_products_around_attention(device: Device) -> None:
     operations, rows = recorded(PLAIN, device)
     steps = steps_of(operations, {rows})
-    layer: list[type[Step]] = [ProductStep, RopeAndWrite, Attention, ProductStep, ProductStep, ProductStep]
+    layer: list[type[Step]] = [ProductStep, AttentionStep, ProductStep, ProductStep, ProductStep]
     assert [type(step) for step in steps] == [Embed, *layer, *layer, NormStep]
     taken_in = [
         (bool(step.norm), bool(step.gate), step.added) for step in steps if isinstance(step, ProductStep)

@@ -11,22 +11,30 @@ from torch import Tensor
 from weft.ops.recording import (
     NO_STEP,
     Add,
-    Attention,
     Buffer,
     Embed,
     Mixture,
     Recording,
-    RopeAndWrite,
     ScaleAndCap,
     SelectRows,
 )
-from weft.ops.triton import attention, rope, rows
+from weft.ops.triton import rows
+from weft.ops.triton.attention import Attention
 from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device
 from weft.ops.triton.linear import Product
 from weft.ops.triton.mixture import MixtureProduct, MixtureSpace
 from weft.ops.triton.ops import TritonOps
-from weft.ops.triton.steps import NormStep, ProductStep, Step, assigned_slots, buffers_made, steps_of
+from weft.ops.triton.rope import RopeTables
+from weft.ops.triton.steps import (
+    AttentionStep,
+    NormStep,
+    ProductStep,
+    Step,
+    assigned_slots,
+    buffers_made,
+    steps_of,
+)
 
 
 @dataclass
@@ -66,10 +74,10 @@ class CudaProgram:
         self._shape = recording.shape
         self._patterns = recording.patterns
         self._ropes = {
-            pattern.rope: rope.RopeTables(pattern.rope, max_context, device) for pattern in recording.patterns
+            pattern.rope: RopeTables(pattern.rope, max_context, device) for pattern in recording.patterns
         }
         self._attentions = {
-            window: attention.Attention(recording.shape, window, max_sampled, max_context, device, invariant)
+            window: Attention(recording.shape, window, max_sampled, max_context, device, invariant)
             for window in {pattern.window for pattern in recording.patterns}
         }
         self._mixture_spaces: dict[tuple[int, ...], MixtureSpace] = {}
@@ -150,12 +158,7 @@ class CudaProgram:
                 return lambda run: rows.embed(
                     run.batch.token_ids, table.weight, scale, run.buffers[place], device
                 )
-            case RopeAndWrite(qkv, layer, pattern, norm):
-                place, tables = self._places[qkv], self._ropes[self._patterns[pattern].rope]
-                return lambda run: rope.rope_and_write(
-                    run.batch, run.buffers[place], run.cache, layer, tables, self._shape, norm
-                )
-            case Attention():
+            case AttentionStep():
                 return self._launch_attention(step)
             case Mixture():
                 return self._launch_mixture(step)
@@ -207,12 +210,12 @@ class CudaProgram:
 
         return launch
 
-    def _launch_attention(self, step: Attention) -> Launch:
-        attend = self._attentions[self._patterns[step.pattern].window]
-        queries, target = self._places[step.queries], self._places[step.output]
-        columns = self._shape.heads * self._shape.head_size
-        return lambda run: attend.run(
-            run.batch, run.buffers[queries][:, :columns], run.cache, step.layer, run.buffers[target]
+    def _launch_attention(self, step: AttentionStep) -> Launch:
+        pattern = self._patterns[step.pattern]
+        attend, tables = self._attentions[pattern.window], self._ropes[pattern.rope]
+        source, target = self._places[step.input], self._places[step.output]
+        return lambda run: attend.turn_and_run(
+            run.batch, run.buffers[source], run.cache, step.layer, tables, step.norm, run.buffers[target]
         )
 
     def _launch_mixture(self, step: Mixture) -> Launch:

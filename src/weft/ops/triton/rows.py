@@ -239,5 +239,5 @@ def scale_and_cap(values: Tensor, scale: float, cap: float | None, device: Devic
 
 
 def _warps(block: int) -> int:
-    """Of a program that holds a row of so many values: 16 bytes of bfloat16 for every thread, as far as it goes."""
-    return max(1, min(16, block // 256))
+    """Of a program that holds a row of so many values: two reads of 16 bytes for every thread are in flight at once."""
+    return max(1, min(16, block // 512))

@@ -1,7 +1,7 @@
 """A recorded forward pass as the steps that a device carries out, and the buffers they work in.
 
 The gate is taken into the product in front of it and the norm into the one behind it, an add into the product or the
-norm that makes what is added, and rows are normalised as they are selected.
+norm that makes what is added, rows are normalised as they are selected, and attention turns its queries itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weft.ops.base import QkNorm
 from weft.ops.recording import (
     Add,
     Attention,
@@ -55,7 +56,18 @@ class NormStep:
     scale: float = 1.0
 
 
-Step = Embed | ProductStep | NormStep | RopeAndWrite | Attention | Mixture | Add | SelectRows | ScaleAndCap
+@dataclass(frozen=True, eq=False)
+class AttentionStep:
+    """Of packed [Q | K | V] rows: queries and keys turned, keys and values written, and attention over all of it."""
+
+    input: Buffer
+    layer: int
+    pattern: int
+    norm: QkNorm | None
+    output: Buffer
+
+
+Step = Embed | ProductStep | NormStep | AttentionStep | Mixture | Add | SelectRows | ScaleAndCap
 
 
 def steps_of(operations: Sequence[Operation], kept: set[Buffer]) -> list[Step]:
@@ -67,6 +79,7 @@ def steps_of(operations: Sequence[Operation], kept: set[Buffer]) -> list[Step]:
         return readers[buffer] == 1 and buffer not in kept
 
     steps: list[Step] = []
+    previous: Operation | None = None
     for operation, following in zip(operations, [*operations[1:], None], strict=True):
         last = steps[-1] if steps else None
         match operation:
@@ -99,16 +112,22 @@ def steps_of(operations: Sequence[Operation], kept: set[Buffer]) -> list[Step]:
                 and not (isinstance(last, ProductStep) and last.gate)
             ):
                 steps[-1] = replace(last, output=left, added=True, scale=scale)
+            case RopeAndWrite():
+                assert isinstance(following, Attention) and following.queries is operation.rows
+            case Attention(queries, layer, pattern, output):
+                assert isinstance(previous, RopeAndWrite), "queries are turned before they are used"
+                steps.append(AttentionStep(queries, layer, pattern, previous.norm, output))
             case _:
                 steps.append(operation)
+        previous = operation
     return steps
 
 
 def buffers_read(step: Step) -> Iterator[Buffer]:
     """What a step changes in place counts too."""
-    if isinstance(step, ProductStep | NormStep):
+    if isinstance(step, ProductStep | NormStep | AttentionStep):
         yield step.input
-        if step.added:
+        if not isinstance(step, AttentionStep) and step.added:
             yield step.output
     else:
         yield from read_by(step)
