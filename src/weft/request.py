@@ -235,7 +235,9 @@ class InferenceRequest:
             if bool in kinds:
                 raise TypeError
             # Nearly always they are plain numbers, and prompts are long.
-            object.__setattr__(self, "prompt", prompt if kinds == {int} else tuple(map(operator.index, prompt)))
+            object.__setattr__(
+                self, "prompt", prompt if kinds == {int} else tuple(map(operator.index, prompt))
+            )
         except TypeError:
             _refuse("prompt", self.prompt, "a list of token ids (whole numbers)")
         if not self.prompt:
