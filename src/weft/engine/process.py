@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import select
 import signal
 import socket
 import sys
@@ -80,7 +81,10 @@ class EngineProcess:
     # -- in the reader's thread
 
     def _received(self) -> Any:
-        while received := self._connection.recv(_READ_BYTES):
+        # A thread that sleeps in `recv` is woken for nothing whenever the client takes something in; one in `poll` is not.
+        arrival = select.poll()
+        arrival.register(self._connection, select.POLLIN)
+        while arrival.poll() and (received := self._connection.recv(_READ_BYTES)):
             yield from self._frames.feed(received)
 
     def _read(self) -> None:
