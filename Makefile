@@ -17,7 +17,7 @@ else
 READY := $(VENV)/.kernels
 endif
 
-.PHONY: help kernels chat serve test test-sanitize test-clients test-schema lint clean
+.PHONY: help kernels chat serve test test-gpu test-sanitize test-clients test-schema lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make serve   set up what is missing and serve the OpenAI API with the default model; ARGS='--port 9000'"
 	@echo "make test    set up what is missing and run ruff, mypy and pytest"
 	@echo "make test-schema   a long run of schemathesis and of the request fuzzer against the server; COUNT=200000"
+	@echo "make test-gpu   the CUDA kernels and the engine on this machine's card; PYTHON=... with torch and pytest, nothing is installed"
 	@echo "make test-clients   the clients people use against the real server; writes docs/clients.md"
 	@echo "make test-sanitize   the kernels' tests under AddressSanitizer and UBSan, the thread pool's under ThreadSanitizer"
 	@echo "make kernels   build the C++ kernels again after a change; WEFT_NO_KERNELS=1 make ... does without them"
@@ -47,6 +48,11 @@ test: lint
 test-schema: $(VENV)/.dev
 	@cd tests/server && ../../$(BIN)/python schema_run.py --max-examples 1000
 	@cd tests/server && ../../$(BIN)/python fuzz_requests.py --count $(or $(COUNT),200000)
+
+# On a machine with a card, with the torch that is there: the interpreter named by PYTHON needs torch, Triton, transformers and pytest.
+# The kernels' tests run on the card instead of in the interpreter. A file's tests share a card, so one runs after the other.
+test-gpu:
+	@WEFT_TEST_DEVICE=cuda PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider tests/triton tests/gpu $(ARGS)
 
 lint: $(VENV)/.dev
 	@echo "==> ruff check"
@@ -106,10 +112,14 @@ test-sanitize: $(VENV)/.dev
 	@LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH="$(abspath $(SANITIZED))/src" \
 		WEFT_SANITIZED="$(abspath $(SANITIZED))" $(BIN)/python -m pytest -q --capture=sys tests/kernels
 
-# torch is the reference of the parity tests; it goes in first and pinned, so that no other package can pull a newer one.
+# torch is the reference of the parity tests; it goes in first and pinned, so that no other package can pull a newer one. A build with CUDA
+# brings the Triton that it was made with; one without brings none, and the interpreter of this one runs the kernels' tests.
 $(VENV)/.dev: $(READY)
 	@echo "==> installing torch, the reference of the parity tests (the largest download; some minutes)"
 	@$(PIP) install --quiet -c constraints.txt torch
+	@test "$$(uname)" != Linux || $(PIP) show --quiet triton 2>/dev/null || { \
+		echo "==> installing Triton, whose interpreter runs the CUDA kernels' tests (250 MB)"; \
+		$(PIP) install --quiet 'triton==3.6.0'; }
 	@echo "==> installing the other test tools (a minute or so)"
 	@WEFT_NO_KERNELS=1 $(PIP) install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@

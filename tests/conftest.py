@@ -14,6 +14,10 @@ import pytest
 # Before numpy is imported: the threads of OpenBLAS wait for each other by spinning, and beside anything else that runs
 # on the machine a step then takes ten times as long. One thread is slower alone and never slow.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Before triton is imported, which transformers does while other folders are collected: it looks once. tests/triton runs in
+# its interpreter, but for `make test-gpu`.
+if os.environ.get("WEFT_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from weft.loading.gguf import GgufFile, read_gguf
 from weft.loading.pull import models_directory, pull

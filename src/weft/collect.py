@@ -1,4 +1,7 @@
-"""From tokens to answers: feeds requests to an engine in this process, and collects text and results of each."""
+"""From tokens to answers: feeds requests to an engine in this process, and collects text and results of each.
+
+Where there is no tokenizer, the text of an answer is empty.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Feeder:
     def __init__(
         self,
         engine: ServingEngine,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         source: Iterable[tuple[Any, InferenceRequest | WeftError]],
         most: int,
     ) -> None:
@@ -91,7 +94,7 @@ class Choices:
     def __init__(
         self,
         engine: ServingEngine,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         params: SamplingParams,
         on_end: Callable[[], object],
         deliver: Callable[[str], object] | None = None,
@@ -148,7 +151,7 @@ class Answer:
     def __init__(
         self,
         engine: ServingEngine,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         params: SamplingParams,
         deliver: Callable[[str], object] | None = None,
     ) -> None:

@@ -18,7 +18,7 @@ from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, Serv
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError, WeftError
 from weft.loading.cache import Progress
-from weft.loading.checkpoint import open_checkpoint
+from weft.loading.checkpoint import Checkpoint, open_checkpoint
 from weft.loading.pull import pull
 from weft.progress import GenerationBar, PullBar
 from weft.request import (
@@ -27,7 +27,7 @@ from weft.request import (
     RequestState,
     SamplingParams,
 )
-from weft.text.model_text import open_model_text
+from weft.text.model_text import ModelText, open_model_text
 from weft.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -72,48 +72,61 @@ class LLM:
             for result in llm.generate(["The capital of France is", "2 + 2 ="], SamplingParams(temperature=0)):
                 print(result.text)
 
-    `model` is "default" (fetched on first use), `hf:owner/name`, or a path: a GGUF file, or a folder with
-    safetensors. `max_context` shortens the model's own context, `threads` compute (one for each core unless told
-    otherwise), `quantize` ("int8", "int4") is for weights that are stored as floats. Further keywords are fields of `ServingEngineConfig`,
-    `SchedulerConfig` or `KvCachePoolConfig`. All methods may be called from several threads; their requests are
+    `model` is "default" (fetched on first use), `hf:owner/name`, a path (a GGUF file, or a folder with safetensors), or
+    an opened `Checkpoint`; where that has no tokenizer, prompts and answers are token ids. `max_context` shortens the
+    model's own context. `device` is "cpu", "cuda", or "auto": a card where there is one. On the CPU `threads` compute (one
+    for each core unless told otherwise), and `quantize` ("int8", "int4") is for weights that are stored as floats. On a
+    card `invariant` makes texts independent of what runs beside them, to the bit, as they are on the CPU; it costs speed.
+    Further keywords are fields of `ServingEngineConfig`, `SchedulerConfig` or
+    `KvCachePoolConfig`. All methods may be called from several threads; their requests are
     batched together. Where params are not given, they are the model's own (`default_params`).
     """
 
     def __init__(
         self,
-        model: str = "default",
+        model: str | Checkpoint = "default",
         *,
-        backend: str = "cpu",
+        device: str = "auto",
         max_context: int | None = None,
         threads: int | None = None,
         quantize: str | None = None,
+        invariant: bool = False,
         progress: Progress | None = None,
         **config: Any,
     ) -> None:
-        engine_config = _build_config(config)
-        with ExitStack() as stack:
-            path = pull(model, progress or stack.enter_context(PullBar(model, only_in_terminal=True)))
-        checkpoint = open_checkpoint(path)
-        self.text = open_model_text(checkpoint)
+        options = {
+            "max_context": max_context,
+            "threads": threads,
+            "quantize": quantize,
+            "invariant": invariant,
+        }
+        device = registry.chosen(device, options)
+        engine_config = _build_config(config, device)
+        checkpoint = model if isinstance(model, Checkpoint) else _opened(model, progress)
+        self._text = open_model_text(checkpoint) if checkpoint.has_text else None
         self.suggestions: Mapping[str, Any] = checkpoint.generation
         """What the model's makers suggest for sampling, by the names of `SamplingParams`."""
-        self.engine = ServingEngine(
-            registry.build(
-                backend,
-                checkpoint=checkpoint,
-                max_context=max_context,
-                threads=threads,
-                quantize=quantize,
-            ),
-            engine_config,
-        )
+        self.engine = ServingEngine(registry.build(device, checkpoint=checkpoint, **options), engine_config)
         self.engine.start()
         # Who forgets to close gets memory and threads back all the same.
         weakref.finalize(self, self.engine.stop)
 
     @property
+    def text(self) -> ModelText:
+        """The model's tokenizer and chat template."""
+        if self._text is None:
+            raise InvalidRequestError(
+                "the model has no tokenizer; pass prompts as token ids, without stop strings", field="prompt"
+            )
+        return self._text
+
+    @property
     def tokenizer(self) -> Tokenizer:
         return self.text.tokenizer
+
+    @property
+    def _known_tokenizer(self) -> Tokenizer | None:
+        return None if self._text is None else self._text.tokenizer
 
     @property
     def memory(self) -> MemoryUse:
@@ -218,7 +231,8 @@ class LLM:
     def close(self) -> None:
         """Stop the engine; what is not over is cancelled."""
         self.engine.stop()
-        self.text.close()
+        if self._text is not None:
+            self._text.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -245,6 +259,8 @@ class LLM:
         params = job.params or self.default_params(chat=job.messages is not None)
         request = InferenceRequest(tokens, params, session_id=job.session_id)  # type: ignore[arg-type]
         self.engine.check(request)
+        if params.stop:
+            _ = self.text  # or an error: there is no text to look for them in
         return request
 
     def _attempt(self, job: Job) -> InferenceRequest | WeftError:
@@ -274,7 +290,7 @@ class LLM:
     ) -> Iterator[tuple[K, GenerationResult | WeftError]]:
         """Feeds the engine from `source` in a thread, so that answers come out while the next request is awaited."""
         feeder = Feeder(
-            self.engine, self.tokenizer, source, _IN_FLIGHT * self.engine.config.scheduler.max_running
+            self.engine, self._known_tokenizer, source, _IN_FLIGHT * self.engine.config.scheduler.max_running
         )
         try:
             while (ended := feeder.ended.get()) is not None:
@@ -298,7 +314,9 @@ class LLM:
                 field="n",
             )
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        choices = Choices(self.engine, self.tokenizer, request.params, partial(pieces.put, None), pieces.put)
+        choices = Choices(
+            self.engine, self._known_tokenizer, request.params, partial(pieces.put, None), pieces.put
+        )
 
         def read() -> Generator[str, None, None]:
             is_over = False
@@ -319,6 +337,12 @@ class LLM:
                 raise WeftError(f"the text is not complete: {result.error or f'it was {result.state.value}'}")
 
         return read()
+
+
+def _opened(model: str, progress: Progress | None) -> Checkpoint:
+    with ExitStack() as stack:
+        path = pull(model, progress or stack.enter_context(PullBar(model, only_in_terminal=True)))
+    return open_checkpoint(path)
 
 
 def _chat_job(
@@ -368,12 +392,14 @@ def _for_each(
     return list(each)
 
 
-def _build_config(options: dict[str, Any]) -> ServingEngineConfig:
+def _build_config(options: dict[str, Any], device: str) -> ServingEngineConfig:
     """The three configurations from one flat set of keywords."""
     parts: dict[type, dict[str, Any]] = {SchedulerConfig: {}, KvCachePoolConfig: {}, ServingEngineConfig: {}}
     known = {field.name: part for part in parts for field in dataclasses.fields(part)}
     # How long a prompt may hold the others up is measured, not guessed: machines differ a hundredfold.
     options = {"policy": PriorityPolicy.ADAPTIVE, **options}
+    if device == "cuda" and options.keys().isdisjoint(registry.CARD_BUDGETS):
+        options |= registry.CARD_BUDGETS
     for name, value in options.items():
         if name not in known or name in ("scheduler", "cache"):
             names = ", ".join(sorted(set(known) - {"scheduler", "cache"}))

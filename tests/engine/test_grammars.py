@@ -104,8 +104,8 @@ class SittingOut(CpuBackend):
         self.steps += (set(plan.request_ids),)
         return super().submit(plan)
 
-    def allocate(self, pool: KvCachePoolConfig, num_rows: int) -> BackendInfo:
-        return dataclasses.replace(super().allocate(pool, num_rows), grammars_may_overlap=False)
+    def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
+        return dataclasses.replace(super().allocate(pool, num_rows, max_tokens), grammars_may_overlap=False)
 
 
 @pytest.fixture(scope="module")

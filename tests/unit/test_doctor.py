@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from model_files import GOOD_GGUF
-from weft.cli import machine
+from weft.cli import doctor, machine
 from weft.cli.main import app
 
 X86 = """\
@@ -156,3 +158,64 @@ def test_a_check_that_breaks_is_unknown_and_the_others_go_on(
     monkeypatch.setattr(machine, "gpus", broken)
     exit_code, checks = report()
     assert exit_code == 0 and checks["GPU"]["found"].startswith("unknown") and "model" in checks
+
+
+H200 = "NVIDIA H200, 143771 MiB, 570.124.06"
+
+
+@pytest.mark.parametrize(
+    ("torch", "triton", "status", "told"),
+    [
+        ("2.11.0+cu128", "3.6.0", "ok", "torch 2.11.0+cu128, triton 3.6.0; weft runs on it"),
+        (None, None, "note", "torch and triton not installed"),
+        ("2.12.1", None, "note", "pip install 'weft[cuda]'"),
+        ("2.10.0", "3.6.0", "note", "torch from 2.11 up to, not with, 2.14"),
+        ("2.14.0", "3.6.0", "note", "torch from 2.11 up to, not with, 2.14"),
+        ("2.11.0", "3.5.1", "note", "triton from 3.6"),
+        ("2.13.0+cpu", "3.6.0", "note", "build for the processor alone"),
+    ],
+)
+def test_a_card_is_told_with_what_weft_needs_to_run_on_it(
+    report: Report,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    torch: str | None,
+    triton: str | None,
+    status: str,
+    told: str,
+) -> None:
+    installed = {"torch": torch, "triton": triton}
+    known = doctor._version
+    monkeypatch.setattr(
+        doctor, "_version", lambda name: installed[name] if name in installed else known(name)
+    )
+    monkeypatch.setattr(machine, "gpus", lambda: [H200])
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path))
+    exit_code, checks = report()
+    check = checks["GPU"]
+    assert exit_code == 0 and check["status"] == status
+    assert H200 in check["found"] and told in check["found"] + check["advice"]
+
+
+def test_the_doctor_takes_the_versions_that_the_package_asks_for() -> None:
+    asked = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]["cuda"]
+    for requirement in asked:
+        name = re.split(r"[<>=]", requirement)[0]
+        first, end = doctor._CUDA_PACKAGES[name]
+        assert f">={doctor._dotted(first)}" in requirement
+        assert "<" not in requirement.partition(";")[0] or f"<{doctor._dotted(end)}" in requirement
+
+
+def test_a_machine_without_a_card_needs_nothing_for_one(
+    report: Report, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: [])
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path))
+    assert report()[1]["GPU"] == {
+        "name": "GPU",
+        "status": "ok",
+        "found": "none found; weft runs on the processor",
+        "advice": "",
+    }

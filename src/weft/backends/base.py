@@ -34,8 +34,9 @@ class Backend(Protocol):
     - A row's grammar is followed from its tokens: a row start brings those it has generated so far.
     """
 
-    def allocate(self, pool: KvCachePoolConfig, num_rows: int) -> BackendInfo:
-        """Takes the memory for the pool and the rows. Called once, before the first plan."""
+    def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
+        """Takes the memory for the pool and the rows. Called once, before the first plan. No step has more than
+        `max_tokens` tokens; 0: nobody knows, and a backend that needs to takes a number of its own."""
         ...
 
     def check_grammar(self, grammar: Grammar) -> None:

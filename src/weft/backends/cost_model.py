@@ -106,7 +106,7 @@ class CostModelBackend:
         self._step_ends: dict[int, float] = {}
         self._swap_ends: dict[int, float] = {}
 
-    def allocate(self, pool: KvCachePoolConfig, num_rows: int) -> BackendInfo:
+    def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
         num_blocks = pool.num_blocks or 4096
         return BackendInfo(
             vocabulary_size=self._vocabulary_size,

@@ -60,6 +60,11 @@ class RowGrammars:
         if begun:
             self._last = self._thread.submit(self._guarded, self._begin, begun)
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a row has one just now: where none has, there is nothing to ask or to tell."""
+        return bool(self._has_grammar.any())
+
     def masks(self, rows: np.ndarray) -> Masks:
         """Of the rows [S] that are about to sample; waits until they are there."""
         if self._last is None:

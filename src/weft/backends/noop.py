@@ -162,7 +162,7 @@ class NoopBackend:
         self._swaps_over: dict[int, str | None] = {}
         self._unreported: list[int] = []
 
-    def allocate(self, pool: KvCachePoolConfig, num_rows: int) -> BackendInfo:
+    def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
         self._block_size = pool.block_size
         block_bytes = 8 * pool.block_size
         num_blocks = pool.blocks_in_memory(block_bytes) or 4096

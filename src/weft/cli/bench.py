@@ -253,6 +253,41 @@ def bench_kernels(
     run(threads=threads, json=json)
 
 
+@bench_app.command("gpu")
+def bench_gpu(
+    shape: Annotated[
+        list[str], typer.Option(metavar="S,S,...", help="0.6b, 8b, tiny; default: the first two.")
+    ] = [],  # noqa: B006  (typer makes a new one)
+    work: Annotated[
+        list[str],
+        typer.Option(
+            metavar="W,W,...",
+            help="start, single, batch8, batch64, batch256, offline256, prefill32x2048, long16x3500; default: all.",
+        ),
+    ] = [],  # noqa: B006
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="cuda, or cpu to see whether it runs.")
+    ] = "cuda",
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="Answers that do not depend on what else is in the batch.")
+    ] = False,
+    step_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Prompt tokens in one step at most.")
+    ] = 8192,
+    json: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write all that was measured as JSON, line by line.")
+    ] = None,
+) -> None:
+    """Measure the engine on a card.
+
+    Through LLM.generate on models of random weights, beside the recorded figures of vLLM on an H200 and what that card
+    allows at best. Some minutes.
+    """
+    from weft.bench.gpu import main as run
+
+    run(shape, work, device, invariant, step_tokens, json)
+
+
 @bench_app.command("start")
 def bench_start(
     model: Annotated[str, typer.Option("--model", "-m", help="What is served.")] = "default",

@@ -50,13 +50,14 @@ def chat_command(
     system: str | None,
     context: int | None,
     threads: int | None = None,
+    device: str = "auto",
     quantize: str | None = None,
     **sampling: Any,
 ) -> None:
     """Read a message, answer it, until the end of the input."""
     check_sampling(sampling)
     console = Console(stderr=True, highlight=False)
-    with start(model, context, threads, quantize) as llm:
+    with start(model, context, threads, quantize, device) as llm:
         llm.text.require_chat_template()
         params = command_params(llm, chat=True, **sampling)
         name = printable(shown_name(model))

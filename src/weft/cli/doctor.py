@@ -32,6 +32,8 @@ Status = Literal["ok", "note", "fail"]
 
 _GIB = 1 << 30
 _PACKAGES = ("numpy", "tokenizers", "minijinja", "msgspec", "starlette", "uvicorn", "llguidance")
+_CUDA_PACKAGES = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (4,))}
+"""Those of the extra `cuda`, with the first release that weft takes and the first that it does not."""
 _FLOAT_BYTES = 4
 """The CPU backend keeps weights as float32, whatever the file has."""
 _LOW_DISK = 1 << 30
@@ -107,16 +109,33 @@ def _weft() -> Check:
 
 def _packages() -> Check:
     found, missing = [], []
-    for name in (*_PACKAGES, "torch"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            if name != "torch":  # which only GPUs need
-                missing.append(name)
+    for name in (*_PACKAGES, *_CUDA_PACKAGES):
+        number = _version(name)
+        if number is not None:
+            found.append(f"{name} {number}")
+        elif name in _PACKAGES:  # the others only GPUs need
+            missing.append(name)
     if missing:
         advice = f"pip install {' '.join(missing)}"
         return Check("packages", "fail", f"missing: {', '.join(missing)}", advice)
     return Check("packages", "ok", ", ".join(found))
+
+
+def _version(package: str) -> str | None:
+    """Of an installed package, which is not imported: torch would take seconds."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _release(number: str) -> tuple[int, ...]:
+    """(2, 11) of 2.11.0+cu128: what ranges are about."""
+    return tuple(int(part) for part in number.split(".")[:2] if part.isdigit())
+
+
+def _dotted(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
 
 
 def _processor() -> Check:
@@ -148,7 +167,21 @@ def _gpu() -> Check:
         return Check("GPU", "note", "unknown: nvidia-smi does not answer")
     if not gpus:
         return Check("GPU", "ok", "none found; weft runs on the processor")
-    return Check("GPU", "note", "; ".join(gpus), "This version of weft runs on the processor.")
+    found = "; ".join(gpus)
+    versions = {name: _version(name) for name in _CUDA_PACKAGES}
+    if missing := [name for name, number in versions.items() if number is None]:
+        advice = "weft runs on the processor; with pip install 'weft[cuda]' it runs on the card."
+        return Check("GPU", "note", f"{found}; {' and '.join(missing)} not installed", advice)
+    found += "; " + ", ".join(f"{name} {number}" for name, number in versions.items())
+    for name, number in versions.items():
+        first, end = _CUDA_PACKAGES[name]
+        if not first <= _release(str(number)) < end:
+            advice = f"weft was made for {name} from {_dotted(first)} up to, not with, {_dotted(end)}: pip install 'weft[cuda]'"
+            return Check("GPU", "note", found, advice)
+    if "+cpu" in str(versions["torch"]):
+        advice = "This torch is a build for the processor alone; install one with CUDA to use the card."
+        return Check("GPU", "note", found, advice)
+    return Check("GPU", "ok", f"{found}; weft runs on it")
 
 
 def _kernels() -> Check:

@@ -22,6 +22,7 @@ SERVE_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--api-key-file": ("api_key_file", str),
     "--context": ("context", int),
     "--memory": ("memory", str),
+    "--device": ("backend", str),
     "--threads": ("threads", int),
     "--quantize": ("quantize", str),
     "--chat-template": ("chat_template", str),

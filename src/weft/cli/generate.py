@@ -37,6 +37,7 @@ def generate_command(
     model: str,
     context: int | None,
     threads: int | None,
+    device: str,
     quantize: str | None,
     chat: bool,
     system: str | None,
@@ -61,14 +62,14 @@ def generate_command(
     texts = _read_prompts(prompts, files) if input_path is None else []
     wishes = Wishes(given, as_chat=chat, system=system)
     if input_path is None and output_path is None:
-        with start(model, context, threads, quantize) as llm:
+        with start(model, context, threads, quantize, device) as llm:
             _check_chat(llm, chat)
             _print_texts(llm, texts, wishes)
         return
     with (
         _open_input(input_path, texts) as source,
         open_output(path, overwrite, resume) as output,
-        start(model, context, threads, quantize) as llm,
+        start(model, context, threads, quantize, device) as llm,
     ):
         _check_chat(llm, chat)
         Batch(llm, shown_name(model), wishes, output).run(source)

@@ -61,6 +61,10 @@ Context = Annotated[
     typer.Option(metavar="N", help="Longest context in tokens, prompt and answer; default: the model's own."),
 ]
 
+Device = Annotated[
+    str,
+    typer.Option(metavar="auto|cpu|cuda", help="What computes; auto: a card, where there is one."),
+]
 Threads = Annotated[
     int | None, typer.Option(metavar="N", help="Threads that compute; default: one for each core.")
 ]
@@ -170,6 +174,7 @@ def generate(
         typer.Option("--regex", metavar="PATTERN", help="A regular expression that every answer matches."),
     ] = None,
     context: Context = None,
+    device: Device = "auto",
     threads: Threads = None,
     quantize: Quantize = None,
     chat: Annotated[
@@ -208,6 +213,7 @@ def generate(
         resume=resume,
         model=model,
         context=context,
+        device=device,
         threads=threads,
         quantize=quantize,
         chat=chat,
@@ -235,6 +241,7 @@ def chat(
     seed: Seed = None,
     stop: Stop = None,
     context: Context = None,
+    device: Device = "auto",
     threads: Threads = None,
     quantize: Quantize = None,
 ) -> None:
@@ -249,6 +256,7 @@ def chat(
         model=model,
         system=system,
         context=context,
+        device=device,
         threads=threads,
         quantize=quantize,
         max_tokens=max_tokens,
@@ -282,6 +290,9 @@ def serve(
         str | None,
         typer.Option(metavar="SIZE", help="For the KV cache, such as 4GiB; default: 2GiB or more."),
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="auto|cpu|cuda", help="Default: a card, where there is one.")
+    ] = None,
     threads: Threads = None,
     quantize: Quantize = None,
     chat_template: Annotated[
@@ -313,6 +324,7 @@ def serve(
         "api_key_file": api_key_file,
         "context": context,
         "memory": memory,
+        "backend": device,
         "threads": threads,
         "quantize": quantize,
         "chat_template": chat_template,

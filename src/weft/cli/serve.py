@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft import __version__
+from weft.backends import registry
 from weft.backends.cpu.kernels import describe
 from weft.cli.model import fetch, shown_name
 from weft.engine.launch import launch_engine
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from weft.server.serve import Started
 
 _MIB = 1 << 20
+_KERNELS = {"cuda": "Triton on the card", "noop": "none"}
 
 
 def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: bool) -> None:
@@ -34,7 +36,7 @@ def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: b
     if print_config:
         print(as_toml(settings, gathered))
         return
-    settings = _with_model(settings, gathered)
+    settings = _with_model(_on_device(settings, gathered), gathered)
     for number in (signal.SIGINT, signal.SIGTERM):  # until the server has its own way to stop
         signal.signal(number, _leave)
     launched = launch_engine(settings.backend, settings.backend_options, settings.engine)
@@ -65,6 +67,16 @@ def _settings(gathered: Gathered) -> ServerSettings:
     return dataclasses.replace(settings, api_keys=keys)
 
 
+def _on_device(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
+    """With what computes here, and the size of steps that suits it, where nobody said otherwise."""
+    backend = registry.chosen(settings.backend, _compute_options(gathered))
+    engine = settings.engine
+    budgets = registry.CARD_BUDGETS
+    if backend == "cuda" and not any(f"engine.scheduler.{name}" in gathered.given for name in budgets):
+        engine = dataclasses.replace(engine, scheduler=dataclasses.replace(engine.scheduler, **budgets))
+    return dataclasses.replace(settings, backend=backend, engine=engine)
+
+
 def _with_model(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
     model = gathered.value("model")
     path = str(fetch(model))
@@ -72,13 +84,17 @@ def _with_model(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
     names = settings.names or (shown,)
     options = {"max_context": gathered.value("context")}
     if settings.backend != "noop":  # which has no weights, and nothing to compute
-        options |= {"checkpoint": path, **{key: gathered.value(key) for key in ("threads", "quantize")}}
+        options |= {"checkpoint": path, **_compute_options(gathered)}
     return dataclasses.replace(
         settings,
         model=path,
         names=tuple(dict.fromkeys((*names, model))),
         backend_options={**options, **settings.backend_options},
     )
+
+
+def _compute_options(gathered: Gathered) -> dict[str, Any]:
+    return {key: gathered.value(key) for key in ("threads", "quantize")}
 
 
 def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> None:
@@ -90,7 +106,7 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
     address = f"http://{host}:{started.port}"
     url = f"{address}/v1"
     said = f"Serving the OpenAI API at {url}"
-    kernels = describe(settings.backend_options.get("threads")) if settings.backend == "cpu" else "none"
+    kernels = _KERNELS.get(settings.backend) or describe(settings.backend_options.get("threads"))
     if log.format == "text":
         said = "\n".join(
             [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from weft.backends import registry
 from weft.backends.cpu.kernels import describe
 from weft.cli.model import fetch
 from weft.request import SamplingParams
@@ -33,8 +34,11 @@ def command_params(llm: LLM, *, chat: bool, **given: Any) -> SamplingParams:
     return llm.default_params(chat=chat, **(usual | said))
 
 
-def start(model: str, context: int | None, threads: int | None, quantize: str | None) -> LLM:
+def start(
+    model: str, context: int | None, threads: int | None, quantize: str | None, device: str = "auto"
+) -> LLM:
     """The model, ready to run; a table on stderr says what memory it has, where a person looks at it."""
+    device = registry.chosen(device, {"threads": threads, "quantize": quantize})
     path = fetch(model)
     from rich.console import Console
 
@@ -42,10 +46,11 @@ def start(model: str, context: int | None, threads: int | None, quantize: str | 
     with console.status("Loading the model"):
         from weft.llm import LLM  # numpy and the tokenizer take their time too
 
-        llm = LLM(str(path), max_context=context, threads=threads, quantize=quantize)
+        llm = LLM(str(path), device=device, max_context=context, threads=threads, quantize=quantize)
     if console.is_terminal:
         console.print(_memory_table(llm.memory), style="dim")
-        console.print(f"kernels: {describe(threads)}", style="dim")
+        kernels = describe(threads) if device == "cpu" else "Triton on the card"
+        console.print(f"kernels: {kernels}", style="dim")
     return llm
 
 

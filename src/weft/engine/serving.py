@@ -61,7 +61,8 @@ class ServingEngine:
         self._backend = backend
         self._clock = clock
         self._seeds = random.Random(seed)
-        info = backend.allocate(self.config.cache, self.config.scheduler.max_running)
+        scheduling = self.config.scheduler
+        info = backend.allocate(self.config.cache, scheduling.max_running, scheduling.max_tokens_per_step)
         self._recorder: Recorder | None = None
         if self.config.log_path is not None:
             self._recorder = Recorder(self.config.log_path, self.config.scheduler, info, clock)

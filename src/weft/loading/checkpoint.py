@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weft.errors import ModelFileError
 from weft.loading.files import PICKLE_SUFFIXES, field_error, read_json
@@ -18,6 +18,9 @@ from weft.loading.safetensors import INDEX_NAME, SINGLE_NAME, read_safetensors, 
 from weft.loading.tensor import StoredTensor
 from weft.loading.vocabulary import Vocabulary, read_vocabulary
 
+if TYPE_CHECKING:
+    from weft.loading.random_checkpoint import RandomSource
+
 Layout = Literal["gguf", "huggingface"]
 
 _MAX_NAMES_SHOWN = 12
@@ -25,14 +28,14 @@ _MAX_NAMES_SHOWN = 12
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Nothing in it is a number yet: tensors are views of mapped files until somebody reads them."""
+    """Nothing in it is a number yet: tensors are views of mapped files, or yet to be drawn, until somebody reads them."""
 
     path: Path
-    """The GGUF file, or the folder with config.json and safetensors files."""
+    """The GGUF file, or the folder with config.json and safetensors files; of random numbers, only a name."""
     layout: Layout
     metadata: Mapping[str, Any]
     """The key-value pairs of the GGUF file, or config.json."""
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor | RandomSource]
     """Under the names they have in the files."""
     end_ids: frozenset[int]
     """Every token that ends an answer."""
@@ -40,11 +43,20 @@ class Checkpoint:
     """What the model's makers suggest for sampling, under the names of `SamplingParams`."""
     vocabulary: Vocabulary | None = None
     """That of a GGUF file; a folder has a tokenizer.json instead."""
+    has_text: bool = True
+    """Without, there is no tokenizer: prompts are token ids, and so are answers."""
 
     @property
     def architecture(self) -> str:
         """What the files call it."""
         return str(self.metadata.get("general.architecture" if self.layout == "gguf" else "model_type", ""))
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """Those that tensors are read from."""
+        return frozenset(
+            tensor.file.path for tensor in self.tensors.values() if isinstance(tensor, StoredTensor)
+        )
 
     @property
     def parameter_count(self) -> int:

@@ -25,7 +25,7 @@ ENVIRONMENT = "WEFT_SERVE_"
 CONFIG_VARIABLE = ENVIRONMENT + "CONFIG"
 _OTHER_VARIABLES = {"api_keys": "WEFT_API_KEY"}
 """The name that the other commands know too."""
-_FLAGS = {"model": "MODEL", "api_keys": "--api-key", "names": "--name"}
+_FLAGS = {"model": "MODEL", "api_keys": "--api-key", "names": "--name", "backend": "--device"}
 """Those that are not called like their key."""
 _UNITS = ("", "k", "m", "g", "t")
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)

@@ -44,7 +44,8 @@ class ServerSettings:
     """How the model writes calls of tools, one of `weft.text.model_text.TOOL_FORMATS`; None: found from its template."""
     log_format: LogFormat = "auto"
     """"auto": text where standard error is a terminal, JSON elsewhere."""
-    backend: str = "cpu"
+    backend: str = "auto"
+    """What computes: "cpu", "cuda", or "auto": a card, where there is one."""
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     engine: ServingEngineConfig = field(default_factory=_engine_config)
     drain_seconds: Seconds = 30.0

@@ -12,16 +12,19 @@ from weft.text.tokenizer import Tokenizer
 
 
 class AnswerText:
-    """Takes the outputs of one answer in order. `shown` are control tokens that are part of the text all the same."""
+    """Takes the outputs of one answer in order. `shown` are control tokens that are part of the text all the same.
+
+    Without a tokenizer there is no text: tokens are counted.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, *, shown: frozenset[int] = frozenset()
+        self, tokenizer: Tokenizer | None, params: SamplingParams, *, shown: frozenset[int] = frozenset()
     ) -> None:
         self.num_tokens = 0
         self.is_cut = False
         """The answer is complete: whatever the engine still sends was on its way before it heard of that."""
         self._min_tokens = params.min_tokens
-        self._detokenizer = Detokenizer(tokenizer, shown=shown)
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, shown=shown)
         self._stop = StopFinder(params.stop) if params.stop else None
         self._pieces: list[str] = []
 
@@ -29,12 +32,13 @@ class AnswerText:
         """The text that is certain now and was not before."""
         if self.is_cut:
             return ""
+        self.num_tokens += output.token_id is not None
+        if self._detokenizer is None:
+            return ""
         text = ""
-        if output.token_id is not None:
-            self.num_tokens += 1
-            # The token that ends an answer is no part of its text, whatever kind of token its vocabulary calls it.
-            if output.finish_reason is not FinishReason.END_OF_SEQUENCE:
-                text = self._detokenizer.add(output.token_id)
+        # The token that ends an answer is no part of its text, whatever kind of token its vocabulary calls it.
+        if output.token_id is not None and output.finish_reason is not FinishReason.END_OF_SEQUENCE:
+            text = self._detokenizer.add(output.token_id)
         if output.is_final:
             text += self._detokenizer.finish()
         if self._stop is not None:
@@ -53,7 +57,7 @@ class AnswerText:
     def add_all(self, tokens: Sequence[int], reason: FinishReason | None) -> str:
         """As `add` for each, at a fraction of the cost, where no stop string is looked for; `reason` is why the answer
         ended with the last of them, if it did."""
-        assert self._stop is None
+        assert self._stop is None and self._detokenizer is not None
         self.num_tokens += len(tokens)
         has_end = reason is FinishReason.END_OF_SEQUENCE
         text = self._detokenizer.add_all(tokens[:-1] if has_end else tokens)

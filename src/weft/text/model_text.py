@@ -147,6 +147,8 @@ def _template_errors(where: str) -> Iterator[None]:
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """The tokenizer alone; errors name the model's path."""
+    if not checkpoint.has_text:
+        raise ModelFileError(f"{checkpoint.path}: has no tokenizer")
     if checkpoint.vocabulary is None:
         return read_folder_tokenizer(checkpoint.path)
     try:

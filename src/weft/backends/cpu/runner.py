@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +23,7 @@ from weft.backends.cpu.sampler import NOT_A_NUMBER, Sampled
 from weft.backends.cpu.swap import SwapSpace
 from weft.backends.cpu.threads import thread_count
 from weft.backends.grammar import Masks, RowGrammars
+from weft.backends.opening import check_context, grammar_compiler
 from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
@@ -39,7 +39,6 @@ from weft.text.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
     from weft.ops.cpu.weights import Quantize
-    from weft.text.tokenizer import Tokenizer
 
 # What the cache takes without a wish: a number, not a share of the machine, so that a model behaves alike everywhere.
 # Memory is touched when a block is first used, and blocks used once are used again first: what is resident follows the
@@ -103,7 +102,7 @@ class CpuBackend:
         self._compiler = grammars
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-cpu")
 
-    def allocate(self, pool: KvCachePoolConfig, num_rows: int) -> BackendInfo:
+    def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
         config = self._decoder.config
         block_bytes = self._decoder.new_cache(1, pool.block_size).nbytes
         num_blocks = _choose_blocks(pool, block_bytes, config.max_context)
@@ -221,7 +220,7 @@ def open_cpu_backend(
     try:
         own_context = build_config(layout, metadata, tensors).max_context
         if max_context is not None:
-            _check_context(max_context, own_context)
+            check_context(max_context, own_context)
         native: Native | None = None
         if is_native:
             decoder, native = open_native(checkpoint, max_context, threads, quantize)
@@ -230,9 +229,7 @@ def open_cpu_backend(
             decoder = build_decoder(layout, metadata, tensors, ops, max_context)
     except ModelFileError as error:
         raise ModelFileError(f"{checkpoint.path}: {error}") from error
-    compiler = GrammarCompiler(
-        partial(_open_tokenizer, checkpoint), checkpoint.end_ids, decoder.config.vocabulary_size
-    )
+    compiler = grammar_compiler(checkpoint, decoder.config.vocabulary_size)
     return CpuBackend(decoder, checkpoint.end_ids, compiler, native)
 
 
@@ -252,9 +249,11 @@ def open_native(
     ops = CpuOps(Packing(quantize))
     decoder = build_decoder(checkpoint.layout, checkpoint.metadata, checkpoint.tensors, ops, max_context)
     variant = f"{quantize or 'stored'}-{PACKING_VERSION}"
-    files = {tensor.file.path for tensor in checkpoint.tensors.values()}
+    files = checkpoint.files
 
     def keep(sizes: Mapping[str, int], fill: Callable[[str, np.ndarray], None]) -> dict[str, np.ndarray]:
+        if not files:  # random numbers are drawn again at the next start
+            return in_memory(sizes, fill)
         path = packed_path(checkpoint.path, variant)
         pieces = open_packed(path, identity_of(files, variant), sizes, fill, threads)
         return in_memory(sizes, fill) if pieces is None else pieces
@@ -283,21 +282,6 @@ def _check_quantize(quantize: str | None, checkpoint: Checkpoint, is_native: boo
             f"quantize is {quantize!r}, but the weights of {checkpoint.path.name} are quantised already "
             f"({checkpoint.stored_as})",
             field="quantize",
-        )
-
-
-def _open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """For grammars alone; whoever sends none does not wait for it."""
-    from weft.text.model_text import open_tokenizer
-
-    return open_tokenizer(checkpoint)
-
-
-def _check_context(wanted: int, own: int) -> None:
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or not 2 <= wanted <= own:
-        raise InvalidRequestError(
-            f"max_context is {wanted!r}; allowed: a whole number from 2 to {own}, the model's own context",
-            field="max_context",
         )
 
 

@@ -1,0 +1,118 @@
+"""Decode steps as graphs: which size a step is padded to, which graphs there are, and when one is captured.
+
+Nothing is captured before it is needed, so a start waits for none. A step of a new kind is launched kernel by kernel,
+which compiles them; the second of its kind is captured. A size that has no graph yet uses a somewhat larger one that has:
+a batch that drains passes through many sizes, and few of them are worth a capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from weft.backends.cuda.sampler import SamplingPath
+from weft.ops.triton.device import Device
+
+_STEP = 8
+_SMALL_SIZES = (1, 2, 4)
+_SMALLEST_CONTEXT = 512
+_MOST_PADDING = 1.5
+_BORROWED = 64
+"""So many steps of one kind use another's graph; then it has its own."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What decode steps have in common that run from one graph."""
+
+    size: int
+    """Entries, padding included."""
+    longest_context: int
+    """No context in it is longer."""
+    sampling: SamplingPath | None
+    """The sampler's path where sampling is part of the graph; None: the graph ends with the logits."""
+
+
+class _Captured:
+    """A graph, and where it leaves its logits."""
+
+    logits: Tensor
+
+    def __init__(self, device: Device, work: Callable[[Kind], Tensor], kind: Kind, pool: object) -> None:
+        def note() -> None:
+            self.logits = work(kind)
+
+        self.graph = device.capture(note, pool)
+
+
+@dataclass
+class DecodeGraphs:
+    """Runs decode steps, from a graph where there is one.
+
+    `work` launches everything of a kind and returns its logits, which stand in the same memory every time.
+    """
+
+    device: Device
+    work: Callable[[Kind], Tensor]
+    max_size: int
+    max_context: int
+    by_context: bool
+    """Whether the launches of a step depend on its longest context."""
+    _graphs: dict[Kind, _Captured] = field(default_factory=dict)
+    _seen: dict[Kind, int] = field(default_factory=dict)
+    _pool: object = None
+
+    def run(self, entries: int, longest_context: int, sampling: SamplingPath | None) -> Tensor:
+        """Launches a step; its logits, those of padding behind the others."""
+        kind = Kind(self._size(entries), self._context(longest_context), sampling)
+        captured = self._graphs.get(kind)
+        if captured is None:
+            seen = self._seen[kind] = self._seen.get(kind, 0) + 1
+            lent = self._lent(kind) if seen < _BORROWED else None
+            if lent is not None:
+                captured = lent
+            elif seen > 1:
+                captured = self._capture(kind)
+            else:
+                return self.work(kind)
+        captured.graph.replay()
+        return captured.logits
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._graphs)
+
+    def _capture(self, kind: Kind) -> _Captured:
+        if self._pool is None:
+            self._pool = self.device.graph_pool()
+        self._graphs[kind] = _Captured(self.device, self.work, kind, self._pool)
+        return self._graphs[kind]
+
+    def _lent(self, kind: Kind) -> _Captured | None:
+        """The smallest graph that this kind of step fits into without much waste."""
+        fitting = [
+            (other.size, other.longest_context, other)
+            for other in self._graphs
+            if other.sampling == kind.sampling
+            and kind.size <= other.size <= kind.size * _MOST_PADDING
+            and other.longest_context in (kind.longest_context, self._context(2 * kind.longest_context))
+        ]
+        if not fitting:
+            return None
+        return self._graphs[min(fitting, key=lambda found: found[:2])[2]]
+
+    def _size(self, entries: int) -> int:
+        for size in _SMALL_SIZES:
+            if entries <= size:
+                return min(size, self.max_size)
+        return min(-(-entries // _STEP) * _STEP, self.max_size)
+
+    def _context(self, longest: int) -> int:
+        if not self.by_context:
+            return self.max_context
+        bucket = _SMALLEST_CONTEXT
+        while bucket < longest:
+            bucket *= 2
+        return min(bucket, self.max_context)

@@ -1,0 +1,282 @@
+"""The CUDA backend: carries out plans on the card without waiting for it.
+
+`submit` runs in the engine's thread: it writes what changed into a slot of the mailbox, launches the step, and comes back;
+`result` waits for the end of one step and reads its slot. What a step samples is in the rows on the card before the next
+step reads them, so the engine plans and submits step N + 1 while N runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.backends.cuda.graphs import DecodeGraphs, Kind
+from weft.backends.cuda.mailbox import Mailbox, Slot
+from weft.backends.cuda.prompts import PromptPiece, ScoredPrompts, indices_of
+from weft.backends.cuda.rows import DeviceRows, is_decode
+from weft.backends.cuda.sampler import DeviceSampler, SamplingPath
+from weft.backends.cuda.step import DeviceStep
+from weft.backends.cuda.swap import SwapSpace
+from weft.backends.grammar import RowGrammars
+from weft.backends.opening import check_context, grammar_compiler
+from weft.config import KvCachePoolConfig
+from weft.errors import InvalidRequestError, ModelFileError
+from weft.loading.checkpoint import Checkpoint, open_checkpoint
+from weft.models.decoder import Decoder
+from weft.models.registry import build_config, build_decoder
+from weft.ops.triton.device import Device, Event
+from weft.ops.triton.ops import TritonOps
+from weft.ops.triton.program import CudaProgram, record
+from weft.plan import BackendInfo, IterationPlan
+from weft.request import Grammar
+from weft.text.grammar import GrammarCompiler
+
+_DEFAULT_MAX_TOKENS = 2048
+_DEFAULT_SWAP_BYTES = 8 << 30
+# Of the free memory: for what launched steps allocate, graphs, and the libraries.
+_SPARE_SHARE = 0.04
+_SPARE_BYTES = 1 << 30
+
+_SCORED_AT_ONCE = 64
+
+# What a large card does in a second: only their ratio matters, and only to the choice between recompute and swap.
+_OPERATIONS_PER_SECOND = 4e14
+_COPIED_BYTES_PER_SECOND = 4e10
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class CudaBackend:
+    """`Backend` over a program of launches; all state of rows and cache is on the device."""
+
+    def __init__(
+        self,
+        device: Device,
+        decoder: Decoder,
+        ops: TritonOps,
+        eos_token_ids: frozenset[int],
+        grammars: GrammarCompiler,
+        invariant: bool = False,
+    ) -> None:
+        self._device = device
+        self._decoder = decoder
+        self._ops = ops
+        self._eos_token_ids = eos_token_ids
+        self._compiler = grammars
+        self._invariant = invariant
+        self._stream = device.stream()
+        # Weights may still be on their way.
+        self._stream.wait_stream(device.current_stream())
+        self._last_step: Event | None = None
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
+        with self._device.using(self._stream):
+            return self._allocate(pool, num_rows, max(max_tokens or _DEFAULT_MAX_TOKENS, num_rows))
+
+    def _allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int) -> BackendInfo:
+        device, config = self._device, self._decoder.config
+        block = self._decoder.new_cache(1, pool.block_size)
+        block_bytes = block.numel() * block.element_size()
+        asked = pool.blocks_in_memory(block_bytes)
+        max_context = config.max_context
+        if asked is not None:
+            max_context = min(max_context, asked * pool.block_size)
+        try:
+            # All that is not the cache comes first: the cache has what is left.
+            self._program: CudaProgram = record(
+                self._decoder,
+                self._ops,
+                max_tokens=max_tokens,
+                max_sampled=num_rows,
+                invariant=self._invariant,
+            )
+            self._mailbox = Mailbox(device, num_rows)
+            self._rows = DeviceRows(device, self._mailbox, num_rows, max_context, pool.block_size, max_tokens)
+            self._sampler = DeviceSampler(
+                num_rows, config.vocabulary_size, self._eos_token_ids, self._rows.tokens, device, num_rows
+            )
+            num_blocks = _free_blocks(device, block_bytes) if asked is None else asked
+            self._cache: Tensor = self._decoder.new_cache(num_blocks, pool.block_size)
+        except torch.OutOfMemoryError as error:
+            raise InvalidRequestError(
+                f"{asked or 'the'} blocks of {block_bytes} bytes do not fit into the card's memory beside the model "
+                f"({device.free_memory() >> 20} MiB are free); ask for fewer, or for a shorter context",
+                field="num_blocks",
+            ) from error
+        max_context = min(max_context, num_blocks * pool.block_size)
+        swap_blocks = pool.swap_blocks
+        if swap_blocks is None:
+            swap_blocks = min(num_blocks // 2, _DEFAULT_SWAP_BYTES // block_bytes)
+        self._swaps = SwapSpace(device, self._cache, swap_blocks)
+        self._grammars = RowGrammars(self._compiler, num_rows, config.vocabulary_size)
+        self._prompts = ScoredPrompts()
+        self._graphs = DecodeGraphs(device, self._launch_decodes, num_rows, max_context, self._invariant)
+        return BackendInfo(
+            vocabulary_size=config.vocabulary_size,
+            max_context=max_context,
+            num_blocks=num_blocks,
+            block_size=pool.block_size,
+            swap_blocks=swap_blocks,
+            bytes_per_block=block_bytes,
+            eos_token_ids=self._eos_token_ids,
+            recompute_seconds_per_token=2 * config.multiplications_per_token / _OPERATIONS_PER_SECOND,
+            swap_seconds_per_block=block_bytes / _COPIED_BYTES_PER_SECOND,
+            weight_bytes=self._decoder.weight_bytes,
+        )
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        self._compiler.compile(grammar)
+
+    def submit(self, plan: IterationPlan) -> DeviceStep:
+        slot = self._mailbox.take()
+        step = DeviceStep(plan, slot, self._sampler, self._swaps, self._grammars)
+        with self._device.using(self._stream):
+            try:
+                # Swaps are told whatever becomes of the step.
+                self._swaps.launch(plan, self._last_step)
+                self._swaps.hold(self._stream, plan.after_swaps)
+                self._launch(plan, slot, step)
+            except Exception as error:
+                self._mailbox.restore()
+                step.fail(f"{type(error).__name__}: {error}")
+                return step
+            self._mailbox.send(slot, step)
+        self._last_step = slot.event
+        return step
+
+    def close(self) -> None:
+        try:
+            self._device.synchronize()
+        except RuntimeError:
+            pass  # a card that failed says so at every turn; who waited for a step was told
+        self._grammars.close()
+        # Whoever keeps an engine for its figures keeps none of the card's memory.
+        del self._graphs, self._program, self._decoder, self._ops, self._cache, self._swaps
+        del self._sampler, self._rows, self._mailbox
+
+    def _launch(self, plan: IterationPlan, slot: Slot, step: DeviceStep) -> None:
+        self._rows.change(plan, slot)
+        if plan.row_starts:
+            self._sampler.start(plan.row_starts)
+            self._grammars.start(plan.row_starts)
+            self._prompts.start(plan.row_starts)
+        rows = step.sampled_rows
+        if self._grammars.has_any:
+            step.masks = self._grammars.masks(np.array(rows, np.int64))
+        path = self._sampler.path(rows, masked=len(step.masks.entries) > 0) if rows else None
+        if not plan.rows:
+            self._publish(0)
+            return
+        if is_decode(plan):
+            self._run_decodes(plan, slot, step, path)
+            return
+        pieces = self._prompts.pieces(plan)
+        batch = self._rows.prepare_tokens(plan, slot, indices_of(pieces))
+        logits, others = self._program.run(batch, self._cache)
+        if path is not None:
+            self._sample(logits, step, path, slot)
+        self._publish(len(rows))
+        self._score(pieces, others, slot)
+        step.pieces = pieces
+
+    def _run_decodes(
+        self, plan: IterationPlan, slot: Slot, step: DeviceStep, path: SamplingPath | None
+    ) -> None:
+        assert path is not None, "every decode samples"
+        # Where more is asked than tokens, or masks come from the host, sampling is not part of a graph.
+        is_plain = path.widest < 0 and not len(step.masks.entries)
+        logits = self._graphs.run(len(plan.rows), max(plan.starts) + 1, path if is_plain else None)
+        if not is_plain:
+            self._sample(logits[: len(plan.rows)], step, path, slot)
+            self._publish(len(plan.rows))
+
+    def _launch_decodes(self, kind: Kind) -> Tensor:
+        """Everything of a decode step; what a graph is captured from."""
+        self._rows.prepare_decodes(kind.size)
+        batch = self._rows.decode_batch(kind.size, kind.longest_context)
+        logits, _ = self._program.run(batch, self._cache)
+        if kind.sampling is not None:
+            rows, positions = self._rows.sampled(kind.size)
+            self._sampler.sample(logits, rows, positions, kind.sampling)
+            self._publish(kind.size)
+        return logits
+
+    def _sample(self, logits: Tensor, step: DeviceStep, path: SamplingPath, slot: Slot) -> None:
+        rows, positions = self._rows.sampled(len(step.sampled_rows))
+        self._sampler.sample(logits, rows, positions, path, self._uploaded(step, slot))
+        step.logprobs = self._sampler.collect(step.sampled_rows, path)
+
+    def _uploaded(self, step: DeviceStep, slot: Slot) -> tuple[Tensor, Tensor] | None:
+        """What grammars allow, on the card: the bits of each mask, and which entry has which."""
+        masks = step.masks
+        if not len(masks.entries):
+            return None
+        bits = masks.bits.view(np.int32)
+        mask_of_entry = np.full(len(step.sampled_rows), -1, np.int32)
+        mask_of_entry[masks.entries] = np.arange(len(masks.entries))
+        return self._copied(slot, bits.reshape(-1)).view(bits.shape), self._copied(slot, mask_of_entry)
+
+    def _score(self, pieces: Sequence[PromptPiece], rows: Tensor | None, slot: Slot) -> None:
+        """Logits of whole prompts would be large: they are made and used up piece by piece."""
+        at_once = min(_SCORED_AT_ONCE, self._mailbox.capacity)
+        start = 0
+        for piece in pieces:
+            assert rows is not None, "the step computes the rows that score prompts"
+            for first in range(0, len(piece.tokens), at_once):
+                tokens = piece.tokens[first : first + at_once]
+                logits = self._program.logits(rows[start + first : start + first + len(tokens)])
+                copied = self._copied(slot, np.array(tokens, np.int32))
+                piece.scores.append(self._sampler.score(logits, copied, piece.top_count))
+            start += len(piece.tokens)
+
+    def _copied(self, slot: Slot, words: np.ndarray) -> Tensor:
+        copy = self._device.empty(len(words), dtype=torch.int32)
+        copy.copy_(slot.pack([words]), non_blocking=True)
+        return copy
+
+    def _publish(self, sampled: int) -> None:
+        self._mailbox.publish(self._sampler.tokens, self._sampler.errors, sampled)
+
+
+def open_cuda_backend(
+    checkpoint: Checkpoint | str,
+    max_context: int | None = None,
+    device: str = "cuda",
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    invariant: bool = False,
+) -> CudaBackend:
+    """The backend for a model, or for the path of one; errors name it. `max_context` shortens the model's own context.
+
+    With `invariant` a text does not depend on what else is computed beside it, to the bit; it costs speed. The device
+    "cpu" is Triton's interpreter, for tests.
+    """
+    if isinstance(checkpoint, str):
+        checkpoint = open_checkpoint(checkpoint)
+    layout, metadata, tensors = checkpoint.layout, checkpoint.metadata, checkpoint.tensors
+    if dtype not in _DTYPES:
+        raise InvalidRequestError(f"dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}", field="dtype")
+    card = Device(device)
+    try:
+        own_context = build_config(layout, metadata, tensors).max_context
+        if max_context is not None:
+            check_context(max_context, own_context)
+        ops = TritonOps(card, _DTYPES[dtype])
+        decoder = build_decoder(layout, metadata, tensors, ops, max_context)
+    except ModelFileError as error:
+        raise ModelFileError(f"{checkpoint.path}: {error}") from error
+    compiler = grammar_compiler(checkpoint, decoder.config.vocabulary_size)
+    return CudaBackend(card, decoder, ops, checkpoint.end_ids, compiler, invariant)
+
+
+def _free_blocks(device: Device, block_bytes: int) -> int:
+    """As many blocks as fit beside all that has its memory already."""
+    free = device.free_memory()
+    return max(1, int(free - max(_SPARE_BYTES, free * _SPARE_SHARE)) // block_bytes)

@@ -1,0 +1,447 @@
+"""From logits to tokens on the device: `weft.backends.cpu.sampler` is the definition, this launches the kernels of it.
+
+Nothing here waits for the device. What is launched depends on the path alone, and all arrays stay where they are, so
+every path may be part of a CUDA graph.
+
+    greedy, plain       choose
+    full                copy -> count -> penalise -> clear -> lists     the scores of entries whose logits are changed
+                        best -> top-k -> top-p -> mean -> typical-p     floors
+                        choose -> logprobs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from weft.backends.cpu.sampler import FORBIDDEN, NOT_A_NUMBER, OVERFLOW
+from weft.backends.cuda.sampling_rows import MAX_ENDS, ROW_WORDS, SamplingPath, SamplingRows
+from weft.ops.triton import sampling as kernels
+from weft.ops.triton.device import Device
+from weft.ops.triton.sampling import choose_kernel
+from weft.ops.triton.sampling_filters import (
+    BY_COUNT,
+    BY_MASS,
+    BY_SURPRISE,
+    PARTS,
+    best_kernel,
+    mean_kernel,
+    narrow_kernel,
+)
+from weft.ops.triton.sampling_logprobs import logprobs_kernel
+from weft.ops.triton.sampling_scores import copy_kernel, count_kernel, lists_kernel, penalise_kernel
+from weft.plan import RowStart
+from weft.request import MAX_LOGPROBS, TokenLogprobs
+
+Masks = tuple[Tensor, Tensor]
+"""int32 [M, words of the vocabulary]: a bit for each token; int32 [S]: an entry's line of them, or -1."""
+
+# Greedy reads and compares; draws compute, and keep more in registers.
+_GREEDY_TILE, _DRAW_TILE = 2048, 1024
+_PROGRAMS_PER_PROCESSOR = 8
+_COPY_TILE = 4096
+_FILTER_TILE, _FILTER_TILES, _INTERPRETED_TILES = 1024, 8, 2
+_LOGPROBS_TILE = 4096
+_HISTORY_TILE, _HISTORY_PROGRAMS = 512, 8
+_WIDTH = triton.next_power_of_2(MAX_LOGPROBS)
+
+_ERRORS = {
+    kernels.NOT_A_NUMBER.value: NOT_A_NUMBER,
+    kernels.FORBIDDEN.value: FORBIDDEN,
+    kernels.OVERFLOW.value: OVERFLOW,
+}
+
+
+class Pending:
+    """Logprobs on their way to the host; `read` them when the step's event is over."""
+
+    def __init__(self, arrays: _LogprobArrays, count: int, top_counts: Sequence[int], device: Device) -> None:
+        self._top_counts = list(top_counts)
+        width = max(0, *self._top_counts) if self._top_counts else 0
+        self._logprobs = _to_host(arrays.logprobs[:count], device)
+        self._top_tokens = _to_host(arrays.top_tokens[:count], device) if width else None
+        self._top_logprobs = _to_host(arrays.top_logprobs[:count], device) if width else None
+
+    def read(self, without: Collection[int] = ()) -> list[TokenLogprobs | None]:
+        """For each entry its token's, None where none were asked for or the entry is one of those `without` a token."""
+        values = self._logprobs.tolist()
+        tokens = self._top_tokens.tolist() if self._top_tokens is not None else [[]] * len(values)
+        tops = self._top_logprobs.tolist() if self._top_logprobs is not None else [[]] * len(values)
+        return [
+            TokenLogprobs(values[entry], tuple(zip(tokens[entry][:count], tops[entry][:count], strict=True)))
+            if count >= 0 and entry not in without
+            else None
+            for entry, count in enumerate(self._top_counts)
+        ]
+
+
+class DeviceSampler:
+    """One per backend; called in the thread that launches steps."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        vocabulary_size: int,
+        eos_token_ids: Collection[int],
+        row_tokens: Tensor,
+        device: Device,
+        max_sampled: int,
+    ) -> None:
+        """`row_tokens` int32 [rows, positions]: where tokens are read and written. The workspace takes 8 bytes for each
+        of `max_sampled` x the vocabulary."""
+        self.rows = SamplingRows(num_rows, vocabulary_size, eos_token_ids, device)
+        self.tokens = device.zeros(max_sampled, dtype=torch.int32)
+        self.errors = device.zeros(max_sampled, dtype=torch.int32)
+        self._vocabulary_size = vocabulary_size
+        self._row_tokens = row_tokens
+        self._device = device
+        self._max_sampled = max_sampled
+        self._scores = device.empty(max_sampled, vocabulary_size, dtype=torch.float32)
+        self._counts = device.zeros(max_sampled, vocabulary_size, dtype=torch.int32)
+        self._kept_ends = device.empty(max_sampled, MAX_ENDS, dtype=torch.float32)
+        self._seen = device.zeros(max_sampled, dtype=torch.int32)
+        self._floors = device.zeros(3, max_sampled, dtype=torch.int32)
+        self._above = device.zeros(max_sampled, dtype=torch.float64)
+        self._targets = device.zeros(max_sampled, dtype=torch.float64)
+        self._best = device.zeros(max_sampled, dtype=torch.float32)
+        self._mean = device.zeros(max_sampled, dtype=torch.float64)
+        self._counters = device.zeros(max_sampled, dtype=torch.int32)
+        tiles = _FILTER_TILES if device.is_card else _INTERPRETED_TILES
+        self._filter_tiles = min(tiles, triton.cdiv(vocabulary_size, _FILTER_TILE))
+        self._filter_pieces = triton.cdiv(vocabulary_size, _FILTER_TILE * self._filter_tiles)
+        self._filter_partials = device.empty(
+            max_sampled, _power_of_2(self._filter_pieces), PARTS.value, dtype=torch.float64
+        )
+        self._choice_pieces = _power_of_2(triton.cdiv(vocabulary_size, _DRAW_TILE))
+        self._choice_scores = device.empty(max_sampled, self._choice_pieces, dtype=torch.float32)
+        self._choice_noise = device.empty(max_sampled, self._choice_pieces, dtype=torch.float64)
+        self._choice_tokens = device.empty(max_sampled, self._choice_pieces, dtype=torch.int32)
+        self._logprob_arrays = _LogprobArrays(max_sampled, vocabulary_size, device)
+        nothing = device.zeros(1, dtype=torch.int32)
+        self._no_masks: Masks = (nothing, nothing)
+
+    @property
+    def refused(self) -> dict[int, str]:
+        """Row -> why it can have no token, whatever the kernels say."""
+        return self.rows.refused
+
+    def start(self, row_starts: Iterable[RowStart]) -> None:
+        self.rows.start(row_starts)
+
+    def path(self, rows: Sequence[int], masked: bool = False) -> SamplingPath:
+        return self.rows.path(rows, masked)
+
+    def error_text(self, code: int) -> str:
+        return _ERRORS[code]
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        path: SamplingPath,
+        masks: Masks | None = None,
+    ) -> None:
+        """A token for each line of `logits` [S, vocabulary], which stay as they are, to `tokens` and to its row.
+
+        `rows` int32 [S], -1 where there is none; `positions` int32 [S]: where the token will stand. An entry without
+        a token has a code in `errors`, and token 0.
+        """
+        assert path.is_masked == (masks is not None), "a path with grammars and the masks go together"
+        entries = _Entries(logits, rows, positions, path, masks or self._no_masks)
+        if path.is_touched:
+            self._change_scores(entries)
+        if path.is_filtered:
+            self._find_floors(entries)
+        self._choose(entries)
+        if path.widest >= 0:
+            self._tell(self._logprob_arrays, logits, self.tokens, rows, path.widest)
+
+    def collect(self, rows: Sequence[int], path: SamplingPath) -> Pending | None:
+        """The logprobs of the step that was sampled last; None where nobody asked."""
+        if path.widest < 0:
+            return None
+        top_counts = [min(self.rows.top_counts[row], self._vocabulary_size) for row in rows]
+        return Pending(self._logprob_arrays, len(top_counts), top_counts, self._device)
+
+    def score(self, logits: Tensor, tokens: Tensor, top_count: int) -> Pending:
+        """How likely each of `tokens` [N] is by its line of `logits` [N, vocabulary]."""
+        count = len(logits)
+        top_count = min(top_count, self._vocabulary_size)
+        arrays = _LogprobArrays(count, self._vocabulary_size, self._device)
+        self._tell(arrays, logits, tokens, None, top_count)
+        return Pending(arrays, count, [top_count] * count, self._device)
+
+    def _change_scores(self, entries: _Entries) -> None:
+        count, path = entries.count, entries.path
+        masks, mask_lines = entries.masks
+        copy_kernel[(count, triton.cdiv(self._vocabulary_size, _COPY_TILE))](
+            entries.logits,
+            self._scores,
+            entries.rows,
+            self.rows.words,
+            masks,
+            mask_lines,
+            self._seen,
+            self._vocabulary_size,
+            entries.logits.stride(0),
+            ROW_WORDS,
+            masks.stride(0),
+            MASKED=path.is_masked,
+            TILE=_COPY_TILE,
+            num_warps=8,
+            **self._device.launch_options(),
+        )
+        if path.is_counted:
+            self._count(entries, clears=False)
+        if path.is_penalised:
+            penalise_kernel[(count, _HISTORY_PROGRAMS)](
+                entries.logits,
+                self._scores,
+                entries.rows,
+                entries.positions,
+                self.rows.words,
+                self.rows.doubles,
+                self._row_tokens,
+                self._counts,
+                masks,
+                mask_lines,
+                self._vocabulary_size,
+                entries.logits.stride(0),
+                ROW_WORDS,
+                self._row_tokens.stride(0),
+                masks.stride(0),
+                MASKED=path.is_masked,
+                TILE=_HISTORY_TILE,
+                **self._device.launch_options(),
+            )
+        if path.is_counted:
+            self._count(entries, clears=True)
+        if path.has_lists:
+            lists_kernel[(count,)](
+                self._scores,
+                entries.rows,
+                entries.positions,
+                self.rows.words,
+                self.rows.doubles,
+                self._kept_ends,
+                self._vocabulary_size,
+                ROW_WORDS,
+                MAX_ENDS,
+                TILE=1024,
+                num_warps=8,
+                **self._device.launch_options(),
+            )
+
+    def _count(self, entries: _Entries, clears: bool) -> None:
+        count_kernel[(entries.count, _HISTORY_PROGRAMS)](
+            entries.rows,
+            entries.positions,
+            self.rows.words,
+            self._row_tokens,
+            self._counts,
+            self._vocabulary_size,
+            ROW_WORDS,
+            self._row_tokens.stride(0),
+            CLEARS=clears,
+            TILE=_HISTORY_TILE,
+            **self._device.launch_options(),
+        )
+
+    def _find_floors(self, entries: _Entries) -> None:
+        path = entries.path
+        if path.needs_best:
+            best_kernel[(entries.count, self._filter_pieces)](
+                entries.logits,
+                self._scores,
+                entries.rows,
+                self.rows.words,
+                entries.masks[1],
+                self._best,
+                self._filter_partials,
+                self._counters,
+                self._vocabulary_size,
+                entries.logits.stride(0),
+                ROW_WORDS,
+                self._filter_pieces,
+                **self._filter_options(path),
+            )
+        if path.has_top_k:
+            self._narrow(entries, BY_COUNT.value)
+        if path.has_top_p:
+            self._narrow(entries, BY_MASS.value)
+        if path.has_typical_p:
+            mean_kernel[(entries.count, self._filter_pieces)](
+                entries.logits,
+                self._scores,
+                entries.rows,
+                self.rows.words,
+                self.rows.doubles,
+                entries.masks[1],
+                self._floors,
+                self._best,
+                self._mean,
+                self._filter_partials,
+                self._counters,
+                self._vocabulary_size,
+                entries.logits.stride(0),
+                ROW_WORDS,
+                self._max_sampled,
+                self._filter_pieces,
+                **self._filter_options(path),
+            )
+            self._narrow(entries, BY_SURPRISE.value)
+
+    def _narrow(self, entries: _Entries, mode: int) -> None:
+        halves = entries.logits.dtype == torch.bfloat16
+        is_short = halves and not entries.path.is_touched and mode != BY_SURPRISE.value
+        for shift in range(28, 12 if is_short else -4, -4):
+            narrow_kernel[(entries.count, self._filter_pieces)](
+                entries.logits,
+                self._scores,
+                entries.rows,
+                self.rows.words,
+                self.rows.doubles,
+                entries.masks[1],
+                self._floors,
+                self._above,
+                self._targets,
+                self._best,
+                self._mean,
+                self._filter_partials,
+                self._counters,
+                self._vocabulary_size,
+                entries.logits.stride(0),
+                ROW_WORDS,
+                self._max_sampled,
+                self._filter_pieces,
+                shift,
+                MODE=mode,
+                HALVES=halves,
+                **self._filter_options(entries.path),
+            )
+
+    def _filter_options(self, path: SamplingPath) -> dict[str, object]:
+        return {
+            "TOUCHED": path.is_touched,
+            "MASKED": path.is_masked,
+            "TILE": _FILTER_TILE,
+            "TILES": self._filter_tiles,
+            "PIECES": _power_of_2(self._filter_pieces),
+            "num_warps": 8,
+            **self._device.launch_options(),
+        }
+
+    def _choose(self, entries: _Entries) -> None:
+        path = entries.path
+        tile = _DRAW_TILE if path.draws else _GREEDY_TILE
+        # Few entries are cut into many pieces, so that every processor has some.
+        all_tiles = triton.cdiv(self._vocabulary_size, tile)
+        tiles = max(1, all_tiles * entries.count // (_PROGRAMS_PER_PROCESSOR * self._device.processors))
+        pieces = triton.cdiv(all_tiles, tiles)
+        choose_kernel[(entries.count, pieces)](
+            entries.logits,
+            self._scores,
+            entries.rows,
+            entries.positions,
+            self.rows.words,
+            self.rows.integers,
+            self.rows.doubles,
+            entries.masks[1],
+            self._floors,
+            self._best,
+            self._mean,
+            self._seen,
+            self._choice_scores,
+            self._choice_noise,
+            self._choice_tokens,
+            self._counters,
+            self.tokens,
+            self.errors,
+            self._row_tokens,
+            self._vocabulary_size,
+            entries.logits.stride(0),
+            ROW_WORDS,
+            self._row_tokens.stride(0),
+            self._max_sampled,
+            pieces,
+            tiles,
+            DRAWS=path.draws,
+            TOUCHED=path.is_touched,
+            MASKED=path.is_masked,
+            FILTERED=path.is_filtered,
+            TYPICAL=path.has_typical_p,
+            TILE=tile,
+            PIECES=self._choice_pieces,
+            num_warps=8,
+            **self._device.launch_options(),
+        )
+
+    def _tell(
+        self, arrays: _LogprobArrays, logits: Tensor, tokens: Tensor, rows: Tensor | None, width: int
+    ) -> None:
+        logprobs_kernel[(len(logits), arrays.pieces)](
+            logits,
+            tokens,
+            self.tokens if rows is None else rows,
+            self.rows.words,
+            arrays.masses,
+            arrays.best,
+            arrays.ranked,
+            arrays.counters,
+            arrays.logprobs,
+            arrays.top_tokens,
+            arrays.top_logprobs,
+            self._vocabulary_size,
+            logits.stride(0),
+            ROW_WORDS,
+            arrays.pieces,
+            width,
+            BY_ROW=rows is not None,
+            TILE=_LOGPROBS_TILE,
+            PIECES=_power_of_2(arrays.pieces),
+            WIDTH=_WIDTH,
+            num_warps=8,
+            **self._device.launch_options(),
+        )
+
+
+class _Entries:
+    """What the launches of one step have in common."""
+
+    def __init__(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, path: SamplingPath, masks: Masks
+    ) -> None:
+        assert logits.stride(1) == 1, "the logits of an entry lie side by side"
+        self.count = len(logits)
+        self.logits = logits
+        self.rows = rows
+        self.positions = positions
+        self.path = path
+        self.masks = masks
+
+
+class _LogprobArrays:
+    """Where the kernel of logprobs works and writes, for up to `count` entries."""
+
+    def __init__(self, count: int, vocabulary_size: int, device: Device) -> None:
+        self.pieces = triton.cdiv(vocabulary_size, _LOGPROBS_TILE)
+        pieces = _power_of_2(self.pieces)
+        self.masses = device.empty(count, pieces, dtype=torch.float32)
+        self.best = device.empty(count, pieces, dtype=torch.float32)
+        self.ranked = device.empty(count, pieces, _WIDTH, dtype=torch.int64)
+        self.counters = device.zeros(count, dtype=torch.int32)
+        self.logprobs = device.zeros(count, dtype=torch.float64)
+        self.top_tokens = device.zeros(count, _WIDTH, dtype=torch.int32)
+        self.top_logprobs = device.zeros(count, _WIDTH, dtype=torch.float64)
+
+
+def _power_of_2(count: int) -> int:
+    return max(2, triton.next_power_of_2(count))
+
+
+def _to_host(array: Tensor, device: Device) -> Tensor:
+    return device.pinned(*array.shape, dtype=array.dtype).copy_(array, non_blocking=True)

@@ -1,0 +1,125 @@
+"""A step on its way: what belongs to it until its result is taken, and the result."""
+
+from __future__ import annotations
+
+import math
+from itertools import compress
+
+import numpy as np
+
+from weft.backends.cpu.sampler import NOT_A_NUMBER
+from weft.backends.cuda.mailbox import Slot
+from weft.backends.cuda.prompts import PromptPiece
+from weft.backends.cuda.sampler import DeviceSampler, Pending
+from weft.backends.cuda.swap import SwapSpace
+from weft.backends.grammar import NO_MASKS, Masks, RowGrammars
+from weft.plan import IterationPlan, StepResult
+from weft.request import RequestId, TokenLogprobs
+
+
+class DeviceStep:
+    """The handle of a step. Its words are in `slot` from its end on, and are taken once, by whoever comes first: who
+    wants the result, or the next step that needs the slot."""
+
+    __slots__ = (
+        "_grammars",
+        "_plan",
+        "_result",
+        "_sampler",
+        "_slot",
+        "_swaps",
+        "logprobs",
+        "masks",
+        "pieces",
+        "sampled_rows",
+    )
+
+    def __init__(
+        self,
+        plan: IterationPlan,
+        slot: Slot,
+        sampler: DeviceSampler,
+        swaps: SwapSpace,
+        grammars: RowGrammars,
+    ) -> None:
+        self._plan = plan
+        self._slot = slot
+        self._sampler = sampler
+        self._swaps = swaps
+        self._grammars = grammars
+        samples_all = plan.num_decodes == len(plan.rows)
+        self.sampled_rows: tuple[int, ...] = (
+            plan.rows if samples_all else tuple(compress(plan.rows, plan.samples))
+        )
+        self.masks: Masks = NO_MASKS
+        self.logprobs: Pending | None = None
+        self.pieces: list[PromptPiece] = []
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        try:
+            self.collect()
+            assert self._result is not None
+            finished, failed = self._swaps.take_reports(must_wait=not self._plan.rows)
+        except Exception:
+            self._swaps.abandon()
+            raise
+        result = self._result
+        if not finished and not failed:
+            return result
+        return StepResult(
+            result.tokens,
+            result.logprobs,
+            result.prompt_logprobs,
+            result.errors,
+            result.error,
+            finished_swaps=finished,
+            failed_swaps=failed,
+        )
+
+    def fail(self, error: str) -> None:
+        """It was not launched to its end: there is nothing to wait for."""
+        self._result = StepResult(error=error)
+
+    def collect(self) -> None:
+        """Waits for the step's end, and takes its words out of the slot."""
+        if self._result is not None:
+            return
+        self._slot.event.synchronize()
+        self._slot.step = None
+        count = len(self.sampled_rows)
+        tokens, codes = self._slot.outbox[0, :count], self._slot.outbox[1, :count]
+        errors = self._errors(codes) if codes.any() or self.masks.errors or self._sampler.refused else {}
+        if self._grammars.has_any:
+            self._grammars.advance(np.array(self.sampled_rows, np.int64), tokens)
+        logprobs = None if self.logprobs is None else self.logprobs.read(errors)
+        scores, of_requests = self._scores()
+        if errors:
+            request_ids = list(compress(self._plan.request_ids, self._plan.samples))
+            of_requests.update({request_ids[entry]: error for entry, error in errors.items()})
+        self._result = StepResult(tokens.tolist(), logprobs, scores, of_requests)
+
+    def _errors(self, codes: np.ndarray) -> dict[int, str]:
+        """Entry -> why it has no token."""
+        errors = {
+            entry: self._sampler.error_text(int(codes[entry])) for entry in np.flatnonzero(codes).tolist()
+        }
+        errors.update(self.masks.errors)
+        refused = self._sampler.refused
+        if refused:
+            errors.update(
+                {entry: refused[row] for entry, row in enumerate(self.sampled_rows) if row in refused}
+            )
+        return errors
+
+    def _scores(self) -> tuple[dict[RequestId, tuple[int, list[TokenLogprobs]]], dict[RequestId, str]]:
+        """Logprobs of prompts, and the requests for which they are not numbers."""
+        scores: dict[RequestId, tuple[int, list[TokenLogprobs]]] = {}
+        errors: dict[RequestId, str] = {}
+        for piece in self.pieces:
+            told = (value for pending in piece.scores for value in pending.read())
+            values = [value for value in told if value is not None]
+            if not all(math.isfinite(value.logprob) for value in values):
+                errors[piece.request_id] = NOT_A_NUMBER
+            scores[piece.request_id] = (piece.first, values)
+        return scores, errors

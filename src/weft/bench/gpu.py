@@ -1,0 +1,207 @@
+"""`weft bench gpu`: every work of `gpu_work` through `LLM.generate` on models of random weights, beside vLLM's figures.
+
+Prompts are token ids on the host, the scheduler is in the loop, answers are greedy. Before a work is measured it is run
+once with short answers, so that what is compiled or captured when it is first needed is there.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from weft import __version__
+from weft.bench.gpu_start import Start, measure_starts
+from weft.bench.gpu_work import (
+    MAX_CONTEXT,
+    MAX_RUNNING,
+    RECORDED,
+    SHAPES,
+    START,
+    WORK,
+    Work,
+    chosen,
+    least_seconds,
+    make_work,
+    open_shape,
+)
+from weft.bench.report import machine, print_line
+from weft.cli.machine import gpus
+from weft.config import PriorityPolicy
+from weft.errors import WeftError
+from weft.llm import LLM
+from weft.request import SamplingParams
+
+STEP_TOKENS = 8192
+_WARM_UP_TOKENS = 32
+_WARM_UP_SHARE = 8
+"""Answers of a warm-up have at most that many tokens, or that part of the longest where that is more: on their way out
+all numbers of requests that run together are met several times."""
+_RUNS = 3
+_SECONDS = 3.0
+"""A work is run again while it was run fewer times than that, in less time than that."""
+_HEADER = f"{'shape':<6}{'work':<16}{'tokens/s':>10}{'vLLM':>9}{'ratio':>7}{'at best':>9}{'share':>7}{'steps':>7}{'ms/step':>9}  {'seconds'}"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One work on one shape. `seconds` has an entry for each run; the speed is that of the median."""
+
+    shape: str
+    work: str
+    tokens: int
+    seconds: tuple[float, ...]
+    steps: int
+    """Of the engine, in the last run."""
+    tokens_per_second: float
+    recorded: float | None
+    """vLLM's figure."""
+    ratio: float | None
+    at_best: float | None
+    """Tokens a second that an H200 allows."""
+    share: float | None
+
+
+@dataclass(frozen=True)
+class Options:
+    device: str
+    invariant: bool
+    step_tokens: int
+
+    @property
+    def is_card(self) -> bool:
+        return self.device != "cpu"
+
+    def open(self, shape: str) -> LLM:
+        options: dict[str, Any] = {"invariant": True} if self.invariant else {}
+        return LLM(
+            open_shape(shape),
+            device=self.device,
+            max_context=MAX_CONTEXT,
+            policy=PriorityPolicy.FCFS,
+            max_running=MAX_RUNNING,
+            max_tokens_per_step=self.step_tokens + MAX_RUNNING,
+            max_prefill_tokens=self.step_tokens,
+            max_chunk_tokens=self.step_tokens,
+            prefix_caching=False,
+            **options,
+        )
+
+
+def main(
+    shapes: list[str],
+    work: list[str],
+    device: str,
+    invariant: bool,
+    step_tokens: int,
+    json_path: Path | None,
+) -> None:
+    options = Options(device, invariant, step_tokens)
+    names = chosen(work, WORK, "--work", without=WORK)
+    models = chosen(shapes, tuple(SHAPES), "--shape", without=("0.6b", "8b"))
+    cards = gpus() or [] if options.is_card else []
+    speeds: list[Speed] = []
+    starts: list[Start] = []
+
+    def save() -> None:
+        """After every line: a run that is cut off leaves what it had."""
+        if json_path is not None:
+            document = {
+                "weft": __version__,
+                "machine": machine(),
+                "cards": cards,
+                **asdict(options),
+                "speeds": [asdict(speed) for speed in speeds],
+                "starts": [asdict(start) for start in starts],
+            }
+            json_path.write_text(json.dumps(document, indent=2) + "\n")
+
+    mode = " in the batch-invariant mode" if invariant else ""
+    print_line(f"{'; '.join([*cards, machine()])}; weft {__version__} on {device}{mode}")
+    print_line(
+        f"Random weights, greedy, {MAX_RUNNING} sequences at most, {step_tokens} prompt tokens a step at most, "
+        f"no prefix cache. Warm-up: each work once with shortened answers ({_WARM_UP_TOKENS} tokens at most, or 1/"
+        f"{_WARM_UP_SHARE} of the longest); then up to {_RUNS} runs while they take less than {_SECONDS:g} s; the "
+        "median counts. vLLM: version 0.24.0, recorded on an H200. At best: what that card's memory and products allow."
+    )
+    print(_HEADER, flush=True)
+    for shape in models:
+        if START in names:
+            # Before the model is opened here: a process that starts needs the memory of the card.
+            for start in measure_starts(shape, device):
+                starts.append(start)
+                _print_start(start)
+                save()
+        if lists := [name for name in names if name != START]:
+            with options.open(shape) as llm:
+                for name in lists:
+                    speeds.append(measure(llm, shape, make_work(name, shape), options.is_card))
+                    _print_speed(speeds[-1])
+                    save()
+
+
+def measure(llm: LLM, shape: str, work: Work, is_card: bool) -> Speed:
+    """Ratios and shares make sense on a card only."""
+    run(llm, work.shortened(max(_WARM_UP_TOKENS, max(work.new_tokens) // _WARM_UP_SHARE)))
+    seconds: list[float] = []
+    steps = 0
+    while not seconds or (len(seconds) < _RUNS and sum(seconds) < _SECONDS):
+        before = llm.engine.metrics().steps
+        seconds.append(run(llm, work))
+        steps = llm.engine.metrics().steps - before
+    speed = work.tokens / statistics.median(seconds)
+    recorded = RECORDED.get(shape, {}).get(work.name) if is_card else None
+    at_best = work.tokens / least_seconds(work, shape) if is_card else None
+    return Speed(
+        shape,
+        work.name,
+        work.tokens,
+        tuple(seconds),
+        steps,
+        speed,
+        recorded,
+        speed / recorded if recorded else None,
+        at_best,
+        speed / at_best if at_best else None,
+    )
+
+
+def run(llm: LLM, work: Work) -> float:
+    """Seconds from the first prompt to the last token."""
+    params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in work.new_tokens]
+    began = time.perf_counter()
+    results = llm.generate(work.prompts, params, show_progress=False)
+    seconds = time.perf_counter() - began
+    for result, count in zip(results, work.new_tokens, strict=True):
+        if len(result.tokens) != count:
+            raise WeftError(
+                f"{work.name}: {len(result.tokens)} tokens of {count} were generated: {result.error or 'no error'}"
+            )
+    return seconds
+
+
+def _print_speed(speed: Speed) -> None:
+    def shown(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    each = " ".join(f"{seconds:.3f}" for seconds in speed.seconds)
+    per_step = 1e3 * speed.seconds[-1] / max(1, speed.steps)
+    print(
+        f"{speed.shape:<6}{speed.work:<16}{speed.tokens_per_second:>10,.0f}{shown(speed.recorded, ',.0f'):>9}"
+        f"{shown(speed.ratio, '.2f'):>7}{shown(speed.at_best, ',.0f'):>9}{shown(speed.share, '.0%'):>7}"
+        f"{speed.steps:>7}{per_step:>9.3f}  {each}",
+        flush=True,
+    )
+
+
+def _print_start(start: Start) -> None:
+    recorded = RECORDED.get(start.shape, {}).get(START)
+    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in start.phases.items())
+    beside = "" if recorded is None else f" (vLLM until ready: {recorded:g} s)"
+    print(
+        f"{start.shape:<6}{'start, ' + start.kernels:<16}{start.seconds:>8.2f} s to the first token{beside}: {phases}",
+        flush=True,
+    )

@@ -1,0 +1,210 @@
+"""What `weft bench gpu` measures: the shapes of models, the work, and what a card allows for it at best.
+
+The work is that of the figures in `RECORDED`: the same lengths, drawn in the same order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weft.errors import InvalidRequestError
+from weft.loading.checkpoint import Checkpoint
+from weft.loading.random_checkpoint import random_checkpoint
+from weft.models.config import ModelConfig
+from weft.models.registry import build_config
+
+MAX_RUNNING = 256
+MAX_CONTEXT = 4096
+START = "start"
+"""Not a list of requests: how long a new process takes to its first token."""
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "0.6b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 5e5,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+        "max_position_embeddings": MAX_CONTEXT,
+        "rope_theta": 1e4,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+}
+"""By name: those of Qwen3-0.6B and Llama-3.1-8B, and one to see whether the command runs."""
+
+RECORDED: Mapping[str, Mapping[str, float]] = {
+    "0.6b": {
+        START: 93.8,
+        "single": 465,
+        "batch8": 3452,
+        "batch64": 22_677,
+        "batch256": 46_836,
+        "offline256": 23_914,
+        "prefill32x2048": 362_000,
+        "long16x3500": 3691,
+    },
+    "8b": {
+        START: 96.7,
+        "single": 201,
+        "batch8": 1548,
+        "batch64": 9242,
+        "batch256": 17_847,
+        "offline256": 9858,
+        "prefill32x2048": 42_400,
+        "long16x3500": 926,
+    },
+}
+"""vLLM 0.24.0 on an H200 with bf16 and random weights: torch 2.11, FlashAttention 3, CUDA graphs, asynchronous
+scheduling, torch.compile, 256 sequences, no prefix cache. Tokens a second; of the start, seconds until ready."""
+
+BYTES_PER_SECOND = 4.38e12
+OPERATIONS_PER_SECOND = 785e12
+"""Measured on that H200: reading memory, and products of 8192 x 8192 in bf16."""
+_BYTES_PER_VALUE = 2
+
+_TOKEN_IDS = (10, 10_000)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests that are there at once: a prompt and a number of new tokens for each."""
+
+    name: str
+    prompts: tuple[list[int], ...]
+    new_tokens: tuple[int, ...]
+    counts_prompts: bool = False
+    """Its speed is in tokens of prompts, not of answers."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.prompts)) if self.counts_prompts else sum(self.new_tokens)
+
+    def shortened(self, longest: int) -> Work:
+        """The same prompts with answers of at most so many tokens, in the same proportions: the same numbers of requests
+        run together on the way."""
+        most = max(self.new_tokens)
+        scaled = (-(-count * min(longest, most) // most) for count in self.new_tokens)
+        return Work(self.name, self.prompts, tuple(scaled), self.counts_prompts)
+
+
+def _alike(
+    name: str, count: int, prompt: int, new: int, counts_prompts: bool = False
+) -> Callable[[int], Work]:
+    def make(vocabulary: int) -> Work:
+        chance = random.Random(1)
+        prompts = tuple(_prompt(chance, prompt, vocabulary) for _ in range(count))
+        return Work(name, prompts, (new,) * count, counts_prompts)
+
+    return make
+
+
+def _offline(vocabulary: int) -> Work:
+    chance = random.Random(0)
+    prompts, new_tokens = [], []
+    for _ in range(256):
+        prompts.append(_prompt(chance, chance.randint(100, 1024), vocabulary))
+        new_tokens.append(chance.randint(100, 1024))
+    return Work("offline256", tuple(prompts), tuple(new_tokens))
+
+
+def _prompt(chance: random.Random, length: int, vocabulary: int) -> list[int]:
+    low, high = _TOKEN_IDS
+    return [chance.randrange(low, min(high, vocabulary)) for _ in range(length)]
+
+
+_MAKERS: dict[str, Callable[[int], Work]] = {
+    "single": _alike("single", 1, 128, 256),
+    "batch8": _alike("batch8", 8, 128, 256),
+    "batch64": _alike("batch64", 64, 128, 256),
+    "batch256": _alike("batch256", 256, 128, 256),
+    "offline256": _offline,
+    "prefill32x2048": _alike("prefill32x2048", 32, 2048, 1, counts_prompts=True),
+    "long16x3500": _alike("long16x3500", 16, 3500, 128),
+}
+WORK = (START, *_MAKERS)
+
+
+def make_work(name: str, shape: str) -> Work:
+    return _MAKERS[name](SHAPES[shape]["vocab_size"])
+
+
+def chosen(
+    names: list[str], known: tuple[str, ...], option: str, without: tuple[str, ...]
+) -> tuple[str, ...]:
+    """What an option asks for, in the order of `known`; each value may name several, with commas. `without` it was
+    not given."""
+    asked = {name for value in names for name in value.split(",") if name}
+    if strangers := asked - set(known):
+        raise InvalidRequestError(f"{option} is {min(strangers)!r}; allowed: {', '.join(known)}")
+    return tuple(name for name in known if name in (asked or without))
+
+
+def open_shape(shape: str) -> Checkpoint:
+    return random_checkpoint(SHAPES[shape], name=f"random-{shape}")
+
+
+def least_seconds(work: Work, shape: str) -> float:
+    """No engine on that H200 is faster: all prompts are computed at once, then everyone gets a token in every step; a step
+    takes as long as its bytes or its products do, whichever is longer. Activations, sampling and the host are free."""
+    checkpoint = open_shape(shape)
+    config = build_config(checkpoint.layout, checkpoint.metadata, checkpoint.tensors)
+    lengths = [len(prompt) for prompt in work.prompts]
+    # Position p attends to p + 1 positions.
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    seconds = _step_seconds(config, sum(lengths), len(lengths), pairs, sum(lengths))
+    answers = sorted(zip(work.new_tokens, lengths, strict=True))
+    running, context = len(answers), sum(lengths)
+    ended = 0
+    for number in range(1, answers[-1][0]):
+        # The first token of an answer came with its prompt; in step `number` everyone adds the token before it.
+        while answers[ended][0] <= number:
+            running -= 1
+            context -= answers[ended][1] + number - 1
+            ended += 1
+        context += running
+        seconds += _step_seconds(config, running, running, context, context)
+    return seconds
+
+
+def _step_seconds(config: ModelConfig, tokens: int, sampled: int, pairs: int, cached: int) -> float:
+    """A step over so many tokens that attend `pairs` times in all and read the K and V of `cached` tokens once."""
+    layers, head = config.multiplications_per_token, config.vocabulary_size * config.hidden_size
+    per_cached = 2 * config.layers * config.kv_size
+    read = _BYTES_PER_VALUE * (layers + head + per_cached * cached)
+    products = layers * tokens + head * sampled + 2 * config.layers * config.query_size * pairs
+    return max(read / BYTES_PER_SECOND, 2 * products / OPERATIONS_PER_SECOND)

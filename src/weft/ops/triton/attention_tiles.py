@@ -1,0 +1,157 @@
+"""What the attention kernels share: a softmax that grows tile by tile over the paged cache, and the sum of two such.
+
+The state of a softmax, for each row (a query of one head), in base 2:
+
+    peak   the highest score so far, or LOWEST
+    total  the sum of 2^(score - peak)
+    mixed  the sum of 2^(score - peak) * value
+
+A score that is hidden is minus infinity and LOWEST is not, so a row that has seen nothing yet stays as it is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.ops.triton.device import dot
+
+LOWEST: tl.constexpr = tl.constexpr(-1e30)
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def nothing_seen(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    peak = tl.full((ROWS,), LOWEST, tl.float32)
+    return peak, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
+
+
+@triton.jit
+def attend(
+    query,  # [ROWS, WIDTH]
+    positions,  # [ROWS]: a row sees what is not behind its position, and not before its window
+    peak,
+    total,
+    mixed,
+    begin,  # a multiple of TILE
+    end,
+    keys,  # where K of the layer and the head begins in block 0
+    table,  # the blocks of the request
+    scale,
+    score_cap,
+    MASKED: tl.constexpr,  # not: every row sees all of begin to end
+    WINDOW: tl.constexpr,  # 0: none
+    CAPPED: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,  # the power of two that holds a head
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,  # from K to V
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The softmax with the positions begin to end added, a tile at a time."""
+    column = tl.arange(0, WIDTH)
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        place = start + tl.arange(0, TILE)
+        if MASKED:
+            # Behind the end the table names no block of this request, and what a block holds there may be NaN.
+            block = tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0)
+        else:
+            block = tl.load(table + place // BLOCK_SIZE)
+        cell = keys + block.to(tl.int64)[:, None] * BLOCK_STRIDE + (place % BLOCK_SIZE)[:, None] * HEAD_SIZE
+        address = cell + column[None, :]
+        if MASKED:
+            there = (place < end)[:, None] & (column < HEAD_SIZE)[None, :]
+            key = tl.load(address, mask=there, other=0.0)
+            value = tl.load(address + VALUE_OFFSET, mask=there, other=0.0)
+        elif HEAD_SIZE != WIDTH:
+            there = (column < HEAD_SIZE)[None, :]
+            key = tl.load(address, mask=there, other=0.0)
+            value = tl.load(address + VALUE_OFFSET, mask=there, other=0.0)
+        else:
+            key = tl.load(address)
+            value = tl.load(address + VALUE_OFFSET)
+
+        peak, total, mixed = attend_to_tile(
+            query,
+            positions,
+            peak,
+            total,
+            mixed,
+            key,
+            value,
+            place,
+            end,
+            scale,
+            score_cap,
+            MASKED,
+            WINDOW,
+            CAPPED,
+        )
+    return peak, total, mixed
+
+
+@triton.jit
+def attend_to_tile(
+    query,
+    positions,
+    peak,
+    total,
+    mixed,
+    key,  # [TILE, WIDTH]
+    value,
+    place,  # [TILE]
+    end,
+    scale,
+    score_cap,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """The softmax with one tile added."""
+    scores = dot(query, tl.trans(key), tl.zeros((query.shape[0], key.shape[0]), tl.float32))
+    scores, factor = capped(scores, scale, score_cap, CAPPED)
+    if MASKED:
+        seen = (place[None, :] <= positions[:, None]) & (place < end)[None, :]
+        if WINDOW > 0:
+            seen = seen & (place[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    highest = tl.maximum(peak, tl.max(scores, 1) * factor)
+    weights = tl.exp2(scores * factor - highest[:, None])
+    shrink = tl.exp2(peak - highest)
+    total = total * shrink + tl.sum(weights, 1)
+    mixed = dot(weights.to(value.dtype), value, mixed * shrink[:, None])
+    return highest, total, mixed
+
+
+@triton.jit
+def capped(scores, scale, score_cap, CAPPED: tl.constexpr):
+    """Of products of queries and keys: scores, and what they are to be multiplied by to be exponents of 2."""
+    if CAPPED:
+        # tanh(x) = 1 - 2 / (e^2x + 1)
+        power = tl.exp2(scores * (scale / score_cap * (2.0 * _LOG2_E)))
+        scores = score_cap * (1.0 - 2.0 / (power + 1.0))
+        factor = _LOG2_E
+    else:
+        factor = scale * _LOG2_E
+    return scores, factor
+
+
+@triton.jit
+def joined(peak, total, mixed, other_peak, other_total, other_mixed):
+    """The softmax over what two have seen. Which product is rounded first is said here, and not left to the compiler:
+    the invariant mode needs the same in every kernel."""
+    highest = tl.maximum(peak, other_peak)
+    shrink = tl.exp2(peak - highest)
+    other_shrink = tl.exp2(other_peak - highest)
+    total = tl.fma(total, shrink, other_total * other_shrink)
+    wide_shrink = tl.broadcast_to(shrink[:, None], mixed.shape)
+    mixed = tl.fma(mixed, wide_shrink, other_mixed * other_shrink[:, None])
+    return highest, total, mixed
+
+
+@triton.jit
+def mean(total, mixed):
+    """What attention gives: the mixed values by their weights; 0 where nothing was seen."""
+    return mixed / tl.where(total == 0.0, 1.0, total)[:, None]

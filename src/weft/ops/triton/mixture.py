@@ -1,0 +1,221 @@
+"""A feed-forward by experts: every token goes through the few that its router chose.
+
+    route      the experts of every token, in the order of their numbers, and their shares
+    group      for every expert the (token, place) pairs that chose it
+    two products over each expert's pairs, the first with its gate
+    combine    for every token the sum over its places
+
+Nothing is decided on the host: an expert that nobody chose has an empty list, and its programs end at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor, float32, int32
+
+from weft.ops.triton.device import Device, dot, let_next_begin, wait_for_previous
+from weft.ops.triton.linear import Product, Tile, invariant_tile
+from weft.ops.triton.rows import GATE_CODES, gated
+from weft.ops.triton.weights import Experts, Linear
+
+_ELEMENTS = 1024
+_SILU = GATE_CODES["silu_mul"]
+
+
+@triton.jit
+def _route(
+    logits,
+    chosen,
+    shares,
+    experts,
+    PER_TOKEN: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_previous(DEPENDENT)
+    let_next_begin(DEPENDENT)
+    token = tl.program_id(0)
+    expert = tl.arange(0, BLOCK)
+    values = tl.load(logits + token * experts + expert, mask=expert < experts, other=-float("inf"))
+    share = tl.exp(values - tl.max(values, 0))
+    share = share / tl.sum(share, 0)
+    left = tl.where(expert < experts, share, -1.0)
+    is_chosen = tl.zeros((BLOCK,), tl.int32)
+    for _ in range(PER_TOKEN):
+        best = tl.argmax(left, 0)
+        is_chosen = tl.where(expert == best, 1, is_chosen)
+        left = tl.where(expert == best, -1.0, left)
+    if NORMALISE:
+        share = share / tl.sum(tl.where(is_chosen == 1, share, 0.0), 0)
+    place = token * PER_TOKEN + tl.cumsum(is_chosen, 0) - 1
+    tl.store(chosen + place, expert, mask=is_chosen == 1)
+    tl.store(shares + place, share, mask=is_chosen == 1)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _group(chosen, lists, counts, pairs, capacity, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    wait_for_previous(DEPENDENT)
+    let_next_begin(DEPENDENT)
+    expert = tl.program_id(0)
+    count = 0
+    for start in range(0, pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        is_mine = (tl.load(chosen + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
+        place = count + tl.cumsum(is_mine, 0) - 1
+        tl.store(lists + expert * capacity + place, pair, mask=is_mine == 1)
+        count += tl.sum(is_mine, 0)
+    tl.store(counts + expert, count)
+
+
+@triton.jit
+def _expert_product(
+    input,
+    weight,
+    output,
+    lists,
+    counts,
+    capacity,
+    outputs,
+    INPUTS: tl.constexpr,
+    PAIRS_OF_INPUT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_previous(DEPENDENT)
+    let_next_begin(DEPENDENT)
+    expert = tl.program_id(0)
+    program = tl.program_id(1)
+    row = program * ROWS + tl.arange(0, ROWS)
+    is_row = row[:, None] < outputs
+    column = tl.arange(0, STEP)
+    places = weight + (expert.to(tl.int64) * outputs + row[:, None]) * INPUTS + column[None, :]
+    count = tl.load(counts + expert)
+    for first in range(0, count, TOKENS):
+        entry = first + tl.arange(0, TOKENS)
+        pair = tl.load(lists + expert * capacity + entry, mask=entry < count, other=0)
+        is_pair = entry[None, :] < count
+        inputs = input + (pair // PAIRS_OF_INPUT)[None, :].to(tl.int64) * INPUTS + column[:, None]
+        sums = tl.zeros((ROWS, TOKENS), tl.float32)
+        for start in tl.range(0, INPUTS, STEP, num_stages=STAGES):
+            place = start + column
+            weights = tl.load(places + start, mask=is_row & (place[None, :] < INPUTS), other=0.0)
+            values = tl.load(inputs + start, mask=is_pair & (place[:, None] < INPUTS), other=0.0)
+            sums = dot(weights, values, sums)
+        if GATE:
+            halves = tl.permute(tl.reshape(sums, (ROWS // 2, 2, TOKENS)), (0, 2, 1))
+            gate, up = tl.split(halves)
+            inner = program * (ROWS // 2) + tl.arange(0, ROWS // 2)[:, None]
+            out = output + pair[None, :].to(tl.int64) * (outputs // 2) + inner
+            values_out = gated(gate, up, GATE).to(output.dtype.element_ty)
+            tl.store(out, values_out, mask=(inner < outputs // 2) & is_pair)
+        else:
+            out = output + pair[None, :].to(tl.int64) * outputs + row[:, None]
+            tl.store(out, sums.to(output.dtype.element_ty), mask=is_row & is_pair)
+
+
+@triton.jit
+def _combine(
+    parts,
+    shares,
+    output,
+    columns,
+    output_stride,
+    PER_TOKEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_previous(DEPENDENT)
+    let_next_begin(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for place in range(PER_TOKEN):
+        pair = token * PER_TOKEN + place
+        part = tl.load(parts + pair * columns + column, mask=mask, other=0.0).to(tl.float32)
+        sums += part * tl.load(shares + pair)
+    tl.store(output + token * output_stride + column, sums.to(output.dtype.element_ty), mask=mask)
+
+
+class MixtureSpace:
+    """What the mixtures of a model need in between; its layers take turns with it."""
+
+    def __init__(self, experts: Experts, per_token: int, max_tokens: int, device: Device) -> None:
+        count, features, inner = experts.down.shape
+        pairs, dtype = max_tokens * per_token, experts.down.dtype
+        self.sizes = (count, features, inner, per_token, max_tokens)
+        self.logits = device.empty(max_tokens, count, dtype=float32)
+        self.chosen = device.zeros(pairs, dtype=int32)
+        self.shares = device.zeros(pairs, dtype=float32)
+        self.lists = device.empty(count, max_tokens, dtype=int32)
+        self.counts = device.empty(count, dtype=int32)
+        self.inner = device.empty(pairs, inner, dtype=dtype)
+        self.parts = device.empty(pairs, features, dtype=dtype)
+
+
+class MixtureProduct:
+    """The mixture of one layer."""
+
+    def __init__(
+        self, router: Linear, experts: Experts, normalise: bool, space: MixtureSpace, device: Device
+    ) -> None:
+        # A router's choice turns on small differences: its rows have the same bits in any company.
+        self._router = Product(router, device, invariant=True)
+        self._experts = experts
+        self._normalise = normalise
+        self._space = space
+        self._device = device
+
+    def run(self, input: Tensor, output: Tensor) -> None:
+        space, device, tokens = self._space, self._device, len(input)
+        count, features, _, per_token, capacity = space.sizes
+        options = device.launch_options()
+        self._router.run(input, space.logits[:tokens])
+        block = triton.next_power_of_2(count)
+        _route[(tokens,)](
+            space.logits, space.chosen, space.shares, count, per_token, self._normalise, block, **options
+        )
+        pairs = tokens * per_token
+        _group[(count,)](space.chosen, space.lists, space.counts, pairs, capacity, _ELEMENTS, **options)
+        self._multiply(input, self._experts.gate_up, space.inner, per_token, _SILU, tokens)
+        self._multiply(space.inner, self._experts.down, space.parts, 1, 0, tokens)
+        grid = (tokens, triton.cdiv(features, _ELEMENTS))
+        _combine[grid](
+            space.parts, space.shares, output, features, output.stride(0), per_token, _ELEMENTS, **options
+        )
+
+    def _multiply(
+        self, input: Tensor, weight: Tensor, output: Tensor, pairs_of_input: int, gate: int, tokens: int
+    ) -> None:
+        space = self._space
+        experts, outputs, inputs = weight.shape
+        tile = self._tile(tokens, inputs)
+        _expert_product[(experts, triton.cdiv(outputs, tile.outputs))](
+            input,
+            weight,
+            output,
+            space.lists,
+            space.counts,
+            space.sizes[-1],
+            outputs,
+            inputs,
+            pairs_of_input,
+            tile.tokens,
+            tile.outputs,
+            tile.inputs,
+            tile.stages,
+            gate,
+            **self._device.launch_options(),
+            num_warps=tile.warps,
+        )
+
+    def _tile(self, tokens: int, inputs: int) -> Tile:
+        """For as many tokens as an expert gets on average; the sums are the same for any number."""
+        count, _, _, per_token, _ = self._space.sizes
+        return invariant_tile(min(64, triton.cdiv(tokens * per_token, count)), inputs)

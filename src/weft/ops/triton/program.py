@@ -1,0 +1,262 @@
+"""The forward pass of one model as a list of launches over buffers that are allocated once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from weft.ops.recording import (
+    NO_STEP,
+    Add,
+    Buffer,
+    Embed,
+    Mixture,
+    Recording,
+    ScaleAndCap,
+    SelectRows,
+)
+from weft.ops.triton import rows
+from weft.ops.triton.attention import Attention
+from weft.ops.triton.batch import DeviceBatch
+from weft.ops.triton.device import Device
+from weft.ops.triton.linear import Product
+from weft.ops.triton.mixture import MixtureProduct, MixtureSpace
+from weft.ops.triton.ops import TritonOps
+from weft.ops.triton.rope import RopeTables
+from weft.ops.triton.steps import (
+    AttentionStep,
+    NormStep,
+    ProductStep,
+    Step,
+    assigned_slots,
+    buffers_made,
+    steps_of,
+)
+
+
+@dataclass
+class _Run:
+    """A step under way: its buffers, cut to its rows."""
+
+    batch: DeviceBatch
+    cache: Tensor
+    buffers: Sequence[Tensor]
+
+
+Launch = Callable[[_Run], None]
+
+
+class CudaProgram:
+    """Runs the steps of a recording. A step's launches depend on the sizes of its batch alone and nothing is waited
+    for, so that the steps of one batch size can be captured as a graph."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        rows: Buffer,
+        logits: Buffer,
+        logits_from: int,
+        *,
+        max_tokens: int,
+        max_sampled: int,
+        max_context: int,
+        device: Device,
+        invariant: bool = False,
+    ) -> None:
+        """`rows` are what the operations from `logits_from` on make `logits` of. A step has at most `max_tokens` tokens
+        and samples after at most `max_sampled`, of as many requests."""
+        self._device = device
+        self._invariant = invariant
+        self._max_tokens = max_tokens
+        self._shape = recording.shape
+        self._patterns = recording.patterns
+        self._ropes = {
+            pattern.rope: RopeTables(pattern.rope, max_context, device) for pattern in recording.patterns
+        }
+        self._attentions = {
+            window: Attention(recording.shape, window, max_sampled, max_context, device, invariant)
+            for window in {pattern.window for pattern in recording.patterns}
+        }
+        self._mixture_spaces: dict[tuple[int, ...], MixtureSpace] = {}
+
+        # Logits may be made of other rows than these: nothing of one part is taken into the other.
+        first_part = steps_of(recording.operations[:logits_from], {rows})
+        second_part = steps_of(recording.operations[logits_from:], {logits})
+        steps = [*first_part, *second_part]
+        for step in steps:
+            if isinstance(step, ProductStep) and step.gate is not None:
+                step.layer.interleave_gate()
+        slots = assigned_slots(steps, {rows, logits})
+
+        # A buffer is a slot, cut to a row for each token, for each row of logits wanted, or for each one sampled.
+        self._cuts: dict[tuple[int, str], int] = {}
+        kinds = {buffer: "tokens" for step in first_part for buffer in buffers_made(step)}
+        kinds[rows] = "selected"
+        kinds |= {buffer: "sampled" for step in second_part for buffer in buffers_made(step)}
+        self._places = {
+            buffer: self._cuts.setdefault((slot, kinds[buffer]), len(self._cuts))
+            for buffer, slot in slots.places.items()
+        }
+        self._sampled_rows = self._cuts.setdefault((slots.places[rows], "sampled"), len(self._cuts))
+        self._selected_rows = self._places[rows]
+        self._logits = self._places[logits]
+        height = {"tokens": max_tokens, "selected": max_tokens, "sampled": max_sampled}
+        heights = [0] * len(slots.columns)
+        for slot, kind in self._cuts:
+            heights[slot] = max(heights[slot], height[kind])
+        embedding = next(step for step in steps if isinstance(step, Embed))
+        dtype = embedding.table.weight.dtype
+        self._slots = [
+            device.empty(height, columns, dtype=dtype)
+            for height, columns in zip(heights, slots.columns, strict=True)
+        ]
+        self._forward = [self._launch(step) for step in first_part]
+        # What the second part reads of the first are the sampled rows alone.
+        self._places[rows] = self._sampled_rows
+        self._make_logits = [self._launch(step) for step in second_part]
+
+    def run(self, batch: DeviceBatch, cache: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits of the first `batch.sampled` of the rows that `batch.logit_indices` names, there until the next call;
+        and the other rows, for `logits`, where there are any."""
+        selected = len(batch.logit_indices)
+        run = _Run(batch, cache, self._cut(batch.tokens, selected, batch.sampled))
+        for launch in self._forward:
+            launch(run)
+        if batch.sampled:
+            for launch in self._make_logits:
+                launch(run)
+        others = (
+            run.buffers[self._selected_rows][batch.sampled :].clone() if selected > batch.sampled else None
+        )
+        return run.buffers[self._logits], others
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Of other rows than those of a step, at most as many as can be sampled; there until the next call."""
+        buffers = self._cut(0, 0, len(rows))
+        buffers[self._sampled_rows] = rows
+        run = _Run(NO_STEP, NO_STEP, buffers)
+        for launch in self._make_logits:
+            launch(run)
+        return buffers[self._logits]
+
+    def _cut(self, tokens: int, selected: int, sampled: int) -> list[Tensor]:
+        counts = {"tokens": tokens, "selected": selected, "sampled": sampled}
+        return [self._slots[slot][: counts[kind]] for slot, kind in self._cuts]
+
+    def _launch(self, step: Step) -> Launch:
+        device = self._device
+        match step:
+            case ProductStep():
+                return self._launch_product(step)
+            case NormStep():
+                return self._launch_norm(step)
+            case Embed(table, scale, output):
+                place = self._places[output]
+                return lambda run: rows.embed(
+                    run.batch.token_ids, table.weight, scale, run.buffers[place], device
+                )
+            case AttentionStep():
+                return self._launch_attention(step)
+            case Mixture():
+                return self._launch_mixture(step)
+            case Add(left, right, scale):
+                to, what = self._places[left], self._places[right]
+                return lambda run: rows.add(run.buffers[to], run.buffers[what], scale, device)
+            case ScaleAndCap(values, scale, cap):
+                place = self._places[values]
+                return lambda run: rows.scale_and_cap(run.buffers[place], scale, cap, device)
+            case SelectRows():
+                raise AssertionError("rows are always selected for a norm")
+
+    def _launch_product(self, step: ProductStep) -> Launch:
+        product = Product(
+            step.layer,
+            self._device,
+            None if step.norm is None else (step.norm.weight, step.norm.epsilon),
+            None if step.gate is None else step.gate.kind,
+            step.added,
+            step.scale,
+            self._invariant,
+        )
+        source, target = self._places[step.input], self._places[step.output]
+        normed = None if step.norm is None else self._places[step.norm.output]
+        ungated = None if step.gate is None else self._places[step.gate.input]
+        return lambda run: product.run(
+            run.buffers[source],
+            run.buffers[target],
+            None if normed is None else run.buffers[normed],
+            None if ungated is None else run.buffers[ungated],
+        )
+
+    def _launch_norm(self, step: NormStep) -> Launch:
+        source, target = self._places[step.input], self._places[step.output]
+
+        def launch(run: _Run) -> None:
+            if len(output := run.buffers[target]):
+                indices = run.batch.logit_indices if step.selected else None
+                rows.rms_norm(
+                    run.buffers[source],
+                    step.weight,
+                    step.epsilon,
+                    output,
+                    self._device,
+                    indices,
+                    step.added,
+                    step.scale,
+                )
+
+        return launch
+
+    def _launch_attention(self, step: AttentionStep) -> Launch:
+        pattern = self._patterns[step.pattern]
+        attend, tables = self._attentions[pattern.window], self._ropes[pattern.rope]
+        source, target = self._places[step.input], self._places[step.output]
+        return lambda run: attend.turn_and_run(
+            run.batch, run.buffers[source], run.cache, step.layer, tables, step.norm, run.buffers[target]
+        )
+
+    def _launch_mixture(self, step: Mixture) -> Launch:
+        sizes = (*step.experts.down.shape, step.per_token)
+        if sizes not in self._mixture_spaces:
+            self._mixture_spaces[sizes] = MixtureSpace(
+                step.experts, step.per_token, self._max_tokens, self._device
+            )
+        space = self._mixture_spaces[sizes]
+        mixture = MixtureProduct(step.router, step.experts, step.normalise, space, self._device)
+        source, target = self._places[step.input], self._places[step.output]
+        return lambda run: mixture.run(run.buffers[source], run.buffers[target])
+
+
+class Recordable(Protocol):
+    """A `weft.models.decoder.Decoder`, as far as it is looked at here."""
+
+    @property
+    def config(self) -> Any: ...
+
+    def forward(self, step: Any, cache: Any) -> Any: ...
+
+    def logits(self, rows: Any) -> Any: ...
+
+
+def record(
+    decoder: Recordable, ops: TritonOps, *, max_tokens: int, max_sampled: int, invariant: bool = False
+) -> CudaProgram:
+    """The program of a decoder that was built with these ops."""
+    selected = decoder.forward(NO_STEP, None)
+    recording = ops.recording
+    assert recording is not None, "the forward pass was not recorded by these ops"
+    logits_from = len(recording.operations)
+    return CudaProgram(
+        recording,
+        selected,
+        decoder.logits(selected),
+        logits_from,
+        max_tokens=max_tokens,
+        max_sampled=max_sampled,
+        max_context=decoder.config.max_context,
+        device=ops.device,
+        invariant=invariant,
+    )

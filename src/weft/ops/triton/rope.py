@@ -1,0 +1,232 @@
+"""Rotary positions on the device: queries and keys are normalised and turned, keys and values written to the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.base import AttentionShape, QkNorm, Rope
+from weft.ops.triton.batch import DeviceBatch
+from weft.ops.triton.device import Device, let_next_begin, wait_for_previous
+
+# Always the same, so that a head's sum of squares is made in the same order in any company.
+_HEADS_AT_ONCE = 16
+_ROW_PIECE: tl.constexpr = tl.constexpr(1024)
+
+_NO_NORM: tl.constexpr = tl.constexpr(0)
+_HEAD_NORM: tl.constexpr = tl.constexpr(1)
+_ROW_NORM: tl.constexpr = tl.constexpr(2)
+
+
+class RopeTables:
+    """The cosine and sine of every angle of one rope, by position: float32 [max_context, 2, pairs]."""
+
+    def __init__(self, rope: Rope, max_context: int, device: Device) -> None:
+        self.interleaved = rope.interleaved
+        self.pairs = len(rope.frequencies)
+        self.device = device
+        # Angles in float64: in float32 a position of some thousands costs four digits of the angle.
+        angles = np.arange(max_context)[:, None] * np.array(rope.frequencies, np.float64)
+        values = np.stack([np.cos(angles), np.sin(angles)], axis=1) * rope.scale
+        self.values = torch.from_numpy(values.astype(np.float32)).to(device.torch_device)
+
+
+def rope_and_write(
+    batch: DeviceBatch,
+    qkv: Tensor,
+    cache: Tensor,
+    layer: int,
+    tables: RopeTables,
+    shape: AttentionShape,
+    norm: QkNorm | None = None,
+) -> None:
+    """Of packed [Q | K | V] rows: Q and K are normalised where there is a norm, and turned, Q in its place; K and V go
+    to the cache [blocks, layers, 2, kv heads, block size, head size]."""
+    _, layers, _, kv_heads, block_size, head_size = cache.shape
+    norm_kind = _NO_NORM.value
+    if norm is not None:
+        norm_kind = _HEAD_NORM.value if len(norm.query) == head_size else _ROW_NORM.value
+    parts = triton.cdiv(shape.heads + 2 * kv_heads, _HEADS_AT_ONCE)
+    # A norm over the whole row is one program's work: another's would change the row while it is summed.
+    grid = (batch.tokens, 1 if norm_kind == _ROW_NORM.value else parts)
+    rest = head_size - 2 * tables.pairs
+    _rope_and_write[grid](
+        qkv,
+        batch.positions,
+        batch.cells,
+        cache,
+        tables.values,
+        qkv if norm is None else norm.query,
+        qkv if norm is None else norm.key,
+        layer,
+        0.0 if norm is None else norm.epsilon,
+        HEADS=shape.heads,
+        KV_HEADS=kv_heads,
+        HEAD_SIZE=head_size,
+        PAIRS=tables.pairs,
+        PAIRS_PADDED=triton.next_power_of_2(tables.pairs),
+        REST_PADDED=triton.next_power_of_2(rest) if rest else 0,
+        INTERLEAVED=tables.interleaved,
+        NORM=norm_kind,
+        BLOCK_SIZE=block_size,
+        LAYERS=layers,
+        ROW_STRIDE=qkv.stride(0),
+        HEADS_AT_ONCE=_HEADS_AT_ONCE,
+        num_warps=4,
+        **tables.device.launch_options(),
+    )
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _rope_and_write(
+    qkv,
+    positions,
+    cells,
+    cache,
+    angles,
+    query_norm,
+    key_norm,
+    layer,
+    epsilon,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LAYERS: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    token = tl.program_id(0)
+    row = qkv + token.to(tl.int64) * ROW_STRIDE
+    # The step's indices were there before the previous kernel began, so they are not waited for.
+    cell = tl.load(cells + token)
+    position = tl.load(positions + token).to(tl.int64)
+
+    # The three kinds of features of a head: the left and the right of each pair, and those that do not turn.
+    pair = tl.arange(0, PAIRS_PADDED)
+    in_pair = pair < PAIRS
+    left_column = pair * 2 if INTERLEAVED else pair
+    right_column = left_column + (1 if INTERLEAVED else PAIRS)
+    cosine = tl.load(angles + position * (2 * PAIRS) + pair, mask=in_pair, other=0.0)
+    sine = tl.load(angles + position * (2 * PAIRS) + PAIRS + pair, mask=in_pair, other=0.0)
+
+    wait_for_previous(DEPENDENT)
+    let_next_begin(DEPENDENT)
+
+    query_divisor, key_divisor = 1.0, 1.0
+    if NORM == _ROW_NORM:
+        query_divisor = tl.rsqrt(_sum_of_squares(row, HEADS * HEAD_SIZE) / (HEADS * HEAD_SIZE) + epsilon)
+        key_squares = _sum_of_squares(row + HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE)
+        key_divisor = tl.rsqrt(key_squares / (KV_HEADS * HEAD_SIZE) + epsilon)
+
+    # Where K of this layer and this token's place in its block begin, for head 0.
+    block = (cell // BLOCK_SIZE) * (LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE)
+    within = layer * (2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE) + (cell % BLOCK_SIZE) * HEAD_SIZE
+    place = cache + block + within
+
+    first_head = tl.program_id(1) * HEADS_AT_ONCE
+    end_head = HEADS + 2 * KV_HEADS if NORM == _ROW_NORM else first_head + HEADS_AT_ONCE
+    for start in range(first_head, end_head, HEADS_AT_ONCE):
+        head = start + tl.arange(0, HEADS_AT_ONCE)
+        is_query = head < HEADS
+        is_value = head >= HEADS + KV_HEADS
+        to_cache = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS) & (cell >= 0)
+        # K and V of a layer follow each other, so the heads of V are simply the next ones after those of K.
+        source = row + head * HEAD_SIZE
+        target = place + (head - HEADS).to(tl.int64) * (BLOCK_SIZE * HEAD_SIZE)
+
+        there = (head < HEADS + 2 * KV_HEADS)[:, None] & in_pair[None, :]
+        left = tl.load(source[:, None] + left_column[None, :], mask=there, other=0.0).to(tl.float32)
+        right = tl.load(source[:, None] + right_column[None, :], mask=there, other=0.0).to(tl.float32)
+        squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
+        if REST_PADDED > 0:
+            rest_column = 2 * PAIRS + tl.arange(0, REST_PADDED)
+            in_rest = (head < HEADS + 2 * KV_HEADS)[:, None] & (rest_column < HEAD_SIZE)[None, :]
+            rest = tl.load(source[:, None] + rest_column[None, :], mask=in_rest, other=0.0).to(tl.float32)
+            squares += tl.sum(rest * rest, 1)
+
+        if NORM != _NO_NORM:
+            if NORM == _HEAD_NORM:
+                factor = tl.rsqrt(squares / HEAD_SIZE + epsilon)
+            else:
+                factor = tl.where(is_query, query_divisor, key_divisor)
+            factor = tl.where(is_value, 1.0, factor)[:, None]
+            left *= factor * _norm_weights(
+                query_norm, key_norm, head, left_column, in_pair, HEADS, KV_HEADS, HEAD_SIZE, NORM
+            )
+            right *= factor * _norm_weights(
+                query_norm, key_norm, head, right_column, in_pair, HEADS, KV_HEADS, HEAD_SIZE, NORM
+            )
+            if REST_PADDED > 0:
+                rest *= factor * _norm_weights(
+                    query_norm,
+                    key_norm,
+                    head,
+                    rest_column,
+                    rest_column < HEAD_SIZE,
+                    HEADS,
+                    KV_HEADS,
+                    HEAD_SIZE,
+                    NORM,
+                )
+
+        keep = is_value[:, None]
+        new_left = tl.where(keep, left, left * cosine[None, :] - right * sine[None, :])
+        new_right = tl.where(keep, right, right * cosine[None, :] + left * sine[None, :])
+        queries = is_query[:, None] & in_pair[None, :]
+        cached = to_cache[:, None] & in_pair[None, :]
+        new_left, new_right = new_left.to(qkv.dtype.element_ty), new_right.to(qkv.dtype.element_ty)
+        tl.store(source[:, None] + left_column[None, :], new_left, mask=queries)
+        tl.store(source[:, None] + right_column[None, :], new_right, mask=queries)
+        tl.store(target[:, None] + left_column[None, :], new_left, mask=cached)
+        tl.store(target[:, None] + right_column[None, :], new_right, mask=cached)
+        if REST_PADDED > 0:
+            new_rest = rest.to(qkv.dtype.element_ty)
+            tl.store(source[:, None] + rest_column[None, :], new_rest, mask=in_rest & is_query[:, None])
+            tl.store(target[:, None] + rest_column[None, :], new_rest, mask=in_rest & to_cache[:, None])
+
+
+@triton.jit
+def _sum_of_squares(row, SIZE: tl.constexpr):
+    sums = tl.zeros((_ROW_PIECE,), tl.float32)
+    for start in range(0, SIZE, _ROW_PIECE):
+        column = start + tl.arange(0, _ROW_PIECE)
+        values = tl.load(row + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        sums += values * values
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _norm_weights(
+    query_norm,
+    key_norm,
+    head,
+    column,
+    there,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """[heads, features]; 1 for the heads of V."""
+    is_query = head < HEADS
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    if NORM == _ROW_NORM:
+        query_place = head[:, None] * HEAD_SIZE + column[None, :]
+        key_place = (head - HEADS)[:, None] * HEAD_SIZE + column[None, :]
+    else:
+        query_place = (head * 0)[:, None] + column[None, :]
+        key_place = query_place
+    of_query = tl.load(query_norm + query_place, mask=is_query[:, None] & there[None, :], other=0.0)
+    of_key = tl.load(key_norm + key_place, mask=is_key[:, None] & there[None, :], other=0.0)
+    of_query, of_key = of_query.to(tl.float32), of_key.to(tl.float32)
+    return tl.where(is_query[:, None], of_query, tl.where(is_key[:, None], of_key, 1.0))

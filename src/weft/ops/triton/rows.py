@@ -1,0 +1,243 @@
+"""Kernels that work on rows of activations one by one: look up, normalise, gate, add, scale.
+
+Every one sums in float32 and in an order that depends on the width of a row alone, so that a row has the same bits in
+any company. Launches take views whose rows may lie apart; within a row values lie together.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.triton.device import Device, let_next_begin, wait_for_previous
+
+GateKind = Literal["silu_mul", "gelu_tanh_mul"]
+GATE_CODES: dict[GateKind | None, int] = {None: 0, "silu_mul": 1, "gelu_tanh_mul": 2}
+"""A gate as kernels know it."""
+
+_ELEMENTS = 1024
+
+
+@triton.jit
+def tanh(values):
+    """Right at both ends: exp overflows to infinity, and the quotient is 0."""
+    return 1.0 - 2.0 / (tl.exp(2.0 * values) + 1.0)
+
+
+@triton.jit
+def gated(gate, up, GATE: tl.constexpr):
+    if GATE == 1:
+        return gate / (1.0 + tl.exp(-gate)) * up
+    return 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))) * up
+
+
+@triton.jit
+def _embed(ids, table, output, columns, scale, output_stride, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    wait_for_previous(DEPENDENT)
+    let_next_begin(DEPENDENT)
+    row = tl.program_id(0)
+    token = tl.load(ids + row).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    values = tl.load(table + token * columns + column, mask=mask).to(tl.float32) * scale
+    place = output + row.to(tl.int64) * output_stride + column
+    tl.store(place, values.to(output.dtype.element_ty), mask=mask)
+
+
+def embed(ids: Tensor, table: Tensor, scale: float, output: Tensor, device: Device) -> None:
+    """output[i] = table[ids[i]] * scale"""
+    columns = table.shape[1]
+    grid = (len(output), triton.cdiv(columns, _ELEMENTS))
+    options = device.launch_options()
+    _embed[grid](ids, table, output, columns, scale, output.stride(0), _ELEMENTS, **options, num_warps=4)
+
+
+@triton.jit
+def _rms_norm(
+    input,
+    weight,
+    output,
+    indices,
+    columns,
+    epsilon,
+    scale,
+    input_stride,
+    output_stride,
+    BLOCK: tl.constexpr,
+    SELECTED: tl.constexpr,
+    ADDED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    mask = column < columns
+    factors = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    wait_for_previous(DEPENDENT)
+    let_next_begin(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    source = row
+    if SELECTED:
+        source = tl.load(indices + row).to(tl.int64)
+    values = tl.load(input + source * input_stride + column, mask=mask, other=0.0).to(tl.float32)
+    mean_square = tl.sum(values * values, 0) / columns
+    values = values * tl.rsqrt(mean_square + epsilon) * factors
+    place = output + row * output_stride + column
+    if ADDED:
+        values = values * scale + tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(place, values.to(output.dtype.element_ty), mask=mask)
+
+
+def rms_norm(
+    input: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    output: Tensor,
+    device: Device,
+    indices: Tensor | None = None,
+    added: bool = False,
+    scale: float = 1.0,
+) -> None:
+    """The norm of every row, or of those that `indices` names; with `added`, output += norm * scale."""
+    columns = input.shape[1]
+    block = triton.next_power_of_2(columns)
+    _rms_norm[(len(output),)](
+        input,
+        weight,
+        output,
+        output if indices is None else indices,
+        columns,
+        epsilon,
+        scale,
+        input.stride(0),
+        output.stride(0),
+        block,
+        indices is not None,
+        added,
+        **device.launch_options(),
+        num_warps=_warps(block),
+    )
+
+
+@triton.jit
+def _gate_rows(
+    input,
+    output,
+    columns,
+    input_stride,
+    output_stride,
+    BLOCK: tl.constexpr,
+    GATE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_previous(DEPENDENT)
+    let_next_begin(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    pair = 2 * first + tl.arange(0, 2 * BLOCK)
+    both = tl.load(input + row * input_stride + pair, mask=pair < 2 * columns, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
+    column = first + tl.arange(0, BLOCK)
+    values = gated(gate, up, GATE).to(output.dtype.element_ty)
+    tl.store(output + row * output_stride + column, values, mask=column < columns)
+
+
+def gate_rows(input: Tensor, kind: GateKind, output: Tensor, device: Device) -> None:
+    """The gate of rows in which gate and up lie in turn."""
+    columns = output.shape[1]
+    _gate_rows[(len(output), triton.cdiv(columns, _ELEMENTS))](
+        input,
+        output,
+        columns,
+        input.stride(0),
+        output.stride(0),
+        _ELEMENTS,
+        GATE_CODES[kind],
+        **device.launch_options(),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _add(
+    left,
+    right,
+    columns,
+    scale,
+    left_stride,
+    right_stride,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_previous(DEPENDENT)
+    let_next_begin(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    place = left + row * left_stride + column
+    values = tl.load(right + row * right_stride + column, mask=mask).to(tl.float32) * scale
+    values += tl.load(place, mask=mask).to(tl.float32)
+    tl.store(place, values.to(left.dtype.element_ty), mask=mask)
+
+
+def add(left: Tensor, right: Tensor, scale: float, device: Device) -> None:
+    """left += right * scale; one row of `right` for all, where it is a vector."""
+    columns = left.shape[1]
+    right_stride = right.stride(0) if right.ndim == 2 else 0
+    grid = (len(left), triton.cdiv(columns, _ELEMENTS))
+    _add[grid](
+        left,
+        right,
+        columns,
+        scale,
+        left.stride(0),
+        right_stride,
+        _ELEMENTS,
+        **device.launch_options(),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _scale_and_cap(
+    values,
+    columns,
+    scale,
+    cap,
+    stride,
+    BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_previous(DEPENDENT)
+    let_next_begin(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    place = values + row * stride + column
+    scaled = tl.load(place, mask=mask).to(tl.float32) * scale
+    if CAPPED:
+        scaled = tanh(scaled / cap) * cap
+    tl.store(place, scaled.to(values.dtype.element_ty), mask=mask)
+
+
+def scale_and_cap(values: Tensor, scale: float, cap: float | None, device: Device) -> None:
+    """In place."""
+    columns = values.shape[1]
+    _scale_and_cap[(len(values), triton.cdiv(columns, _ELEMENTS))](
+        values,
+        columns,
+        scale,
+        1.0 if cap is None else cap,
+        values.stride(0),
+        _ELEMENTS,
+        cap is not None,
+        **device.launch_options(),
+        num_warps=4,
+    )
+
+
+def _warps(block: int) -> int:
+    """Of a program that holds a row of so many values: 16 bytes of bfloat16 for every thread, as far as it goes."""
+    return max(1, min(16, block // 256))

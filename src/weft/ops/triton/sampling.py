@@ -1,0 +1,362 @@
+"""Choosing tokens on the device: the noise of `weft.backends.noise`, and the argmax of scores or of scores plus noise.
+
+What the sampling kernels share is here too: how a row's parameters lie in memory, and which scores an entry has.
+
+    entry e of a step -> rows[e] (-1: padding, nothing is done), positions[e] (where its token will stand)
+    scores of e: its line of the logits, or of the workspace where masks, penalties or lists changed them ("touched")
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.ops.triton.device import let_next_begin, wait_for_previous
+
+# A row's parameters: 64-bit fields first, then 32-bit words, then its lists (bias values, bias tokens, end tokens).
+SEED: tl.constexpr = tl.constexpr(0)
+TEMPERATURE: tl.constexpr = tl.constexpr(1)
+TOP_P: tl.constexpr = tl.constexpr(2)
+LOG_MIN_P: tl.constexpr = tl.constexpr(3)
+TYPICAL_P: tl.constexpr = tl.constexpr(4)
+REPETITION: tl.constexpr = tl.constexpr(5)
+FREQUENCY: tl.constexpr = tl.constexpr(6)
+PRESENCE: tl.constexpr = tl.constexpr(7)
+PROMPT_LENGTH: tl.constexpr = tl.constexpr(16)
+TOP_K: tl.constexpr = tl.constexpr(17)
+MIN_TOKENS: tl.constexpr = tl.constexpr(18)
+NUM_BIASES: tl.constexpr = tl.constexpr(19)
+NUM_ENDS: tl.constexpr = tl.constexpr(20)
+HAS_GRAMMAR: tl.constexpr = tl.constexpr(21)
+FLAGS: tl.constexpr = tl.constexpr(22)
+TOP_COUNT: tl.constexpr = tl.constexpr(23)  # of logprobs; -1: none at all
+HEADER: tl.constexpr = tl.constexpr(24)
+
+# Bits of a row's flags: what there is to do for it.
+HAS_TOP_K: tl.constexpr = tl.constexpr(1)
+HAS_TOP_P: tl.constexpr = tl.constexpr(2)
+HAS_MIN_P: tl.constexpr = tl.constexpr(4)
+HAS_TYPICAL_P: tl.constexpr = tl.constexpr(8)
+HAS_REPETITION: tl.constexpr = tl.constexpr(16)
+HAS_COUNTS: tl.constexpr = tl.constexpr(32)  # frequency or presence penalty
+HAS_LISTS: tl.constexpr = tl.constexpr(64)  # logit_bias or min_tokens
+TOUCHES: tl.constexpr = tl.constexpr(16 + 32 + 64)
+
+# Why an entry has no token.
+NOT_A_NUMBER: tl.constexpr = tl.constexpr(1)
+FORBIDDEN: tl.constexpr = tl.constexpr(2)
+OVERFLOW: tl.constexpr = tl.constexpr(3)
+
+# What a line of logits was found to hold before anything changed it.
+SAW_BAD: tl.constexpr = tl.constexpr(1)
+SAW_FINITE: tl.constexpr = tl.constexpr(2)
+
+_GAMMA: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
+_FIRST: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
+_SECOND: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
+
+# No temperature is smaller for the arithmetic: quotients stay finite, and a larger score still always wins.
+COLDEST: tl.constexpr = tl.constexpr(1e-200)
+COLDEST_SINGLE: tl.constexpr = tl.constexpr(1e-38)
+
+# How far sums of score and noise in single precision may be from the true ones, with room.
+_SLACK: tl.constexpr = tl.constexpr(1e-4)
+
+
+@triton.jit
+def _mix(values):
+    values = (values ^ (values >> 30)) * tl.full((), _FIRST, tl.uint64)
+    values = (values ^ (values >> 27)) * tl.full((), _SECOND, tl.uint64)
+    return values ^ (values >> 31)
+
+
+@triton.jit
+def noise_key(seed, output_index):
+    """`seed` int64 (its bits are meant), `output_index` int32; uint64."""
+    gamma = tl.full((), _GAMMA, tl.uint64)
+    return _mix(_mix(seed.to(tl.uint64, bitcast=True) + gamma) + output_index.to(tl.uint64) * gamma)
+
+
+@triton.jit
+def noise_bits(key, token_ids):
+    """32 random bits for each token, as uint32."""
+    gamma = tl.full((), _GAMMA, tl.uint64)
+    return (_mix(key + (token_ids + 1).to(tl.uint64) * gamma) >> 32).to(tl.uint32)
+
+
+@triton.jit
+def gumbel_single(bits):
+    """Gumbel noise in single precision, within 2e-6: the uniform value and its complement are both made from the bits,
+    so that neither end of the range loses places."""
+    small = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = small * (1.0 + small * (0.5 + small * (1.0 / 3 + small * (0.25 + small * 0.2))))
+    return -tl.log(tl.where(small < 0.015625, series, -tl.log(rest)))
+
+
+@triton.jit
+def gumbel_double(bits):
+    """The same in double precision."""
+    small = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    tail = 1.0 / 5 + small * (1.0 / 6 + small * (1.0 / 7 + small * (1.0 / 8)))
+    series = small * (1.0 + small * (0.5 + small * (1.0 / 3 + small * (0.25 + small * tail))))
+    return -tl.log(tl.where(small < 0.00390625, series, -tl.log(1.0 - small)))
+
+
+@triton.jit
+def ordered(scores):
+    """float32 as uint32 of the same order; both zeros are one."""
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
+    flipped = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (flipped ^ -2147483648).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def is_touched(flags, mask_lines_ptr, entry, MASKED: tl.constexpr):
+    """Whether something changes an entry's logits, so that its scores are in the workspace."""
+    touched = (flags & TOUCHES) != 0
+    if MASKED:
+        touched = touched | (tl.load(mask_lines_ptr + entry) >= 0)
+    return touched
+
+
+@triton.jit
+def load_scores(logits_line, scores_line, token_ids, vocabulary, touched, TOUCHED: tl.constexpr):
+    """An entry's scores in float32; minus infinity past the end. TOUCHED: some entry of the step is."""
+    inside = token_ids < vocabulary
+    if TOUCHED:
+        plain = tl.load(logits_line + token_ids, mask=inside & (touched == 0), other=float("-inf"))
+        changed = tl.load(scores_line + token_ids, mask=inside & touched, other=float("-inf"))
+        return tl.where(touched, changed, plain.to(tl.float32))
+    return tl.load(logits_line + token_ids, mask=inside, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def is_last_to_arrive(counter_ptr, arrivals):
+    """True in the last of `arrivals` programs to come here: it sees what the others stored, and the counter is zero
+    again for the next launch."""
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == arrivals - 1
+    if is_last:
+        tl.store(counter_ptr, 0)
+    return is_last
+
+
+@triton.jit
+def surprise_keys(scores, best, temperature, mean):
+    """uint32, the larger the nearer a token's surprise is to the expected one (`mean`: the expected relative score)."""
+    relative = (scores - best).to(tl.float64) / temperature
+    surprise = tl.abs(mean - relative).to(tl.float32)
+    return (0x7FFFFFFF - surprise.to(tl.int32, bitcast=True)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def load_floor(floor_ptr, is_set):
+    """A floor, or zero, which keeps everything."""
+    return tl.load(floor_ptr, mask=is_set, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def keeps(
+    scores,
+    flags,
+    entry,
+    row_doubles,
+    floors_ptr,
+    best_ptr,
+    mean_ptr,
+    floors_stride,
+    TYPICAL: tl.constexpr,
+):
+    """Which scores the entry's filters keep: top-k, top-p, min-p and, with TYPICAL, typical-p.
+    Floors [3, entries] hold the bits of uint32: by top-k, by top-p, by typical-p."""
+    by_count = load_floor(floors_ptr + entry, (flags & HAS_TOP_K) != 0)
+    by_mass = load_floor(floors_ptr + floors_stride + entry, (flags & HAS_TOP_P) != 0)
+    keys = ordered(scores)
+    kept = (keys >= by_count) & (keys >= by_mass)
+    temperature = tl.load(row_doubles + TEMPERATURE)
+    best = tl.load(best_ptr + entry)
+    if (flags & HAS_MIN_P) != 0:
+        lowest = tl.load(row_doubles + LOG_MIN_P) * temperature
+        kept = kept & ((scores - best).to(tl.float64) >= lowest)
+    if TYPICAL:  # noqa: SIM102 - decided when the kernel is compiled, the next when it runs
+        if (flags & HAS_TYPICAL_P) != 0:
+            floor = load_floor(floors_ptr + 2 * floors_stride + entry, True)
+            keys = surprise_keys(scores, best, temperature, tl.load(mean_ptr + entry))
+            kept = kept & (keys >= floor) & (scores > float("-inf"))
+    return kept
+
+
+@triton.jit(do_not_specialize=["pieces", "tiles"])
+def choose_kernel(
+    logits_ptr,
+    scores_ptr,
+    rows_ptr,
+    positions_ptr,
+    words_ptr,
+    integers_ptr,
+    doubles_ptr,
+    mask_lines_ptr,
+    floors_ptr,
+    best_ptr,
+    mean_ptr,
+    seen_ptr,
+    partial_scores_ptr,
+    partial_noise_ptr,
+    partial_tokens_ptr,
+    counters_ptr,
+    tokens_ptr,
+    errors_ptr,
+    row_tokens_ptr,
+    vocabulary,
+    logits_stride,
+    row_words,
+    row_tokens_stride,
+    floors_stride,
+    pieces,
+    tiles,
+    DRAWS: tl.constexpr,
+    TOUCHED: tl.constexpr,
+    MASKED: tl.constexpr,
+    FILTERED: tl.constexpr,
+    TYPICAL: tl.constexpr,
+    TILE: tl.constexpr,
+    PIECES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """The token of each entry, in a grid (entries, pieces): each program finds the winner of its `tiles` x TILE tokens,
+    the last one of an entry the winner of those.
+
+    Only differences of scores are divided by the temperature, so that it may be as small as it likes. Sums of score and
+    noise are made in single precision, and where a second token comes so close that this may be wrong once more in
+    double precision: so the token does not depend on how the vocabulary is cut.
+    """
+    wait_for_previous(DEPENDENT)
+    let_next_begin(DEPENDENT)
+    entry = tl.program_id(0)
+    piece = tl.program_id(1)
+    row = tl.load(rows_ptr + entry)
+    if row < 0:
+        return
+    row_doubles = doubles_ptr + row.to(tl.int64) * (row_words // 2)
+    row_ints = words_ptr + row.to(tl.int64) * row_words
+    position = tl.load(positions_ptr + entry)
+    flags = tl.load(row_ints + FLAGS)
+    touched = is_touched(flags, mask_lines_ptr, entry, MASKED)
+    logits_line = logits_ptr + entry.to(tl.int64) * logits_stride
+    scores_line = scores_ptr + entry.to(tl.int64) * vocabulary
+    temperature = tl.load(row_doubles + TEMPERATURE)
+    is_drawn = temperature > 0.0
+    temperature = tl.where(is_drawn, tl.maximum(temperature, COLDEST), 1.0)
+    heat = (1.0 / tl.maximum(temperature, COLDEST_SINGLE)).to(tl.float32)
+    seed = tl.load(integers_ptr + row.to(tl.int64) * (row_words // 2) + SEED)
+    key = noise_key(seed, position - tl.load(row_ints + PROMPT_LENGTH))
+
+    # In every lane the best of the tokens that came to it.
+    first = piece * tiles * TILE
+    best = tl.full((TILE,), float("-inf"), tl.float32)
+    best_noise = tl.zeros((TILE,), tl.float32)
+    winners = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
+    is_close = tl.zeros((TILE,), tl.int1)
+    is_bad = tl.zeros((TILE,), tl.int1)
+    for tile in range(tiles):
+        token_ids = first + tile * TILE + tl.arange(0, TILE)
+        scores = load_scores(logits_line, scores_line, token_ids, vocabulary, touched, TOUCHED)
+        is_bad = is_bad | (scores != scores) | (scores == float("inf"))
+        if DRAWS:
+            noise = tl.zeros((TILE,), tl.float32)
+            if is_drawn:
+                noise = gumbel_single(noise_bits(key, token_ids))
+                if FILTERED:
+                    kept = keeps(
+                        scores,
+                        flags,
+                        entry,
+                        row_doubles,
+                        floors_ptr,
+                        best_ptr,
+                        mean_ptr,
+                        floors_stride,
+                        TYPICAL,
+                    )
+                    scores = tl.where(kept, scores, float("-inf"))
+            gap = (scores - best) * heat + (noise - best_noise)
+            is_better = gap > 0.0
+            close = tl.abs(gap) <= _SLACK
+            is_close = tl.where(is_better, close, is_close | close)
+            best_noise = tl.where(is_better, noise, best_noise)
+        else:
+            is_better = scores > best
+        best = tl.where(is_better, scores, best)
+        winners = tl.where(is_better, token_ids, winners)
+
+    reference = tl.max(best, 0)
+    winner = tl.min(tl.where(best == reference, winners, 0x7FFFFFFF), 0)
+    score = reference
+    noise64 = tl.zeros((), tl.float64)
+    if DRAWS:  # noqa: SIM102
+        if is_drawn & (reference > float("-inf")):
+            sums = (best - reference) * heat + best_noise
+            top = tl.max(sums, 0)
+            rivals = sums >= top - _SLACK
+            if (tl.sum(rivals.to(tl.int32), 0) > 1) | (tl.sum((rivals & is_close).to(tl.int32), 0) > 0):
+                exact = tl.full((TILE,), float("-inf"), tl.float64)
+                for tile in range(tiles):
+                    token_ids = first + tile * TILE + tl.arange(0, TILE)
+                    scores = load_scores(logits_line, scores_line, token_ids, vocabulary, touched, TOUCHED)
+                    sums64 = (scores.to(tl.float64) - reference.to(tl.float64)) / temperature
+                    sums64 += gumbel_double(noise_bits(key, token_ids))
+                    if FILTERED:
+                        kept = keeps(
+                            scores,
+                            flags,
+                            entry,
+                            row_doubles,
+                            floors_ptr,
+                            best_ptr,
+                            mean_ptr,
+                            floors_stride,
+                            TYPICAL,
+                        )
+                        sums64 = tl.where(kept, sums64, float("-inf"))
+                    is_better = sums64 > exact
+                    exact = tl.where(is_better, sums64, exact)
+                    winners = tl.where(is_better, token_ids, winners)
+                winner = tl.min(tl.where(exact == tl.max(exact, 0), winners, 0x7FFFFFFF), 0)
+            else:
+                winner = tl.min(tl.where(sums == top, winners, 0x7FFFFFFF), 0)
+            score = load_scores(logits_line, scores_line, winner, vocabulary, touched, TOUCHED)
+            noise64 = gumbel_double(noise_bits(key, winner))
+    noise64 = tl.where(tl.sum(is_bad.to(tl.int32), 0) > 0, float("nan"), noise64)
+
+    place = entry * PIECES + piece
+    tl.store(partial_scores_ptr + place, score)
+    tl.store(partial_noise_ptr + place, noise64)
+    tl.store(partial_tokens_ptr + place, winner)
+    if is_last_to_arrive(counters_ptr + entry, pieces):
+        places = entry * PIECES + tl.arange(0, PIECES)
+        inside = tl.arange(0, PIECES) < pieces
+        # Past the first level of the cache, which may hold what stood there before.
+        piece_scores = tl.load(
+            partial_scores_ptr + places, mask=inside, other=float("-inf"), cache_modifier=".cg"
+        )
+        piece_noise = tl.load(partial_noise_ptr + places, mask=inside, other=0.0, cache_modifier=".cg")
+        piece_winners = tl.load(
+            partial_tokens_ptr + places, mask=inside, other=0x7FFFFFFF, cache_modifier=".cg"
+        )
+        bad = tl.sum((piece_noise != piece_noise).to(tl.int32), 0) > 0
+        highest = tl.max(piece_scores, 0)
+        is_empty = highest == float("-inf")
+        below = piece_scores.to(tl.float64) - tl.where(is_empty, 0.0, highest).to(tl.float64)
+        totals = below / temperature + piece_noise
+        token = tl.min(tl.where(totals == tl.max(totals, 0), piece_winners, 0x7FFFFFFF), 0)
+        error = tl.where(bad | is_empty, NOT_A_NUMBER, 0)
+        if TOUCHED:
+            seen = tl.load(seen_ptr + entry)
+            tl.store(seen_ptr + entry, 0)
+            changed = tl.where(bad, OVERFLOW, tl.where(is_empty, FORBIDDEN, 0))
+            error = tl.where(touched & (seen == SAW_FINITE), changed, tl.where(touched, NOT_A_NUMBER, error))
+        token = tl.where(error == 0, token, 0)
+        tl.store(tokens_ptr + entry, token)
+        tl.store(errors_ptr + entry, error)
+        tl.store(row_tokens_ptr + row.to(tl.int64) * row_tokens_stride + position, token)

@@ -1,0 +1,92 @@
+"""Compiles the kernels of a forward pass for a Hopper card, on a machine that has none: run as a script, without the
+interpreter. What the interpreter forgives shows here: shapes that are no powers of two, types that do not fit, memory
+that a multiprocessor does not have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from small_decoders import BLOCK_SIZE, PLAIN, Texts, decoder_of, device_batch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from weft.models.config import ExpertsConfig, ModelConfig
+from weft.ops.triton.device import Device
+from weft.ops.triton.ops import TritonOps
+from weft.ops.triton.program import record
+
+# Of a card of this kind, for one program.
+SHARED_BYTES = 227 << 10
+
+
+class NoCard:
+    """What Triton asks its driver before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class HostMemory(Device):
+    """A card whose memory is the host's: nothing is launched."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.is_card = False
+        self.processors = 132
+        self.dependent_launches = True
+
+
+compiled: dict[str, int] = {}
+compile_and_launch = JITFunction.run
+
+
+def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    kernel = compile_and_launch(self, *args, grid=grid, warmup=True, **options)
+    compiled[kernel.hash] = kernel.metadata.shared
+    assert kernel.metadata.shared <= SHARED_BYTES, f"{self.fn.__name__} needs {kernel.metadata.shared} bytes"
+    assert "griddepcontrol.wait" in kernel.asm["ptx"], (
+        f"{self.fn.__name__} does not wait for the kernel in front"
+    )
+
+
+def compile_all(config: ModelConfig, plan: list[list[int]], invariant: bool = False) -> None:
+    device = HostMemory()
+    ops = TritonOps(device)
+    decoder = decoder_of(config, ops)
+    program = record(decoder, ops, max_tokens=64, max_sampled=64, invariant=invariant)
+    texts = Texts.of_lengths(60, 60)
+    cache = decoder.new_cache(texts.blocks, BLOCK_SIZE)
+    for step in texts.steps(plan):
+        program.run(device_batch(step, device), cache)
+
+
+def main() -> None:
+    driver.set_active(NoCard())
+    JITFunction.run = compile_only
+    # Sizes that tiles fit into, as in real models: most kernels have a branch for them.
+    wide = replace(
+        PLAIN,
+        layers=1,
+        layer_patterns=(0,),
+        hidden_size=256,
+        feed_forward_size=1024,
+        qk_norm="head",
+        attention=replace(PLAIN.attention, heads=8, head_size=64),
+    )
+    compile_all(wide, [[40, 0], [1, 0], [1, 1], [10, 10]])
+    compile_all(replace(wide, experts=ExpertsConfig(8, 2, 64, normalised=True)), [[1, 0]], invariant=True)
+    print(
+        f"{len(compiled)} kernels compiled, the largest with {max(compiled.values())} bytes of shared memory"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Where the kernels are tested: in Triton's interpreter, or on the card with WEFT_TEST_DEVICE=cuda (`make test-gpu`)."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from weft.ops.triton.device import Device
+
+TEST_DEVICE = os.environ.get("WEFT_TEST_DEVICE", "cpu")
+
+# Before triton is imported: it looks once.
+if TEST_DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# This folder is called triton too, so a part is asked for that only the package has.
+if find_spec("torch") is None or find_spec("triton.language") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def device() -> Device:
+    from weft.ops.triton.device import Device
+
+    return Device(TEST_DEVICE)

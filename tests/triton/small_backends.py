@@ -1,0 +1,131 @@
+"""Small random models behind the CUDA backend and behind the reference on the CPU, and engines that run both."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from small_decoders import CONFIGS, decoder_of
+
+from weft.backends.base import Backend
+from weft.backends.cpu.runner import CpuBackend
+from weft.backends.cuda.runner import CudaBackend
+from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
+from weft.engine.serving import ServingEngine
+from weft.models.config import ModelConfig
+from weft.ops.base import AttentionShape
+from weft.ops.reference import ReferenceOps
+from weft.ops.triton.device import Device
+from weft.ops.triton.ops import TritonOps
+from weft.request import GenerationResult, InferenceRequest, SamplingParams
+from weft.text.grammar import GrammarCompiler
+from weft.text.tokenizer import Tokenizer
+
+TINY = dataclasses.replace(
+    next(iter(CONFIGS.values())),
+    layers=1,
+    hidden_size=16,
+    feed_forward_size=16,
+    vocabulary_size=60,
+    attention=AttentionShape(heads=2, kv_heads=1, head_size=16, scale=0.25),
+    layer_patterns=(0,),
+)
+"""What the engine does with it is what is tested; the interpreter takes its time for every program of a kernel."""
+END = 0
+BLOCK_SIZE = 16
+
+
+class Letters:
+    """A tokenizer whose tokens are the first characters of ASCII, digits among them."""
+
+    control_ids = frozenset({END})
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
+
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        return list(text.encode())
+
+
+def compiler(config: ModelConfig) -> GrammarCompiler:
+    return GrammarCompiler(lambda: cast(Tokenizer, Letters()), {END}, config.vocabulary_size)
+
+
+def cuda_backend(
+    device: Device,
+    config: ModelConfig = TINY,
+    dtype: torch.dtype = torch.float32,
+    invariant: bool = False,
+    kind: type[CudaBackend] = CudaBackend,
+) -> CudaBackend:
+    ops = TritonOps(device, dtype)
+    return kind(device, decoder_of(config, ops), ops, frozenset({END}), compiler(config), invariant)
+
+
+def cpu_backend(config: ModelConfig = TINY) -> CpuBackend:
+    """In numpy: the definition of what the other one computes."""
+    return CpuBackend(decoder_of(config, ReferenceOps(np.float32)), frozenset({END}), compiler(config))
+
+
+def engine_of(
+    backend: Backend,
+    *,
+    overlap: bool = True,
+    num_blocks: int = 64,
+    swap_blocks: int = 32,
+    max_running: int = 4,
+    **scheduling: Any,
+) -> ServingEngine:
+    scheduler = SchedulerConfig(max_running=max_running, **scheduling)
+    cache = KvCachePoolConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, swap_blocks=swap_blocks)
+    return ServingEngine(backend, ServingEngineConfig(scheduler, cache, overlap=overlap), seed=1)
+
+
+def run(
+    engine: ServingEngine,
+    requests: Sequence[InferenceRequest],
+    meanwhile: Callable[[int], object] = lambda iteration: None,
+) -> list[GenerationResult]:
+    """All results, in order; what happens in the scheduler is checked after every step."""
+    ids = [engine.submit(request) for request in requests]
+    iteration = 0
+    while engine.run_iteration():
+        engine.scheduler.check_integrity()
+        meanwhile(iteration)
+        iteration += 1
+    results = [engine.get_result(request_id) for request_id in ids]
+    engine.stop()
+    assert all(result is not None for result in results)
+    return cast(list[GenerationResult], results)
+
+
+def prompt(length: int, seed: int) -> tuple[int, ...]:
+    """Of tokens that every small model has."""
+    chance = random.Random(seed)
+    return tuple(chance.randrange(1, 48) for _ in range(length))
+
+
+def request(length: int, seed: int, max_tokens: int = 4, **params: Any) -> InferenceRequest:
+    given = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "seed": seed, **params}
+    return InferenceRequest(prompt(length, seed), SamplingParams(**given))
+
+
+def alone(
+    requests: Sequence[InferenceRequest], config: ModelConfig = TINY, **options: Any
+) -> list[GenerationResult]:
+    """What the reference gives each of them, one after the other."""
+    engine = engine_of(cpu_backend(config), overlap=False, max_running=1, **options)
+    return run(engine, requests)
+
+
+def tokens_of(results: Sequence[GenerationResult]) -> list[tuple[int, ...]]:
+    assert all(result.error is None for result in results), [result.error for result in results]
+    return [tuple(result.tokens) for result in results]
+
+
+def with_params(request: InferenceRequest, **params: Any) -> InferenceRequest:
+    return dataclasses.replace(request, params=dataclasses.replace(request.params, **params))

@@ -1,0 +1,175 @@
+"""Attention over the paged cache, in every company, against numpy in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import LAYER, TOLERANCES, Case, Part, Step
+
+from weft.ops.triton import attention as attention_module
+from weft.ops.triton.attention import Attention
+from weft.ops.triton.device import Device
+
+MAX_REQUESTS, MAX_CONTEXT = 8, 2048
+
+
+def attention_of(case: Case, device: Device, invariant: bool = False) -> Attention:
+    return Attention(case.shape, case.window, MAX_REQUESTS, MAX_CONTEXT, device, invariant)
+
+
+def attended(step: Step, attention: Attention) -> torch.Tensor:
+    case = step.case
+    columns = case.heads * case.head_size
+    queries = step.device_qkv()[:, :columns]
+    output = torch.full((len(queries), columns), 7.0, dtype=step.dtype, device=step.device.torch_device)
+    attention.run(step.batch(), queries, step.device_cache(step.cache(filled=True)), LAYER, output)
+    return output
+
+
+def check(step: Step, attention: Attention) -> None:
+    output = attended(step, attention)[: step.case.tokens].to("cpu", torch.float64).numpy()
+    np.testing.assert_allclose(output, step.expected_attention(), rtol=0, atol=TOLERANCES[step.dtype])
+
+
+def decodes(*contexts: int) -> Sequence[Part]:
+    return [Part(context - 1, 1) for context in contexts]
+
+
+DECODES = {
+    "the first token": Case(decodes(1)),
+    "several requests": Case(decodes(5, 64, 65, 1, 300)),
+    "many splits": Case(decodes(1100)),
+    "blocks of 32": Case(decodes(70, 33), block_size=32),
+    "a head of its own for each query head": Case(decodes(90, 3), heads=2),
+    "three heads to one": Case(decodes(90, 3), heads=6),
+    "seven heads to one": Case(decodes(200, 3), heads=7, kv_heads=1),
+    "eight heads to one": Case(decodes(200), heads=16),
+    "twenty heads to one": Case(decodes(150), heads=20, kv_heads=1),
+    "heads of 80": Case(decodes(200, 40), head_size=80),
+    "heads of 96": Case(decodes(200, 40), head_size=96),
+    "heads of 128": Case(decodes(200, 40), head_size=128),
+    "heads of 256": Case(decodes(200, 40), head_size=256),
+    "a window": Case(decodes(300, 20, 70), window=50),
+    "a window over several splits": Case(decodes(900, 20, 601), window=600),
+    "a window of one": Case(decodes(100), window=1),
+    "a cap": Case(decodes(150, 20), cap=2.0),
+    "a cap and a window": Case(decodes(500, 20), cap=30.0, window=280),
+    "padding": Case(decodes(130, 20), padding=3),
+}
+
+CHUNKS = {
+    "a prompt": Case([Part(0, 150)]),
+    "prompts": Case([Part(0, 3), Part(0, 100), Part(0, 64)]),
+    "chunks of prompts": Case([Part(64, 40), Part(63, 41), Part(100, 3)]),
+    "a late chunk": Case([Part(520, 70)]),
+    "blocks of 32": Case([Part(40, 40), Part(0, 20)], block_size=32),
+    "a head of its own for each query head": Case([Part(10, 150)], heads=2),
+    "three heads to one": Case([Part(50, 60), Part(0, 30)], heads=6),
+    "seven heads to one": Case([Part(50, 30)], heads=7, kv_heads=1),
+    "eight heads to one": Case([Part(50, 30)], heads=16),
+    "heads of 80": Case([Part(50, 70)], head_size=80),
+    "heads of 96": Case([Part(50, 70)], head_size=96),
+    "heads of 128": Case([Part(50, 70)], head_size=128),
+    "heads of 256": Case([Part(50, 70)], head_size=256),
+    "a window": Case([Part(300, 60), Part(0, 100)], window=40),
+    "a window larger than a tile": Case([Part(300, 70), Part(90, 30)], window=150),
+    "a window of one": Case([Part(100, 20)], window=1),
+    "a cap": Case([Part(100, 20)], cap=2.0),
+    "a cap and a window": Case([Part(300, 30)], cap=30.0, window=280),
+    "one token among prompts": Case([Part(0, 30), Part(70, 1), Part(5, 2)]),
+    "decodes, then prompts": Case([Part(70, 1), Part(300, 1), Part(0, 30), Part(65, 40)], decodes=2),
+    "all decodes but one": Case([*decodes(70, 300), Part(20, 1), Part(0, 30)], decodes=2),
+}
+
+
+@pytest.mark.parametrize("case", DECODES.values(), ids=DECODES.keys())
+def test_a_decoded_token_attends_to_its_context(case: Case, device: Device) -> None:
+    check(Step(case, device), attention_of(case, device))
+
+
+@pytest.mark.parametrize("case", CHUNKS.values(), ids=CHUNKS.keys())
+def test_each_token_of_a_chunk_attends_to_what_is_before_it(case: Case, device: Device) -> None:
+    check(Step(case, device), attention_of(case, device))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [DECODES["heads of 128"], DECODES["several requests"], CHUNKS["heads of 128"], CHUNKS["a window"]],
+    ids=["decodes", "short heads decoded", "chunk", "short heads, a window"],
+)
+def test_a_cache_of_half_the_size_serves(case: Case, dtype: torch.dtype, device: Device) -> None:
+    check(Step(case, device, dtype), attention_of(case, device))
+
+
+def test_a_padded_request_gets_zeros(device: Device) -> None:
+    case = DECODES["padding"]
+    output = attended(Step(case, device), attention_of(case, device))
+    assert not output[case.tokens :].any()
+
+
+def test_a_step_leaves_no_count_of_splits_behind(device: Device) -> None:
+    """With one, the next step would join its splits before all of them are there."""
+    case = DECODES["several requests"]
+    attention = attention_of(case, device)
+    attended(Step(case, device), attention)
+    assert attention.splits(len(case.parts), case.longest_context)[0] > 1
+    assert not attention.arrivals.any()
+
+
+def test_how_a_context_is_cut_depends_on_the_number_of_requests_alone(device: Device) -> None:
+    attention = attention_of(DECODES["several requests"], device)
+    assert attention.splits(4, 100) == attention.splits(4, MAX_CONTEXT)
+    assert attention.splits(1, 100)[0] > attention.splits(8, 100)[0]
+
+
+# --- the invariant mode ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a context of some hundred tokens has several."""
+    monkeypatch.setattr(attention_module, "_LEAST_FIXED_SPLIT", 64)
+
+
+INVARIANT = {
+    "one split": Case([Part(20, 30)]),
+    "several splits": Case([Part(250, 25)]),
+    "a window": Case([Part(250, 25)], window=40),
+    "a window over splits": Case([Part(300, 20)], window=170),
+    "three heads to one, capped": Case([Part(185, 12)], heads=6, cap=4.0),
+    "heads of 128": Case([Part(125, 12)], head_size=128),
+}
+
+
+@pytest.mark.parametrize("case", INVARIANT.values(), ids=INVARIANT.keys())
+def test_the_invariant_mode_attends_to_the_context(case: Case, device: Device, short_splits: None) -> None:
+    check(Step(case, device), attention_of(case, device, invariant=True))
+
+
+@pytest.mark.parametrize("case", INVARIANT.values(), ids=INVARIANT.keys())
+def test_in_the_invariant_mode_a_token_is_the_same_bits_in_a_chunk_and_decoded(
+    case: Case, device: Device, short_splits: None
+) -> None:
+    dtype = torch.bfloat16 if device.is_card else torch.float32
+    attention, step = attention_of(case, device, invariant=True), Step(case, device, dtype)
+    together = attended(step, attention)
+    columns = case.heads * case.head_size
+    (part,) = case.parts
+    cache, queries = step.device_cache(step.cache(filled=True)), step.device_qkv()[:, :columns]
+    whole = step.batch()
+    for query in sorted({0, part.count // 2, part.count - 1}):
+        alone = replace(
+            whole,
+            tokens=1,
+            longest_query=1,
+            longest_context=part.cached + query + 1,
+            context_lengths=whole.context_lengths - (part.count - 1 - query),
+        )
+        output = torch.empty_like(together[:1])
+        attention.run(alone, queries[query : query + 1], cache, LAYER, output)
+        assert torch.equal(output[0], together[query])

@@ -1,0 +1,79 @@
+"""When decode steps are launched, captured or replayed, and what they are padded to."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch
+
+from weft.backends.cuda.graphs import _BORROWED, DecodeGraphs, Kind
+from weft.backends.cuda.sampling_rows import SamplingPath
+from weft.ops.triton.device import Device
+
+
+class Launches:
+    """Counts on the device what is launched or replayed, and on the host what is launched or captured."""
+
+    def __init__(self, device: Device, by_context: bool = False, max_size: int = 256) -> None:
+        self.kinds: list[Kind] = []
+        self.done = device.zeros(max_size + 1, dtype=torch.int32)
+        self.graphs = DecodeGraphs(device, self.work, max_size, 5000, by_context)
+
+    def work(self, kind: Kind) -> torch.Tensor:
+        self.kinds.append(kind)
+        self.done[kind.size] += 1
+        return self.done
+
+    def sizes_done(self, device: Device) -> dict[int, int]:
+        device.synchronize()
+        return {size: count for size, count in enumerate(self.done.tolist()) if count}
+
+
+GREEDY = SamplingPath(flags=0, widest=-1, is_masked=False)
+DRAWN = SamplingPath(flags=1, widest=-1, is_masked=False)
+
+
+@pytest.mark.parametrize(
+    ("entries", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16), (250, 253), (253, 253)]
+)
+def test_a_step_is_padded_to_the_next_size(device: Device, entries: int, size: int) -> None:
+    launches = Launches(device, max_size=253)
+    launches.graphs.run(entries, 10, GREEDY)
+    assert launches.kinds == [Kind(size, 5000, GREEDY)]
+
+
+def test_the_first_of_a_kind_is_launched_the_second_captured_and_each_is_done_once(device: Device) -> None:
+    launches = Launches(device)
+    for step in range(1, 6):
+        launches.graphs.run(7, 10, GREEDY)
+        assert launches.graphs.num_captured == (step > 1)
+        assert launches.sizes_done(device) == {8: step}
+
+
+def test_a_size_without_a_graph_uses_one_that_is_not_much_larger(device: Device) -> None:
+    launches = Launches(device)
+    for entries in (48, 48, 40, 40, 32, 32, 24):
+        launches.graphs.run(entries, 10, GREEDY)
+    # 24 of 48 would be half of it padding.
+    assert launches.sizes_done(device) == {48: 6, 24: 1}
+    for _ in range(_BORROWED):
+        launches.graphs.run(40, 10, GREEDY)
+    assert launches.sizes_done(device)[40] >= 2
+
+
+def test_what_samples_in_other_ways_has_a_graph_of_its_own(device: Device) -> None:
+    launches = Launches(device)
+    for sampling in (GREEDY, GREEDY, None, DRAWN):
+        launches.graphs.run(8, 10, sampling)
+    assert [kind.sampling for kind in launches.kinds[-2:]] == [None, DRAWN]
+    assert launches.graphs.num_captured == 1
+
+
+def test_where_launches_depend_on_contexts_these_are_rounded_up_to_powers_of_two(device: Device) -> None:
+    launches = Launches(device, by_context=True)
+    for context in (1, 512, 513, 4000, 4097):
+        launches.graphs.run(1, context, GREEDY)
+    assert {kind.longest_context for kind in launches.kinds} == {512, 1024, 4096, 5000}

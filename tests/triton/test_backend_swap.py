@@ -1,0 +1,106 @@
+"""Swaps between the cache on the device and pinned memory, ordered as their tasks say."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch
+
+from weft.backends.cuda import swap
+from weft.backends.cuda.swap import SwapSpace
+from weft.ops.triton.device import Device
+from weft.plan import IterationPlan, SwapTask
+from weft.request import RequestId
+
+
+def task(
+    swap_id: int, blocks: tuple[int, ...], slots: tuple[int, ...], after: tuple[int, ...] = ()
+) -> SwapTask:
+    return SwapTask(swap_id, RequestId(1), blocks, slots, -1, after)
+
+
+def plan_of(out: tuple[SwapTask, ...] = (), back: tuple[SwapTask, ...] = ()) -> IterationPlan:
+    return IterationPlan(0, 0, (), (), (), (), (), swap_out=out, swap_in=back)
+
+
+@pytest.fixture
+def cache(device: Device) -> torch.Tensor:
+    return torch.arange(12 * 6, dtype=torch.float32, device=device.torch_device).reshape(12, 2, 3)
+
+
+def reports(space: SwapSpace, count: int) -> tuple[set[int], dict[int, str]]:
+    """Of as many swaps, however many results it takes to tell of them."""
+    finished: set[int] = set()
+    failed: dict[int, str] = {}
+    while len(finished) + len(failed) < count:
+        done, lost = space.take_reports(must_wait=True)
+        finished |= set(done)
+        failed |= lost
+    return finished, failed
+
+
+@pytest.mark.parametrize("slots_at_once", [1, 2, 3, 5, 100])
+def test_blocks_come_back_as_they_left_wherever_they_lay(
+    device: Device, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch, slots_at_once: int
+) -> None:
+    monkeypatch.setattr(swap, "_PIECE_BYTES", slots_at_once * 24)
+    space = SwapSpace(device, cache, 10)
+    before = cache.clone()
+    blocks, slots = (3, 4, 5, 9, 8, 0), (1, 2, 3, 4, 5, 9)
+    space.launch(plan_of(out=(task(1, blocks, slots),)), None)
+    assert reports(space, 1) == ({1}, {})
+    cache.fill_(-1)
+    space.launch(plan_of(back=(task(2, (7, 6, 5, 4, 3, 2), slots, (1,)),)), None)
+    assert reports(space, 1) == ({2}, {})
+    assert (cache[[7, 6, 5, 4, 3, 2]] == before[list(blocks)]).all()
+    assert (cache[[0, 1, 8, 9, 10, 11]] == -1).all()
+
+
+def test_blocks_that_lie_together_in_both_places_are_one_copy(device: Device, cache: torch.Tensor) -> None:
+    space = SwapSpace(device, cache, 10)
+    assert list(space._runs(task(1, (3, 4, 5, 9, 10, 1), (1, 2, 3, 4, 6, 7)))) == [
+        (3, 1, 3),
+        (9, 4, 1),
+        (10, 6, 1),
+        (1, 7, 1),
+    ]
+
+
+def test_a_swap_that_builds_on_one_that_failed_fails_and_touches_nothing(
+    device: Device, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = SwapSpace(device, cache, 10)
+    before = cache.clone()
+
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise MemoryError("no memory can be pinned")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Device, "pinned", refuse)
+        space.launch(plan_of(out=(task(1, (1,), (1,)),)), None)
+    space.launch(plan_of(back=(task(2, (2,), (1,), (1,)), task(3, (3,), (2,), (99,)))), None)
+    finished, failed = reports(space, 3)
+    assert finished == set() and set(failed) == {1, 2, 3}
+    assert "no memory can be pinned" in failed[1]
+    assert "swap 1, which it builds on" in failed[2]
+    assert (cache == before).all()
+
+
+def test_each_swap_is_reported_once(device: Device, cache: torch.Tensor) -> None:
+    space = SwapSpace(device, cache, 10)
+    space.launch(plan_of(out=(task(1, (1,), (1,)), task(2, (2,), (2,)))), None)
+    assert reports(space, 2) == ({1, 2}, {})
+    assert space.take_reports(must_wait=True) == ((), {})
+
+
+def test_pinned_memory_is_taken_when_it_is_first_used(
+    device: Device, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap, "_PIECE_BYTES", 2 * 24)
+    space = SwapSpace(device, cache, 10)
+    assert space._pieces == [None] * 5
+    space.launch(plan_of(out=(task(1, (1, 2), (4, 5)),)), None)
+    assert [piece is not None for piece in space._pieces] == [False, False, True, False, False]

@@ -1,0 +1,27 @@
+"""Whole forward passes on a device, or in the interpreter, against the numpy reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_decoders import CONFIGS, PLAIN, PLAN, TEXTS, logits_of, reference_logits, relative_error
+
+from weft.ops.triton.device import Device
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_computes_what_the_reference_does_in_chunks_and_token_by_token(
+    name: str, device: Device
+) -> None:
+    config = CONFIGS[name]
+    assert relative_error(logits_of(config, device), reference_logits(config, TEXTS, PLAN)) < 2e-5
+
+
+def test_in_bfloat16_a_model_is_near_the_reference(device: Device) -> None:
+    ours = logits_of(PLAIN, device, torch.bfloat16)
+    assert relative_error(ours, reference_logits(PLAIN, TEXTS, PLAN)) < 0.1
+
+
+def test_an_invariant_model_computes_what_the_reference_does(device: Device) -> None:
+    ours = logits_of(PLAIN, device, invariant=True)
+    assert relative_error(ours, reference_logits(PLAIN, TEXTS, PLAN)) < 2e-5

@@ -1,0 +1,90 @@
+"""What a step's batch may be: any company, rows that are only kept, nothing sampled, padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from small_decoders import CONFIGS, PLAIN, TEXTS, build, device_batch
+
+from weft.ops.triton.device import Device
+
+
+@pytest.mark.parametrize("name", ["all norms, with an offset; windows, caps, gelu", "experts"])
+def test_a_batch_invariant_model_gives_a_token_the_same_bits_in_any_company(
+    name: str, device: Device
+) -> None:
+    program, cache = build(CONFIGS[name], device, torch.bfloat16, invariant=True)
+    together = [
+        program.run(device_batch(step, device), cache)[0].clone() for step in TEXTS.steps([[5, 9, 8]])
+    ]
+    cache.fill_(float("nan"))
+    alone = [
+        program.run(device_batch(step, device), cache)[0].clone()
+        for step in TEXTS.steps([[0, 4, 0], [0, 1, 0], [3, 0, 0], [1, 4, 0]])
+    ]
+    assert torch.equal(alone[0], together[0][5:9])
+    assert torch.equal(alone[1], together[0][9:10])
+    assert torch.equal(alone[3], torch.cat([together[0][3:4], together[0][10:14]]))
+
+
+def test_rows_that_are_not_sampled_are_handed_out_for_later(device: Device) -> None:
+    program, cache = build(PLAIN, device)
+    [step] = TEXTS.steps([[5, 4, 0]])
+    whole, others = program.run(device_batch(step, device), cache)
+    assert others is None
+    whole = whole.clone()
+    part, others = program.run(device_batch(step, device, sampled=2), cache)
+    assert torch.allclose(part, whole[:2], atol=1e-5)
+    assert others is not None and len(others) == 7
+    assert torch.allclose(program.logits(others), whole[2:], atol=1e-5)
+    nothing, others = program.run(device_batch(step, device, sampled=0), cache)
+    assert len(nothing) == 0
+    assert others is not None and torch.allclose(program.logits(others), whole, atol=1e-5)
+
+
+def test_a_step_may_sample_nothing_and_keep_nothing(device: Device) -> None:
+    program, cache = build(PLAIN, device)
+    first, second = TEXTS.steps([[4, 0, 0], [1, 0, 0]])
+    [whole] = TEXTS.steps([[5, 0, 0]])
+    expected = program.run(device_batch(whole, device), cache)[0][4:].clone()
+    cache.fill_(float("nan"))
+    logits, others = program.run(device_batch(replace(first, logit_indices=np.arange(0)), device), cache)
+    assert len(logits) == 0 and others is None
+    assert torch.allclose(program.run(device_batch(second, device), cache)[0], expected, atol=1e-5)
+
+
+def test_padding_changes_nothing_and_is_not_written(device: Device) -> None:
+    """As a graph of three requests runs a step of two."""
+    program, cache = build(PLAIN, device)
+    first, second = TEXTS.steps([[3, 2, 0], [1, 1, 0]])
+    program.run(device_batch(first, device), cache)
+    before = cache.clone()
+    expected = program.run(device_batch(second, device), cache)[0].clone()
+    written = cache.clone()
+    cache.copy_(before)
+    batch = device_batch(second, device)
+
+    def padded(tensor: torch.Tensor, value: int) -> torch.Tensor:
+        return torch.cat([tensor, tensor.new_full((1,), value)])
+
+    batch = replace(
+        batch,
+        tokens=3,
+        requests=3,
+        sampled=3,
+        decodes=3,
+        token_ids=padded(batch.token_ids, 0),
+        positions=padded(batch.positions, 0),
+        cells=padded(batch.cells, -1),
+        rows=padded(batch.rows, 0),
+        query_starts=padded(batch.query_starts, 3),
+        context_lengths=padded(batch.context_lengths, 0),
+        logit_indices=padded(batch.logit_indices, 2),
+    )
+    graph = device.capture(lambda: program.run(batch, cache))
+    graph.replay()
+    assert torch.allclose(program.run(batch, cache)[0][:2], expected, atol=1e-5)
+    assert torch.allclose(cache, written, atol=1e-5, equal_nan=True)

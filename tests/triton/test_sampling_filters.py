@@ -1,0 +1,99 @@
+"""The filters of the device, which find their floors without sorting, against numpy's, which sorts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from sampling_steps import OnDevice, Step, assert_same, rounded_to_bfloat16  # noqa: E402
+
+from weft.request import SamplingParams  # noqa: E402
+
+if TYPE_CHECKING:
+    from weft.ops.triton.device import Device
+
+# The interpreter computes with numpy, which says what a card keeps to itself.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {},
+        {"temperature": 0.6},
+        {"temperature": 3.0},
+        {"top_k": 40},
+        {"top_k": 2000},
+        {"top_p": 0.95},
+        {"top_p": 0.3, "temperature": 0.7},
+        {"min_p": 0.02},
+        {"typical_p": 0.8},
+        {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95, "repetition_penalty": 1.2},
+    ],
+    ids=str,
+)
+def test_each_way_of_choosing_gives_numpys_tokens_over_a_vocabulary_of_several_pieces(
+    options: dict[str, Any], dtype: Any, device: Device
+) -> None:
+    random = np.random.default_rng(5)
+    on_device = OnDevice(device, 4_500)
+    step = Step([SamplingParams(**options)] * 2, seeds=random.integers(2**62, size=2).tolist())
+    for scale in (0.2, 5.0) if dtype == torch.float32 else (2.0,):
+        logits = (random.normal(size=(2, 4_500)) * scale).astype(np.float32)
+        if dtype == torch.bfloat16:
+            logits = rounded_to_bfloat16(logits)
+        assert_same(on_device.sample(step, logits, dtype=dtype), step.expected(logits))
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"top_k": 3}, 3),
+        ({"top_k": 1}, 1),
+        ({"top_p": 0.69}, 2),
+        ({"top_p": 0.71}, 3),  # 0.4 + 0.3 is not enough yet
+        ({"top_p": 1e-9}, 1),
+        ({"min_p": 0.5}, 2),  # half of 0.4
+        ({"min_p": 1.0}, 1),
+        ({"top_k": 4, "top_p": 0.72}, 2),  # of what top-k left: 0.42, 0.32, 0.16, 0.11
+    ],
+    ids=str,
+)
+def test_filters_keep_the_most_likely(options: dict[str, Any], allowed: int, device: Device) -> None:
+    """The noise of these seeds makes the fifth, third and first of the likely tokens win without a filter."""
+    logits = np.full((1, 64), -80.0, np.float32)
+    logits[0, 10:15] = np.log([0.4, 0.3, 0.15, 0.1, 0.05])
+    on_device = OnDevice(device, 64)
+    for seed in winning_seeds(logits):
+        step = Step([SamplingParams(**options)], seeds=[seed])
+        token = int(on_device.sample(step, logits).tokens[0])
+        assert token == step.expected(logits).tokens[0]
+        assert token < 10 + allowed
+
+
+def winning_seeds(logits: np.ndarray) -> list[int]:
+    """Of each likely token a seed that draws it where nothing is filtered."""
+    step = Step([SamplingParams()] * 200, rows=list(range(200)))
+    tokens = step.expected(np.repeat(logits, 200, axis=0)).tokens.tolist()
+    return [tokens.index(token) for token in (14, 13, 12, 11, 10)]
+
+
+def test_tokens_that_tie_with_the_last_one_kept_are_kept(device: Device) -> None:
+    logits = np.full((1, 40), -50.0, np.float32)
+    logits[0, [3, 9, 20, 31]] = [1.0, 0.5, 0.5, 0.5]
+    drawn = set()
+    on_device = OnDevice(device, 40)
+    for options in ({"top_k": 2}, {"top_p": 0.5}):
+        for seed in range(12):
+            step = Step([SamplingParams(**options)], seeds=[seed])
+            found = on_device.sample(step, logits)
+            assert_same(found, step.expected(logits))
+            drawn.add(int(found.tokens[0]))
+    assert drawn == {3, 9, 20, 31}

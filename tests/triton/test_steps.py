@@ -1,0 +1,88 @@
+"""What of a forward pass is done in one go, and which buffers share a place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_decoders import CONFIGS, PLAIN, decoder_of
+
+from weft.models.config import ModelConfig
+from weft.ops.recording import NO_STEP, Add, Buffer, Embed, Norm, Operation, Product
+from weft.ops.triton.device import Device
+from weft.ops.triton.ops import TritonOps
+from weft.ops.triton.steps import (
+    AttentionStep,
+    NormStep,
+    ProductStep,
+    Step,
+    assigned_slots,
+    buffers_made,
+    buffers_read,
+    steps_of,
+)
+
+
+def recorded(config: ModelConfig, device: Device) -> tuple[list[Operation], Buffer]:
+    ops = TritonOps(device, torch.float32)
+    rows = decoder_of(config, ops).forward(NO_STEP, None)
+    assert ops.recording is not None
+    return ops.recording.operations, rows
+
+
+def test_a_plain_layer_is_four_products_around_attention(device: Device) -> None:
+    operations, rows = recorded(PLAIN, device)
+    steps = steps_of(operations, {rows})
+    layer: list[type[Step]] = [ProductStep, AttentionStep, ProductStep, ProductStep, ProductStep]
+    assert [type(step) for step in steps] == [Embed, *layer, *layer, NormStep]
+    taken_in = [
+        (bool(step.norm), bool(step.gate), step.added) for step in steps if isinstance(step, ProductStep)
+    ]
+    qkv, out, gate_up, down = (
+        (True, False, False),
+        (False, False, True),
+        (True, True, False),
+        (False, False, True),
+    )
+    assert taken_in == [qkv, out, gate_up, down] * 2
+    last = steps[-1]
+    assert isinstance(last, NormStep) and last.selected and last.output is rows
+
+
+def test_a_norm_behind_a_product_takes_the_add_in(device: Device) -> None:
+    operations, rows = recorded(CONFIGS["norms behind, of whole rows"], device)
+    steps = steps_of(operations, {rows})
+    assert [step.added for step in steps if isinstance(step, NormStep)] == [True, True, True, True, False]
+    assert not any(isinstance(step, Add) for step in steps)
+
+
+def test_a_norm_with_two_readers_is_made_once() -> None:
+    hidden, normed, left, right = (Buffer(8) for _ in range(4))
+    norm = Norm(hidden, None, 1e-5, normed)
+    operations: list[Operation] = [norm, Product(normed, None, left), Product(normed, None, right)]
+    steps = steps_of(operations, {left, right})
+    assert [type(step) for step in steps] == [NormStep, ProductStep, ProductStep]
+    assert all(step.input is normed for step in steps[1:] if isinstance(step, ProductStep))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_place_is_not_used_again_while_its_content_is_needed(name: str, device: Device) -> None:
+    operations, rows = recorded(CONFIGS[name], device)
+    steps = steps_of(operations, {rows})
+    slots = assigned_slots(steps, {rows})
+    holds: dict[int, Buffer] = {}
+    for step in steps:
+        made, read = set(buffers_made(step)), set(buffers_read(step))
+        for buffer in read:
+            assert holds[slots.places[buffer]] is buffer
+        assert len({slots.places[buffer] for buffer in made | read}) == len(made | read)
+        for buffer in made:
+            assert slots.columns[slots.places[buffer]] == buffer.columns
+            holds[slots.places[buffer]] = buffer
+    assert holds[slots.places[rows]] is rows
+
+
+def test_layers_use_the_same_places_again(device: Device) -> None:
+    operations, rows = recorded(PLAIN, device)
+    steps = steps_of(operations, {rows})
+    half = len(steps) // 2
+    assert len(assigned_slots(steps, {rows}).columns) == len(assigned_slots(steps[:half], {rows}).columns)
