@@ -1,5 +1,5 @@
-"""Compiles the kernels of a forward pass for a Hopper card, on a machine that has none: run as a script, without the
-interpreter. What the interpreter forgives shows here: shapes that are no powers of two, types that do not fit, memory
+"""Compiles the kernels of a forward pass for a Hopper card, on a machine that has none, and looks at every launch: run as
+a script, without the interpreter. What the interpreter forgives shows here: shapes that are no powers of two, types that do not fit, memory
 that a multiprocessor does not have."""
 
 from __future__ import annotations
@@ -21,8 +21,36 @@ from weft.ops.triton.program import record
 SHARED_BYTES = 227 << 10
 
 
+Call = tuple[str, list[Any]]
+calls: list[Call] = []
+
+
+class Launcher:
+    """What Triton would call to launch a compiled kernel: notes it."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.name = metadata.name
+
+    def __call__(self, *arguments: Any) -> None:
+        # Grid, stream, function, how it was compiled, three that are for hooks, and what the kernel gets.
+        wanted = [*arguments[:6], *arguments[9:]]
+        noted = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in wanted]
+        calls.append((self.name, noted))
+
+
+class Utilities:
+    def load_binary(self, *arguments: Any) -> tuple[int, int, int, int, int]:
+        return 1, 2, 32, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES}
+
+
 class NoCard:
-    """What Triton asks its driver before it compiles."""
+    """What Triton asks its driver before it compiles and launches."""
+
+    utils = Utilities()
+    launcher_cls = Launcher
 
     def get_current_device(self) -> int:
         return 0
@@ -42,19 +70,20 @@ class HostMemory(Device):
         self.is_card = False
         self.processors = 132
         self.dependent_launches = True
+        self.remembers_launches = True
+        self._launches = {}
 
 
 compiled: dict[str, int] = {}
 compile_and_launch = JITFunction.run
 
 
-def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    kernel = compile_and_launch(self, *args, grid=grid, warmup=True, **options)
+def run_and_look(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    kernel = compile_and_launch(self, *args, grid=grid, warmup=warmup, **options)
     compiled[kernel.hash] = kernel.metadata.shared
-    assert kernel.metadata.shared <= SHARED_BYTES, f"{self.fn.__name__} needs {kernel.metadata.shared} bytes"
-    assert "griddepcontrol.wait" in kernel.asm["ptx"], (
-        f"{self.fn.__name__} does not wait for the kernel in front"
-    )
+    name = self.fn.__name__
+    assert "griddepcontrol.wait" in kernel.asm["ptx"], f"{name} does not wait for the kernel in front"
+    return kernel
 
 
 def compile_all(config: ModelConfig, plan: list[list[int]], invariant: bool = False) -> None:
@@ -65,12 +94,18 @@ def compile_all(config: ModelConfig, plan: list[list[int]], invariant: bool = Fa
     texts = Texts.of_lengths(60, 60)
     cache = decoder.new_cache(texts.blocks, BLOCK_SIZE)
     for step in texts.steps(plan):
-        program.run(device_batch(step, device), cache)
+        batch = device_batch(step, device)
+        launched: list[list[Call]] = []
+        for _ in range(2):
+            calls.clear()
+            program.run(batch, cache)
+            launched.append(calls.copy())
+        assert launched[0] == launched[1], "what is remembered of a launch is not what was launched"
 
 
 def main() -> None:
     driver.set_active(NoCard())
-    JITFunction.run = compile_only
+    JITFunction.run = run_and_look
     # Sizes that tiles fit into, as in real models: most kernels have a branch for them.
     wide = replace(
         PLAIN,

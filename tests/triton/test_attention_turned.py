@@ -35,7 +35,14 @@ def norm_of(case: Case, rows: bool = False) -> QkNorm:
     return QkNorm(query, key, 1e-5)
 
 
-def check(case: Case, device: Device, rope: Rope, norm: QkNorm | None, dtype: torch.dtype) -> None:
+def check(
+    case: Case,
+    device: Device,
+    rope: Rope,
+    norm: QkNorm | None,
+    dtype: torch.dtype,
+    read_rows: bool = False,
+) -> None:
     """The output, and every cell of the cache."""
     step = Step(case, device, dtype)
     before = step.cache(filled=True)
@@ -48,6 +55,7 @@ def check(case: Case, device: Device, rope: Rope, norm: QkNorm | None, dtype: to
     if norm is not None:
         device_norm = QkNorm(step.tensor(norm.query), step.tensor(norm.key), norm.epsilon)
     attention = Attention(case.shape, case.window, 8, MAX_CONTEXT, device)
+    attention.can_read_rows |= read_rows
     batch = replace(step.batch(), settled=True)
     tables = RopeTables(rope, MAX_CONTEXT, device)
     attention.turn_and_run(batch, step.device_qkv(), cache, LAYER, tables, device_norm, output)
@@ -110,6 +118,24 @@ def test_one_launch_serves_a_cache_of_half_the_size(device: Device, one_launch: 
 def test_what_one_launch_cannot_do_is_done_in_two(norm_rows: bool, device: Device) -> None:
     case = Case(decodes(90, 3)) if norm_rows else Case([Part(30, 5), Part(64, 1)])
     check(case, device, rope_of(32), norm_of(case, norm_rows), torch.float32)
+
+
+PROMPTS = {
+    "a prompt": Case([Part(0, 150)], head_size=128),
+    "prompts of several requests": Case([Part(0, 3), Part(0, 100), Part(0, 64)]),
+    "prompts, chunks and decodes": Case([Part(70, 1), Part(30, 40), Part(0, 70), Part(0, 2)], decodes=1),
+    "seven heads to one": Case([Part(0, 40)], heads=7, kv_heads=1),
+    "a window": Case([Part(0, 150), Part(0, 20)], window=40),
+    "a window larger than a tile": Case([Part(0, 200)], window=150),
+    "a cap": Case([Part(0, 90)], cap=2.0),
+    "heads that make no tiles": Case([Part(0, 90)], head_size=80),
+}
+
+
+@pytest.mark.parametrize("case", PROMPTS.values(), ids=PROMPTS.keys())
+def test_a_prompt_that_begins_in_the_step_is_read_where_it_was_computed(case: Case, device: Device) -> None:
+    read_rows = case.head_size != 80
+    check(case, device, rope_of(case.head_size // 2), norm_of(case), torch.bfloat16, read_rows)
 
 
 def test_a_step_in_which_requests_may_share_new_cells_is_done_in_two_launches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product as every
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from weft.ops.reference import Linear as ReferenceLinear
 from weft.ops.reference import ReferenceOps
 from weft.ops.triton.device import Device
-from weft.ops.triton.linear import Product, Tile
+from weft.ops.triton.linear import Product, Tile, gemv_tile, skinny_tile
 from weft.ops.triton.weights import Linear, interleave_halves
 
 REFERENCE = ReferenceOps()
@@ -122,11 +123,34 @@ def test_a_product_in_bfloat16(tokens: int, device: Device) -> None:
 
 
 @pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("norm_inside", [False, True])
 @pytest.mark.parametrize("tile", [Tile(16, 16, 128, 4, 3), Tile(32, 64, 32, 4, 2), Tile(16, 32, 64, 8, 1)])
-def test_a_tile_may_have_any_size(tile: Tile, early: bool, device: Device) -> None:
-    case = Case(20, 80, 128, device, norm=True)
-    case.product.run_tile(case.input, case.output, tile, early)
+def test_a_tile_may_have_any_size(tile: Tile, norm_inside: bool, early: bool, device: Device) -> None:
+    case = Case(20, 80, 128, device, norm=True, gate="silu_mul")
+    tile = replace(tile, early=early, norm_inside=norm_inside)
+    case.product.run_tile(case.input, case.output, tile, case.normed)
     case.check()
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 32, 33, 64, 65, 256])
+def test_tiles_of_every_shape_fit_a_multiprocessor(tokens: int, has_norm: bool) -> None:
+    shapes = [
+        (151936, 1024),
+        (1024, 3072),
+        (1024, 2048),
+        (6144, 1024),
+        (28672, 4096),
+        (4096, 14336),
+        (24, 40),
+    ]
+    for outputs, inputs in shapes:
+        tile = gemv_tile(outputs, inputs, has_norm)
+        assert tile.inputs <= 2 * inputs
+        if (tile := skinny_tile(tokens, outputs, inputs, has_norm)) is not None:
+            assert tile.tokens >= tokens
+            assert 16 <= tile.inputs < 2 * max(inputs, 16)
+            assert (tile.outputs + tile.tokens) * tile.inputs * 2 * tile.stages < 200 << 10
 
 
 @pytest.mark.parametrize("tile", [Tile(1, 2, 128, 4), Tile(1, 8, 32, 4)])

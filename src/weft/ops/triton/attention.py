@@ -6,12 +6,13 @@ at the same positions, both kernels use the same tiles, and splits are joined in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.ops.base import AttentionShape, QkNorm
 from weft.ops.triton.attention_decode import decode_attention
@@ -24,12 +25,12 @@ from weft.ops.triton.rope import RopeTables, rope_and_write
 # The least number of rows that the tensor cores multiply.
 _LEAST_ROWS = 16
 
-# So many programs for each processor of the card keep its memory busy also where requests differ in length.
-_PROGRAMS_PER_PROCESSOR = 8
-_LEAST_SPLITS, _MOST_SPLITS = 4, 64
+# Measured on an H200: more programs than this for each processor cost more to join than they read faster.
+_PROGRAMS_PER_PROCESSOR = 4
+_MOST_SPLITS = 16
 
-# Splits that a context is cut into need a second look at each; a large batch cuts only what is longer than this.
-_LARGEST_SMALLEST_SPLIT = 1024
+# A batch that fills the card cuts only what is longer than this, so that one long context does not hold up the others.
+_LONG_CONTEXT = 1024
 
 # Up to so many requests, rope and attention are one launch: beyond, memory is what costs, and early reads hold registers.
 _MOST_TURNED_REQUESTS = 32
@@ -66,7 +67,10 @@ class Attention:
         group = shape.heads // shape.kv_heads
         self.width = triton.next_power_of_2(shape.head_size)
         self.joined_rows = triton.next_power_of_2(group)
-        self.decode_tiles = Tiles(max(_LEAST_ROWS, self.joined_rows), 64 if self.width <= 128 else 32, 4, 3)
+        rows = max(_LEAST_ROWS, self.joined_rows)
+        self.decode_tiles = Tiles(rows, 64, 2, 3) if self.width <= 128 else Tiles(rows, 32, 4, 3)
+        # A tile that is read early stands in registers: more threads hold it.
+        self.turned_tiles = replace(self.decode_tiles, warps=4)
         self.fixed_split = 0
         if invariant:
             even = triton.next_power_of_2(triton.cdiv(max_context, _MOST_FIXED_SPLITS))
@@ -77,6 +81,8 @@ class Attention:
         else:
             self.prefill_tiles = Tiles(max(64, self.joined_rows), 32, 4, 2)
 
+        self.can_read_rows = not invariant and self.width == shape.head_size and device.dependent_launches
+        """Whether the card copies tiles of rows by itself (a Hopper does), and heads make such tiles."""
         # One at a time in the invariant mode: a sum over several depends on where the first of them stands.
         self.joined_at_once = 1 if invariant else max(1, min(8, 4096 // (self.joined_rows * self.width)))
         pairs = max(
@@ -99,13 +105,11 @@ class Attention:
             # A window that begins in the middle of a split needs one more.
             return triton.cdiv(seen, self.fixed_split) + (self.window is not None), self.fixed_split
         programs = requests * self.shape.kv_heads
-        wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * self.device.processors, programs)
-        tile = self.decode_tiles.positions
-        smallest = triton.next_power_of_2(triton.cdiv(tile * programs, self.device.processors))
-        return (
-            min(max(wanted, _LEAST_SPLITS), _MOST_SPLITS),
-            min(max(smallest, tile), _LARGEST_SMALLEST_SPLIT),
-        )
+        wanted = min(_PROGRAMS_PER_PROCESSOR * self.device.processors // programs, _MOST_SPLITS)
+        if wanted >= 4:
+            return wanted, self.decode_tiles.positions
+        # Each program that finds nothing to do costs a little too.
+        return (4 if wanted else 2), _LONG_CONTEXT // max(wanted, 1)
 
     def run(self, batch: DeviceBatch, queries: Tensor, cache: Tensor, layer: int, output: Tensor) -> None:
         """Each token over what it sees of its request's context, read from the cache, this step's tokens too.
@@ -116,7 +120,7 @@ class Attention:
         if decodes:
             self._decode(batch, decodes, queries, cache, layer, output)
         if decodes < batch.requests:
-            self._prefill(batch, decodes, queries, cache, layer, output)
+            self._prefill(batch, decodes, queries, None, cache, layer, output)
 
     def turn_and_run(
         self,
@@ -139,7 +143,11 @@ class Attention:
             self._turn_and_decode(batch, qkv, cache, layer, tables, norm, output)
         else:
             rope_and_write(batch, qkv, cache, layer, tables, self.shape, norm)
-            self.run(batch, qkv[:, : self.shape.heads * self.shape.head_size], cache, layer, output)
+            decodes = batch.requests if batch.longest_query == 1 else batch.decodes
+            if decodes:
+                self._decode(batch, decodes, qkv, cache, layer, output)
+            if decodes < batch.requests:
+                self._prefill(batch, decodes, qkv, qkv, cache, layer, output)
 
     def _turn_and_decode(
         self,
@@ -178,7 +186,7 @@ class Attention:
             NORMED=norm is not None,
             JOINED_ROWS=self.joined_rows,
             JOINED_AT_ONCE=self.joined_at_once,
-            **self._constants(qkv, cache, self._fitting(self.decode_tiles, cache)),
+            **self._constants(qkv, cache, self._fitting(self.turned_tiles, cache)),
         )
 
     def _decode(
@@ -208,13 +216,23 @@ class Attention:
         )
 
     def _prefill(
-        self, batch: DeviceBatch, decodes: int, queries: Tensor, cache: Tensor, layer: int, output: Tensor
+        self,
+        batch: DeviceBatch,
+        decodes: int,
+        queries: Tensor,
+        qkv: Tensor | None,
+        cache: Tensor,
+        layer: int,
+        output: Tensor,
     ) -> None:
+        """With `qkv`, rows as rope leaves them, K and V of new requests are read from there and not from the cache."""
         tiles = self._fitting(self.prefill_tiles, cache)
         tokens_at_once = tiles.rows // (self.shape.heads // self.shape.kv_heads)
         pieces = triton.cdiv(batch.longest_query, tokens_at_once)
+        from_rows = qkv is not None and self.can_read_rows and cache.dtype != torch.float32
         prefill_attention[(self.shape.kv_heads, batch.requests - decodes, pieces)](
             queries,
+            TensorDescriptor.from_tensor(qkv, [tiles.positions, self.width]) if from_rows else queries,
             output,
             cache,
             batch.tables,
@@ -227,6 +245,7 @@ class Attention:
             self.shape.scale,
             self.shape.score_cap or 0.0,
             FIXED_SPLIT=self.fixed_split,
+            FROM_ROWS=from_rows,
             **self._constants(queries, cache, tiles),
         )
 

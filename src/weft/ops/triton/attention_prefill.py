@@ -9,13 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.attention_tiles import attend, joined, mean, nothing_seen
+from weft.ops.triton.attention_tiles import attend, attend_to_rows, joined, mean, nothing_seen
 from weft.ops.triton.device import let_next_begin, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["layer", "table_stride", "first_request"])
 def prefill_attention(
     queries,  # [tokens, QUERY_STRIDE]
+    qkv,  # with FROM_ROWS a tensor descriptor of the same rows with K and V
     output,  # [tokens, heads * head size]
     cache,
     tables,
@@ -28,6 +29,7 @@ def prefill_attention(
     scale,
     score_cap,
     FIXED_SPLIT: tl.constexpr,  # 0: one softmax over the context; else one for each split, joined in their order
+    FROM_ROWS: tl.constexpr,  # where a request's whole context is in the step, it is read from the rows
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -109,29 +111,52 @@ def prefill_attention(
         all_see_from = begin
         if WINDOW > 0:
             all_see_from = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, all_see_until)
-        for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
-            peak, total, mixed = attend(
-                query,
-                positions,
-                peak,
-                total,
-                mixed,
-                begin if part == 0 else (all_see_from if part == 1 else all_see_until),
-                all_see_from if part == 0 else (all_see_until if part == 1 else end),
-                keys,
-                table,
-                scale,
-                score_cap,
-                MASKED=part != 1,
-                WINDOW=WINDOW,
-                CAPPED=CAPPED,
-                HEAD_SIZE=HEAD_SIZE,
-                WIDTH=WIDTH,
-                BLOCK_SIZE=BLOCK_SIZE,
-                BLOCK_STRIDE=BLOCK_STRIDE,
-                VALUE_OFFSET=VALUE_OFFSET,
-                TILE=TILE,
-                STAGES=STAGES,
-            )
+        if context == count if FROM_ROWS else False:
+            for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
+                peak, total, mixed = attend_to_rows(
+                    query,
+                    positions,
+                    peak,
+                    total,
+                    mixed,
+                    begin if part == 0 else (all_see_from if part == 1 else all_see_until),
+                    all_see_from if part == 0 else (all_see_until if part == 1 else end),
+                    qkv,
+                    first_token,
+                    (HEADS + kv_head) * HEAD_SIZE,
+                    (HEADS + KV_HEADS + kv_head) * HEAD_SIZE,
+                    scale,
+                    score_cap,
+                    MASKED=part != 1,
+                    WINDOW=WINDOW,
+                    CAPPED=CAPPED,
+                    TILE=TILE,
+                    STAGES=STAGES,
+                )
+        else:
+            for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
+                peak, total, mixed = attend(
+                    query,
+                    positions,
+                    peak,
+                    total,
+                    mixed,
+                    begin if part == 0 else (all_see_from if part == 1 else all_see_until),
+                    all_see_from if part == 0 else (all_see_until if part == 1 else end),
+                    keys,
+                    table,
+                    scale,
+                    score_cap,
+                    MASKED=part != 1,
+                    WINDOW=WINDOW,
+                    CAPPED=CAPPED,
+                    HEAD_SIZE=HEAD_SIZE,
+                    WIDTH=WIDTH,
+                    BLOCK_SIZE=BLOCK_SIZE,
+                    BLOCK_STRIDE=BLOCK_STRIDE,
+                    VALUE_OFFSET=VALUE_OFFSET,
+                    TILE=TILE,
+                    STAGES=STAGES,
+                )
     result = mean(total, mixed).to(output.dtype.element_ty)
     tl.store(output + token_row * (HEADS * HEAD_SIZE) + features, result, mask=there)

@@ -93,6 +93,54 @@ def attend(
 
 
 @triton.jit
+def attend_to_rows(
+    query,
+    positions,
+    peak,
+    total,
+    mixed,
+    begin,
+    end,
+    qkv,  # a tensor descriptor of the step's rows, a TILE of tokens and a head at a time
+    first_token,  # the request's, at its position 0
+    key_column,
+    value_column,
+    scale,
+    score_cap,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """As `attend`, for a request whose whole context is in the step: its K and V are read where rope left them."""
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        place = start + tl.arange(0, TILE)
+        key = qkv.load([first_token + start, key_column])
+        value = qkv.load([first_token + start, value_column])
+        if MASKED:
+            # Behind the end are another request's, which may be NaN.
+            value = tl.where((place < end)[:, None], value, 0.0)
+        peak, total, mixed = attend_to_tile(
+            query,
+            positions,
+            peak,
+            total,
+            mixed,
+            key,
+            value,
+            place,
+            end,
+            scale,
+            score_cap,
+            MASKED,
+            WINDOW,
+            CAPPED,
+        )
+    return peak, total, mixed
+
+
+@triton.jit
 def attend_to_tile(
     query,
     positions,

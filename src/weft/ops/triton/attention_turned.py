@@ -145,7 +145,7 @@ def turned_attention(
     total = tl.where(is_last, total + 1.0, total)
     mixed = tl.where(is_last, mixed + own_value.to(tl.float32), mixed)
     target = keys + (cell // BLOCK_SIZE) * BLOCK_STRIDE + (cell % BLOCK_SIZE) * HEAD_SIZE + column[None, :]
-    written = in_head[None, :] & (is_last & (cell >= 0))
+    written = in_head[None, :] & is_last
     tl.store(target, own_key, mask=written)
     tl.store(target + VALUE_OFFSET, own_value.to(cache.dtype.element_ty), mask=written)
 

@@ -7,7 +7,7 @@ and a graph is the work itself, done again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
@@ -21,6 +21,15 @@ from weft.errors import WeftError
 
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 """Whether kernels are interpreted in this process; for kernels too."""
+
+
+def pieces(whole: int, piece: int) -> int:
+    """How many pieces cover the whole. Triton's own functions for this take two microseconds a call."""
+    return -(-whole // piece)
+
+
+def power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 class Event(Protocol):
@@ -102,6 +111,8 @@ class Device:
         self.torch_device = torch.device(name)
         self.is_card = self.torch_device.type == "cuda"
         self._capture_stream: torch.cuda.Stream | None = None
+        self._launches: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        self.remembers_launches = self.is_card
         self.processors = 4
         """How many multiprocessors there are."""
         self.dependent_launches = False
@@ -190,6 +201,32 @@ class Device:
         return torch.cuda.graph_pool_handle() if self.is_card else None
 
     # --- launches -----------------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: tuple[Any, ...],
+        key: Hashable,
+        constants: Callable[[], dict[str, Any]],
+    ) -> None:
+        """`kernel[grid](*arguments, **constants(), **launch_options())`, but from the second time on without Triton's own
+        search for what it compiled, which takes 10 to 25 us: longer than many a kernel runs.
+
+        `arguments` are the kernel's first parameters, `constants` all the others (and `num_warps`). The key is whatever
+        decides how the kernel is compiled: types, constants, and of sizes and addresses whether they are multiples of
+        16 (or sizes are 1), where these can differ between launches.
+        """
+        place = (id(kernel), key)
+        if (known := self._launches.get(place)) is not None:
+            compiled, values = known
+            compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+            return
+        named = constants() | self.launch_options()
+        compiled = kernel[grid](*arguments, **named)
+        if self.remembers_launches:
+            values = tuple(named[name] for name in kernel.arg_names[len(arguments) :])
+            self._launches[place] = (compiled, values)
 
     def launch_options(self, dependent: bool = True) -> dict[str, Any]:
         """What a kernel that has a parameter DEPENDENT is launched with: `kernel[grid](..., **device.launch_options())`.

@@ -12,7 +12,8 @@ front has ended, and the norm does not wait for its sum: (input * factors) @ wei
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 import torch
 import triton
@@ -20,12 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton import rows
-from weft.ops.triton.device import Device, dot, let_next_begin, wait_for_previous
+from weft.ops.triton.device import Device, dot, let_next_begin, pieces, power_of_two, wait_for_previous
 from weft.ops.triton.rows import GATE_CODES, GateKind, gated
 from weft.ops.triton.weights import Linear
-
-SKINNY_TOKENS = 32
-"""Up to here one kernel does everything around a product; above, cuBLAS is as fast and norms are done once."""
 
 
 @dataclass(frozen=True)
@@ -37,34 +35,67 @@ class Tile:
     inputs: int
     warps: int
     stages: int = 1
+    early: bool = True
+    """Whether a first piece of the weights is asked for before the kernel in front has ended."""
+    norm_inside: bool = True
+    """Whether the norm is made on the way, by every program again, or once by a kernel of its own."""
 
 
-def gemv_tile(inputs: int) -> Tile:
-    """Measured on an H200: 8 KiB of weights in flight for every program, rows in few pieces."""
-    return Tile(1, 4, min(1024, triton.next_power_of_2(inputs)), 8)
+@cache
+def gemv_tile(outputs: int, inputs: int, has_norm: bool) -> Tile:
+    """Measured on an H200, shapes of 0.6 and 8 billion weights: 8 KiB of weights in flight for every program. With a norm
+    in front there is more to do for every piece of a row, and programs with few rows hide it better."""
+    if inputs <= 1024:
+        return Tile(1, 8, min(512, power_of_two(inputs)), 4)
+    if inputs == 2048:
+        return Tile(1, 4, 2048, 8)
+    if has_norm or outputs > _MANY_OUTPUTS:
+        return Tile(1, 2, 1024, 4)
+    return Tile(1, 4, 1024, 8)
 
 
-def skinny_tile(tokens: int, outputs: int, inputs: int) -> Tile:
-    """Measured on an H200: enough programs for every multiprocessor, and as long a piece of a row as then fits."""
-    token_tile = 16 if tokens <= 16 else 32
-    if outputs <= 2048:
-        output_tile, input_tile = 16, 512
-    elif outputs <= 8192:
-        output_tile, input_tile = 32, 256
-    else:
-        output_tile, input_tile = 64, 128
-    return Tile(token_tile, output_tile, _step(inputs, input_tile), 4, 4)
+@cache
+def skinny_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
+    """The tile for a few tokens, or None where cuBLAS is faster, norm and gate as kernels of their own included. Measured
+    on an H200 with 8, 16, 32 and 64 tokens and the shapes of 0.6 and 8 billion weights."""
+    is_large = outputs * inputs > _LARGE_WEIGHT
+    if tokens <= 16:
+        if has_norm:
+            return None if is_large else _fitted(Tile(16, 64, 256, 4, 4), inputs)
+        if outputs <= 2048:
+            return _fitted(Tile(16, 16, 256, 4, 5), inputs)
+        if outputs <= _MANY_OUTPUTS:
+            deep = Tile(16, 32, 512, 4, 4, early=False)
+            return _fitted(deep if inputs > 8192 else Tile(16, 64, 256, 4, 4), inputs)
+        return _fitted(Tile(16, 64, 128, 4, 4, early=inputs > 1024), inputs)
+    if tokens <= 32:
+        if has_norm:
+            return _fitted(Tile(32, 64, 256, 4, 3), inputs) if inputs <= 2048 else None
+        if outputs <= 2048:
+            return _fitted(Tile(32, 16, 512, 4, 3), inputs)
+        if outputs <= _MANY_OUTPUTS and inputs > 8192:
+            return None
+        return _fitted(Tile(32, 64, 128, 4, 4), inputs)
+    if tokens <= 64 and outputs > _MANY_OUTPUTS and is_large and not has_norm:
+        return Tile(64, 128, 64, 4, 4)
+    return None
 
 
+_MANY_OUTPUTS = 32768
+_LARGE_WEIGHT = 64 << 20
+
+
+@cache
 def invariant_tile(tokens: int, inputs: int) -> Tile:
     """Outputs and inputs are the same for any number of tokens. So is the sum for one token: tokens are the columns of
     an instruction, which do not meet."""
-    token_tile = max(16, min(128, triton.next_power_of_2(tokens)))
-    return Tile(token_tile, 64, _step(inputs, 64), 4, 4)
+    token_tile = max(16, min(128, power_of_two(tokens)))
+    return _fitted(Tile(token_tile, 64, 64, 4, 4, early=False), inputs)
 
 
-def _step(inputs: int, most: int) -> int:
-    return max(16, min(most, triton.next_power_of_2(inputs)))
+def _fitted(tile: Tile, inputs: int) -> Tile:
+    """No longer than a row; the least that tensor cores multiply is 16."""
+    return replace(tile, inputs=max(16, min(tile.inputs, power_of_two(inputs))))
 
 
 @triton.jit
@@ -233,49 +264,55 @@ class Product:
         self, input: Tensor, output: Tensor, normed: Tensor | None = None, ungated: Tensor | None = None
     ) -> None:
         """`normed` and `ungated` take what a norm and a gate need in between where they are kernels of their own."""
-        tokens = len(input)
-        if not self.invariant and tokens == 1:
-            self.run_gemv(input, output, gemv_tile(self.layer.inputs))
-        elif not self.invariant and tokens <= SKINNY_TOKENS:
-            self.run_tile(input, output, skinny_tile(tokens, self.layer.outputs, self.layer.inputs))
+        tokens, layer, has_norm = len(input), self.layer, self.norm is not None
+        if self.invariant:
+            self.run_apart(input, output, normed, ungated)
+        elif tokens == 1:
+            self.run_gemv(input, output, gemv_tile(layer.outputs, layer.inputs, has_norm))
+        elif (tile := skinny_tile(tokens, layer.outputs, layer.inputs, has_norm)) is not None:
+            self.run_tile(input, output, tile, normed)
         else:
             self.run_apart(input, output, normed, ungated)
+
+    @cached_property
+    def _kind(self) -> tuple[object, ...]:
+        """What of this product decides how its kernels are compiled: layers of one shape share them."""
+        layer = self.layer
+        norm_dtype = None if self.norm is None else self.norm[0].dtype
+        sizes = (layer.outputs, layer.inputs, layer.weight.dtype, layer.bias is None)
+        return (*sizes, norm_dtype, self.gate, self.added)
 
     def run_gemv(self, input: Tensor, output: Tensor, tile: Tile) -> None:
         layer = self.layer
         weight, epsilon = (layer.weight, 0.0) if self.norm is None else self.norm
-        _gemv[(triton.cdiv(layer.outputs, tile.outputs),)](
-            input,
-            weight,
-            layer.weight,
-            layer.weight if layer.bias is None else layer.bias,
-            output,
-            layer.outputs,
-            epsilon,
-            self.scale,
-            layer.inputs,
-            tile.outputs,
-            tile.inputs,
-            layer.outputs % tile.outputs == 0 and layer.inputs % tile.inputs == 0,
-            self.norm is not None,
-            GATE_CODES[self.gate],
-            layer.bias is not None,
-            self.added,
-            **self.device.launch_options(),
-            num_warps=tile.warps,
+        bias = layer.weight if layer.bias is None else layer.bias
+        self.device.launch(
+            _gemv,
+            (pieces(layer.outputs, tile.outputs),),
+            (input, weight, layer.weight, bias, output, layer.outputs, epsilon, self.scale),
+            (self._kind, tile, output.dtype, input.data_ptr() % 16),
+            lambda: {
+                "INPUTS": layer.inputs,
+                "ROWS": tile.outputs,
+                "STEP": tile.inputs,
+                "EVEN": layer.outputs % tile.outputs == 0 and layer.inputs % tile.inputs == 0,
+                "NORM": self.norm is not None,
+                "GATE": GATE_CODES[self.gate],
+                "BIAS": layer.bias is not None,
+                "ADDED": self.added,
+                "num_warps": tile.warps,
+            },
         )
 
-    def run_tile(self, input: Tensor, output: Tensor, tile: Tile, early: bool = True) -> None:
-        norm, gate = self.norm, self.gate
-        self._launch_tile(input, output, tile, norm, gate, self.added, early)
+    def run_tile(self, input: Tensor, output: Tensor, tile: Tile, normed: Tensor | None = None) -> None:
+        norm = self.norm
+        if not tile.norm_inside:
+            input, norm = self._normalised(input, normed), None
+        self._launch_tile(input, output, tile, norm, self.gate)
 
     def run_apart(self, input: Tensor, output: Tensor, normed: Tensor | None, ungated: Tensor | None) -> None:
         """The norm and the gate as kernels of their own."""
-        if self.norm is not None:
-            assert normed is not None, "the norm needs a place for its rows"
-            weight, epsilon = self.norm
-            rows.rms_norm(input, weight, epsilon, normed, self.device)
-            input = normed
+        input = self._normalised(input, normed)
         if self.gate is None:
             self._multiply(input, output)
         else:
@@ -283,11 +320,18 @@ class Product:
             self._multiply(input, ungated)
             rows.gate_rows(ungated, self.gate, output, self.device)
 
+    def _normalised(self, input: Tensor, normed: Tensor | None) -> Tensor:
+        if self.norm is None:
+            return input
+        assert normed is not None, "the norm needs a place for its rows"
+        weight, epsilon = self.norm
+        rows.rms_norm(input, weight, epsilon, normed, self.device)
+        return normed
+
     def _multiply(self, input: Tensor, output: Tensor) -> None:
         weight, bias = self.layer.weight, self.layer.bias
         if self.invariant:
-            tile = invariant_tile(len(input), self.layer.inputs)
-            self._launch_tile(input, output, tile, None, None, self.added, False)
+            self._launch_tile(input, output, invariant_tile(len(input), self.layer.inputs), None, None)
         elif self.added:
             output.addmm_(input, weight.T, alpha=self.scale)
             if bias is not None:
@@ -304,34 +348,28 @@ class Product:
         tile: Tile,
         norm: tuple[Tensor, float] | None,
         gate: GateKind | None,
-        added: bool,
-        early: bool,
     ) -> None:
         layer, tokens = self.layer, len(input)
         weight, epsilon = (layer.weight, 0.0) if norm is None else norm
-        _tile[(triton.cdiv(layer.outputs, tile.outputs), triton.cdiv(tokens, tile.tokens))](
-            input,
-            weight,
-            layer.weight,
-            layer.weight if layer.bias is None else layer.bias,
-            output,
-            tokens,
-            layer.outputs,
-            epsilon,
-            self.scale,
-            input.stride(0),
-            output.stride(0),
-            layer.inputs,
-            tile.tokens,
-            tile.outputs,
-            tile.inputs,
-            tile.stages,
-            layer.outputs % tile.outputs == 0 and layer.inputs % tile.inputs == 0,
-            norm is not None,
-            GATE_CODES[gate],
-            layer.bias is not None,
-            added,
-            early,
-            **self.device.launch_options(),
-            num_warps=tile.warps,
+        bias = layer.weight if layer.bias is None else layer.bias
+        sizes = (tokens, layer.outputs, epsilon, self.scale, input.stride(0), output.stride(0))
+        self.device.launch(
+            _tile,
+            (pieces(layer.outputs, tile.outputs), pieces(tokens, tile.tokens)),
+            (input, weight, layer.weight, bias, output, *sizes),
+            (self._kind, tile, norm is None, gate, output.dtype, sizes[-2:], input.data_ptr() % 16),
+            lambda: {
+                "INPUTS": layer.inputs,
+                "TOKENS": tile.tokens,
+                "ROWS": tile.outputs,
+                "STEP": tile.inputs,
+                "STAGES": tile.stages,
+                "EVEN": layer.outputs % tile.outputs == 0 and layer.inputs % tile.inputs == 0,
+                "NORM": norm is not None,
+                "GATE": GATE_CODES[gate],
+                "BIAS": layer.bias is not None,
+                "ADDED": self.added,
+                "EARLY": tile.early,
+                "num_warps": tile.warps,
+            },
         )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32, int32
 
-from weft.ops.triton.device import Device, dot, let_next_begin, wait_for_previous
+from weft.ops.triton.device import Device, dot, let_next_begin, pieces, power_of_two, wait_for_previous
 from weft.ops.triton.linear import Product, Tile, invariant_tile
 from weft.ops.triton.rows import GATE_CODES, gated
 from weft.ops.triton.weights import Experts, Linear
@@ -177,7 +177,7 @@ class MixtureProduct:
         count, features, _, per_token, capacity = space.sizes
         options = device.launch_options()
         self._router.run(input, space.logits[:tokens])
-        block = triton.next_power_of_2(count)
+        block = power_of_two(count)
         _route[(tokens,)](
             space.logits, space.chosen, space.shares, count, per_token, self._normalise, block, **options
         )
@@ -185,7 +185,7 @@ class MixtureProduct:
         _group[(count,)](space.chosen, space.lists, space.counts, pairs, capacity, _ELEMENTS, **options)
         self._multiply(input, self._experts.gate_up, space.inner, per_token, _SILU, tokens)
         self._multiply(space.inner, self._experts.down, space.parts, 1, 0, tokens)
-        grid = (tokens, triton.cdiv(features, _ELEMENTS))
+        grid = (tokens, pieces(features, _ELEMENTS))
         _combine[grid](
             space.parts, space.shares, output, features, output.stride(0), per_token, _ELEMENTS, **options
         )
@@ -196,7 +196,7 @@ class MixtureProduct:
         space = self._space
         experts, outputs, inputs = weight.shape
         tile = self._tile(tokens, inputs)
-        _expert_product[(experts, triton.cdiv(outputs, tile.outputs))](
+        _expert_product[(experts, pieces(outputs, tile.outputs))](
             input,
             weight,
             output,
@@ -218,4 +218,4 @@ class MixtureProduct:
     def _tile(self, tokens: int, inputs: int) -> Tile:
         """For as many tokens as an expert gets on average; the sums are the same for any number."""
         count, _, _, per_token, _ = self._space.sizes
-        return invariant_tile(min(64, triton.cdiv(tokens * per_token, count)), inputs)
+        return invariant_tile(min(64, pieces(tokens * per_token, count)), inputs)

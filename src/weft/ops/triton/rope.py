@@ -43,8 +43,8 @@ def rope_and_write(
     shape: AttentionShape,
     norm: QkNorm | None = None,
 ) -> None:
-    """Of packed [Q | K | V] rows: Q and K are normalised where there is a norm, and turned, Q in its place; K and V go
-    to the cache [blocks, layers, 2, kv heads, block size, head size]."""
+    """Of packed [Q | K | V] rows: Q and K are normalised where there is a norm, and turned, in their place; K and V go
+    to the cache [blocks, layers, 2, kv heads, block size, head size] too."""
     _, layers, _, kv_heads, block_size, head_size = cache.shape
     norm_kind = _NO_NORM.value
     if norm is not None:
@@ -182,16 +182,16 @@ def _rope_and_write(
         keep = is_value[:, None]
         new_left = tl.where(keep, left, left * cosine[None, :] - right * sine[None, :])
         new_right = tl.where(keep, right, right * cosine[None, :] + left * sine[None, :])
-        queries = is_query[:, None] & in_pair[None, :]
+        turned = (head < HEADS + KV_HEADS)[:, None]
         cached = to_cache[:, None] & in_pair[None, :]
         new_left, new_right = new_left.to(qkv.dtype.element_ty), new_right.to(qkv.dtype.element_ty)
-        tl.store(source[:, None] + left_column[None, :], new_left, mask=queries)
-        tl.store(source[:, None] + right_column[None, :], new_right, mask=queries)
+        tl.store(source[:, None] + left_column[None, :], new_left, mask=turned & in_pair[None, :])
+        tl.store(source[:, None] + right_column[None, :], new_right, mask=turned & in_pair[None, :])
         tl.store(target[:, None] + left_column[None, :], new_left, mask=cached)
         tl.store(target[:, None] + right_column[None, :], new_right, mask=cached)
         if REST_PADDED > 0:
             new_rest = rest.to(qkv.dtype.element_ty)
-            tl.store(source[:, None] + rest_column[None, :], new_rest, mask=in_rest & is_query[:, None])
+            tl.store(source[:, None] + rest_column[None, :], new_rest, mask=in_rest & turned)
             tl.store(target[:, None] + rest_column[None, :], new_rest, mask=in_rest & to_cache[:, None])
 
 

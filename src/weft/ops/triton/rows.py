@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.triton.device import Device, let_next_begin, wait_for_previous
+from weft.ops.triton.device import Device, let_next_begin, pieces, power_of_two, wait_for_previous
 
 GateKind = Literal["silu_mul", "gelu_tanh_mul"]
 GATE_CODES: dict[GateKind | None, int] = {None: 0, "silu_mul": 1, "gelu_tanh_mul": 2}
@@ -49,10 +49,14 @@ def _embed(ids, table, output, columns, scale, output_stride, BLOCK: tl.constexp
 
 def embed(ids: Tensor, table: Tensor, scale: float, output: Tensor, device: Device) -> None:
     """output[i] = table[ids[i]] * scale"""
-    columns = table.shape[1]
-    grid = (len(output), triton.cdiv(columns, _ELEMENTS))
-    options = device.launch_options()
-    _embed[grid](ids, table, output, columns, scale, output.stride(0), _ELEMENTS, **options, num_warps=4)
+    columns, stride = table.shape[1], output.stride(0)
+    device.launch(
+        _embed,
+        (len(output), pieces(columns, _ELEMENTS)),
+        (ids, table, output, columns, scale, stride),
+        (columns, stride, table.dtype, ids.data_ptr() % 16),
+        lambda: {"BLOCK": _ELEMENTS, "num_warps": 4},
+    )
 
 
 @triton.jit
@@ -100,23 +104,16 @@ def rms_norm(
     scale: float = 1.0,
 ) -> None:
     """The norm of every row, or of those that `indices` names; with `added`, output += norm * scale."""
-    columns = input.shape[1]
-    block = triton.next_power_of_2(columns)
-    _rms_norm[(len(output),)](
-        input,
-        weight,
-        output,
-        output if indices is None else indices,
-        columns,
-        epsilon,
-        scale,
-        input.stride(0),
-        output.stride(0),
-        block,
-        indices is not None,
-        added,
-        **device.launch_options(),
-        num_warps=_warps(block),
+    columns, strides = input.shape[1], (input.stride(0), output.stride(0))
+    is_selected = indices is not None
+    indices = output if indices is None else indices
+    block = power_of_two(columns)
+    device.launch(
+        _rms_norm,
+        (len(output),),
+        (input, weight, output, indices, columns, epsilon, scale, *strides),
+        (columns, strides, weight.dtype, input.dtype, is_selected, added, indices.data_ptr() % 16),
+        lambda: {"BLOCK": block, "SELECTED": is_selected, "ADDED": added, "num_warps": _warps(block)},
     )
 
 
@@ -145,17 +142,13 @@ def _gate_rows(
 
 def gate_rows(input: Tensor, kind: GateKind, output: Tensor, device: Device) -> None:
     """The gate of rows in which gate and up lie in turn."""
-    columns = output.shape[1]
-    _gate_rows[(len(output), triton.cdiv(columns, _ELEMENTS))](
-        input,
-        output,
-        columns,
-        input.stride(0),
-        output.stride(0),
-        _ELEMENTS,
-        GATE_CODES[kind],
-        **device.launch_options(),
-        num_warps=4,
+    columns, strides = output.shape[1], (input.stride(0), output.stride(0))
+    device.launch(
+        _gate_rows,
+        (len(output), pieces(columns, _ELEMENTS)),
+        (input, output, columns, *strides),
+        (columns, strides, kind, input.dtype),
+        lambda: {"BLOCK": _ELEMENTS, "GATE": GATE_CODES[kind], "num_warps": 4},
     )
 
 
@@ -184,18 +177,13 @@ def _add(
 def add(left: Tensor, right: Tensor, scale: float, device: Device) -> None:
     """left += right * scale; one row of `right` for all, where it is a vector."""
     columns = left.shape[1]
-    right_stride = right.stride(0) if right.ndim == 2 else 0
-    grid = (len(left), triton.cdiv(columns, _ELEMENTS))
-    _add[grid](
-        left,
-        right,
-        columns,
-        scale,
-        left.stride(0),
-        right_stride,
-        _ELEMENTS,
-        **device.launch_options(),
-        num_warps=4,
+    strides = (left.stride(0), right.stride(0) if right.ndim == 2 else 0)
+    device.launch(
+        _add,
+        (len(left), pieces(columns, _ELEMENTS)),
+        (left, right, columns, scale, *strides),
+        (columns, strides, left.dtype, right.dtype),
+        lambda: {"BLOCK": _ELEMENTS, "num_warps": 4},
     )
 
 
@@ -224,20 +212,16 @@ def _scale_and_cap(
 
 def scale_and_cap(values: Tensor, scale: float, cap: float | None, device: Device) -> None:
     """In place."""
-    columns = values.shape[1]
-    _scale_and_cap[(len(values), triton.cdiv(columns, _ELEMENTS))](
-        values,
-        columns,
-        scale,
-        1.0 if cap is None else cap,
-        values.stride(0),
-        _ELEMENTS,
-        cap is not None,
-        **device.launch_options(),
-        num_warps=4,
+    columns, stride = values.shape[1], values.stride(0)
+    device.launch(
+        _scale_and_cap,
+        (len(values), pieces(columns, _ELEMENTS)),
+        (values, columns, scale, 1.0 if cap is None else cap, stride),
+        (columns, stride, values.dtype, cap is not None),
+        lambda: {"BLOCK": _ELEMENTS, "CAPPED": cap is not None, "num_warps": 4},
     )
 
 
 def _warps(block: int) -> int:
-    """Of a program that holds a row of so many values: 16 bytes of bfloat16 for every thread, as far as it goes."""
-    return max(1, min(16, block // 256))
+    """Of a program that holds a row of so many values: two reads of 16 bytes for every thread are in flight at once."""
+    return max(1, min(16, block // 512))
