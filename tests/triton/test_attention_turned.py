@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,10 +15,12 @@ from weft.ops.base import AttentionPattern, QkNorm, Rope
 from weft.ops.reference import ReferenceOps
 from weft.ops.triton import attention as attention_module
 from weft.ops.triton.attention import Attention
+from weft.ops.triton.attention_dense import is_dense
 from weft.ops.triton.device import Device
 from weft.ops.triton.rope import RopeTables
 
 MAX_CONTEXT = 1024
+TEST_DEVICE = os.environ.get("WEFT_TEST_DEVICE", "cpu")
 
 
 def rope_of(pairs: int, interleaved: bool = False) -> Rope:
@@ -136,6 +139,26 @@ PROMPTS = {
 def test_a_prompt_that_begins_in_the_step_is_read_where_it_was_computed(case: Case, device: Device) -> None:
     read_rows = case.head_size != 80
     check(case, device, rope_of(case.head_size // 2), norm_of(case), torch.bfloat16, read_rows)
+
+
+def test_only_steps_of_new_prompts_of_one_round_length_are_dense(device: Device) -> None:
+    def dense(parts: list[Part], window: int | None = None) -> bool:
+        return is_dense(Step(Case(parts, heads=1, kv_heads=1, head_size=16), device).batch(), window)
+
+    assert dense([Part(0, 256), Part(0, 256)])
+    assert dense([Part(0, 512)], window=512)
+    assert not dense([Part(0, 512)], window=511)
+    assert not dense([Part(0, 250)])
+    assert not dense([Part(0, 256), Part(0, 255)])
+    assert not dense([Part(0, 256), Part(256, 256)])
+    assert not dense(decodes(1, 1))
+
+
+@pytest.mark.skipif(TEST_DEVICE == "cpu", reason="cuDNN is on a card only")
+def test_dense_prompts_are_attended_to_alike(device: Device) -> None:
+    case = Case([Part(0, 256), Part(0, 256)], heads=8, head_size=128)
+    assert Attention(case.shape, None, 8, MAX_CONTEXT, device).by_cudnn
+    check(case, device, rope_of(64), norm_of(case), torch.bfloat16)
 
 
 def test_a_step_in_which_requests_may_share_new_cells_is_done_in_two_launches(

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.ops.base import AttentionShape, QkNorm
 from weft.ops.triton.attention_decode import decode_attention
+from weft.ops.triton.attention_dense import dense_attention, dense_attention_serves, is_dense
 from weft.ops.triton.attention_prefill import prefill_attention
 from weft.ops.triton.attention_turned import turned_attention
 from weft.ops.triton.batch import DeviceBatch
@@ -83,6 +84,7 @@ class Attention:
 
         self.can_read_rows = not invariant and self.width == shape.head_size and device.dependent_launches
         """Whether the card copies tiles of rows by itself (a Hopper does), and heads make such tiles."""
+        self.by_cudnn = not invariant and dense_attention_serves(shape, device)
         # One at a time in the invariant mode: a sum over several depends on where the first of them stands.
         self.joined_at_once = 1 if invariant else max(1, min(8, 4096 // (self.joined_rows * self.width)))
         pairs = max(
@@ -143,6 +145,9 @@ class Attention:
             self._turn_and_decode(batch, qkv, cache, layer, tables, norm, output)
         else:
             rope_and_write(batch, qkv, cache, layer, tables, self.shape, norm)
+            if self.by_cudnn and qkv.dtype != torch.float32 and is_dense(batch, self.window):
+                dense_attention(batch, qkv, self.shape, output)
+                return
             decodes = batch.requests if batch.longest_query == 1 else batch.decodes
             if decodes:
                 self._decode(batch, decodes, qkv, cache, layer, output)
