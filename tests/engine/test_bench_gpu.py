@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from weft.backends import registry
 from weft.bench import gpu, gpu_work
 from weft.bench.gpu_work import RECORDED, WORK, Work, least_seconds, make_work
 from weft.errors import InvalidRequestError, WeftError
@@ -96,6 +97,15 @@ def test_an_unknown_shape_or_work_is_refused_with_the_known_ones() -> None:
         gpu.main(["0.6b,70b"], [], "cpu", False, 64, None)
     with pytest.raises(InvalidRequestError, match="--work is 'sing'; allowed: start, single"):
         gpu.main([], ["sing"], "cpu", False, 64, None)
+
+
+def test_a_machine_without_a_card_is_told_so_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "why_no_card", lambda: "no card is here")
+    with pytest.raises(InvalidRequestError, match="the device is cuda, but no card is here"):
+        gpu.main([], [], "cuda", False, 64, None)
+    assert not capsys.readouterr().out
 
 
 def test_answers_that_are_too_short_are_an_error_and_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:

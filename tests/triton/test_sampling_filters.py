@@ -97,3 +97,13 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept(device: Device) -> None
             assert_same(found, step.expected(logits))
             drawn.add(int(found.tokens[0]))
     assert drawn == {3, 9, 20, 31}
+
+
+def test_typical_p_cuts_exactly_however_coarse_the_logits_are(device: Device) -> None:
+    """Surprise is a difference, and has bits that bfloat16 logits do not: here 2.638 and 2.630, of which the larger goes."""
+    logits = np.full((12, 212), -2.0, np.float32)
+    logits[:, :2] = [1.9921875, 1.984375]
+    step = Step([SamplingParams(typical_p=0.7)] * 12)
+    found = OnDevice(device, 212).sample(step, logits, dtype=torch.bfloat16)
+    assert_same(found, step.expected(logits))
+    assert 1 in found.tokens and 0 not in found.tokens

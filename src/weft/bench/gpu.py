@@ -11,9 +11,9 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from weft import __version__
+from weft.backends import registry
 from weft.bench.gpu_start import Start, measure_starts
 from weft.bench.gpu_work import (
     MAX_CONTEXT,
@@ -76,10 +76,10 @@ class Options:
         return self.device != "cpu"
 
     def open(self, shape: str) -> LLM:
-        options: dict[str, Any] = {"invariant": True} if self.invariant else {}
         return LLM(
             open_shape(shape),
             device=self.device,
+            invariant=self.invariant,
             max_context=MAX_CONTEXT,
             policy=PriorityPolicy.FCFS,
             max_running=MAX_RUNNING,
@@ -87,7 +87,6 @@ class Options:
             max_prefill_tokens=self.step_tokens,
             max_chunk_tokens=self.step_tokens,
             prefix_caching=False,
-            **options,
         )
 
 
@@ -99,6 +98,7 @@ def main(
     step_tokens: int,
     json_path: Path | None,
 ) -> None:
+    device = registry.chosen(device, {})
     options = Options(device, invariant, step_tokens)
     names = chosen(work, WORK, "--work", without=WORK)
     models = chosen(shapes, tuple(SHAPES), "--shape", without=("0.6b", "8b"))

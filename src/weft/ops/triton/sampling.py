@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.device import let_next_begin, wait_for_previous
+from weft.ops.triton.device import INTERPRETED, let_next_begin, wait_for_previous
 
 # A row's parameters: 64-bit fields first, then 32-bit words, then its lists (bias values, bias tokens, end tokens).
 SEED: tl.constexpr = tl.constexpr(0)
@@ -59,7 +59,7 @@ _SECOND: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
 COLDEST: tl.constexpr = tl.constexpr(1e-200)
 COLDEST_SINGLE: tl.constexpr = tl.constexpr(1e-38)
 
-# How far sums of score and noise in single precision may be from the true ones, with room.
+# How far sums of score and noise may be from the true ones where they are made in single precision, with room.
 _SLACK: tl.constexpr = tl.constexpr(1e-4)
 
 
@@ -78,25 +78,40 @@ def noise_key(seed, output_index):
 
 
 @triton.jit
-def noise_bits(key, token_ids):
-    """32 random bits for each token, as uint32."""
-    gamma = tl.full((), _GAMMA, tl.uint64)
-    return (_mix(key + (token_ids + 1).to(tl.uint64) * gamma) >> 32).to(tl.uint32)
+def noise_steps(token_ids):
+    """How far tokens are from the key in SplitMix64's stream, which has its first token one step behind the key."""
+    return (token_ids + 1).to(tl.uint64) * tl.full((), _GAMMA, tl.uint64)
 
 
 @triton.jit
-def gumbel_single(bits):
-    """Gumbel noise in single precision, within 2e-6: the uniform value and its complement are both made from the bits,
-    so that neither end of the range loses places."""
+def noise_bits(key, steps):
+    """32 random bits for each token, as uint32."""
+    return (_mix(key + steps) >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _fast_log2(values):
+    """Within 3e-7 of the logarithm: one instruction on a card."""
+    if INTERPRETED:
+        return tl.log2(values)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def race_single(bits):
+    """exp(-gumbel) in single precision, a relative 2e-5 from it: exponential noise, of which the smallest wins.
+    The uniform value and its complement are both made from the bits, so that neither end of the range loses places."""
     small = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = small * (1.0 + small * (0.5 + small * (1.0 / 3 + small * (0.25 + small * 0.2))))
-    return -tl.log(tl.where(small < 0.015625, series, -tl.log(rest)))
+    return tl.where(small < 0.015625, series, _fast_log2(rest) * -0.6931471805599453)
 
 
 @triton.jit
 def gumbel_double(bits):
-    """The same in double precision."""
+    """Gumbel noise in double precision."""
     small = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     tail = 1.0 / 5 + small * (1.0 / 6 + small * (1.0 / 7 + small * (1.0 / 8)))
     series = small * (1.0 + small * (0.5 + small * (1.0 / 3 + small * (0.25 + small * tail))))
@@ -179,7 +194,7 @@ def keeps(
     if (flags & HAS_MIN_P) != 0:
         lowest = tl.load(row_doubles + LOG_MIN_P) * temperature
         kept = kept & ((scores - best).to(tl.float64) >= lowest)
-    if TYPICAL:  # noqa: SIM102 - decided when the kernel is compiled, the next when it runs
+    if TYPICAL:
         if (flags & HAS_TYPICAL_P) != 0:
             floor = load_floor(floors_ptr + 2 * floors_stride + entry, True)
             keys = surprise_keys(scores, best, temperature, tl.load(mean_ptr + entry))
@@ -227,8 +242,9 @@ def choose_kernel(
     """The token of each entry, in a grid (entries, pieces): each program finds the winner of its `tiles` x TILE tokens,
     the last one of an entry the winner of those.
 
-    Only differences of scores are divided by the temperature, so that it may be as small as it likes. Sums of score and
-    noise are made in single precision, and where a second token comes so close that this may be wrong once more in
+    The largest sum of score and Gumbel noise is the smallest quotient of exponential noise and exp(score), which is
+    cheaper to make; only differences of scores are divided by the temperature, so that it may be as small as it likes.
+    This is done in single precision, and where a second token comes so close that it may be wrong the sums are made in
     double precision: so the token does not depend on how the vocabulary is cut.
     """
     wait_for_previous(DEPENDENT)
@@ -254,8 +270,9 @@ def choose_kernel(
 
     # In every lane the best of the tokens that came to it.
     first = piece * tiles * TILE
+    lane_steps = noise_steps(tl.arange(0, TILE) - 1)
     best = tl.full((TILE,), float("-inf"), tl.float32)
-    best_noise = tl.zeros((TILE,), tl.float32)
+    best_noise = tl.full((TILE,), 1.0, tl.float32)
     winners = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
     is_close = tl.zeros((TILE,), tl.int1)
     is_bad = tl.zeros((TILE,), tl.int1)
@@ -264,9 +281,8 @@ def choose_kernel(
         scores = load_scores(logits_line, scores_line, token_ids, vocabulary, touched, TOUCHED)
         is_bad = is_bad | (scores != scores) | (scores == float("inf"))
         if DRAWS:
-            noise = tl.zeros((TILE,), tl.float32)
+            is_better = scores > best
             if is_drawn:
-                noise = gumbel_single(noise_bits(key, token_ids))
                 if FILTERED:
                     kept = keeps(
                         scores,
@@ -280,11 +296,12 @@ def choose_kernel(
                         TYPICAL,
                     )
                     scores = tl.where(kept, scores, float("-inf"))
-            gap = (scores - best) * heat + (noise - best_noise)
-            is_better = gap > 0.0
-            close = tl.abs(gap) <= _SLACK
-            is_close = tl.where(is_better, close, is_close | close)
-            best_noise = tl.where(is_better, noise, best_noise)
+                noise = race_single(noise_bits(key + noise_steps(first + tile * TILE), lane_steps))
+                needed = best_noise * tl.exp((scores - best) * heat)
+                is_better = noise < needed
+                close = tl.abs(noise - needed) <= _SLACK * noise
+                is_close = tl.where(is_better, close, is_close | close)
+                best_noise = tl.where(is_better, noise, best_noise)
         else:
             is_better = scores > best
         best = tl.where(is_better, scores, best)
@@ -294,18 +311,18 @@ def choose_kernel(
     winner = tl.min(tl.where(best == reference, winners, 0x7FFFFFFF), 0)
     score = reference
     noise64 = tl.zeros((), tl.float64)
-    if DRAWS:  # noqa: SIM102
+    if DRAWS:
         if is_drawn & (reference > float("-inf")):
-            sums = (best - reference) * heat + best_noise
-            top = tl.max(sums, 0)
-            rivals = sums >= top - _SLACK
+            quotients = tl.exp((best - reference) * heat) / best_noise
+            top = tl.max(quotients, 0)
+            rivals = quotients >= top * (1.0 - _SLACK)
             if (tl.sum(rivals.to(tl.int32), 0) > 1) | (tl.sum((rivals & is_close).to(tl.int32), 0) > 0):
                 exact = tl.full((TILE,), float("-inf"), tl.float64)
                 for tile in range(tiles):
                     token_ids = first + tile * TILE + tl.arange(0, TILE)
                     scores = load_scores(logits_line, scores_line, token_ids, vocabulary, touched, TOUCHED)
                     sums64 = (scores.to(tl.float64) - reference.to(tl.float64)) / temperature
-                    sums64 += gumbel_double(noise_bits(key, token_ids))
+                    sums64 += gumbel_double(noise_bits(key, noise_steps(token_ids)))
                     if FILTERED:
                         kept = keeps(
                             scores,
@@ -324,9 +341,9 @@ def choose_kernel(
                     winners = tl.where(is_better, token_ids, winners)
                 winner = tl.min(tl.where(exact == tl.max(exact, 0), winners, 0x7FFFFFFF), 0)
             else:
-                winner = tl.min(tl.where(sums == top, winners, 0x7FFFFFFF), 0)
+                winner = tl.min(tl.where(quotients == top, winners, 0x7FFFFFFF), 0)
             score = load_scores(logits_line, scores_line, winner, vocabulary, touched, TOUCHED)
-            noise64 = gumbel_double(noise_bits(key, winner))
+            noise64 = gumbel_double(noise_bits(key, noise_steps(winner)))
     noise64 = tl.where(tl.sum(is_bad.to(tl.int32), 0) > 0, float("nan"), noise64)
 
     place = entry * PIECES + piece

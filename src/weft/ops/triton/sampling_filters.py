@@ -210,28 +210,31 @@ def narrow_kernel(
     if (flags & wanted) == 0:
         return
     touched = is_touched(flags, mask_lines_ptr, entry, MASKED)
-    if HALVES and MODE != BY_SURPRISE:  # noqa: SIM102 - decided when the kernel is compiled
+    if HALVES and MODE != BY_SURPRISE:
         if (shift < 16) & (touched == 0):
             return
     is_first = shift == 28
     low = load_floor(floors_ptr + MODE * floors_stride + entry, is_first == 0)
-    by_count = load_floor(floors_ptr + entry, (flags & HAS_TOP_K) != 0)
+    by_count = tl.zeros((), tl.uint32)
+    if MODE == BY_MASS:
+        by_count = load_floor(floors_ptr + entry, (flags & HAS_TOP_K) != 0)
     temperature = tl.load(row_doubles + TEMPERATURE)
     heat = (1.0 / tl.maximum(temperature, COLDEST_SINGLE)).to(tl.float32)
     best = tl.load(best_ptr + entry)
     logits_line = logits_ptr + entry.to(tl.int64) * logits_stride
     scores_line = scores_ptr + entry.to(tl.int64) * vocabulary
     parts = tl.arange(0, PARTS)
-    sums = tl.zeros((PARTS, TILE), tl.float32)
+    if MODE == BY_COUNT:
+        counts = tl.zeros(
+            (TILE,), tl.uint64
+        )  # in each lane sixteen counts of four bits: TILES is less than sixteen
+    else:
+        sums = tl.zeros((PARTS, TILE), tl.float32)
     for tile in range(TILES):
         token_ids = (piece * TILES + tile) * TILE + tl.arange(0, TILE)
         scores = load_scores(logits_line, scores_line, token_ids, vocabulary, touched, TOUCHED)
         keys = ordered(scores)
-        if MODE == BY_COUNT:
-            weights = (token_ids < vocabulary).to(tl.float32)
-        elif MODE == BY_MASS:
-            weights = tl.where(keys >= by_count, tl.exp((scores - best) * heat), 0.0)
-        else:
+        if MODE == BY_SURPRISE:
             kept = keeps(
                 scores,
                 flags,
@@ -243,12 +246,22 @@ def narrow_kernel(
                 floors_stride,
                 TYPICAL=False,
             )
-            weights = tl.where(kept, tl.exp((scores - best) * heat), 0.0)
             keys = surprise_keys(scores, best, temperature, tl.load(mean_ptr + entry))
+        else:
+            kept = (keys >= by_count) & (token_ids < vocabulary)
         part = (keys - low) >> shift.to(tl.uint32)  # what is below wraps around and is in no part
-        sums += tl.where(part[None, :] == parts[:, None], weights[None, :], 0.0)
+        if MODE == BY_COUNT:
+            is_counted = kept & (part < PARTS)
+            counts += is_counted.to(tl.uint64) << ((part & (PARTS - 1)) * 4).to(tl.uint64)
+        else:
+            weights = tl.where(kept, tl.exp((scores - best) * heat), 0.0)
+            sums += tl.where(part[None, :] == parts[:, None], weights[None, :], 0.0)
     place = partials_ptr + (entry * PIECES + piece) * PARTS
-    tl.store(place + parts, tl.sum(sums, 1).to(tl.float64))
+    if MODE == BY_COUNT:
+        unpacked = (counts[None, :] >> (parts[:, None] * 4).to(tl.uint64)) & 15
+        tl.store(place + parts, tl.sum(unpacked.to(tl.int32), 1).to(tl.float64))
+    else:
+        tl.store(place + parts, tl.sum(sums, 1).to(tl.float64))
 
     if is_last_to_arrive(counters_ptr + entry, pieces):
         piece_ids = tl.arange(0, PIECES)
