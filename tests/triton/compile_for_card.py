@@ -11,6 +11,7 @@ import torch
 from small_decoders import BLOCK_SIZE, PLAIN, Texts, decoder_of, device_batch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.models.config import ExpertsConfig, ModelConfig
 from weft.ops.triton.device import Device
@@ -33,9 +34,13 @@ class Launcher:
 
     def __call__(self, *arguments: Any) -> None:
         # Grid, stream, function, how it was compiled, three that are for hooks, and what the kernel gets.
-        wanted = [*arguments[:6], *arguments[9:]]
-        noted = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in wanted]
-        calls.append((self.name, noted))
+        calls.append((self.name, [comparable(value) for value in (*arguments[:6], *arguments[9:])]))
+
+
+def comparable(value: Any) -> Any:
+    if isinstance(value, TensorDescriptor):
+        return value.base.data_ptr(), value.shape, value.strides, value.block_shape
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
 
 
 class Utilities:

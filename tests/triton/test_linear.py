@@ -145,8 +145,7 @@ def test_tiles_of_every_shape_fit_a_multiprocessor(tokens: int, has_norm: bool) 
         (24, 40),
     ]
     for outputs, inputs in shapes:
-        tile = gemv_tile(outputs, inputs, has_norm)
-        assert tile.inputs <= 2 * inputs
+        assert gemv_tile(outputs, inputs, has_norm).inputs < 2 * inputs
         if (tile := skinny_tile(tokens, outputs, inputs, has_norm)) is not None:
             assert tile.tokens >= tokens
             assert 16 <= tile.inputs < 2 * max(inputs, 16)
@@ -168,6 +167,13 @@ def test_a_row_of_an_invariant_product_has_the_same_bits_in_any_company(device: 
         output = torch.empty_like(many.output[rows])
         many.product.run(many.input[rows], output, many.normed[rows], many.ungated[rows])
         assert torch.equal(output, many.output[rows])
+
+
+@pytest.mark.parametrize("inputs", [576, 896, 1536, 2560, 3072, 4096, 11008, 14336])
+def test_a_row_of_a_real_model_needs_no_masks(inputs: int) -> None:
+    tiles = [gemv_tile(4096, inputs, True), *(skinny_tile(tokens, 4096, inputs, False) for tokens in (8, 24))]
+    assert all(inputs % tile.inputs == 0 for tile in tiles[1:] if tile is not None)
+    assert tiles[0] is not None and (inputs % tiles[0].inputs == 0 or inputs in (576, 896))
 
 
 def test_interleaved_halves_lie_in_turn() -> None:

@@ -2,9 +2,10 @@
 
 one row        `_gemv`: every program reads a few rows of the weight and sums in float32
 a few rows     `_tile`: a tile of the weight times all the rows, on tensor cores; weights are read once
-more           cuBLAS, with norm and gate as kernels of their own
-batch-invariant mode: `_tile` for any number of rows, norm and gate by rows, so that no order of summation depends on
-how many rows there are
+more           cuBLAS, with norm and gate as kernels of their own; for some shapes with few rows too: see `skinny_tile`
+
+In the batch-invariant mode it is `_tile` for any number of rows, norm and gate by rows, so that no order of summation
+depends on how many rows there are.
 
 The two kernels are bound by how fast weights are read. So a first piece of them is asked for before the kernel in
 front has ended, and the norm does not wait for its sum: (input * factors) @ weight is scaled by it at the end.
@@ -46,12 +47,14 @@ def gemv_tile(outputs: int, inputs: int, has_norm: bool) -> Tile:
     """Measured on an H200, shapes of 0.6 and 8 billion weights: 8 KiB of weights in flight for every program. With a norm
     in front there is more to do for every piece of a row, and programs with few rows hide it better."""
     if inputs <= 1024:
-        return Tile(1, 8, min(512, power_of_two(inputs)), 4)
-    if inputs == 2048:
-        return Tile(1, 4, 2048, 8)
-    if has_norm or outputs > _MANY_OUTPUTS:
-        return Tile(1, 2, 1024, 4)
-    return Tile(1, 4, 1024, 8)
+        tile = Tile(1, 8, 512, 4)
+    elif inputs == 2048:
+        tile = Tile(1, 4, 2048, 8)
+    elif has_norm or outputs > _MANY_OUTPUTS:
+        tile = Tile(1, 2, 1024, 4)
+    else:
+        tile = Tile(1, 4, 1024, 8)
+    return _fitted(tile, inputs, 256)
 
 
 @cache
@@ -93,9 +96,12 @@ def invariant_tile(tokens: int, inputs: int) -> Tile:
     return _fitted(Tile(token_tile, 64, 64, 4, 4, early=False), inputs)
 
 
-def _fitted(tile: Tile, inputs: int) -> Tile:
-    """No longer than a row; the least that tensor cores multiply is 16."""
-    return replace(tile, inputs=max(16, min(tile.inputs, power_of_two(inputs))))
+def _fitted(tile: Tile, inputs: int, least: int = 64) -> Tile:
+    """In pieces that a row consists of, which need no masks, where they are no smaller than `least`."""
+    step = min(tile.inputs, inputs & -inputs)
+    if step < least:
+        step = max(16, min(tile.inputs, power_of_two(inputs)))
+    return replace(tile, inputs=step)
 
 
 @triton.jit

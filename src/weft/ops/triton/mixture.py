@@ -173,46 +173,60 @@ class MixtureProduct:
         self._device = device
 
     def run(self, input: Tensor, output: Tensor) -> None:
-        space, device, tokens = self._space, self._device, len(input)
+        space, launch, tokens = self._space, self._device.launch, len(input)
         count, features, _, per_token, capacity = space.sizes
-        options = device.launch_options()
         self._router.run(input, space.logits[:tokens])
-        block = power_of_two(count)
-        _route[(tokens,)](
-            space.logits, space.chosen, space.shares, count, per_token, self._normalise, block, **options
+        launch(
+            _route,
+            (tokens,),
+            (space.logits, space.chosen, space.shares, count),
+            (count, per_token, self._normalise),
+            lambda: {
+                "PER_TOKEN": per_token,
+                "NORMALISE": self._normalise,
+                "BLOCK": power_of_two(count),
+                "num_warps": 4,
+            },
         )
-        pairs = tokens * per_token
-        _group[(count,)](space.chosen, space.lists, space.counts, pairs, capacity, _ELEMENTS, **options)
+        launch(
+            _group,
+            (count,),
+            (space.chosen, space.lists, space.counts, tokens * per_token, capacity),
+            capacity,
+            lambda: {"BLOCK": _ELEMENTS, "num_warps": 4},
+        )
         self._multiply(input, self._experts.gate_up, space.inner, per_token, _SILU, tokens)
         self._multiply(space.inner, self._experts.down, space.parts, 1, 0, tokens)
-        grid = (tokens, pieces(features, _ELEMENTS))
-        _combine[grid](
-            space.parts, space.shares, output, features, output.stride(0), per_token, _ELEMENTS, **options
+        stride = output.stride(0)
+        launch(
+            _combine,
+            (tokens, pieces(features, _ELEMENTS)),
+            (space.parts, space.shares, output, features, stride),
+            (features, stride, output.dtype, per_token),
+            lambda: {"PER_TOKEN": per_token, "BLOCK": _ELEMENTS, "num_warps": 4},
         )
 
     def _multiply(
         self, input: Tensor, weight: Tensor, output: Tensor, pairs_of_input: int, gate: int, tokens: int
     ) -> None:
-        space = self._space
+        space, capacity = self._space, self._space.sizes[-1]
         experts, outputs, inputs = weight.shape
         tile = self._tile(tokens, inputs)
-        _expert_product[(experts, pieces(outputs, tile.outputs))](
-            input,
-            weight,
-            output,
-            space.lists,
-            space.counts,
-            space.sizes[-1],
-            outputs,
-            inputs,
-            pairs_of_input,
-            tile.tokens,
-            tile.outputs,
-            tile.inputs,
-            tile.stages,
-            gate,
-            **self._device.launch_options(),
-            num_warps=tile.warps,
+        self._device.launch(
+            _expert_product,
+            (experts, pieces(outputs, tile.outputs)),
+            (input, weight, output, space.lists, space.counts, capacity, outputs),
+            (outputs, inputs, capacity, pairs_of_input, tile, gate, weight.dtype),
+            lambda: {
+                "INPUTS": inputs,
+                "PAIRS_OF_INPUT": pairs_of_input,
+                "TOKENS": tile.tokens,
+                "ROWS": tile.outputs,
+                "STEP": tile.inputs,
+                "STAGES": tile.stages,
+                "GATE": gate,
+                "num_warps": tile.warps,
+            },
         )
 
     def _tile(self, tokens: int, inputs: int) -> Tile:
