@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 from weft.config import ServingEngineConfig
 from weft.engine import wire
 from weft.engine.client import EngineClient
-from weft.engine.process import _merged
+from weft.engine.outbox import Outbox, _merged
 from weft.request import FinishReason, InferenceRequest, RequestId, SamplingParams, TokenOutput
 from weft.server.answers import Choices
 from weft.text.tokenizer import Tokenizer
@@ -31,6 +32,35 @@ def test_steps_that_wait_are_merged_and_others_stay_where_they_are() -> None:
 def test_a_large_step_is_not_made_larger() -> None:
     large = wire.Step(tuple(range(300)), tuple(range(300)), (), ())
     assert _merged([large, large]) == [large, large]
+
+
+def test_what_does_not_fit_is_written_later_complete_and_in_order() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        outbox = Outbox(ours)
+        for number in range(20_000):  # nobody reads yet: much more than a connection takes
+            outbox.send(wire.Step((1,), (number,), (), ()))
+        frames, tokens = wire.Frames(), []
+        theirs.settimeout(10.0)
+        while len(tokens) < 20_000:
+            for content in frames.feed(theirs.recv(1 << 16)):
+                step = wire.from_engine.decode(content)
+                assert isinstance(step, wire.Step)
+                tokens += step.tokens
+        assert tokens == list(range(20_000))
+        outbox.send(wire.Step((1,), (20_000,), (), ()))
+        outbox.close(10.0)
+        assert [*frames.feed(theirs.recv(1 << 16))] == [wire.framed(wire.Step((1,), (20_000,), (), ()))[4:]]
+
+
+def test_sending_to_a_reader_that_is_gone_does_nothing() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.close()
+        outbox = Outbox(ours)
+        outbox.send(wire.Step((1,), (1,), (), ()))
+        outbox.send(wire.Step((1,), (2,), (), ()))
+        outbox.close(10.0)
 
 
 def noop_client() -> EngineClient:

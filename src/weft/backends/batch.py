@@ -151,7 +151,7 @@ class Rows:
             cells=blocks * block_size + positions % block_size,
             query_starts=counting,
             context_lengths=positions + 1,
-            block_tables=self.tables[:, :longest].take(selected.rows, axis=0),
+            block_tables=self.tables[selected.rows, :longest],
             logit_indices=counting[:-1],
         )
 

@@ -91,31 +91,34 @@ class Report:
 
 def main(model: str, *, threads: int | None, json: bool) -> None:
     checkpoint = open_checkpoint(pull(model))
-    report = measure(engine_runs(checkpoint, threads))
-    kernels = describe(threads)
+    run, kernels = engine_runs(checkpoint, threads), describe(threads)
     if json:
+        report = measure(run)
         where = {"machine": machine(), "kernels": kernels}
         print_json({**vars(report), "checks": report.checks, **where})
         return
     print_line(f"{machine()}; {checkpoint.path.name}, {checkpoint.stored_as}; kernels: {kernels}")
+    print_line("Three parts, minutes in all: each is told when it is measured.")
+    print_checks(measure(run, _print_comparisons, _print_scalings, lambda mix: print_mixes([mix])).checks)
+
+
+def _print_comparisons(comparisons: Sequence[Comparison]) -> None:
     print_table(
         "Continuous against static batching: 64 requests, prompts 16-512, answers 16-256; output tokens/s",
         ("the same", "continuous", "static", "ratio"),
         [
             (one.equal, f"{one.continuous:,.0f}", f"{one.static:,.0f}", f"{one.ratio:.2f}")
-            for one in report.comparisons
+            for one in comparisons
         ],
     )
+
+
+def _print_scalings(scalings: Sequence[Scaling]) -> None:
     print_table(
         "Scaling: equal requests at once, 128 in and 128 out",
         ("batch", "tokens/s", "efficiency"),
-        [
-            (f"{one.batch}", f"{one.tokens_per_second:,.0f}", f"{one.efficiency:.1%}")
-            for one in report.scalings
-        ],
+        [(f"{one.batch}", f"{one.tokens_per_second:,.0f}", f"{one.efficiency:.1%}") for one in scalings],
     )
-    print_mixes([report.mix])
-    print_checks(report.checks)
 
 
 def engine_runs(checkpoint: Checkpoint, threads: int | None) -> RunJobs:
@@ -136,9 +139,21 @@ def engine_runs(checkpoint: Checkpoint, threads: int | None) -> RunJobs:
     return run
 
 
-def measure(run: RunJobs) -> Report:
+def measure(
+    run: RunJobs,
+    compared: Callable[[list[Comparison]], object] = lambda _: None,
+    scaled: Callable[[list[Scaling]], object] = lambda _: None,
+    mixed: Callable[[Mix], object] = lambda _: None,
+) -> Report:
+    """All of it; each part is told to its listener as soon as it is known."""
     run(_continuous(), [Job(0.0, 64, 16)], None)  # pages of the weights, threads, caches
-    return Report(_compare(run), _scale(run), _mix(run))
+    comparisons = _compare(run)
+    compared(comparisons)
+    scalings = _scale(run)
+    scaled(scalings)
+    mix = _mix(run)
+    mixed(mix)
+    return Report(comparisons, scalings, mix)
 
 
 def _continuous(rows: int | None = None) -> SchedulerConfig:

@@ -1,8 +1,8 @@
 """The engine in a process of its own: builds what the client asks for, then runs requests and reports every step.
 
 The process talks to the client over one end of a socket pair, whose other end only the client has; when that is
-closed, the process ends. One thread reads, one writes, and the loop of the engine runs in the main thread: neither a
-slow client nor a long message makes a step wait. Requests with a grammar, which may take long to compile, are taken in
+closed, the process ends. One thread reads, another writes what does not fit at once, and the loop of the engine runs in
+the main thread: neither a slow client nor a long message makes a step wait. Requests with a grammar, which may take long to compile, are taken in
 by threads beside the reader, so that nobody waits for them.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import queue
+import select
 import signal
 import socket
 import sys
@@ -23,15 +23,13 @@ import msgspec
 
 from weft.backends import registry
 from weft.engine import wire
+from weft.engine.outbox import Outbox
 from weft.engine.serving import ServingEngine
 from weft.errors import WeftError
 from weft.request import RequestId, TokenOutput
 
 _READ_BYTES = 1 << 18
 _COMPILERS = 2
-_LARGE_STEP = 256
-_MOST_TOGETHER = 16
-"""Messages that are written at once where so many wait."""
 
 Order = Callable[[RequestId], object]
 
@@ -42,7 +40,7 @@ class EngineProcess:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._frames = wire.Frames()
-        self._unsent: queue.SimpleQueue[wire.Message | None] = queue.SimpleQueue()
+        self._outbox = Outbox(connection)
         self._ids: dict[int, RequestId] = {}
         """Of what is not over, by the client's names."""
         self._compiling: dict[int, list[Order]] = {}
@@ -54,11 +52,9 @@ class EngineProcess:
         self._tokens: list[int] = []
         self._outputs: list[TokenOutput] = []
         self._ended: list[wire.Ended] = []
-        self._writer = threading.Thread(target=self._write, name="weft-writer", daemon=True)
 
     def run(self) -> int:
         """Until the client is gone or says stop; the exit code."""
-        self._writer.start()
         try:
             start = wire.to_engine.decode(next(self._received()))
             assert isinstance(start, wire.Start), "the first message says what to build"
@@ -71,7 +67,7 @@ class EngineProcess:
         except (Exception, StopIteration) as error:
             return self._fail(f"{type(error).__name__}: {error}", 1)
         scheduler = self._engine.scheduler
-        self._send(wire.Ready(scheduler.info, scheduler.max_sequence_length))
+        self._outbox.send(wire.Ready(scheduler.info, scheduler.max_sequence_length))
         gc.freeze()  # what is here stays, and need not be looked through
         gc.enable()
         reader = threading.Thread(target=self._read, name="weft-reader", daemon=True)
@@ -85,7 +81,10 @@ class EngineProcess:
     # -- in the reader's thread
 
     def _received(self) -> Any:
-        while received := self._connection.recv(_READ_BYTES):
+        # A thread that sleeps in `recv` is woken for nothing whenever the client takes something in; one in `poll` is not.
+        arrival = select.poll()
+        arrival.register(self._connection, select.POLLIN)
+        while arrival.poll() and (received := self._connection.recv(_READ_BYTES)):
             yield from self._frames.feed(received)
 
     def _read(self) -> None:
@@ -111,7 +110,7 @@ class EngineProcess:
             num_tokens = message.num_tokens
             self._do(message.id, lambda request_id: self._engine.finish(request_id, num_tokens))
         elif isinstance(message, wire.AskMetrics):
-            self._send(wire.Metrics(message.number, self._engine.metrics()))
+            self._outbox.send(wire.Metrics(message.number, self._engine.metrics()))
         elif isinstance(message, wire.Stop):
             self._engine.stop()
 
@@ -130,7 +129,7 @@ class EngineProcess:
             self._submit(message)
         except BaseException as error:  # a panic in a library too; here nobody else would hear of it
             text = f"the grammar failed ({type(error).__name__}: {error})"
-            self._send(wire.Refused(message.ids, WeftError.__name__, text))
+            self._outbox.send(wire.Refused(message.ids, WeftError.__name__, text))
         with self._lock:
             orders = [(name, order) for name in message.ids for order in self._compiling.pop(name)]
         for name, order in orders:
@@ -148,7 +147,7 @@ class EngineProcess:
             ids = self._engine.submit_choices(message.request, take)
         except WeftError as error:
             field, code = getattr(error, "field", ""), getattr(error, "code", "")
-            self._send(wire.Refused(message.ids, type(error).__name__, str(error), field, code))
+            self._outbox.send(wire.Refused(message.ids, type(error).__name__, str(error), field, code))
             return
         names.update(zip(ids, message.ids, strict=True))
         self._ids.update(zip(message.ids, ids, strict=True))
@@ -172,65 +171,20 @@ class EngineProcess:
     def _flush(self) -> None:
         if self._tokens or self._outputs:
             ids, tokens = tuple(self._token_ids), tuple(self._tokens)
-            self._send(wire.Step(ids, tokens, tuple(self._outputs), tuple(self._ended)))
+            self._outbox.send(wire.Step(ids, tokens, tuple(self._outputs), tuple(self._ended)))
             self._token_ids.clear()
             self._tokens.clear()
             self._outputs.clear()
             self._ended.clear()
 
-    # -- writing
-
-    def _send(self, message: wire.Message) -> None:
-        self._unsent.put(message)
-
-    def _write(self) -> None:
-        messages: list[wire.Message] = []
-        while True:
-            message = self._unsent.get()
-            while message is not None and len(messages) < _MOST_TOGETHER and not self._unsent.empty():
-                messages.append(message)
-                message = self._unsent.get()
-            if message is not None:
-                messages.append(message)
-            try:
-                self._connection.sendall(b"".join(map(wire.framed, _merged(messages))))
-            except OSError:
-                return
-            messages.clear()
-            if message is None:
-                return
-
     def _fail(self, message: str, exit_code: int) -> int:
-        self._send(wire.Failed(message, exit_code))
+        self._outbox.send(wire.Failed(message, exit_code))
         return self._end(exit_code)
 
     def _end(self, exit_code: int) -> int:
         self._compilers.shutdown(wait=False, cancel_futures=True)
-        self._unsent.put(None)
-        self._writer.join(5.0)
+        self._outbox.close(5.0)
         return exit_code
-
-
-def _merged(messages: list[wire.Message]) -> list[wire.Message]:
-    """The same with neighbouring steps in one, up to a size that a client takes in its stride: one that is behind then
-    has less to do for each token."""
-    merged: list[wire.Message] = []
-    for message in messages:
-        last = merged[-1] if merged else None
-        if (
-            isinstance(message, wire.Step)
-            and isinstance(last, wire.Step)
-            and len(last.tokens) + len(last.outputs) < _LARGE_STEP
-        ):
-            merged[-1] = wire.Step(
-                last.ids + message.ids,
-                last.tokens + message.tokens,
-                last.outputs + message.outputs,
-                last.ended + message.ended,
-            )
-        else:
-            merged.append(message)
-    return merged
 
 
 def main() -> None:
