@@ -18,8 +18,8 @@ struct Block {
   Ahead* ahead;             // told of what is read, or null
   int64_t first_query, rows;
   int64_t width;            // the head's size in whole vectors; the features behind the last are zeros
-  float* queries;           // [rows, head size], times the scale; those of a tile of rows are [head size, rows of the tile]
-  float* scores;            // [rows, segment_keys]: of the segment in work, then their weights
+  float* queries;           // [rows, width], times the scale
+  float* scores;            // [rows, score_stride]: of the segment in work, then their weights
   float* sums;              // [rows, width]: the segment's weighted sum of values
   float* floats;            // [piece_keys, width]: keys or values of the piece in work
   Statistics* statistics;   // [rows]: of the segment in work
@@ -30,23 +30,32 @@ struct Block {
     // Aligned: a vector that lies across two cache lines is loaded twice.
     scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~uintptr_t{63});
     scores = scratch;
-    sums = scores + rows * segment_keys;
+    sums = scores + rows * score_stride;
     floats = sums + rows * width;
     queries = floats + piece_keys * width;
     statistics = reinterpret_cast<Statistics*>(queries + rows * width);
     totals = statistics + rows;
   }
 
-  static int64_t scratch_floats(int64_t rows, int64_t width) { return 16 + rows * (segment_keys + 2 * width + 4) + piece_keys * width; }
+  static int64_t scratch_floats(int64_t rows, int64_t width) { return 16 + rows * (score_stride + 2 * width + 4) + piece_keys * width; }
 
-  int64_t position(int64_t row) const { return task.first_position + first_query + row / task.group; }
-  int64_t first_segment(int64_t row) const { return task.window > 0 ? larger(position(row) + 1 - task.window, 0) / segment_keys : 0; }
-  Span seen(int64_t row, int64_t segment) const { return seen_from(task, position(row), segment); }
+  int64_t first_segment(int64_t query) const { return task.window > 0 ? larger(position(query) + 1 - task.window, 0) / segment_keys : 0; }
+  int64_t last_segment() const { return position(rows / task.group - 1) / segment_keys; }
+  int64_t position(int64_t query) const { return task.first_position + first_query + query; }
+  Span seen_by_query(int64_t query, int64_t segment) const { return seen_from(task, position(query), segment); }
+  Span seen(int64_t row, int64_t segment) const { return seen_by_query(row / task.group, segment); }
   // A later row begins to see later and sees further.
   Span seen_by_any(int64_t segment, int64_t first, int64_t end) const { return {seen(first, segment).first, seen(end - 1, segment).end}; }
-  float* out(int64_t row) const {
-    return task.out + (first_query + row / task.group) * task.out_stride + row % task.group * task.cache.head_size;
+
+  // Calls use(row, query, feature) for every row; there its head begins among those of the query. Without divisions, which take as long
+  // as a dozen multiplications of vectors.
+  template <typename Use>
+  void for_rows(Use use) const {
+    for (int64_t query = 0, row = 0; row < rows; query++) {
+      for (int64_t head = 0; head < task.group; head++, row++) use(row, query, head * task.cache.head_size);
+    }
   }
+  float* out(int64_t query, int64_t feature) const { return task.out + (first_query + query) * task.out_stride + feature; }
 };
 
 // --- pieces --------------------------------------------------------------------------------------------------------------------------
@@ -138,8 +147,8 @@ inline void score_segment(const Block& block, int64_t segment) {
       const Span seen = part_of(block.seen_by_any(segment, row, row + rows.value), piece.start);
       if (seen.empty()) return;
       const int64_t first = seen.first / key_tile, end = rounded_up(seen.end, key_tile) / key_tile;
-      score_tiles<rows.value>(block.queries + row * size, size, piece.tiles + first, end - first, row == 0 ? ahead : nullptr,
-                              block.scores + row * segment_keys + piece.start + first * key_tile);
+      score_tiles<rows.value>(block.queries + row * block.width, block.width, size, piece.tiles + first, end - first, row == 0 ? ahead : nullptr,
+                              block.scores + row * score_stride + piece.start + first * key_tile);
     });
   });
 }
@@ -152,9 +161,12 @@ inline Statistics weigh(float* scores, Span span, float cap) {
     for (int64_t k = first; k < end; k += vec::lanes)
       vec::store(scores + k, vec::all(cap) * vec::tanh(vec::load(scores + k) / vec::all(cap)));
   }
-  for (int64_t k = first; k < span.first; k++) scores[k] = -INFINITY;
-  for (int64_t k = span.end; k < end; k++) scores[k] = -INFINITY;
-  vec::Vec best = vec::all(-INFINITY);
+  const vec::Vec nothing = vec::all(-INFINITY);
+  for (int64_t k = first; k < span.first; k += vec::lanes)
+    vec::store(scores + k, vec::where_less(vec::counted_from(k), vec::all(span.first), nothing, vec::load(scores + k)));
+  for (int64_t k = end - step; k < end; k += vec::lanes)
+    vec::store(scores + k, vec::where_less(vec::counted_from(k), vec::all(span.end), vec::load(scores + k), nothing));
+  vec::Vec best = nothing;
   for (int64_t k = first; k < end; k += vec::lanes) best = vec::max(best, vec::load(scores + k));
   const float largest = vec::largest(best);
   const vec::Vec base = vec::all(largest == -INFINITY ? 0.0f : largest);
@@ -177,24 +189,26 @@ inline void sum_segment(const Block& block, int64_t segment) {
   for_pieces(block, segment, true, [&](const auto& piece, Ahead* ahead) {
     const auto sum = [&](int64_t row, auto rows, Span span) {
       if (!span.empty())
-        sum_rows<rows.value>(block.scores + row * segment_keys + piece.start, piece.tiles, piece.stride, span, row == 0 ? ahead : nullptr,
+        sum_rows<rows.value>(block.scores + row * score_stride + piece.start, piece.tiles, piece.stride, span, row == 0 ? ahead : nullptr,
                              block.sums + row * block.width, block.width);
     };
     for_tiles(block.rows, [&](int64_t row, auto rows) {
-      // What all rows see goes through the tile. Before it and behind it each row goes on alone, at the same place of its own sum.
+      // What all rows see goes through the tile. Before it and behind it the rows of each query go on alone, each at the same place of
+      // its own sum.
       const Span begin = part_of(block.seen(row, segment), piece.start);
       const Span end = part_of(block.seen(row + rows.value - 1, segment), piece.start);
       const Span common = {end.first, larger(end.first, begin.end)};
       const bool all_same = begin.first == end.first && begin.end == end.end;
-      for (int64_t one = row; one < row + rows.value && !all_same; one++) {
-        const Span span = part_of(block.seen(one, segment), piece.start);
-        sum(one, Number<1>{}, {span.first, smaller(span.end, common.first)});
-      }
+      const auto sum_queries = [&](auto part) {
+        for (int64_t first = row, next; first < row + rows.value && !all_same; first = next) {
+          next = smaller(row + rows.value, (first / block.task.group + 1) * block.task.group);
+          const Span span = part(part_of(block.seen(first, segment), piece.start));
+          if (!span.empty()) with_rows(next - first, [&](auto count) { sum(first, count, span); });
+        }
+      };
+      sum_queries([&](Span span) { return Span{span.first, smaller(span.end, common.first)}; });
       sum(row, rows, common);
-      for (int64_t one = row; one < row + rows.value && !all_same; one++) {
-        const Span span = part_of(block.seen(one, segment), piece.start);
-        sum(one, Number<1>{}, {larger(span.first, common.end), span.end});
-      }
+      sum_queries([&](Span span) { return Span{larger(span.first, common.end), span.end}; });
     });
   });
 }
@@ -202,10 +216,10 @@ inline void sum_segment(const Block& block, int64_t segment) {
 // Leaves the segment's statistics and sums in the block.
 inline void work_segment(Block& block, int64_t segment) {
   score_segment(block, segment);
-  for (int64_t row = 0; row < block.rows; row++) {
-    const Span span = block.seen(row, segment);
-    if (!span.empty()) block.statistics[row] = weigh(block.scores + row * segment_keys, span, block.task.cap);
-  }
+  block.for_rows([&](int64_t row, int64_t query, int64_t) {
+    const Span span = block.seen_by_query(query, segment);
+    if (!span.empty()) block.statistics[row] = weigh(block.scores + row * score_stride, span, block.task.cap);
+  });
   sum_segment(block, segment);
 }
 
@@ -213,13 +227,11 @@ inline void work_segment(Block& block, int64_t segment) {
 
 inline void prepare(Block& block) {
   const AttendTask& task = block.task;
-  const int64_t size = task.cache.head_size;
-  for_tiles(block.rows, [&](int64_t row, auto rows) {
-    float* tile = block.queries + row * size;
-    for (int64_t r = 0; r < rows.value; r++) {
-      const float* query = task.queries + (block.first_query + (row + r) / task.group) * task.query_stride + (row + r) % task.group * size;
-      for (int64_t f = 0; f < size; f++) tile[f * rows.value + r] = query[f] * task.scale;
-    }
+  block.for_rows([&](int64_t row, int64_t query, int64_t feature) {
+    const float* from = task.queries + (block.first_query + query) * task.query_stride + feature;
+    vec::for_each(task.cache.head_size, [&](int64_t i, auto n) {
+      vec::store(block.queries + row * block.width + i, vec::load(from + i, n) * vec::all(task.scale));
+    });
   });
 }
 
@@ -240,7 +252,8 @@ inline void merge(Statistics part, const float* sums, int64_t head_size, bool fi
 }
 
 inline void finish(const Statistics& total, int64_t head_size, float* out) {
-  vec::for_each(head_size, [&](int64_t i, auto n) { vec::store(out + i, vec::load(out + i, n) / vec::all(total.sum), n); });
+  const vec::Vec part = vec::all(1.0f) / vec::all(total.sum);
+  vec::for_each(head_size, [&](int64_t i, auto n) { vec::store(out + i, vec::load(out + i, n) * part, n); });
 }
 
 int64_t attend_scratch(const AttendTask& task) {
@@ -255,15 +268,15 @@ void attend(const AttendTask& first, float* scratch) {
       // The later rows of a task read what the first have brought into the cache.
       Block block(*task, query == 0 ? &ahead : nullptr, query, smaller(step, task->count - query), scratch);
       prepare(block);
-      for (int64_t segment = block.first_segment(0); segment <= block.position(block.rows - 1) / segment_keys; segment++) {
+      for (int64_t segment = block.first_segment(0); segment <= block.last_segment(); segment++) {
         work_segment(block, segment);
-        for (int64_t row = 0; row < block.rows; row++) {
-          if (!block.seen(row, segment).empty())
-            merge(block.statistics[row], block.sums + row * block.width, size, segment == block.first_segment(row), block.totals[row],
-                  block.out(row));
-        }
+        block.for_rows([&](int64_t row, int64_t own, int64_t feature) {
+          if (!block.seen_by_query(own, segment).empty())
+            merge(block.statistics[row], block.sums + row * block.width, size, segment == block.first_segment(own), block.totals[row],
+                  block.out(own, feature));
+        });
       }
-      for (int64_t row = 0; row < block.rows; row++) finish(block.totals[row], size, block.out(row));
+      block.for_rows([&](int64_t row, int64_t own, int64_t feature) { finish(block.totals[row], size, block.out(own, feature)); });
     }
   }
 }

@@ -10,6 +10,8 @@ namespace {
 constexpr int64_t piece_keys = 64;
 constexpr int64_t piece_tiles = piece_keys / key_tile;
 constexpr int64_t block_rows = 48;   // rows worked on together, but at least the heads of one query
+// From one row of scores to the next: one vector more than there are, else all rows would share few sets of the cache.
+constexpr int64_t score_stride = segment_keys + 16;
 
 // As many rows share what is loaded of the cache as leave their sums in registers.
 #if defined(WEFT_AVX512)
@@ -67,10 +69,15 @@ class Ahead {
     start();
   }
 
-  // Tells that so many tiles will be read next, for which as many will be asked for.
-  void owe(int64_t tiles) { owed_ += tiles * lines_; }
+  // Tells that so many tiles will be read next, for which as many will be asked for, or twice as many until they are far enough ahead.
+  void owe(int64_t tiles) {
+    const int64_t more = smaller(tiles * lines_, distance - ahead_);
+    rate_ = more > 0 ? 2 : 1;
+    owed_ += tiles * lines_ + more;
+    ahead_ += more;
+  }
   void ask(int64_t lines) {
-    if (lines > owed_) lines = owed_;
+    lines = smaller(lines * rate_, owed_);
     owed_ -= lines;
     if (lines < left_) {
       for (int64_t i = 0; i < lines; i++) __builtin_prefetch(at_ + i * line, 0, 2);
@@ -84,11 +91,11 @@ class Ahead {
 
  private:
   static constexpr int64_t line = 32;            // in elements
-  static constexpr int64_t distance = 16 << 10;  // in bytes
+  static constexpr int64_t first_distance = 128, distance = 1024;   // in lines
 
   void start() {
     if (!task_) return;
-    owed_ = distance / 2 / line;
+    owed_ = ahead_ = first_distance;
     ask_rest();
   }
 
@@ -137,7 +144,7 @@ class Ahead {
   bool alone_ = false, values_ = false;
   int64_t position_ = 0, first_ = 0, end_ = 0;   // in the segment
   const uint16_t* at_ = nullptr;
-  int64_t lines_ = 0, left_ = 0, owed_ = 0;
+  int64_t lines_ = 0, left_ = 0, owed_ = 0, ahead_ = 0, rate_ = 1;
 };
 
 // --- tiles ---------------------------------------------------------------------------------------------------------------------------
@@ -166,10 +173,10 @@ inline void for_tiles(int64_t rows, Use use) {
   }
 }
 
-// scores[r, k] = queries[r] . keys[k] for the keys of some tiles; queries are [features, Rows]. Not inlined: its callers would leave it
-// too few registers for addresses.
+// scores[r, k] = queries[r] . keys[k] for the keys of some tiles. Not inlined: its callers would leave it too few registers for
+// addresses.
 template <int Rows, int Tiles, typename Element>
-__attribute__((noinline)) void score_tile(const float* queries, int64_t features, const Element* const* tiles, Ahead* ahead, float* scores) {
+__attribute__((noinline)) void score_tile(const float* queries, int64_t width, int64_t features, const Element* const* tiles, Ahead* ahead, float* scores) {
   constexpr int parts = key_tile / vec::lanes, vectors = Tiles * parts;
   vec::Vec sums[Rows][vectors];
 #pragma GCC unroll 8
@@ -188,14 +195,14 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t features
       for (int v = 0; v < vectors; v++) key[v] = vec::load(at[v / parts] + f * key_tile + v % parts * vec::lanes);
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++) {
-        const vec::Vec query = vec::in_register(vec::all(queries[f * Rows + r]));
+        const vec::Vec query = vec::in_register(vec::all(queries[r * width + f]));
 #pragma GCC unroll 16
         for (int v = 0; v < vectors; v++) sums[r][v] = vec::fma(query, key[v], sums[r][v]);
       }
     } else {
       vec::Vec query[Rows];
 #pragma GCC unroll 8
-      for (int r = 0; r < Rows; r++) query[r] = vec::in_register(vec::all(queries[f * Rows + r]));
+      for (int r = 0; r < Rows; r++) query[r] = vec::in_register(vec::all(queries[r * width + f]));
 #pragma GCC unroll 16
       for (int v = 0; v < vectors; v++) {
         const vec::Vec key = vec::in_register(vec::load(at[v / parts] + f * key_tile + v % parts * vec::lanes));
@@ -214,20 +221,21 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t features
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
 #pragma GCC unroll 16
-    for (int v = 0; v < vectors; v++) vec::store(scores + r * segment_keys + v * vec::lanes, sums[r][v]);
+    for (int v = 0; v < vectors; v++) vec::store(scores + r * score_stride + v * vec::lanes, sums[r][v]);
   }
 }
 
 // The same for any number of tiles, as many at once as there are registers for.
 template <int Rows, typename Element>
-inline void score_tiles(const float* queries, int64_t features, const Element* const* tiles, int64_t count, Ahead* ahead, float* scores) {
+inline void score_tiles(const float* queries, int64_t width, int64_t features, const Element* const* tiles, int64_t count, Ahead* ahead,
+                        float* scores) {
   constexpr int room = tile_sums * vec::lanes / (Rows * key_tile), most = room >= 4 ? 4 : room >= 2 ? 2 : 1;
   int64_t tile = 0;
-  for (; tile + most <= count; tile += most) score_tile<Rows, most>(queries, features, tiles + tile, ahead, scores + tile * key_tile);
+  for (; tile + most <= count; tile += most) score_tile<Rows, most>(queries, width, features, tiles + tile, ahead, scores + tile * key_tile);
   if constexpr (most > 2) {
-    for (; tile + 2 <= count; tile += 2) score_tile<Rows, 2>(queries, features, tiles + tile, ahead, scores + tile * key_tile);
+    for (; tile + 2 <= count; tile += 2) score_tile<Rows, 2>(queries, width, features, tiles + tile, ahead, scores + tile * key_tile);
   }
-  for (; tile < count; tile++) score_tile<Rows, 1>(queries, features, tiles + tile, ahead, scores + tile * key_tile);
+  for (; tile < count; tile++) score_tile<Rows, 1>(queries, width, features, tiles + tile, ahead, scores + tile * key_tile);
 }
 
 // sums[r] += weights[r, k] * values[k] for the positions of a span, in their order, for features of Vectors vectors. The values of a tile
@@ -248,7 +256,7 @@ __attribute__((noinline)) void sum_tile(const float* weights, const Element* con
       if (ahead) ahead->ask(ask);
       vec::Vec weight[Rows];
 #pragma GCC unroll 8
-      for (int r = 0; r < Rows; r++) weight[r] = vec::all(weights[r * segment_keys + k]);
+      for (int r = 0; r < Rows; r++) weight[r] = vec::all(weights[r * score_stride + k]);
 #pragma GCC unroll 8
       for (int j = 0; j < Vectors; j++) {
         const vec::Vec part = vec::in_register(vec::load(value + j * vec::lanes));

@@ -239,6 +239,9 @@ void Program::rope_and_write(const Instruction& instruction) {
   };
   for (auto& scratch : scratch_) scratch.at_least(size);
   each_row(pool_, step_.tokens, [&](int64_t token, int worker) {
+    const int64_t cell = step_.cells[token], within = cell % layer.block_size, tile = within / key_tile * key_tile;
+    const int64_t distance = std::min(key_tile, layer.block_size - tile);
+    uint16_t* block = layer.keys + cell / layer.block_size * layer.block_stride;
     float* queries = rows + token * width;
     float* keys = queries + shape_.heads * size;
     const float* values = keys + shape_.kv_heads * size;
@@ -248,9 +251,6 @@ void Program::rope_and_write(const Instruction& instruction) {
     normalise(keys, shape_.kv_heads, instruction.key_norm);
     for (int64_t head = 0; head < shape_.heads + shape_.kv_heads; head++)
       table.rotate(queries + head * size, size, pairs, turn.interleaved, cosine, sine, queries + head * size);
-    const int64_t cell = step_.cells[token], within = cell % layer.block_size, tile = within / key_tile * key_tile;
-    const int64_t distance = std::min(key_tile, layer.block_size - tile);
-    uint16_t* block = layer.keys + cell / layer.block_size * layer.block_stride;
     uint16_t* halves = reinterpret_cast<uint16_t*>(scratch_[static_cast<size_t>(worker)].data());
     for (int64_t head = 0; head < shape_.kv_heads; head++, block += layer.head_stride) {
       table.to_half(keys + head * size, size, halves);

@@ -292,11 +292,26 @@ inline float first(Vec a) {
 
 // NaN lanes may be passed over: who must see them looks elsewhere.
 inline float largest(Vec a) {
-  float values[lanes];
-  store(values, a);
-  float best = values[0];
-  for (int i = 1; i < lanes; i++) best = values[i] > best ? values[i] : best;
+#if defined(WEFT_AVX512)
+  const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+#elif defined(WEFT_AVX2)
+  const __m256 half = a;
+#endif
+#if defined(WEFT_AVX512) || defined(WEFT_AVX2)
+  __m128 best = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  best = _mm_max_ps(best, _mm_movehl_ps(best, best));
+  return _mm_cvtss_f32(_mm_max_ss(best, _mm_movehdup_ps(best)));
+#else
+  float best = a[0];
+  for (int i = 1; i < lanes; i++) best = a[i] > best ? a[i] : best;
   return best;
+#endif
+}
+
+// first, first + 1, ...
+inline Vec counted_from(int64_t first) {
+  static const float steps[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return all(static_cast<float>(first)) + load(steps);
 }
 
 // e^(x - n ln 2), where n is the whole number next to x / ln 2: between 0.7 and 1.42.
