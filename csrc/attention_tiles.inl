@@ -91,7 +91,7 @@ class Ahead {
 
  private:
   static constexpr int64_t line = 32;            // in elements
-  static constexpr int64_t first_distance = 128, distance = 1024;   // in lines
+  static constexpr int64_t first_distance = 128, distance = 512;   // in lines
 
   void start() {
     if (!task_) return;
