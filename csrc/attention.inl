@@ -89,7 +89,7 @@ inline void for_runs(const AttendTask& task, int64_t start, Span wanted, bool va
   }
 }
 
-// A piece as floats in the scratch: for many rows, heads that are no whole vectors, and blocks that are no whole tiles.
+// A piece as floats in the scratch: for heads that are no whole vectors, blocks that are no whole tiles, and where a half is slow to read.
 inline void convert(const Block& block, int64_t start, Span wanted, bool values, Piece<float>& piece) {
   const int64_t size = block.task.cache.head_size, stride = values ? block.width : size;
   piece.stride = stride;
@@ -105,7 +105,8 @@ inline void convert(const Block& block, int64_t start, Span wanted, bool values,
       float* tile = block.floats + k / key_tile * key_tile * stride + k % key_tile;
       for (int64_t f = 0; f < size; f++) {
         if (block.ahead && f % 2 == 0) block.ahead->ask(1);
-        vec::for_each(n, [&](int64_t i, auto count) { vec::store(tile + f * key_tile + i, vec::load(at + f * distance + i, count), count); });
+        const uint16_t* from = at + f * distance;
+        vec::for_each(n, [&](int64_t i, auto count) { vec::store(tile + f * key_tile + i, vec::load(from + i, count), count); });
       }
     }
   });
@@ -116,7 +117,8 @@ inline void convert(const Block& block, int64_t start, Span wanted, bool values,
 template <typename Use>
 inline void for_pieces(const Block& block, int64_t segment, bool values, Use use) {
   const AttendTask& task = block.task;
-  const bool as_floats = (convert_for_many && block.rows > tile_rows) || !has_whole_tiles(task.cache) || (values && block.width != task.cache.head_size);
+  const bool as_floats = (!vec::reads_halves && block.rows > tile_rows) || !has_whole_tiles(task.cache) ||
+                         (values && block.width != task.cache.head_size);
   const Span seen = block.seen_by_any(segment, 0, block.rows);
   for (int64_t start = seen.first / piece_keys * piece_keys; start < seen.end; start += piece_keys) {
     const Span wanted = part_of(seen, start);
@@ -131,7 +133,8 @@ inline void for_pieces(const Block& block, int64_t segment, bool values, Use use
       Piece<uint16_t> piece;
       piece.start = start;
       piece.stride = task.cache.head_size;
-      for (int64_t tile = first; tile < end; tile++) piece.tiles[tile] = tile_at(task, segment * segment_keys + start + tile * key_tile, values);
+      for (int64_t tile = first; tile < end; tile++)
+        piece.tiles[tile] = tile_at(task, segment * segment_keys + start + tile * key_tile, values);
       use(piece, block.ahead);
     }
     if (block.ahead) block.ahead->ask_rest();
@@ -147,8 +150,8 @@ inline void score_segment(const Block& block, int64_t segment) {
       const Span seen = part_of(block.seen_by_any(segment, row, row + rows.value), piece.start);
       if (seen.empty()) return;
       const int64_t first = seen.first / key_tile, end = rounded_up(seen.end, key_tile) / key_tile;
-      score_tiles<rows.value>(block.queries + row * block.width, block.width, size, piece.tiles + first, end - first, row == 0 ? ahead : nullptr,
-                              block.scores + row * score_stride + piece.start + first * key_tile);
+      score_tiles<rows.value>(block.queries + row * block.width, block.width, size, piece.tiles + first, end - first,
+                              row == 0 ? ahead : nullptr, block.scores + row * score_stride + piece.start + first * key_tile);
     });
   });
 }

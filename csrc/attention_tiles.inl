@@ -25,8 +25,6 @@ constexpr int tile_rows = 2;
 constexpr int tile_sums = 8;
 #endif
 
-constexpr bool convert_for_many = !vec::reads_halves;
-
 inline int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -90,7 +88,7 @@ class Ahead {
   void ask_rest() { ask(owed_); }
 
  private:
-  static constexpr int64_t line = 32;            // in elements
+  static constexpr int64_t line = 32;                              // in elements
   static constexpr int64_t first_distance = 128, distance = 512;   // in lines
 
   void start() {
@@ -176,7 +174,8 @@ inline void for_tiles(int64_t rows, Use use) {
 // scores[r, k] = queries[r] . keys[k] for the keys of some tiles. Not inlined: its callers would leave it too few registers for
 // addresses.
 template <int Rows, int Tiles, typename Element>
-__attribute__((noinline)) void score_tile(const float* queries, int64_t width, int64_t features, const Element* const* tiles, Ahead* ahead, float* scores) {
+__attribute__((noinline)) void score_tile(const float* queries, int64_t width, int64_t features, const Element* const* tiles, Ahead* ahead,
+                                          float* scores) {
   constexpr int parts = key_tile / vec::lanes, vectors = Tiles * parts;
   vec::Vec sums[Rows][vectors];
 #pragma GCC unroll 8
@@ -231,11 +230,15 @@ inline void score_tiles(const float* queries, int64_t width, int64_t features, c
                         float* scores) {
   constexpr int room = tile_sums * vec::lanes / (Rows * key_tile), most = room >= 4 ? 4 : room >= 2 ? 2 : 1;
   int64_t tile = 0;
-  for (; tile + most <= count; tile += most) score_tile<Rows, most>(queries, width, features, tiles + tile, ahead, scores + tile * key_tile);
+  const auto score = [&](auto number) {
+    score_tile<Rows, number.value>(queries, width, features, tiles + tile, ahead, scores + tile * key_tile);
+    tile += number.value;
+  };
+  while (tile + most <= count) score(Number<most>{});
   if constexpr (most > 2) {
-    for (; tile + 2 <= count; tile += 2) score_tile<Rows, 2>(queries, width, features, tiles + tile, ahead, scores + tile * key_tile);
+    while (tile + 2 <= count) score(Number<2>{});
   }
-  for (; tile < count; tile++) score_tile<Rows, 1>(queries, width, features, tiles + tile, ahead, scores + tile * key_tile);
+  while (tile < count) score(Number<1>{});
 }
 
 // sums[r] += weights[r, k] * values[k] for the positions of a span, in their order, for features of Vectors vectors. The values of a tile
