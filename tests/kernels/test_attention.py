@@ -63,7 +63,7 @@ class Case:
 def laid_out(cache: np.ndarray) -> np.ndarray:
     """As the kernels read it: heads apart, and the keys of 16 positions at a time (or what is left) feature by feature."""
     placed = np.moveaxis(cache, 4, 2).copy("C")
-    *heads, block_size, head_size = placed[:, :, :, 0].shape
+    *heads, block_size, _ = placed[:, :, :, 0].shape
     keys = placed[:, :, :, 0].copy()
     tiles = [keys[..., start : start + 16, :].swapaxes(-1, -2) for start in range(0, block_size, 16)]
     placed[:, :, :, 0] = np.concatenate([tile.reshape(*heads, -1) for tile in tiles], -1).reshape(keys.shape)
