@@ -12,13 +12,16 @@ struct Statistics {
   float largest, sum;
 };
 
+// Scores are made in base 2, so that a weight is 2^(score - largest): e^x takes longer.
+constexpr float log_2 = 0.69314718f;
+
 // Some queries of a task with all their heads, and the scratch they are worked on in.
 struct Block {
   const AttendTask& task;
   Ahead* ahead;             // told of what is read, or null
   int64_t first_query, rows;
   int64_t width;            // the head's size in whole vectors; the features behind the last are zeros
-  float* queries;           // [rows, width], times the scale
+  float* queries;           // [rows, width], times the scale and, but for a cap, what makes scores of base 2
   float* scores;            // [rows, score_stride]: of the segment in work, then their weights
   float* sums;              // [rows, width]: the segment's weighted sum of values
   float* floats;            // [piece_keys, width]: keys or values of the piece in work
@@ -156,13 +159,13 @@ inline void score_segment(const Block& block, int64_t segment) {
   });
 }
 
-// Scores become weights e^(score - largest); those around the span, up to whole sums of lanes, become 0.
+// Scores become weights 2^(score - largest); those around the span, up to whole sums of lanes, become 0.
 inline Statistics weigh(float* scores, Span span, float cap) {
   constexpr int64_t step = vec::sum_parts * vec::lanes;
   const int64_t first = span.first / step * step, end = rounded_up(span.end, step);
   if (cap != 0.0f) {
     for (int64_t k = first; k < end; k += vec::lanes)
-      vec::store(scores + k, vec::all(cap) * vec::tanh(vec::load(scores + k) / vec::all(cap)));
+      vec::store(scores + k, vec::all(cap * vec::one_by_log_2) * vec::tanh(vec::load(scores + k) / vec::all(cap)));
   }
   const vec::Vec nothing = vec::all(-INFINITY);
   for (int64_t k = first; k < span.first; k += vec::lanes)
@@ -179,7 +182,7 @@ inline Statistics weigh(float* scores, Span span, float cap) {
 #pragma GCC unroll 2
     for (int part = 0; part < vec::sum_parts; part++) {
       float* at = scores + k + part * vec::lanes;
-      const vec::Vec weight = vec::exp_up_to_0(vec::load(at) - base);
+      const vec::Vec weight = vec::exp2_up_to_0(vec::load(at) - base);
       vec::store(at, weight);
       sums[part] = sums[part] + weight;
     }
@@ -230,10 +233,11 @@ inline void work_segment(Block& block, int64_t segment) {
 
 inline void prepare(Block& block) {
   const AttendTask& task = block.task;
+  const vec::Vec scale = vec::all(task.cap == 0.0f ? task.scale * vec::one_by_log_2 : task.scale);
   block.for_rows([&](int64_t row, int64_t query, int64_t feature) {
     const float* from = task.queries + (block.first_query + query) * task.query_stride + feature;
     vec::for_each(task.cache.head_size, [&](int64_t i, auto n) {
-      vec::store(block.queries + row * block.width + i, vec::load(from + i, n) * vec::all(task.scale));
+      vec::store(block.queries + row * block.width + i, vec::load(from + i, n) * scale);
     });
   });
 }
@@ -247,7 +251,8 @@ inline void merge(Statistics part, const float* sums, int64_t head_size, bool fi
   }
   const float largest = part.largest > total.largest ? part.largest : total.largest;
   const float base = largest == -INFINITY ? 0.0f : largest;
-  const vec::Vec before = vec::exp(vec::all(total.largest - base)), now = vec::exp(vec::all(part.largest - base));
+  const vec::Vec before = vec::exp(vec::all((total.largest - base) * log_2));
+  const vec::Vec now = vec::exp(vec::all((part.largest - base) * log_2));
   vec::for_each(head_size, [&](int64_t i, auto n) {
     vec::store(out + i, vec::fma(vec::load(out + i, n), before, vec::load(sums + i, n) * now), n);
   });

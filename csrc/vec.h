@@ -334,12 +334,16 @@ inline Vec exp(Vec x) {
   return times_power_of_two(exp_of_rest(x, n), n);
 }
 
-// The same for x up to 0 (or NaN), faster: the weights of a softmax. What would be less than 2^-125 is 0, since a subnormal weight is
-// worth nothing and slows some processors down a hundredfold.
-inline Vec exp_up_to_0(Vec x) {
+// 2^x for x up to 0 (or NaN), to about 2 ulp and in half the time: the weights of a softmax. What would be less than 2^-125 is 0, since a
+// subnormal weight is worth nothing and slows some processors down a hundredfold.
+inline Vec exp2_up_to_0(Vec x) {
   // Added to so large a number, n + 127 stands in its lowest bits: the exponent of 2^n.
-  const Vec large = all(0x1.8p23f + 127.0f), sum = fma(x, all(one_by_log_2), large);
-  return where_less(x, all(-86.6f), all(0.0f), exp_of_rest(x, sum - large) * shifted_bits(sum));
+  const Vec large = all(0x1.8p23f + 127.0f), sum = x + large, r = x - (sum - large);
+  Vec p = fma(all(0.0013264727f), r, all(0.009671513f));
+  p = fma(p, r, all(0.055507336f));
+  p = fma(p, r, all(0.24022242f));
+  p = fma(p, r, all(0.693147f));
+  return where_less(x, all(-125.0f), all(0.0f), fma(p, r, all(1.0f)) * shifted_bits(sum));
 }
 
 // To about 2 ulp.
