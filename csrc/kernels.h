@@ -112,18 +112,26 @@ struct LinearTask {
 
 // --- attention ----------------------------------------------------------------------------------------------------------------------
 
-// One layer of the paged cache. Key of position p and kv head h: keys + table[p / block_size] * block_stride + (p % block_size) *
-// position_stride + h * head_stride; its value lies value_offset further on. All distances count f16 elements. Reading is fastest where
-// the positions of a block and head lie one after the other (position_stride = head_size).
+// One layer of the paged cache: what head h has of a block lies at keys + block * block_stride + h * head_stride, its values value_offset
+// behind its keys. Values are [block size, head size]. Keys lie in tiles of 16 positions (the last may be narrower), each [head size,
+// positions of the tile], so that a vector holds one feature of several keys. All distances count f16 elements. Reading is fastest
+// where all tiles are whole.
+constexpr int64_t key_tile = 16;
+
 struct CacheLayer {
   uint16_t* keys;
   int64_t block_stride;
+  int64_t head_stride;
   int64_t value_offset;
   int64_t block_size;
-  int64_t position_stride;
-  int64_t head_stride;
   int64_t head_size;
 };
+
+// One layer of a cache that is [blocks, layers, kv heads, keys and values, block size * head size].
+inline CacheLayer layer_of_cache(uint16_t* data, int64_t layers, int64_t layer, int64_t kv_heads, int64_t block_size, int64_t head_size) {
+  const int64_t half = block_size * head_size;
+  return {data + layer * kv_heads * 2 * half, layers * kv_heads * 2 * half, 2 * half, half, block_size, head_size};
+}
 
 // A query's context is worked through in segments, cut at whole multiples of this many positions: softmax and weighted sum are made for
 // each alone and merged in order. So the bits are the same whether one thread does all segments or each another.
@@ -145,7 +153,7 @@ struct AttendTask {
   float cap;                 // 0: none; else score = cap * tanh(score / cap)
   float* out;
   int64_t out_stride;
-  const AttendTask* next;    // what the same worker does after this one, or null: its first keys are then fetched in time
+  const AttendTask* next;    // what the same worker does after this one, or null
 
   // The segments that the first query sees: those that a task of one query is split into.
   int64_t first_segment() const { return window > 0 && first_position >= window ? (first_position + 1 - window) / segment_keys : 0; }
@@ -197,7 +205,7 @@ struct Kernels {
   void (*to_half)(const float* row, int64_t columns, uint16_t* out);
 
   // attention.inl
-  void (*attend)(const AttendTask& task, float* scratch);
+  void (*attend)(const AttendTask& task, float* scratch);   // and those behind it
   int64_t (*attend_scratch)(const AttendTask& task);   // how many floats of scratch one worker needs for it; at most some 100,000
   // The same for a task of one query in two steps, for more threads than there are tasks: first each of its segments into a partial of
   // its own, then all partials, in the order of their segments, into task.out.

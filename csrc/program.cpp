@@ -18,6 +18,8 @@ constexpr int64_t chunk_bytes = 64 << 10;
 // A product of more rows than these is cut by rows too, so that the rows of one piece stay in the cache.
 constexpr int64_t rows_per_chunk = 256;
 
+// The next chunk of attention is this part of what is left.
+constexpr int64_t shares_per_thread = 2;
 // With fewer tasks than these for each thread, long contexts are shared out by segments.
 constexpr int64_t tasks_per_thread = 4;
 // Rows that are taken together where little is done to each: handing out work costs as much as a few of them.
@@ -40,9 +42,7 @@ void each_row(Pool& pool, int64_t rows, Work&& work) {
 float* Program::rows_of(int buffer, int64_t rows) { return buffers_[buffer].at_least(rows * columns_[buffer]); }
 
 CacheLayer Program::layer_of(int layer) const {
-  const int64_t half = cache_.block_size * shape_.kv_heads * shape_.head_size;
-  return CacheLayer{cache_.data + layer * 2 * half, cache_.layers * 2 * half, half, cache_.block_size,
-                    shape_.head_size, cache_.block_size * shape_.head_size, shape_.head_size};
+  return layer_of_cache(cache_.data, cache_.layers, layer, shape_.kv_heads, cache_.block_size, shape_.head_size);
 }
 
 const float* Program::forward(const Step& step, const Cache& cache) {
@@ -68,6 +68,7 @@ void Program::prepare(const Step& step, const Cache& cache) {
   step_ = step;
   cache_ = cache;
   scratch_.resize(static_cast<size_t>(pool_.threads()));
+  tasks_.resize(static_cast<size_t>(pool_.threads()));
   cosines_.resize(ropes_.size());
   sines_.resize(ropes_.size());
   for (size_t rope = 0; rope < ropes_.size(); rope++) {
@@ -89,8 +90,26 @@ void Program::prepare(const Step& step, const Cache& cache) {
     for (int64_t first = step.query_starts[request]; first < end; first += queries_per_piece)
       pieces_.push_back(Piece{request, first, std::min(queries_per_piece, end - first)});
   }
-  // The longest first: what is left for the end is short.
-  std::reverse(pieces_.begin(), pieces_.end());
+  share_out_attention();
+}
+
+// The kv heads of all pieces are the tasks of attention, and a chunk is some of them, so that a worker can fetch what it reads next while
+// it works on this. The first chunks are long and the last are short: nobody is left waiting for one.
+void Program::share_out_attention() {
+  const auto cost = [&](const Piece& piece) { return piece.count * (step_.positions[piece.first] + piece.count); };
+  std::stable_sort(pieces_.begin(), pieces_.end(), [&](const Piece& left, const Piece& right) { return cost(left) > cost(right); });
+  int64_t left = 0;
+  for (const Piece& piece : pieces_) left += cost(piece) * shape_.kv_heads;
+  chunks_.clear();
+  const int64_t tasks = static_cast<int64_t>(pieces_.size()) * shape_.kv_heads;
+  for (int64_t first = 0, end = 0; first < tasks; first = end) {
+    const int64_t fair = left / (pool_.threads() * shares_per_thread);
+    int64_t taken = 0;
+    while (end < tasks && (end == first || taken < fair)) taken += cost(pieces_[static_cast<size_t>(end++ / shape_.kv_heads)]);
+    left -= taken;
+    chunks_.push_back(Chunk{first, end});
+  }
+  std::reverse(chunks_.begin(), chunks_.end());   // the pool begins with the last
 }
 
 void Program::run(const Instruction& instruction, int64_t rows) {
@@ -218,7 +237,11 @@ void Program::rope_and_write(const Instruction& instruction) {
       table.rms_norm(heads, weight.data, count * size, instruction.epsilon, heads);
     }
   };
-  each_row(pool_, step_.tokens, [&](int64_t token, int) {
+  for (auto& scratch : scratch_) scratch.at_least(size);
+  each_row(pool_, step_.tokens, [&](int64_t token, int worker) {
+    const int64_t cell = step_.cells[token], within = cell % layer.block_size, tile = within / key_tile * key_tile;
+    const int64_t distance = std::min(key_tile, layer.block_size - tile);
+    uint16_t* block = layer.keys + cell / layer.block_size * layer.block_stride;
     float* queries = rows + token * width;
     float* keys = queries + shape_.heads * size;
     const float* values = keys + shape_.kv_heads * size;
@@ -228,11 +251,12 @@ void Program::rope_and_write(const Instruction& instruction) {
     normalise(keys, shape_.kv_heads, instruction.key_norm);
     for (int64_t head = 0; head < shape_.heads + shape_.kv_heads; head++)
       table.rotate(queries + head * size, size, pairs, turn.interleaved, cosine, sine, queries + head * size);
-    const int64_t cell = step_.cells[token];
-    uint16_t* place = layer.keys + cell / layer.block_size * layer.block_stride + cell % layer.block_size * layer.position_stride;
-    for (int64_t head = 0; head < shape_.kv_heads; head++) {
-      table.to_half(keys + head * size, size, place + head * layer.head_stride);
-      table.to_half(values + head * size, size, place + head * layer.head_stride + layer.value_offset);
+    uint16_t* halves = reinterpret_cast<uint16_t*>(scratch_[static_cast<size_t>(worker)].data());
+    for (int64_t head = 0; head < shape_.kv_heads; head++, block += layer.head_stride) {
+      table.to_half(keys + head * size, size, halves);
+      uint16_t* key = block + tile * size + within - tile;
+      for (int64_t feature = 0; feature < size; feature++) key[feature * distance] = halves[feature];
+      table.to_half(values + head * size, size, block + layer.value_offset + within * size);
     }
   });
 }
@@ -292,17 +316,13 @@ void Program::attention(const Instruction& instruction) {
   for (int64_t task = 0; task < tasks; task += shape_.kv_heads) most_scratch = std::max(most_scratch, kernels().attend_scratch(task_of(task)));
   for (auto& scratch : scratch_) scratch.at_least(most_scratch);
   if (tasks < pool_.threads() * tasks_per_thread && attend_in_segments(tasks, task_of)) return;
-  // With enough of them the kv heads of a piece are one chunk, so that each can fetch what the next one reads.
-  const int64_t together = tasks >= pool_.threads() * shape_.kv_heads * tasks_per_thread ? shape_.kv_heads : 1;
-  pool_.run(tasks / together, [&](int64_t chunk, int worker) {
-    AttendTask task = task_of(chunk * together);
-    for (int64_t i = 1; i <= together; i++) {
-      AttendTask next{};
-      if (i < together) next = task_of(chunk * together + i);
-      task.next = i < together ? &next : nullptr;
-      kernels().attend(task, scratch_[static_cast<size_t>(worker)].data());
-      task = next;
-    }
+  pool_.run(static_cast<int64_t>(chunks_.size()), [&](int64_t index, int worker) {
+    const Chunk& chunk = chunks_[static_cast<size_t>(index)];
+    std::vector<AttendTask>& list = tasks_[static_cast<size_t>(worker)];
+    list.clear();
+    for (int64_t task = chunk.first; task < chunk.end; task++) list.push_back(task_of(task));
+    for (size_t task = 1; task < list.size(); task++) list[task - 1].next = &list[task];
+    kernels().attend(list.front(), scratch_[static_cast<size_t>(worker)].data());
   });
 }
 

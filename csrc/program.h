@@ -63,7 +63,7 @@ struct Instruction {
   std::shared_ptr<Experts> experts;
 };
 
-// The cache of all layers: [blocks, layers, 2, kv heads, block size, head size] in f16. What one kv head reads of a block lies together.
+// The cache of all layers: [blocks, layers, kv heads, 2, block size, head size] in f16; inside, keys lie as `CacheLayer` says.
 struct Cache {
   uint16_t* data;
   int64_t blocks, layers, block_size;
@@ -118,12 +118,17 @@ class Program {
     int64_t request, first, count;
   };
 
+  struct Chunk {   // of the tasks of attention
+    int64_t first, end;
+  };
+
   struct Segment {   // of the context of one attention task
     int64_t task, segment;
   };
 
   float* rows_of(int buffer, int64_t rows);
   void prepare(const Step& step, const Cache& cache);
+  void share_out_attention();
   void run(const Instruction& instruction, int64_t rows);
   void carry_out(const Instruction& instruction, int64_t rows);
   void embed(const Instruction& instruction);
@@ -163,6 +168,7 @@ class Program {
   Cache cache_{};
   std::vector<Aligned<float>> cosines_, sines_;   // by rope: [tokens, pairs]
   std::vector<Piece> pieces_;
+  std::vector<Chunk> chunks_;
   std::vector<Segment> segments_;
   Aligned<float> partials_;
 
@@ -176,6 +182,7 @@ class Program {
   int64_t ready_columns_ = 0;
 
   std::vector<Aligned<float>> scratch_;           // by worker
+  std::vector<std::vector<AttendTask>> tasks_;    // likewise: those of the chunk in work
   Aligned<float> expert_logits_, expert_shares_, expert_inner_, expert_out_;
   std::vector<int32_t> expert_chosen_;
   std::vector<int64_t> expert_rows_;
