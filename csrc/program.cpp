@@ -145,15 +145,12 @@ void Program::ready_rows(int64_t rows, int64_t columns, bool quantised, Get&& ge
     });
     return;
   }
-  const int64_t groups = ceil_divide(columns, group_inputs);
-  quantised_ = QuantisedRows{groups, codes_.at_least(rows * groups * group_inputs), scales_.at_least(rows * groups),
-                             offsets_.at_least(rows * groups), corrections_.at_least(rows * groups)};
-  wide_groups_.make_room(quantised_, rows);
+  quantised_ = activations_.at_least(rows, columns);
   for (auto& scratch : scratch_) scratch.at_least(columns);
   each_row(pool_, rows, [&](int64_t row, int worker) {
     kernels().quantise_row(get(row, scratch_[static_cast<size_t>(worker)].data()), columns, quantised_, row);
   });
-  wide_ = wide_groups_.collect(quantised_, rows);
+  gather_outliers(quantised_, rows);
 }
 
 // Of rows that are ready.
@@ -168,7 +165,6 @@ void Program::product(const Weight& weight, int64_t rows, float* out, int64_t ou
     LinearTask task{};
     task.weight = &weight;
     task.quantised = quantised_;
-    task.wide = wide_;
     task.rows = ready_floats_.data();
     task.row_stride = ready_columns_;
     task.first_row = chunk % row_chunks * rows_per_chunk;

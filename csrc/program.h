@@ -9,10 +9,10 @@
 #include <memory>
 #include <vector>
 
+#include "activations.h"
 #include "aligned.h"
 #include "kernels.h"
 #include "pool.h"
-#include "wide.h"
 
 namespace weft {
 
@@ -167,12 +167,9 @@ class Program {
   Aligned<float> partials_;
 
   // Rows on their way into a product.
-  Aligned<int8_t> codes_;
-  Aligned<float> scales_, offsets_, ready_floats_;
-  Aligned<int32_t> corrections_;
+  Activations activations_;
   QuantisedRows quantised_{};
-  WideGroups wide_groups_;
-  WideRows wide_{};
+  Aligned<float> ready_floats_;
   int64_t ready_columns_ = 0;
 
   std::vector<Aligned<float>> scratch_;           // by worker

@@ -138,6 +138,101 @@ def pack(
 # What follows shows single kernels to tests and measurements.
 
 def quantise(
+    rows: NDArray[np.float32], with_outliers: bool = True
+) -> tuple[
+    NDArray[np.int8],
+    NDArray[np.float32],
+    NDArray[np.float32],
+    NDArray[np.int32],
+    NDArray[np.uint32],
+    NDArray[np.float32],
+]:
+    """Codes, scales, offsets and corrections of the rows, row and input of each outlier, and its value (csrc/kernels.h)."""
+
+def linear(
+        self,
+        input: int,
+        before: int,
+        norm: NDArray[np.float32] | None,
+        epsilon: float,
+        weight: LinearWeight,
+        output: int,
+        column: int,
+        again: bool,
+        add: bool,
+        scale: float,
+    ) -> None: ...
+    def rope_and_write(
+        self,
+        rows: int,
+        layer: int,
+        pattern: int,
+        query_norm: NDArray[np.float32] | None,
+        key_norm: NDArray[np.float32] | None,
+        epsilon: float,
+    ) -> None: ...
+    def attention(self, queries: int, layer: int, pattern: int, output: int) -> None: ...
+    def mixture(
+        self,
+        input: int,
+        router: LinearWeight,
+        gate: list[LinearWeight],
+        up: list[LinearWeight],
+        down: list[LinearWeight],
+        per_token: int,
+        normalise: bool,
+        output: int,
+    ) -> None: ...
+    def add(self, left: int, right: int, scale: float) -> None: ...
+    def select_rows(self, input: int, output: int) -> None: ...
+    def scale_and_cap(self, values: int, scale: float, cap: float) -> None: ...
+    def begin_logits(self, rows: int) -> None: ...
+    def end_logits(self, logits: int) -> None: ...
+    def run(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        cells: NDArray[np.int64],
+        query_starts: NDArray[np.int64],
+        context_lengths: NDArray[np.int64],
+        block_tables: NDArray[np.int64],
+        logit_indices: NDArray[np.int64],
+        cache: NDArray[np.uint16],
+        sampled: int,
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The logits of the first `sampled` selected rows, and the other selected rows: views, until the next call."""
+
+    def logits(self, rows: NDArray[np.float32]) -> NDArray[np.float32]: ...
+    def measure(self, on: bool) -> None:
+        """Count the time that is spent in each kind of instruction, from 0."""
+
+    def seconds(self) -> dict[str, float]: ...
+
+# Linear layers. A layout is a number: 0 W4, 1 W8, 2 f32, 3 f16, 4 bf16 (csrc/kernels.h says what each looks like).
+
+def layout_of(format: str) -> int:
+    """The layout for tensors stored in this format: the one that holds it exactly, or the smallest that holds it well."""
+
+def packed_bytes(layout: int, outputs: int, inputs: int) -> int:
+    """How many bytes the packed layer takes."""
+
+def pack(
+    format: str,
+    raw: NDArray[np.uint8],
+    inputs: int,
+    layout: int,
+    first_output: int,
+    total_outputs: int,
+    out: NDArray[np.uint8],
+) -> None:
+    """Write a tensor's rows, stored one after the other in `raw`, into a packed layer, from output `first_output` on.
+
+    Rows of one layer may come in several calls, also from several threads at once.
+    """
+
+# What follows shows single kernels to tests and measurements.
+
+def quantise(
     rows: NDArray[np.float32],
 ) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]:
     """Codes, scales, offsets and corrections of the rows (QuantisedRows in csrc/kernels.h)."""
@@ -157,12 +252,12 @@ def linear(
     threads: int = 1,
     residual: NDArray[np.float32] | None = None,
     scale: float = 1.0,
-    with_residuals: bool = True,
+    with_outliers: bool = True,
     rows_each: int = 0,
 ) -> NDArray[np.float32]:
     """rows @ weights.T + bias; with a residual: residual + scale * (rows @ weights.T + bias).
 
-    `with_residuals` is about wide groups, and `rows_each` cuts the work into pieces of so many rows.
+    `with_outliers`: they are taken out of their groups. `rows_each` cuts the work into pieces of so many rows.
     """
 
 def unpack_rows(
@@ -231,11 +326,11 @@ def measure_linear(
     rows: int,
     pool: Pool,
     seconds: float,
-    wide_every: int = 0,
+    outlier_every: int = 0,
 ) -> float:
     """Seconds for one layer, the least of the tries that fit into `seconds`; a try takes all layers that `data` has room for.
 
-    Of the groups of the rows one in `wide_every` is wide, or none with 0.
+    Of the groups of the rows one in `outlier_every` has an outlier, or none with 0.
     """
 
 def measure_read(data: NDArray[np.uint8], pool: Pool, seconds: float) -> float:
