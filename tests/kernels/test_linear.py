@@ -148,7 +148,9 @@ def test_rows_with_outliers_come_out_almost_as_well_as_in_floats(name: str, layo
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("layout", [W4, W8])
-def test_rows_without_outliers_have_the_bits_they_have_where_none_are_taken_out(name: str, layout: int) -> None:
+def test_rows_without_outliers_have_the_bits_they_have_where_none_are_taken_out(
+    name: str, layout: int
+) -> None:
     packed, _ = layer(layout, 40, 96)
     rows = with_outliers(activations(20, 96), share=0.5)
     plain = ~outliers(rows).any(axis=1)
