@@ -13,7 +13,8 @@ class Activations {
   // Room for so many rows; quantise_row may then fill any of them on any thread. What was there before may be lost.
   QuantisedRows at_least(int64_t rows, int64_t columns, bool with_outliers = true) {
     const int64_t groups = (columns + group_inputs - 1) / group_inputs, all = rows * groups;
-    QuantisedRows view{groups, codes_.at_least(all * group_inputs), scales_.at_least(all), offsets_.at_least(all), corrections_.at_least(all)};
+    QuantisedRows view{groups, codes_.at_least(all * group_inputs), scales_.at_least(all), offsets_.at_least(all),
+                       corrections_.at_least(all)};
     if (with_outliers) {
       view.outlier_room = most_outliers(columns);
       view.outliers = outliers_.at_least(rows * view.outlier_room);

@@ -233,7 +233,8 @@ void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_stri
       const int64_t* begins = task.quantised.outlier_begins;
       const Totals<rows> totals = multiply_bytes<layout, rows>(task, first_row, weights);
       const bool has_outliers = begins && begins[first_row] < begins[first_row + rows];
-      finish(task, has_outliers ? with_outliers<layout>(totals, task.quantised, first_row, weights) : totals, first_row, strip * strip_outputs);
+      finish(task, has_outliers ? with_outliers<layout>(totals, task.quantised, first_row, weights) : totals, first_row,
+             strip * strip_outputs);
     } else {
       finish(task, multiply_floats<layout, rows>(task, first_row, weights), first_row, strip * strip_outputs);
     }
