@@ -38,6 +38,8 @@ constexpr int w4_group_bytes = 320;
 constexpr int w8_codes_bytes = 512;
 constexpr int w8_group_bytes = 544;
 
+constexpr bool is_quantised(Layout layout) { return layout == Layout::w4 || layout == Layout::w8; }
+
 struct Weight {
   Layout layout;
   int64_t outputs;
@@ -47,7 +49,7 @@ struct Weight {
 
   int64_t strips() const { return (outputs + strip_outputs - 1) / strip_outputs; }
   int64_t groups() const { return (inputs + group_inputs - 1) / group_inputs; }
-  bool quantised() const { return layout == Layout::w4 || layout == Layout::w8; }
+  bool quantised() const { return is_quantised(layout); }
 };
 
 inline int64_t strip_bytes(Layout layout, int64_t inputs) {
@@ -62,17 +64,16 @@ inline int64_t strip_bytes(Layout layout, int64_t inputs) {
 
 // --- activations --------------------------------------------------------------------------------------------------------------------
 
-// One value far larger than the others of its row leaves those of its group hardly any codes. Such a group is wide: what the codes have
-// left over of its values gets codes and a scale of its own.
-struct Residual {
-  int8_t codes[group_inputs];
-  float scale, offset;
-  int32_t correction;
+// One value far larger than the others of its row would leave those of its group hardly any codes. Such an outlier is taken out of its
+// group, where its code is 0, and is multiplied by itself, as a float.
+struct Outlier {
+  uint32_t row, input;
+  float value;
 };
 
-// The largest magnitude of a wide group is more than this many times the mean of its row. With 12 it is some 6% of the groups of a chat
-// prompt, and the logits' noise is little more than half.
-constexpr float wide_ratio = 12.0f;
+// The magnitude of an outlier is more than this many times the mean magnitude of its row. With 12 some 7% of the groups of a chat prompt
+// have one, and the logits' noise is half.
+constexpr int64_t outlier_ratio = 12;
 
 // Rows of activations in signed bytes: in every group of 32 inputs of a row, value = code * scale, and the largest has the code 127 or
 // -127. Row r begins at codes + r * groups * 32, scales + r * groups, and so on.
@@ -82,19 +83,21 @@ struct QuantisedRows {
   float* scales;     // [rows, groups]
   float* offsets;    // [rows, groups]: scale * sum of the group's codes, what a weight's minimum is multiplied with
   int32_t* corrections;   // [rows, groups]: -128 * sum of the group's codes, for weights of signed bytes read as unsigned ones
-  uint8_t* wide = nullptr;          // [rows, groups]: whether a group is wide; or null, then there are no residuals
-  Residual* residuals = nullptr;    // [rows, groups], written for wide groups only
+
+  // Outliers of row r, inputs ascending: from outliers + r * outlier_room on, as many as outlier_counts[r]; null: none are taken out.
+  // For products they lie without gaps, those of row r from outlier_begins[r] to outlier_begins[r + 1].
+  Outlier* outliers = nullptr;
+  int32_t* outlier_counts = nullptr;    // [rows]
+  int64_t* outlier_begins = nullptr;    // [rows + 1]
+  int64_t outlier_room = 0;
 };
 
-// The residuals of some rows, put together by group: those of group g are entries begins[g] .. begins[g + 1], rows ascending.
-struct WideRows {
-  const int64_t* begins = nullptr;   // [groups + 1]; or null, then there are none
-  const int32_t* rows = nullptr;     // of each entry
-  QuantisedRows entries{};           // each a row of one group
-};
+// More values than this cannot be so many times their mean.
+constexpr int64_t most_outliers(int64_t columns) { return columns / outlier_ratio + 1; }
 
 // A piece of a product: rows [first_row, end_row) of the activations times strips [first_strip, end_strip) of the weight.
-// out = product + bias, or with `add` out += scale * (product + bias). Products of residuals are added last, group after group.
+// out = product + bias, or with `add` out += scale * (product + bias). The groups of a row are added up in their order, then its
+// outliers.
 struct LinearTask {
   const Weight* weight;
   QuantisedRows quantised;   // for quantised layouts
@@ -106,8 +109,6 @@ struct LinearTask {
   int64_t out_stride;
   bool add;
   float scale;
-  WideRows wide{};                    // what belongs to `quantised`
-  const int32_t* places = nullptr;    // row r goes to row places[r] of `out`; null: to row r
 };
 
 // --- attention ----------------------------------------------------------------------------------------------------------------------

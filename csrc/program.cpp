@@ -39,7 +39,7 @@ void each_row(Pool& pool, int64_t rows, Work&& work) {
 
 }  // namespace
 
-float* Program::rows_of(int buffer, int64_t rows) { return buffers_[buffer].at_least(rows * columns_[buffer]); }
+float* Program::rows_of(int buffer, int64_t rows) { return buffers_[buffer].at_least(rows * strides_[buffer]); }
 
 CacheLayer Program::layer_of(int layer) const {
   return layer_of_cache(cache_.data, cache_.layers, layer, shape_.kv_heads, cache_.block_size, shape_.head_size);
@@ -138,7 +138,7 @@ void Program::embed(const Instruction& instruction) {
   const Weight& table = instruction.weight;
   float* out = rows_of(instruction.output, step_.tokens);
   each_row(pool_, step_.tokens, [&](int64_t token, int) {
-    float* row = out + token * table.inputs;
+    float* row = out + token * strides_[instruction.output];
     kernels().unpack_row(table, step_.token_ids[token], row);
     if (instruction.scale != 1.0f) kernels().scale_and_cap(row, table.inputs, instruction.scale, 0.0f);
   });
@@ -149,7 +149,8 @@ void Program::norm(const Instruction& instruction, int64_t rows) {
   const float* input = rows_of(instruction.input, rows);
   float* out = rows_of(instruction.output, rows);
   each_row(pool_, rows, [&](int64_t row, int) {
-    kernels().rms_norm(input + row * columns, instruction.norm.data, columns, instruction.epsilon, out + row * columns);
+    kernels().rms_norm(input + row * strides_[instruction.input], instruction.norm.data, columns, instruction.epsilon,
+                       out + row * strides_[instruction.output]);
   });
 }
 
@@ -164,15 +165,12 @@ void Program::ready_rows(int64_t rows, int64_t columns, bool quantised, Get&& ge
     });
     return;
   }
-  const int64_t groups = ceil_divide(columns, group_inputs);
-  quantised_ = QuantisedRows{groups, codes_.at_least(rows * groups * group_inputs), scales_.at_least(rows * groups),
-                             offsets_.at_least(rows * groups), corrections_.at_least(rows * groups)};
-  wide_groups_.make_room(quantised_, rows);
+  quantised_ = activations_.at_least(rows, columns);
   for (auto& scratch : scratch_) scratch.at_least(columns);
   each_row(pool_, rows, [&](int64_t row, int worker) {
     kernels().quantise_row(get(row, scratch_[static_cast<size_t>(worker)].data()), columns, quantised_, row);
   });
-  wide_ = wide_groups_.collect(quantised_, rows);
+  gather_outliers(quantised_, rows);
 }
 
 // Of rows that are ready.
@@ -187,7 +185,6 @@ void Program::product(const Weight& weight, int64_t rows, float* out, int64_t ou
     LinearTask task{};
     task.weight = &weight;
     task.quantised = quantised_;
-    task.wide = wide_;
     task.rows = ready_floats_.data();
     task.row_stride = ready_columns_;
     task.first_row = chunk % row_chunks * rows_per_chunk;
@@ -205,7 +202,7 @@ void Program::product(const Weight& weight, int64_t rows, float* out, int64_t ou
 void Program::linear(const Instruction& instruction, int64_t rows) {
   const Weight& weight = instruction.weight;
   const float* input = rows_of(instruction.input, rows);
-  const int64_t stride = columns_[instruction.input], columns = weight.inputs;
+  const int64_t stride = strides_[instruction.input], columns = weight.inputs;
   const auto ready = [&](int64_t row, float* scratch) -> const float* {
     const float* values = input + row * stride;
     switch (instruction.before) {
@@ -217,7 +214,7 @@ void Program::linear(const Instruction& instruction, int64_t rows) {
     return scratch;
   };
   if (!instruction.again) ready_rows(rows, columns, weight.quantised(), ready);
-  product(weight, rows, rows_of(instruction.output, rows) + instruction.column, columns_[instruction.output], instruction.add, instruction.scale);
+  product(weight, rows, rows_of(instruction.output, rows) + instruction.column, strides_[instruction.output], instruction.add, instruction.scale);
 }
 
 void Program::rope_and_write(const Instruction& instruction) {
@@ -225,7 +222,7 @@ void Program::rope_and_write(const Instruction& instruction) {
   const Rope& turn = ropes_[static_cast<size_t>(patterns_[static_cast<size_t>(instruction.pattern)].rope)];
   const size_t rope = static_cast<size_t>(patterns_[static_cast<size_t>(instruction.pattern)].rope);
   const int64_t pairs = static_cast<int64_t>(turn.frequencies.size());
-  const int64_t size = shape_.head_size, width = columns_[instruction.input];
+  const int64_t size = shape_.head_size, width = strides_[instruction.input];
   float* rows = rows_of(instruction.input, step_.tokens);
   const Kernels& table = kernels();
   const auto normalise = [&](float* heads, int64_t count, const Vector& weight) {
@@ -289,7 +286,7 @@ bool Program::attend_in_segments(int64_t tasks, TaskOf&& task_of) {
 
 void Program::attention(const Instruction& instruction) {
   const int64_t group = shape_.heads / shape_.kv_heads;
-  const int64_t width = columns_[instruction.input], out_width = columns_[instruction.output];
+  const int64_t width = strides_[instruction.input], out_width = strides_[instruction.output];
   const float* queries = rows_of(instruction.input, step_.tokens);
   float* out = rows_of(instruction.output, step_.tokens);
   const auto task_of = [&](int64_t chunk) {
@@ -332,9 +329,10 @@ void Program::mixture(const Instruction& instruction, int64_t rows) {
   const int64_t count = router.outputs, columns = router.inputs, per_token = experts.per_token;
   const float* input = rows_of(instruction.input, rows);
   float* out = rows_of(instruction.output, rows);
+  const int64_t stride = strides_[instruction.input], out_stride = strides_[instruction.output];
 
   float* shares = expert_logits_.at_least(rows * count);
-  ready_rows(rows, columns, router.quantised(), [&](int64_t row, float*) { return input + row * columns; });
+  ready_rows(rows, columns, router.quantised(), [&](int64_t row, float*) { return input + row * stride; });
   product(router, rows, shares, count, false, 1.0f);
   expert_chosen_.resize(static_cast<size_t>(rows * per_token));
   float* chosen_shares = expert_shares_.at_least(rows * per_token);
@@ -343,7 +341,7 @@ void Program::mixture(const Instruction& instruction, int64_t rows) {
                     chosen_shares + row * per_token);
   });
 
-  std::memset(out, 0, static_cast<size_t>(rows * columns) * sizeof(float));
+  std::memset(out, 0, static_cast<size_t>(rows * out_stride) * sizeof(float));
   for (int64_t expert = 0; expert < count; expert++) {
     expert_rows_.clear();
     expert_row_shares_.clear();
@@ -360,7 +358,7 @@ void Program::mixture(const Instruction& instruction, int64_t rows) {
     const int64_t inner = gate.outputs;
     float* gate_up = expert_inner_.at_least(mine * 2 * inner);
     float* result = expert_out_.at_least(mine * columns);
-    const auto gathered = [&](int64_t row, float*) { return input + expert_rows_[static_cast<size_t>(row)] * columns; };
+    const auto gathered = [&](int64_t row, float*) { return input + expert_rows_[static_cast<size_t>(row)] * stride; };
     ready_rows(mine, columns, gate.quantised(), gathered);
     product(gate, mine, gate_up, 2 * inner, false, 1.0f);
     if (up.quantised() != gate.quantised()) ready_rows(mine, columns, up.quantised(), gathered);
@@ -372,7 +370,7 @@ void Program::mixture(const Instruction& instruction, int64_t rows) {
     });
     product(down, mine, result, columns, false, 1.0f);
     each_row(pool_, mine, [&](int64_t row, int) {
-      float* target = out + expert_rows_[static_cast<size_t>(row)] * columns;
+      float* target = out + expert_rows_[static_cast<size_t>(row)] * out_stride;
       kernels().add_scaled(target, result + row * columns, expert_row_shares_[static_cast<size_t>(row)], columns, target);
     });
   }
@@ -383,7 +381,8 @@ void Program::add(const Instruction& instruction, int64_t rows) {
   float* left = rows_of(instruction.output, rows);
   const float* right = rows_of(instruction.input, rows);
   each_row(pool_, rows, [&](int64_t row, int) {
-    kernels().add_scaled(left + row * columns, right + row * columns, instruction.scale, columns, left + row * columns);
+    float* target = left + row * strides_[instruction.output];
+    kernels().add_scaled(target, right + row * strides_[instruction.input], instruction.scale, columns, target);
   });
 }
 
@@ -392,14 +391,15 @@ void Program::select_rows(const Instruction& instruction) {
   const float* input = rows_of(instruction.input, step_.tokens);
   float* out = rows_of(instruction.output, step_.selected);
   for (int64_t row = 0; row < step_.selected; row++)
-    std::memcpy(out + row * columns, input + step_.logit_indices[row] * columns, static_cast<size_t>(columns) * sizeof(float));
+    std::memcpy(out + row * strides_[instruction.output], input + step_.logit_indices[row] * strides_[instruction.input],
+                static_cast<size_t>(columns) * sizeof(float));
 }
 
 void Program::scale_and_cap(const Instruction& instruction, int64_t rows) {
   const int64_t columns = columns_[instruction.output];
   float* values = rows_of(instruction.output, rows);
   each_row(pool_, rows, [&](int64_t row, int) {
-    kernels().scale_and_cap(values + row * columns, columns, instruction.scale, instruction.cap);
+    kernels().scale_and_cap(values + row * strides_[instruction.output], columns, instruction.scale, instruction.cap);
   });
 }
 

@@ -284,6 +284,28 @@ inline float sum(const Vec (&parts)[sum_parts]) {
   return sums[0];
 }
 
+// The sum of a row of which each(sum, i, n) adds n elements from i on to the lanes of a sum. Four sums side by side, since one would wait
+// for each addition; which elements meet in which depends on the columns alone.
+template <typename Each>
+inline float sum_row(int64_t columns, Each each) {
+  Vec sums[4 * sum_parts];
+  for (Vec& sum : sums) sum = all(0.0f);
+  int64_t i = 0;
+  for (; i + 4 * sum_parts * lanes <= columns; i += 4 * sum_parts * lanes) {
+#pragma GCC unroll 8
+    for (int k = 0; k < 4 * sum_parts; k++) sums[k] = each(sums[k], i + k * lanes, Full{});
+  }
+  // What is left goes to the first sum alone.
+  for_each(columns - i, [&](int64_t k, auto n) {
+    Vec& sum = sums[k / lanes % sum_parts];
+    sum = each(sum, i + k, n);
+  });
+  Vec joined[sum_parts];
+  for (int part = 0; part < sum_parts; part++)
+    joined[part] = (sums[part] + sums[sum_parts + part]) + (sums[2 * sum_parts + part] + sums[3 * sum_parts + part]);
+  return sum(joined);
+}
+
 inline float first(Vec a) {
   float values[lanes];
   store(values, a);
