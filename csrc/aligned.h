@@ -1,10 +1,15 @@
-// Memory that grows and begins at a multiple of 64 bytes. What it held is lost when it grows.
+// Memory that grows and begins at a multiple of 64 bytes. What it held is lost when it grows. Much of it is asked for in large pages: which
+// small ones the system hands out, and so where they fall in the caches, made the same prefill up to 7% slower from one start to the next.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <new>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 namespace weft {
 
@@ -26,9 +31,13 @@ class Aligned {
       std::free(data_);
       data_ = nullptr;
       size_ = 0;
-      const std::size_t bytes = (static_cast<std::size_t>(size) * sizeof(Type) + 63) / 64 * 64;
-      data_ = static_cast<Type*>(std::aligned_alloc(64, bytes));
+      const std::size_t needed = static_cast<std::size_t>(size) * sizeof(Type), alignment = needed >= large_page ? large_page : 64;
+      const std::size_t bytes = (needed + alignment - 1) / alignment * alignment;
+      data_ = static_cast<Type*>(std::aligned_alloc(alignment, bytes));
       if (!data_) throw std::bad_alloc();
+#if defined(__linux__)
+      if (alignment == large_page) madvise(data_, bytes, MADV_HUGEPAGE);   // a wish: without large pages all works as well
+#endif
       size_ = size;
     }
     return data_;
@@ -36,6 +45,8 @@ class Aligned {
   Type* data() const { return data_; }
 
  private:
+  static constexpr std::size_t large_page = 2 << 20;
+
   Type* data_ = nullptr;
   int64_t size_ = 0;
 };

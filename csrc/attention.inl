@@ -2,325 +2,177 @@
 //
 // The rows of a task are its queries' heads, query by query. A block of rows goes through the context segment by segment (kernels.h),
 // and through a segment in pieces of 64 positions, which stay in the first-level cache: scores of all rows, then weights, then sums of
-// values. A score is summed over features in lanes and then across them, a sum of values over positions one after the other: neither
-// depends on which rows share a tile. What a row does not see is never multiplied, not even with 0, since it may be NaN.
-#include "vec.h"
+// values. What a row does not see is never multiplied with a value, not even as 0, since that may be NaN.
+#include "attention_tiles.inl"
 
 namespace weft::WEFT_ISA {
 namespace {
-
-constexpr int64_t piece_keys = 64;
-constexpr int64_t step_keys = 8;     // scores are made for so many keys at once; what is not wanted of them is passed over
-constexpr int64_t block_rows = 48;   // rows worked on together, but at least the heads of one query
-
-// As many rows share what is loaded of the cache as leave their sums in registers.
-#if defined(WEFT_AVX512)
-constexpr int tile_rows = 6;
-constexpr int tile_sums = 24;
-#elif defined(WEFT_AVX2)
-constexpr int tile_rows = 3;
-constexpr int tile_sums = 12;
-#else
-constexpr int tile_rows = 2;
-constexpr int tile_sums = 8;
-#endif
-
-inline int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// Positions of a segment, counted from its start.
-struct Span {
-  int64_t first, end;
-};
-
-// What a query at a position sees of a segment; nothing where the end is not behind the first.
-inline Span seen_from(const AttendTask& task, int64_t position, int64_t segment) {
-  const int64_t end = position + 1 - segment * segment_keys;
-  return {task.window > 0 ? larger(end - task.window, 0) : 0, smaller(end, segment_keys)};
-}
 
 struct Statistics {
   float largest, sum;
 };
 
+// Scores are made in base 2, so that a weight is 2^(score - largest): e^x takes longer.
+constexpr float log_2 = 0.69314718f;
+
 // Some queries of a task with all their heads, and the scratch they are worked on in.
 struct Block {
   const AttendTask& task;
+  Ahead* ahead;             // told of what is read, or null
   int64_t first_query, rows;
   int64_t width;            // the head's size in whole vectors; the features behind the last are zeros
-  float* queries;           // [rows, width], times the scale
-  float* scores;            // [rows, segment_keys]: of the segment in work, then their weights
+  float* queries;           // [rows, width], times the scale and, but for a cap, what makes scores of base 2
+  float* scores;            // [rows, score_stride]: of the segment in work, then their weights
   float* sums;              // [rows, width]: the segment's weighted sum of values
   float* floats;            // [piece_keys, width]: keys or values of the piece in work
   Statistics* statistics;   // [rows]: of the segment in work
   Statistics* totals;       // [rows]: of the segments before
 
-  Block(const AttendTask& whole, int64_t first, int64_t count, float* scratch)
-      : task(whole), first_query(first), rows(count * whole.group), width(rounded_up(whole.cache.head_size, vec::lanes)) {
+  Block(const AttendTask& whole, Ahead* fetching, int64_t first, int64_t count, float* scratch)
+      : task(whole), ahead(fetching), first_query(first), rows(count * whole.group), width(rounded_up(whole.cache.head_size, vec::lanes)) {
     // Aligned: a vector that lies across two cache lines is loaded twice.
     scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~uintptr_t{63});
     scores = scratch;
-    queries = scores + rows * segment_keys;
-    sums = queries + rows * width;
+    sums = scores + rows * score_stride;
     floats = sums + rows * width;
-    statistics = reinterpret_cast<Statistics*>(floats + piece_keys * width);
+    queries = floats + piece_keys * width;
+    statistics = reinterpret_cast<Statistics*>(queries + rows * width);
     totals = statistics + rows;
   }
 
-  static int64_t scratch_floats(int64_t rows, int64_t width) { return 16 + rows * (segment_keys + 2 * width + 4) + piece_keys * width; }
+  static int64_t scratch_floats(int64_t rows, int64_t width) { return 16 + rows * (score_stride + 2 * width + 4) + piece_keys * width; }
 
-  int64_t position(int64_t row) const { return task.first_position + first_query + row / task.group; }
-  int64_t first_segment(int64_t row) const { return task.window > 0 ? larger(position(row) + 1 - task.window, 0) / segment_keys : 0; }
-  Span seen(int64_t row, int64_t segment) const { return seen_from(task, position(row), segment); }
+  int64_t first_segment(int64_t query) const { return task.window > 0 ? larger(position(query) + 1 - task.window, 0) / segment_keys : 0; }
+  int64_t last_segment() const { return position(rows / task.group - 1) / segment_keys; }
+  int64_t position(int64_t query) const { return task.first_position + first_query + query; }
+  Span seen_by_query(int64_t query, int64_t segment) const { return seen_from(task, position(query), segment); }
+  Span seen(int64_t row, int64_t segment) const { return seen_by_query(row / task.group, segment); }
   // A later row begins to see later and sees further.
   Span seen_by_any(int64_t segment, int64_t first, int64_t end) const { return {seen(first, segment).first, seen(end - 1, segment).end}; }
-  float* out(int64_t row) const {
-    return task.out + (first_query + row / task.group) * task.out_stride + row % task.group * task.cache.head_size;
-  }
-};
 
-inline int64_t queries_in_block(const AttendTask& task) { return larger(1, smaller(task.count, block_rows / task.group)); }
-
-// --- tiles ---------------------------------------------------------------------------------------------------------------------------
-
-template <int Value>
-struct Number {
-  static constexpr int value = Value;
-};
-
-// Calls use(Number<n>) with n = rows, which is at most tile_rows.
-template <int Most = tile_rows, typename Use>
-inline void with_rows(int64_t rows, Use use) {
-  if constexpr (Most > 1) {
-    if (rows < Most) return with_rows<Most - 1>(rows, use);
-  }
-  use(Number<Most>{});
-}
-
-// Calls use(row, Number<rows>) for tiles of nearly the same size.
-template <typename Use>
-inline void for_tiles(int64_t rows, Use use) {
-  const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
-  for (int64_t tile = 0; tile < tiles; tile++) {
-    const int64_t row = tile * rows / tiles, end = (tile + 1) * rows / tiles;
-    with_rows(end - row, [&](auto count) { use(row, count); });
-  }
-}
-
-// Where the keys or values wanted next lie in the cache, or null.
-using Ahead = const uint16_t* const*;
-
-// Asks for features of a key or value ahead of their use. Blocks lie all over the memory, where the processor does not guess what comes
-// next; into the second level of the cache, since the first can wait for far fewer lines at a time.
-inline void fetch(const uint16_t* at, int64_t features) {
-  for (int64_t i = 0; i < features; i += 32) __builtin_prefetch(at + i, 0, 2);
-}
-
-// scores[r, k] = queries[r] . keys[k] for step_keys keys. Not inlined: its callers would leave it too few registers for addresses.
-template <int Rows, typename Element>
-__attribute__((noinline)) void score_tile(const float* queries, int64_t width, const Element* const* keys, Ahead ahead, float* scores) {
-  constexpr int parts = vec::sum_parts, room = tile_sums / (Rows * parts), at_once = room >= 8 ? 8 : room >= 4 ? 4 : 2;
-  constexpr int together = at_once > 4 ? at_once : 4, fours = together / 4;   // a row's sums are added up across the lanes in fours
-  if (ahead) {
-    for (int k = 0; k < step_keys; k++) fetch(ahead[k], width);
-  }
-  for (int64_t first = 0; first < step_keys; first += together) {
-    vec::Vec joined[Rows][together];
-#pragma GCC unroll 2
-    for (int begin = 0; begin < together; begin += at_once) {
-      vec::Vec sums[Rows][at_once][parts];
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; r++) {
-#pragma GCC unroll 8
-        for (int k = 0; k < at_once; k++) {
-#pragma GCC unroll 2
-          for (int part = 0; part < parts; part++) sums[r][k][part] = vec::all(0.0f);
-        }
-      }
-      // Of queries and keys those are kept in registers that are fewer.
-      const auto add = [&](int64_t i, int part) {
-        if constexpr (at_once < Rows) {
-          vec::Vec key[at_once];
-#pragma GCC unroll 8
-          for (int k = 0; k < at_once; k++) key[k] = vec::load(keys[first + begin + k] + i);
-#pragma GCC unroll 8
-          for (int r = 0; r < Rows; r++) {
-            const vec::Vec query = vec::in_register(vec::load(queries + r * width + i));
-#pragma GCC unroll 8
-            for (int k = 0; k < at_once; k++) sums[r][k][part] = vec::fma(query, key[k], sums[r][k][part]);
-          }
-        } else {
-          vec::Vec query[Rows];
-#pragma GCC unroll 8
-          for (int r = 0; r < Rows; r++) query[r] = vec::in_register(vec::load(queries + r * width + i));
-#pragma GCC unroll 8
-          for (int k = 0; k < at_once; k++) {
-            const vec::Vec key = vec::load(keys[first + begin + k] + i);
-#pragma GCC unroll 8
-            for (int r = 0; r < Rows; r++) sums[r][k][part] = vec::fma(query[r], key, sums[r][k][part]);
-          }
-        }
-      };
-      int64_t i = 0;
-      for (; i + parts * vec::lanes <= width; i += parts * vec::lanes) {
-#pragma GCC unroll 2
-        for (int part = 0; part < parts; part++) add(i + part * vec::lanes, part);
-      }
-      if (parts > 1 && i < width) add(i, 0);
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; r++) {
-#pragma GCC unroll 8
-        for (int k = 0; k < at_once; k++) joined[r][begin + k] = vec::joined(sums[r][k]);
-      }
-    }
-    const auto out = [&](int four) { return scores + four / fours * segment_keys + first + four % fours * 4; };
-#pragma GCC unroll 8
-    for (int four = 0; four + 1 < Rows * fours; four += 2) vec::sum8(&joined[0][0] + 4 * four, out(four), out(four + 1));
-    if constexpr (Rows * fours % 2 == 1) vec::sum4(joined[Rows - 1], out(Rows - 1));
-  }
-}
-
-// sums[r] += weights[r, k] * values[k] for the keys of a span, in their order, for features of Vectors vectors
-template <int Rows, int Vectors, typename Element>
-inline void sum_tile(const float* weights, const Element* const* values, Ahead ahead, Span keys, int64_t feature, float* sums,
-                     int64_t width) {
-  vec::Vec held[Rows][Vectors];
-  for (int r = 0; r < Rows; r++)
-    for (int j = 0; j < Vectors; j++) held[r][j] = vec::load(sums + r * width + feature + j * vec::lanes);
-  for (int64_t k = keys.first; k < keys.end; k++) {
-    if (ahead) fetch(ahead[k] + feature, Vectors * vec::lanes);
-    vec::Vec weight[Rows];
-    for (int r = 0; r < Rows; r++) weight[r] = vec::all(weights[r * segment_keys + k]);
-    for (int j = 0; j < Vectors; j++) {
-      const vec::Vec value = vec::load(values[k] + feature + j * vec::lanes);
-      for (int r = 0; r < Rows; r++) held[r][j] = vec::fma(weight[r], value, held[r][j]);
+  // Calls use(row, query, feature) for every row; there its head begins among those of the query. Without divisions, which take as long
+  // as a dozen multiplications of vectors.
+  template <typename Use>
+  void for_rows(Use use) const {
+    for (int64_t query = 0, row = 0; row < rows; query++) {
+      for (int64_t head = 0; head < task.group; head++, row++) use(row, query, head * task.cache.head_size);
     }
   }
-  for (int r = 0; r < Rows; r++)
-    for (int j = 0; j < Vectors; j++) vec::store(sums + r * width + feature + j * vec::lanes, held[r][j]);
-}
-
-template <int Rows, typename Element>
-inline void sum_rows(const float* weights, const Element* const* values, Ahead ahead, Span keys, float* sums, int64_t width) {
-  constexpr int most = Rows * 8 <= tile_sums ? 8 : 4;
-  int64_t feature = 0;
-  for (; feature + most * vec::lanes <= width; feature += most * vec::lanes)
-    sum_tile<Rows, most>(weights, values, ahead, keys, feature, sums, width);
-  for (; feature + 2 * vec::lanes <= width; feature += 2 * vec::lanes)
-    sum_tile<Rows, 2>(weights, values, ahead, keys, feature, sums, width);
-  if (feature < width) sum_tile<Rows, 1>(weights, values, ahead, keys, feature, sums, width);
-}
+  float* out(int64_t query, int64_t feature) const { return task.out + (first_query + query) * task.out_stride + feature; }
+};
 
 // --- pieces --------------------------------------------------------------------------------------------------------------------------
 
 inline Span part_of(Span span, int64_t start) { return {larger(span.first - start, 0), smaller(span.end - start, piece_keys)}; }
-inline int64_t first_piece(Span span) { return span.first / piece_keys * piece_keys; }
 
+// The tiles of a piece that are wanted, as they lie in the cache or as floats in the scratch.
 template <typename Element>
 struct Piece {
-  int64_t start;                   // in the segment
-  Span wanted;                     // what is seen of it, counted from its own start
-  const Element* at[piece_keys];   // its keys or values; places that are not wanted name one that is
+  int64_t start;     // in the segment
+  int64_t stride;    // from one value to the next
+  const Element* tiles[piece_tiles];
 };
 
-// Looks a piece's keys (offset 0) or values up in the table.
-inline void find(const AttendTask& task, int64_t segment, int64_t start, Span seen, int64_t offset, Piece<uint16_t>& piece) {
+// Calls use(k, n, at, distance) for runs of n positions of a span that lie together: feature f of key k + i stands at
+// at[f * distance + i], and that of a value at at[i * distance + f].
+template <typename Use>
+inline void for_runs(const AttendTask& task, int64_t start, Span wanted, bool values, Use use) {
   const CacheLayer& cache = task.cache;
-  const Span wanted = part_of(seen, start);
-  piece.start = start;
-  piece.wanted = wanted;
-  if (wanted.first >= wanted.end) return;
   for (int64_t k = wanted.first; k < wanted.end;) {
-    const int64_t position = segment * segment_keys + start + k, within = position % cache.block_size;
-    const uint16_t* at = cache.keys + task.table[position / cache.block_size] * cache.block_stride + within * cache.position_stride +
-                         task.kv_head * cache.head_stride + offset;
-    const int64_t end = smaller(wanted.end, k + cache.block_size - within);
-    for (; k < end; k++, at += cache.position_stride) piece.at[k] = at;
-  }
-  for (int64_t k = 0; k < wanted.first; k++) piece.at[k] = piece.at[wanted.first];
-  for (int64_t k = wanted.end; k < piece_keys; k++) piece.at[k] = piece.at[wanted.end - 1];
-}
-
-// Looks up what comes after the values of a segment: the next segment's keys, or those that the worker's next task begins with.
-inline void find_after(const Block& block, int64_t segment, Piece<uint16_t>& piece) {
-  const AttendTask& task = block.task;
-  const Span seen = block.seen_by_any(segment + 1, 0, block.rows);
-  if (seen.first < seen.end || !task.next) {
-    find(task, segment + 1, first_piece(seen), seen, 0, piece);
-  } else {
-    const Span begin = seen_from(*task.next, task.next->first_position, task.next->first_segment());
-    find(*task.next, task.next->first_segment(), first_piece(begin), begin, 0, piece);
+    const int64_t within = (start + k) % cache.block_size, tile = within / key_tile * key_tile;
+    const int64_t tile_width = smaller(key_tile, cache.block_size - tile);
+    const int64_t n = smaller(smaller(wanted.end - k, key_tile - k % key_tile), tile + tile_width - within);
+    const uint16_t* block = cache.keys + task.table[(start + k) / cache.block_size] * cache.block_stride + task.kv_head * cache.head_stride;
+    if (values) {
+      use(k, n, block + cache.value_offset + within * cache.head_size, cache.head_size);
+    } else {
+      use(k, n, block + tile * cache.head_size + within - tile, tile_width);
+    }
+    k += n;
   }
 }
 
-// A piece as floats in the scratch: for heads that are no whole vectors, and where a half is slow to read.
-inline void convert(const Block& block, const Piece<uint16_t>& piece, Piece<float>& converted) {
-  converted.start = piece.start;
-  for (int64_t k = piece.wanted.first / step_keys * step_keys; k < rounded_up(piece.wanted.end, step_keys); k++) {
-    float* row = block.floats + k * block.width;
-    vec::for_each(block.task.cache.head_size, [&](int64_t i, auto n) { vec::store(row + i, vec::load(piece.at[k] + i, n)); });
-    converted.at[k] = row;
-  }
+// A piece as floats in the scratch: for heads that are no whole vectors, blocks that are no whole tiles, and where a half is slow to read.
+inline void convert(const Block& block, int64_t start, Span wanted, bool values, Piece<float>& piece) {
+  const int64_t size = block.task.cache.head_size, stride = values ? block.width : size;
+  piece.stride = stride;
+  for (int64_t tile = 0; tile < piece_tiles; tile++) piece.tiles[tile] = block.floats + tile * key_tile * stride;
+  for_runs(block.task, start, wanted, values, [&](int64_t k, int64_t n, const uint16_t* at, int64_t distance) {
+    if (values) {
+      for (int64_t i = 0; i < n; i++) {
+        float* row = block.floats + (k + i) * stride;
+        if (block.ahead) block.ahead->ask((size + 31) / 32);
+        vec::for_each(size, [&](int64_t f, auto count) { vec::store(row + f, vec::load(at + i * distance + f, count)); });
+      }
+    } else {
+      float* tile = block.floats + k / key_tile * key_tile * stride + k % key_tile;
+      for (int64_t f = 0; f < size; f++) {
+        if (block.ahead && f % 2 == 0) block.ahead->ask(1);
+        const uint16_t* from = at + f * distance;
+        vec::for_each(n, [&](int64_t i, auto count) { vec::store(tile + f * key_tile + i, vec::load(from + i, count), count); });
+      }
+    }
+  });
 }
 
-// Calls use(piece, ahead) for the pieces of a segment that any row sees, their keys or their values. `ahead` tells where that lies which
-// is wanted after the piece, if anything.
+// Calls use(piece, ahead) for the pieces of a segment that any row sees, their keys or their values; `ahead` is to be asked meanwhile,
+// unless it is null.
 template <typename Use>
 inline void for_pieces(const Block& block, int64_t segment, bool values, Use use) {
   const AttendTask& task = block.task;
-  const bool as_floats = (!vec::reads_halves && block.rows > tile_rows) || block.width != task.cache.head_size;
+  const bool as_floats = (!vec::reads_halves && block.rows > tile_rows) || !has_whole_tiles(task.cache) ||
+                         (values && block.width != task.cache.head_size);
   const Span seen = block.seen_by_any(segment, 0, block.rows);
-  const int64_t offset = values ? task.cache.value_offset : 0;
-  Piece<uint16_t> pieces[2];
-  Piece<float> floats;
-  find(task, segment, first_piece(seen), seen, offset, pieces[0]);
-  for (int turn = 0; pieces[turn].start < seen.end; turn ^= 1) {
-    const Piece<uint16_t>& piece = pieces[turn];
-    Piece<uint16_t>& next = pieces[turn ^ 1];
-    const bool last = piece.start + piece_keys >= seen.end;
-    if (!last) {
-      find(task, segment, piece.start + piece_keys, seen, offset, next);
-    } else if (!values) {
-      find(task, segment, first_piece(seen), seen, task.cache.value_offset, next);
-    } else {
-      find_after(block, segment, next);
-    }
-    Ahead ahead = next.wanted.first < next.wanted.end ? next.at : nullptr;
+  for (int64_t start = seen.first / piece_keys * piece_keys; start < seen.end; start += piece_keys) {
+    const Span wanted = part_of(seen, start);
+    const int64_t first = wanted.first / key_tile, end = rounded_up(wanted.end, key_tile) / key_tile;
+    if (block.ahead) block.ahead->owe(end - first);
     if (as_floats) {
-      convert(block, piece, floats);
-      use(floats, ahead);
+      Piece<float> piece;
+      piece.start = start;
+      convert(block, segment * segment_keys + start, wanted, values, piece);
+      use(piece, nullptr);
     } else {
-      use(piece, ahead);
+      Piece<uint16_t> piece;
+      piece.start = start;
+      piece.stride = task.cache.head_size;
+      for (int64_t tile = first; tile < end; tile++)
+        piece.tiles[tile] = tile_at(task, segment * segment_keys + start + tile * key_tile, values);
+      use(piece, block.ahead);
     }
-    if (last) return;
+    if (block.ahead) block.ahead->ask_rest();
   }
 }
 
 // --- segments ------------------------------------------------------------------------------------------------------------------------
 
 inline void score_segment(const Block& block, int64_t segment) {
-  for_pieces(block, segment, false, [&](const auto& piece, Ahead ahead) {
+  const int64_t size = block.task.cache.head_size;
+  for_pieces(block, segment, false, [&](const auto& piece, Ahead* ahead) {
     for_tiles(block.rows, [&](int64_t row, auto rows) {
       const Span seen = part_of(block.seen_by_any(segment, row, row + rows.value), piece.start);
-      for (int64_t k = seen.first / step_keys * step_keys; k < seen.end; k += step_keys)
-        score_tile<rows.value>(block.queries + row * block.width, block.width, piece.at + k, ahead && row == 0 ? ahead + k : nullptr,
-                               block.scores + row * segment_keys + piece.start + k);
+      if (seen.empty()) return;
+      const int64_t first = seen.first / key_tile, end = rounded_up(seen.end, key_tile) / key_tile;
+      score_tiles<rows.value>(block.queries + row * block.width, block.width, size, piece.tiles + first, end - first,
+                              row == 0 ? ahead : nullptr, block.scores + row * score_stride + piece.start + first * key_tile);
     });
   });
 }
 
-// Scores become weights e^(score - largest); those around the span, up to whole sums of lanes, become 0.
+// Scores become weights 2^(score - largest); those around the span, up to whole sums of lanes, become 0.
 inline Statistics weigh(float* scores, Span span, float cap) {
   constexpr int64_t step = vec::sum_parts * vec::lanes;
   const int64_t first = span.first / step * step, end = rounded_up(span.end, step);
   if (cap != 0.0f) {
     for (int64_t k = first; k < end; k += vec::lanes)
-      vec::store(scores + k, vec::all(cap) * vec::tanh(vec::load(scores + k) / vec::all(cap)));
+      vec::store(scores + k, vec::all(cap * vec::one_by_log_2) * vec::tanh(vec::load(scores + k) / vec::all(cap)));
   }
-  for (int64_t k = first; k < span.first; k++) scores[k] = -INFINITY;
-  for (int64_t k = span.end; k < end; k++) scores[k] = -INFINITY;
-  vec::Vec best = vec::all(-INFINITY);
+  const vec::Vec nothing = vec::all(-INFINITY);
+  for (int64_t k = first; k < span.first; k += vec::lanes)
+    vec::store(scores + k, vec::where_less(vec::counted_from(k), vec::all(span.first), nothing, vec::load(scores + k)));
+  for (int64_t k = end - step; k < end; k += vec::lanes)
+    vec::store(scores + k, vec::where_less(vec::counted_from(k), vec::all(span.end), vec::load(scores + k), nothing));
+  vec::Vec best = nothing;
   for (int64_t k = first; k < end; k += vec::lanes) best = vec::max(best, vec::load(scores + k));
   const float largest = vec::largest(best);
   const vec::Vec base = vec::all(largest == -INFINITY ? 0.0f : largest);
@@ -330,7 +182,7 @@ inline Statistics weigh(float* scores, Span span, float cap) {
 #pragma GCC unroll 2
     for (int part = 0; part < vec::sum_parts; part++) {
       float* at = scores + k + part * vec::lanes;
-      const vec::Vec weight = vec::exp_up_to_0(vec::load(at) - base);
+      const vec::Vec weight = vec::exp2_up_to_0(vec::load(at) - base);
       vec::store(at, weight);
       sums[part] = sums[part] + weight;
     }
@@ -340,27 +192,29 @@ inline Statistics weigh(float* scores, Span span, float cap) {
 
 inline void sum_segment(const Block& block, int64_t segment) {
   vec::for_each(block.rows * block.width, [&](int64_t i, auto) { vec::store(block.sums + i, vec::all(0.0f)); });
-  for_pieces(block, segment, true, [&](const auto& piece, Ahead ahead) {
+  for_pieces(block, segment, true, [&](const auto& piece, Ahead* ahead) {
     const auto sum = [&](int64_t row, auto rows, Span span) {
-      if (span.first < span.end)
-        sum_rows<rows.value>(block.scores + row * segment_keys + piece.start, piece.at, row == 0 ? ahead : nullptr, span,
+      if (!span.empty())
+        sum_rows<rows.value>(block.scores + row * score_stride + piece.start, piece.tiles, piece.stride, span, row == 0 ? ahead : nullptr,
                              block.sums + row * block.width, block.width);
     };
     for_tiles(block.rows, [&](int64_t row, auto rows) {
-      // What all rows see goes through the tile. Before it and behind it each row goes on alone, at the same place of its own sum.
+      // What all rows see goes through the tile. Before it and behind it the rows of each query go on alone, each at the same place of
+      // its own sum.
       const Span begin = part_of(block.seen(row, segment), piece.start);
       const Span end = part_of(block.seen(row + rows.value - 1, segment), piece.start);
       const Span common = {end.first, larger(end.first, begin.end)};
       const bool all_same = begin.first == end.first && begin.end == end.end;
-      for (int64_t one = row; one < row + rows.value && !all_same; one++) {
-        const Span span = part_of(block.seen(one, segment), piece.start);
-        sum(one, Number<1>{}, {span.first, smaller(span.end, common.first)});
-      }
+      const auto sum_queries = [&](auto part) {
+        for (int64_t first = row, next; first < row + rows.value && !all_same; first = next) {
+          next = smaller(row + rows.value, (first / block.task.group + 1) * block.task.group);
+          const Span span = part(part_of(block.seen(first, segment), piece.start));
+          if (!span.empty()) with_rows(next - first, [&](auto count) { sum(first, count, span); });
+        }
+      };
+      sum_queries([&](Span span) { return Span{span.first, smaller(span.end, common.first)}; });
       sum(row, rows, common);
-      for (int64_t one = row; one < row + rows.value && !all_same; one++) {
-        const Span span = part_of(block.seen(one, segment), piece.start);
-        sum(one, Number<1>{}, {larger(span.first, common.end), span.end});
-      }
+      sum_queries([&](Span span) { return Span{larger(span.first, common.end), span.end}; });
     });
   });
 }
@@ -368,10 +222,10 @@ inline void sum_segment(const Block& block, int64_t segment) {
 // Leaves the segment's statistics and sums in the block.
 inline void work_segment(Block& block, int64_t segment) {
   score_segment(block, segment);
-  for (int64_t row = 0; row < block.rows; row++) {
-    const Span span = block.seen(row, segment);
-    if (span.first < span.end) block.statistics[row] = weigh(block.scores + row * segment_keys, span, block.task.cap);
-  }
+  block.for_rows([&](int64_t row, int64_t query, int64_t) {
+    const Span span = block.seen_by_query(query, segment);
+    if (!span.empty()) block.statistics[row] = weigh(block.scores + row * score_stride, span, block.task.cap);
+  });
   sum_segment(block, segment);
 }
 
@@ -379,13 +233,13 @@ inline void work_segment(Block& block, int64_t segment) {
 
 inline void prepare(Block& block) {
   const AttendTask& task = block.task;
-  for (int64_t row = 0; row < block.rows; row++) {
-    const int64_t size = task.cache.head_size;
-    const float* query = task.queries + (block.first_query + row / task.group) * task.query_stride + row % task.group * size;
-    vec::for_each(size, [&](int64_t i, auto n) {
-      vec::store(block.queries + row * block.width + i, vec::load(query + i, n) * vec::all(task.scale));
+  const vec::Vec scale = vec::all(task.cap == 0.0f ? task.scale * vec::one_by_log_2 : task.scale);
+  block.for_rows([&](int64_t row, int64_t query, int64_t feature) {
+    const float* from = task.queries + (block.first_query + query) * task.query_stride + feature;
+    vec::for_each(task.cache.head_size, [&](int64_t i, auto n) {
+      vec::store(block.queries + row * block.width + i, vec::load(from + i, n) * scale);
     });
-  }
+  });
 }
 
 // Adds a segment to those before it, in `out`; `first` says that there is none.
@@ -397,7 +251,8 @@ inline void merge(Statistics part, const float* sums, int64_t head_size, bool fi
   }
   const float largest = part.largest > total.largest ? part.largest : total.largest;
   const float base = largest == -INFINITY ? 0.0f : largest;
-  const vec::Vec before = vec::exp(vec::all(total.largest - base)), now = vec::exp(vec::all(part.largest - base));
+  const vec::Vec before = vec::exp(vec::all((total.largest - base) * log_2));
+  const vec::Vec now = vec::exp(vec::all((part.largest - base) * log_2));
   vec::for_each(head_size, [&](int64_t i, auto n) {
     vec::store(out + i, vec::fma(vec::load(out + i, n), before, vec::load(sums + i, n) * now), n);
   });
@@ -405,34 +260,39 @@ inline void merge(Statistics part, const float* sums, int64_t head_size, bool fi
 }
 
 inline void finish(const Statistics& total, int64_t head_size, float* out) {
-  vec::for_each(head_size, [&](int64_t i, auto n) { vec::store(out + i, vec::load(out + i, n) / vec::all(total.sum), n); });
+  const vec::Vec part = vec::all(1.0f) / vec::all(total.sum);
+  vec::for_each(head_size, [&](int64_t i, auto n) { vec::store(out + i, vec::load(out + i, n) * part, n); });
 }
 
 int64_t attend_scratch(const AttendTask& task) {
   return Block::scratch_floats(queries_in_block(task) * task.group, rounded_up(task.cache.head_size, vec::lanes));
 }
 
-void attend(const AttendTask& task, float* scratch) {
-  const int64_t size = task.cache.head_size, step = queries_in_block(task);
-  for (int64_t query = 0; query < task.count; query += step) {
-    Block block(task, query, smaller(step, task.count - query), scratch);
-    prepare(block);
-    for (int64_t segment = block.first_segment(0); segment <= block.position(block.rows - 1) / segment_keys; segment++) {
-      work_segment(block, segment);
-      for (int64_t row = 0; row < block.rows; row++) {
-        const Span span = block.seen(row, segment);
-        if (span.first < span.end)
-          merge(block.statistics[row], block.sums + row * block.width, size, segment == block.first_segment(row), block.totals[row],
-                block.out(row));
+void attend(const AttendTask& first, float* scratch) {
+  Ahead ahead(first);
+  for (const AttendTask* task = &first; task; task = task->next) {
+    const int64_t size = task->cache.head_size, step = queries_in_block(*task);
+    for (int64_t query = 0; query < task->count; query += step) {
+      // The later rows of a task read what the first have brought into the cache.
+      Block block(*task, query == 0 ? &ahead : nullptr, query, smaller(step, task->count - query), scratch);
+      prepare(block);
+      for (int64_t segment = block.first_segment(0); segment <= block.last_segment(); segment++) {
+        work_segment(block, segment);
+        block.for_rows([&](int64_t row, int64_t own, int64_t feature) {
+          if (!block.seen_by_query(own, segment).empty())
+            merge(block.statistics[row], block.sums + row * block.width, size, segment == block.first_segment(own), block.totals[row],
+                  block.out(own, feature));
+        });
       }
+      block.for_rows([&](int64_t row, int64_t own, int64_t feature) { finish(block.totals[row], size, block.out(own, feature)); });
     }
-    for (int64_t row = 0; row < block.rows; row++) finish(block.totals[row], size, block.out(row));
   }
 }
 
 void attend_segment(const AttendTask& task, int64_t segment, float* partial, float* scratch) {
   const int64_t size = task.cache.head_size;
-  Block block(task, 0, 1, scratch);
+  Ahead ahead(task, segment);
+  Block block(task, &ahead, 0, 1, scratch);
   prepare(block);
   work_segment(block, segment);
   for (int64_t row = 0; row < block.rows; row++, partial += 2 + size) {

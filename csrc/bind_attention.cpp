@@ -17,8 +17,8 @@ void check(bool right, const std::string& message) {
 void attend(const Array<const float, 3>& queries, const Array<uint16_t, 6>& cache, size_t layer, const Array<const int64_t, 1>& table,
             int64_t first_position, int64_t window, float scale, float cap, const Array<float, 3>& out, bool split) {
   const size_t count = queries.shape(0), heads = queries.shape(1), head_size = queries.shape(2);
-  const size_t blocks = cache.shape(0), layers = cache.shape(1), block_size = cache.shape(3), kv_heads = cache.shape(4);
-  check(cache.shape(2) == 2, "the cache must be [blocks, layers, 2, block size, kv heads, head size]");
+  const size_t blocks = cache.shape(0), layers = cache.shape(1), kv_heads = cache.shape(2), block_size = cache.shape(4);
+  check(cache.shape(3) == 2, "the cache must be [blocks, layers, kv heads, 2, block size, head size]");
   check(layer < layers, "the cache has " + std::to_string(layers) + " layers, none with the number " + std::to_string(layer));
   check(cache.shape(5) == head_size, "the queries' heads are of " + std::to_string(head_size) + " features, the cache's of " +
                                          std::to_string(cache.shape(5)));
@@ -34,10 +34,9 @@ void attend(const Array<const float, 3>& queries, const Array<uint16_t, 6>& cach
   check(!split || count == 1, "only one query at a time can be split over its context");
 
   const int64_t size = static_cast<int64_t>(head_size), stride = static_cast<int64_t>(heads * head_size);
-  const int64_t half_layer = static_cast<int64_t>(block_size * kv_heads * head_size);
   AttendTask task = {};
-  task.cache = {cache.data() + static_cast<int64_t>(layer) * 2 * half_layer, static_cast<int64_t>(layers) * 2 * half_layer, half_layer,
-                static_cast<int64_t>(block_size), static_cast<int64_t>(kv_heads) * size, size, size};
+  task.cache = layer_of_cache(cache.data(), static_cast<int64_t>(layers), static_cast<int64_t>(layer), static_cast<int64_t>(kv_heads),
+                              static_cast<int64_t>(block_size), size);
   task.table = table.data();
   task.group = static_cast<int64_t>(heads / kv_heads);
   task.queries = queries.data();
@@ -57,11 +56,8 @@ void attend(const Array<const float, 3>& queries, const Array<uint16_t, 6>& cach
     tasks[head].out += tasks[head].kv_head * task.group * size;
     if (head + 1 < kv_heads) tasks[head].next = &tasks[head + 1];
   }
+  if (!split) return kernels().attend(tasks.front(), scratch.data());
   for (const AttendTask& one : tasks) {
-    if (!split) {
-      kernels().attend(one, scratch.data());
-      continue;
-    }
     const int64_t first = one.first_segment(), segments = one.end_segment() - first;
     partials.resize(static_cast<size_t>(segments * one.partial_floats()));
     for (int64_t segment = 0; segment < segments; segment++)

@@ -5,11 +5,11 @@
 #include <optional>
 #include <string>
 
+#include "activations.h"
 #include "bindings.h"
 #include "kernels.h"
 #include "pack.h"
 #include "pool.h"
-#include "wide.h"
 
 namespace weft {
 namespace {
@@ -28,22 +28,12 @@ NewArray<Type> new_array(std::initializer_list<size_t> shape) {
 
 // Rows in bytes, with the memory that holds them.
 struct OwnedRows {
-  NewArray<int8_t> codes;
-  NewArray<float> scales, offsets;
-  NewArray<int32_t> corrections;
-  WideGroups wide;
+  Activations memory;
   QuantisedRows view;
 
-  OwnedRows(const float* rows, int64_t count, int64_t columns, bool with_residuals) {
-    const int64_t groups = (columns + group_inputs - 1) / group_inputs;
-    const size_t r = static_cast<size_t>(count), g = static_cast<size_t>(groups);
-    codes = new_array<int8_t>({r, g * group_inputs});
-    scales = new_array<float>({r, g});
-    offsets = new_array<float>({r, g});
-    corrections = new_array<int32_t>({r, g});
-    view = {groups, codes.data(), scales.data(), offsets.data(), corrections.data()};
-    if (with_residuals) wide.make_room(view, count);
+  OwnedRows(const float* rows, int64_t count, int64_t columns, bool with_outliers) : view(memory.at_least(count, columns, with_outliers)) {
     for (int64_t row = 0; row < count; row++) kernels().quantise_row(rows + row * columns, columns, view, row);
+    if (with_outliers) gather_outliers(view, count);
   }
 };
 
@@ -57,34 +47,33 @@ Weight weight_from(int layout_number, int64_t outputs, int64_t inputs, const Arr
   return {layout, outputs, inputs, packed.data(), nullptr};
 }
 
-nb::tuple quantise(Array<const float, 2> rows) {
-  OwnedRows quantised(rows.data(), static_cast<int64_t>(rows.shape(0)), static_cast<int64_t>(rows.shape(1)), false);
-  return nb::make_tuple(quantised.codes, quantised.scales, quantised.offsets, quantised.corrections);
+template <typename Type>
+NewArray<Type> copy_of(const Type* data, std::initializer_list<size_t> shape) {
+  auto copy = new_array<Type>(shape);
+  std::memcpy(copy.data(), data, copy.nbytes());
+  return copy;
 }
 
-nb::tuple residuals(Array<const float, 2> rows) {
+// Codes, scales, offsets and corrections, and of the outliers the row, the input and the value.
+nb::tuple quantise(Array<const float, 2> rows, bool with_outliers) {
   const size_t count = rows.shape(0);
-  OwnedRows quantised(rows.data(), static_cast<int64_t>(count), static_cast<int64_t>(rows.shape(1)), true);
-  const size_t groups = static_cast<size_t>(quantised.view.groups);
-  auto wide = new_array<bool>({count, groups});
-  auto codes = new_array<int8_t>({count, groups * group_inputs});
-  auto scales = new_array<float>({count, groups}), offsets = new_array<float>({count, groups});
-  auto corrections = new_array<int32_t>({count, groups});
-  for (size_t at = 0; at < count * groups; at++) {
-    wide.data()[at] = quantised.view.wide[at] != 0;
-    if (!wide.data()[at]) continue;
-    const Residual& residual = quantised.view.residuals[at];
-    std::memcpy(codes.data() + at * group_inputs, residual.codes, group_inputs);
-    scales.data()[at] = residual.scale;
-    offsets.data()[at] = residual.offset;
-    corrections.data()[at] = residual.correction;
+  const OwnedRows quantised(rows.data(), static_cast<int64_t>(count), static_cast<int64_t>(rows.shape(1)), with_outliers);
+  const QuantisedRows& view = quantised.view;
+  const size_t groups = static_cast<size_t>(view.groups), taken = with_outliers ? static_cast<size_t>(view.outlier_begins[count]) : 0;
+  auto places = new_array<uint32_t>({taken, 2});
+  auto values = new_array<float>({taken});
+  for (size_t i = 0; i < taken; i++) {
+    places.data()[2 * i] = view.outliers[i].row;
+    places.data()[2 * i + 1] = view.outliers[i].input;
+    values.data()[i] = view.outliers[i].value;
   }
-  return nb::make_tuple(wide, codes, scales, offsets, corrections);
+  return nb::make_tuple(copy_of(view.codes, {count, groups * group_inputs}), copy_of(view.scales, {count, groups}),
+                        copy_of(view.offsets, {count, groups}), copy_of(view.corrections, {count, groups}), places, values);
 }
 
 NewArray<float> linear(int layout, int64_t outputs, int64_t inputs, Array<const uint8_t, 1> packed,
                        std::optional<Array<const float, 1>> bias, Array<const float, 2> rows, int threads,
-                       std::optional<Array<const float, 2>> residual, float scale, bool with_residuals, int64_t rows_each) {
+                       std::optional<Array<const float, 2>> residual, float scale, bool with_outliers, int64_t rows_each) {
   Weight weight = weight_from(layout, outputs, inputs, packed);
   const auto count = static_cast<int64_t>(rows.shape(0));
   if (static_cast<int64_t>(rows.shape(1)) != inputs)
@@ -101,10 +90,7 @@ NewArray<float> linear(int layout, int64_t outputs, int64_t inputs, Array<const 
   }
   std::optional<OwnedRows> quantised;
   LinearTask task{&weight, {}, rows.data(), inputs, 0, count, 0, 0, out.data(), outputs, residual.has_value(), scale};
-  if (weight.quantised()) {
-    task.quantised = quantised.emplace(rows.data(), count, inputs, with_residuals).view;
-    if (with_residuals) task.wide = quantised->wide.collect(task.quantised, count);
-  }
+  if (weight.quantised()) task.quantised = quantised.emplace(rows.data(), count, inputs, with_outliers).view;
   Pool pool(threads);
   const int64_t chunks = threads, strips = weight.strips();
   if (rows_each <= 0) rows_each = std::max<int64_t>(count, 1);
@@ -135,11 +121,10 @@ NewArray<float> unpack_rows(int layout, int64_t outputs, int64_t inputs, Array<c
 }  // namespace
 
 void bind_linear(nb::module_& module) {
-  module.def("quantise", quantise, nb::arg("rows"));
-  module.def("residuals", residuals, nb::arg("rows"));
+  module.def("quantise", quantise, nb::arg("rows"), nb::arg("with_outliers") = true);
   module.def("linear", linear, nb::arg("layout"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("packed"), nb::arg("bias").none(),
              nb::arg("rows"), nb::arg("threads") = 1, nb::arg("residual") = nb::none(), nb::arg("scale") = 1.0f,
-             nb::arg("with_residuals") = true, nb::arg("rows_each") = 0);
+             nb::arg("with_outliers") = true, nb::arg("rows_each") = 0);
   module.def("unpack_rows", unpack_rows, nb::arg("layout"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("packed"), nb::arg("indices"));
 }
 

@@ -4,10 +4,10 @@
 #include <chrono>
 #include <cstring>
 
+#include "activations.h"
 #include "aligned.h"
 #include "bindings.h"
 #include "pool.h"
-#include "wide.h"
 
 namespace weft {
 namespace {
@@ -28,27 +28,23 @@ double least_seconds(double seconds, Work&& work) {
 
 // Seconds for one layer. `data` holds as many of them as fit, one after the other, and every try goes through all.
 double measure_linear(int layout_number, int64_t outputs, int64_t inputs, Array<const uint8_t, 1> data, int64_t rows, Pool& pool,
-                      double seconds, int64_t wide_every) {
+                      double seconds, int64_t outlier_every) {
   const Layout layout = layout_from(layout_number);
   const int64_t strips = (outputs + strip_outputs - 1) / strip_outputs, bytes = strips * strip_bytes(layout, inputs);
   const int64_t layers = static_cast<int64_t>(data.size()) / bytes;
   if (layers < 1 || rows < 1) throw nb::value_error("there must be a layer and a row to measure");
   const int64_t groups = (inputs + group_inputs - 1) / group_inputs;
-  Aligned<int8_t> codes;
-  Aligned<float> scales, offsets, values, out;
-  Aligned<int32_t> corrections;
-  WideGroups wide;
-  QuantisedRows quantised{groups, codes.at_least(rows * groups * group_inputs), scales.at_least(rows * groups),
-                          offsets.at_least(rows * groups), corrections.at_least(rows * groups)};
+  Activations activations;
+  Aligned<float> values, out;
+  const QuantisedRows quantised = activations.at_least(rows, inputs, outlier_every > 0);
   float* row_values = values.at_least(rows * inputs);
   for (int64_t i = 0; i < rows * inputs; i++) row_values[i] = static_cast<float>(i % 255 - 127);
-  if (wide_every > 0) {
-    wide.make_room(quantised, rows);
-    for (int64_t at = 0; at < rows * groups; at += wide_every) row_values[at / groups * inputs + at % groups * group_inputs] = 1e5f;
+  if (outlier_every > 0) {
+    for (int64_t at = 0; at < rows * groups; at += outlier_every) row_values[at / groups * inputs + at % groups * group_inputs] = 1e5f;
   }
   for (int64_t row = 0; row < rows; row++) kernels().quantise_row(row_values + row * inputs, inputs, quantised, row);
+  if (outlier_every > 0) gather_outliers(quantised, rows);
   LinearTask task{nullptr, quantised, row_values, inputs, 0, rows, 0, 0, out.at_least(rows * outputs), outputs, false, 1.0f};
-  if (wide_every > 0) task.wide = wide.collect(quantised, rows);
   const int64_t chunks = std::min<int64_t>(strips, 8 * pool.threads());
   nb::gil_scoped_release release;
   return least_seconds(seconds, [&] {
@@ -96,7 +92,7 @@ double measure_products(Pool& pool, double seconds) {
 
 void bind_measure(nb::module_& module) {
   module.def("measure_linear", measure_linear, nb::arg("layout"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("data"), nb::arg("rows"),
-             nb::arg("pool"), nb::arg("seconds"), nb::arg("wide_every") = 0);
+             nb::arg("pool"), nb::arg("seconds"), nb::arg("outlier_every") = 0);
   module.def("measure_read", measure_read, nb::arg("data"), nb::arg("pool"), nb::arg("seconds"));
   module.def("measure_products", measure_products, nb::arg("pool"), nb::arg("seconds"));
 }

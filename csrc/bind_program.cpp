@@ -205,7 +205,7 @@ class BoundProgram {
     require(static_cast<int64_t>(query_starts.size()) == requests + 1 && static_cast<int64_t>(block_tables.shape(0)) == requests,
             "query starts and block tables go with requests");
     require(sampled >= 0 && sampled <= selected, "more rows are sampled than selected");
-    require(static_cast<int64_t>(cache.shape(1)) > most_layer_ && cache.shape(2) == 2 && static_cast<int64_t>(cache.shape(3)) == shape_.kv_heads &&
+    require(static_cast<int64_t>(cache.shape(1)) > most_layer_ && static_cast<int64_t>(cache.shape(2)) == shape_.kv_heads && cache.shape(3) == 2 &&
                 static_cast<int64_t>(cache.shape(5)) == shape_.head_size,
             "the cache does not have the shape of the model");
     const Cache store{cache.data(), static_cast<int64_t>(cache.shape(0)), static_cast<int64_t>(cache.shape(1)), static_cast<int64_t>(cache.shape(4))};

@@ -38,6 +38,8 @@ constexpr int w4_group_bytes = 320;
 constexpr int w8_codes_bytes = 512;
 constexpr int w8_group_bytes = 544;
 
+constexpr bool is_quantised(Layout layout) { return layout == Layout::w4 || layout == Layout::w8; }
+
 struct Weight {
   Layout layout;
   int64_t outputs;
@@ -47,7 +49,7 @@ struct Weight {
 
   int64_t strips() const { return (outputs + strip_outputs - 1) / strip_outputs; }
   int64_t groups() const { return (inputs + group_inputs - 1) / group_inputs; }
-  bool quantised() const { return layout == Layout::w4 || layout == Layout::w8; }
+  bool quantised() const { return is_quantised(layout); }
 };
 
 inline int64_t strip_bytes(Layout layout, int64_t inputs) {
@@ -62,17 +64,16 @@ inline int64_t strip_bytes(Layout layout, int64_t inputs) {
 
 // --- activations --------------------------------------------------------------------------------------------------------------------
 
-// One value far larger than the others of its row leaves those of its group hardly any codes. Such a group is wide: what the codes have
-// left over of its values gets codes and a scale of its own.
-struct Residual {
-  int8_t codes[group_inputs];
-  float scale, offset;
-  int32_t correction;
+// One value far larger than the others of its row would leave those of its group hardly any codes. Such an outlier is taken out of its
+// group, where its code is 0, and is multiplied by itself, as a float.
+struct Outlier {
+  uint32_t row, input;
+  float value;
 };
 
-// The largest magnitude of a wide group is more than this many times the mean of its row. With 12 it is some 6% of the groups of a chat
-// prompt, and the logits' noise is little more than half.
-constexpr float wide_ratio = 12.0f;
+// The magnitude of an outlier is more than this many times the mean magnitude of its row. With 12 some 7% of the groups of a chat prompt
+// have one, and the logits' noise is half.
+constexpr int64_t outlier_ratio = 12;
 
 // Rows of activations in signed bytes: in every group of 32 inputs of a row, value = code * scale, and the largest has the code 127 or
 // -127. Row r begins at codes + r * groups * 32, scales + r * groups, and so on.
@@ -82,19 +83,21 @@ struct QuantisedRows {
   float* scales;     // [rows, groups]
   float* offsets;    // [rows, groups]: scale * sum of the group's codes, what a weight's minimum is multiplied with
   int32_t* corrections;   // [rows, groups]: -128 * sum of the group's codes, for weights of signed bytes read as unsigned ones
-  uint8_t* wide = nullptr;          // [rows, groups]: whether a group is wide; or null, then there are no residuals
-  Residual* residuals = nullptr;    // [rows, groups], written for wide groups only
+
+  // Outliers of row r, inputs ascending: from outliers + r * outlier_room on, as many as outlier_counts[r]; null: none are taken out.
+  // For products they lie without gaps, those of row r from outlier_begins[r] to outlier_begins[r + 1].
+  Outlier* outliers = nullptr;
+  int32_t* outlier_counts = nullptr;    // [rows]
+  int64_t* outlier_begins = nullptr;    // [rows + 1]
+  int64_t outlier_room = 0;
 };
 
-// The residuals of some rows, put together by group: those of group g are entries begins[g] .. begins[g + 1], rows ascending.
-struct WideRows {
-  const int64_t* begins = nullptr;   // [groups + 1]; or null, then there are none
-  const int32_t* rows = nullptr;     // of each entry
-  QuantisedRows entries{};           // each a row of one group
-};
+// More values than this cannot be so many times their mean.
+constexpr int64_t most_outliers(int64_t columns) { return columns / outlier_ratio + 1; }
 
 // A piece of a product: rows [first_row, end_row) of the activations times strips [first_strip, end_strip) of the weight.
-// out = product + bias, or with `add` out += scale * (product + bias). Products of residuals are added last, group after group.
+// out = product + bias, or with `add` out += scale * (product + bias). The groups of a row are added up in their order, then its
+// outliers.
 struct LinearTask {
   const Weight* weight;
   QuantisedRows quantised;   // for quantised layouts
@@ -106,24 +109,30 @@ struct LinearTask {
   int64_t out_stride;
   bool add;
   float scale;
-  WideRows wide{};                    // what belongs to `quantised`
-  const int32_t* places = nullptr;    // row r goes to row places[r] of `out`; null: to row r
 };
 
 // --- attention ----------------------------------------------------------------------------------------------------------------------
 
-// One layer of the paged cache. Key of position p and kv head h: keys + table[p / block_size] * block_stride + (p % block_size) *
-// position_stride + h * head_stride; its value lies value_offset further on. All distances count f16 elements. Reading is fastest where
-// the positions of a block and head lie one after the other (position_stride = head_size).
+// One layer of the paged cache: what head h has of a block lies at keys + block * block_stride + h * head_stride, its values value_offset
+// behind its keys. Values are [block size, head size]. Keys lie in tiles of 16 positions (the last may be narrower), each [head size,
+// positions of the tile], so that a vector holds one feature of several keys. All distances count f16 elements. Reading is fastest
+// where all tiles are whole.
+constexpr int64_t key_tile = 16;
+
 struct CacheLayer {
   uint16_t* keys;
   int64_t block_stride;
+  int64_t head_stride;
   int64_t value_offset;
   int64_t block_size;
-  int64_t position_stride;
-  int64_t head_stride;
   int64_t head_size;
 };
+
+// One layer of a cache that is [blocks, layers, kv heads, keys and values, block size * head size].
+inline CacheLayer layer_of_cache(uint16_t* data, int64_t layers, int64_t layer, int64_t kv_heads, int64_t block_size, int64_t head_size) {
+  const int64_t half = block_size * head_size;
+  return {data + layer * kv_heads * 2 * half, layers * kv_heads * 2 * half, 2 * half, half, block_size, head_size};
+}
 
 // A query's context is worked through in segments, cut at whole multiples of this many positions: softmax and weighted sum are made for
 // each alone and merged in order. So the bits are the same whether one thread does all segments or each another.
@@ -145,7 +154,7 @@ struct AttendTask {
   float cap;                 // 0: none; else score = cap * tanh(score / cap)
   float* out;
   int64_t out_stride;
-  const AttendTask* next;    // what the same worker does after this one, or null: its first keys are then fetched in time
+  const AttendTask* next;    // what the same worker does after this one, or null
 
   // The segments that the first query sees: those that a task of one query is split into.
   int64_t first_segment() const { return window > 0 && first_position >= window ? (first_position + 1 - window) / segment_keys : 0; }
@@ -197,7 +206,7 @@ struct Kernels {
   void (*to_half)(const float* row, int64_t columns, uint16_t* out);
 
   // attention.inl
-  void (*attend)(const AttendTask& task, float* scratch);
+  void (*attend)(const AttendTask& task, float* scratch);   // and those behind it
   int64_t (*attend_scratch)(const AttendTask& task);   // how many floats of scratch one worker needs for it; at most some 100,000
   // The same for a task of one query in two steps, for more threads than there are tasks: first each of its segments into a partial of
   // its own, then all partials, in the order of their segments, into task.out.

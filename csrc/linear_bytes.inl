@@ -1,6 +1,8 @@
 // Sums of products of bytes, exact, for as many outputs as a vector of floats has lanes. Weights are four bytes for each output;
 // activations the same four bytes for all of them.
 //
+// nibbles_at and signed_bytes_at give one code of each output as floats: that which begins at this bit of its four bytes.
+//
 // Codes of W8 are read as unsigned bytes, 128 too large. -128 times the sum of the activations, `correction`, makes up for it.
 #include "vec.h"
 
@@ -23,6 +25,12 @@ inline Bytes add16(Bytes a, Bytes b) { return _mm512_add_epi16(a, b); }
 inline Bytes multiply_pairs(Bytes codes, Bytes activations) { return _mm512_maddubs_epi16(codes, activations); }
 inline Bytes sum_pairs(Bytes pairs, int16_t factor) { return _mm512_madd_epi16(pairs, _mm512_set1_epi16(factor)); }
 inline vec::Vec to_floats(Bytes sums) { return _mm512_cvtepi32_ps(sums); }
+inline vec::Vec nibbles_at(Bytes a, uint32_t bit) {
+  return to_floats(_mm512_and_si512(_mm512_srl_epi32(a, _mm_cvtsi32_si128(static_cast<int>(bit))), _mm512_set1_epi32(15)));
+}
+inline vec::Vec signed_bytes_at(Bytes a, uint32_t bit) {
+  return to_floats(_mm512_srai_epi32(_mm512_sll_epi32(a, _mm_cvtsi32_si128(static_cast<int>(24 - bit))), 24));
+}
 inline vec::Vec load_bfloats(const uint16_t* from) {
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
@@ -43,6 +51,12 @@ inline Bytes add16(Bytes a, Bytes b) { return _mm256_add_epi16(a, b); }
 inline Bytes multiply_pairs(Bytes codes, Bytes activations) { return _mm256_maddubs_epi16(codes, activations); }
 inline Bytes sum_pairs(Bytes pairs, int16_t factor) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(factor)); }
 inline vec::Vec to_floats(Bytes sums) { return _mm256_cvtepi32_ps(sums); }
+inline vec::Vec nibbles_at(Bytes a, uint32_t bit) {
+  return to_floats(_mm256_and_si256(_mm256_srl_epi32(a, _mm_cvtsi32_si128(static_cast<int>(bit))), _mm256_set1_epi32(15)));
+}
+inline vec::Vec signed_bytes_at(Bytes a, uint32_t bit) {
+  return to_floats(_mm256_srai_epi32(_mm256_sll_epi32(a, _mm_cvtsi32_si128(static_cast<int>(24 - bit))), 24));
+}
 inline vec::Vec load_bfloats(const uint16_t* from) {
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
@@ -143,6 +157,11 @@ inline vec::Vec load_bfloats(const uint16_t* from) {
   float floats[vec::lanes];
   for (int lane = 0; lane < vec::lanes; lane++) floats[lane] = bfloat_to_float(from[lane]);
   return vec::load(floats);
+}
+
+inline vec::Vec nibbles_at(Bytes a, uint32_t bit) { return __builtin_convertvector(reinterpret_cast<vec::Bits>(a >> bit & 15u), vec::Vec); }
+inline vec::Vec signed_bytes_at(Bytes a, uint32_t bit) {
+  return __builtin_convertvector(reinterpret_cast<vec::Bits>(a << (24 - bit)) >> 24, vec::Vec);
 }
 
 // The bits of `mask` in byte i of every output, from its bit `shift` on, less `zero`.

@@ -31,7 +31,7 @@ constexpr int most_rows() {
 #elif defined(WEFT_AVX512)
   return layout == Layout::w8 ? 8 : 12;
 #elif defined(WEFT_AVX2)
-  return layout == Layout::w4 || layout == Layout::w8 ? 4 : 6;
+  return is_quantised(layout) ? 4 : 6;
 #else
   return 4;
 #endif
@@ -55,27 +55,80 @@ Vec load_weights(const uint8_t* strip, int64_t at) {
 }
 
 template <Layout layout, int rows>
-struct Tile {
-  static Totals<rows> multiply(const LinearTask& task, int64_t first_row, const uint8_t* strip) {
-    Totals<rows> totals;
-    const float* from = task.rows + first_row * task.row_stride;
-    constexpr int input_bytes = strip_outputs * (layout == Layout::f32 ? 4 : 2);
-    for (int64_t input = 0; input < task.weight->inputs; input++) {
-      fetch_ahead<input_bytes>(strip + input * input_bytes);
-      Vec weights[parts];
-      for (int part = 0; part < parts; part++)
-        weights[part] = load_weights<layout>(strip, input * strip_outputs + vec::lanes * part);
+Totals<rows> multiply_floats(const LinearTask& task, int64_t first_row, const uint8_t* strip) {
+  Totals<rows> totals;
+  const float* from = task.rows + first_row * task.row_stride;
+  constexpr int input_bytes = strip_outputs * (layout == Layout::f32 ? 4 : 2);
+  for (int64_t input = 0; input < task.weight->inputs; input++) {
+    fetch_ahead<input_bytes>(strip + input * input_bytes);
+    Vec weights[parts];
+    for (int part = 0; part < parts; part++) weights[part] = load_weights<layout>(strip, input * strip_outputs + vec::lanes * part);
 #pragma GCC unroll 12
-      for (int row = 0; row < rows; row++) {
-        const Vec value = vec::all(from[row * task.row_stride + input]);
-        for (int part = 0; part < parts; part++) totals.at[row][part] = vec::fma(value, weights[part], totals.at[row][part]);
-      }
+    for (int row = 0; row < rows; row++) {
+      const Vec value = vec::all(from[row * task.row_stride + input]);
+      for (int part = 0; part < parts; part++) totals.at[row][part] = vec::fma(value, weights[part], totals.at[row][part]);
     }
-    return totals;
+  }
+  return totals;
+}
+
+// A quantised layout, for one vector of outputs in a group: the codes of inputs 8s .. 8s + 7 (the first four and the last four), the
+// scales, how a sum of products joins the total, and the weights of one input as floats.
+template <Layout layout>
+struct Group;
+
+template <>
+struct Group<Layout::w4> {
+  static constexpr int bytes = w4_group_bytes;
+  static constexpr int parts_together = parts;
+  using Sum = bytes::SumW4;
+  struct Eight {
+    bytes::CodesW4 first, last;
+  };
+  static Eight load(const uint8_t* group, int step, int part) {
+    const bytes::Bytes codes = bytes::load(group + 64 * step + 4 * vec::lanes * part);
+    return {bytes::low_nibbles(codes), bytes::high_nibbles(codes)};
+  }
+
+  Vec scale, minimum;
+  Group(const uint8_t* group, int part)
+      : scale(vec::load(halves(group + w4_codes_bytes) + vec::lanes * part)),
+        minimum(vec::load(halves(group + w4_codes_bytes) + strip_outputs + vec::lanes * part)) {}
+  Vec join(Vec total, const Sum& sum, float activation_scale, float offset, int32_t) const {
+    total = vec::fma(minimum, vec::all(offset), total);
+    return vec::fma(sum.total() * vec::all(activation_scale), scale, total);
+  }
+  static Vec weights_of(const uint8_t* group, uint32_t input, int part) {
+    const Group factors(group, part);
+    const bytes::Bytes codes = bytes::load(group + input / 8 * 64 + 4 * vec::lanes * part);
+    return vec::fma(bytes::nibbles_at(codes, input % 4 * 8 + input % 8 / 4 * 4), factors.scale, factors.minimum);
   }
 };
 
-// One group of the rows of a tile: row r lies r * stride bytes, or r * groups numbers, after the first.
+template <>
+struct Group<Layout::w8> {
+  static constexpr int bytes = w8_group_bytes;
+  static constexpr int parts_together = 1;   // one after the other: without VNNI a sum takes two registers
+  using Sum = bytes::SumW8;
+  struct Eight {
+    bytes::CodesW8 first, last;
+  };
+  static Eight load(const uint8_t* group, int step, int part) {
+    const uint8_t* codes = group + 128 * step + 4 * vec::lanes * part;
+    return {bytes::codes_w8(bytes::load(codes)), bytes::codes_w8(bytes::load(codes + 64))};
+  }
+
+  Vec scale;
+  Group(const uint8_t* group, int part) : scale(vec::load(halves(group + w8_codes_bytes) + vec::lanes * part)) {}
+  Vec join(Vec total, const Sum& sum, float activation_scale, float, int32_t correction) const {
+    return vec::fma(sum.total(correction) * vec::all(activation_scale), scale, total);
+  }
+  static Vec weights_of(const uint8_t* group, uint32_t input, int part) {
+    return bytes::signed_bytes_at(bytes::load(group + input / 4 * 64 + 4 * vec::lanes * part), input % 4 * 8) * Group(group, part).scale;
+  }
+};
+
+// The rows of a tile at one group after the other: row r lies r * stride bytes, or r * groups numbers, after the first.
 struct Rows {
   int64_t groups, stride;
   const int8_t* codes;
@@ -95,83 +148,62 @@ struct Rows {
   }
 };
 
-template <int rows>
-struct Tile<Layout::w4, rows> {
-  static Totals<rows> multiply(const LinearTask& task, int64_t first_row, const uint8_t* strip) {
-    Totals<rows> totals;
-    Rows from(task.quantised, first_row);
-    for (int64_t group = 0; group < from.groups; group++, strip += w4_group_bytes, from.to_next_group()) {
-      fetch_ahead<w4_group_bytes>(strip);
-      bytes::SumW4 sums[rows][parts];
-#pragma GCC unroll 4
-      for (int step = 0; step < 4; step++) {
-        bytes::CodesW4 low[parts], high[parts];
-        for (int part = 0; part < parts; part++) {
-          const bytes::Bytes codes = bytes::load(strip + 64 * step + 4 * vec::lanes * part);
-          low[part] = bytes::low_nibbles(codes);
-          high[part] = bytes::high_nibbles(codes);
-        }
-#pragma GCC unroll 12
-        for (int row = 0; row < rows; row++) {
-          const int8_t* inputs = from.codes + row * from.stride + 8 * step;
-          const bytes::Activations lower = bytes::all_fours(inputs), upper = bytes::all_fours(inputs + 4);
-          for (int part = 0; part < parts; part++) {
-            if (step == 0) sums[row][part].start(low[part], lower);
-            else sums[row][part].add(low[part], lower);
-            sums[row][part].add(high[part], upper);
-          }
-        }
-      }
-      for (int part = 0; part < parts; part++) {
-        const uint16_t* scales = halves(strip + w4_codes_bytes) + vec::lanes * part;
-        const Vec scale = vec::load(scales), minimum = vec::load(scales + strip_outputs);
-#pragma GCC unroll 12
-        for (int row = 0; row < rows; row++) {
-          Vec& total = totals.at[row][part];
-          total = vec::fma(minimum, vec::all(from.offsets[row * from.groups]), total);
-          total = vec::fma(sums[row][part].total() * vec::all(from.scales[row * from.groups]), scale, total);
-        }
-      }
-    }
-    return totals;
-  }
-};
+template <typename Sum, typename Eight>
+inline void add_eight(Sum& sum, int step, const Eight& codes, const int8_t* inputs) {
+  const bytes::Activations first = bytes::all_fours(inputs + 8 * step), last = bytes::all_fours(inputs + 8 * step + 4);
+  if (step == 0) sum.start(codes.first, first);
+  else sum.add(codes.first, first);
+  sum.add(codes.last, last);
+}
 
-template <int rows>
-struct Tile<Layout::w8, rows> {
-  static Totals<rows> multiply(const LinearTask& task, int64_t first_row, const uint8_t* strip) {
-    Totals<rows> totals;
-    Rows from(task.quantised, first_row);
-    for (int64_t group = 0; group < from.groups; group++, strip += w8_group_bytes, from.to_next_group()) {
-      fetch_ahead<w8_group_bytes>(strip);
-      bytes::SumW8 sums[rows][parts];
-#pragma GCC unroll 8
-      for (int step = 0; step < 8; step++) {
-        bytes::CodesW8 codes[parts];
-        for (int part = 0; part < parts; part++)
-          codes[part] = bytes::codes_w8(bytes::load(strip + 64 * step + 4 * vec::lanes * part));
+template <Layout layout, int rows>
+inline void add_group(const Rows& from, const uint8_t* group, int first_part, Totals<rows>& totals) {
+  constexpr int together = Group<layout>::parts_together;
+  typename Group<layout>::Sum sums[rows][together];
+#pragma GCC unroll 4
+  for (int step = 0; step < 4; step++) {
+    typename Group<layout>::Eight codes[together];
+    for (int part = 0; part < together; part++) codes[part] = Group<layout>::load(group, step, first_part + part);
 #pragma GCC unroll 12
-        for (int row = 0; row < rows; row++) {
-          const bytes::Activations inputs = bytes::all_fours(from.codes + row * from.stride + 4 * step);
-          for (int part = 0; part < parts; part++) {
-            if (step == 0) sums[row][part].start(codes[part], inputs);
-            else sums[row][part].add(codes[part], inputs);
-          }
-        }
-      }
-      for (int part = 0; part < parts; part++) {
-        const Vec scale = vec::load(halves(strip + w8_codes_bytes) + vec::lanes * part);
-#pragma GCC unroll 12
-        for (int row = 0; row < rows; row++) {
-          const int64_t at = row * from.groups;
-          Vec& total = totals.at[row][part];
-          total = vec::fma(sums[row][part].total(from.corrections[at]) * vec::all(from.scales[at]), scale, total);
-        }
-      }
-    }
-    return totals;
+    for (int row = 0; row < rows; row++)
+      for (int part = 0; part < together; part++) add_eight(sums[row][part], step, codes[part], from.codes + row * from.stride);
   }
-};
+  for (int part = 0; part < together; part++) {
+    const Group<layout> weights(group, first_part + part);
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++) {
+      const int64_t at = row * from.groups;
+      Vec& total = totals.at[row][first_part + part];
+      total = weights.join(total, sums[row][part], from.scales[at], from.offsets[at], from.corrections[at]);
+    }
+  }
+}
+
+template <Layout layout, int rows>
+inline Totals<rows> multiply_bytes(const LinearTask& task, int64_t first_row, const uint8_t* group) {
+  Totals<rows> totals;
+  Rows from(task.quantised, first_row);
+  for (int64_t i = 0; i < from.groups; i++, group += Group<layout>::bytes, from.to_next_group()) {
+    fetch_ahead<Group<layout>::bytes>(group);
+    for (int part = 0; part < parts; part += Group<layout>::parts_together) add_group<layout, rows>(from, group, part, totals);
+  }
+  return totals;
+}
+
+// The totals of a tile and its outliers; the weights of the strip were just read. All in one loop: how often a loop for each row goes
+// round would be guessed wrong too often.
+template <Layout layout, int rows>
+Totals<rows> with_outliers(Totals<rows> totals, const QuantisedRows& from, int64_t first_row, const uint8_t* strip) {
+  const Outlier* end = from.outliers + from.outlier_begins[first_row + rows];
+  for (const Outlier* outlier = from.outliers + from.outlier_begins[first_row]; outlier < end; outlier++) {
+    const uint8_t* group = strip + int64_t{outlier->input / group_inputs} * Group<layout>::bytes;
+    for (int part = 0; part < parts; part++) {
+      Vec& total = totals.at[outlier->row - first_row][part];
+      total = vec::fma(vec::all(outlier->value), Group<layout>::weights_of(group, outlier->input % group_inputs, part), total);
+    }
+  }
+  return totals;
+}
 
 // The bias, and where the result goes. The last strip may have fewer outputs than lanes.
 template <int rows>
@@ -180,8 +212,7 @@ void finish(const LinearTask& task, const Totals<rows>& totals, int64_t first_ro
     const int64_t output = first_output + part * vec::lanes, left = task.weight->outputs - output;
     const auto put = [&](auto count) {
       for (int row = 0; row < rows; row++) {
-        const int64_t place = task.places ? task.places[first_row + row] : first_row + row;
-        float* out = task.out + place * task.out_stride + output;
+        float* out = task.out + (first_row + row) * task.out_stride + output;
         Vec value = totals.at[row][part];
         if (task.weight->bias) value = value + vec::load(task.weight->bias + output, count);
         if (task.add) value = vec::fma(vec::all(task.scale), value, vec::load(out, count));
@@ -196,8 +227,18 @@ void finish(const LinearTask& task, const Totals<rows>& totals, int64_t first_ro
 template <Layout layout, int rows>
 void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_strip, int64_t end_strip) {
   const int64_t bytes = strip_bytes(layout, task.weight->inputs);
-  for (int64_t strip = first_strip; strip < end_strip; strip++)
-    finish(task, Tile<layout, rows>::multiply(task, first_row, task.weight->data + strip * bytes), first_row, strip * strip_outputs);
+  const uint8_t* weights = task.weight->data + first_strip * bytes;
+  for (int64_t strip = first_strip; strip < end_strip; strip++, weights += bytes) {
+    if constexpr (is_quantised(layout)) {
+      const int64_t* begins = task.quantised.outlier_begins;
+      const Totals<rows> totals = multiply_bytes<layout, rows>(task, first_row, weights);
+      const bool has_outliers = begins && begins[first_row] < begins[first_row + rows];
+      finish(task, has_outliers ? with_outliers<layout>(totals, task.quantised, first_row, weights) : totals, first_row,
+             strip * strip_outputs);
+    } else {
+      finish(task, multiply_floats<layout, rows>(task, first_row, weights), first_row, strip * strip_outputs);
+    }
+  }
 }
 
 // The tile of exactly `count` rows, which is at most `rows`.
@@ -217,40 +258,7 @@ void multiply_strips(const LinearTask& task, int64_t first_strip, int64_t end_st
   }
 }
 
-// The first of the entries [begin, end), rows ascending, that belongs to this row or a later one.
-inline int64_t entry_from(const int32_t* rows, int64_t begin, int64_t end, int64_t row) {
-  while (begin < end) {
-    const int64_t middle = (begin + end) / 2;
-    if (rows[middle] < row) begin = middle + 1;
-    else end = middle;
-  }
-  return begin;
-}
-
-// Adds the products of residuals. Those of one group are rows of one group, times this group of every strip: for a row the groups are
-// added in their order, in any company.
-template <Layout layout>
-void add_residuals(const LinearTask& task, int64_t first_strip, int64_t end_strip) {
-  if (!task.wide.begins) return;
-  Weight weight = *task.weight;
-  weight.bias = nullptr;
-  LinearTask part = task;
-  part.weight = &weight;
-  part.quantised = task.wide.entries;
-  part.places = task.wide.rows;
-  part.add = true;
-  part.scale = task.add ? task.scale : 1.0f;
-  for (int64_t group = 0; group < task.quantised.groups; group++) {
-    const int64_t begin = task.wide.begins[group], end = task.wide.begins[group + 1];
-    if (begin == end) continue;
-    part.first_row = entry_from(task.wide.rows, begin, end, task.first_row);
-    part.end_row = entry_from(task.wide.rows, part.first_row, end, task.end_row);
-    weight.data = task.weight->data + group * (layout == Layout::w4 ? w4_group_bytes : w8_group_bytes);
-    multiply_strips<layout>(part, first_strip, end_strip);
-  }
-}
-
-// A run of strips that stays in the second-level cache while the rows pass by, a tile of them at a time, and then their residuals.
+// A run of strips that stays in the second-level cache while the rows pass by, a tile of them at a time.
 constexpr int64_t cached_bytes = 128 * 1024;
 
 template <Layout layout>
@@ -259,7 +267,6 @@ void multiply(const LinearTask& task) {
   for (int64_t strip = task.first_strip; strip < task.end_strip; strip += run) {
     const int64_t end = strip + run < task.end_strip ? strip + run : task.end_strip;
     multiply_strips<layout>(task, strip, end);
-    if constexpr (layout == Layout::w4 || layout == Layout::w8) add_residuals<layout>(task, strip, end);
   }
 }
 

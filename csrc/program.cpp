@@ -18,6 +18,8 @@ constexpr int64_t chunk_bytes = 64 << 10;
 // A product of more rows than these is cut by rows too, so that the rows of one piece stay in the cache.
 constexpr int64_t rows_per_chunk = 256;
 
+// The next chunk of attention is this part of what is left.
+constexpr int64_t shares_per_thread = 2;
 // With fewer tasks than these for each thread, long contexts are shared out by segments.
 constexpr int64_t tasks_per_thread = 4;
 // Rows that are taken together where little is done to each: handing out work costs as much as a few of them.
@@ -37,12 +39,10 @@ void each_row(Pool& pool, int64_t rows, Work&& work) {
 
 }  // namespace
 
-float* Program::rows_of(int buffer, int64_t rows) { return buffers_[buffer].at_least(rows * columns_[buffer]); }
+float* Program::rows_of(int buffer, int64_t rows) { return buffers_[buffer].at_least(rows * strides_[buffer]); }
 
 CacheLayer Program::layer_of(int layer) const {
-  const int64_t half = cache_.block_size * shape_.kv_heads * shape_.head_size;
-  return CacheLayer{cache_.data + layer * 2 * half, cache_.layers * 2 * half, half, cache_.block_size,
-                    shape_.head_size, cache_.block_size * shape_.head_size, shape_.head_size};
+  return layer_of_cache(cache_.data, cache_.layers, layer, shape_.kv_heads, cache_.block_size, shape_.head_size);
 }
 
 const float* Program::forward(const Step& step, const Cache& cache) {
@@ -68,6 +68,7 @@ void Program::prepare(const Step& step, const Cache& cache) {
   step_ = step;
   cache_ = cache;
   scratch_.resize(static_cast<size_t>(pool_.threads()));
+  tasks_.resize(static_cast<size_t>(pool_.threads()));
   cosines_.resize(ropes_.size());
   sines_.resize(ropes_.size());
   for (size_t rope = 0; rope < ropes_.size(); rope++) {
@@ -89,8 +90,26 @@ void Program::prepare(const Step& step, const Cache& cache) {
     for (int64_t first = step.query_starts[request]; first < end; first += queries_per_piece)
       pieces_.push_back(Piece{request, first, std::min(queries_per_piece, end - first)});
   }
-  // The longest first: what is left for the end is short.
-  std::reverse(pieces_.begin(), pieces_.end());
+  share_out_attention();
+}
+
+// The kv heads of all pieces are the tasks of attention, and a chunk is some of them, so that a worker can fetch what it reads next while
+// it works on this. The first chunks are long and the last are short: nobody is left waiting for one.
+void Program::share_out_attention() {
+  const auto cost = [&](const Piece& piece) { return piece.count * (step_.positions[piece.first] + piece.count); };
+  std::stable_sort(pieces_.begin(), pieces_.end(), [&](const Piece& left, const Piece& right) { return cost(left) > cost(right); });
+  int64_t left = 0;
+  for (const Piece& piece : pieces_) left += cost(piece) * shape_.kv_heads;
+  chunks_.clear();
+  const int64_t tasks = static_cast<int64_t>(pieces_.size()) * shape_.kv_heads;
+  for (int64_t first = 0, end = 0; first < tasks; first = end) {
+    const int64_t fair = left / (pool_.threads() * shares_per_thread);
+    int64_t taken = 0;
+    while (end < tasks && (end == first || taken < fair)) taken += cost(pieces_[static_cast<size_t>(end++ / shape_.kv_heads)]);
+    left -= taken;
+    chunks_.push_back(Chunk{first, end});
+  }
+  std::reverse(chunks_.begin(), chunks_.end());   // the pool begins with the last
 }
 
 void Program::run(const Instruction& instruction, int64_t rows) {
@@ -119,7 +138,7 @@ void Program::embed(const Instruction& instruction) {
   const Weight& table = instruction.weight;
   float* out = rows_of(instruction.output, step_.tokens);
   each_row(pool_, step_.tokens, [&](int64_t token, int) {
-    float* row = out + token * table.inputs;
+    float* row = out + token * strides_[instruction.output];
     kernels().unpack_row(table, step_.token_ids[token], row);
     if (instruction.scale != 1.0f) kernels().scale_and_cap(row, table.inputs, instruction.scale, 0.0f);
   });
@@ -130,7 +149,8 @@ void Program::norm(const Instruction& instruction, int64_t rows) {
   const float* input = rows_of(instruction.input, rows);
   float* out = rows_of(instruction.output, rows);
   each_row(pool_, rows, [&](int64_t row, int) {
-    kernels().rms_norm(input + row * columns, instruction.norm.data, columns, instruction.epsilon, out + row * columns);
+    kernels().rms_norm(input + row * strides_[instruction.input], instruction.norm.data, columns, instruction.epsilon,
+                       out + row * strides_[instruction.output]);
   });
 }
 
@@ -145,15 +165,12 @@ void Program::ready_rows(int64_t rows, int64_t columns, bool quantised, Get&& ge
     });
     return;
   }
-  const int64_t groups = ceil_divide(columns, group_inputs);
-  quantised_ = QuantisedRows{groups, codes_.at_least(rows * groups * group_inputs), scales_.at_least(rows * groups),
-                             offsets_.at_least(rows * groups), corrections_.at_least(rows * groups)};
-  wide_groups_.make_room(quantised_, rows);
+  quantised_ = activations_.at_least(rows, columns);
   for (auto& scratch : scratch_) scratch.at_least(columns);
   each_row(pool_, rows, [&](int64_t row, int worker) {
     kernels().quantise_row(get(row, scratch_[static_cast<size_t>(worker)].data()), columns, quantised_, row);
   });
-  wide_ = wide_groups_.collect(quantised_, rows);
+  gather_outliers(quantised_, rows);
 }
 
 // Of rows that are ready.
@@ -168,7 +185,6 @@ void Program::product(const Weight& weight, int64_t rows, float* out, int64_t ou
     LinearTask task{};
     task.weight = &weight;
     task.quantised = quantised_;
-    task.wide = wide_;
     task.rows = ready_floats_.data();
     task.row_stride = ready_columns_;
     task.first_row = chunk % row_chunks * rows_per_chunk;
@@ -186,7 +202,7 @@ void Program::product(const Weight& weight, int64_t rows, float* out, int64_t ou
 void Program::linear(const Instruction& instruction, int64_t rows) {
   const Weight& weight = instruction.weight;
   const float* input = rows_of(instruction.input, rows);
-  const int64_t stride = columns_[instruction.input], columns = weight.inputs;
+  const int64_t stride = strides_[instruction.input], columns = weight.inputs;
   const auto ready = [&](int64_t row, float* scratch) -> const float* {
     const float* values = input + row * stride;
     switch (instruction.before) {
@@ -198,7 +214,7 @@ void Program::linear(const Instruction& instruction, int64_t rows) {
     return scratch;
   };
   if (!instruction.again) ready_rows(rows, columns, weight.quantised(), ready);
-  product(weight, rows, rows_of(instruction.output, rows) + instruction.column, columns_[instruction.output], instruction.add, instruction.scale);
+  product(weight, rows, rows_of(instruction.output, rows) + instruction.column, strides_[instruction.output], instruction.add, instruction.scale);
 }
 
 void Program::rope_and_write(const Instruction& instruction) {
@@ -206,7 +222,7 @@ void Program::rope_and_write(const Instruction& instruction) {
   const Rope& turn = ropes_[static_cast<size_t>(patterns_[static_cast<size_t>(instruction.pattern)].rope)];
   const size_t rope = static_cast<size_t>(patterns_[static_cast<size_t>(instruction.pattern)].rope);
   const int64_t pairs = static_cast<int64_t>(turn.frequencies.size());
-  const int64_t size = shape_.head_size, width = columns_[instruction.input];
+  const int64_t size = shape_.head_size, width = strides_[instruction.input];
   float* rows = rows_of(instruction.input, step_.tokens);
   const Kernels& table = kernels();
   const auto normalise = [&](float* heads, int64_t count, const Vector& weight) {
@@ -218,7 +234,11 @@ void Program::rope_and_write(const Instruction& instruction) {
       table.rms_norm(heads, weight.data, count * size, instruction.epsilon, heads);
     }
   };
-  each_row(pool_, step_.tokens, [&](int64_t token, int) {
+  for (auto& scratch : scratch_) scratch.at_least(size);
+  each_row(pool_, step_.tokens, [&](int64_t token, int worker) {
+    const int64_t cell = step_.cells[token], within = cell % layer.block_size, tile = within / key_tile * key_tile;
+    const int64_t distance = std::min(key_tile, layer.block_size - tile);
+    uint16_t* block = layer.keys + cell / layer.block_size * layer.block_stride;
     float* queries = rows + token * width;
     float* keys = queries + shape_.heads * size;
     const float* values = keys + shape_.kv_heads * size;
@@ -228,11 +248,12 @@ void Program::rope_and_write(const Instruction& instruction) {
     normalise(keys, shape_.kv_heads, instruction.key_norm);
     for (int64_t head = 0; head < shape_.heads + shape_.kv_heads; head++)
       table.rotate(queries + head * size, size, pairs, turn.interleaved, cosine, sine, queries + head * size);
-    const int64_t cell = step_.cells[token];
-    uint16_t* place = layer.keys + cell / layer.block_size * layer.block_stride + cell % layer.block_size * layer.position_stride;
-    for (int64_t head = 0; head < shape_.kv_heads; head++) {
-      table.to_half(keys + head * size, size, place + head * layer.head_stride);
-      table.to_half(values + head * size, size, place + head * layer.head_stride + layer.value_offset);
+    uint16_t* halves = reinterpret_cast<uint16_t*>(scratch_[static_cast<size_t>(worker)].data());
+    for (int64_t head = 0; head < shape_.kv_heads; head++, block += layer.head_stride) {
+      table.to_half(keys + head * size, size, halves);
+      uint16_t* key = block + tile * size + within - tile;
+      for (int64_t feature = 0; feature < size; feature++) key[feature * distance] = halves[feature];
+      table.to_half(values + head * size, size, block + layer.value_offset + within * size);
     }
   });
 }
@@ -265,7 +286,7 @@ bool Program::attend_in_segments(int64_t tasks, TaskOf&& task_of) {
 
 void Program::attention(const Instruction& instruction) {
   const int64_t group = shape_.heads / shape_.kv_heads;
-  const int64_t width = columns_[instruction.input], out_width = columns_[instruction.output];
+  const int64_t width = strides_[instruction.input], out_width = strides_[instruction.output];
   const float* queries = rows_of(instruction.input, step_.tokens);
   float* out = rows_of(instruction.output, step_.tokens);
   const auto task_of = [&](int64_t chunk) {
@@ -292,17 +313,13 @@ void Program::attention(const Instruction& instruction) {
   for (int64_t task = 0; task < tasks; task += shape_.kv_heads) most_scratch = std::max(most_scratch, kernels().attend_scratch(task_of(task)));
   for (auto& scratch : scratch_) scratch.at_least(most_scratch);
   if (tasks < pool_.threads() * tasks_per_thread && attend_in_segments(tasks, task_of)) return;
-  // With enough of them the kv heads of a piece are one chunk, so that each can fetch what the next one reads.
-  const int64_t together = tasks >= pool_.threads() * shape_.kv_heads * tasks_per_thread ? shape_.kv_heads : 1;
-  pool_.run(tasks / together, [&](int64_t chunk, int worker) {
-    AttendTask task = task_of(chunk * together);
-    for (int64_t i = 1; i <= together; i++) {
-      AttendTask next{};
-      if (i < together) next = task_of(chunk * together + i);
-      task.next = i < together ? &next : nullptr;
-      kernels().attend(task, scratch_[static_cast<size_t>(worker)].data());
-      task = next;
-    }
+  pool_.run(static_cast<int64_t>(chunks_.size()), [&](int64_t index, int worker) {
+    const Chunk& chunk = chunks_[static_cast<size_t>(index)];
+    std::vector<AttendTask>& list = tasks_[static_cast<size_t>(worker)];
+    list.clear();
+    for (int64_t task = chunk.first; task < chunk.end; task++) list.push_back(task_of(task));
+    for (size_t task = 1; task < list.size(); task++) list[task - 1].next = &list[task];
+    kernels().attend(list.front(), scratch_[static_cast<size_t>(worker)].data());
   });
 }
 
@@ -312,9 +329,10 @@ void Program::mixture(const Instruction& instruction, int64_t rows) {
   const int64_t count = router.outputs, columns = router.inputs, per_token = experts.per_token;
   const float* input = rows_of(instruction.input, rows);
   float* out = rows_of(instruction.output, rows);
+  const int64_t stride = strides_[instruction.input], out_stride = strides_[instruction.output];
 
   float* shares = expert_logits_.at_least(rows * count);
-  ready_rows(rows, columns, router.quantised(), [&](int64_t row, float*) { return input + row * columns; });
+  ready_rows(rows, columns, router.quantised(), [&](int64_t row, float*) { return input + row * stride; });
   product(router, rows, shares, count, false, 1.0f);
   expert_chosen_.resize(static_cast<size_t>(rows * per_token));
   float* chosen_shares = expert_shares_.at_least(rows * per_token);
@@ -323,7 +341,7 @@ void Program::mixture(const Instruction& instruction, int64_t rows) {
                     chosen_shares + row * per_token);
   });
 
-  std::memset(out, 0, static_cast<size_t>(rows * columns) * sizeof(float));
+  std::memset(out, 0, static_cast<size_t>(rows * out_stride) * sizeof(float));
   for (int64_t expert = 0; expert < count; expert++) {
     expert_rows_.clear();
     expert_row_shares_.clear();
@@ -340,7 +358,7 @@ void Program::mixture(const Instruction& instruction, int64_t rows) {
     const int64_t inner = gate.outputs;
     float* gate_up = expert_inner_.at_least(mine * 2 * inner);
     float* result = expert_out_.at_least(mine * columns);
-    const auto gathered = [&](int64_t row, float*) { return input + expert_rows_[static_cast<size_t>(row)] * columns; };
+    const auto gathered = [&](int64_t row, float*) { return input + expert_rows_[static_cast<size_t>(row)] * stride; };
     ready_rows(mine, columns, gate.quantised(), gathered);
     product(gate, mine, gate_up, 2 * inner, false, 1.0f);
     if (up.quantised() != gate.quantised()) ready_rows(mine, columns, up.quantised(), gathered);
@@ -352,7 +370,7 @@ void Program::mixture(const Instruction& instruction, int64_t rows) {
     });
     product(down, mine, result, columns, false, 1.0f);
     each_row(pool_, mine, [&](int64_t row, int) {
-      float* target = out + expert_rows_[static_cast<size_t>(row)] * columns;
+      float* target = out + expert_rows_[static_cast<size_t>(row)] * out_stride;
       kernels().add_scaled(target, result + row * columns, expert_row_shares_[static_cast<size_t>(row)], columns, target);
     });
   }
@@ -363,7 +381,8 @@ void Program::add(const Instruction& instruction, int64_t rows) {
   float* left = rows_of(instruction.output, rows);
   const float* right = rows_of(instruction.input, rows);
   each_row(pool_, rows, [&](int64_t row, int) {
-    kernels().add_scaled(left + row * columns, right + row * columns, instruction.scale, columns, left + row * columns);
+    float* target = left + row * strides_[instruction.output];
+    kernels().add_scaled(target, right + row * strides_[instruction.input], instruction.scale, columns, target);
   });
 }
 
@@ -372,14 +391,15 @@ void Program::select_rows(const Instruction& instruction) {
   const float* input = rows_of(instruction.input, step_.tokens);
   float* out = rows_of(instruction.output, step_.selected);
   for (int64_t row = 0; row < step_.selected; row++)
-    std::memcpy(out + row * columns, input + step_.logit_indices[row] * columns, static_cast<size_t>(columns) * sizeof(float));
+    std::memcpy(out + row * strides_[instruction.output], input + step_.logit_indices[row] * strides_[instruction.input],
+                static_cast<size_t>(columns) * sizeof(float));
 }
 
 void Program::scale_and_cap(const Instruction& instruction, int64_t rows) {
   const int64_t columns = columns_[instruction.output];
   float* values = rows_of(instruction.output, rows);
   each_row(pool_, rows, [&](int64_t row, int) {
-    kernels().scale_and_cap(values + row * columns, columns, instruction.scale, instruction.cap);
+    kernels().scale_and_cap(values + row * strides_[instruction.output], columns, instruction.scale, instruction.cap);
   });
 }
 

@@ -9,10 +9,10 @@
 #include <memory>
 #include <vector>
 
+#include "activations.h"
 #include "aligned.h"
 #include "kernels.h"
 #include "pool.h"
-#include "wide.h"
 
 namespace weft {
 
@@ -63,7 +63,7 @@ struct Instruction {
   std::shared_ptr<Experts> experts;
 };
 
-// The cache of all layers: [blocks, layers, 2, kv heads, block size, head size] in f16. What one kv head reads of a block lies together.
+// The cache of all layers: [blocks, layers, kv heads, 2, block size, head size] in f16; inside, keys lie as `CacheLayer` says.
 struct Cache {
   uint16_t* data;
   int64_t blocks, layers, block_size;
@@ -83,6 +83,7 @@ class Program {
 
   int add_buffer(int64_t columns) {
     columns_.push_back(columns);
+    strides_.push_back(columns % page_floats == 0 ? columns + strip_outputs : columns);
     buffers_.emplace_back();
     return static_cast<int>(columns_.size()) - 1;
   }
@@ -92,9 +93,13 @@ class Program {
   // What was appended after this makes logits of the rows in `rows_buffer`.
   void begin_logits(int rows_buffer) {
     rows_buffer_ = rows_buffer;
+    close_up(rows_buffer);
     logits_begin_ = instructions_.size();
   }
-  void end_logits(int logits_buffer) { logits_buffer_ = logits_buffer; }
+  void end_logits(int logits_buffer) {
+    logits_buffer_ = logits_buffer;
+    close_up(logits_buffer);
+  }
 
   // Runs the step; returns the rows that logits are made of, [selected, columns]. They are there until the next call.
   const float* forward(const Step& step, const Cache& cache);
@@ -118,12 +123,21 @@ class Program {
     int64_t request, first, count;
   };
 
+  struct Chunk {   // of the tasks of attention
+    int64_t first, end;
+  };
+
   struct Segment {   // of the context of one attention task
     int64_t task, segment;
   };
 
+  // Rows a multiple of 4 KB apart fall into the same few places of the first-level cache; those of most buffers are kept from that.
+  static constexpr int64_t page_floats = 1024;
+  // What callers see has no gaps between its rows.
+  void close_up(int buffer) { strides_[static_cast<size_t>(buffer)] = columns_[static_cast<size_t>(buffer)]; }
   float* rows_of(int buffer, int64_t rows);
   void prepare(const Step& step, const Cache& cache);
+  void share_out_attention();
   void run(const Instruction& instruction, int64_t rows);
   void carry_out(const Instruction& instruction, int64_t rows);
   void embed(const Instruction& instruction);
@@ -155,7 +169,7 @@ class Program {
   bool measured_ = false;
   std::array<double, Instruction::kinds> seconds_{};
 
-  std::vector<int64_t> columns_;
+  std::vector<int64_t> columns_, strides_;   // of each buffer: floats of a row, and from one row to the next
   std::vector<Aligned<float>> buffers_;
 
   // Of the step under way.
@@ -163,19 +177,18 @@ class Program {
   Cache cache_{};
   std::vector<Aligned<float>> cosines_, sines_;   // by rope: [tokens, pairs]
   std::vector<Piece> pieces_;
+  std::vector<Chunk> chunks_;
   std::vector<Segment> segments_;
   Aligned<float> partials_;
 
   // Rows on their way into a product.
-  Aligned<int8_t> codes_;
-  Aligned<float> scales_, offsets_, ready_floats_;
-  Aligned<int32_t> corrections_;
+  Activations activations_;
   QuantisedRows quantised_{};
-  WideGroups wide_groups_;
-  WideRows wide_{};
+  Aligned<float> ready_floats_;
   int64_t ready_columns_ = 0;
 
   std::vector<Aligned<float>> scratch_;           // by worker
+  std::vector<std::vector<AttendTask>> tasks_;    // likewise: those of the chunk in work
   Aligned<float> expert_logits_, expert_shares_, expert_inner_, expert_out_;
   std::vector<int32_t> expert_chosen_;
   std::vector<int64_t> expert_rows_;

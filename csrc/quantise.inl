@@ -5,13 +5,10 @@ namespace weft::WEFT_ISA {
 namespace {
 namespace quantising {
 
-// Two steps of a group of 32 values. The largest magnitude is not finite where one of the values is not: magnitudes are compared as whole
-// numbers, where infinity comes after all numbers and NaN after infinity. `round_codes` takes magnitudes of up to 127 once multiplied
-// with `factor` and rounds to nearest, ties to even.
-struct Sums {
-  int32_t codes, magnitudes;
-};
-
+// Three steps of a group of 32 values. The largest magnitude is not finite where one of the values is not: magnitudes are compared as whole
+// numbers, where infinity comes after all numbers and NaN after infinity. `above` has a bit for every value of a larger magnitude than
+// the bound. `round_codes` takes magnitudes of up to 127 once multiplied
+// with `factor`, rounds to nearest, ties to even, and returns the sum of the codes.
 #if defined(WEFT_AVX512)
 
 inline float largest_magnitude(const float* values) {
@@ -21,13 +18,19 @@ inline float largest_magnitude(const float* values) {
   return float_of_bits(static_cast<uint32_t>(_mm512_reduce_max_epi32(_mm512_max_epi32(first, second))));
 }
 
-inline Sums round_codes(const float* values, float factor, int8_t* codes) {
+inline uint32_t above(const float* values, float bound) {
+  const auto bits = [&](const float* from) -> uint32_t {
+    return _mm512_cmp_ps_mask(vec::magnitude(vec::load(from)), vec::all(bound), _CMP_GT_OQ);
+  };
+  return bits(values) | bits(values + 16) << 16;
+}
+
+inline int32_t round_codes(const float* values, float factor, int8_t* codes) {
   const __m512i first = _mm512_cvtps_epi32(vec::load(values) * vec::all(factor));
   const __m512i second = _mm512_cvtps_epi32(vec::load(values + 16) * vec::all(factor));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(first));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + 16), _mm512_cvtepi32_epi8(second));
-  return {_mm512_reduce_add_epi32(_mm512_add_epi32(first, second)),
-          _mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_abs_epi32(first), _mm512_abs_epi32(second)))};
+  return _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
 }
 
 #elif defined(WEFT_AVX2)
@@ -49,7 +52,16 @@ inline float largest_magnitude(const float* values) {
   return float_of_bits(static_cast<uint32_t>(folded(largest, [](__m128i a, __m128i b) { return _mm_max_epi32(a, b); })));
 }
 
-inline Sums round_codes(const float* values, float factor, int8_t* codes) {
+inline uint32_t above(const float* values, float bound) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 4; i++) {
+    const __m256 is_above = _mm256_cmp_ps(vec::magnitude(vec::load(values + 8 * i)), vec::all(bound), _CMP_GT_OQ);
+    bits |= static_cast<uint32_t>(_mm256_movemask_ps(is_above)) << 8 * i;
+  }
+  return bits;
+}
+
+inline int32_t round_codes(const float* values, float factor, int8_t* codes) {
   __m256i rounded[4];
   for (int i = 0; i < 4; i++) rounded[i] = _mm256_cvtps_epi32(vec::load(values + 8 * i) * vec::all(factor));
   // Packing works in halves of 128 bits; the permutation puts their fours back in order.
@@ -58,9 +70,7 @@ inline Sums round_codes(const float* values, float factor, int8_t* codes) {
   const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), ordered);
   const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(rounded[0], rounded[1]), _mm256_add_epi32(rounded[2], rounded[3]));
-  const __m256i magnitudes = _mm256_sad_epu8(_mm256_abs_epi8(packed), _mm256_setzero_si256());
-  const auto add = [](__m128i a, __m128i b) { return _mm_add_epi32(a, b); };
-  return {folded(sum, add), folded(magnitudes, add)};
+  return folded(sum, [](__m128i a, __m128i b) { return _mm_add_epi32(a, b); });
 }
 
 #else
@@ -74,28 +84,23 @@ inline float largest_magnitude(const float* values) {
   return float_of_bits(largest);
 }
 
-inline Sums round_codes(const float* values, float factor, int8_t* codes) {
-  Sums sums{0, 0};
+inline uint32_t above(const float* values, float bound) {
+  uint32_t bits = 0;
+  for (uint32_t i = 0; i < group_inputs; i++) bits |= static_cast<uint32_t>(std::fabs(values[i]) > bound) << i;
+  return bits;
+}
+
+inline int32_t round_codes(const float* values, float factor, int8_t* codes) {
+  int32_t sum = 0;
   for (int i = 0; i < group_inputs; i++) {
     // In a float of this size the last bit is 1, so the addition rounds.
     codes[i] = static_cast<int8_t>(static_cast<int32_t>((values[i] * factor + 0x1.8p23f) - 0x1.8p23f));
-    sums.codes += codes[i];
-    sums.magnitudes += codes[i] < 0 ? -codes[i] : codes[i];
+    sum += codes[i];
   }
-  return sums;
+  return sum;
 }
 
 #endif
-
-// What the codes leave over is at most half a scale.
-inline void write_residual(const float* values, const int8_t* codes, float scale, Residual& out) {
-  float rest[group_inputs];
-  for (int i = 0; i < group_inputs; i++) rest[i] = values[i] - scale * static_cast<float>(codes[i]);
-  const int32_t sum = round_codes(rest, 254.0f / scale, out.codes).codes;
-  out.scale = scale / 254.0f;
-  out.offset = out.scale * static_cast<float>(sum);
-  out.correction = -128 * sum;
-}
 
 // The 32 values of a group, in `padded` with zeros behind them where the row ends before.
 inline const float* group_of(const float* row, int64_t columns, int64_t group, float* padded) {
@@ -107,38 +112,59 @@ inline const float* group_of(const float* row, int64_t columns, int64_t group, f
   return padded;
 }
 
+// The magnitude that all outliers are above: infinite or NaN where a value of the row is, and then there are none.
+inline float outlier_bound(const float* row, int64_t columns) {
+  const float sum = vec::sum_row(columns, [&](vec::Vec magnitudes, int64_t i, auto n) {
+    return magnitudes + vec::magnitude(vec::load(row + i, n));
+  });
+  return sum / static_cast<float>(columns) * static_cast<float>(outlier_ratio);
+}
+
+// Takes the outliers out of a group, which is then in `rest`; returns how many they are.
+inline int32_t take_outliers(const float* values, float bound, uint32_t row, uint32_t first_input, float* rest, Outlier* out) {
+  for (int i = 0; i < group_inputs; i += vec::lanes) {   // whole vectors: to read one of which a part was just written takes long
+    const vec::Vec value = vec::load(values + i);
+    vec::store(rest + i, vec::where_less(vec::all(bound), vec::magnitude(value), vec::all(0.0f), value));
+  }
+  int32_t count = 0;
+  for (uint32_t left = above(values, bound); left != 0; left &= left - 1) {
+    const auto i = static_cast<uint32_t>(__builtin_ctz(left));
+    out[count++] = Outlier{row, first_input + i, values[i]};
+  }
+  return count;
+}
+
 }  // namespace quantising
 
 void quantise_row(const float* row, int64_t columns, const QuantisedRows& out, int64_t out_row) {
-  float padded[group_inputs], magnitudes = 0.0f;
+  float padded[group_inputs], rest[group_inputs];
+  const float bound = out.outliers ? quantising::outlier_bound(row, columns) : NAN;
+  Outlier* outliers = out.outliers ? out.outliers + out_row * out.outlier_room : nullptr;
+  int32_t taken = 0;
   for (int64_t group = 0; group < out.groups; group++) {
     const float* values = quantising::group_of(row, columns, group, padded);
     const int64_t at = out_row * out.groups + group;
     int8_t* codes = out.codes + at * group_inputs;
-    const float largest = quantising::largest_magnitude(values);
-    float scale = 0.0f;
-    quantising::Sums sums{0, 0};
+    float largest = quantising::largest_magnitude(values), scale = 0.0f;
+    if (largest > bound) {
+      taken += quantising::take_outliers(values, bound, static_cast<uint32_t>(out_row), static_cast<uint32_t>(group * group_inputs), rest,
+                                         outliers + taken);
+      values = rest;
+      largest = quantising::largest_magnitude(rest);
+    }
+    int32_t sum = 0;
     if (largest >= 0x1p-100f && largest < INFINITY) {
       scale = largest / 127.0f;
-      sums = quantising::round_codes(values, 127.0f / largest, codes);
+      sum = quantising::round_codes(values, 127.0f / largest, codes);
     } else {   // nothing to speak of, or something that no code can stand for and that the result must show
       std::memset(codes, 0, group_inputs);
       if (!(largest < INFINITY)) scale = NAN;
     }
     out.scales[at] = scale;
-    out.offsets[at] = scale * static_cast<float>(sums.codes);
-    out.corrections[at] = -128 * sums.codes;
-    magnitudes += scale * static_cast<float>(sums.magnitudes);   // by the codes, whose sums are the same on every instruction set
+    out.offsets[at] = scale * static_cast<float>(sum);
+    out.corrections[at] = -128 * sum;
   }
-  if (!out.wide) return;
-  const float bound = magnitudes / static_cast<float>(columns) * (wide_ratio / 127.0f);   // NaN in a row that has one: no group is above
-  for (int64_t group = 0; group < out.groups; group++) {
-    const int64_t at = out_row * out.groups + group;
-    const float scale = out.scales[at];
-    out.wide[at] = scale > bound;
-    if (out.wide[at])
-      quantising::write_residual(quantising::group_of(row, columns, group, padded), out.codes + at * group_inputs, scale, out.residuals[at]);
-  }
+  if (out.outliers) out.outlier_counts[out_row] = taken;
 }
 
 }  // namespace

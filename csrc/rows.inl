@@ -5,28 +5,10 @@ namespace weft::WEFT_ISA {
 namespace {
 
 void rms_norm(const float* row, const float* weight, int64_t columns, float epsilon, float* out) {
-  // Four sums side by side, since one would wait for each addition. Which elements meet in which depends on the columns alone.
-  constexpr int parts = vec::sum_parts;
-  vec::Vec sums[4 * parts];
-  for (vec::Vec& sum : sums) sum = vec::all(0.0f);
-  int64_t i = 0;
-  for (; i + 4 * parts * vec::lanes <= columns; i += 4 * parts * vec::lanes) {
-#pragma GCC unroll 8
-    for (int k = 0; k < 4 * parts; k++) {
-      const vec::Vec x = vec::load(row + i + k * vec::lanes);
-      sums[k] = vec::fma(x, x, sums[k]);
-    }
-  }
-  // What is left goes to the first sum alone.
-  vec::for_each(columns - i, [&](int64_t k, auto n) {
-    const vec::Vec x = vec::load(row + i + k, n);
-    vec::Vec& sum = sums[k / vec::lanes % parts];
-    sum = vec::fma(x, x, sum);
+  const float sum = vec::sum_row(columns, [&](vec::Vec squares, int64_t i, auto n) {
+    const vec::Vec x = vec::load(row + i, n);
+    return vec::fma(x, x, squares);
   });
-  vec::Vec joined[parts];
-  for (int part = 0; part < parts; part++)
-    joined[part] = (sums[part] + sums[parts + part]) + (sums[2 * parts + part] + sums[3 * parts + part]);
-  const float sum = vec::sum(joined);
   const vec::Vec factor = vec::all(1.0f / std::sqrt(sum / static_cast<float>(columns) + epsilon));
   vec::for_each(columns, [&](int64_t k, auto n) {
     vec::store(out + k, vec::load(row + k, n) * factor * vec::load(weight + k, n), n);

@@ -284,6 +284,28 @@ inline float sum(const Vec (&parts)[sum_parts]) {
   return sums[0];
 }
 
+// The sum of a row of which each(sum, i, n) adds n elements from i on to the lanes of a sum. Four sums side by side, since one would wait
+// for each addition; which elements meet in which depends on the columns alone.
+template <typename Each>
+inline float sum_row(int64_t columns, Each each) {
+  Vec sums[4 * sum_parts];
+  for (Vec& sum : sums) sum = all(0.0f);
+  int64_t i = 0;
+  for (; i + 4 * sum_parts * lanes <= columns; i += 4 * sum_parts * lanes) {
+#pragma GCC unroll 8
+    for (int k = 0; k < 4 * sum_parts; k++) sums[k] = each(sums[k], i + k * lanes, Full{});
+  }
+  // What is left goes to the first sum alone.
+  for_each(columns - i, [&](int64_t k, auto n) {
+    Vec& sum = sums[k / lanes % sum_parts];
+    sum = each(sum, i + k, n);
+  });
+  Vec joined[sum_parts];
+  for (int part = 0; part < sum_parts; part++)
+    joined[part] = (sums[part] + sums[sum_parts + part]) + (sums[2 * sum_parts + part] + sums[3 * sum_parts + part]);
+  return sum(joined);
+}
+
 inline float first(Vec a) {
   float values[lanes];
   store(values, a);
@@ -292,11 +314,26 @@ inline float first(Vec a) {
 
 // NaN lanes may be passed over: who must see them looks elsewhere.
 inline float largest(Vec a) {
-  float values[lanes];
-  store(values, a);
-  float best = values[0];
-  for (int i = 1; i < lanes; i++) best = values[i] > best ? values[i] : best;
+#if defined(WEFT_AVX512)
+  const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+#elif defined(WEFT_AVX2)
+  const __m256 half = a;
+#endif
+#if defined(WEFT_AVX512) || defined(WEFT_AVX2)
+  __m128 best = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  best = _mm_max_ps(best, _mm_movehl_ps(best, best));
+  return _mm_cvtss_f32(_mm_max_ss(best, _mm_movehdup_ps(best)));
+#else
+  float best = a[0];
+  for (int i = 1; i < lanes; i++) best = a[i] > best ? a[i] : best;
   return best;
+#endif
+}
+
+// first, first + 1, ...
+inline Vec counted_from(int64_t first) {
+  static const float steps[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return all(static_cast<float>(first)) + load(steps);
 }
 
 // e^(x - n ln 2), where n is the whole number next to x / ln 2: between 0.7 and 1.42.
@@ -319,12 +356,16 @@ inline Vec exp(Vec x) {
   return times_power_of_two(exp_of_rest(x, n), n);
 }
 
-// The same for x up to 0 (or NaN), faster: the weights of a softmax. What would be less than 2^-125 is 0, since a subnormal weight is
-// worth nothing and slows some processors down a hundredfold.
-inline Vec exp_up_to_0(Vec x) {
+// 2^x for x up to 0 (or NaN), to about 2 ulp and in half the time: the weights of a softmax. What would be less than 2^-125 is 0, since a
+// subnormal weight is worth nothing and slows some processors down a hundredfold.
+inline Vec exp2_up_to_0(Vec x) {
   // Added to so large a number, n + 127 stands in its lowest bits: the exponent of 2^n.
-  const Vec large = all(0x1.8p23f + 127.0f), sum = fma(x, all(one_by_log_2), large);
-  return where_less(x, all(-86.6f), all(0.0f), exp_of_rest(x, sum - large) * shifted_bits(sum));
+  const Vec large = all(0x1.8p23f + 127.0f), sum = x + large, r = x - (sum - large);
+  Vec p = fma(all(0.0013264727f), r, all(0.009671513f));
+  p = fma(p, r, all(0.055507336f));
+  p = fma(p, r, all(0.24022242f));
+  p = fma(p, r, all(0.693147f));
+  return where_less(x, all(-125.0f), all(0.0f), fma(p, r, all(1.0f)) * shifted_bits(sum));
 }
 
 // To about 2 ulp.

@@ -138,14 +138,16 @@ def pack(
 # What follows shows single kernels to tests and measurements.
 
 def quantise(
-    rows: NDArray[np.float32],
-) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]:
-    """Codes, scales, offsets and corrections of the rows (QuantisedRows in csrc/kernels.h)."""
-
-def residuals(
-    rows: NDArray[np.float32],
-) -> tuple[NDArray[np.bool_], NDArray[np.int8], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]:
-    """Which groups of the rows are wide, and their residuals' codes, scales, offsets and corrections; zeros elsewhere."""
+    rows: NDArray[np.float32], with_outliers: bool = True
+) -> tuple[
+    NDArray[np.int8],
+    NDArray[np.float32],
+    NDArray[np.float32],
+    NDArray[np.int32],
+    NDArray[np.uint32],
+    NDArray[np.float32],
+]:
+    """Codes, scales, offsets and corrections of the rows, row and input of each outlier, and its value (csrc/kernels.h)."""
 
 def linear(
     layout: int,
@@ -157,12 +159,12 @@ def linear(
     threads: int = 1,
     residual: NDArray[np.float32] | None = None,
     scale: float = 1.0,
-    with_residuals: bool = True,
+    with_outliers: bool = True,
     rows_each: int = 0,
 ) -> NDArray[np.float32]:
     """rows @ weights.T + bias; with a residual: residual + scale * (rows @ weights.T + bias).
 
-    `with_residuals` is about wide groups, and `rows_each` cuts the work into pieces of so many rows.
+    `with_outliers`: they are taken out of their groups. `rows_each` cuts the work into pieces of so many rows.
     """
 
 def unpack_rows(
@@ -231,11 +233,11 @@ def measure_linear(
     rows: int,
     pool: Pool,
     seconds: float,
-    wide_every: int = 0,
+    outlier_every: int = 0,
 ) -> float:
     """Seconds for one layer, the least of the tries that fit into `seconds`; a try takes all layers that `data` has room for.
 
-    Of the groups of the rows one in `wide_every` is wide, or none with 0.
+    Of the groups of the rows one in `outlier_every` has an outlier, or none with 0.
     """
 
 def measure_read(data: NDArray[np.uint8], pool: Pool, seconds: float) -> float:

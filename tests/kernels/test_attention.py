@@ -60,6 +60,16 @@ class Case:
         return cache, table
 
 
+def laid_out(cache: np.ndarray) -> np.ndarray:
+    """As the kernels read it: heads apart, and the keys of 16 positions at a time (or what is left) feature by feature."""
+    placed = np.moveaxis(cache, 4, 2).copy("C")
+    *heads, block_size, _ = placed[:, :, :, 0].shape
+    keys = placed[:, :, :, 0].copy()
+    tiles = [keys[..., start : start + 16, :].swapaxes(-1, -2) for start in range(0, block_size, 16)]
+    placed[:, :, :, 0] = np.concatenate([tile.reshape(*heads, -1) for tile in tiles], -1).reshape(keys.shape)
+    return placed
+
+
 def attend(
     case: Case,
     queries: np.ndarray,
@@ -71,7 +81,7 @@ def attend(
     out = np.full_like(queries, 7.0)
     scale = case.head_size**-0.5
     position = case.first if first is None else first
-    halves = cache.view(np.uint16)
+    halves = laid_out(cache).view(np.uint16)
     _kernels.attend(queries, halves, LAYER, table, position, case.window, scale, case.cap, out, split)
     return out
 

@@ -51,6 +51,12 @@ def grouped(rows: np.ndarray) -> np.ndarray:
     return padded.reshape(len(rows), groups, 32)
 
 
+def outliers(rows: np.ndarray) -> np.ndarray:
+    """Where a value is more than 12 times the mean magnitude of its row."""
+    magnitudes = np.abs(rows.astype(np.float64))
+    return magnitudes > 12 * magnitudes.mean(axis=1, keepdims=True)
+
+
 def quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales as the definition says."""
     padded = grouped(rows)
@@ -59,65 +65,34 @@ def quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(padded * inverse[:, :, None]).astype(np.int8), largest / np.float32(127)
 
 
-def residuals(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which groups are wide, and the codes and scales of what the first codes leave over; zeros elsewhere."""
-    codes, scales = quantised(rows)
-    magnitudes = np.zeros(len(rows), np.float32)
-    for group in range(scales.shape[1]):
-        magnitudes += scales[:, group] * np.abs(codes[:, group].astype(np.int32)).sum(axis=1).astype(
-            np.float32
-        )
-    bound = magnitudes / np.float32(rows.shape[1]) * (np.float32(12) / np.float32(127))
-    wide = scales > bound[:, None]
-    rest = grouped(rows) - scales[:, :, None] * codes
-    inverse = np.divide(np.float32(254), scales, out=np.zeros_like(scales), where=wide)
-    return (
-        wide,
-        np.rint(rest * inverse[:, :, None]).astype(np.int8),
-        np.where(wide, scales / np.float32(254), 0),
-    )
-
-
 def product(layout: int, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """In float64, from the codes where the layer takes codes."""
+    """In float64, from codes and outliers where the layer takes them."""
     values = rows.astype(np.float64)
     if layout in (W4, W8):
-        codes, scales = quantised(rows)
-        _, rest, rest_scales = residuals(rows)
-        groups = codes * scales[:, :, None].astype(np.float64) + rest * rest_scales[:, :, None].astype(
-            np.float64
-        )
-        values = groups.reshape(len(rows), 32 * groups.shape[1])[:, : rows.shape[1]]
+        alone = outliers(rows)
+        codes, scales = quantised(np.where(alone, 0, rows))
+        groups = codes * scales[:, :, None].astype(np.float64)
+        values = groups.reshape(len(rows), -1)[:, : rows.shape[1]] if len(rows) else values
+        values = np.where(alone, rows, values)
     return values @ weights.astype(np.float64).T
 
 
 @pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("with_outliers_taken_out", [False, True])
 @pytest.mark.parametrize("inputs", [1, 31, 32, 33, 96, 576])
-def test_activations_become_bytes_as_numpy_rounds_them(name: str, inputs: int) -> None:
-    rows = activations(7, inputs)
-    rows[3] = 0
-    _kernels.use(name)
-    codes, scales, offsets, corrections = _kernels.quantise(rows)
-    expected_codes, expected_scales = quantised(rows)
-    sums = expected_codes.sum(axis=2, dtype=np.int32)
-    np.testing.assert_array_equal(codes, expected_codes.reshape(codes.shape))
-    np.testing.assert_array_equal(scales, expected_scales)
-    np.testing.assert_array_equal(offsets, expected_scales * sums.astype(np.float32))
-    np.testing.assert_array_equal(corrections, -128 * sums)
-
-
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("inputs", [1, 31, 32, 33, 96, 576])
-def test_what_codes_leave_over_of_wide_groups_gets_codes_as_numpy_rounds_them(name: str, inputs: int) -> None:
+def test_activations_become_bytes_as_numpy_rounds_them(
+    name: str, inputs: int, with_outliers_taken_out: bool
+) -> None:
     rows = with_outliers(activations(40, inputs))
     rows[3] = 0
     _kernels.use(name)
-    wide, codes, scales, offsets, corrections = _kernels.residuals(rows)
-    expected_wide, expected_codes, expected_scales = residuals(rows)
+    codes, scales, offsets, corrections, places, values = _kernels.quantise(rows, with_outliers_taken_out)
+    alone = outliers(rows) if with_outliers_taken_out else np.zeros(rows.shape, bool)
+    assert alone.any() == (with_outliers_taken_out and inputs > 1)  # a value alone is the mean of its row
+    np.testing.assert_array_equal(places, np.argwhere(alone))
+    np.testing.assert_array_equal(values, rows[alone])
+    expected_codes, expected_scales = quantised(np.where(alone, 0, rows))
     sums = expected_codes.sum(axis=2, dtype=np.int32)
-    assert wide.any() == (inputs > 1)  # a value alone is the mean of its row
-    assert not wide[3].any()
-    np.testing.assert_array_equal(wide, expected_wide)
     np.testing.assert_array_equal(codes, expected_codes.reshape(codes.shape))
     np.testing.assert_array_equal(scales, expected_scales)
     np.testing.assert_array_equal(offsets, expected_scales * sums.astype(np.float32))
@@ -125,26 +100,35 @@ def test_what_codes_leave_over_of_wide_groups_gets_codes_as_numpy_rounds_them(na
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize(("others", "is_wide"), [(8, True), (9, False)])
-def test_a_group_is_wide_when_its_largest_value_is_12_times_the_mean_of_the_row(
-    name: str, others: int, is_wide: bool
+@pytest.mark.parametrize(("others", "is_outlier"), [(8, True), (9, False)])
+def test_an_outlier_is_a_value_of_more_than_12_times_the_mean_of_its_row(
+    name: str, others: int, is_outlier: bool
 ) -> None:
     # The mean of 127 and 63 eights is 9.9, that of 127 and 63 nines 10.8; a twelfth of 127 is 10.6.
     rows = np.full((1, 64), others, np.float32)
     rows[0, ::2] *= -1
     rows[0, 47] = 127
     _kernels.use(name)
-    assert _kernels.residuals(rows)[0].tolist() == [[False, is_wide]]
+    assert _kernels.quantise(rows)[4].tolist() == ([[0, 47]] if is_outlier else [])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_as_many_outliers_as_a_row_can_have_are_all_taken_out(name: str) -> None:
+    rows = np.full((3, 2400), 1e-6, np.float32)
+    rows[:, 7 : 7 + 199 * 12 : 12] = 1  # 200 of them would be 12 times the mean, not more
+    assert outliers(rows).sum() == 3 * 199
+    _kernels.use(name)
+    np.testing.assert_array_equal(_kernels.quantise(rows)[4], np.argwhere(outliers(rows)))
 
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_row_with_a_value_that_is_no_number_has_no_residuals(name: str, value: float) -> None:
+def test_a_row_with_a_value_that_is_no_number_has_no_outliers(name: str, value: float) -> None:
     rows = np.full((2, 64), 0.01, np.float32)
     rows[:, 40] = 1
     rows[0, 5] = value
     _kernels.use(name)
-    assert _kernels.residuals(rows)[0].tolist() == [[False, False], [False, True]]
+    assert _kernels.quantise(rows)[4].tolist() == [[1, 40]]
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -155,8 +139,8 @@ def test_rows_with_outliers_come_out_almost_as_well_as_in_floats(name: str, layo
     exact = rows.astype(np.float64) @ weights.astype(np.float64).T
     _kernels.use(name)
 
-    def error(with_residuals: bool) -> float:
-        result = _kernels.linear(layout, 100, 576, packed, None, rows, with_residuals=with_residuals)
+    def error(taken_out: bool) -> float:
+        result = _kernels.linear(layout, 100, 576, packed, None, rows, with_outliers=taken_out)
         return float(np.sqrt(((result - exact) ** 2).mean()))
 
     assert error(True) < error(False) / 20
@@ -164,14 +148,16 @@ def test_rows_with_outliers_come_out_almost_as_well_as_in_floats(name: str, layo
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("layout", [W4, W8])
-def test_rows_without_wide_groups_have_the_bits_they_have_without_residuals(name: str, layout: int) -> None:
+def test_rows_without_outliers_have_the_bits_they_have_where_none_are_taken_out(
+    name: str, layout: int
+) -> None:
     packed, _ = layer(layout, 40, 96)
     rows = with_outliers(activations(20, 96), share=0.5)
-    plain = ~residuals(rows)[0].any(axis=1)
+    plain = ~outliers(rows).any(axis=1)
     assert plain.any() and not plain.all()
     _kernels.use(name)
     with_them = _kernels.linear(layout, 40, 96, packed, None, rows)
-    without = _kernels.linear(layout, 40, 96, packed, None, rows, with_residuals=False)
+    without = _kernels.linear(layout, 40, 96, packed, None, rows, with_outliers=False)
     np.testing.assert_array_equal(with_them[plain], without[plain])
     assert (with_them[~plain] != without[~plain]).any(axis=1).all()
 
@@ -181,7 +167,7 @@ def test_ties_round_to_even(name: str) -> None:
     rows = np.zeros((1, 32), np.float32)
     rows[0, :6] = [127, 0.5, 1.5, 2.5, -0.5, -1.5]
     _kernels.use(name)
-    assert _kernels.quantise(rows)[0][0, :6].tolist() == [127, 0, 2, 2, 0, -2]
+    assert _kernels.quantise(rows, with_outliers=False)[0][0, :6].tolist() == [127, 0, 2, 2, 0, -2]
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -299,13 +285,13 @@ def test_a_bias_and_what_is_added_to_come_after_the_product(name: str, layout: i
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("layout", [W4, W8])
-def test_residuals_are_scaled_like_the_rest_of_the_product_and_leave_the_bias_alone(
+def test_outliers_are_scaled_like_the_rest_of_the_product_and_leave_the_bias_alone(
     name: str, layout: int
 ) -> None:
     packed, _ = layer(layout, 37, 64)
     rows, bias = with_outliers(activations(5, 64), share=1), activations(1, 37, seed=3)[0]
     residual = activations(5, 37, seed=4)
-    assert residuals(rows)[0].any()
+    assert outliers(rows).any()
     _kernels.use(name)
     plain = _kernels.linear(layout, 37, 64, packed, None, rows)
     size = np.abs(plain).max()

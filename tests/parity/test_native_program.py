@@ -63,6 +63,18 @@ def test_logits_are_the_same_bits_in_any_company_and_in_any_chunks(
         assert np.array_equal(ours, one_by_one)
 
 
+def test_logits_are_the_same_bits_whatever_the_size_of_a_block(instructions: str, tmp_path: Path) -> None:
+    """Keys lie in tiles of 16 positions: blocks of whole tiles, of part of one, and of one and a part."""
+    checkpoint = save(build_model(CASES["gemma3"]), tmp_path)
+    decoder = NativeDecoder("huggingface", checkpoint.config, checkpoint.sources)
+    text = np.random.default_rng(7).integers(1, VOCABULARY, 110).tolist()
+    plan = [[60], [30], *[[1]] * 20]
+    (expected,) = logits_in_a_batch(decoder, [text], plan, 16)
+    for block_size in (1, 5, 24, 32, 100):
+        (ours,) = logits_in_a_batch(decoder, [text], plan, block_size)
+        assert np.array_equal(ours, expected)
+
+
 @pytest.mark.parametrize("instructions", FUSED[1:], indirect=True)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3, longrope, part of the head", "mixtral", "olmo2"])
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])

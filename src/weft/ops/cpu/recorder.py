@@ -42,9 +42,9 @@ class CpuOps(RecordingOps):
         return weight.nbytes
 
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> np.ndarray:
-        """Unlike in numpy, what one kv head reads of a block lies together; in large pages, where the system has some:
-        the blocks of a request are all over the memory."""
-        places = (blocks, layers, 2, shape.kv_heads, block_size, shape.head_size)
+        """Unlike in numpy, what one kv head reads of a block lies together, its keys feature by feature (`CacheLayer` in
+        csrc/kernels.h); in large pages, where the system has some: the blocks of a request are all over the memory."""
+        places = (blocks, layers, shape.kv_heads, 2, block_size, shape.head_size)
         try:
             memory = mmap.mmap(-1, max(1, math.prod(places) * 2))
         except (OSError, OverflowError) as error:

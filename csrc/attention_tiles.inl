@@ -1,0 +1,300 @@
+// The inner loops of attention: a few rows against some keys or values, and the memory that is asked for meanwhile.
+//
+// A score is the sum over features of query times key, one feature after the other; a sum of values goes over positions one after the
+// other. Both stand in a lane of their own: neither depends on which rows or keys share a tile, nor on how many lanes a vector has.
+#include "vec.h"
+
+namespace weft::WEFT_ISA {
+namespace {
+
+constexpr int64_t piece_keys = 64;
+constexpr int64_t piece_tiles = piece_keys / key_tile;
+constexpr int64_t block_rows = 48;   // rows worked on together, but at least the heads of one query
+// From one row of scores to the next: one vector more than there are, else all rows would share few sets of the cache.
+constexpr int64_t score_stride = segment_keys + 16;
+
+// As many rows share what is loaded of the cache as leave their sums in registers.
+#if defined(WEFT_AVX512)
+constexpr int tile_rows = 6;
+constexpr int tile_sums = 24;
+#elif defined(WEFT_AVX2)
+constexpr int tile_rows = 3;
+constexpr int tile_sums = 12;
+#else
+constexpr int tile_rows = 2;
+constexpr int tile_sums = 8;
+#endif
+
+inline int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Positions of a segment, or of a piece, counted from its start.
+struct Span {
+  int64_t first, end;
+  bool empty() const { return first >= end; }
+};
+
+// What a query at a position sees of a segment.
+inline Span seen_from(const AttendTask& task, int64_t position, int64_t segment) {
+  const int64_t end = position + 1 - segment * segment_keys;
+  return {task.window > 0 ? larger(end - task.window, 0) : 0, smaller(end, segment_keys)};
+}
+
+inline int64_t queries_in_block(const AttendTask& task) { return larger(1, smaller(task.count, block_rows / task.group)); }
+
+// Whether tiles of keys, and as many values, each lie together in the cache.
+inline bool has_whole_tiles(const CacheLayer& cache) { return cache.block_size % key_tile == 0; }
+
+// Where the tile that begins at a position lies; only with whole tiles.
+inline const uint16_t* tile_at(const AttendTask& task, int64_t position, bool values) {
+  const CacheLayer& cache = task.cache;
+  return cache.keys + task.table[position / cache.block_size] * cache.block_stride + task.kv_head * cache.head_stride +
+         position % cache.block_size * cache.head_size + (values ? cache.value_offset : 0);
+}
+
+// --- ahead ---------------------------------------------------------------------------------------------------------------------------
+
+// The tiles that a worker reads for the first rows of its tasks, in the order in which it does, some kilobytes before it does. Blocks lie
+// all over the memory, where the processor does not guess what comes next; and each ask is one line, made between computations, since it
+// can wait for a few dozen lines only and then for nothing else. Asked into the second level of the cache: the first waits for fewer.
+class Ahead {
+ public:
+  // All segments of a task and of those behind it, or one segment.
+  explicit Ahead(const AttendTask& task) { begin(&task), start(); }
+  Ahead(const AttendTask& task, int64_t segment) : task_(&task), segment_(segment), end_segment_(segment + 1), alone_(true) {
+    see();
+    start();
+  }
+
+  // Tells that so many tiles will be read next, for which as many will be asked for, or twice as many until they are far enough ahead.
+  void owe(int64_t tiles) {
+    const int64_t more = smaller(tiles * lines_, distance - ahead_);
+    rate_ = more > 0 ? 2 : 1;
+    owed_ += tiles * lines_ + more;
+    ahead_ += more;
+  }
+  void ask(int64_t lines) {
+    lines = smaller(lines * rate_, owed_);
+    owed_ -= lines;
+    if (lines < left_) {
+      for (int64_t i = 0; i < lines; i++) __builtin_prefetch(at_ + i * line, 0, 2);
+      at_ += lines * line;
+      left_ -= lines;
+    } else {
+      ask_across(lines);
+    }
+  }
+  void ask_rest() { ask(owed_); }
+
+ private:
+  static constexpr int64_t line = 32;                              // in elements
+  static constexpr int64_t first_distance = 128, distance = 512;   // in lines
+
+  void start() {
+    if (!task_) return;
+    owed_ = ahead_ = first_distance;
+    ask_rest();
+  }
+
+  __attribute__((noinline)) void ask_across(int64_t lines) {
+    while (lines > 0 && task_) {
+      for (; lines > 0 && left_ > 0; lines--, left_--, at_ += line) __builtin_prefetch(at_, 0, 2);
+      if (left_ == 0) next();
+    }
+  }
+
+  void begin(const AttendTask* task) {
+    task_ = task;
+    if (!task) return;
+    segment_ = task->first_segment();
+    end_segment_ = (task->first_position + queries_in_block(*task) - 1) / segment_keys + 1;
+    see();
+  }
+
+  void see() {
+    if (!has_whole_tiles(task_->cache)) return begin(nullptr);
+    lines_ = (task_->cache.head_size * key_tile + line - 1) / line;
+    first_ = seen_from(*task_, task_->first_position, segment_).first / key_tile * key_tile;
+    end_ = seen_from(*task_, task_->first_position + queries_in_block(*task_) - 1, segment_).end;
+    values_ = false;
+    find(first_);
+  }
+
+  void find(int64_t position) {
+    position_ = position;
+    at_ = tile_at(*task_, segment_ * segment_keys + position, values_);
+    left_ = lines_;
+  }
+
+  void next() {
+    if (position_ + key_tile < end_) return find(position_ + key_tile);
+    if (!values_) {
+      values_ = true;
+      return find(first_);
+    }
+    if (++segment_ < end_segment_) return see();
+    begin(alone_ ? nullptr : task_->next);
+  }
+
+  const AttendTask* task_ = nullptr;   // null: there is nothing left to ask for
+  int64_t segment_ = 0, end_segment_ = 0;
+  bool alone_ = false, values_ = false;
+  int64_t position_ = 0, first_ = 0, end_ = 0;   // in the segment
+  const uint16_t* at_ = nullptr;
+  int64_t lines_ = 0, left_ = 0, owed_ = 0, ahead_ = 0, rate_ = 1;
+};
+
+// --- tiles ---------------------------------------------------------------------------------------------------------------------------
+
+template <int Value>
+struct Number {
+  static constexpr int value = Value;
+};
+
+// Calls use(Number<n>) with n = rows, which is at most tile_rows.
+template <int Most = tile_rows, typename Use>
+inline void with_rows(int64_t rows, Use use) {
+  if constexpr (Most > 1) {
+    if (rows < Most) return with_rows<Most - 1>(rows, use);
+  }
+  use(Number<Most>{});
+}
+
+// Calls use(row, Number<rows>) for tiles of nearly the same size.
+template <typename Use>
+inline void for_tiles(int64_t rows, Use use) {
+  const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
+  for (int64_t tile = 0; tile < tiles; tile++) {
+    const int64_t row = tile * rows / tiles, end = (tile + 1) * rows / tiles;
+    with_rows(end - row, [&](auto count) { use(row, count); });
+  }
+}
+
+// scores[r, k] = queries[r] . keys[k] for the keys of some tiles. Not inlined: its callers would leave it too few registers for
+// addresses.
+template <int Rows, int Tiles, typename Element>
+__attribute__((noinline)) void score_tile(const float* queries, int64_t width, int64_t features, const Element* const* tiles, Ahead* ahead,
+                                          float* scores) {
+  constexpr int parts = key_tile / vec::lanes, vectors = Tiles * parts;
+  vec::Vec sums[Rows][vectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 16
+    for (int v = 0; v < vectors; v++) sums[r][v] = vec::all(0.0f);
+  }
+  const Element* at[Tiles];
+#pragma GCC unroll 4
+  for (int t = 0; t < Tiles; t++) at[t] = tiles[t];
+  // Of queries and keys those are kept in registers that are fewer.
+  const auto add = [&](int64_t f) {
+    if constexpr (vectors <= Rows) {
+      vec::Vec key[vectors];
+#pragma GCC unroll 16
+      for (int v = 0; v < vectors; v++) key[v] = vec::load(at[v / parts] + f * key_tile + v % parts * vec::lanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; r++) {
+        const vec::Vec query = vec::in_register(vec::all(queries[r * width + f]));
+#pragma GCC unroll 16
+        for (int v = 0; v < vectors; v++) sums[r][v] = vec::fma(query, key[v], sums[r][v]);
+      }
+    } else {
+      vec::Vec query[Rows];
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; r++) query[r] = vec::in_register(vec::all(queries[r * width + f]));
+#pragma GCC unroll 16
+      for (int v = 0; v < vectors; v++) {
+        const vec::Vec key = vec::in_register(vec::load(at[v / parts] + f * key_tile + v % parts * vec::lanes));
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; r++) sums[r][v] = vec::fma(query[r], key, sums[r][v]);
+      }
+    }
+  };
+  int64_t f = 0;
+  for (; f + 2 <= features; f += 2) {
+    if (ahead) ahead->ask(Tiles);   // as much as two features of so many tiles are
+    add(f);
+    add(f + 1);
+  }
+  if (f < features) add(f);
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 16
+    for (int v = 0; v < vectors; v++) vec::store(scores + r * score_stride + v * vec::lanes, sums[r][v]);
+  }
+}
+
+// The same for any number of tiles, as many at once as there are registers for.
+template <int Rows, typename Element>
+inline void score_tiles(const float* queries, int64_t width, int64_t features, const Element* const* tiles, int64_t count, Ahead* ahead,
+                        float* scores) {
+  constexpr int room = tile_sums * vec::lanes / (Rows * key_tile), most = room >= 4 ? 4 : room >= 2 ? 2 : 1;
+  int64_t tile = 0;
+  const auto score = [&](auto number) {
+    score_tile<Rows, number.value>(queries, width, features, tiles + tile, ahead, scores + tile * key_tile);
+    tile += number.value;
+  };
+  while (tile + most <= count) score(Number<most>{});
+  if constexpr (most > 2) {
+    while (tile + 2 <= count) score(Number<2>{});
+  }
+  while (tile < count) score(Number<1>{});
+}
+
+// sums[r] += weights[r, k] * values[k] for the positions of a span, in their order, for features of Vectors vectors. The values of a tile
+// lie `stride` elements apart.
+template <int Rows, int Vectors, typename Element>
+__attribute__((noinline)) void sum_tile(const float* weights, const Element* const* tiles, int64_t stride, Span span, Ahead* ahead,
+                                        int64_t ask, float* sums, int64_t width) {
+  vec::Vec held[Rows][Vectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; j++) held[r][j] = vec::load(sums + r * width + j * vec::lanes);
+  }
+  for (int64_t k = span.first; k < span.end;) {
+    const Element* value = tiles[k / key_tile] + k % key_tile * stride;
+    const int64_t end = smaller(span.end, k / key_tile * key_tile + key_tile);
+    for (; k < end; k++, value += stride) {
+      if (ahead) ahead->ask(ask);
+      vec::Vec weight[Rows];
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; r++) weight[r] = vec::all(weights[r * score_stride + k]);
+#pragma GCC unroll 8
+      for (int j = 0; j < Vectors; j++) {
+        const vec::Vec part = vec::in_register(vec::load(value + j * vec::lanes));
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; r++) held[r][j] = vec::fma(weight[r], part, held[r][j]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; j++) vec::store(sums + r * width + j * vec::lanes, held[r][j]);
+  }
+}
+
+template <int Rows, typename Element>
+inline void sum_rows(const float* weights, const Element* const* tiles, int64_t stride, Span span, Ahead* ahead, float* sums,
+                     int64_t width) {
+  const Element* at[piece_tiles];
+  int64_t feature = 0;
+  const auto sum = [&](auto vectors) {
+    for (int64_t tile = span.first / key_tile; tile * key_tile < span.end; tile++) at[tile] = tiles[tile] + feature;
+    // Asked for as evenly as whole lines allow, while the first features are summed.
+    const int64_t ask = (width + 31) / 32;
+    sum_tile<Rows, vectors.value>(weights, at, stride, span, feature == 0 ? ahead : nullptr, ask, sums + feature, width);
+    feature += vectors.value * vec::lanes;
+  };
+  constexpr int most = tile_sums / Rows >= 8 ? 8 : 4;
+  if constexpr (most == 8) {
+    while (feature + 8 * vec::lanes <= width) sum(Number<8>{});
+  }
+  while (feature + 4 * vec::lanes <= width) sum(Number<4>{});
+  while (feature + 2 * vec::lanes <= width) sum(Number<2>{});
+  if (feature < width) sum(Number<1>{});
+}
+
+}  // namespace
+}  // namespace weft::WEFT_ISA
