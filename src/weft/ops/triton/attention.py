@@ -89,6 +89,7 @@ class Attention:
 
         self.can_read_rows = not invariant and self.width == shape.head_size and device.dependent_launches
         """Whether the card copies tiles of rows by itself (a Hopper does), and heads make such tiles."""
+        self._described_rows: tuple[int, int, Tiles] | None = None
         self.by_cudnn = not invariant and dense_attention_serves(shape, device)
         # One at a time in the invariant mode: a sum over several depends on where the first of them stands.
         self.joined_at_once = 1 if invariant else max(1, min(8, 4096 // (self.joined_rows * self.width)))
@@ -227,6 +228,14 @@ class Attention:
             (self._kind, tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4], from_rows),
             lambda: {"FROM_ROWS": from_rows, **self._constants(queries, cache, tiles)},
         )
+
+    def _described(self, rows: Tensor, tiles: Tiles) -> TensorDescriptor:
+        """Made once for a step, whose layers have their rows in one place: making one takes as long as a launch."""
+        key = (rows.data_ptr(), len(rows), tiles)
+        if key != self._described_rows:
+            self._descriptor = TensorDescriptor.from_tensor(rows, [tiles.positions, self.width])
+            self._described_rows = key
+        return self._descriptor
 
     def _fitting(self, tiles: Tiles, cache: Tensor) -> Tiles:
         """A card has no tensor cores for float32: its products are unrolled, and large ones take a minute to compile."""
