@@ -137,6 +137,8 @@ SHARED = {
     "less than a tile for each program": Case(decodes(5, 140)),
     "blocks of 32, heads of 80": Case(decodes(500, 40, 300), block_size=32, head_size=80),
     "three heads to one": Case(decodes(90, 400, 3), heads=6),
+    "long ones in a row": Case(decodes(300, 700, 900)),
+    "short ones in the way of a cut": Case(decodes(128, 120, 100, 128, 70, 65, 128)),
     "a full batch": Case(decodes(130, 200, 70, 260, 64, 333, 190, 129)),
 }
 
@@ -155,13 +157,24 @@ def test_a_batch_that_fills_the_card_shares_all_its_tiles(case: Case, device: De
     assert not attention.arrivals.any()
 
 
-def test_only_a_long_context_is_cut_where_a_batch_shares_its_tiles(device: Device, shared: None) -> None:
-    """Of 22 tiles five programs have four or five each, so the 15 of the long context are in four splits."""
-    case = SHARED["one long context"]
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [
+        # Of 22 tiles five programs have four or five each: those of the long context are in four parts.
+        ("one long context", 4),
+        # Tiles 5 to 15 and 16 to 30, cut at 6, 12, 18 and 24; each split has a place of its own.
+        ("long ones in a row", 3 + 3),
+        ("short ones in the way of a cut", 0),
+    ],
+)
+def test_only_long_contexts_are_cut_where_a_batch_shares_its_tiles(
+    name: str, splits: int, device: Device, shared: None
+) -> None:
+    case = SHARED[name]
     attention = attention_of(case, device)
     attention.split_totals.fill_(-1.0)
     attended(Step(case, device), attention)
-    assert (attention.split_totals >= 0.0).sum() == 4 * case.heads
+    assert (attention.split_totals >= 0.0).sum() == splits * case.heads
 
 
 # --- the invariant mode ---------------------------------------------------------------------------------------------
