@@ -126,10 +126,7 @@ class DeviceRows:
 
     def decode_batch(self, size: int, longest_context: int) -> DeviceBatch:
         """The batch that `prepare_decodes` fills."""
-        batch = self._batch(size, size, size, 1, longest_context, size, size)
-        # A block that decoding fills is found by others once its tokens are known, so not in the same step.
-        batch.settled = True
-        return batch
+        return self._batch(size, size, size, 1, longest_context, size, size)
 
     def sampled(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the first so many entries that sample: their rows (-1: padding), and where the token will stand."""

@@ -6,11 +6,9 @@ at the same positions, both kernels use the same tiles, and splits are joined in
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -18,30 +16,24 @@ from weft.ops.base import AttentionShape, QkNorm
 from weft.ops.triton.attention_decode import decode_attention
 from weft.ops.triton.attention_dense import dense_attention, dense_attention_serves, is_dense
 from weft.ops.triton.attention_prefill import prefill_attention
-from weft.ops.triton.attention_turned import turned_attention
 from weft.ops.triton.batch import DeviceBatch
-from weft.ops.triton.device import Device
+from weft.ops.triton.device import Device, pieces, power_of_two
 from weft.ops.triton.rope import RopeTables, rope_and_write
 
 # The least number of rows that the tensor cores multiply.
 _LEAST_ROWS = 16
 
-# Measured on an H200: more programs than this for each processor cost more to join than they read faster.
-_PROGRAMS_PER_PROCESSOR = 4
+# Measured on an H200: so many programs of each processor read their splits at the same time, and the others wait for
+# them. Also a program that finds nothing to do waits for its turn: a batch that fills the card has no splits.
+_PROGRAMS_AT_ONCE = 2
 _MOST_SPLITS = 16
-
-# A batch that fills the card cuts only what is longer than this, so that one long context does not hold up the others.
-_LONG_CONTEXT = 1024
-
-# Up to so many requests, rope and attention are one launch: beyond, memory is what costs, and early reads hold registers.
-_MOST_TURNED_REQUESTS = 32
+_LEAST_LONG_SPLIT = 512
 
 # In the invariant mode, where the number of splits is given by the context, it bounds the workspace.
 _LEAST_FIXED_SPLIT, _MOST_FIXED_SPLITS = 512, 32
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """How a kernel cuts its work: rows of queries, positions of the context, and what works on them."""
 
     rows: int
@@ -66,21 +58,23 @@ class Attention:
         self.window = window
         self.device = device
         group = shape.heads // shape.kv_heads
-        self.width = triton.next_power_of_2(shape.head_size)
-        self.joined_rows = triton.next_power_of_2(group)
+        self.width = power_of_two(shape.head_size)
+        self.joined_rows = power_of_two(group)
         rows = max(_LEAST_ROWS, self.joined_rows)
         self.decode_tiles = Tiles(rows, 64, 2, 3) if self.width <= 128 else Tiles(rows, 32, 4, 3)
-        # A tile that is read early stands in registers: more threads hold it.
-        self.turned_tiles = replace(self.decode_tiles, warps=4)
         self.fixed_split = 0
         if invariant:
-            even = triton.next_power_of_2(triton.cdiv(max_context, _MOST_FIXED_SPLITS))
+            even = power_of_two(pieces(max_context, _MOST_FIXED_SPLITS))
             self.fixed_split = max(_LEAST_FIXED_SPLIT, even)
             self.prefill_tiles = self.decode_tiles
         elif self.width <= 128:
             self.prefill_tiles = Tiles(max(128, self.joined_rows), 64, 8, 3)
         else:
             self.prefill_tiles = Tiles(max(64, self.joined_rows), 32, 4, 2)
+
+        # What of this decides how its kernels are compiled.
+        capped = shape.score_cap is not None
+        self._kind = (shape.heads, shape.kv_heads, shape.head_size, capped, window, self.fixed_split)
 
         self.can_read_rows = not invariant and self.width == shape.head_size and device.dependent_launches
         """Whether the card copies tiles of rows by itself (a Hopper does), and heads make such tiles."""
@@ -105,24 +99,13 @@ class Attention:
         if self.fixed_split:
             seen = longest_context if self.window is None else min(longest_context, self.window)
             # A window that begins in the middle of a split needs one more.
-            return triton.cdiv(seen, self.fixed_split) + (self.window is not None), self.fixed_split
-        programs = requests * self.shape.kv_heads
-        wanted = min(_PROGRAMS_PER_PROCESSOR * self.device.processors // programs, _MOST_SPLITS)
-        if wanted >= 4:
-            return wanted, self.decode_tiles.positions
-        # Each program that finds nothing to do costs a little too.
-        return (4 if wanted else 2), _LONG_CONTEXT // max(wanted, 1)
-
-    def run(self, batch: DeviceBatch, queries: Tensor, cache: Tensor, layer: int, output: Tensor) -> None:
-        """Each token over what it sees of its request's context, read from the cache, this step's tokens too.
-
-        queries [tokens, heads * head size] may be a part of wider rows; output [tokens, heads * head size] may not.
-        """
-        decodes = batch.requests if batch.longest_query == 1 else batch.decodes
-        if decodes:
-            self._decode(batch, decodes, queries, cache, layer, output)
-        if decodes < batch.requests:
-            self._prefill(batch, decodes, queries, None, cache, layer, output)
+            return pieces(seen, self.fixed_split) + (self.window is not None), self.fixed_split
+        fitting = _PROGRAMS_AT_ONCE * self.device.processors // (requests * self.shape.kv_heads)
+        if fitting >= 4:
+            return min(fitting, _MOST_SPLITS), self.decode_tiles.positions
+        if fitting >= 2:
+            return 4, _LEAST_LONG_SPLIT
+        return fitting + 1, _LEAST_LONG_SPLIT
 
     def turn_and_run(
         self,
@@ -133,91 +116,65 @@ class Attention:
         tables: RopeTables,
         norm: QkNorm | None,
         output: Tensor,
-    ) -> None:
-        """`rope_and_write` and `run`, in one launch where that serves. The queries in `qkv` may then stay unturned."""
-        if (
-            batch.settled
-            and batch.longest_query == 1
-            and batch.requests <= _MOST_TURNED_REQUESTS
-            and not self.fixed_split
-            and (norm is None or len(norm.query) == self.shape.head_size)
-        ):
-            self._turn_and_decode(batch, qkv, cache, layer, tables, norm, output)
-        else:
-            rope_and_write(batch, qkv, cache, layer, tables, self.shape, norm)
-            if self.by_cudnn and qkv.dtype != torch.float32 and is_dense(batch, self.window):
-                dense_attention(batch, qkv, self.shape, output)
-                return
-            decodes = batch.requests if batch.longest_query == 1 else batch.decodes
-            if decodes:
-                self._decode(batch, decodes, qkv, cache, layer, output)
-            if decodes < batch.requests:
-                self._prefill(batch, decodes, qkv, qkv, cache, layer, output)
+    ) -> Tensor:
+        """`rope_and_write`, then `run`. Returns what attention gives: `output`, or a tensor like it, made by cuDNN."""
+        rope_and_write(batch, qkv, cache, layer, tables, self.shape, norm)
+        if self.by_cudnn and qkv.dtype != torch.float32 and is_dense(batch, self.window):
+            return dense_attention(batch, qkv, self.shape)
+        self.run(batch, qkv, cache, layer, output, self.can_read_rows and qkv.dtype != torch.float32)
+        return output
 
-    def _turn_and_decode(
+    def run(
         self,
         batch: DeviceBatch,
-        qkv: Tensor,
+        queries: Tensor,
         cache: Tensor,
         layer: int,
-        tables: RopeTables,
-        norm: QkNorm | None,
         output: Tensor,
+        from_rows: bool = False,
     ) -> None:
-        most_splits, smallest_split = self.splits(batch.requests, batch.longest_context)
-        turned_attention[(self.shape.kv_heads, most_splits, batch.requests)](
-            qkv,
-            output,
-            cache,
-            batch.tables,
-            batch.rows,
-            batch.context_lengths,
-            batch.cells,
-            tables.values,
-            qkv if norm is None else norm.query,
-            qkv if norm is None else norm.key,
-            self._split_mixed,
-            self._split_peaks,
-            self._split_totals,
-            self.arrivals,
-            layer,
-            batch.tables.stride(0),
-            smallest_split,
-            self.shape.scale,
-            self.shape.score_cap or 0.0,
-            0.0 if norm is None else norm.epsilon,
-            PAIRS=tables.pairs,
-            INTERLEAVED=tables.interleaved,
-            NORMED=norm is not None,
-            JOINED_ROWS=self.joined_rows,
-            JOINED_AT_ONCE=self.joined_at_once,
-            **self._constants(qkv, cache, self._fitting(self.turned_tiles, cache)),
-        )
+        """Each token over what it sees of its request's context, read from the cache, this step's tokens too.
+
+        The rows of `queries` begin with heads * head size columns of queries; those of `output` have no others. With
+        `from_rows` they are [Q | K | V] as rope leaves them, and requests that begin in the step are read there.
+        """
+        decodes = batch.requests if batch.longest_query == 1 else batch.decodes
+        if decodes:
+            self._decode(batch, decodes, queries, cache, layer, output)
+        if decodes < batch.requests:
+            self._prefill(batch, decodes, queries, cache, layer, output, from_rows)
 
     def _decode(
         self, batch: DeviceBatch, requests: int, queries: Tensor, cache: Tensor, layer: int, output: Tensor
     ) -> None:
         most_splits, smallest_split = self.splits(requests, batch.longest_context)
-        decode_attention[(self.shape.kv_heads, most_splits, requests)](
-            queries,
-            output,
-            cache,
-            batch.tables,
-            batch.rows,
-            batch.context_lengths,
-            self._split_mixed,
-            self._split_peaks,
-            self._split_totals,
-            self.arrivals,
-            layer,
-            batch.tables.stride(0),
-            smallest_split,
-            self.shape.scale,
-            self.shape.score_cap or 0.0,
-            FIXED_SPLIT=self.fixed_split,
-            JOINED_ROWS=self.joined_rows,
-            JOINED_AT_ONCE=self.joined_at_once,
-            **self._constants(queries, cache, self._fitting(self.decode_tiles, cache)),
+        tiles = self._fitting(self.decode_tiles, cache)
+        self.device.launch(
+            decode_attention,
+            (self.shape.kv_heads, most_splits, requests),
+            (
+                queries,
+                output,
+                cache,
+                batch.tables,
+                batch.rows,
+                batch.context_lengths,
+                self._split_mixed,
+                self._split_peaks,
+                self._split_totals,
+                self.arrivals,
+                layer,
+                batch.tables.stride(0),
+                smallest_split,
+                self.shape.scale,
+                self.shape.score_cap or 0.0,
+            ),
+            (self._kind, tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4]),
+            lambda: {
+                "JOINED_ROWS": self.joined_rows,
+                "JOINED_AT_ONCE": self.joined_at_once,
+                **self._constants(queries, cache, tiles),
+            },
         )
 
     def _prefill(
@@ -225,33 +182,35 @@ class Attention:
         batch: DeviceBatch,
         decodes: int,
         queries: Tensor,
-        qkv: Tensor | None,
         cache: Tensor,
         layer: int,
         output: Tensor,
+        from_rows: bool,
     ) -> None:
-        """With `qkv`, rows as rope leaves them, K and V of new requests are read from there and not from the cache."""
         tiles = self._fitting(self.prefill_tiles, cache)
         tokens_at_once = tiles.rows // (self.shape.heads // self.shape.kv_heads)
-        pieces = triton.cdiv(batch.longest_query, tokens_at_once)
-        from_rows = qkv is not None and self.can_read_rows and cache.dtype != torch.float32
-        prefill_attention[(self.shape.kv_heads, batch.requests - decodes, pieces)](
-            queries,
-            TensorDescriptor.from_tensor(qkv, [tiles.positions, self.width]) if from_rows else queries,
-            output,
-            cache,
-            batch.tables,
-            batch.rows,
-            batch.query_starts,
-            batch.context_lengths,
-            layer,
-            batch.tables.stride(0),
-            decodes,
-            self.shape.scale,
-            self.shape.score_cap or 0.0,
-            FIXED_SPLIT=self.fixed_split,
-            FROM_ROWS=from_rows,
-            **self._constants(queries, cache, tiles),
+        self.device.launch(
+            prefill_attention,
+            (self.shape.kv_heads, batch.requests - decodes, pieces(batch.longest_query, tokens_at_once)),
+            (
+                queries,
+                TensorDescriptor.from_tensor(queries, [tiles.positions, self.width])
+                if from_rows
+                else queries,
+                output,
+                cache,
+                batch.tables,
+                batch.rows,
+                batch.query_starts,
+                batch.context_lengths,
+                layer,
+                batch.tables.stride(0),
+                decodes,
+                self.shape.scale,
+                self.shape.score_cap or 0.0,
+            ),
+            (self._kind, tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4], from_rows),
+            lambda: {"FROM_ROWS": from_rows, **self._constants(queries, cache, tiles)},
         )
 
     def _fitting(self, tiles: Tiles, cache: Tensor) -> Tiles:
@@ -262,6 +221,7 @@ class Attention:
 
     def _constants(self, queries: Tensor, cache: Tensor, tiles: Tiles) -> dict[str, Any]:
         return {
+            "FIXED_SPLIT": self.fixed_split,
             "HEADS": self.shape.heads,
             "KV_HEADS": self.shape.kv_heads,
             "HEAD_SIZE": self.shape.head_size,
@@ -275,5 +235,4 @@ class Attention:
             "TILE": tiles.positions,
             "STAGES": tiles.stages,
             "num_warps": tiles.warps,
-            **self.device.launch_options(),
         }

@@ -101,7 +101,7 @@ def decode_attention(
         TILE=TILE,
         STAGES=STAGES,
     )
-    finish_split(
+    _finish_split(
         peak,
         total,
         mixed,
@@ -123,7 +123,7 @@ def decode_attention(
 
 
 @triton.jit
-def finish_split(
+def _finish_split(
     peak,
     total,
     mixed,

@@ -39,8 +39,8 @@ def is_dense(batch: DeviceBatch, window: int | None) -> bool:
     )
 
 
-def dense_attention(batch: DeviceBatch, qkv: Tensor, shape: AttentionShape, output: Tensor) -> None:
-    """qkv [tokens, (heads + 2 kv heads) * head size] with Q and K turned."""
+def dense_attention(batch: DeviceBatch, qkv: Tensor, shape: AttentionShape) -> Tensor:
+    """Of qkv [tokens, (heads + 2 kv heads) * head size] with Q and K turned: [tokens, heads * head size]."""
     length = batch.longest_query
     rows = qkv.view(batch.requests, length, shape.heads + 2 * shape.kv_heads, shape.head_size).transpose(1, 2)
     queries, keys, values = rows.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
@@ -56,4 +56,5 @@ def dense_attention(batch: DeviceBatch, qkv: Tensor, shape: AttentionShape, outp
         return_debug_mask=False,
         scale=shape.scale,
     )[0]
-    output.view(batch.requests, length, shape.heads, shape.head_size).copy_(attended.transpose(1, 2))
+    # cuDNN lays its result out as the queries are: token after token, so that nothing is copied here.
+    return attended.transpose(1, 2).reshape(batch.tokens, shape.heads * shape.head_size)
