@@ -130,6 +130,7 @@ class DeviceSampler:
         self._choice_scores = device.empty(max_sampled, self._choice_pieces, dtype=torch.float32)
         self._choice_noise = device.empty(max_sampled, self._choice_pieces, dtype=torch.float64)
         self._choice_tokens = device.empty(max_sampled, self._choice_pieces, dtype=torch.int32)
+        self._sizes = (vocabulary_size, row_tokens.stride(0), max_sampled)
         self._logprob_arrays = _LogprobArrays(max_sampled, vocabulary_size, device)
         nothing = device.zeros(1, dtype=torch.int32)
         self._no_masks: Masks = (nothing, nothing)
@@ -344,44 +345,51 @@ class DeviceSampler:
         all_tiles = pieces(self._vocabulary_size, tile)
         tiles = max(1, all_tiles * entries.count // (_PROGRAMS_PER_PROCESSOR * self._device.processors))
         num_pieces = pieces(all_tiles, tiles)
-        choose_kernel[(entries.count, num_pieces)](
-            entries.logits,
-            self._scores,
-            entries.rows,
-            entries.positions,
-            self.rows.words,
-            self.rows.integers,
-            self.rows.doubles,
-            entries.masks[1],
-            self._floors,
-            self._best,
-            self._mean,
-            self._seen,
-            self._settled,
-            self._choice_scores,
-            self._choice_noise,
-            self._choice_tokens,
-            self._counters,
-            self.tokens,
-            self.errors,
-            self._row_tokens,
-            self._vocabulary_size,
-            entries.logits.stride(0),
-            ROW_WORDS,
-            self._row_tokens.stride(0),
-            self._max_sampled,
-            num_pieces,
-            tiles,
-            DRAWS=path.draws,
-            TOUCHED=path.is_touched,
-            MASKED=path.is_masked,
-            FILTERED=path.is_filtered,
-            TYPICAL=path.has_typical_p,
-            LISTED=is_listed,
-            TILE=tile,
-            PIECES=self._choice_pieces,
-            num_warps=8,
-            **self._device.launch_options(),
+        stride = entries.logits.stride(0)
+        self._device.launch(
+            choose_kernel,
+            (entries.count, num_pieces, 1),
+            (
+                entries.logits,
+                self._scores,
+                entries.rows,
+                entries.positions,
+                self.rows.words,
+                self.rows.integers,
+                self.rows.doubles,
+                entries.masks[1],
+                self._floors,
+                self._best,
+                self._mean,
+                self._seen,
+                self._settled,
+                self._choice_scores,
+                self._choice_noise,
+                self._choice_tokens,
+                self._counters,
+                self.tokens,
+                self.errors,
+                self._row_tokens,
+                self._vocabulary_size,
+                stride,
+                ROW_WORDS,
+                self._row_tokens.stride(0),
+                self._max_sampled,
+                num_pieces,
+                tiles,
+            ),
+            (path, is_listed, entries.logits.dtype, stride, self._sizes),
+            lambda: {
+                "DRAWS": path.draws,
+                "TOUCHED": path.is_touched,
+                "MASKED": path.is_masked,
+                "FILTERED": path.is_filtered,
+                "TYPICAL": path.has_typical_p,
+                "LISTED": is_listed,
+                "TILE": tile,
+                "PIECES": self._choice_pieces,
+                "num_warps": 8,
+            },
         )
 
     def _tell(
