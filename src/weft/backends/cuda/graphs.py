@@ -1,8 +1,9 @@
 """Decode steps as graphs: which size a step is padded to, which graphs there are, and when one is captured.
 
 Nothing is captured before it is needed, so a start waits for none. A step of a new kind is launched kernel by kernel,
-which compiles them; the second of its kind is captured. A size that has no graph yet uses a somewhat larger one that has:
-a batch that drains passes through many sizes, and few of them are worth a capture.
+which compiles them; the second of its kind is captured. A size that has no graph yet uses a larger one that has: a batch
+that drains passes through many sizes, and few of them are worth a capture. Padding costs little: it has no context to
+attend to, and weights are read once for all.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from torch import Tensor
 from weft.backends.cuda.sampler import SamplingPath
 from weft.ops.triton.device import Device
 
-_STEP = 8
-_SMALL_SIZES = (1, 2, 4)
+_STEP = 32
+_SMALL_SIZES = (1, 2, 4, 8, 16)
 _SMALLEST_CONTEXT = 512
-_MOST_PADDING = 1.5
-_BORROWED = 64
+_MOST_PADDING = 2
+_BORROWED = 256
 """So many steps of one kind use another's graph; then it has its own."""
 
 

@@ -161,7 +161,7 @@ class Attention:
         tiles = self._fitting(self.decode_tiles, cache)
         self.device.launch(
             decode_attention,
-            (kv_heads, most) if shared else (kv_heads, most, requests),
+            (kv_heads, most, 1) if shared else (kv_heads, most, requests),
             (
                 queries,
                 output,
@@ -207,9 +207,7 @@ class Attention:
             (self.shape.kv_heads, batch.requests - decodes, pieces(batch.longest_query, tokens_at_once)),
             (
                 queries,
-                TensorDescriptor.from_tensor(queries, [tiles.positions, self.width])
-                if from_rows
-                else queries,
+                self._described(queries, tiles) if from_rows else queries,
                 output,
                 cache,
                 batch.tables,
@@ -228,7 +226,7 @@ class Attention:
 
     def _described(self, rows: Tensor, tiles: Tiles) -> TensorDescriptor:
         """Made once for a step, whose layers have their rows in one place: making one takes as long as a launch."""
-        key = (rows.data_ptr(), len(rows), tiles)
+        key = (rows.data_ptr(), rows.shape[0], tiles)
         if key != self._described_rows:
             self._descriptor = TensorDescriptor.from_tensor(rows, [tiles.positions, self.width])
             self._described_rows = key
