@@ -11,7 +11,7 @@ import torch
 from attention_cases import LAYER, TOLERANCES, Case, Part, Step
 
 from weft.ops.triton import attention as attention_module
-from weft.ops.triton.attention import Attention
+from weft.ops.triton.attention import Attention, Splits
 from weft.ops.triton.device import Device
 
 MAX_REQUESTS, MAX_CONTEXT = 8, 2048
@@ -120,10 +120,61 @@ def test_a_step_leaves_no_count_of_splits_behind(device: Device) -> None:
     assert not attention.arrivals.any()
 
 
-def test_how_a_context_is_cut_depends_on_the_number_of_requests_alone(device: Device) -> None:
+def test_few_requests_have_splits_of_their_own_and_many_share(device: Device) -> None:
     attention = attention_of(DECODES["several requests"], device)
-    assert attention.splits(4, 100) == attention.splits(4, MAX_CONTEXT)
-    assert attention.splits(1, 100)[0] > attention.splits(8, 100)[0]
+    few, many = (attention.splits(requests, 100) for requests in (1, 2 * device.processors))
+    assert few.most > 1 and not few.shared
+    assert many.shared
+
+
+SHARED = {
+    "one long context": Case(decodes(20, 3, 5, 64, 900, 1, 17, 30)),
+    "long ones everywhere": Case(decodes(300, 20, 700, 129, 5, 128, 900, 64)),
+    "the last is long": Case(decodes(1, 2, 3, 4, 5, 500), padding=2),
+    "only a long one": Case(decodes(1000)),
+    "a window": Case(decodes(300, 20, 700, 129, 5, 90, 900, 64), window=140),
+    "none is long": Case(decodes(5, 64, 65, 1, 128)),
+    "less than a tile for each program": Case(decodes(5, 140)),
+    "blocks of 32, heads of 80": Case(decodes(500, 40, 300), block_size=32, head_size=80),
+    "three heads to one": Case(decodes(90, 400, 3), heads=6),
+    "long ones in a row": Case(decodes(300, 700, 900)),
+    "short ones in the way of a cut": Case(decodes(128, 120, 100, 128, 70, 65, 128)),
+    "a full batch": Case(decodes(130, 200, 70, 260, 64, 333, 190, 129)),
+}
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every batch fills the card, and a context of more than 128 tokens is long."""
+    monkeypatch.setattr(Attention, "splits", lambda self, *sizes: Splits(5, 128, shared=True))
+
+
+@pytest.mark.parametrize("case", SHARED.values(), ids=SHARED.keys())
+def test_a_batch_that_fills_the_card_shares_all_its_tiles(case: Case, device: Device, shared: None) -> None:
+    attention = attention_of(case, device)
+    step = Step(case, device)
+    check(step, attention)
+    assert not attention.arrivals.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [
+        # Of 22 tiles five programs have four or five each: those of the long context are in four parts.
+        ("one long context", 4),
+        # Tiles 5 to 15 and 16 to 30, cut at 6, 12, 18 and 24; each split has a place of its own.
+        ("long ones in a row", 3 + 3),
+        ("short ones in the way of a cut", 0),
+    ],
+)
+def test_only_long_contexts_are_cut_where_a_batch_shares_its_tiles(
+    name: str, splits: int, device: Device, shared: None
+) -> None:
+    case = SHARED[name]
+    attention = attention_of(case, device)
+    attention.split_totals.fill_(-1.0)
+    attended(Step(case, device), attention)
+    assert (attention.split_totals >= 0.0).sum() == splits * case.heads
 
 
 # --- the invariant mode ---------------------------------------------------------------------------------------------

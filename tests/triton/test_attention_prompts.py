@@ -105,21 +105,22 @@ def test_a_prompt_that_begins_in_the_step_is_read_where_it_was_computed(case: Ca
     check(case, device, rope_of(case.head_size // 2), norm_of(case), torch.bfloat16, read_rows)
 
 
-def test_only_steps_of_new_prompts_of_one_round_length_are_dense(device: Device) -> None:
+def test_only_steps_of_new_prompts_of_one_long_and_round_length_are_dense(device: Device) -> None:
     def dense(parts: list[Part], window: int | None = None) -> bool:
         return is_dense(Step(Case(parts, heads=1, kv_heads=1, head_size=16), device).batch(), window)
 
-    assert dense([Part(0, 256), Part(0, 256)])
-    assert dense([Part(0, 512)], window=512)
-    assert not dense([Part(0, 512)], window=511)
-    assert not dense([Part(0, 250)])
-    assert not dense([Part(0, 256), Part(0, 255)])
-    assert not dense([Part(0, 256), Part(256, 256)])
-    assert not dense(decodes(1, 1))
+    assert dense([Part(0, 1024), Part(0, 1024)])
+    assert dense([Part(0, 1280)], window=1280)
+    assert not dense([Part(0, 1280)], window=1279)
+    assert not dense([Part(0, 768)])
+    assert not dense([Part(0, 1030)])
+    assert not dense([Part(0, 1024), Part(0, 1023)])
+    assert not dense([Part(0, 1024), Part(1024, 1024)])
+    assert not dense([Part(4, 1), Part(0, 1024)])
 
 
 @pytest.mark.skipif(TEST_DEVICE == "cpu", reason="cuDNN is on a card only")
 def test_dense_prompts_are_attended_to_alike(device: Device) -> None:
-    case = Case([Part(0, 256), Part(0, 256)], heads=8, head_size=128)
+    case = Case([Part(0, 1024), Part(0, 1024)], heads=8, head_size=128)
     assert Attention(case.shape, None, 8, MAX_CONTEXT, device).by_cudnn
     check(case, device, rope_of(64), norm_of(case), torch.bfloat16)

@@ -3,34 +3,26 @@
 Nothing here waits for the device. What is launched depends on the path alone, and all arrays stay where they are, so
 every path may be part of a CUDA graph.
 
-    greedy, plain       choose
-    full                copy -> count -> penalise -> clear -> lists     the scores of entries whose logits are changed
-                        best -> top-k -> top-p -> mean -> typical-p     floors
-                        choose -> logprobs
+    copy -> count -> penalise -> clear -> lists     the scores of entries whose logits are changed
+    survey -> shortlist                             drawn tokens that few candidates settle; floors of filters
+    choose                                          greedy tokens, and drawn ones that are not settled
+    logprobs
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from weft.backends.cpu.sampler import FORBIDDEN, NOT_A_NUMBER, OVERFLOW
 from weft.backends.cuda.sampling_rows import MAX_ENDS, ROW_WORDS, SamplingPath, SamplingRows
 from weft.ops.triton import sampling as kernels
-from weft.ops.triton.device import Device
+from weft.ops.triton.device import Device, pieces, power_of_two
 from weft.ops.triton.sampling import choose_kernel
-from weft.ops.triton.sampling_filters import (
-    BY_COUNT,
-    BY_MASS,
-    BY_SURPRISE,
-    PARTS,
-    best_kernel,
-    mean_kernel,
-    narrow_kernel,
-)
+from weft.ops.triton.sampling_filters import shortlist_kernel, survey_kernel
 from weft.ops.triton.sampling_logprobs import logprobs_kernel
 from weft.ops.triton.sampling_scores import copy_kernel, count_kernel, lists_kernel, penalise_kernel
 from weft.plan import RowStart
@@ -43,10 +35,28 @@ Masks = tuple[Tensor, Tensor]
 _GREEDY_TILE, _DRAW_TILE = 2048, 1024
 _PROGRAMS_PER_PROCESSOR = 8
 _COPY_TILE = 4096
-_FILTER_TILE, _FILTER_TILES, _INTERPRETED_TILES = 1024, 8, 2
 _LOGPROBS_TILE = 4096
 _HISTORY_TILE, _HISTORY_PROGRAMS = 512, 8
-_WIDTH = triton.next_power_of_2(MAX_LOGPROBS)
+# Fewer drawn entries without filters than these are chosen at once: the list would take longer.
+_LEAST_LISTED = 48
+_WIDTH = power_of_two(MAX_LOGPROBS)
+
+
+@dataclass(frozen=True)
+class _ListSizes:
+    """How the likeliest tokens are gathered."""
+
+    group: int  # tokens, of which the best is known
+    groups_of_piece: int  # surveyed by one program
+    wanted: int  # groups that the shortest list has tokens of
+    gathered: int  # groups at a time
+    most: int  # tokens of a list
+    tile: int
+
+
+_ON_CARD = _ListSizes(group=64, groups_of_piece=64, wanted=512, gathered=64, most=16384, tile=1024)
+# So small that the vocabularies of tests have lists that are too short.
+_INTERPRETED = _ListSizes(group=8, groups_of_piece=128, wanted=16, gathered=64, most=512, tile=256)
 
 _ERRORS = {
     kernels.NOT_A_NUMBER.value: NOT_A_NUMBER,
@@ -104,21 +114,23 @@ class DeviceSampler:
         self._kept_ends = device.empty(max_sampled, MAX_ENDS, dtype=torch.float32)
         self._seen = device.zeros(max_sampled, dtype=torch.int32)
         self._floors = device.zeros(3, max_sampled, dtype=torch.int32)
-        self._above = device.zeros(max_sampled, dtype=torch.float64)
-        self._targets = device.zeros(max_sampled, dtype=torch.float64)
         self._best = device.zeros(max_sampled, dtype=torch.float32)
         self._mean = device.zeros(max_sampled, dtype=torch.float64)
+        self._settled = device.zeros(max_sampled, dtype=torch.int32)
         self._counters = device.zeros(max_sampled, dtype=torch.int32)
-        tiles = _FILTER_TILES if device.is_card else _INTERPRETED_TILES
-        self._filter_tiles = min(tiles, triton.cdiv(vocabulary_size, _FILTER_TILE))
-        self._filter_pieces = triton.cdiv(vocabulary_size, _FILTER_TILE * self._filter_tiles)
-        self._filter_partials = device.empty(
-            max_sampled, _power_of_2(self._filter_pieces), PARTS.value, dtype=torch.float64
-        )
-        self._choice_pieces = _power_of_2(triton.cdiv(vocabulary_size, _DRAW_TILE))
+        sizes = self._list_sizes = _ON_CARD if device.is_card else _INTERPRETED
+        self._survey_pieces = pieces(vocabulary_size, sizes.group * sizes.groups_of_piece)
+        self._groups = self._survey_pieces * sizes.groups_of_piece
+        self._maxima = device.empty(max_sampled, self._groups, dtype=torch.float32)
+        self._sums = device.empty(max_sampled, self._survey_pieces, 3, dtype=torch.float32)
+        self._chosen_groups = device.empty(max_sampled, self._groups, dtype=torch.int32)
+        self._list_scores = device.empty(max_sampled, sizes.most, dtype=torch.float32)
+        self._list_tokens = device.empty(max_sampled, sizes.most, dtype=torch.int32)
+        self._choice_pieces = _power_of_2(pieces(vocabulary_size, _DRAW_TILE))
         self._choice_scores = device.empty(max_sampled, self._choice_pieces, dtype=torch.float32)
         self._choice_noise = device.empty(max_sampled, self._choice_pieces, dtype=torch.float64)
         self._choice_tokens = device.empty(max_sampled, self._choice_pieces, dtype=torch.int32)
+        self._sizes = (vocabulary_size, row_tokens.stride(0), max_sampled)
         self._logprob_arrays = _LogprobArrays(max_sampled, vocabulary_size, device)
         nothing = device.zeros(1, dtype=torch.int32)
         self._no_masks: Masks = (nothing, nothing)
@@ -154,9 +166,10 @@ class DeviceSampler:
         entries = _Entries(logits, rows, positions, path, masks or self._no_masks)
         if path.is_touched:
             self._change_scores(entries)
-        if path.is_filtered:
-            self._find_floors(entries)
-        self._choose(entries)
+        is_listed = path.is_filtered or (path.draws and entries.count >= _LEAST_LISTED)
+        if is_listed:
+            self._draw_from_lists(entries)
+        self._choose(entries, is_listed)
         if path.widest >= 0:
             self._tell(self._logprob_arrays, logits, self.tokens, rows, path.widest)
 
@@ -178,7 +191,7 @@ class DeviceSampler:
     def _change_scores(self, entries: _Entries) -> None:
         count, path = entries.count, entries.path
         masks, mask_lines = entries.masks
-        copy_kernel[(count, triton.cdiv(self._vocabulary_size, _COPY_TILE))](
+        copy_kernel[(count, pieces(self._vocabulary_size, _COPY_TILE))](
             entries.logits,
             self._scores,
             entries.rows,
@@ -251,98 +264,31 @@ class DeviceSampler:
             **self._device.launch_options(),
         )
 
-    def _find_floors(self, entries: _Entries) -> None:
-        path = entries.path
-        if path.needs_best:
-            best_kernel[(entries.count, self._filter_pieces)](
-                entries.logits,
-                self._scores,
-                entries.rows,
-                self.rows.words,
-                entries.masks[1],
-                self._best,
-                self._filter_partials,
-                self._counters,
-                self._vocabulary_size,
-                entries.logits.stride(0),
-                ROW_WORDS,
-                self._filter_pieces,
-                **self._filter_options(path),
-            )
-        if path.has_top_k:
-            self._narrow(entries, BY_COUNT.value)
-        if path.has_top_p:
-            self._narrow(entries, BY_MASS.value)
-        if path.has_typical_p:
-            mean_kernel[(entries.count, self._filter_pieces)](
-                entries.logits,
-                self._scores,
-                entries.rows,
-                self.rows.words,
-                self.rows.doubles,
-                entries.masks[1],
-                self._floors,
-                self._best,
-                self._mean,
-                self._filter_partials,
-                self._counters,
-                self._vocabulary_size,
-                entries.logits.stride(0),
-                ROW_WORDS,
-                self._max_sampled,
-                self._filter_pieces,
-                **self._filter_options(path),
-            )
-            self._narrow(entries, BY_SURPRISE.value)
-
-    def _narrow(self, entries: _Entries, mode: int) -> None:
-        halves = entries.logits.dtype == torch.bfloat16
-        is_short = halves and not entries.path.is_touched and mode != BY_SURPRISE.value
-        for shift in range(28, 12 if is_short else -4, -4):
-            narrow_kernel[(entries.count, self._filter_pieces)](
-                entries.logits,
-                self._scores,
-                entries.rows,
-                self.rows.words,
-                self.rows.doubles,
-                entries.masks[1],
-                self._floors,
-                self._above,
-                self._targets,
-                self._best,
-                self._mean,
-                self._filter_partials,
-                self._counters,
-                self._vocabulary_size,
-                entries.logits.stride(0),
-                ROW_WORDS,
-                self._max_sampled,
-                self._filter_pieces,
-                shift,
-                MODE=mode,
-                HALVES=halves,
-                **self._filter_options(entries.path),
-            )
-
-    def _filter_options(self, path: SamplingPath) -> dict[str, object]:
-        return {
-            "TOUCHED": path.is_touched,
-            "MASKED": path.is_masked,
-            "TILE": _FILTER_TILE,
-            "TILES": self._filter_tiles,
-            "PIECES": _power_of_2(self._filter_pieces),
-            "num_warps": 8,
+    def _draw_from_lists(self, entries: _Entries) -> None:
+        path, sizes = entries.path, self._list_sizes
+        survey_kernel[(entries.count, self._survey_pieces)](
+            entries.logits,
+            self._scores,
+            entries.rows,
+            self.rows.words,
+            self.rows.doubles,
+            entries.masks[1],
+            self._maxima,
+            self._sums,
+            self._vocabulary_size,
+            entries.logits.stride(0),
+            ROW_WORDS,
+            self._groups,
+            self._survey_pieces,
+            TOUCHED=path.is_touched,
+            MASKED=path.is_masked,
+            MASSES=path.has_top_p or path.has_typical_p,
+            GROUP=sizes.group,
+            GROUPS=sizes.groups_of_piece,
+            num_warps=8,
             **self._device.launch_options(),
-        }
-
-    def _choose(self, entries: _Entries) -> None:
-        path = entries.path
-        tile = _DRAW_TILE if path.draws else _GREEDY_TILE
-        # Few entries are cut into many pieces, so that every processor has some.
-        all_tiles = triton.cdiv(self._vocabulary_size, tile)
-        tiles = max(1, all_tiles * entries.count // (_PROGRAMS_PER_PROCESSOR * self._device.processors))
-        pieces = triton.cdiv(all_tiles, tiles)
-        choose_kernel[(entries.count, pieces)](
+        )
+        shortlist_kernel[(entries.count,)](
             entries.logits,
             self._scores,
             entries.rows,
@@ -351,14 +297,16 @@ class DeviceSampler:
             self.rows.integers,
             self.rows.doubles,
             entries.masks[1],
+            self._seen,
+            self._maxima,
+            self._sums,
+            self._chosen_groups,
+            self._list_scores,
+            self._list_tokens,
             self._floors,
             self._best,
             self._mean,
-            self._seen,
-            self._choice_scores,
-            self._choice_noise,
-            self._choice_tokens,
-            self._counters,
+            self._settled,
             self.tokens,
             self.errors,
             self._row_tokens,
@@ -367,17 +315,81 @@ class DeviceSampler:
             ROW_WORDS,
             self._row_tokens.stride(0),
             self._max_sampled,
-            pieces,
-            tiles,
-            DRAWS=path.draws,
+            self._groups,
+            self._survey_pieces,
+            self._groups,
+            self._survey_pieces,
+            sizes.wanted,
             TOUCHED=path.is_touched,
             MASKED=path.is_masked,
-            FILTERED=path.is_filtered,
-            TYPICAL=path.has_typical_p,
-            TILE=tile,
-            PIECES=self._choice_pieces,
+            HALVES=entries.logits.dtype == torch.bfloat16,
+            WITH_TOP_K=path.has_top_k,
+            WITH_TOP_P=path.has_top_p,
+            WITH_TYPICAL_P=path.has_typical_p,
+            ATTEMPTS=3 if path.is_filtered else 1,
+            WHOLE=2,
+            GROUP=sizes.group,
+            NUM_GROUPS=_power_of_2(self._groups),
+            PIECES=_power_of_2(self._survey_pieces),
+            GATHERED=sizes.gathered,
+            LIST=sizes.most,
+            TILE=sizes.tile,
             num_warps=8,
             **self._device.launch_options(),
+        )
+
+    def _choose(self, entries: _Entries, is_listed: bool) -> None:
+        path = entries.path
+        tile = _DRAW_TILE if path.draws else _GREEDY_TILE
+        # Few entries are cut into many pieces, so that every processor has some.
+        all_tiles = pieces(self._vocabulary_size, tile)
+        tiles = max(1, all_tiles * entries.count // (_PROGRAMS_PER_PROCESSOR * self._device.processors))
+        num_pieces = pieces(all_tiles, tiles)
+        stride = entries.logits.stride(0)
+        self._device.launch(
+            choose_kernel,
+            (entries.count, num_pieces, 1),
+            (
+                entries.logits,
+                self._scores,
+                entries.rows,
+                entries.positions,
+                self.rows.words,
+                self.rows.integers,
+                self.rows.doubles,
+                entries.masks[1],
+                self._floors,
+                self._best,
+                self._mean,
+                self._seen,
+                self._settled,
+                self._choice_scores,
+                self._choice_noise,
+                self._choice_tokens,
+                self._counters,
+                self.tokens,
+                self.errors,
+                self._row_tokens,
+                self._vocabulary_size,
+                stride,
+                ROW_WORDS,
+                self._row_tokens.stride(0),
+                self._max_sampled,
+                num_pieces,
+                tiles,
+            ),
+            (path, is_listed, entries.logits.dtype, stride, self._sizes),
+            lambda: {
+                "DRAWS": path.draws,
+                "TOUCHED": path.is_touched,
+                "MASKED": path.is_masked,
+                "FILTERED": path.is_filtered,
+                "TYPICAL": path.has_typical_p,
+                "LISTED": is_listed,
+                "TILE": tile,
+                "PIECES": self._choice_pieces,
+                "num_warps": 8,
+            },
         )
 
     def _tell(
@@ -428,11 +440,11 @@ class _LogprobArrays:
     """Where the kernel of logprobs works and writes, for up to `count` entries."""
 
     def __init__(self, count: int, vocabulary_size: int, device: Device) -> None:
-        self.pieces = triton.cdiv(vocabulary_size, _LOGPROBS_TILE)
-        pieces = _power_of_2(self.pieces)
-        self.masses = device.empty(count, pieces, dtype=torch.float32)
-        self.best = device.empty(count, pieces, dtype=torch.float32)
-        self.ranked = device.empty(count, pieces, _WIDTH, dtype=torch.int64)
+        self.pieces = pieces(vocabulary_size, _LOGPROBS_TILE)
+        padded = _power_of_2(self.pieces)
+        self.masses = device.empty(count, padded, dtype=torch.float32)
+        self.best = device.empty(count, padded, dtype=torch.float32)
+        self.ranked = device.empty(count, padded, _WIDTH, dtype=torch.int64)
         self.counters = device.zeros(count, dtype=torch.int32)
         self.logprobs = device.zeros(count, dtype=torch.float64)
         self.top_tokens = device.zeros(count, _WIDTH, dtype=torch.int32)
@@ -440,7 +452,7 @@ class _LogprobArrays:
 
 
 def _power_of_2(count: int) -> int:
-    return max(2, triton.next_power_of_2(count))
+    return max(2, power_of_two(count))
 
 
 def _to_host(array: Tensor, device: Device) -> Tensor:

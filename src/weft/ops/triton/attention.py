@@ -23,9 +23,8 @@ from weft.ops.triton.rope import RopeTables, rope_and_write
 # The least number of rows that the tensor cores multiply.
 _LEAST_ROWS = 16
 
-# Measured on an H200: so many programs of each processor read their splits at the same time, and the others wait for
-# them. Also a program that finds nothing to do waits for its turn: a batch that fills the card has no splits.
-_PROGRAMS_AT_ONCE = 2
+# So many programs of decode attention run on a processor at the same time: registers allow no more.
+_PROGRAMS_AT_ONCE = 4
 _MOST_SPLITS = 16
 _LEAST_LONG_SPLIT = 512
 
@@ -40,6 +39,16 @@ class Tiles(NamedTuple):
     positions: int
     warps: int
     stages: int
+
+
+class Splits(NamedTuple):
+    """How the contexts of decoded requests are cut."""
+
+    most: int  # of a request
+    smallest: int
+    shared: bool = (
+        False  # all requests share the programs for `most` splits; a context up to `smallest` is not cut
+    )
 
 
 class Attention:
@@ -72,40 +81,40 @@ class Attention:
         else:
             self.prefill_tiles = Tiles(max(64, self.joined_rows), 32, 4, 2)
 
-        # What of this decides how its kernels are compiled.
-        capped = shape.score_cap is not None
-        self._kind = (shape.heads, shape.kv_heads, shape.head_size, capped, window, self.fixed_split)
+        self._most_requests = power_of_two(max_requests)
+        # What of all this decides how kernels are compiled.
+        sizes = (shape.heads, shape.kv_heads, shape.head_size, self._most_requests)
+        self._kind = (*sizes, shape.score_cap is not None, window, self.fixed_split)
 
         self.can_read_rows = not invariant and self.width == shape.head_size and device.dependent_launches
         """Whether the card copies tiles of rows by itself (a Hopper does), and heads make such tiles."""
+        self._described_rows: tuple[int, int, Tiles] | None = None
         self.by_cudnn = not invariant and dense_attention_serves(shape, device)
         # One at a time in the invariant mode: a sum over several depends on where the first of them stands.
         self.joined_at_once = 1 if invariant else max(1, min(8, 4096 // (self.joined_rows * self.width)))
-        pairs = max(
-            requests * shape.kv_heads * self.splits(requests, max_context)[0]
-            for requests in range(1, max_requests + 1)
-        )
+        cuts = [(requests, self.splits(requests, max_context)) for requests in range(1, max_requests + 1)]
+        splits = max(requests + cut.most if cut.shared else requests * cut.most for requests, cut in cuts)
+        pairs = splits * shape.kv_heads
         self._split_mixed = device.empty(pairs * group * shape.head_size, dtype=torch.float32)
         self._split_peaks = device.empty(pairs * group, dtype=torch.float32)
-        self._split_totals = device.empty(pairs * group, dtype=torch.float32)
+        self.split_totals = device.empty(pairs * group, dtype=torch.float32)
         self.arrivals = device.zeros(max_requests * shape.kv_heads, dtype=torch.int32)
         """How many splits of a request and KV head are done; 0 between two launches."""
 
-    def splits(self, requests: int, longest_context: int) -> tuple[int, int]:
-        """The most splits of a request when so many are decoded, and how long one is at least.
-
-        Without the invariant mode the context has no part in it: one graph serves any.
-        """
+    def splits(self, requests: int, longest_context: int) -> Splits:
+        """When so many requests are decoded, and no context is longer."""
         if self.fixed_split:
             seen = longest_context if self.window is None else min(longest_context, self.window)
             # A window that begins in the middle of a split needs one more.
-            return pieces(seen, self.fixed_split) + (self.window is not None), self.fixed_split
-        fitting = _PROGRAMS_AT_ONCE * self.device.processors // (requests * self.shape.kv_heads)
+            return Splits(pieces(seen, self.fixed_split) + (self.window is not None), self.fixed_split)
+        at_once = _PROGRAMS_AT_ONCE * self.device.processors
+        fitting = at_once // (requests * self.shape.kv_heads)
+        # Measured on an H200: half of what fits is fastest for few requests, since more splits take longer to join.
+        if fitting >= 8:
+            return Splits(min(fitting // 2, _MOST_SPLITS), self.decode_tiles.positions)
         if fitting >= 4:
-            return min(fitting, _MOST_SPLITS), self.decode_tiles.positions
-        if fitting >= 2:
-            return 4, _LEAST_LONG_SPLIT
-        return fitting + 1, _LEAST_LONG_SPLIT
+            return Splits(4, _LEAST_LONG_SPLIT)
+        return Splits(max(1, at_once // self.shape.kv_heads), _LEAST_LONG_SPLIT, shared=True)
 
     def turn_and_run(
         self,
@@ -147,11 +156,12 @@ class Attention:
     def _decode(
         self, batch: DeviceBatch, requests: int, queries: Tensor, cache: Tensor, layer: int, output: Tensor
     ) -> None:
-        most_splits, smallest_split = self.splits(requests, batch.longest_context)
+        most, smallest, shared = self.splits(requests, batch.longest_context)
+        kv_heads = self.shape.kv_heads
         tiles = self._fitting(self.decode_tiles, cache)
         self.device.launch(
             decode_attention,
-            (self.shape.kv_heads, most_splits, requests),
+            (kv_heads, most, 1) if shared else (kv_heads, most, requests),
             (
                 queries,
                 output,
@@ -161,16 +171,19 @@ class Attention:
                 batch.context_lengths,
                 self._split_mixed,
                 self._split_peaks,
-                self._split_totals,
+                self.split_totals,
                 self.arrivals,
                 layer,
                 batch.tables.stride(0),
-                smallest_split,
+                requests,
+                smallest,
                 self.shape.scale,
                 self.shape.score_cap or 0.0,
             ),
-            (self._kind, tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4]),
+            (self._kind, tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4], shared),
             lambda: {
+                "SHARED": shared,
+                "MOST_REQUESTS": self._most_requests,
                 "JOINED_ROWS": self.joined_rows,
                 "JOINED_AT_ONCE": self.joined_at_once,
                 **self._constants(queries, cache, tiles),
@@ -194,9 +207,7 @@ class Attention:
             (self.shape.kv_heads, batch.requests - decodes, pieces(batch.longest_query, tokens_at_once)),
             (
                 queries,
-                TensorDescriptor.from_tensor(queries, [tiles.positions, self.width])
-                if from_rows
-                else queries,
+                self._described(queries, tiles) if from_rows else queries,
                 output,
                 cache,
                 batch.tables,
@@ -212,6 +223,14 @@ class Attention:
             (self._kind, tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4], from_rows),
             lambda: {"FROM_ROWS": from_rows, **self._constants(queries, cache, tiles)},
         )
+
+    def _described(self, rows: Tensor, tiles: Tiles) -> TensorDescriptor:
+        """Made once for a step, whose layers have their rows in one place: making one takes as long as a launch."""
+        key = (rows.data_ptr(), rows.shape[0], tiles)
+        if key != self._described_rows:
+            self._descriptor = TensorDescriptor.from_tensor(rows, [tiles.positions, self.width])
+            self._described_rows = key
+        return self._descriptor
 
     def _fitting(self, tiles: Tiles, cache: Tensor) -> Tiles:
         """A card has no tensor cores for float32: its products are unrolled, and large ones take a minute to compile."""

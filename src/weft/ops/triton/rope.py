@@ -57,7 +57,7 @@ def rope_and_write(
     rest = head_size - 2 * tables.pairs
     tables.device.launch(
         _rope_and_write,
-        (batch.tokens, parts),
+        (batch.tokens, parts, 1),
         (qkv, batch.positions, batch.cells, cache, tables.values, query_norm, key_norm, layer, epsilon),
         (sizes, norm_kind, qkv.dtype, cache.dtype, query_norm.dtype),
         lambda: {

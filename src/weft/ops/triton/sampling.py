@@ -216,6 +216,7 @@ def choose_kernel(
     best_ptr,
     mean_ptr,
     seen_ptr,
+    settled_ptr,
     partial_scores_ptr,
     partial_noise_ptr,
     partial_tokens_ptr,
@@ -235,6 +236,7 @@ def choose_kernel(
     MASKED: tl.constexpr,
     FILTERED: tl.constexpr,
     TYPICAL: tl.constexpr,
+    LISTED: tl.constexpr,
     TILE: tl.constexpr,
     PIECES: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -245,7 +247,8 @@ def choose_kernel(
     The largest sum of score and Gumbel noise is the smallest quotient of exponential noise and exp(score), which is
     cheaper to make; only differences of scores are divided by the temperature, so that it may be as small as it likes.
     This is done in single precision, and where a second token comes so close that it may be wrong the sums are made in
-    double precision: so the token does not depend on how the vocabulary is cut.
+    double precision: so the token does not depend on how the vocabulary is cut. LISTED: entries whose token is settled
+    are left alone.
     """
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
@@ -254,6 +257,9 @@ def choose_kernel(
     row = tl.load(rows_ptr + entry)
     if row < 0:
         return
+    if LISTED:
+        if tl.load(settled_ptr + entry) != 0:
+            return
     row_doubles = doubles_ptr + row.to(tl.int64) * (row_words // 2)
     row_ints = words_ptr + row.to(tl.int64) * row_words
     position = tl.load(positions_ptr + entry)
