@@ -54,9 +54,9 @@ class _ListSizes:
     tile: int
 
 
-_ON_CARD = _ListSizes(group=64, groups_of_piece=64, wanted=512, gathered=64, most=16384, tile=1024)
+_ON_CARD = _ListSizes(group=64, groups_of_piece=64, wanted=512, gathered=32, most=16384, tile=512)
 # So small that the vocabularies of tests have lists that are too short.
-_INTERPRETED = _ListSizes(group=8, groups_of_piece=128, wanted=16, gathered=64, most=512, tile=256)
+_INTERPRETED = _ListSizes(group=8, groups_of_piece=512, wanted=16, gathered=128, most=512, tile=2048)
 
 _ERRORS = {
     kernels.NOT_A_NUMBER.value: NOT_A_NUMBER,
@@ -334,6 +334,7 @@ class DeviceSampler:
             LIST=sizes.most,
             TILE=sizes.tile,
             num_warps=8,
+            maxnreg=128,  # two programs a processor, and as good as no spills
             **self._device.launch_options(),
         )
 

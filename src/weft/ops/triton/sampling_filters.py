@@ -355,8 +355,8 @@ def shortlist_kernel(
                 low = tl.where(has_top_k, low, tl.maximum(low, far))
                 # The groups that have a token above it, then those tokens.
                 is_chosen = (keys >= low) & (maxima > float("-inf"))
-                places = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
-                tl.store(groups_ptr + entry * maxima_stride + places, lanes, mask=is_chosen)
+                group_places = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
+                tl.store(groups_ptr + entry * maxima_stride + group_places, lanes, mask=is_chosen)
                 num_chosen = tl.sum(is_chosen.to(tl.int32), 0)
                 tl.debug_barrier()
                 count = tl.zeros((), tl.int32)
@@ -365,14 +365,16 @@ def shortlist_kernel(
                     groups = tl.load(
                         groups_ptr + entry * maxima_stride + items, mask=items < num_chosen, other=NUM_GROUPS
                     )
-                    token_ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-                    token_ids = tl.reshape(token_ids, (GATHERED * GROUP,))
-                    scores = load_scores(logits_line, changed_line, token_ids, vocabulary, touched, TOUCHED)
-                    is_listed = (ordered(scores) >= low) & (scores > float("-inf"))
-                    places = count + tl.cumsum(is_listed.to(tl.int32), 0) - 1
-                    is_stored = is_listed & (places < LIST)
-                    tl.store(list_line + places, scores, mask=is_stored)
-                    tl.store(list_tokens + places, token_ids, mask=is_stored)
+                    gathered_ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+                    gathered_ids = tl.reshape(gathered_ids, (GATHERED * GROUP,))
+                    gathered_scores = load_scores(
+                        logits_line, changed_line, gathered_ids, vocabulary, touched, TOUCHED
+                    )
+                    is_listed = (ordered(gathered_scores) >= low) & (gathered_scores > float("-inf"))
+                    list_places = count + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+                    is_stored = is_listed & (list_places < LIST)
+                    tl.store(list_line + list_places, gathered_scores, mask=is_stored)
+                    tl.store(list_tokens + list_places, gathered_ids, mask=is_stored)
                     count += tl.sum(is_listed.to(tl.int32), 0)
                 tl.debug_barrier()
             fits = is_whole | (count <= LIST)
