@@ -4,8 +4,8 @@ Nothing here waits for the device. What is launched depends on the path alone, a
 every path may be part of a CUDA graph.
 
     copy -> count -> penalise -> clear -> lists     the scores of entries whose logits are changed
-    survey -> shortlist                             drawn tokens that few candidates settle; floors of filters
-    choose                                          greedy tokens, and drawn ones that are not settled
+    survey -> shortlist                             tokens of entries with filters that keep few; the floors of others
+    choose                                          the tokens of all others
     logprobs
 """
 
@@ -34,11 +34,11 @@ Masks = tuple[Tensor, Tensor]
 # Greedy reads and compares; draws compute, and keep more in registers.
 _GREEDY_TILE, _DRAW_TILE = 2048, 1024
 _PROGRAMS_PER_PROCESSOR = 8
+# Tiles of a piece after which its leader is good enough to leave most other tokens behind.
+_HEAD = 4
 _COPY_TILE = 4096
 _LOGPROBS_TILE = 4096
 _HISTORY_TILE, _HISTORY_PROGRAMS = 512, 8
-# Fewer drawn entries without filters than these are chosen at once: the list would take longer.
-_LEAST_LISTED = 48
 _WIDTH = power_of_two(MAX_LOGPROBS)
 
 
@@ -48,15 +48,15 @@ class _ListSizes:
 
     group: int  # tokens, of which the best is known
     groups_of_piece: int  # surveyed by one program
-    wanted: int  # groups that the shortest list has tokens of
+    few: int  # groups that the shorter list has tokens of
     gathered: int  # groups at a time
     most: int  # tokens of a list
     tile: int
 
 
-_ON_CARD = _ListSizes(group=64, groups_of_piece=64, wanted=512, gathered=32, most=16384, tile=512)
+_ON_CARD = _ListSizes(group=64, groups_of_piece=64, few=512, gathered=32, most=16384, tile=512)
 # So small that the vocabularies of tests have lists that are too short.
-_INTERPRETED = _ListSizes(group=8, groups_of_piece=512, wanted=16, gathered=128, most=512, tile=2048)
+_INTERPRETED = _ListSizes(group=8, groups_of_piece=512, few=16, gathered=128, most=512, tile=2048)
 
 _ERRORS = {
     kernels.NOT_A_NUMBER.value: NOT_A_NUMBER,
@@ -120,6 +120,8 @@ class DeviceSampler:
         self._counters = device.zeros(max_sampled, dtype=torch.int32)
         sizes = self._list_sizes = _ON_CARD if device.is_card else _INTERPRETED
         self._survey_pieces = pieces(vocabulary_size, sizes.group * sizes.groups_of_piece)
+        # A list of nearly all groups has a sixteenth of the vocabulary, where likely tokens lie anywhere.
+        self._most_groups = vocabulary_size // sizes.group * 63 // 64
         self._groups = self._survey_pieces * sizes.groups_of_piece
         self._maxima = device.empty(max_sampled, self._groups, dtype=torch.float32)
         self._sums = device.empty(max_sampled, self._survey_pieces, 3, dtype=torch.float32)
@@ -165,10 +167,9 @@ class DeviceSampler:
         entries = _Entries(logits, rows, positions, path, masks or self._no_masks)
         if path.is_touched:
             self._change_scores(entries)
-        is_listed = path.is_filtered or (path.draws and entries.count >= _LEAST_LISTED)
-        if is_listed:
-            self._draw_from_lists(entries)
-        self._choose(entries, is_listed)
+        if path.is_filtered:
+            self._filter(entries)
+        self._choose(entries)
         if path.widest >= 0:
             self._tell(self._logprob_arrays, logits, self.tokens, rows, path.widest)
 
@@ -263,7 +264,7 @@ class DeviceSampler:
             **self._device.launch_options(),
         )
 
-    def _draw_from_lists(self, entries: _Entries) -> None:
+    def _filter(self, entries: _Entries) -> None:
         path, sizes = entries.path, self._list_sizes
         survey_kernel[(entries.count, self._survey_pieces)](
             entries.logits,
@@ -318,15 +319,14 @@ class DeviceSampler:
             self._survey_pieces,
             self._groups,
             self._survey_pieces,
-            sizes.wanted,
+            sizes.few,
+            self._most_groups,
             TOUCHED=path.is_touched,
             MASKED=path.is_masked,
             HALVES=entries.logits.dtype == torch.bfloat16,
             WITH_TOP_K=path.has_top_k,
             WITH_TOP_P=path.has_top_p,
             WITH_TYPICAL_P=path.has_typical_p,
-            ATTEMPTS=3 if path.is_filtered else 1,
-            WHOLE=2,
             GROUP=sizes.group,
             NUM_GROUPS=_power_of_2(self._groups),
             PIECES=_power_of_2(self._survey_pieces),
@@ -338,7 +338,7 @@ class DeviceSampler:
             **self._device.launch_options(),
         )
 
-    def _choose(self, entries: _Entries, is_listed: bool) -> None:
+    def _choose(self, entries: _Entries) -> None:
         path = entries.path
         tile = _DRAW_TILE if path.draws else _GREEDY_TILE
         # Few entries are cut into many pieces, so that every processor has some.
@@ -378,8 +378,8 @@ class DeviceSampler:
             MASKED=path.is_masked,
             FILTERED=path.is_filtered,
             TYPICAL=path.has_typical_p,
-            LISTED=is_listed,
             TILE=tile,
+            HEAD=_HEAD if self._device.is_card else 1,
             PIECES=self._choice_pieces,
             num_warps=8,
             **self._device.launch_options(),
