@@ -319,7 +319,7 @@ def choose_kernel(
             bound = tl.max(tl.exp((best - leading) * heat) / best_noise, 0)
             most_bits = 32.0 + _ROOM - tl.log2(bound)
             rivals_of_leader = tl.full((TILE,), _NO_TOKEN, tl.int32)
-            is_crowded = tl.zeros((TILE,), tl.int1)
+            num_rivals = tl.zeros((TILE,), tl.int32)
             for tile in range(head, tiles):
                 token_ids = first + tile * TILE + tl.arange(0, TILE)
                 scores, kept_scores = _candidates(
@@ -342,9 +342,9 @@ def choose_kernel(
                 is_bad = is_bad | ((scores < float("inf")) == 0)
                 bits = noise_bits(key + noise_steps(first + tile * TILE), lane_steps)
                 may_win = bits.to(tl.float32) <= tl.exp2((kept_scores - leading) * heat_of_2 + most_bits)
-                is_crowded = is_crowded | (may_win & (rivals_of_leader != _NO_TOKEN))
+                num_rivals += may_win.to(tl.int32)
                 rivals_of_leader = tl.where(may_win, token_ids, rivals_of_leader)
-            if (tl.sum(is_crowded.to(tl.int32), 0) > 0) | (leading == float("-inf")):
+            if (tl.max(num_rivals, 0) > 1) | (leading == float("-inf")):
                 for tile in range(head, tiles):
                     token_ids = first + tile * TILE + tl.arange(0, TILE)
                     scores, kept_scores = _candidates(

@@ -13,9 +13,15 @@ _SECOND: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
 
 
 @triton.jit
-def _mix(values):
+def _products(values):
+    """SplitMix64's output function, but for its last step."""
     values = (values ^ (values >> 30)) * tl.full((), _FIRST, tl.uint64)
-    values = (values ^ (values >> 27)) * tl.full((), _SECOND, tl.uint64)
+    return (values ^ (values >> 27)) * tl.full((), _SECOND, tl.uint64)
+
+
+@triton.jit
+def _mix(values):
+    values = _products(values)
     return values ^ (values >> 31)
 
 
@@ -34,8 +40,10 @@ def noise_steps(token_ids):
 
 @triton.jit
 def noise_bits(key, steps):
-    """32 random bits for each token, as uint32."""
-    return (_mix(key + steps) >> 32).to(tl.uint32)
+    """32 random bits for each token, as uint32: the upper half of what `_mix` makes, and made in 32 bits, or they would
+    become floating point from 64, which is slow on a card."""
+    upper = (_products(key + steps) >> 32).to(tl.uint32)
+    return upper ^ (upper >> 31)
 
 
 @triton.jit
