@@ -120,8 +120,8 @@ class DeviceSampler:
         self._counters = device.zeros(max_sampled, dtype=torch.int32)
         sizes = self._list_sizes = _ON_CARD if device.is_card else _INTERPRETED
         self._survey_pieces = pieces(vocabulary_size, sizes.group * sizes.groups_of_piece)
-        # A list of nearly all groups has a sixteenth of the vocabulary, where likely tokens lie anywhere.
-        self._most_groups = vocabulary_size // sizes.group * 63 // 64
+        # A list of nearly all groups has a fourteenth of the vocabulary, where likely tokens lie anywhere.
+        self._most_groups = vocabulary_size // sizes.group * 127 // 128
         self._groups = self._survey_pieces * sizes.groups_of_piece
         self._maxima = device.empty(max_sampled, self._groups, dtype=torch.float32)
         self._sums = device.empty(max_sampled, self._survey_pieces, 3, dtype=torch.float32)

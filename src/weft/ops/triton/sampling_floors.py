@@ -58,9 +58,12 @@ def find_floor(
     shift = tl.full((), 28, tl.uint32)
     for turn in range(turns):
         sums = tl.zeros((_PARTS, TILE), tl.float32)
+        # Each tile is loaded while the one before it is counted.
+        coming = load_scores(logits_line, scores_line, tl.arange(0, TILE), count, touched, TOUCHED)
         for start in range(0, count, TILE):
             places = start + tl.arange(0, TILE)
-            scores = load_scores(logits_line, scores_line, places, count, touched, TOUCHED)
+            scores = coming
+            coming = load_scores(logits_line, scores_line, places + TILE, count, touched, TOUCHED)
             keys = ordered(scores)
             is_kept = (places < count) & (scores > float("-inf"))
             if MODE == BY_COUNT:
