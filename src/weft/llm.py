@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import queue
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -107,6 +108,10 @@ class LLM:
         self.suggestions: Mapping[str, Any] = checkpoint.generation
         """What the model's makers suggest for sampling, by the names of `SamplingParams`."""
         self.engine = ServingEngine(registry.build(device, checkpoint=checkpoint, **options), engine_config)
+        if device == "cuda":
+            # To look through all that was imported for garbage takes longer than many steps of a card: it stays.
+            gc.collect()
+            gc.freeze()
         self.engine.start()
         # Who forgets to close gets memory and threads back all the same.
         weakref.finalize(self, self.engine.stop)

@@ -6,6 +6,7 @@ import hashlib
 import math
 import operator
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple, NewType
@@ -230,9 +231,13 @@ class InferenceRequest:
     def __post_init__(self) -> None:
         try:
             prompt = tuple(self.prompt)
-            if bool in set(map(type, prompt)):
+            kinds = set(map(type, prompt))
+            if bool in kinds:
                 raise TypeError
-            object.__setattr__(self, "prompt", tuple(map(operator.index, prompt)))
+            # Nearly always they are plain numbers, and prompts are long.
+            object.__setattr__(
+                self, "prompt", prompt if kinds == {int} else tuple(map(operator.index, prompt))
+            )
         except TypeError:
             _refuse("prompt", self.prompt, "a list of token ids (whole numbers)")
         if not self.prompt:
@@ -258,7 +263,13 @@ class InferenceRequest:
         params = self.params
         answers = [replace(params, n=1, seed=child_seed(seed, index)) for index in range(params.n)]
         answers[1:] = [replace(one, prompt_logprobs=None) for one in answers[1:]]
-        return [replace(self, params=one) for one in answers]
+        return [self._with(one) for one in answers]
+
+    def _with(self, params: SamplingParams) -> InferenceRequest:
+        """The same with other params. Nothing is checked again: prompts are long."""
+        other = copy(self)
+        object.__setattr__(other, "params", params)
+        return other
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -4,6 +4,7 @@ that a multiprocessor does not have."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.models.config import ExpertsConfig, ModelConfig
+from weft.ops.triton.attention import Attention
 from weft.ops.triton.device import Device
 from weft.ops.triton.ops import TritonOps
 from weft.ops.triton.program import record
@@ -72,6 +74,7 @@ class HostMemory(Device):
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
+        self.index = 0
         self.is_card = False
         self.processors = 132
         self.dependent_launches = True
@@ -100,12 +103,33 @@ def compile_all(config: ModelConfig, plan: list[list[int]], invariant: bool = Fa
     cache = decoder.new_cache(texts.blocks, BLOCK_SIZE)
     for step in texts.steps(plan):
         batch = device_batch(step, device)
-        launched: list[list[Call]] = []
-        for _ in range(2):
-            calls.clear()
-            program.run(batch, cache)
-            launched.append(calls.copy())
-        assert launched[0] == launched[1], "what is remembered of a launch is not what was launched"
+        launch_twice(lambda batch=batch: program.run(batch, cache))
+
+
+def compile_decodes_of_a_full_card(config: ModelConfig) -> None:
+    """Many requests with long contexts: a step of that size is not computed here, only launched."""
+    device = HostMemory()
+    decoder = decoder_of(config, TritonOps(device))
+    texts = Texts.of_lengths(60, 60)
+    (step,) = texts.steps([[1, 1]])
+    few = device_batch(step, device)
+    batch = replace(few, tokens=256, requests=256, longest_context=4096)
+    shape = config.attention
+    attention = Attention(shape, None, 256, 4096, device)
+    assert attention.splits(256, 4096).spare
+    width = shape.heads * shape.head_size
+    rows = device.empty(256, width, dtype=torch.bfloat16)
+    cache = decoder.new_cache(texts.blocks, BLOCK_SIZE)
+    launch_twice(lambda: attention.run(batch, rows, cache, 0, rows))
+
+
+def launch_twice(work: Callable[[], object]) -> None:
+    launched: list[list[Call]] = []
+    for _ in range(2):
+        calls.clear()
+        work()
+        launched.append(calls.copy())
+    assert launched[0] == launched[1], "what is remembered of a launch is not what was launched"
 
 
 def main() -> None:
@@ -123,6 +147,7 @@ def main() -> None:
     )
     compile_all(wide, [[40, 0], [1, 0], [1, 1], [10, 10]])
     compile_all(replace(wide, experts=ExpertsConfig(8, 2, 64, normalised=True)), [[1, 0]], invariant=True)
+    compile_decodes_of_a_full_card(wide)
     print(
         f"{len(compiled)} kernels compiled, the largest with {max(compiled.values())} bytes of shared memory"
     )

@@ -197,7 +197,6 @@ def device_batch(step: StepIndices, device: Device, sampled: int | None = None) 
         tables=put(tables, torch.int32),
         logit_indices=put(step.logit_indices, torch.int32),
         decodes=int(several[0]) if len(several) else requests,
-        settled=not len(several),
     )
 
 

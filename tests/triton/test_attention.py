@@ -21,12 +21,15 @@ def attention_of(case: Case, device: Device, invariant: bool = False) -> Attenti
     return Attention(case.shape, case.window, MAX_REQUESTS, MAX_CONTEXT, device, invariant)
 
 
-def attended(step: Step, attention: Attention) -> torch.Tensor:
+def attended(step: Step, attention: Attention, longest_context: int | None = None) -> torch.Tensor:
+    """Of a step of which the host knows no more than that no context is longer, where that is given."""
     case = step.case
+    batch = step.batch()
+    batch.longest_context = longest_context or batch.longest_context
     columns = case.heads * case.head_size
     queries = step.device_qkv()[:, :columns]
     output = torch.full((len(queries), columns), 7.0, dtype=step.dtype, device=step.device.torch_device)
-    attention.run(step.batch(), queries, step.device_cache(step.cache(filled=True)), LAYER, output)
+    attention.run(batch, queries, step.device_cache(step.cache(filled=True)), LAYER, output)
     return output
 
 
@@ -120,10 +123,59 @@ def test_a_step_leaves_no_count_of_splits_behind(device: Device) -> None:
     assert not attention.arrivals.any()
 
 
-def test_how_a_context_is_cut_depends_on_the_number_of_requests_alone(device: Device) -> None:
+def test_the_more_requests_the_fewer_splits_has_one(device: Device) -> None:
     attention = attention_of(DECODES["several requests"], device)
-    assert attention.splits(4, 100) == attention.splits(4, MAX_CONTEXT)
-    assert attention.splits(1, 100)[0] > attention.splits(8, 100)[0]
+    many = 2 * device.processors
+    assert attention.splits(1, 100).most > attention.splits(many, 100).most == 1
+    assert not attention.splits(1, MAX_CONTEXT).spare
+    assert attention.splits(many, MAX_CONTEXT).spare
+
+
+LONG_AMONG_SHORT = {
+    "one long context": Case(decodes(20, 3, 5, 64, 900, 1, 17, 30)),
+    "more long ones than programs to spare": Case(decodes(300, 20, 700, 129, 5, 128, 900, 64)),
+    "the last is long": Case(decodes(1, 2, 3, 4, 5, 500), padding=2),
+    "a window": Case(decodes(300, 20, 700, 129, 5, 90, 900, 64), window=140),
+    "none is long": Case(decodes(5, 64, 65, 1, 128)),
+}
+
+
+@pytest.fixture
+def few_to_spare(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    """Every batch fills the card, three programs are spare, and a context of more than 128 tokens is long."""
+    monkeypatch.setattr(attention_module, "_PROGRAMS_AT_ONCE", 0)
+    monkeypatch.setattr(attention_module, "_LEAST_LONG_SPLIT", 64)
+    monkeypatch.setattr(attention_module, "_SPARE_PROGRAMS", 3)
+
+
+@pytest.mark.parametrize("case", LONG_AMONG_SHORT.values(), ids=LONG_AMONG_SHORT.keys())
+def test_a_long_context_in_a_batch_that_fills_the_card_is_attended_to(
+    case: Case, device: Device, few_to_spare: None
+) -> None:
+    attention = attention_of(case, device)
+    check(Step(case, device), attention)
+    assert not attention.arrivals.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [
+        ("one long context", [0, 0, 0, 0, 4, 0, 0, 0]),
+        # Two for 300 tokens, and one is left for 700.
+        ("more long ones than programs to spare", [3, 0, 2, 0, 0, 0, 0, 0]),
+        ("none is long", [0, 0, 0, 0, 0]),
+    ],
+)
+def test_spare_programs_go_to_long_contexts(
+    name: str, splits: list[int], device: Device, few_to_spare: None
+) -> None:
+    case = LONG_AMONG_SHORT[name]
+    attention = attention_of(case, device)
+    attention.split_totals.fill_(-1.0)
+    attended(Step(case, device), attention, MAX_CONTEXT)
+    most, group = attention.splits(8, MAX_CONTEXT).most, case.heads // case.kv_heads
+    written = attention.split_totals.view(-1, case.kv_heads, most, group)[: len(splits)] >= 0.0
+    assert (written.sum(2) == torch.tensor(splits, device=written.device)[:, None, None]).all()
 
 
 # --- the invariant mode ---------------------------------------------------------------------------------------------

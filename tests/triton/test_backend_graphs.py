@@ -37,7 +37,7 @@ DRAWN = SamplingPath(flags=1, widest=-1, is_masked=False)
 
 
 @pytest.mark.parametrize(
-    ("entries", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16), (250, 253), (253, 253)]
+    ("entries", "size"), [(1, 1), (2, 2), (3, 4), (8, 8), (9, 16), (17, 32), (65, 96), (250, 253), (253, 253)]
 )
 def test_a_step_is_padded_to_the_next_size(device: Device, entries: int, size: int) -> None:
     launches = Launches(device, max_size=253)
@@ -55,13 +55,30 @@ def test_the_first_of_a_kind_is_launched_the_second_captured_and_each_is_done_on
 
 def test_a_size_without_a_graph_uses_one_that_is_not_much_larger(device: Device) -> None:
     launches = Launches(device)
-    for entries in (48, 48, 40, 40, 32, 32, 24):
+    for entries in (128, 128, 96, 96, 64, 64, 32):
         launches.graphs.run(entries, 10, GREEDY)
-    # 24 of 48 would be half of it padding.
-    assert launches.sizes_done(device) == {48: 6, 24: 1}
+    # With 32 of 128 three quarters would be padding.
+    assert launches.sizes_done(device) == {128: 6, 32: 1}
     for _ in range(_BORROWED):
-        launches.graphs.run(40, 10, GREEDY)
-    assert launches.sizes_done(device)[40] >= 2
+        launches.graphs.run(96, 10, GREEDY)
+    assert launches.sizes_done(device)[96] >= 2
+
+
+def test_where_a_capture_fails_its_steps_are_launched_and_it_is_not_tried_again(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[object] = []
+
+    def no_memory(self: Device, work: object, pool: object = None) -> None:
+        attempts.append(work)
+        raise torch.OutOfMemoryError("no memory for a graph")
+
+    monkeypatch.setattr(Device, "capture", no_memory)
+    launches = Launches(device)
+    for step in range(1, 6):
+        launches.graphs.run(7, 10, GREEDY)
+        assert launches.sizes_done(device) == {8: step}
+    assert len(attempts) == 1 and launches.graphs.num_captured == 0
 
 
 def test_what_samples_in_other_ways_has_a_graph_of_its_own(device: Device) -> None:

@@ -10,10 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import triton
 
 from weft.backends.cuda.prepare import HEADER, INBOX_COLUMNS, publish
-from weft.ops.triton.device import Device
+from weft.ops.triton.device import Device, power_of_two
 
 SLOTS = 4
 """The engine has two steps in flight; whoever has more waits for the oldest."""
@@ -71,6 +70,7 @@ class Mailbox:
     def __init__(self, device: Device, num_rows: int) -> None:
         self._device = device
         self.capacity = num_rows
+        self.width = power_of_two(num_rows)
         self.inbox = device.pinned(SLOTS, HEADER + INBOX_COLUMNS * num_rows, dtype=torch.int32)
         self.outbox = device.pinned(SLOTS, 2, num_rows, dtype=torch.int32)
         self.turn = device.zeros(1, dtype=torch.int32)
@@ -88,16 +88,12 @@ class Mailbox:
 
     def publish(self, tokens: torch.Tensor, errors: torch.Tensor, sampled: int) -> None:
         """Launches the end of a step: what was sampled goes to the slot whose turn it is."""
-        publish[(1,)](
-            self.turn,
-            self.outbox,
-            tokens,
-            errors,
-            sampled,
-            SLOTS=SLOTS,
-            CAPACITY=self.capacity,
-            WIDTH=triton.next_power_of_2(self.capacity),
-            num_warps=4,
+        self._device.launch(
+            publish,
+            (1, 1, 1),
+            (self.turn, self.outbox, tokens, errors, sampled),
+            self.capacity,
+            lambda: {"SLOTS": SLOTS, "CAPACITY": self.capacity, "WIDTH": self.width, "num_warps": 4},
         )
 
     def send(self, slot: Slot, step: Step) -> None:

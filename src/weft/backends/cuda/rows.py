@@ -12,7 +12,6 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-import triton
 
 from weft.backends.cuda.mailbox import SLOTS, Mailbox, Slot
 from weft.backends.cuda.prepare import HEADER, apply_changes, prepare_decodes, prepare_tokens
@@ -36,6 +35,7 @@ class DeviceRows:
         block_size: int,
         max_tokens: int,
     ) -> None:
+        self._device = device
         self._mailbox = mailbox
         self._num_rows = num_rows
         self.block_size = block_size
@@ -56,6 +56,8 @@ class DeviceRows:
             "ROW_TOKENS": self.tokens.shape[1],
             "ROW_BLOCKS": self.tables.shape[1],
         }
+        self._kind = (*self._sizes.values(), block_size, mailbox.capacity)
+        """What decides how the kernels here are compiled."""
         self._made = (
             *(self.token_ids, self.positions, self.cells, self.rows, self.query_starts),
             *(self.context_lengths, self.logit_indices, self.sampled_rows, self.sampled_positions),
@@ -94,43 +96,37 @@ class DeviceRows:
             ]
         )
         longest = max(lengths, default=1)
-        grid = (len(pieces) + -(-len(updates) // _WIDTH), -(-longest // _WIDTH))
-        apply_changes[grid](
-            parcel,
-            len(pieces),
-            len(updates),
-            self.tokens,
-            self.tables,
-            **self._sizes,
-            WIDTH=_WIDTH,
-            num_warps=4,
+        self._device.launch(
+            apply_changes,
+            (len(pieces) + -(-len(updates) // _WIDTH), -(-longest // _WIDTH), 1),
+            (parcel, len(pieces), len(updates), self.tokens, self.tables),
+            self._kind,
+            lambda: {**self._sizes, "WIDTH": _WIDTH, "num_warps": 4},
         )
 
     # --- a step of decodes --------------------------------------------------------------------------------------------
 
     def prepare_decodes(self, size: int) -> None:
         """Launches the kernel that reads the letter whose turn it is; there is room for `size` entries in the batch."""
-        prepare_decodes[(1,)](
-            self._mailbox.turn,
-            self._mailbox.inbox,
-            size,
-            self.tokens,
-            self.tables,
-            *self._made,
-            SLOTS=SLOTS,
-            CAPACITY=self._mailbox.capacity,
-            **self._sizes,
-            BLOCK_SIZE=self.block_size,
-            WIDTH=triton.next_power_of_2(self._mailbox.capacity),
-            num_warps=4,
+        mailbox = self._mailbox
+        self._device.launch(
+            prepare_decodes,
+            (1, 1, 1),
+            (mailbox.turn, mailbox.inbox, size, self.tokens, self.tables, *self._made),
+            self._kind,
+            lambda: {
+                "SLOTS": SLOTS,
+                "CAPACITY": mailbox.capacity,
+                **self._sizes,
+                "BLOCK_SIZE": self.block_size,
+                "WIDTH": mailbox.width,
+                "num_warps": 4,
+            },
         )
 
     def decode_batch(self, size: int, longest_context: int) -> DeviceBatch:
         """The batch that `prepare_decodes` fills."""
-        batch = self._batch(size, size, size, 1, longest_context, size, size)
-        # A block that decoding fills is found by others once its tokens are known, so not in the same step.
-        batch.settled = True
-        return batch
+        return self._batch(size, size, size, 1, longest_context, size, size)
 
     def sampled(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the first so many entries that sample: their rows (-1: padding), and where the token will stand."""
@@ -145,16 +141,12 @@ class DeviceRows:
         numbers = np.cumsum(plan.samples) - 1
         parcel = slot.pack([plan.rows, plan.starts, firsts[:-1], counts, np.where(plan.samples, numbers, -1)])
         longest = max(counts)
-        prepare_tokens[(entries, -(-longest // _WIDTH))](
-            parcel,
-            entries,
-            self.tokens,
-            self.tables,
-            *self._made,
-            **self._sizes,
-            BLOCK_SIZE=self.block_size,
-            WIDTH=_WIDTH,
-            num_warps=4,
+        self._device.launch(
+            prepare_tokens,
+            (entries, -(-longest // _WIDTH), 1),
+            (parcel, entries, self.tokens, self.tables, *self._made),
+            self._kind,
+            lambda: {**self._sizes, "BLOCK_SIZE": self.block_size, "WIDTH": _WIDTH, "num_warps": 4},
         )
         sampled = plan.num_samples
         wanted = sampled

@@ -7,6 +7,7 @@ step reads them, so the engine plans and submits step N + 1 while N runs.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Literal
 
@@ -158,9 +159,11 @@ class CudaBackend:
         except RuntimeError:
             pass  # a card that failed says so at every turn; who waited for a step was told
         self._grammars.close()
-        # Whoever keeps an engine for its figures keeps none of the card's memory.
+        # Whoever keeps an engine for its figures keeps none of the card's memory. A program refers to itself, so it takes
+        # the collector to find it.
         del self._graphs, self._program, self._decoder, self._ops, self._cache, self._swaps
         del self._sampler, self._rows, self._mailbox
+        gc.collect()
 
     def _launch(self, plan: IterationPlan, slot: Slot, step: DeviceStep) -> None:
         self._rows.change(plan, slot)

@@ -131,7 +131,13 @@ class SamplingRows:
             self._stagings[turn] = self._device.pinned(2 * offset, dtype=torch.int32)
         staged = self._stagings[turn]
         np.concatenate([heads.reshape(-1), *(words for _, words in packed)], out=staged.numpy()[:offset])
-        start_rows_kernel[(len(packed),)](staged, self.words, ROW_WORDS, TILE=128, num_warps=1)
+        self._device.launch(
+            start_rows_kernel,
+            (len(packed), 1, 1),
+            (staged, self.words, ROW_WORDS),
+            None,
+            lambda: {"TILE": 128, "num_warps": 1},
+        )
         self._read[turn].record()
 
     def path(self, rows: Sequence[int], masked: bool) -> SamplingPath:

@@ -1,6 +1,8 @@
 """Attention of requests with one token each: the context is cut into splits, the last of them to end joins them.
 
-A program is one split of one KV head of one request, with all the query heads that read that KV head.
+A program is one split of one KV head of one request, with all the query heads that read that KV head. In a batch that
+fills the card a request has one program for each KV head, and a few spare ones go to the requests with long contexts,
+which would hold up the others.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from weft.ops.triton.attention_tiles import LOWEST, attend, joined, mean, nothin
 from weft.ops.triton.device import let_next_begin, wait_for_previous
 
 
-@triton.jit(do_not_specialize=["layer", "table_stride", "smallest_split"])
+@triton.jit(do_not_specialize=["layer", "table_stride", "requests", "most_splits", "smallest_split"])
 def decode_attention(
     queries,  # [tokens, QUERY_STRIDE]
     output,  # [tokens, heads * head size]
@@ -26,9 +28,13 @@ def decode_attention(
     arrivals,  # int32 [requests, kv heads]: 0 before and after
     layer,
     table_stride,
+    requests,
+    most_splits,  # of a request
     smallest_split,
     scale,
     score_cap,
+    SPARE: tl.constexpr,  # 0: `most_splits` programs for every request; else one, and so many for all together
+    MOST_REQUESTS: tl.constexpr,  # a power of two that holds them
     FIXED_SPLIT: tl.constexpr,  # 0: a context is cut into as many equal splits as there are programs for
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -49,7 +55,19 @@ def decode_attention(
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     request = tl.program_id(2)
-    most_splits = tl.num_programs(1)
+    programs = most_splits
+    if SPARE > 0:
+        # The spare ones come first: what they work on takes longest.
+        request, split, programs = _work_of(
+            tl.program_id(1),
+            context_lengths,
+            requests,
+            most_splits,
+            smallest_split,
+            SPARE,
+            MOST_REQUESTS,
+            WINDOW,
+        )
     GROUP: tl.constexpr = HEADS // KV_HEADS
     VALUE_OFFSET: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_SIZE
 
@@ -63,7 +81,7 @@ def decode_attention(
         first_split = first_seen // FIXED_SPLIT * FIXED_SPLIT
     else:
         first_split = first_tile
-        even = tl.cdiv(tl.cdiv(context - first_split, most_splits), TILE) * TILE
+        even = tl.cdiv(tl.cdiv(context - first_split, programs), TILE) * TILE
         split_size = tl.maximum(smallest_split, even)
     splits = tl.maximum(tl.cdiv(context - first_split, split_size), 1)
     wait_for_previous(DEPENDENT)
@@ -101,7 +119,7 @@ def decode_attention(
         TILE=TILE,
         STAGES=STAGES,
     )
-    finish_split(
+    _finish_split(
         peak,
         total,
         mixed,
@@ -113,6 +131,7 @@ def decode_attention(
         request * KV_HEADS + kv_head,
         split,
         splits,
+        most_splits,
         GROUP,
         HEAD_SIZE,
         WIDTH,
@@ -123,7 +142,45 @@ def decode_attention(
 
 
 @triton.jit
-def finish_split(
+def _work_of(
+    program,
+    context_lengths,
+    requests,
+    most_splits,
+    smallest_split,
+    SPARE: tl.constexpr,
+    MOST_REQUESTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The request of a program, its split (behind the last one where there is nothing to do), and how many programs
+    the request has. Spare ones are given to the long contexts in their order, as far as they last."""
+    request = tl.maximum(program - SPARE, 0)
+    split = 0
+    programs = 1
+    seen = tl.load(context_lengths + request)
+    if WINDOW > 0:
+        seen = tl.minimum(seen, WINDOW)
+    if (program < SPARE) | (seen > 2 * smallest_split):
+        each = tl.arange(0, MOST_REQUESTS)
+        all_seen = tl.load(context_lengths + each, mask=each < requests, other=0)
+        if WINDOW > 0:
+            all_seen = tl.minimum(all_seen, WINDOW)
+        wanted = tl.minimum(tl.maximum(all_seen - 1, 0) // (2 * smallest_split), most_splits - 1)
+        end = tl.cumsum(wanted, 0)
+        if program < SPARE:
+            request = tl.sum((end <= program).to(tl.int32), 0)
+        given = tl.minimum(tl.maximum(SPARE - (end - wanted), 0), wanted)
+        programs += tl.sum(tl.where(each == request, given, 0), 0)
+        if program < SPARE:
+            split = 1 + program - tl.sum(tl.where(each == request, end - wanted, 0), 0)
+            if request >= requests:
+                request = 0
+                split = most_splits
+    return request, split, programs
+
+
+@triton.jit
+def _finish_split(
     peak,
     total,
     mixed,
@@ -135,6 +192,7 @@ def finish_split(
     pair,  # the request and its KV head, as one number
     split,
     splits,
+    most_splits,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -150,7 +208,7 @@ def finish_split(
         result = mean(total, mixed).to(output.dtype.element_ty)
         tl.store(output + row[:, None] * HEAD_SIZE + column[None, :], result, mask=there)
     else:
-        first_entry = pair.to(tl.int64) * tl.num_programs(1) * GROUP
+        first_entry = pair.to(tl.int64) * most_splits * GROUP
         entry = first_entry + split * GROUP + row
         tl.store(split_mixed + entry[:, None] * HEAD_SIZE + column[None, :], mixed, mask=there)
         tl.store(split_peaks + entry, peak, mask=row < GROUP)

@@ -1,7 +1,7 @@
 """Attention of a step of new prompts of one length, by cuDNN: on a Hopper it is faster than the kernels here.
 
-cuDNN plans for every shape that it meets, which takes it a while. So it gets only lengths that come again: prompts in
-chunks, which are round, and not every prompt's own length.
+cuDNN plans for every shape that it meets, which takes it as long as some hundred layers of attention. So it gets only
+long prompts of lengths that come again: prompts in chunks, which are round, and not every prompt's own length.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device
 
 _ROUND = 256
+_SHORTEST = 1024
 
 
 def dense_attention_serves(shape: AttentionShape, device: Device) -> bool:
@@ -28,10 +29,10 @@ def dense_attention_serves(shape: AttentionShape, device: Device) -> bool:
 
 
 def is_dense(batch: DeviceBatch, window: int | None) -> bool:
-    """Whether the step is nothing but new prompts of one round length, each seen whole by its last token."""
+    """Whether the step is nothing but new prompts of one long and round length, each seen whole by its last token."""
     length = batch.longest_query
     return (
-        length > 1
+        length >= _SHORTEST
         and length % _ROUND == 0
         and batch.tokens == batch.requests * length
         and batch.longest_context == length
@@ -39,8 +40,8 @@ def is_dense(batch: DeviceBatch, window: int | None) -> bool:
     )
 
 
-def dense_attention(batch: DeviceBatch, qkv: Tensor, shape: AttentionShape, output: Tensor) -> None:
-    """qkv [tokens, (heads + 2 kv heads) * head size] with Q and K turned."""
+def dense_attention(batch: DeviceBatch, qkv: Tensor, shape: AttentionShape) -> Tensor:
+    """Of qkv [tokens, (heads + 2 kv heads) * head size] with Q and K turned: [tokens, heads * head size]."""
     length = batch.longest_query
     rows = qkv.view(batch.requests, length, shape.heads + 2 * shape.kv_heads, shape.head_size).transpose(1, 2)
     queries, keys, values = rows.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
@@ -56,4 +57,5 @@ def dense_attention(batch: DeviceBatch, qkv: Tensor, shape: AttentionShape, outp
         return_debug_mask=False,
         scale=shape.scale,
     )[0]
-    output.view(batch.requests, length, shape.heads, shape.head_size).copy_(attended.transpose(1, 2))
+    # cuDNN lays its result out as the queries are: token after token, so that nothing is copied here.
+    return attended.transpose(1, 2).reshape(batch.tokens, shape.heads * shape.head_size)

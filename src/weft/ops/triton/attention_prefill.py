@@ -44,8 +44,9 @@ def prefill_attention(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(DEPENDENT)
-    let_next_begin(DEPENDENT)
+    if first_request == 0:
+        wait_for_previous(DEPENDENT)
+        let_next_begin(DEPENDENT)
     kv_head = tl.program_id(0)
     request = first_request + tl.program_id(1)
     # The last tokens see most: begun first, they do not end last.
@@ -160,3 +161,8 @@ def prefill_attention(
                 )
     result = mean(total, mixed).to(output.dtype.element_ty)
     tl.store(output + token_row * (HEADS * HEAD_SIZE) + features, result, mask=there)
+    if first_request > 0:
+        # The kernel in front attends for the requests before: nothing here is read from it or written by it, and what
+        # both read was there when it let this one begin. So they run side by side, and the one behind waits for both.
+        wait_for_previous(DEPENDENT)
+        let_next_begin(DEPENDENT)

@@ -73,7 +73,7 @@ def attend(
             key = tl.load(address)
             value = tl.load(address + VALUE_OFFSET)
 
-        peak, total, mixed = attend_to_tile(
+        peak, total, mixed = _attend_to_tile(
             query,
             positions,
             peak,
@@ -121,7 +121,7 @@ def attend_to_rows(
         if MASKED:
             # Behind the end are another request's, which may be NaN.
             value = tl.where((place < end)[:, None], value, 0.0)
-        peak, total, mixed = attend_to_tile(
+        peak, total, mixed = _attend_to_tile(
             query,
             positions,
             peak,
@@ -141,7 +141,7 @@ def attend_to_rows(
 
 
 @triton.jit
-def attend_to_tile(
+def _attend_to_tile(
     query,
     positions,
     peak,
@@ -159,7 +159,7 @@ def attend_to_tile(
 ):
     """The softmax with one tile added."""
     scores = dot(query, tl.trans(key), tl.zeros((query.shape[0], key.shape[0]), tl.float32))
-    scores, factor = capped(scores, scale, score_cap, CAPPED)
+    scores, factor = _capped(scores, scale, score_cap, CAPPED)
     if MASKED:
         seen = (place[None, :] <= positions[:, None]) & (place < end)[None, :]
         if WINDOW > 0:
@@ -174,7 +174,7 @@ def attend_to_tile(
 
 
 @triton.jit
-def capped(scores, scale, score_cap, CAPPED: tl.constexpr):
+def _capped(scores, scale, score_cap, CAPPED: tl.constexpr):
     """Of products of queries and keys: scores, and what they are to be multiplied by to be exponents of 2."""
     if CAPPED:
         # tanh(x) = 1 - 2 / (e^2x + 1)

@@ -28,6 +28,3 @@ class DeviceBatch:
     decodes: int = 0
     """At least the first so many requests have one token each, token i being request i's; all of them where
     `longest_query` is 1."""
-    settled: bool = False
-    """Whether no request reads a cell that another one's token of this step fills: so it is in a step of decodes that
-    no request joins, since a prefix is found when a request begins."""

@@ -104,14 +104,19 @@ class _Repeated:
         self._work()
 
 
+_Launch = tuple[Callable[..., None], int, Any, Callable[[int], int], tuple[Any, ...]]
+"""Of a compiled kernel: what launches it, its address, how it is laid out, who knows the stream, and its constants."""
+
+
 class Device:
     """One card ("cuda", "cuda:1"), or the interpreter ("cpu")."""
 
     def __init__(self, name: str = "cuda") -> None:
         self.torch_device = torch.device(name)
+        self.index = self.torch_device.index or 0
         self.is_card = self.torch_device.type == "cuda"
         self._capture_stream: torch.cuda.Stream | None = None
-        self._launches: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        self._launches: dict[Any, _Launch] = {}
         self.remembers_launches = self.is_card
         self.processors = 4
         """How many multiprocessors there are."""
@@ -122,7 +127,7 @@ class Device:
                 raise WeftError(
                     f"the device is {name!r}, but torch {torch.__version__} finds no CUDA card here"
                 )
-            self.torch_device = torch.device("cuda", self.torch_device.index or 0)
+            self.torch_device = torch.device("cuda", self.index)
             properties = torch.cuda.get_device_properties(self.torch_device)
             self.processors = properties.multi_processor_count
             self.dependent_launches = properties.major >= 9
@@ -205,13 +210,14 @@ class Device:
     def launch(
         self,
         kernel: Any,
-        grid: tuple[int, ...],
+        grid: tuple[int, int, int],
         arguments: tuple[Any, ...],
         key: Hashable,
         constants: Callable[[], dict[str, Any]],
     ) -> None:
-        """`kernel[grid](*arguments, **constants(), **launch_options())`, but from the second time on without Triton's own
-        search for what it compiled, which takes 10 to 25 us: longer than many a kernel runs.
+        """`kernel[grid](*arguments, **constants())`, with `launch_options` where the kernel has a parameter DEPENDENT; but
+        from the second time on without Triton's own search for what it compiled, which takes 10 to 25 us: longer than
+        many a kernel runs.
 
         `arguments` are the kernel's first parameters, `constants` all the others (and `num_warps`). The key is whatever
         decides how the kernel is compiled: types, constants, and of sizes and addresses whether they are multiples of
@@ -219,14 +225,21 @@ class Device:
         """
         place = (id(kernel), key)
         if (known := self._launches.get(place)) is not None:
-            compiled, values = known
-            compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+            run, function, how, current_stream, values = known
+            x, y, z = grid
+            # As Triton calls it, without hooks.
+            run(x, y, z, current_stream(self.index), function, how, None, None, None, *arguments, *values)
             return
-        named = constants() | self.launch_options()
+        named = constants()
+        if "DEPENDENT" in kernel.arg_names:
+            named |= self.launch_options()
         compiled = kernel[grid](*arguments, **named)
         if self.remembers_launches:
             values = tuple(named[name] for name in kernel.arg_names[len(arguments) :])
-            self._launches[place] = (compiled, values)
+            current_stream = triton.runtime.driver.active.get_current_stream
+            self._launches[place] = (
+                *(compiled.run, compiled.function, compiled.packed_metadata, current_stream, values),
+            )
 
     def launch_options(self, dependent: bool = True) -> dict[str, Any]:
         """What a kernel that has a parameter DEPENDENT is launched with: `kernel[grid](..., **device.launch_options())`.

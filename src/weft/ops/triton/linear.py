@@ -79,11 +79,12 @@ def skinny_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile 
         if outputs <= _MANY_OUTPUTS and inputs > 8192:
             return None
         return _fitted(Tile(32, 64, 128, 4, 4), inputs)
-    if tokens <= 64 and outputs > _MANY_OUTPUTS and is_large and not has_norm:
+    if tokens <= _MOST_SKINNY and outputs > _MANY_OUTPUTS and is_large and not has_norm:
         return Tile(64, 128, 64, 4, 4)
     return None
 
 
+_MOST_SKINNY = 64
 _MANY_OUTPUTS = 32768
 _LARGE_WEIGHT = 64 << 20
 
@@ -270,8 +271,8 @@ class Product:
         self, input: Tensor, output: Tensor, normed: Tensor | None = None, ungated: Tensor | None = None
     ) -> None:
         """`normed` and `ungated` take what a norm and a gate need in between where they are kernels of their own."""
-        tokens, layer, has_norm = len(input), self.layer, self.norm is not None
-        if self.invariant:
+        tokens, layer, has_norm = input.shape[0], self.layer, self.norm is not None
+        if self.invariant or tokens > _MOST_SKINNY:
             self.run_apart(input, output, normed, ungated)
         elif tokens == 1:
             self.run_gemv(input, output, gemv_tile(layer.outputs, layer.inputs, has_norm))
@@ -288,13 +289,17 @@ class Product:
         sizes = (layer.outputs, layer.inputs, layer.weight.dtype, layer.bias is None)
         return (*sizes, norm_dtype, self.gate, self.added)
 
+    @cached_property
+    def _transposed(self) -> Tensor:
+        return self.layer.weight.T
+
     def run_gemv(self, input: Tensor, output: Tensor, tile: Tile) -> None:
         layer = self.layer
         weight, epsilon = (layer.weight, 0.0) if self.norm is None else self.norm
         bias = layer.weight if layer.bias is None else layer.bias
         self.device.launch(
             _gemv,
-            (pieces(layer.outputs, tile.outputs),),
+            (pieces(layer.outputs, tile.outputs), 1, 1),
             (input, weight, layer.weight, bias, output, layer.outputs, epsilon, self.scale),
             (self._kind, tile, output.dtype, input.data_ptr() % 16),
             lambda: {
@@ -335,17 +340,17 @@ class Product:
         return normed
 
     def _multiply(self, input: Tensor, output: Tensor) -> None:
-        weight, bias = self.layer.weight, self.layer.bias
+        weight, bias = self._transposed, self.layer.bias
         if self.invariant:
             self._launch_tile(input, output, invariant_tile(len(input), self.layer.inputs), None, None)
         elif self.added:
-            output.addmm_(input, weight.T, alpha=self.scale)
+            output.addmm_(input, weight, alpha=self.scale)
             if bias is not None:
                 rows.add(output, bias, self.scale, self.device)
         elif bias is not None:
-            torch.addmm(bias, input, weight.T, out=output)
+            torch.addmm(bias, input, weight, out=output)
         else:
-            torch.mm(input, weight.T, out=output)
+            torch.mm(input, weight, out=output)
 
     def _launch_tile(
         self,
@@ -361,7 +366,7 @@ class Product:
         sizes = (tokens, layer.outputs, epsilon, self.scale, input.stride(0), output.stride(0))
         self.device.launch(
             _tile,
-            (pieces(layer.outputs, tile.outputs), pieces(tokens, tile.tokens)),
+            (pieces(layer.outputs, tile.outputs), pieces(tokens, tile.tokens), 1),
             (input, weight, layer.weight, bias, output, *sizes),
             (self._kind, tile, norm is None, gate, output.dtype, sizes[-2:], input.data_ptr() % 16),
             lambda: {

@@ -178,7 +178,7 @@ class MixtureProduct:
         self._router.run(input, space.logits[:tokens])
         launch(
             _route,
-            (tokens,),
+            (tokens, 1, 1),
             (space.logits, space.chosen, space.shares, count),
             (count, per_token, self._normalise),
             lambda: {
@@ -190,7 +190,7 @@ class MixtureProduct:
         )
         launch(
             _group,
-            (count,),
+            (count, 1, 1),
             (space.chosen, space.lists, space.counts, tokens * per_token, capacity),
             capacity,
             lambda: {"BLOCK": _ELEMENTS, "num_warps": 4},
@@ -200,7 +200,7 @@ class MixtureProduct:
         stride = output.stride(0)
         launch(
             _combine,
-            (tokens, pieces(features, _ELEMENTS)),
+            (tokens, pieces(features, _ELEMENTS), 1),
             (space.parts, space.shares, output, features, stride),
             (features, stride, output.dtype, per_token),
             lambda: {"PER_TOKEN": per_token, "BLOCK": _ELEMENTS, "num_warps": 4},
@@ -214,7 +214,7 @@ class MixtureProduct:
         tile = self._tile(tokens, inputs)
         self._device.launch(
             _expert_product,
-            (experts, pieces(outputs, tile.outputs)),
+            (experts, pieces(outputs, tile.outputs), 1),
             (input, weight, output, space.lists, space.counts, capacity, outputs),
             (outputs, inputs, capacity, pairs_of_input, tile, gate, weight.dtype),
             lambda: {

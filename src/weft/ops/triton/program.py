@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,7 +43,7 @@ class _Run:
 
     batch: DeviceBatch
     cache: Tensor
-    buffers: Sequence[Tensor]
+    buffers: list[Tensor]
 
 
 Launch = Callable[[_Run], None]
@@ -214,9 +214,14 @@ class CudaProgram:
         pattern = self._patterns[step.pattern]
         attend, tables = self._attentions[pattern.window], self._ropes[pattern.rope]
         source, target = self._places[step.input], self._places[step.output]
-        return lambda run: attend.turn_and_run(
-            run.batch, run.buffers[source], run.cache, step.layer, tables, step.norm, run.buffers[target]
-        )
+
+        def launch(run: _Run) -> None:
+            # What attention made elsewhere takes the buffer's place for the rest of the step: it is of the same size.
+            run.buffers[target] = attend.turn_and_run(
+                run.batch, run.buffers[source], run.cache, step.layer, tables, step.norm, run.buffers[target]
+            )
+
+        return launch
 
     def _launch_mixture(self, step: Mixture) -> Launch:
         sizes = (*step.experts.down.shape, step.per_token)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.ops.base import AttentionShape, QkNorm, Rope
 from weft.ops.triton.batch import DeviceBatch
-from weft.ops.triton.device import Device, let_next_begin, wait_for_previous
+from weft.ops.triton.device import Device, let_next_begin, pieces, power_of_two, wait_for_previous
 
 # Always the same, so that a head's sum of squares is made in the same order in any company.
 _HEADS_AT_ONCE = 16
@@ -49,34 +49,32 @@ def rope_and_write(
     norm_kind = _NO_NORM.value
     if norm is not None:
         norm_kind = _HEAD_NORM.value if len(norm.query) == head_size else _ROW_NORM.value
-    parts = triton.cdiv(shape.heads + 2 * kv_heads, _HEADS_AT_ONCE)
     # A norm over the whole row is one program's work: another's would change the row while it is summed.
-    grid = (batch.tokens, 1 if norm_kind == _ROW_NORM.value else parts)
+    parts = 1 if norm_kind == _ROW_NORM.value else pieces(shape.heads + 2 * kv_heads, _HEADS_AT_ONCE)
+    query_norm, key_norm, epsilon = (qkv, qkv, 0.0) if norm is None else (norm.query, norm.key, norm.epsilon)
+    stride = qkv.stride(0)
+    sizes = (shape.heads, kv_heads, head_size, block_size, layers, stride, tables.pairs, tables.interleaved)
     rest = head_size - 2 * tables.pairs
-    _rope_and_write[grid](
-        qkv,
-        batch.positions,
-        batch.cells,
-        cache,
-        tables.values,
-        qkv if norm is None else norm.query,
-        qkv if norm is None else norm.key,
-        layer,
-        0.0 if norm is None else norm.epsilon,
-        HEADS=shape.heads,
-        KV_HEADS=kv_heads,
-        HEAD_SIZE=head_size,
-        PAIRS=tables.pairs,
-        PAIRS_PADDED=triton.next_power_of_2(tables.pairs),
-        REST_PADDED=triton.next_power_of_2(rest) if rest else 0,
-        INTERLEAVED=tables.interleaved,
-        NORM=norm_kind,
-        BLOCK_SIZE=block_size,
-        LAYERS=layers,
-        ROW_STRIDE=qkv.stride(0),
-        HEADS_AT_ONCE=_HEADS_AT_ONCE,
-        num_warps=4,
-        **tables.device.launch_options(),
+    tables.device.launch(
+        _rope_and_write,
+        (batch.tokens, parts, 1),
+        (qkv, batch.positions, batch.cells, cache, tables.values, query_norm, key_norm, layer, epsilon),
+        (sizes, norm_kind, qkv.dtype, cache.dtype, query_norm.dtype),
+        lambda: {
+            "HEADS": shape.heads,
+            "KV_HEADS": kv_heads,
+            "HEAD_SIZE": head_size,
+            "PAIRS": tables.pairs,
+            "PAIRS_PADDED": power_of_two(tables.pairs),
+            "REST_PADDED": power_of_two(rest) if rest else 0,
+            "INTERLEAVED": tables.interleaved,
+            "NORM": norm_kind,
+            "BLOCK_SIZE": block_size,
+            "LAYERS": layers,
+            "ROW_STRIDE": stride,
+            "HEADS_AT_ONCE": _HEADS_AT_ONCE,
+            "num_warps": 4,
+        },
     )
 
 

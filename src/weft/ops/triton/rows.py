@@ -52,7 +52,7 @@ def embed(ids: Tensor, table: Tensor, scale: float, output: Tensor, device: Devi
     columns, stride = table.shape[1], output.stride(0)
     device.launch(
         _embed,
-        (len(output), pieces(columns, _ELEMENTS)),
+        (output.shape[0], pieces(columns, _ELEMENTS), 1),
         (ids, table, output, columns, scale, stride),
         (columns, stride, table.dtype, ids.data_ptr() % 16),
         lambda: {"BLOCK": _ELEMENTS, "num_warps": 4},
@@ -110,7 +110,7 @@ def rms_norm(
     block = power_of_two(columns)
     device.launch(
         _rms_norm,
-        (len(output),),
+        (output.shape[0], 1, 1),
         (input, weight, output, indices, columns, epsilon, scale, *strides),
         (columns, strides, weight.dtype, input.dtype, is_selected, added, indices.data_ptr() % 16),
         lambda: {"BLOCK": block, "SELECTED": is_selected, "ADDED": added, "num_warps": _warps(block)},
@@ -145,7 +145,7 @@ def gate_rows(input: Tensor, kind: GateKind, output: Tensor, device: Device) -> 
     columns, strides = output.shape[1], (input.stride(0), output.stride(0))
     device.launch(
         _gate_rows,
-        (len(output), pieces(columns, _ELEMENTS)),
+        (output.shape[0], pieces(columns, _ELEMENTS), 1),
         (input, output, columns, *strides),
         (columns, strides, kind, input.dtype),
         lambda: {"BLOCK": _ELEMENTS, "GATE": GATE_CODES[kind], "num_warps": 4},
@@ -180,7 +180,7 @@ def add(left: Tensor, right: Tensor, scale: float, device: Device) -> None:
     strides = (left.stride(0), right.stride(0) if right.ndim == 2 else 0)
     device.launch(
         _add,
-        (len(left), pieces(columns, _ELEMENTS)),
+        (left.shape[0], pieces(columns, _ELEMENTS), 1),
         (left, right, columns, scale, *strides),
         (columns, strides, left.dtype, right.dtype),
         lambda: {"BLOCK": _ELEMENTS, "num_warps": 4},
@@ -215,7 +215,7 @@ def scale_and_cap(values: Tensor, scale: float, cap: float | None, device: Devic
     columns, stride = values.shape[1], values.stride(0)
     device.launch(
         _scale_and_cap,
-        (len(values), pieces(columns, _ELEMENTS)),
+        (values.shape[0], pieces(columns, _ELEMENTS), 1),
         (values, columns, scale, 1.0 if cap is None else cap, stride),
         (columns, stride, values.dtype, cap is not None),
         lambda: {"BLOCK": _ELEMENTS, "CAPPED": cap is not None, "num_warps": 4},

@@ -70,8 +70,8 @@ def survey_kernel(
     vocabulary,
     logits_stride,
     row_words,
-    maxima_stride,
-    sums_stride,
+    num_groups,
+    pieces,
     TOUCHED: tl.constexpr,
     MASKED: tl.constexpr,
     MASSES: tl.constexpr,
@@ -104,14 +104,14 @@ def survey_kernel(
         TOUCHED,
     )
     maxima = tl.max(tl.where(scores != scores, float("inf"), scores), 1)
-    tl.store(maxima_ptr + entry * maxima_stride + groups, maxima)
+    tl.store(maxima_ptr + entry * num_groups + groups, maxima)
     if MASSES:
         best = tl.max(maxima, 0)
         heat = (1.0 / tl.maximum(temperature, COLDEST_SINGLE)).to(tl.float32)
         relative = (scores - tl.where(best == float("-inf"), 0.0, best)) * heat
         weights = tl.exp(relative)
         moments = tl.where(weights > 0.0, weights * relative, 0.0)
-        place = sums_ptr + (entry * sums_stride + piece) * 3
+        place = sums_ptr + (entry * pieces + piece) * 3
         tl.store(place, best)
         tl.store(place + 1, tl.sum(tl.sum(weights, 1), 0))
         tl.store(place + 2, tl.sum(tl.sum(moments, 1), 0))
@@ -152,8 +152,6 @@ def shortlist_kernel(
     row_words,
     row_tokens_stride,
     floors_stride,
-    maxima_stride,
-    sums_stride,
     num_groups,
     pieces,
     few_groups,
@@ -189,7 +187,7 @@ def shortlist_kernel(
     temperature = tl.maximum(tl.load(row_doubles + TEMPERATURE), COLDEST)
     touched = is_touched(flags, mask_lines_ptr, entry, MASKED)
     lanes = tl.arange(0, NUM_GROUPS)
-    maxima = tl.load(maxima_ptr + entry * maxima_stride + lanes, mask=lanes < num_groups, other=float("-inf"))
+    maxima = tl.load(maxima_ptr + entry * num_groups + lanes, mask=lanes < num_groups, other=float("-inf"))
     best = tl.max(maxima, 0)
     tl.store(best_ptr + entry, best)
     if (best == float("inf")) | (best == float("-inf")):
@@ -215,7 +213,7 @@ def shortlist_kernel(
     if WITH_TOP_P or WITH_TYPICAL_P:
         piece_ids = tl.arange(0, PIECES)
         is_piece = piece_ids < pieces
-        sums = sums_ptr + (entry * sums_stride + piece_ids) * 3
+        sums = sums_ptr + (entry * pieces + piece_ids) * 3
         piece_best = tl.load(sums, mask=is_piece, other=float("-inf"))
         masses = tl.load(sums + 1, mask=is_piece, other=0.0).to(tl.float64)
         moments = tl.load(sums + 2, mask=is_piece, other=0.0).to(tl.float64)
@@ -246,14 +244,14 @@ def shortlist_kernel(
                 # The groups that have a token above it, then those tokens.
                 is_chosen = (keys >= low) & (maxima > float("-inf"))
                 group_places = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
-                tl.store(groups_ptr + entry * maxima_stride + group_places, lanes, mask=is_chosen)
+                tl.store(groups_ptr + entry * num_groups + group_places, lanes, mask=is_chosen)
                 num_chosen = tl.sum(is_chosen.to(tl.int32), 0)
                 tl.debug_barrier()
                 count = tl.zeros((), tl.int32)
                 for start in range(0, num_chosen, GATHERED):
                     items = start + tl.arange(0, GATHERED)
                     groups = tl.load(
-                        groups_ptr + entry * maxima_stride + items, mask=items < num_chosen, other=NUM_GROUPS
+                        groups_ptr + entry * num_groups + items, mask=items < num_chosen, other=NUM_GROUPS
                     )
                     gathered_ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
                     gathered_ids = tl.reshape(gathered_ids, (GATHERED * GROUP,))

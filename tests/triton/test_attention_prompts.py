@@ -1,10 +1,8 @@
-"""Rope and attention in one launch, against numpy in float64."""
+"""Rope and then attention; prompts that begin in a step are read where they were computed. Against numpy in float64."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from attention_cases import LAYER, TOLERANCES, Case, Part, Step
 
 from weft.ops.base import AttentionPattern, QkNorm, Rope
 from weft.ops.reference import ReferenceOps
-from weft.ops.triton import attention as attention_module
 from weft.ops.triton.attention import Attention
 from weft.ops.triton.attention_dense import is_dense
 from weft.ops.triton.device import Device
@@ -59,9 +56,10 @@ def check(
         device_norm = QkNorm(step.tensor(norm.query), step.tensor(norm.key), norm.epsilon)
     attention = Attention(case.shape, case.window, 8, MAX_CONTEXT, device)
     attention.can_read_rows |= read_rows
-    batch = replace(step.batch(), settled=True)
     tables = RopeTables(rope, MAX_CONTEXT, device)
-    attention.turn_and_run(batch, step.device_qkv(), cache, LAYER, tables, device_norm, output)
+    output = attention.turn_and_run(
+        step.batch(), step.device_qkv(), cache, LAYER, tables, device_norm, output
+    )
 
     ops = ReferenceOps(np.float64)
     prepared = ops.prepare(step.indices, before, case.shape, [AttentionPattern(rope, case.window)])
@@ -76,50 +74,16 @@ def check(
     np.testing.assert_allclose(after, before, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture
-def one_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def forbidden(*arguments: object) -> None:
-        raise AssertionError("rope had a launch of its own")
-
-    monkeypatch.setattr(attention_module, "rope_and_write", forbidden)
-    yield
-
-
-CASES = {
-    "the first token": (Case(decodes(1)), rope_of(32)),
-    "several requests": (Case(decodes(5, 64, 65, 1, 300)), rope_of(32)),
-    "many splits": (Case(decodes(700)), rope_of(32)),
-    "neighbours turn": (Case(decodes(90, 3)), rope_of(32, interleaved=True)),
-    "a part of a head turns": (Case(decodes(90, 3)), rope_of(20)),
-    "an odd part of a head turns": (Case(decodes(90, 3), head_size=80), rope_of(10, interleaved=True)),
-    "heads of 96, blocks of 32": (Case(decodes(70, 33), head_size=96, block_size=32), rope_of(48)),
-    "heads of 128": (Case(decodes(129, 128), head_size=128), rope_of(64)),
-    "heads of 256": (Case(decodes(70), head_size=256), rope_of(128)),
-    "seven heads to one": (Case(decodes(200, 3), heads=7, kv_heads=1), rope_of(32)),
-    "a head of its own for each query head": (Case(decodes(90, 3), heads=2), rope_of(32)),
-    "a window": (Case(decodes(300, 20, 70), window=50), rope_of(32)),
-    "a window of one": (Case(decodes(100, 65), window=1), rope_of(32)),
-    "a cap and a window": (Case(decodes(300, 20), cap=3.0, window=180), rope_of(32)),
-    "padding": (Case(decodes(130, 20), padding=3), rope_of(32)),
+STEPS = {
+    "decodes": Case(decodes(90, 3)),
+    "padded decodes": Case(decodes(130, 20), padding=3),
+    "a chunk and a decode": Case([Part(30, 5), Part(64, 1)]),
 }
 
 
-@pytest.mark.parametrize("normed", [False, True], ids=["as they are", "normalised"])
-@pytest.mark.parametrize(("case", "rope"), CASES.values(), ids=CASES.keys())
-def test_one_launch_turns_writes_and_attends(
-    case: Case, rope: Rope, normed: bool, device: Device, one_launch: None
-) -> None:
-    check(case, device, rope, norm_of(case) if normed else None, torch.float32)
-
-
-def test_one_launch_serves_a_cache_of_half_the_size(device: Device, one_launch: None) -> None:
-    case = Case(decodes(129, 70), head_size=128)
-    check(case, device, rope_of(64), norm_of(case), torch.bfloat16)
-
-
-@pytest.mark.parametrize("norm_rows", [False, True], ids=["a chunk", "a norm of whole rows"])
-def test_what_one_launch_cannot_do_is_done_in_two(norm_rows: bool, device: Device) -> None:
-    case = Case(decodes(90, 3)) if norm_rows else Case([Part(30, 5), Part(64, 1)])
+@pytest.mark.parametrize("norm_rows", [False, True], ids=["heads normalised", "rows normalised"])
+@pytest.mark.parametrize("case", STEPS.values(), ids=STEPS.keys())
+def test_tokens_attend_to_what_rope_wrote(case: Case, norm_rows: bool, device: Device) -> None:
     check(case, device, rope_of(32), norm_of(case, norm_rows), torch.float32)
 
 
@@ -141,38 +105,22 @@ def test_a_prompt_that_begins_in_the_step_is_read_where_it_was_computed(case: Ca
     check(case, device, rope_of(case.head_size // 2), norm_of(case), torch.bfloat16, read_rows)
 
 
-def test_only_steps_of_new_prompts_of_one_round_length_are_dense(device: Device) -> None:
+def test_only_steps_of_new_prompts_of_one_long_and_round_length_are_dense(device: Device) -> None:
     def dense(parts: list[Part], window: int | None = None) -> bool:
         return is_dense(Step(Case(parts, heads=1, kv_heads=1, head_size=16), device).batch(), window)
 
-    assert dense([Part(0, 256), Part(0, 256)])
-    assert dense([Part(0, 512)], window=512)
-    assert not dense([Part(0, 512)], window=511)
-    assert not dense([Part(0, 250)])
-    assert not dense([Part(0, 256), Part(0, 255)])
-    assert not dense([Part(0, 256), Part(256, 256)])
-    assert not dense(decodes(1, 1))
+    assert dense([Part(0, 1024), Part(0, 1024)])
+    assert dense([Part(0, 1280)], window=1280)
+    assert not dense([Part(0, 1280)], window=1279)
+    assert not dense([Part(0, 768)])
+    assert not dense([Part(0, 1030)])
+    assert not dense([Part(0, 1024), Part(0, 1023)])
+    assert not dense([Part(0, 1024), Part(1024, 1024)])
+    assert not dense([Part(4, 1), Part(0, 1024)])
 
 
 @pytest.mark.skipif(TEST_DEVICE == "cpu", reason="cuDNN is on a card only")
 def test_dense_prompts_are_attended_to_alike(device: Device) -> None:
-    case = Case([Part(0, 256), Part(0, 256)], heads=8, head_size=128)
+    case = Case([Part(0, 1024), Part(0, 1024)], heads=8, head_size=128)
     assert Attention(case.shape, None, 8, MAX_CONTEXT, device).by_cudnn
     check(case, device, rope_of(64), norm_of(case), torch.bfloat16)
-
-
-def test_a_step_in_which_requests_may_share_new_cells_is_done_in_two_launches(
-    device: Device, one_launch: None
-) -> None:
-    step = Step(Case(decodes(5)), device)
-    attention = Attention(step.case.shape, None, 8, MAX_CONTEXT, device)
-    with pytest.raises(AssertionError, match="a launch of its own"):
-        attention.turn_and_run(
-            step.batch(),
-            step.device_qkv(),
-            step.device_cache(step.cache(filled=True)),
-            LAYER,
-            RopeTables(rope_of(32), MAX_CONTEXT, device),
-            None,
-            torch.empty(1, step.case.heads * step.case.head_size, device=device.torch_device),
-        )
