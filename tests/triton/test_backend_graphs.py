@@ -64,6 +64,23 @@ def test_a_size_without_a_graph_uses_one_that_is_not_much_larger(device: Device)
     assert launches.sizes_done(device)[96] >= 2
 
 
+def test_where_a_capture_fails_its_steps_are_launched_and_it_is_not_tried_again(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[object] = []
+
+    def no_memory(self: Device, work: object, pool: object = None) -> None:
+        attempts.append(work)
+        raise torch.OutOfMemoryError("no memory for a graph")
+
+    monkeypatch.setattr(Device, "capture", no_memory)
+    launches = Launches(device)
+    for step in range(1, 6):
+        launches.graphs.run(7, 10, GREEDY)
+        assert launches.sizes_done(device) == {8: step}
+    assert len(attempts) == 1 and launches.graphs.num_captured == 0
+
+
 def test_what_samples_in_other_ways_has_a_graph_of_its_own(device: Device) -> None:
     launches = Launches(device)
     for sampling in (GREEDY, GREEDY, None, DRAWN):

@@ -70,6 +70,7 @@ class Watched(CudaBackend):
 
 
 def test_answers_obey_their_grammars_and_their_neighbours_do_not_wait(device: Device) -> None:
+    pytest.importorskip("llguidance", reason="grammars need llguidance, which is not installed")
     pattern = r"[0-3]{2}[4-9]{2}"
     requests = [
         request(9, 1, max_tokens=8, ignore_eos=False, grammar=Grammar("regex", pattern)),

@@ -3,11 +3,13 @@
 Nothing is captured before it is needed, so a start waits for none. A step of a new kind is launched kernel by kernel,
 which compiles them; the second of its kind is captured. A size that has no graph yet uses a larger one that has: a batch
 that drains passes through many sizes, and few of them are worth a capture. Padding costs little: it has no context to
-attend to, and weights are read once for all.
+attend to, and weights are read once for all. To capture takes little more of the host than to launch, so a batch that grows
+is not held up by it. Where a capture fails, steps of its kind are launched.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,6 +17,8 @@ from torch import Tensor
 
 from weft.backends.cuda.sampler import SamplingPath
 from weft.ops.triton.device import Device
+
+_log = logging.getLogger(__name__)
 
 _STEP = 32
 _SMALL_SIZES = (1, 2, 4, 8, 16)
@@ -63,6 +67,8 @@ class DecodeGraphs:
     """Whether the launches of a step depend on its longest context."""
     _graphs: dict[Kind, _Captured] = field(default_factory=dict)
     _seen: dict[Kind, int] = field(default_factory=dict)
+    _refused: set[Kind] = field(default_factory=set)
+    """Kinds whose capture failed: no memory is left for a graph, most likely."""
     _pool: object = None
 
     def run(self, entries: int, longest_context: int, sampling: SamplingPath | None) -> Tensor:
@@ -74,9 +80,9 @@ class DecodeGraphs:
             lent = self._lent(kind) if seen < _BORROWED else None
             if lent is not None:
                 captured = lent
-            elif seen > 1:
+            elif seen > 1 and kind not in self._refused:
                 captured = self._capture(kind)
-            else:
+            if captured is None:
                 return self.work(kind)
         captured.graph.replay()
         return captured.logits
@@ -85,11 +91,18 @@ class DecodeGraphs:
     def num_captured(self) -> int:
         return len(self._graphs)
 
-    def _capture(self, kind: Kind) -> _Captured:
+    def _capture(self, kind: Kind) -> _Captured | None:
         if self._pool is None:
             self._pool = self.device.graph_pool()
-        self._graphs[kind] = _Captured(self.device, self.work, kind, self._pool)
-        return self._graphs[kind]
+        try:
+            captured = _Captured(self.device, self.work, kind, self._pool)
+        except Exception as error:
+            # Nothing of it has run. Where the card itself has failed, the launch that follows says so.
+            self._refused.add(kind)
+            _log.warning("a decode step of %d entries could not be captured (%s)", kind.size, error)
+            return None
+        self._graphs[kind] = captured
+        return captured
 
     def _lent(self, kind: Kind) -> _Captured | None:
         """The smallest graph that this kind of step fits into without much waste."""
