@@ -17,7 +17,7 @@ from weft.backends.cpu.sampler import FORBIDDEN, NOT_A_NUMBER, OVERFLOW  # noqa:
 from weft.backends.grammar import Masks  # noqa: E402
 from weft.backends.noise import as_seed, gumbel, noise_keys, uniform  # noqa: E402
 from weft.backends.noise import noise_bits as bits_of_numpy  # noqa: E402
-from weft.ops.triton.sampling import gumbel_double, noise_bits, noise_key, noise_steps, race_single  # noqa: E402
+from weft.ops.triton.sampling_noise import gumbel_double, noise_bits, noise_key, noise_steps, race_single  # noqa: E402
 from weft.request import SamplingParams  # noqa: E402
 
 if TYPE_CHECKING:
@@ -159,6 +159,17 @@ def test_a_token_far_below_the_best_wins_where_its_noise_is_rare_enough(device: 
         logits = np.full((2, 2000), -30.0, np.float32)
         logits[:, [7, 1684]] = [0.0, -below]
         assert on_device.sample(step, logits).tokens.tolist() == expected
+
+
+@pytest.mark.parametrize("beginning", [-np.inf, -20.0, 0.0, 30.0])
+def test_tokens_are_drawn_rightly_however_poor_the_first_ones_of_a_piece_are(
+    beginning: float, device: Device
+) -> None:
+    """The first tokens tell which of the others are looked at closely: none of them, few, or all."""
+    logits = np.random.default_rng(3).normal(size=(32, 3000)).astype(np.float32)
+    logits[:, :1024] += np.float32(beginning)
+    step = Step([SamplingParams(), SamplingParams(temperature=0.01)] * 16)
+    assert_same(OnDevice(device, 3000).sample(step, logits), step.expected(logits))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

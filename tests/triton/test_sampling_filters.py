@@ -107,3 +107,27 @@ def test_typical_p_cuts_exactly_however_coarse_the_logits_are(device: Device) ->
     found = OnDevice(device, 212).sample(step, logits, dtype=torch.bfloat16)
     assert_same(found, step.expected(logits))
     assert 1 in found.tokens and 0 not in found.tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_filters_serve_both_short_lists_and_distributions_too_flat_for_any(
+    dtype: Any, device: Device
+) -> None:
+    """Alike but for the scale of the logits: a list settles the first and not the last, and both are numpy's."""
+    options: list[dict[str, Any]] = [
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"typical_p": 0.9},
+        {"top_k": 30, "typical_p": 0.5},
+        {},
+    ]
+    on_device = OnDevice(device, 4_000)
+    settled = []
+    for scale in (10.0, 1.5, 0.01):
+        logits = (np.random.default_rng(9).normal(size=(len(options), 4_000)) * scale).astype(np.float32)
+        logits = rounded_to_bfloat16(logits)
+        step = Step([SamplingParams(**each) for each in options], seeds=[1, 2, 3, 4, 5])
+        assert_same(on_device.sample(step, logits, dtype=dtype), step.expected(logits))
+        settled.append(on_device.sampler._settled[:5].tolist())
+    assert settled[0] == [1, 1, 1, 1, 0], "without a filter there is no list"
+    assert settled[2] == [0, 0, 0, 1, 0], "thirty tokens are few wherever they are"

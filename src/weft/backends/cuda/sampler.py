@@ -4,8 +4,8 @@ Nothing here waits for the device. What is launched depends on the path alone, a
 every path may be part of a CUDA graph.
 
     copy -> count -> penalise -> clear -> lists     the scores of entries whose logits are changed
-    survey -> shortlist                             drawn tokens that few candidates settle; floors of filters
-    choose                                          greedy tokens, and drawn ones that are not settled
+    survey -> shortlist                             tokens of entries with filters that keep few; the floors of others
+    choose                                          the tokens of all others
     logprobs
 """
 
@@ -34,11 +34,11 @@ Masks = tuple[Tensor, Tensor]
 # Greedy reads and compares; draws compute, and keep more in registers.
 _GREEDY_TILE, _DRAW_TILE = 2048, 1024
 _PROGRAMS_PER_PROCESSOR = 8
+# Tiles of a piece after which its leader is good enough to leave most other tokens behind.
+_HEAD = 4
 _COPY_TILE = 4096
 _LOGPROBS_TILE = 4096
 _HISTORY_TILE, _HISTORY_PROGRAMS = 512, 8
-# Fewer drawn entries without filters than these are chosen at once: the list would take longer.
-_LEAST_LISTED = 48
 _WIDTH = power_of_two(MAX_LOGPROBS)
 
 
@@ -48,15 +48,15 @@ class _ListSizes:
 
     group: int  # tokens, of which the best is known
     groups_of_piece: int  # surveyed by one program
-    wanted: int  # groups that the shortest list has tokens of
+    few: int  # groups that the shorter list has tokens of
     gathered: int  # groups at a time
     most: int  # tokens of a list
     tile: int
 
 
-_ON_CARD = _ListSizes(group=64, groups_of_piece=64, wanted=512, gathered=64, most=16384, tile=1024)
+_ON_CARD = _ListSizes(group=64, groups_of_piece=64, few=512, gathered=32, most=16384, tile=512)
 # So small that the vocabularies of tests have lists that are too short.
-_INTERPRETED = _ListSizes(group=8, groups_of_piece=128, wanted=16, gathered=64, most=512, tile=256)
+_INTERPRETED = _ListSizes(group=8, groups_of_piece=512, few=16, gathered=128, most=512, tile=2048)
 
 _ERRORS = {
     kernels.NOT_A_NUMBER.value: NOT_A_NUMBER,
@@ -120,6 +120,8 @@ class DeviceSampler:
         self._counters = device.zeros(max_sampled, dtype=torch.int32)
         sizes = self._list_sizes = _ON_CARD if device.is_card else _INTERPRETED
         self._survey_pieces = pieces(vocabulary_size, sizes.group * sizes.groups_of_piece)
+        # A list of nearly all groups has a fourteenth of the vocabulary, where likely tokens lie anywhere.
+        self._most_groups = vocabulary_size // sizes.group * 127 // 128
         self._groups = self._survey_pieces * sizes.groups_of_piece
         self._maxima = device.empty(max_sampled, self._groups, dtype=torch.float32)
         self._sums = device.empty(max_sampled, self._survey_pieces, 3, dtype=torch.float32)
@@ -166,10 +168,9 @@ class DeviceSampler:
         entries = _Entries(logits, rows, positions, path, masks or self._no_masks)
         if path.is_touched:
             self._change_scores(entries)
-        is_listed = path.is_filtered or (path.draws and entries.count >= _LEAST_LISTED)
-        if is_listed:
-            self._draw_from_lists(entries)
-        self._choose(entries, is_listed)
+        if path.is_filtered:
+            self._filter(entries)
+        self._choose(entries)
         if path.widest >= 0:
             self._tell(self._logprob_arrays, logits, self.tokens, rows, path.widest)
 
@@ -264,81 +265,92 @@ class DeviceSampler:
             **self._device.launch_options(),
         )
 
-    def _draw_from_lists(self, entries: _Entries) -> None:
-        path, sizes = entries.path, self._list_sizes
-        survey_kernel[(entries.count, self._survey_pieces)](
-            entries.logits,
-            self._scores,
-            entries.rows,
-            self.rows.words,
-            self.rows.doubles,
-            entries.masks[1],
-            self._maxima,
-            self._sums,
-            self._vocabulary_size,
-            entries.logits.stride(0),
-            ROW_WORDS,
-            self._groups,
-            self._survey_pieces,
-            TOUCHED=path.is_touched,
-            MASKED=path.is_masked,
-            MASSES=path.has_top_p or path.has_typical_p,
-            GROUP=sizes.group,
-            GROUPS=sizes.groups_of_piece,
-            num_warps=8,
-            **self._device.launch_options(),
+    def _filter(self, entries: _Entries) -> None:
+        path, sizes, stride = entries.path, self._list_sizes, entries.logits.stride(0)
+        key = (path, entries.logits.dtype, stride, self._sizes)
+        self._device.launch(
+            survey_kernel,
+            (entries.count, self._survey_pieces, 1),
+            (
+                entries.logits,
+                self._scores,
+                entries.rows,
+                self.rows.words,
+                self.rows.doubles,
+                entries.masks[1],
+                self._maxima,
+                self._sums,
+                self._vocabulary_size,
+                stride,
+                ROW_WORDS,
+                self._groups,
+                self._survey_pieces,
+            ),
+            key,
+            lambda: {
+                "TOUCHED": path.is_touched,
+                "MASKED": path.is_masked,
+                "MASSES": path.has_top_p or path.has_typical_p,
+                "GROUP": sizes.group,
+                "GROUPS": sizes.groups_of_piece,
+                "num_warps": 8,
+            },
         )
-        shortlist_kernel[(entries.count,)](
-            entries.logits,
-            self._scores,
-            entries.rows,
-            entries.positions,
-            self.rows.words,
-            self.rows.integers,
-            self.rows.doubles,
-            entries.masks[1],
-            self._seen,
-            self._maxima,
-            self._sums,
-            self._chosen_groups,
-            self._list_scores,
-            self._list_tokens,
-            self._floors,
-            self._best,
-            self._mean,
-            self._settled,
-            self.tokens,
-            self.errors,
-            self._row_tokens,
-            self._vocabulary_size,
-            entries.logits.stride(0),
-            ROW_WORDS,
-            self._row_tokens.stride(0),
-            self._max_sampled,
-            self._groups,
-            self._survey_pieces,
-            self._groups,
-            self._survey_pieces,
-            sizes.wanted,
-            TOUCHED=path.is_touched,
-            MASKED=path.is_masked,
-            HALVES=entries.logits.dtype == torch.bfloat16,
-            WITH_TOP_K=path.has_top_k,
-            WITH_TOP_P=path.has_top_p,
-            WITH_TYPICAL_P=path.has_typical_p,
-            ATTEMPTS=3 if path.is_filtered else 1,
-            WHOLE=2,
-            GROUP=sizes.group,
-            NUM_GROUPS=_power_of_2(self._groups),
-            PIECES=_power_of_2(self._survey_pieces),
-            GATHERED=sizes.gathered,
-            LIST=sizes.most,
-            TILE=sizes.tile,
-            num_warps=8,
-            **self._device.launch_options(),
+        self._device.launch(
+            shortlist_kernel,
+            (entries.count, 1, 1),
+            (
+                entries.logits,
+                self._scores,
+                entries.rows,
+                entries.positions,
+                self.rows.words,
+                self.rows.integers,
+                self.rows.doubles,
+                entries.masks[1],
+                self._seen,
+                self._maxima,
+                self._sums,
+                self._chosen_groups,
+                self._list_scores,
+                self._list_tokens,
+                self._floors,
+                self._best,
+                self._mean,
+                self._settled,
+                self.tokens,
+                self.errors,
+                self._row_tokens,
+                self._vocabulary_size,
+                stride,
+                ROW_WORDS,
+                self._row_tokens.stride(0),
+                self._max_sampled,
+                self._groups,
+                self._survey_pieces,
+                sizes.few,
+                self._most_groups,
+            ),
+            key,
+            lambda: {
+                "TOUCHED": path.is_touched,
+                "MASKED": path.is_masked,
+                "HALVES": entries.logits.dtype == torch.bfloat16,
+                "WITH_TOP_K": path.has_top_k,
+                "WITH_TOP_P": path.has_top_p,
+                "WITH_TYPICAL_P": path.has_typical_p,
+                "GROUP": sizes.group,
+                "NUM_GROUPS": _power_of_2(self._groups),
+                "PIECES": _power_of_2(self._survey_pieces),
+                "GATHERED": sizes.gathered,
+                "LIST": sizes.most,
+                "TILE": sizes.tile,
+                "num_warps": 8,
+                "maxnreg": 128,  # two programs a processor, and as good as no spills
+            },
         )
 
-    def _choose(self, entries: _Entries, is_listed: bool) -> None:
+    def _choose(self, entries: _Entries) -> None:
         path = entries.path
         tile = _DRAW_TILE if path.draws else _GREEDY_TILE
         # Few entries are cut into many pieces, so that every processor has some.
@@ -378,15 +390,15 @@ class DeviceSampler:
                 num_pieces,
                 tiles,
             ),
-            (path, is_listed, entries.logits.dtype, stride, self._sizes),
+            (path, entries.logits.dtype, stride, self._sizes),
             lambda: {
                 "DRAWS": path.draws,
                 "TOUCHED": path.is_touched,
                 "MASKED": path.is_masked,
                 "FILTERED": path.is_filtered,
                 "TYPICAL": path.has_typical_p,
-                "LISTED": is_listed,
                 "TILE": tile,
+                "HEAD": _HEAD if self._device.is_card else 1,
                 "PIECES": self._choice_pieces,
                 "num_warps": 8,
             },

@@ -1,4 +1,4 @@
-"""Choosing tokens on the device: the noise of `weft.backends.noise`, and the argmax of scores or of scores plus noise.
+"""Choosing tokens on the device: the argmax of scores, or of scores plus noise.
 
 What the sampling kernels share is here too: how a row's parameters lie in memory, and which scores an entry has.
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.device import INTERPRETED, let_next_begin, wait_for_previous
+from weft.ops.triton.device import let_next_begin, wait_for_previous
+from weft.ops.triton.sampling_noise import gumbel_double, noise_bits, noise_key, noise_steps, race_single
 
 # A row's parameters: 64-bit fields first, then 32-bit words, then its lists (bias values, bias tokens, end tokens).
 SEED: tl.constexpr = tl.constexpr(0)
@@ -40,6 +41,7 @@ HAS_TYPICAL_P: tl.constexpr = tl.constexpr(8)
 HAS_REPETITION: tl.constexpr = tl.constexpr(16)
 HAS_COUNTS: tl.constexpr = tl.constexpr(32)  # frequency or presence penalty
 HAS_LISTS: tl.constexpr = tl.constexpr(64)  # logit_bias or min_tokens
+FILTERS: tl.constexpr = tl.constexpr(1 + 2 + 4 + 8)
 TOUCHES: tl.constexpr = tl.constexpr(16 + 32 + 64)
 
 # Why an entry has no token.
@@ -51,71 +53,15 @@ OVERFLOW: tl.constexpr = tl.constexpr(3)
 SAW_BAD: tl.constexpr = tl.constexpr(1)
 SAW_FINITE: tl.constexpr = tl.constexpr(2)
 
-_GAMMA: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
-_FIRST: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
-_SECOND: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
-
 # No temperature is smaller for the arithmetic: quotients stay finite, and a larger score still always wins.
 COLDEST: tl.constexpr = tl.constexpr(1e-200)
 COLDEST_SINGLE: tl.constexpr = tl.constexpr(1e-38)
 
 # How far sums of score and noise may be from the true ones where they are made in single precision, with room.
 _SLACK: tl.constexpr = tl.constexpr(1e-4)
+_ROOM: tl.constexpr = tl.constexpr(1e-3)  # the same, of a logarithm to base 2
 
-
-@triton.jit
-def _mix(values):
-    values = (values ^ (values >> 30)) * tl.full((), _FIRST, tl.uint64)
-    values = (values ^ (values >> 27)) * tl.full((), _SECOND, tl.uint64)
-    return values ^ (values >> 31)
-
-
-@triton.jit
-def noise_key(seed, output_index):
-    """`seed` int64 (its bits are meant), `output_index` int32; uint64."""
-    gamma = tl.full((), _GAMMA, tl.uint64)
-    return _mix(_mix(seed.to(tl.uint64, bitcast=True) + gamma) + output_index.to(tl.uint64) * gamma)
-
-
-@triton.jit
-def noise_steps(token_ids):
-    """How far tokens are from the key in SplitMix64's stream, which has its first token one step behind the key."""
-    return (token_ids + 1).to(tl.uint64) * tl.full((), _GAMMA, tl.uint64)
-
-
-@triton.jit
-def noise_bits(key, steps):
-    """32 random bits for each token, as uint32."""
-    return (_mix(key + steps) >> 32).to(tl.uint32)
-
-
-@triton.jit
-def _fast_log2(values):
-    """Within 3e-7 of the logarithm: one instruction on a card."""
-    if INTERPRETED:
-        return tl.log2(values)
-    return tl.inline_asm_elementwise(
-        "lg2.approx.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def race_single(bits):
-    """exp(-gumbel) in single precision, a relative 2e-5 from it: exponential noise, of which the smallest wins.
-    The uniform value and its complement are both made from the bits, so that neither end of the range loses places."""
-    small = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    series = small * (1.0 + small * (0.5 + small * (1.0 / 3 + small * (0.25 + small * 0.2))))
-    return tl.where(small < 0.015625, series, _fast_log2(rest) * -0.6931471805599453)
-
-
-@triton.jit
-def gumbel_double(bits):
-    """Gumbel noise in double precision."""
-    small = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10
-    tail = 1.0 / 5 + small * (1.0 / 6 + small * (1.0 / 7 + small * (1.0 / 8)))
-    series = small * (1.0 + small * (0.5 + small * (1.0 / 3 + small * (0.25 + small * tail))))
-    return -tl.log(tl.where(small < 0.00390625, series, -tl.log(1.0 - small)))
+_NO_TOKEN: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -202,6 +148,49 @@ def keeps(
     return kept
 
 
+@triton.jit
+def _candidates(
+    logits_line,
+    scores_line,
+    token_ids,
+    vocabulary,
+    touched,
+    flags,
+    entry,
+    row_doubles,
+    floors_ptr,
+    best_ptr,
+    mean_ptr,
+    floors_stride,
+    TOUCHED: tl.constexpr,
+    FILTERED: tl.constexpr,
+    TYPICAL: tl.constexpr,
+):
+    """(scores, those scores with minus infinity where a filter removed the token)."""
+    scores = load_scores(logits_line, scores_line, token_ids, vocabulary, touched, TOUCHED)
+    kept_scores = scores
+    if FILTERED:
+        kept = keeps(
+            scores, flags, entry, row_doubles, floors_ptr, best_ptr, mean_ptr, floors_stride, TYPICAL
+        )
+        kept_scores = tl.where(kept, scores, float("-inf"))
+    return scores, kept_scores
+
+
+@triton.jit
+def _race(best, best_noise, winners, is_close, scores, token_ids, bits, heat):
+    """In every lane the better of the token that led so far and a new one, and whether they came too close to tell."""
+    noise = race_single(bits)
+    needed = best_noise * tl.exp((scores - best) * heat)
+    is_better = noise < needed
+    close = tl.abs(noise - needed) <= _SLACK * noise
+    is_close = tl.where(is_better, close, is_close | close)
+    best_noise = tl.where(is_better, noise, best_noise)
+    best = tl.where(is_better, scores, best)
+    winners = tl.where(is_better, token_ids, winners)
+    return best, best_noise, winners, is_close
+
+
 @triton.jit(do_not_specialize=["pieces", "tiles"])
 def choose_kernel(
     logits_ptr,
@@ -236,8 +225,8 @@ def choose_kernel(
     MASKED: tl.constexpr,
     FILTERED: tl.constexpr,
     TYPICAL: tl.constexpr,
-    LISTED: tl.constexpr,
     TILE: tl.constexpr,
+    HEAD: tl.constexpr,
     PIECES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -247,8 +236,8 @@ def choose_kernel(
     The largest sum of score and Gumbel noise is the smallest quotient of exponential noise and exp(score), which is
     cheaper to make; only differences of scores are divided by the temperature, so that it may be as small as it likes.
     This is done in single precision, and where a second token comes so close that it may be wrong the sums are made in
-    double precision: so the token does not depend on how the vocabulary is cut. LISTED: entries whose token is settled
-    are left alone.
+    double precision: so the token does not depend on how the vocabulary is cut. Entries whose token the filters
+    settled are left alone.
     """
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
@@ -257,7 +246,7 @@ def choose_kernel(
     row = tl.load(rows_ptr + entry)
     if row < 0:
         return
-    if LISTED:
+    if FILTERED:
         if tl.load(settled_ptr + entry) != 0:
             return
     row_doubles = doubles_ptr + row.to(tl.int64) * (row_words // 2)
@@ -271,27 +260,99 @@ def choose_kernel(
     is_drawn = temperature > 0.0
     temperature = tl.where(is_drawn, tl.maximum(temperature, COLDEST), 1.0)
     heat = (1.0 / tl.maximum(temperature, COLDEST_SINGLE)).to(tl.float32)
+    heat_of_2 = heat * 1.4426950408889634
     seed = tl.load(integers_ptr + row.to(tl.int64) * (row_words // 2) + SEED)
     key = noise_key(seed, position - tl.load(row_ints + PROMPT_LENGTH))
 
     # In every lane the best of the tokens that came to it.
     first = piece * tiles * TILE
-    lane_steps = noise_steps(tl.arange(0, TILE) - 1)
     best = tl.full((TILE,), float("-inf"), tl.float32)
-    best_noise = tl.full((TILE,), 1.0, tl.float32)
-    winners = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
-    is_close = tl.zeros((TILE,), tl.int1)
+    winners = tl.full((TILE,), _NO_TOKEN, tl.int32)
     is_bad = tl.zeros((TILE,), tl.int1)
-    for tile in range(tiles):
+    greedy_tiles = tiles
+    if DRAWS:
+        greedy_tiles = tl.where(is_drawn, 0, tiles)
+    for tile in range(greedy_tiles):
         token_ids = first + tile * TILE + tl.arange(0, TILE)
         scores = load_scores(logits_line, scores_line, token_ids, vocabulary, touched, TOUCHED)
-        is_bad = is_bad | (scores != scores) | (scores == float("inf"))
-        if DRAWS:
-            is_better = scores > best
-            if is_drawn:
-                if FILTERED:
-                    kept = keeps(
-                        scores,
+        is_bad = is_bad | ((scores < float("inf")) == 0)
+        is_better = scores > best
+        best = tl.where(is_better, scores, best)
+        winners = tl.where(is_better, token_ids, winners)
+    reference = tl.max(best, 0)
+    winner = tl.min(tl.where(best == reference, winners, _NO_TOKEN), 0)
+    score = reference
+    noise64 = tl.zeros((), tl.float64)
+    if DRAWS:
+        if is_drawn:
+            lane_steps = noise_steps(tl.arange(0, TILE) - 1)
+            best_noise = tl.full((TILE,), 1.0, tl.float32)
+            is_close = tl.zeros((TILE,), tl.int1)
+            head = tl.minimum(tiles, HEAD)
+            for tile in range(head):
+                token_ids = first + tile * TILE + tl.arange(0, TILE)
+                scores, kept_scores = _candidates(
+                    logits_line,
+                    scores_line,
+                    token_ids,
+                    vocabulary,
+                    touched,
+                    flags,
+                    entry,
+                    row_doubles,
+                    floors_ptr,
+                    best_ptr,
+                    mean_ptr,
+                    floors_stride,
+                    TOUCHED,
+                    FILTERED,
+                    TYPICAL,
+                )
+                is_bad = is_bad | ((scores < float("inf")) == 0)
+                bits = noise_bits(key + noise_steps(first + tile * TILE), lane_steps)
+                best, best_noise, winners, is_close = _race(
+                    best, best_noise, winners, is_close, kept_scores, token_ids, bits, heat
+                )
+            # Of the rest only those that may beat the leader of the first tiles; they are few. Exponential noise is
+            # larger than the uniform value that it is made from, and that is in the bits as they are.
+            leading = tl.max(best, 0)
+            bound = tl.max(tl.exp((best - leading) * heat) / best_noise, 0)
+            most_bits = 32.0 + _ROOM - tl.log2(bound)
+            rivals_of_leader = tl.full((TILE,), _NO_TOKEN, tl.int32)
+            num_rivals = tl.zeros((TILE,), tl.int32)
+            for tile in range(head, tiles):
+                token_ids = first + tile * TILE + tl.arange(0, TILE)
+                scores, kept_scores = _candidates(
+                    logits_line,
+                    scores_line,
+                    token_ids,
+                    vocabulary,
+                    touched,
+                    flags,
+                    entry,
+                    row_doubles,
+                    floors_ptr,
+                    best_ptr,
+                    mean_ptr,
+                    floors_stride,
+                    TOUCHED,
+                    FILTERED,
+                    TYPICAL,
+                )
+                is_bad = is_bad | ((scores < float("inf")) == 0)
+                bits = noise_bits(key + noise_steps(first + tile * TILE), lane_steps)
+                may_win = bits.to(tl.float32) <= tl.exp2((kept_scores - leading) * heat_of_2 + most_bits)
+                num_rivals += may_win.to(tl.int32)
+                rivals_of_leader = tl.where(may_win, token_ids, rivals_of_leader)
+            if (tl.max(num_rivals, 0) > 1) | (leading == float("-inf")):
+                for tile in range(head, tiles):
+                    token_ids = first + tile * TILE + tl.arange(0, TILE)
+                    scores, kept_scores = _candidates(
+                        logits_line,
+                        scores_line,
+                        token_ids,
+                        vocabulary,
+                        touched,
                         flags,
                         entry,
                         row_doubles,
@@ -299,39 +360,54 @@ def choose_kernel(
                         best_ptr,
                         mean_ptr,
                         floors_stride,
+                        TOUCHED,
+                        FILTERED,
                         TYPICAL,
                     )
-                    scores = tl.where(kept, scores, float("-inf"))
-                noise = race_single(noise_bits(key + noise_steps(first + tile * TILE), lane_steps))
-                needed = best_noise * tl.exp((scores - best) * heat)
-                is_better = noise < needed
-                close = tl.abs(noise - needed) <= _SLACK * noise
-                is_close = tl.where(is_better, close, is_close | close)
-                best_noise = tl.where(is_better, noise, best_noise)
-        else:
-            is_better = scores > best
-        best = tl.where(is_better, scores, best)
-        winners = tl.where(is_better, token_ids, winners)
+                    bits = noise_bits(key + noise_steps(first + tile * TILE), lane_steps)
+                    best, best_noise, winners, is_close = _race(
+                        best, best_noise, winners, is_close, kept_scores, token_ids, bits, heat
+                    )
+            elif head < tiles:
+                token_ids = rivals_of_leader
+                scores, kept_scores = _candidates(
+                    logits_line,
+                    scores_line,
+                    token_ids,
+                    vocabulary,
+                    touched,
+                    flags,
+                    entry,
+                    row_doubles,
+                    floors_ptr,
+                    best_ptr,
+                    mean_ptr,
+                    floors_stride,
+                    TOUCHED,
+                    FILTERED,
+                    TYPICAL,
+                )
+                bits = noise_bits(key, noise_steps(token_ids))
+                best, best_noise, winners, is_close = _race(
+                    best, best_noise, winners, is_close, kept_scores, token_ids, bits, heat
+                )
 
-    reference = tl.max(best, 0)
-    winner = tl.min(tl.where(best == reference, winners, 0x7FFFFFFF), 0)
-    score = reference
-    noise64 = tl.zeros((), tl.float64)
-    if DRAWS:
-        if is_drawn & (reference > float("-inf")):
-            quotients = tl.exp((best - reference) * heat) / best_noise
-            top = tl.max(quotients, 0)
-            rivals = quotients >= top * (1.0 - _SLACK)
-            if (tl.sum(rivals.to(tl.int32), 0) > 1) | (tl.sum((rivals & is_close).to(tl.int32), 0) > 0):
-                exact = tl.full((TILE,), float("-inf"), tl.float64)
-                for tile in range(tiles):
-                    token_ids = first + tile * TILE + tl.arange(0, TILE)
-                    scores = load_scores(logits_line, scores_line, token_ids, vocabulary, touched, TOUCHED)
-                    sums64 = (scores.to(tl.float64) - reference.to(tl.float64)) / temperature
-                    sums64 += gumbel_double(noise_bits(key, noise_steps(token_ids)))
-                    if FILTERED:
-                        kept = keeps(
-                            scores,
+            reference = tl.max(best, 0)
+            if reference > float("-inf"):
+                quotients = tl.exp((best - reference) * heat) / best_noise
+                top = tl.max(quotients, 0)
+                rivals = quotients >= top * (1.0 - _SLACK)
+                winner = tl.min(tl.where(quotients == top, winners, _NO_TOKEN), 0)
+                if (tl.sum(rivals.to(tl.int32), 0) > 1) | (tl.sum((rivals & is_close).to(tl.int32), 0) > 0):
+                    exact = tl.full((TILE,), float("-inf"), tl.float64)
+                    for tile in range(tiles):
+                        token_ids = first + tile * TILE + tl.arange(0, TILE)
+                        scores, kept_scores = _candidates(
+                            logits_line,
+                            scores_line,
+                            token_ids,
+                            vocabulary,
+                            touched,
                             flags,
                             entry,
                             row_doubles,
@@ -339,17 +415,18 @@ def choose_kernel(
                             best_ptr,
                             mean_ptr,
                             floors_stride,
+                            TOUCHED,
+                            FILTERED,
                             TYPICAL,
                         )
-                        sums64 = tl.where(kept, sums64, float("-inf"))
-                    is_better = sums64 > exact
-                    exact = tl.where(is_better, sums64, exact)
-                    winners = tl.where(is_better, token_ids, winners)
-                winner = tl.min(tl.where(exact == tl.max(exact, 0), winners, 0x7FFFFFFF), 0)
-            else:
-                winner = tl.min(tl.where(quotients == top, winners, 0x7FFFFFFF), 0)
-            score = load_scores(logits_line, scores_line, winner, vocabulary, touched, TOUCHED)
-            noise64 = gumbel_double(noise_bits(key, noise_steps(winner)))
+                        sums64 = (kept_scores.to(tl.float64) - reference.to(tl.float64)) / temperature
+                        sums64 += gumbel_double(noise_bits(key, noise_steps(token_ids)))
+                        is_better = sums64 > exact
+                        exact = tl.where(is_better, sums64, exact)
+                        winners = tl.where(is_better, token_ids, winners)
+                    winner = tl.min(tl.where(exact == tl.max(exact, 0), winners, _NO_TOKEN), 0)
+                score = load_scores(logits_line, scores_line, winner, vocabulary, touched, TOUCHED)
+                noise64 = gumbel_double(noise_bits(key, noise_steps(winner)))
     noise64 = tl.where(tl.sum(is_bad.to(tl.int32), 0) > 0, float("nan"), noise64)
 
     place = entry * PIECES + piece
@@ -365,14 +442,14 @@ def choose_kernel(
         )
         piece_noise = tl.load(partial_noise_ptr + places, mask=inside, other=0.0, cache_modifier=".cg")
         piece_winners = tl.load(
-            partial_tokens_ptr + places, mask=inside, other=0x7FFFFFFF, cache_modifier=".cg"
+            partial_tokens_ptr + places, mask=inside, other=_NO_TOKEN, cache_modifier=".cg"
         )
         bad = tl.sum((piece_noise != piece_noise).to(tl.int32), 0) > 0
         highest = tl.max(piece_scores, 0)
         is_empty = highest == float("-inf")
         below = piece_scores.to(tl.float64) - tl.where(is_empty, 0.0, highest).to(tl.float64)
         totals = below / temperature + piece_noise
-        token = tl.min(tl.where(totals == tl.max(totals, 0), piece_winners, 0x7FFFFFFF), 0)
+        token = tl.min(tl.where(totals == tl.max(totals, 0), piece_winners, _NO_TOKEN), 0)
         error = tl.where(bad | is_empty, NOT_A_NUMBER, 0)
         if TOUCHED:
             seen = tl.load(seen_ptr + entry)
