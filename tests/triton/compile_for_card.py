@@ -116,7 +116,7 @@ def compile_decodes_of_a_full_card(config: ModelConfig) -> None:
     batch = replace(few, tokens=256, requests=256, longest_context=4096)
     shape = config.attention
     attention = Attention(shape, None, 256, 4096, device)
-    assert attention.splits(256, 4096).spare
+    assert attention.splits(256, 4096).shared
     width = shape.heads * shape.head_size
     rows = device.empty(256, width, dtype=torch.bfloat16)
     cache = decoder.new_cache(texts.blocks, BLOCK_SIZE)

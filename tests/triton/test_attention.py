@@ -11,7 +11,7 @@ import torch
 from attention_cases import LAYER, TOLERANCES, Case, Part, Step
 
 from weft.ops.triton import attention as attention_module
-from weft.ops.triton.attention import Attention
+from weft.ops.triton.attention import Attention, Splits
 from weft.ops.triton.device import Device
 
 MAX_REQUESTS, MAX_CONTEXT = 8, 2048
@@ -21,15 +21,12 @@ def attention_of(case: Case, device: Device, invariant: bool = False) -> Attenti
     return Attention(case.shape, case.window, MAX_REQUESTS, MAX_CONTEXT, device, invariant)
 
 
-def attended(step: Step, attention: Attention, longest_context: int | None = None) -> torch.Tensor:
-    """Of a step of which the host knows no more than that no context is longer, where that is given."""
+def attended(step: Step, attention: Attention) -> torch.Tensor:
     case = step.case
-    batch = step.batch()
-    batch.longest_context = longest_context or batch.longest_context
     columns = case.heads * case.head_size
     queries = step.device_qkv()[:, :columns]
     output = torch.full((len(queries), columns), 7.0, dtype=step.dtype, device=step.device.torch_device)
-    attention.run(batch, queries, step.device_cache(step.cache(filled=True)), LAYER, output)
+    attention.run(step.batch(), queries, step.device_cache(step.cache(filled=True)), LAYER, output)
     return output
 
 
@@ -123,59 +120,61 @@ def test_a_step_leaves_no_count_of_splits_behind(device: Device) -> None:
     assert not attention.arrivals.any()
 
 
-def test_the_more_requests_the_fewer_splits_has_one(device: Device) -> None:
+def test_few_requests_have_splits_of_their_own_and_many_share(device: Device) -> None:
     attention = attention_of(DECODES["several requests"], device)
-    many = 2 * device.processors
-    assert attention.splits(1, 100).most > attention.splits(many, 100).most == 1
-    assert not attention.splits(1, MAX_CONTEXT).spare
-    assert attention.splits(many, MAX_CONTEXT).spare
+    few, many = (attention.splits(requests, 100) for requests in (1, 2 * device.processors))
+    assert few.most > 1 and not few.shared
+    assert many.shared
 
 
-LONG_AMONG_SHORT = {
+SHARED = {
     "one long context": Case(decodes(20, 3, 5, 64, 900, 1, 17, 30)),
-    "more long ones than programs to spare": Case(decodes(300, 20, 700, 129, 5, 128, 900, 64)),
+    "long ones everywhere": Case(decodes(300, 20, 700, 129, 5, 128, 900, 64)),
     "the last is long": Case(decodes(1, 2, 3, 4, 5, 500), padding=2),
+    "only a long one": Case(decodes(1000)),
     "a window": Case(decodes(300, 20, 700, 129, 5, 90, 900, 64), window=140),
     "none is long": Case(decodes(5, 64, 65, 1, 128)),
+    "less than a tile for each program": Case(decodes(5, 140)),
+    "blocks of 32, heads of 80": Case(decodes(500, 40, 300), block_size=32, head_size=80),
+    "three heads to one": Case(decodes(90, 400, 3), heads=6),
+    "long ones in a row": Case(decodes(300, 700, 900)),
+    "short ones in the way of a cut": Case(decodes(128, 120, 100, 128, 70, 65, 128)),
+    "a full batch": Case(decodes(130, 200, 70, 260, 64, 333, 190, 129)),
 }
 
 
 @pytest.fixture
-def few_to_spare(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
-    """Every batch fills the card, three programs are spare, and a context of more than 128 tokens is long."""
-    monkeypatch.setattr(attention_module, "_PROGRAMS_AT_ONCE", 0)
-    monkeypatch.setattr(attention_module, "_LEAST_LONG_SPLIT", 64)
-    monkeypatch.setattr(attention_module, "_SPARE_PROGRAMS", 3)
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every batch fills the card, and a context of more than 128 tokens is long."""
+    monkeypatch.setattr(Attention, "splits", lambda self, *sizes: Splits(5, 128, shared=True))
 
 
-@pytest.mark.parametrize("case", LONG_AMONG_SHORT.values(), ids=LONG_AMONG_SHORT.keys())
-def test_a_long_context_in_a_batch_that_fills_the_card_is_attended_to(
-    case: Case, device: Device, few_to_spare: None
-) -> None:
+@pytest.mark.parametrize("case", SHARED.values(), ids=SHARED.keys())
+def test_a_batch_that_fills_the_card_shares_all_its_tiles(case: Case, device: Device, shared: None) -> None:
     attention = attention_of(case, device)
-    check(Step(case, device), attention)
+    step = Step(case, device)
+    check(step, attention)
     assert not attention.arrivals.any()
 
 
 @pytest.mark.parametrize(
     ("name", "splits"),
     [
-        ("one long context", [0, 0, 0, 0, 4, 0, 0, 0]),
-        # Two for 300 tokens, and one is left for 700.
-        ("more long ones than programs to spare", [3, 0, 2, 0, 0, 0, 0, 0]),
-        ("none is long", [0, 0, 0, 0, 0]),
+        # Of 22 tiles five programs have four or five each: those of the long context are in four parts.
+        ("one long context", 4),
+        # Tiles 5 to 15 and 16 to 30, cut at 6, 12, 18 and 24; each split has a place of its own.
+        ("long ones in a row", 3 + 3),
+        ("short ones in the way of a cut", 0),
     ],
 )
-def test_spare_programs_go_to_long_contexts(
-    name: str, splits: list[int], device: Device, few_to_spare: None
+def test_only_long_contexts_are_cut_where_a_batch_shares_its_tiles(
+    name: str, splits: int, device: Device, shared: None
 ) -> None:
-    case = LONG_AMONG_SHORT[name]
+    case = SHARED[name]
     attention = attention_of(case, device)
     attention.split_totals.fill_(-1.0)
-    attended(Step(case, device), attention, MAX_CONTEXT)
-    most, group = attention.splits(8, MAX_CONTEXT).most, case.heads // case.kv_heads
-    written = attention.split_totals.view(-1, case.kv_heads, most, group)[: len(splits)] >= 0.0
-    assert (written.sum(2) == torch.tensor(splits, device=written.device)[:, None, None]).all()
+    attended(Step(case, device), attention)
+    assert (attention.split_totals >= 0.0).sum() == splits * case.heads
 
 
 # --- the invariant mode ---------------------------------------------------------------------------------------------

@@ -23,12 +23,10 @@ from weft.ops.triton.rope import RopeTables, rope_and_write
 # The least number of rows that the tensor cores multiply.
 _LEAST_ROWS = 16
 
-# Measured on an H200: so many programs of each processor read their splits at the same time, and the others wait for
-# them. Also a program that finds nothing to do waits for its turn: a batch that fills the card has few of them to spare.
-_PROGRAMS_AT_ONCE = 2
+# So many programs of decode attention run on a processor at the same time: registers allow no more.
+_PROGRAMS_AT_ONCE = 4
 _MOST_SPLITS = 16
 _LEAST_LONG_SPLIT = 512
-_SPARE_PROGRAMS = 16
 
 # In the invariant mode, where the number of splits is given by the context, it bounds the workspace.
 _LEAST_FIXED_SPLIT, _MOST_FIXED_SPLITS = 512, 32
@@ -48,8 +46,9 @@ class Splits(NamedTuple):
 
     most: int  # of a request
     smallest: int
-    spare: int = 0
-    """0: every request has programs for `most` splits. Else it has one, and so many more are given to long contexts."""
+    shared: bool = (
+        False  # all requests share the programs for `most` splits; a context up to `smallest` is not cut
+    )
 
 
 class Attention:
@@ -93,10 +92,9 @@ class Attention:
         self.by_cudnn = not invariant and dense_attention_serves(shape, device)
         # One at a time in the invariant mode: a sum over several depends on where the first of them stands.
         self.joined_at_once = 1 if invariant else max(1, min(8, 4096 // (self.joined_rows * self.width)))
-        pairs = max(
-            requests * shape.kv_heads * self.splits(requests, max_context).most
-            for requests in range(1, max_requests + 1)
-        )
+        cuts = [(requests, self.splits(requests, max_context)) for requests in range(1, max_requests + 1)]
+        splits = max(requests + cut.most if cut.shared else requests * cut.most for requests, cut in cuts)
+        pairs = splits * shape.kv_heads
         self._split_mixed = device.empty(pairs * group * shape.head_size, dtype=torch.float32)
         self._split_peaks = device.empty(pairs * group, dtype=torch.float32)
         self.split_totals = device.empty(pairs * group, dtype=torch.float32)
@@ -109,14 +107,14 @@ class Attention:
             seen = longest_context if self.window is None else min(longest_context, self.window)
             # A window that begins in the middle of a split needs one more.
             return Splits(pieces(seen, self.fixed_split) + (self.window is not None), self.fixed_split)
-        fitting = _PROGRAMS_AT_ONCE * self.device.processors // (requests * self.shape.kv_heads)
+        at_once = _PROGRAMS_AT_ONCE * self.device.processors
+        fitting = at_once // (requests * self.shape.kv_heads)
+        # Measured on an H200: half of what fits is fastest for few requests, since more splits take longer to join.
+        if fitting >= 8:
+            return Splits(min(fitting // 2, _MOST_SPLITS), self.decode_tiles.positions)
         if fitting >= 4:
-            return Splits(min(fitting, _MOST_SPLITS), self.decode_tiles.positions)
-        if fitting >= 1:
-            return Splits(4 if fitting > 1 else 2, _LEAST_LONG_SPLIT)
-        if longest_context > 2 * _LEAST_LONG_SPLIT:
-            return Splits(4, _LEAST_LONG_SPLIT, _SPARE_PROGRAMS)
-        return Splits(1, _LEAST_LONG_SPLIT)
+            return Splits(4, _LEAST_LONG_SPLIT)
+        return Splits(max(1, at_once // self.shape.kv_heads), _LEAST_LONG_SPLIT, shared=True)
 
     def turn_and_run(
         self,
@@ -158,12 +156,12 @@ class Attention:
     def _decode(
         self, batch: DeviceBatch, requests: int, queries: Tensor, cache: Tensor, layer: int, output: Tensor
     ) -> None:
-        most, smallest, spare = self.splits(requests, batch.longest_context)
+        most, smallest, shared = self.splits(requests, batch.longest_context)
         kv_heads = self.shape.kv_heads
         tiles = self._fitting(self.decode_tiles, cache)
         self.device.launch(
             decode_attention,
-            (kv_heads, spare + requests, 1) if spare else (kv_heads, most, requests),
+            (kv_heads, most, 1) if shared else (kv_heads, most, requests),
             (
                 queries,
                 output,
@@ -178,14 +176,13 @@ class Attention:
                 layer,
                 batch.tables.stride(0),
                 requests,
-                most,
                 smallest,
                 self.shape.scale,
                 self.shape.score_cap or 0.0,
             ),
-            (self._kind, tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4], spare),
+            (self._kind, tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4], shared),
             lambda: {
-                "SPARE": spare,
+                "SHARED": shared,
                 "MOST_REQUESTS": self._most_requests,
                 "JOINED_ROWS": self.joined_rows,
                 "JOINED_AT_ONCE": self.joined_at_once,

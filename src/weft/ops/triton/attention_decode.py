@@ -1,8 +1,9 @@
-"""Attention of requests with one token each: the context is cut into splits, the last of them to end joins them.
+"""Attention of requests with one token each: contexts are cut into splits, the last split of one to end joins them.
 
-A program is one split of one KV head of one request, with all the query heads that read that KV head. In a batch that
-fills the card a request has one program for each KV head, and a few spare ones go to the requests with long contexts,
-which would hold up the others.
+A program works on splits of one KV head, with all the query heads that read it. For a few requests it has one split, of
+as many equal ones as there are programs for. A batch that fills the card has as many programs as run at the same time,
+each with an equal share of all the tiles of the batch, wherever contexts begin and end: so none of them works longest,
+however different the contexts are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from weft.ops.triton.attention_tiles import LOWEST, attend, joined, mean, nothin
 from weft.ops.triton.device import let_next_begin, wait_for_previous
 
 
-@triton.jit(do_not_specialize=["layer", "table_stride", "requests", "most_splits", "smallest_split"])
+@triton.jit(do_not_specialize=["layer", "table_stride", "requests", "smallest_split"])
 def decode_attention(
     queries,  # [tokens, QUERY_STRIDE]
     output,  # [tokens, heads * head size]
@@ -22,18 +23,17 @@ def decode_attention(
     tables,
     rows,
     context_lengths,
-    split_mixed,  # float32 [requests, kv heads, splits, group, head size]
-    split_peaks,  # float32 [requests, kv heads, splits, group]
+    split_mixed,  # float32 [splits of all requests and KV heads, group, head size]
+    split_peaks,  # float32 [splits of all requests and KV heads, group]
     split_totals,
     arrivals,  # int32 [requests, kv heads]: 0 before and after
     layer,
     table_stride,
     requests,
-    most_splits,  # of a request
     smallest_split,
     scale,
     score_cap,
-    SPARE: tl.constexpr,  # 0: `most_splits` programs for every request; else one, and so many for all together
+    SHARED: tl.constexpr,  # whether the programs of a KV head share all its tiles; else each has one split of a request
     MOST_REQUESTS: tl.constexpr,  # a power of two that holds them
     FIXED_SPLIT: tl.constexpr,  # 0: a context is cut into as many equal splits as there are programs for
     HEADS: tl.constexpr,
@@ -53,49 +53,199 @@ def decode_attention(
     DEPENDENT: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    request = tl.program_id(2)
-    programs = most_splits
-    if SPARE > 0:
-        # The spare ones come first: what they work on takes longest.
-        request, split, programs = _work_of(
-            tl.program_id(1),
-            context_lengths,
-            requests,
-            most_splits,
-            smallest_split,
-            SPARE,
-            MOST_REQUESTS,
-            WINDOW,
+    # The step's indices were there before the previous kernel began, so they are not waited for.
+    if SHARED:
+        each = tl.arange(0, MOST_REQUESTS)
+        contexts = tl.load(context_lengths + each, mask=each < requests, other=0)
+        counts = tl.where(each < requests, _tiles_seen(contexts, WINDOW, TILE), 0)
+        ends = tl.cumsum(counts, 0)
+        begins = ends - counts
+        all_tiles = tl.max(ends, 0)
+        shares = tl.minimum(tl.num_programs(1), all_tiles)
+        share = tl.program_id(1)
+        begin = _cut(tl.minimum(share * all_tiles // shares, all_tiles), begins, ends, smallest_split // TILE)
+        end = _cut(
+            tl.minimum((share + 1) * all_tiles // shares, all_tiles), begins, ends, smallest_split // TILE
         )
+        first_request = tl.sum((ends <= begin).to(tl.int32), 0)
+        end_request = tl.sum((ends < end).to(tl.int32), 0) + 1
+        request_begin = tl.max(tl.where(begins <= begin, begins, 0), 0)
+        wait_for_previous(DEPENDENT)
+        let_next_begin(DEPENDENT)
+        for index in range(0, end_request - first_request):
+            request = first_request + index
+            context = tl.load(context_lengths + request)
+            request_end = request_begin + _tiles_seen(context, WINDOW, TILE)
+            first_tile = (tl.maximum(context - WINDOW, 0) // TILE if WINDOW > 0 else 0) - request_begin
+            first_share = _share_of(request_begin, all_tiles, shares)
+            splits = _share_of(request_end - 1, all_tiles, shares) - first_share + 1
+            is_whole = request_end - request_begin <= smallest_split // TILE
+            _attend_to_split(
+                request,
+                kv_head,
+                context,
+                (first_tile + tl.maximum(begin, request_begin)) * TILE,
+                tl.minimum((first_tile + tl.minimum(end, request_end)) * TILE, context),
+                tl.where(is_whole, 0, share - first_share),
+                tl.where(is_whole, 1, splits),
+                # One more for every request and every share, so no two splits have the same.
+                kv_head * (requests + tl.num_programs(1)) + request + first_share,
+                queries,
+                output,
+                cache,
+                tables,
+                rows,
+                split_mixed,
+                split_peaks,
+                split_totals,
+                arrivals,
+                layer,
+                table_stride,
+                scale,
+                score_cap,
+                HEADS,
+                KV_HEADS,
+                HEAD_SIZE,
+                WIDTH,
+                ROWS,
+                JOINED_ROWS,
+                JOINED_AT_ONCE,
+                QUERY_STRIDE,
+                LAYERS,
+                BLOCK_SIZE,
+                WINDOW,
+                CAPPED,
+                TILE,
+                STAGES,
+            )
+            request_begin = request_end
+    else:
+        split = tl.program_id(1)
+        request = tl.program_id(2)
+        most_splits = tl.num_programs(1)
+        context = tl.load(context_lengths + request)
+        first_seen = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
+        first_position = first_seen // TILE * TILE
+        if FIXED_SPLIT > 0:
+            split_size = FIXED_SPLIT
+            first_split = first_seen // FIXED_SPLIT * FIXED_SPLIT
+        else:
+            first_split = first_position
+            even = tl.cdiv(tl.cdiv(context - first_split, most_splits), TILE) * TILE
+            split_size = tl.maximum(smallest_split, even)
+        splits = tl.maximum(tl.cdiv(context - first_split, split_size), 1)
+        wait_for_previous(DEPENDENT)
+        let_next_begin(DEPENDENT)
+        if split < splits:
+            _attend_to_split(
+                request,
+                kv_head,
+                context,
+                tl.maximum(first_split + split * split_size, first_position),
+                tl.minimum(first_split + (split + 1) * split_size, context),
+                split,
+                splits,
+                (request * KV_HEADS + kv_head) * most_splits,
+                queries,
+                output,
+                cache,
+                tables,
+                rows,
+                split_mixed,
+                split_peaks,
+                split_totals,
+                arrivals,
+                layer,
+                table_stride,
+                scale,
+                score_cap,
+                HEADS,
+                KV_HEADS,
+                HEAD_SIZE,
+                WIDTH,
+                ROWS,
+                JOINED_ROWS,
+                JOINED_AT_ONCE,
+                QUERY_STRIDE,
+                LAYERS,
+                BLOCK_SIZE,
+                WINDOW,
+                CAPPED,
+                TILE,
+                STAGES,
+            )
+
+
+@triton.jit
+def _tiles_seen(context, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """How many tiles hold what a request sees; a padded one has one, of nothing."""
+    tiles = tl.cdiv(context, TILE)
+    if WINDOW > 0:
+        tiles -= tl.maximum(context - WINDOW, 0) // TILE
+    return tl.maximum(tiles, 1)
+
+
+@triton.jit
+def _cut(tile, begins, ends, longest_whole):
+    """Where a share really begins or ends: a request of few tiles is not cut, and goes to the one that has most of it."""
+    begin = tl.max(tl.where(begins <= tile, begins, 0), 0)
+    end = tl.min(tl.where(ends > tile, ends, tl.max(ends, 0)), 0)
+    nearest = tl.where(tile - begin < end - tile, begin, end)
+    return tl.where(end - begin <= longest_whole, nearest, tile)
+
+
+@triton.jit
+def _share_of(tile, all_tiles, shares):
+    """The share s with s * all_tiles // shares <= tile < (s + 1) * all_tiles // shares."""
+    return ((tile + 1) * shares - 1) // all_tiles
+
+
+@triton.jit
+def _attend_to_split(
+    request,
+    kv_head,
+    context,
+    begin,
+    end,
+    split,
+    splits,
+    first_entry,  # of the request's splits in the workspace
+    queries,
+    output,
+    cache,
+    tables,
+    rows,
+    split_mixed,
+    split_peaks,
+    split_totals,
+    arrivals,
+    layer,
+    table_stride,
+    scale,
+    score_cap,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    JOINED_ROWS: tl.constexpr,
+    JOINED_AT_ONCE: tl.constexpr,
+    QUERY_STRIDE: tl.constexpr,
+    LAYERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     VALUE_OFFSET: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_SIZE
-
-    # The step's indices were there before the previous kernel began, so they are not waited for.
-    context = tl.load(context_lengths + request)
-    table = tables + tl.load(rows + request).to(tl.int64) * table_stride
-    first_seen = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
-    first_tile = first_seen // TILE * TILE
-    if FIXED_SPLIT > 0:
-        split_size = FIXED_SPLIT
-        first_split = first_seen // FIXED_SPLIT * FIXED_SPLIT
-    else:
-        first_split = first_tile
-        even = tl.cdiv(tl.cdiv(context - first_split, programs), TILE) * TILE
-        split_size = tl.maximum(smallest_split, even)
-    splits = tl.maximum(tl.cdiv(context - first_split, split_size), 1)
-    wait_for_previous(DEPENDENT)
-    let_next_begin(DEPENDENT)
-    if split >= splits:
-        return
-
     row = tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     there = (row < GROUP)[:, None] & (column < HEAD_SIZE)[None, :]
     features = (kv_head * GROUP + row)[:, None] * HEAD_SIZE + column[None, :]
     query = tl.load(queries + request.to(tl.int64) * QUERY_STRIDE + features, mask=there, other=0.0)
     peak, total, mixed = nothing_seen(ROWS, WIDTH)
-    begin = tl.maximum(first_split + split * split_size, first_tile)
     peak, total, mixed = attend(
         query,
         tl.full((ROWS,), 0, tl.int32) + (context - 1),
@@ -103,9 +253,9 @@ def decode_attention(
         total,
         mixed,
         begin,
-        tl.minimum(first_split + (split + 1) * split_size, context),
+        end,
         cache + (layer * 2 * KV_HEADS + kv_head).to(tl.int64) * (BLOCK_SIZE * HEAD_SIZE),
-        table,
+        tables + tl.load(rows + request).to(tl.int64) * table_stride,
         scale,
         score_cap,
         MASKED=True,
@@ -127,11 +277,10 @@ def decode_attention(
         split_mixed,
         split_peaks,
         split_totals,
-        arrivals,
-        request * KV_HEADS + kv_head,
+        arrivals + request * KV_HEADS + kv_head,
+        first_entry.to(tl.int64) * GROUP,
         split,
         splits,
-        most_splits,
         GROUP,
         HEAD_SIZE,
         WIDTH,
@@ -139,44 +288,6 @@ def decode_attention(
         JOINED_ROWS,
         JOINED_AT_ONCE,
     )
-
-
-@triton.jit
-def _work_of(
-    program,
-    context_lengths,
-    requests,
-    most_splits,
-    smallest_split,
-    SPARE: tl.constexpr,
-    MOST_REQUESTS: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """The request of a program, its split (behind the last one where there is nothing to do), and how many programs
-    the request has. Spare ones are given to the long contexts in their order, as far as they last."""
-    request = tl.maximum(program - SPARE, 0)
-    split = 0
-    programs = 1
-    seen = tl.load(context_lengths + request)
-    if WINDOW > 0:
-        seen = tl.minimum(seen, WINDOW)
-    if (program < SPARE) | (seen > 2 * smallest_split):
-        each = tl.arange(0, MOST_REQUESTS)
-        all_seen = tl.load(context_lengths + each, mask=each < requests, other=0)
-        if WINDOW > 0:
-            all_seen = tl.minimum(all_seen, WINDOW)
-        wanted = tl.minimum(tl.maximum(all_seen - 1, 0) // (2 * smallest_split), most_splits - 1)
-        end = tl.cumsum(wanted, 0)
-        if program < SPARE:
-            request = tl.sum((end <= program).to(tl.int32), 0)
-        given = tl.minimum(tl.maximum(SPARE - (end - wanted), 0), wanted)
-        programs += tl.sum(tl.where(each == request, given, 0), 0)
-        if program < SPARE:
-            split = 1 + program - tl.sum(tl.where(each == request, end - wanted, 0), 0)
-            if request >= requests:
-                request = 0
-                split = most_splits
-    return request, split, programs
 
 
 @triton.jit
@@ -188,11 +299,10 @@ def _finish_split(
     split_mixed,
     split_peaks,
     split_totals,
-    arrivals,
-    pair,  # the request and its KV head, as one number
+    arrivals,  # where those of the request and its KV head are counted
+    first_entry,
     split,
     splits,
-    most_splits,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -208,16 +318,15 @@ def _finish_split(
         result = mean(total, mixed).to(output.dtype.element_ty)
         tl.store(output + row[:, None] * HEAD_SIZE + column[None, :], result, mask=there)
     else:
-        first_entry = pair.to(tl.int64) * most_splits * GROUP
         entry = first_entry + split * GROUP + row
         tl.store(split_mixed + entry[:, None] * HEAD_SIZE + column[None, :], mixed, mask=there)
         tl.store(split_peaks + entry, peak, mask=row < GROUP)
         tl.store(split_totals + entry, total, mask=row < GROUP)
         # Every thread has stored before one of them says so to the other programs.
         tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel")
+        arrived = tl.atomic_add(arrivals, 1, sem="acq_rel")
         if arrived == splits - 1:
-            tl.store(arrivals + pair, 0)
+            tl.store(arrivals, 0)
             all_total, all_mixed = _joined_splits(
                 split_mixed,
                 split_peaks,
