@@ -29,6 +29,8 @@ class BackendInfo:
     swap_seconds_per_block: float = 1e-4
     """One direction. With the line above: which way of preempting is the cheaper one."""
     weight_bytes: int = 0
+    device: str = ""
+    """What computes, by its own name, where that is not the host's processor."""
     eager_blocks: int | None = None
     """Where a block takes memory only once it is used: how many may be used for cached content alone. None: all."""
     grammars_may_overlap: bool = False

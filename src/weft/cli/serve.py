@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from weft.server.serve import Started
 
 _MIB = 1 << 20
-_KERNELS = {"cuda": "Triton on the card", "noop": "none"}
 
 
 def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: bool) -> None:
@@ -106,7 +105,7 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
     address = f"http://{host}:{started.port}"
     url = f"{address}/v1"
     said = f"Serving the OpenAI API at {url}"
-    kernels = _KERNELS.get(settings.backend) or describe(settings.backend_options.get("threads"))
+    kernels = _kernels(settings, info.device)
     if log.format == "text":
         said = "\n".join(
             [
@@ -134,6 +133,16 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
         max_context=started.max_context,
         kernels=kernels,
     )
+
+
+def _kernels(settings: ServerSettings, device: str) -> str:
+    match settings.backend:
+        case "cuda":
+            return f"Triton on {device}"
+        case "noop":
+            return "none"
+        case _:
+            return describe(settings.backend_options.get("threads"))
 
 
 def _warnings(settings: ServerSettings, started: Started) -> list[str]:

@@ -49,7 +49,7 @@ def start(
         llm = LLM(str(path), device=device, max_context=context, threads=threads, quantize=quantize)
     if console.is_terminal:
         console.print(_memory_table(llm.memory), style="dim")
-        kernels = describe(threads) if device == "cpu" else "Triton on the card"
+        kernels = describe(threads) if device == "cpu" else f"Triton on {llm.engine.scheduler.info.device}"
         console.print(f"kernels: {kernels}", style="dim")
     return llm
 

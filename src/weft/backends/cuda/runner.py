@@ -129,6 +129,7 @@ class CudaBackend:
             recompute_seconds_per_token=2 * config.multiplications_per_token / _OPERATIONS_PER_SECOND,
             swap_seconds_per_block=block_bytes / _COPIED_BYTES_PER_SECOND,
             weight_bytes=self._decoder.weight_bytes,
+            device=device.description,
         )
 
     # --- steps --------------------------------------------------------------------------------------------------------

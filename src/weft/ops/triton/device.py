@@ -118,6 +118,8 @@ class Device:
         self._capture_stream: torch.cuda.Stream | None = None
         self._launches: dict[Any, _Launch] = {}
         self.remembers_launches = self.is_card
+        self.description = "Triton's interpreter"
+        """What a person knows it by."""
         self.processors = 4
         """How many multiprocessors there are."""
         self.dependent_launches = False
@@ -129,6 +131,7 @@ class Device:
                 )
             self.torch_device = torch.device("cuda", self.index)
             properties = torch.cuda.get_device_properties(self.torch_device)
+            self.description = properties.name
             self.processors = properties.multi_processor_count
             self.dependent_launches = properties.major >= 9
         elif not INTERPRETED.value:
