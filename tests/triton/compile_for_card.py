@@ -1,4 +1,4 @@
-"""Compiles the kernels of a forward pass for a Hopper card, on a machine that has none, and looks at every launch: run as
+"""Compiles the kernels of a forward pass and of sampling for a Hopper card, on a machine that has none, and looks at every launch: run as
 a script, without the interpreter. What the interpreter forgives shows here: shapes that are no powers of two, types that do not fit, memory
 that a multiprocessor does not have."""
 
@@ -14,11 +14,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.backends.cuda.sampler import DeviceSampler
 from weft.models.config import ExpertsConfig, ModelConfig
 from weft.ops.triton.attention import Attention
 from weft.ops.triton.device import Device
 from weft.ops.triton.ops import TritonOps
 from weft.ops.triton.program import record
+from weft.plan import RowStart
+from weft.request import RequestId, SamplingParams
 
 # Of a card of this kind, for one program.
 SHARED_BYTES = 227 << 10
@@ -90,7 +93,8 @@ def run_and_look(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any)
     kernel = compile_and_launch(self, *args, grid=grid, warmup=warmup, **options)
     compiled[kernel.hash] = kernel.metadata.shared
     name = self.fn.__name__
-    assert "griddepcontrol.wait" in kernel.asm["ptx"], f"{name} does not wait for the kernel in front"
+    waits = "griddepcontrol.wait" in kernel.asm["ptx"]
+    assert waits or "DEPENDENT" not in self.arg_names, f"{name} does not wait for the kernel in front"
     return kernel
 
 
@@ -123,6 +127,21 @@ def compile_decodes_of_a_full_card(config: ModelConfig) -> None:
     launch_twice(lambda: attention.run(batch, rows, cache, 0, rows))
 
 
+def compile_sampling() -> None:
+    """Greedy, drawn, and all that parameters can ask for."""
+    device, count = HostMemory(), 64
+    row_tokens = device.zeros(count, 128, dtype=torch.int32)
+    sampler = DeviceSampler(count, 50_000, {0}, row_tokens, device, count)
+    logits = device.zeros(count, 50_000, dtype=torch.bfloat16)
+    rows = device.zeros(count, dtype=torch.int32)
+    everything = {"top_k": 50, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.9, "repetition_penalty": 1.1}
+    everything |= {"presence_penalty": 1.0, "logit_bias": {3: 1.0}, "logprobs": 5}
+    for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(**everything)):
+        sampler.start([RowStart(0, RequestId(0), (1,), 1, params, 0, ())])
+        path = sampler.path([0])
+        launch_twice(lambda path=path: sampler.sample(logits, rows, rows, path))
+
+
 def launch_twice(work: Callable[[], object]) -> None:
     launched: list[list[Call]] = []
     for _ in range(2):
@@ -148,6 +167,7 @@ def main() -> None:
     compile_all(wide, [[40, 0], [1, 0], [1, 1], [10, 10]])
     compile_all(replace(wide, experts=ExpertsConfig(8, 2, 64, normalised=True)), [[1, 0]], invariant=True)
     compile_decodes_of_a_full_card(wide)
+    compile_sampling()
     print(
         f"{len(compiled)} kernels compiled, the largest with {max(compiled.values())} bytes of shared memory"
     )

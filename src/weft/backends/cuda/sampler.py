@@ -20,7 +20,7 @@ from torch import Tensor
 from weft.backends.cpu.sampler import FORBIDDEN, NOT_A_NUMBER, OVERFLOW
 from weft.backends.cuda.sampling_rows import MAX_ENDS, ROW_WORDS, SamplingPath, SamplingRows
 from weft.ops.triton import sampling as kernels
-from weft.ops.triton.device import Device, pieces, power_of_two
+from weft.ops.triton.device import INTERPRETED, Device, pieces, power_of_two
 from weft.ops.triton.sampling import choose_kernel
 from weft.ops.triton.sampling_filters import shortlist_kernel, survey_kernel
 from weft.ops.triton.sampling_logprobs import logprobs_kernel
@@ -34,8 +34,6 @@ Masks = tuple[Tensor, Tensor]
 # Greedy reads and compares; draws compute, and keep more in registers.
 _GREEDY_TILE, _DRAW_TILE = 2048, 1024
 _PROGRAMS_PER_PROCESSOR = 8
-# Tiles of a piece after which its leader is good enough to leave most other tokens behind.
-_HEAD = 4
 _COPY_TILE = 4096
 _LOGPROBS_TILE = 4096
 _HISTORY_TILE, _HISTORY_PROGRAMS = 512, 8
@@ -43,9 +41,10 @@ _WIDTH = power_of_two(MAX_LOGPROBS)
 
 
 @dataclass(frozen=True)
-class _ListSizes:
-    """How the likeliest tokens are gathered."""
+class _Sizes:
+    """How vocabularies are cut so that few of their tokens are looked at closely."""
 
+    head: int  # tiles of a piece after which its leader leaves most other tokens behind
     group: int  # tokens, of which the best is known
     groups_of_piece: int  # surveyed by one program
     few: int  # groups that the shorter list has tokens of
@@ -54,9 +53,9 @@ class _ListSizes:
     tile: int
 
 
-_ON_CARD = _ListSizes(group=64, groups_of_piece=64, few=512, gathered=32, most=16384, tile=512)
+_ON_CARD = _Sizes(head=4, group=64, groups_of_piece=64, few=512, gathered=32, most=16384, tile=512)
 # So small that the vocabularies of tests have lists that are too short.
-_INTERPRETED = _ListSizes(group=8, groups_of_piece=512, few=16, gathered=128, most=512, tile=2048)
+_INTERPRETED = _Sizes(head=1, group=8, groups_of_piece=512, few=16, gathered=128, most=512, tile=2048)
 
 _ERRORS = {
     kernels.NOT_A_NUMBER.value: NOT_A_NUMBER,
@@ -118,7 +117,7 @@ class DeviceSampler:
         self._mean = device.zeros(max_sampled, dtype=torch.float64)
         self._settled = device.zeros(max_sampled, dtype=torch.int32)
         self._counters = device.zeros(max_sampled, dtype=torch.int32)
-        sizes = self._list_sizes = _ON_CARD if device.is_card else _INTERPRETED
+        sizes = self._cut = _INTERPRETED if INTERPRETED.value else _ON_CARD
         self._survey_pieces = pieces(vocabulary_size, sizes.group * sizes.groups_of_piece)
         # A list of nearly all groups has a fourteenth of the vocabulary, where likely tokens lie anywhere.
         self._most_groups = vocabulary_size // sizes.group * 127 // 128
@@ -266,7 +265,7 @@ class DeviceSampler:
         )
 
     def _filter(self, entries: _Entries) -> None:
-        path, sizes, stride = entries.path, self._list_sizes, entries.logits.stride(0)
+        path, sizes, stride = entries.path, self._cut, entries.logits.stride(0)
         key = (path, entries.logits.dtype, stride, self._sizes)
         self._device.launch(
             survey_kernel,
@@ -398,7 +397,7 @@ class DeviceSampler:
                 "FILTERED": path.is_filtered,
                 "TYPICAL": path.has_typical_p,
                 "TILE": tile,
-                "HEAD": _HEAD if self._device.is_card else 1,
+                "HEAD": self._cut.head,
                 "PIECES": self._choice_pieces,
                 "num_warps": 8,
             },
