@@ -41,7 +41,7 @@ class Both:
     device: Device
 
     def __post_init__(self) -> None:
-        self.mailbox = Mailbox(self.device, NUM_ROWS)
+        self.mailbox = Mailbox(self.device, NUM_ROWS, 64)
         self.rows = DeviceRows(self.device, self.mailbox, NUM_ROWS, CONTEXT, BLOCK_SIZE, MAX_TOKENS)
         self.twin = Rows(NUM_ROWS, CONTEXT, BLOCK_SIZE)
 
@@ -177,7 +177,7 @@ def test_of_an_entry_that_is_named_twice_the_last_one_counts(device: Device) -> 
 
 
 def test_a_row_start_larger_than_the_parcel_of_a_slot_arrives_whole(device: Device) -> None:
-    mailbox = Mailbox(device, 2)
+    mailbox = Mailbox(device, 2, 64)
     rows = DeviceRows(device, mailbox, 2, 40_000, BLOCK_SIZE, 64)
     tokens = np.random.default_rng(1).integers(0, 50_000, 39_000).tolist()
     slot = mailbox.take()
@@ -190,7 +190,7 @@ def test_a_row_start_larger_than_the_parcel_of_a_slot_arrives_whole(device: Devi
 
 
 def test_what_a_step_sampled_comes_to_the_slot_of_that_step(device: Device) -> None:
-    mailbox = Mailbox(device, 4)
+    mailbox = Mailbox(device, 4, 64)
     slots = []
     for turn in range(2 * SLOTS + 1):
         slot = mailbox.take()
@@ -204,7 +204,7 @@ def test_what_a_step_sampled_comes_to_the_slot_of_that_step(device: Device) -> N
 
 
 def test_a_slot_is_not_written_again_before_its_step_was_collected(device: Device) -> None:
-    mailbox = Mailbox(device, 4)
+    mailbox = Mailbox(device, 4, 64)
     steps = []
     for _ in range(SLOTS):
         steps.append(NoStep())
@@ -215,7 +215,7 @@ def test_a_slot_is_not_written_again_before_its_step_was_collected(device: Devic
 
 
 def test_after_launches_that_failed_half_way_the_next_step_has_the_right_slot(device: Device) -> None:
-    mailbox = Mailbox(device, 4)
+    mailbox = Mailbox(device, 4, 64)
     tokens = torch.arange(4, dtype=torch.int32, device=device.torch_device)
     mailbox.take()
     mailbox.publish(tokens, tokens, sampled=4)  # and then something raised

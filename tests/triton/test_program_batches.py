@@ -7,9 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from small_decoders import CONFIGS, PLAIN, TEXTS, build, device_batch
+from small_decoders import (
+    CONFIGS,
+    PLAIN,
+    TEXTS,
+    Texts,
+    build,
+    device_batch,
+    reference_logits,
+    relative_error,
+)
 
 from weft.ops.triton.device import Device
+from weft.ops.triton.linear import padded_rows
 
 
 @pytest.mark.parametrize("name", ["all norms, with an offset; windows, caps, gelu", "experts"])
@@ -54,6 +64,26 @@ def test_a_step_may_sample_nothing_and_keep_nothing(device: Device) -> None:
     logits, others = program.run(device_batch(replace(first, logit_indices=np.arange(0)), device), cache)
     assert len(logits) == 0 and others is None
     assert torch.allclose(program.run(device_batch(second, device), cache)[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [3, 17, 41])
+def test_what_lies_behind_a_step_in_its_buffers_changes_nothing(device: Device, count: int) -> None:
+    """Products take some rows of it along."""
+    program, cache = build(PLAIN, device)
+    for slot in program._slots:
+        slot.fill_(float("nan"))
+    texts = Texts.of_lengths(50)
+    [expected] = reference_logits(PLAIN, texts, [[count]])
+    [step] = texts.steps([[count]])
+    logits = program.run(device_batch(step, device), cache)[0].float().cpu().numpy()
+    assert relative_error([logits], [expected]) < 1e-4
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 64, 65, 256, 300, 1025, 5000, 8192, 8448])
+def test_products_are_padded_to_few_sizes_and_by_little(rows: int) -> None:
+    assert rows <= padded_rows(rows) < rows + max(16, rows // 2)
+    assert padded_rows(padded_rows(rows)) == padded_rows(rows)
+    assert len({padded_rows(size) for size in range(1, 8449)}) < 80
 
 
 def test_padding_changes_nothing_and_is_not_written(device: Device) -> None:

@@ -17,7 +17,7 @@ from weft.ops.triton.device import Device, power_of_two
 SLOTS = 4
 """The engine has two steps in flight; whoever has more waits for the oldest."""
 
-_FIRST_PARCEL = 1 << 14
+_LEAST_PARCEL = 1 << 14
 _ALIGNED = 4
 """Words: where 16 bytes begin, kernels may read them at once; else they are compiled once more."""
 
@@ -33,7 +33,7 @@ class Step(Protocol):
 class Slot:
     """The words of one step: a letter of fixed size, and a parcel that grows with what it has to hold."""
 
-    def __init__(self, device: Device, inbox: np.ndarray, outbox: np.ndarray) -> None:
+    def __init__(self, device: Device, inbox: np.ndarray, outbox: np.ndarray, parcel_words: int) -> None:
         self._device = device
         self.inbox = inbox  # int32, as `prepare_decodes` reads it
         self.outbox = outbox  # int32 [2, rows]: tokens and errors
@@ -41,7 +41,7 @@ class Slot:
         """The end of the slot's last step."""
         self.step: Step | None = None
         """The step whose result was not taken yet."""
-        self._parcel = device.pinned(_FIRST_PARCEL, dtype=torch.int32)
+        self._parcel = device.pinned(parcel_words, dtype=torch.int32)
         self._words = self._parcel.numpy()
         self._used = 0
         self._outgrown: list[torch.Tensor] = []
@@ -67,7 +67,7 @@ class Slot:
 class Mailbox:
     """All slots, and the counter on the device that says whose turn it is."""
 
-    def __init__(self, device: Device, num_rows: int) -> None:
+    def __init__(self, device: Device, num_rows: int, max_tokens: int) -> None:
         self._device = device
         self.capacity = num_rows
         self.width = power_of_two(num_rows)
@@ -76,7 +76,10 @@ class Mailbox:
         self.turn = device.zeros(1, dtype=torch.int32)
         self._turns = 0
         inboxes, outboxes = self.inbox.numpy(), self.outbox.numpy()
-        self._slots = [Slot(device, inboxes[index], outboxes[index]) for index in range(SLOTS)]
+        # The tokens of prompts that begin in a step, whose last one may go on behind it, and all that is told of its rows:
+        # to pin more memory in the middle of the work takes milliseconds.
+        words = max(_LEAST_PARCEL, 4 * max_tokens)
+        self._slots = [Slot(device, inboxes[index], outboxes[index], words) for index in range(SLOTS)]
 
     def take(self) -> Slot:
         """The slot whose turn it is, emptied for the next step."""

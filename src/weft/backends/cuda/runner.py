@@ -97,7 +97,7 @@ class CudaBackend:
                 max_sampled=num_rows,
                 invariant=self._invariant,
             )
-            self._mailbox = Mailbox(device, num_rows)
+            self._mailbox = Mailbox(device, num_rows, max_tokens)
             self._rows = DeviceRows(device, self._mailbox, num_rows, max_context, pool.block_size, max_tokens)
             self._sampler = DeviceSampler(
                 num_rows, config.vocabulary_size, self._eos_token_ids, self._rows.tokens, device, num_rows

@@ -112,7 +112,9 @@ class SamplingRows:
         """Row -> why it can have no token: its parameters do not fit into a row."""
         # Where there is nothing but greedy rows, no step needs to look at them one by one.
         self._special: set[int] = set()
-        self._stagings = [device.pinned(0, dtype=torch.int32) for _ in range(_STAGINGS)]
+        # All rows at once, without lists.
+        words = num_rows * (3 + _HEADER)
+        self._stagings = [device.pinned(words, dtype=torch.int32) for _ in range(_STAGINGS)]
         self._read: list[Event] = [device.event() for _ in range(_STAGINGS)]
         self._turn = 0
 

@@ -255,6 +255,21 @@ def _tile(
         tl.store(rows_out + row[:, None], sums.to(output.dtype.element_ty), mask=is_row & is_token)
 
 
+Places = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""The input of a product and its output; what a norm makes of the input, and what a gate makes the output of."""
+
+
+def padded_rows(rows: int) -> int:
+    """How many rows cuBLAS gets for so many. For a size that it has not met it looks for a kernel and may have to load it,
+    while the host waits, and every step with prompts would be one. It computes in tiles: these rows cost next to nothing."""
+    step = next(step for most, step in _PADDED_TO if rows <= most)
+    return pieces(rows, step) * step
+
+
+# So many rows at most: to multiples of so many.
+_PADDED_TO = ((16, 8), (64, 16), (256, 32), (1024, 64), (4096, 128), (1 << 31, 256))
+
+
 @dataclass(frozen=True, eq=False)
 class Product:
     """gate(norm(input) @ weight + bias), stored, or added to the output times `scale`."""
@@ -268,18 +283,24 @@ class Product:
     invariant: bool = False
 
     def run(
-        self, input: Tensor, output: Tensor, normed: Tensor | None = None, ungated: Tensor | None = None
+        self,
+        input: Tensor,
+        output: Tensor,
+        normed: Tensor | None = None,
+        ungated: Tensor | None = None,
+        padded: Places | None = None,
     ) -> None:
-        """`normed` and `ungated` take what a norm and a gate need in between where they are kernels of their own."""
+        """`normed` and `ungated` take what a norm and a gate need in between where they are kernels of their own; `padded`
+        are the same four with the rows behind them that `padded_rows` says, whatever these hold."""
         tokens, layer, has_norm = input.shape[0], self.layer, self.norm is not None
         if self.invariant or tokens > _MOST_SKINNY:
-            self.run_apart(input, output, normed, ungated)
+            self.run_apart(input, output, normed, ungated, None if self.invariant else padded)
         elif tokens == 1:
             self.run_gemv(input, output, gemv_tile(layer.outputs, layer.inputs, has_norm))
         elif (tile := skinny_tile(tokens, layer.outputs, layer.inputs, has_norm)) is not None:
             self.run_tile(input, output, tile, normed)
         else:
-            self.run_apart(input, output, normed, ungated)
+            self.run_apart(input, output, normed, ungated, padded)
 
     @cached_property
     def _kind(self) -> tuple[object, ...]:
@@ -321,14 +342,25 @@ class Product:
             input, norm = self._normalised(input, normed), None
         self._launch_tile(input, output, tile, norm, self.gate)
 
-    def run_apart(self, input: Tensor, output: Tensor, normed: Tensor | None, ungated: Tensor | None) -> None:
+    def run_apart(
+        self,
+        input: Tensor,
+        output: Tensor,
+        normed: Tensor | None,
+        ungated: Tensor | None,
+        padded: Places | None = None,
+    ) -> None:
         """The norm and the gate as kernels of their own."""
-        input = self._normalised(input, normed)
+        source, target, padded_normed, inner = padded or (input, output, normed, ungated)
+        if self.norm is not None:
+            assert padded_normed is not None, "the norm needs a place for its rows"
+            self._normalised(input, normed)
+            source = padded_normed
         if self.gate is None:
-            self._multiply(input, output)
+            self._multiply(source, target)
         else:
-            assert ungated is not None, "the gate needs a place for what it reads"
-            self._multiply(input, ungated)
+            assert ungated is not None and inner is not None, "the gate needs a place for what it reads"
+            self._multiply(source, inner)
             rows.gate_rows(ungated, self.gate, output, self.device)
 
     def _normalised(self, input: Tensor, normed: Tensor | None) -> Tensor:

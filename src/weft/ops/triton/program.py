@@ -22,7 +22,7 @@ from weft.ops.triton import rows
 from weft.ops.triton.attention import Attention
 from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device
-from weft.ops.triton.linear import Product
+from weft.ops.triton.linear import Places, Product, padded_rows
 from weft.ops.triton.mixture import MixtureProduct, MixtureSpace
 from weft.ops.triton.ops import TritonOps
 from weft.ops.triton.rope import RopeTables
@@ -39,11 +39,12 @@ from weft.ops.triton.steps import (
 
 @dataclass
 class _Run:
-    """A step under way: its buffers, cut to its rows."""
+    """A step under way: its buffers, cut to its rows, and to as many as products are padded to."""
 
     batch: DeviceBatch
     cache: Tensor
     buffers: list[Tensor]
+    padded: list[Tensor]
 
 
 Launch = Callable[[_Run], None]
@@ -110,7 +111,7 @@ class CudaProgram:
         embedding = next(step for step in steps if isinstance(step, Embed))
         dtype = embedding.table.weight.dtype
         self._slots = [
-            device.empty(height, columns, dtype=dtype)
+            device.zeros(padded_rows(height), columns, dtype=dtype)
             for height, columns in zip(heights, slots.columns, strict=True)
         ]
         self._forward = [self._launch(step) for step in first_part]
@@ -122,7 +123,8 @@ class CudaProgram:
         """Logits of the first `batch.sampled` of the rows that `batch.logit_indices` names, there until the next call;
         and the other rows, for `logits`, where there are any."""
         selected = len(batch.logit_indices)
-        run = _Run(batch, cache, self._cut(batch.tokens, selected, batch.sampled))
+        counts = (batch.tokens, selected, batch.sampled)
+        run = _Run(batch, cache, self._cut(*counts), self._cut(*map(padded_rows, counts)))
         for launch in self._forward:
             launch(run)
         if batch.sampled:
@@ -137,7 +139,7 @@ class CudaProgram:
         """Of other rows than those of a step, at most as many as can be sampled; there until the next call."""
         buffers = self._cut(0, 0, len(rows))
         buffers[self._sampled_rows] = rows
-        run = _Run(NO_STEP, NO_STEP, buffers)
+        run = _Run(NO_STEP, NO_STEP, buffers, buffers)
         for launch in self._make_logits:
             launch(run)
         return buffers[self._logits]
@@ -184,12 +186,16 @@ class CudaProgram:
         source, target = self._places[step.input], self._places[step.output]
         normed = None if step.norm is None else self._places[step.norm.output]
         ungated = None if step.gate is None else self._places[step.gate.input]
-        return lambda run: product.run(
-            run.buffers[source],
-            run.buffers[target],
-            None if normed is None else run.buffers[normed],
-            None if ungated is None else run.buffers[ungated],
-        )
+
+        def places(buffers: list[Tensor]) -> Places:
+            return (
+                buffers[source],
+                buffers[target],
+                None if normed is None else buffers[normed],
+                None if ungated is None else buffers[ungated],
+            )
+
+        return lambda run: product.run(*places(run.buffers), places(run.padded))
 
     def _launch_norm(self, step: NormStep) -> Launch:
         source, target = self._places[step.input], self._places[step.output]
@@ -216,10 +222,15 @@ class CudaProgram:
         source, target = self._places[step.input], self._places[step.output]
 
         def launch(run: _Run) -> None:
-            # What attention made elsewhere takes the buffer's place for the rest of the step: it is of the same size.
-            run.buffers[target] = attend.turn_and_run(
-                run.batch, run.buffers[source], run.cache, step.layer, tables, step.norm, run.buffers[target]
+            output = run.buffers[target]
+            attended = attend.turn_and_run(
+                run.batch, run.buffers[source], run.cache, step.layer, tables, step.norm, output
             )
+            if attended is not output:
+                # What was made elsewhere takes the buffer's place for the rest of the step. It has no rows behind it,
+                # and needs none: its step is of round prompts.
+                assert attended.shape == run.padded[target].shape
+                run.buffers[target] = run.padded[target] = attended
 
         return launch
 
