@@ -140,6 +140,8 @@ SHARED = {
     "long ones in a row": Case(decodes(300, 700, 900)),
     "short ones in the way of a cut": Case(decodes(128, 120, 100, 128, 70, 65, 128)),
     "a full batch": Case(decodes(130, 200, 70, 260, 64, 333, 190, 129)),
+    "about even": Case(decodes(400, 380, 410, 400, 390, 400), padding=2),
+    "about even, a window": Case(decodes(300, 310, 290, 305, 300), window=140),
 }
 
 
