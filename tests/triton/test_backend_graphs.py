@@ -59,9 +59,17 @@ def test_a_size_without_a_graph_uses_one_that_is_not_much_larger(device: Device)
         launches.graphs.run(entries, 10, GREEDY)
     # With 32 of 128 three quarters would be padding.
     assert launches.sizes_done(device) == {128: 6, 32: 1}
-    for _ in range(_BORROWED):
+
+
+def test_a_size_that_stays_gets_a_graph_of_its_own_once_it_was_launched(device: Device) -> None:
+    launches = Launches(device)
+    for entries in (128, 128, *[96] * _BORROWED):
+        launches.graphs.run(entries, 10, GREEDY)
+    assert launches.sizes_done(device) == {128: 2 + _BORROWED}
+    for captured in (1, 2, 2):
         launches.graphs.run(96, 10, GREEDY)
-    assert launches.sizes_done(device)[96] >= 2
+        assert launches.graphs.num_captured == captured
+    assert launches.sizes_done(device) == {128: 2 + _BORROWED, 96: 3}
 
 
 def test_where_a_capture_fails_its_steps_are_launched_and_it_is_not_tried_again(

@@ -1,10 +1,11 @@
 """Decode steps as graphs: which size a step is padded to, which graphs there are, and when one is captured.
 
 Nothing is captured before it is needed, so a start waits for none. A step of a new kind is launched kernel by kernel,
-which compiles them; the second of its kind is captured. A size that has no graph yet uses a larger one that has: a batch
-that drains passes through many sizes, and few of them are worth a capture. Padding costs little: it has no context to
-attend to, and weights are read once for all. To capture takes little more of the host than to launch, so a batch that grows
-is not held up by it. Where a capture fails, steps of its kind are launched.
+which compiles them and lets cuBLAS find its own; the second of its kind is captured. A size that has no graph yet uses a
+larger one that has, for a few steps: a batch that drains passes through many sizes, and one that it leaves at once is not
+worth a capture. But padding is not free: from a hundred rows on the products of a large model take longer with every row. To
+capture takes little more of the host than to launch, so a batch that grows is not held up by it. Where a capture fails,
+steps of its kind use a larger graph, or are launched.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _STEP = 32
 _SMALL_SIZES = (1, 2, 4, 8, 16)
 _SMALLEST_CONTEXT = 512
 _MOST_PADDING = 2
-_BORROWED = 256
-"""So many steps of one kind use another's graph; then it has its own."""
+_BORROWED = 2
+"""So many steps of one kind use another's graph; then it gets its own. That costs some milliseconds once; padding costs up
+to two in every step (8 billion weights, 128 rows in a graph of 256)."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ class DecodeGraphs:
     by_context: bool
     """Whether the launches of a step depend on its longest context."""
     _graphs: dict[Kind, _Captured] = field(default_factory=dict)
-    _seen: dict[Kind, int] = field(default_factory=dict)
+    _borrowed: dict[Kind, int] = field(default_factory=dict)
+    """How many steps of a kind have used another's graph."""
+    _launched: set[Kind] = field(default_factory=set)
     _refused: set[Kind] = field(default_factory=set)
     """Kinds whose capture failed: no memory is left for a graph, most likely."""
     _pool: object = None
@@ -74,16 +78,12 @@ class DecodeGraphs:
     def run(self, entries: int, longest_context: int, sampling: SamplingPath | None) -> Tensor:
         """Launches a step; its logits, those of padding behind the others."""
         kind = Kind(self._size(entries), self._context(longest_context), sampling)
-        captured = self._graphs.get(kind)
+        captured = self._graphs.get(kind) or self._lent(kind)
+        if captured is None and kind in self._launched and kind not in self._refused:
+            captured = self._capture(kind)
         if captured is None:
-            seen = self._seen[kind] = self._seen.get(kind, 0) + 1
-            lent = self._lent(kind) if seen < _BORROWED else None
-            if lent is not None:
-                captured = lent
-            elif seen > 1 and kind not in self._refused:
-                captured = self._capture(kind)
-            if captured is None:
-                return self.work(kind)
+            self._launched.add(kind)
+            return self.work(kind)
         captured.graph.replay()
         return captured.logits
 
@@ -105,7 +105,10 @@ class DecodeGraphs:
         return captured
 
     def _lent(self, kind: Kind) -> _Captured | None:
-        """The smallest graph that this kind of step fits into without much waste."""
+        """The smallest graph that this kind of step fits into without much waste, where it is to have none of its own yet."""
+        borrowed = self._borrowed.get(kind, 0)
+        if borrowed >= _BORROWED and kind not in self._refused:
+            return None
         fitting = [
             (other.size, other.longest_context, other)
             for other in self._graphs
@@ -115,6 +118,7 @@ class DecodeGraphs:
         ]
         if not fitting:
             return None
+        self._borrowed[kind] = borrowed + 1
         return self._graphs[min(fitting, key=lambda found: found[:2])[2]]
 
     def _size(self, entries: int) -> int:

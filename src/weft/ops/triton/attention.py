@@ -27,6 +27,7 @@ _LEAST_ROWS = 16
 _PROGRAMS_AT_ONCE = 4
 _MOST_SPLITS = 16
 _LEAST_LONG_SPLIT = 512
+_LEAST_SHARED_SPLIT = 256
 
 # In the invariant mode, where the number of splits is given by the context, it bounds the workspace.
 _LEAST_FIXED_SPLIT, _MOST_FIXED_SPLITS = 512, 32
@@ -46,9 +47,11 @@ class Splits(NamedTuple):
 
     most: int  # of a request
     smallest: int
-    shared: bool = (
-        False  # all requests share the programs for `most` splits; a context up to `smallest` is not cut
-    )
+    shared: bool = False
+    """All requests share `most` programs; a context up to `smallest` is not cut."""
+    leeway: int = 3
+    """None is, where the last of these programs to end then has no more tiles than that above its share. To read a
+    request in two pieces and to join them takes about as long as two or three tiles."""
 
 
 class Attention:
@@ -114,7 +117,7 @@ class Attention:
             return Splits(min(fitting // 2, _MOST_SPLITS), self.decode_tiles.positions)
         if fitting >= 4:
             return Splits(4, _LEAST_LONG_SPLIT)
-        return Splits(max(1, at_once // self.shape.kv_heads), _LEAST_LONG_SPLIT, shared=True)
+        return Splits(max(1, at_once // self.shape.kv_heads), _LEAST_SHARED_SPLIT, shared=True)
 
     def turn_and_run(
         self,
@@ -156,12 +159,12 @@ class Attention:
     def _decode(
         self, batch: DeviceBatch, requests: int, queries: Tensor, cache: Tensor, layer: int, output: Tensor
     ) -> None:
-        most, smallest, shared = self.splits(requests, batch.longest_context)
+        most, smallest, shared, leeway = self.splits(requests, batch.longest_context)
         kv_heads = self.shape.kv_heads
         tiles = self._fitting(self.decode_tiles, cache)
         self.device.launch(
             decode_attention,
-            (kv_heads, most, 1) if shared else (kv_heads, most, requests),
+            (kv_heads, max(most, requests), 1) if shared else (kv_heads, most, requests),
             (
                 queries,
                 output,
@@ -176,7 +179,9 @@ class Attention:
                 layer,
                 batch.tables.stride(0),
                 requests,
+                most,
                 smallest,
+                leeway,
                 self.shape.scale,
                 self.shape.score_cap or 0.0,
             ),

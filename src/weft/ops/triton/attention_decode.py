@@ -1,9 +1,10 @@
 """Attention of requests with one token each: contexts are cut into splits, the last split of one to end joins them.
 
 A program works on splits of one KV head, with all the query heads that read it. For a few requests it has one split, of
-as many equal ones as there are programs for. A batch that fills the card has as many programs as run at the same time,
+as many equal ones as there are programs for. In a batch that fills the card as many programs work as run at the same time,
 each with an equal share of all the tiles of the batch, wherever contexts begin and end: so none of them works longest,
-however different the contexts are.
+however different the contexts are. Where they are about even every request has a program of its own instead: nothing is
+joined then, and the card keeps itself busy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from weft.ops.triton.attention_tiles import LOWEST, attend, joined, mean, nothin
 from weft.ops.triton.device import let_next_begin, wait_for_previous
 
 
-@triton.jit(do_not_specialize=["layer", "table_stride", "requests", "smallest_split"])
+@triton.jit(do_not_specialize=["layer", "table_stride", "requests", "programs", "smallest_split", "leeway"])
 def decode_attention(
     queries,  # [tokens, QUERY_STRIDE]
     output,  # [tokens, heads * head size]
@@ -30,7 +31,9 @@ def decode_attention(
     layer,
     table_stride,
     requests,
+    programs,  # of a KV head, that work at the same time
     smallest_split,
+    leeway,
     scale,
     score_cap,
     SHARED: tl.constexpr,  # whether the programs of a KV head share all its tiles; else each has one split of a request
@@ -55,75 +58,90 @@ def decode_attention(
     kv_head = tl.program_id(0)
     # The step's indices were there before the previous kernel began, so they are not waited for.
     if SHARED:
+        # Those that have nothing to do have the highest numbers and come first: they are gone before the others begin.
+        share = tl.num_programs(1) - 1 - tl.program_id(1)
         each = tl.arange(0, MOST_REQUESTS)
         contexts = tl.load(context_lengths + each, mask=each < requests, other=0)
         counts = tl.where(each < requests, _tiles_seen(contexts, WINDOW, TILE), 0)
-        ends = tl.cumsum(counts, 0)
-        begins = ends - counts
-        all_tiles = tl.max(ends, 0)
-        shares = tl.minimum(tl.num_programs(1), all_tiles)
-        share = tl.program_id(1)
-        begin = _cut(tl.minimum(share * all_tiles // shares, all_tiles), begins, ends, smallest_split // TILE)
-        end = _cut(
-            tl.minimum((share + 1) * all_tiles // shares, all_tiles), begins, ends, smallest_split // TILE
+        all_tiles = tl.sum(counts, 0)
+        longest = tl.max(counts, 0)
+        # How many tiles the last program to end has read, where each has a request and the card hands them out.
+        most_read = tl.minimum(
+            tl.cdiv(requests, programs) * longest * programs, all_tiles + longest * programs
         )
-        first_request = tl.sum((ends <= begin).to(tl.int32), 0)
-        end_request = tl.sum((ends < end).to(tl.int32), 0) + 1
-        request_begin = tl.max(tl.where(begins <= begin, begins, 0), 0)
-        wait_for_previous(DEPENDENT)
-        let_next_begin(DEPENDENT)
-        for index in range(0, end_request - first_request):
-            request = first_request + index
-            context = tl.load(context_lengths + request)
-            request_end = request_begin + _tiles_seen(context, WINDOW, TILE)
-            first_tile = (tl.maximum(context - WINDOW, 0) // TILE if WINDOW > 0 else 0) - request_begin
-            first_share = _share_of(request_begin, all_tiles, shares)
-            splits = _share_of(request_end - 1, all_tiles, shares) - first_share + 1
-            is_whole = request_end - request_begin <= smallest_split // TILE
-            _attend_to_split(
-                request,
-                kv_head,
-                context,
-                (first_tile + tl.maximum(begin, request_begin)) * TILE,
-                tl.minimum((first_tile + tl.minimum(end, request_end)) * TILE, context),
-                tl.where(is_whole, 0, share - first_share),
-                tl.where(is_whole, 1, splits),
-                # One more for every request and every share, so no two splits have the same.
-                kv_head * (requests + tl.num_programs(1)) + request + first_share,
-                queries,
-                output,
-                cache,
-                tables,
-                rows,
-                split_mixed,
-                split_peaks,
-                split_totals,
-                arrivals,
-                layer,
-                table_stride,
-                scale,
-                score_cap,
-                HEADS,
-                KV_HEADS,
-                HEAD_SIZE,
-                WIDTH,
-                ROWS,
-                JOINED_ROWS,
-                JOINED_AT_ONCE,
-                QUERY_STRIDE,
-                LAYERS,
-                BLOCK_SIZE,
-                WINDOW,
-                CAPPED,
-                TILE,
-                STAGES,
-            )
-            request_begin = request_end
+        is_even = most_read <= all_tiles + leeway * programs
+        if share < tl.where(is_even, requests, programs):
+            shares = tl.minimum(programs, all_tiles)
+            if is_even:
+                begin, end = share * 0, all_tiles
+                first_request, end_request, request_begin = share, share + 1, share * 0
+            else:
+                ends = tl.cumsum(counts, 0)
+                begins = ends - counts
+                begin = _cut(share, shares, all_tiles, begins, ends, smallest_split // TILE)
+                end = _cut(share + 1, shares, all_tiles, begins, ends, smallest_split // TILE)
+                first_request = tl.sum((ends <= begin).to(tl.int32), 0)
+                end_request = tl.sum((ends < end).to(tl.int32), 0) + 1
+                request_begin = tl.max(tl.where(begins <= begin, begins, 0), 0)
+            next_request = tl.minimum(first_request, requests - 1)
+            next_context, next_row = tl.load(context_lengths + next_request), tl.load(rows + next_request)
+            wait_for_previous(DEPENDENT)
+            let_next_begin(DEPENDENT)
+            for index in range(0, end_request - first_request):
+                request, context, row = first_request + index, next_context, next_row
+                # Asked for now, so that the next request does not begin by waiting for where it is.
+                next_request = tl.minimum(request + 1, requests - 1)
+                next_context, next_row = tl.load(context_lengths + next_request), tl.load(rows + next_request)
+                request_end = request_begin + _tiles_seen(context, WINDOW, TILE)
+                first_tile = (tl.maximum(context - WINDOW, 0) // TILE if WINDOW > 0 else 0) - request_begin
+                first_share = _share_of(request_begin, all_tiles, shares)
+                splits = _share_of(request_end - 1, all_tiles, shares) - first_share + 1
+                is_whole = is_even | (request_end - request_begin <= smallest_split // TILE)
+                _attend_to_split(
+                    request,
+                    row,
+                    kv_head,
+                    context,
+                    (first_tile + tl.maximum(begin, request_begin)) * TILE,
+                    tl.minimum((first_tile + tl.minimum(end, request_end)) * TILE, context),
+                    tl.where(is_whole, 0, share - first_share),
+                    tl.where(is_whole, 1, splits),
+                    # One more for every request and every share, so no two splits have the same.
+                    kv_head * (requests + programs) + request + first_share,
+                    queries,
+                    output,
+                    cache,
+                    tables,
+                    split_mixed,
+                    split_peaks,
+                    split_totals,
+                    arrivals,
+                    layer,
+                    table_stride,
+                    scale,
+                    score_cap,
+                    HEADS,
+                    KV_HEADS,
+                    HEAD_SIZE,
+                    WIDTH,
+                    ROWS,
+                    JOINED_ROWS,
+                    JOINED_AT_ONCE,
+                    QUERY_STRIDE,
+                    LAYERS,
+                    BLOCK_SIZE,
+                    WINDOW,
+                    CAPPED,
+                    TILE,
+                    STAGES,
+                )
+                request_begin = request_end
     else:
         split = tl.program_id(1)
         request = tl.program_id(2)
         most_splits = tl.num_programs(1)
         context = tl.load(context_lengths + request)
+        row = tl.load(rows + request)
         first_seen = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
         first_position = first_seen // TILE * TILE
         if FIXED_SPLIT > 0:
@@ -139,6 +157,7 @@ def decode_attention(
         if split < splits:
             _attend_to_split(
                 request,
+                row,
                 kv_head,
                 context,
                 tl.maximum(first_split + split * split_size, first_position),
@@ -150,7 +169,6 @@ def decode_attention(
                 output,
                 cache,
                 tables,
-                rows,
                 split_mixed,
                 split_peaks,
                 split_totals,
@@ -186,8 +204,9 @@ def _tiles_seen(context, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _cut(tile, begins, ends, longest_whole):
-    """Where a share really begins or ends: a request of few tiles is not cut, and goes to the one that has most of it."""
+def _cut(share, shares, all_tiles, begins, ends, longest_whole):
+    """Where a share begins: a request of few tiles is not cut, and goes to the one that has most of it."""
+    tile = tl.minimum(share * all_tiles // shares, all_tiles)
     begin = tl.max(tl.where(begins <= tile, begins, 0), 0)
     end = tl.min(tl.where(ends > tile, ends, tl.max(ends, 0)), 0)
     nearest = tl.where(tile - begin < end - tile, begin, end)
@@ -203,6 +222,7 @@ def _share_of(tile, all_tiles, shares):
 @triton.jit
 def _attend_to_split(
     request,
+    table_row,
     kv_head,
     context,
     begin,
@@ -214,7 +234,6 @@ def _attend_to_split(
     output,
     cache,
     tables,
-    rows,
     split_mixed,
     split_peaks,
     split_totals,
@@ -255,7 +274,7 @@ def _attend_to_split(
         begin,
         end,
         cache + (layer * 2 * KV_HEADS + kv_head).to(tl.int64) * (BLOCK_SIZE * HEAD_SIZE),
-        tables + tl.load(rows + request).to(tl.int64) * table_stride,
+        tables + table_row.to(tl.int64) * table_stride,
         scale,
         score_cap,
         MASKED=True,
