@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from model_files import GOOD_GGUF
+from weft.backends.cpu.kernels import has_kernels
 from weft.cli import doctor, machine
 from weft.cli.main import app
 
@@ -99,8 +100,18 @@ def test_a_good_machine_and_model_are_told_with_what_to_expect(
     assert exit_code == 0
     assert "context 8,192" in checks["model"]["found"] and "GGUF Q4_1" in checks["model"]["found"]
     assert "chat template" in checks["chat"]["found"]
-    # 134.5 million weights of four bytes at 10 GB/s.
-    assert "10.0 GB/s" in checks["speed"]["found"] and "at most 18.6 tokens/s" in checks["speed"]["found"]
+    # At 10 GB/s: 97 MB of packed weights, or 134.5 million of four bytes.
+    most = "at most 104 tokens/s" if has_kernels() else "at most 18.6 tokens/s"
+    assert "10.0 GB/s" in checks["speed"]["found"] and most in checks["speed"]["found"]
+
+
+def test_without_kernels_weights_are_floats(
+    report: Report, default_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_KERNELS", "numpy")
+    _, checks = report()
+    assert "0.50 GiB for weights, as float32" in checks["room"]["found"]
+    assert "at most 18.6 tokens/s" in checks["speed"]["found"]
 
 
 def test_a_person_gets_a_table(monkeypatch: pytest.MonkeyPatch, default_model_path: Path) -> None:
@@ -129,9 +140,10 @@ def test_a_default_model_that_is_not_fetched_yet_is_no_failure(
 def test_a_model_larger_than_memory_fails_with_both_numbers(
     report: Report, monkeypatch: pytest.MonkeyPatch, default_model_path: Path
 ) -> None:
-    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 30, 1 << 28, None))
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 30, 1 << 26, None))
     exit_code, checks = report()
-    assert exit_code == 1 and "0.50 GiB" in checks["room"]["found"] and "0.25 GiB" in checks["room"]["advice"]
+    needed = "0.09 GiB" if has_kernels() else "0.50 GiB"
+    assert exit_code == 1 and needed in checks["room"]["found"] and "0.06 GiB" in checks["room"]["advice"]
 
 
 def test_a_cache_that_cannot_be_written_fails_and_says_what_to_set(

@@ -6,7 +6,8 @@ taken from a packed file or made, all at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
@@ -60,6 +61,19 @@ def matrices(source: WeightSource) -> list[Tensor]:
     count = stack[0] if stack else 1
     raw = source.raw.reshape(count, -1)
     return [Tensor(f"{source.name}[{i}]", source.format_name, outputs, inputs, raw[i]) for i in range(count)]
+
+
+def resident_bytes(sources: Iterable[WeightSource]) -> int:
+    """What these tensors take once they are packed, norms and biases as float32."""
+    total = 0
+    for source in sources:
+        if len(source.shape) < 2:
+            total += 4 * math.prod(source.shape)
+            continue
+        *stack, outputs, inputs = source.shape
+        layout = layout_of(source.format_name, None)
+        total += math.prod(stack) * _kernels.packed_bytes(layout, outputs, inputs)
+    return total
 
 
 @dataclass(eq=False)
