@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sampling_cases import CONTEXT, EOS, assert_agree, random_logits, random_masks, random_requests
 from weft.backends.batch import Rows
 from weft.backends.cpu import sampler as twin
 from weft.backends.cpu.sampler import Sampled
 from weft.backends.grammar import NO_MASKS, Masks
 from weft.plan import IterationPlan, RowStart
-from weft.request import Grammar, RequestId, SamplingParams
+from weft.request import RequestId, SamplingParams
 
 if TYPE_CHECKING:
     from weft.backends.cuda.sampler import DeviceSampler
     from weft.ops.triton.device import Device
 
-CONTEXT = 64
-EOS = frozenset({0, 3})
-ANY_JSON = Grammar("json_schema", "{}")
+assert_same = partial(assert_agree, relative=1e-6, absolute=2e-6)
 
 
 class Step:
@@ -130,84 +130,14 @@ class OnDevice:
         return Sampled(tokens, None if pending is None else pending.read(errors), errors)
 
 
-def assert_same(found: Sampled, expected: Sampled) -> None:
-    assert found.errors == expected.errors
-    good = [entry for entry in range(len(expected.tokens)) if entry not in expected.errors]
-    assert found.tokens[good].tolist() == expected.tokens[good].tolist()
-    assert (found.logprobs is None) == (expected.logprobs is None)
-    for one, other in zip(found.logprobs or (), expected.logprobs or (), strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert [token for token, _ in one.top] == [token for token, _ in other.top]
-            np.testing.assert_allclose(one.logprob, other.logprob, rtol=1e-6, atol=2e-6)
-            values = [[value for _, value in told.top] for told in (one, other)]
-            np.testing.assert_allclose(values[0], values[1], rtol=1e-6, atol=2e-6)
-
-
 def rounded_to_bfloat16(logits: np.ndarray) -> np.ndarray:
     import torch
 
     return torch.from_numpy(logits).to(torch.bfloat16).to(torch.float32).numpy()
 
 
-def random_logits(random: np.random.Generator, count: int, vocabulary: int) -> np.ndarray:
-    kind = random.integers(7)
-    logits = random.normal(size=(count, vocabulary)) * random.choice([0.01, 1.0, 3.0, 10.0])
-    if kind == 0:
-        logits = np.round(logits)  # many ties
-    elif kind == 1:
-        logits[random.random(logits.shape) < 0.7] = -np.inf
-    elif kind == 2:
-        logits = logits * 1e30
-    elif kind == 3:
-        logits[:] = 0.0
-    elif kind == 4:
-        logits += 1e4  # few bits are left for the differences
-    return logits.astype(np.float32)
-
-
-def random_params(random: np.random.Generator, vocabulary: int) -> SamplingParams:
-    def sometimes(chance: float, value: Any, otherwise: Any) -> Any:
-        return value if random.random() < chance else otherwise
-
-    def pick(*values: Any) -> Any:
-        return values[random.integers(len(values))]
-
-    biased = random.integers(vocabulary, size=random.integers(1, 4)).tolist()
-    return SamplingParams(
-        temperature=pick(0.0, 1.0, 1.0, 0.7, 2.5, 100.0, 0.01, 1e-30, 1e-300, 5e-324),
-        top_k=sometimes(0.3, int(random.integers(-1, 60)), 0),
-        top_p=sometimes(0.3, pick(0.95, 0.5, 0.1, 1e-9, 0.999999), 1.0),
-        min_p=sometimes(0.2, pick(0.05, 0.5, 1e-6, 1.0), 0.0),
-        typical_p=sometimes(0.2, pick(0.9, 0.2, 0.99), 1.0),
-        repetition_penalty=sometimes(0.2, pick(1.3, 0.5, 100.0), 1.0),
-        frequency_penalty=sometimes(0.2, float(random.uniform(-2, 2)), 0.0),
-        presence_penalty=sometimes(0.2, float(random.uniform(-2, 2)), 0.0),
-        logit_bias=sometimes(0.2, {token: float(random.uniform(-100, 100)) for token in biased}, {}),
-        min_tokens=sometimes(0.2, int(random.integers(9)), 0),
-        stop_token_ids=sometimes(0.3, (int(random.integers(2 * vocabulary)),), ()),
-        grammar=sometimes(0.2, ANY_JSON, None),
-        logprobs=sometimes(0.2, int(random.integers(21)), None),
-    )
-
-
-def random_masks(random: np.random.Generator, step: Step, vocabulary: int) -> Masks:
-    masked = [entry for entry, params in enumerate(step.params) if params.grammar is not None]
-    allowed = random.random((len(masked), -(-vocabulary // 32) * 32)) < random.choice([0.01, 0.5])
-    bits = np.packbits(allowed, axis=1, bitorder="little")
-    return Masks(np.array(masked, np.int64), bits)
-
-
 def random_step(random: np.random.Generator, count: int, vocabulary: int) -> tuple[Step, np.ndarray, Masks]:
-    lengths = random.integers(1, CONTEXT, size=count).tolist()
-    # Half of each history from few tokens, so that some come more than once.
-    histories = [
-        tuple(random.integers(min(vocabulary, 5) if length % 2 else vocabulary, size=length).tolist())
-        for length in lengths
-    ]
-    prompt_lengths = [int(random.integers(1, length + 1)) for length in lengths]
-    params = [random_params(random, vocabulary) for _ in range(count)]
-    seeds = random.integers(-(2**63), 2**63 - 1, size=count).tolist()
+    asked = random_requests(random, count, vocabulary)
     rows = random.permutation(32)[:count].tolist()
-    step = Step(params, histories, prompt_lengths, seeds, rows)
-    return step, random_logits(random, count, vocabulary), random_masks(random, step, vocabulary)
+    step = Step(asked.params, asked.histories, asked.prompt_lengths, asked.seeds, rows)
+    return step, random_logits(random, count, vocabulary), random_masks(random, step.params, vocabulary)

@@ -11,8 +11,9 @@ torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from sampling_steps import ANY_JSON, OnDevice, Step, assert_same, random_step, rounded_to_bfloat16  # noqa: E402
+from sampling_steps import OnDevice, Step, assert_same, random_step, rounded_to_bfloat16  # noqa: E402
 
+from sampling_cases import ANY_JSON  # noqa: E402
 from weft.backends.cpu.sampler import FORBIDDEN, NOT_A_NUMBER, OVERFLOW  # noqa: E402
 from weft.backends.grammar import Masks  # noqa: E402
 from weft.backends.noise import as_seed, gumbel, noise_keys, uniform  # noqa: E402

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from sampling_steps import OnDevice, Step, assert_same, rounded_to_bfloat16  # noqa: E402
 
+from sampling_cases import WAYS_OF_CHOOSING  # noqa: E402
 from weft.request import SamplingParams  # noqa: E402
 
 if TYPE_CHECKING:
@@ -24,19 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [
-        {"temperature": 0.0},
-        {},
-        {"temperature": 0.6},
-        {"temperature": 3.0},
-        {"top_k": 40},
-        {"top_k": 2000},
-        {"top_p": 0.95},
-        {"top_p": 0.3, "temperature": 0.7},
-        {"min_p": 0.02},
-        {"typical_p": 0.8},
-        {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95, "repetition_penalty": 1.2},
-    ],
+    WAYS_OF_CHOOSING,
     ids=str,
 )
 def test_each_way_of_choosing_gives_numpys_tokens_over_a_vocabulary_of_several_pieces(

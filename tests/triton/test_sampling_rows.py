@@ -10,8 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from sampling_steps import CONTEXT, OnDevice, Step, assert_same, random_logits  # noqa: E402
+from sampling_steps import OnDevice, Step, assert_same  # noqa: E402
 
+from sampling_cases import CONTEXT, random_logits  # noqa: E402
 from weft.backends.cpu import sampler as twin  # noqa: E402
 from weft.request import SamplingParams  # noqa: E402
 

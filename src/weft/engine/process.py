@@ -2,8 +2,8 @@
 
 The process talks to the client over one end of a socket pair, whose other end only the client has; when that is
 closed, the process ends. One thread reads, another writes what does not fit at once, and the loop of the engine runs in
-the main thread: neither a slow client nor a long message makes a step wait. Requests with a grammar, which may take long to compile, are taken in
-by threads beside the reader, so that nobody waits for them.
+the main thread: neither a slow client nor a long message makes a step wait. Requests with a grammar, which may take
+long to compile, are taken in by threads beside the reader, so that nobody waits for them.
 """
 
 from __future__ import annotations
