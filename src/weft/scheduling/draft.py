@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from weft.plan import IterationPlan, RowStart, SwapTask
 from weft.request import RequestId, RequestState
+from weft.scheduling.allocation import Move
 from weft.scheduling.blocks import BlockKey
 from weft.scheduling.budget import TokenBudget
-from weft.scheduling.kv_cache import KvCacheManager, Move
+from weft.scheduling.kv_cache import KvCacheManager
 from weft.scheduling.sequence import Sequence
 
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from weft.metrics import TwoTierKvCache
 from weft.plan import SwapTask
 from weft.request import RequestId
+from weft.scheduling.allocation import GONE, KvCacheAllocation, Move
 from weft.scheduling.blocks import BlockKey, BlockPool, Blocks
 from weft.scheduling.swap_space import SwapSpace
 from weft.tiers import stored_blocks
 
 NO_TAIL = 1 << 62
 """Blocks of the tail where there is no store: it never ends."""
-
-GONE = -1
-"""In place of a full block that its move still needs only to be told from one that is settled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,46 +43,6 @@ class KvCacheManagerStats:
             return self.blocks_used / self.blocks
         used = self.blocks_used * self.bytes_per_block + self.store_blocks_used * self.bytes_per_store_block
         return used / (self.blocks * self.bytes_per_block + self.store_blocks * self.bytes_per_store_block)
-
-
-class Move(NamedTuple):
-    """One block on its way to the store, in a step that is planned or in flight."""
-
-    entry: int
-    """Of the block table."""
-    origin: int
-    """The full block, or -1 where the store had the content already."""
-    block: int
-
-
-class KvCacheAllocation:
-    """What one request holds: a row and blocks while it runs, swap slots while it is swapped out.
-
-        blocks   [ store ..... | full ............... ]
-                               ^ stored
-
-    `arriving` are store blocks for the entries from `stored` on, taken for the step being planned; when its plan is final
-    they become entries, and the full blocks in their places are `leaving`, by index, until the step is over.
-    """
-
-    __slots__ = ("arriving", "blocks", "leaving", "request_id", "row", "stored", "swap_slots")
-
-    def __init__(self, request_id: RequestId) -> None:
-        self.request_id = request_id
-        self.row: int | None = None
-        self.blocks: list[int] = []
-        self.swap_slots: list[int] = []
-        self.stored = 0
-        self.arriving: list[int] = []
-        self.leaving: dict[int, int] = {}
-
-    @property
-    def is_swapped(self) -> bool:
-        return bool(self.swap_slots)
-
-    @property
-    def num_swapped(self) -> Blocks:
-        return Blocks(len(self.swap_slots) - self.stored, self.stored) if self.swap_slots else Blocks(0)
 
 
 class KvCacheManager:
@@ -339,7 +296,7 @@ class KvCacheManager:
     # -- swapping
 
     def can_swap_out(self, allocation: KvCacheAllocation) -> bool:
-        return bool(allocation.blocks) and self._swaps.free.covers(self._held(allocation))
+        return bool(allocation.blocks) and self._swaps.free.covers(allocation.size)
 
     def swap_out(self, allocation: KvCacheAllocation, after_step: int) -> tuple[SwapTask, int] | None:
         """Moves a request to swap space. Its blocks are free at once, guarded by the copy. None: no space.
@@ -349,7 +306,7 @@ class KvCacheManager:
         self._check_resident(allocation, "swapped out")
         if not self.can_swap_out(allocation):
             return None
-        slots = self._swaps.take(self._held(allocation))
+        slots = self._swaps.take(allocation.size)
         task = self._swaps.copy(allocation.request_id, allocation.blocks, slots, after_step)
         self.release(allocation.blocks)
         unsettled = dict.fromkeys(allocation.leaving, GONE)
@@ -365,7 +322,7 @@ class KvCacheManager:
         """Brings a request back into a row and fresh blocks. None: no room, and the copy stays where it is."""
         if not allocation.is_swapped or self._allocations.get(allocation.request_id) is not allocation:
             raise ValueError(f"request {allocation.request_id} is not swapped out")
-        needed = allocation.num_swapped
+        needed = allocation.size
         if not self.can_allocate(needed):
             return None
         stored, full = self.store.allocate(needed.store), self.pool.allocate(needed.full)
@@ -505,9 +462,6 @@ class KvCacheManager:
                 full = allocation.leaving.pop(index)
                 if full != GONE:
                     self.pool.retire(full)
-
-    def _held(self, allocation: KvCacheAllocation) -> Blocks:
-        return Blocks(len(allocation.blocks) - allocation.stored, allocation.stored)
 
     def _check_resident(self, allocation: KvCacheAllocation, verb: str) -> None:
         if self._allocations.get(allocation.request_id) is not allocation or allocation.row is None:

@@ -365,7 +365,7 @@ class Planner:
         """Starts the copy of a swapped-out sequence back into blocks; it runs once the copy is there."""
         allocation = sequence.allocation
         assert allocation is not None
-        needed = allocation.num_swapped
+        needed = allocation.size
         if not self._make_room(draft, sequence, needed, needed + Blocks(1, self._info.store_blocks and 1)):
             return False
         task = self._roster.kv_cache.swap_in(allocation, after_step=draft.step - 1)

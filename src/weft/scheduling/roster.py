@@ -81,6 +81,12 @@ class Roster:
         sequence.enter(phase, now)
         self.running.append(sequence)
 
+    def rotate(self, step: int) -> None:
+        """Those that were left out of `step` are the first in turn now."""
+        skipped = [s for s in self.running if s.last_step != step]
+        if skipped and len(skipped) < len(self.running):
+            self.running = skipped + [s for s in self.running if s.last_step == step]
+
     def suspend(self, sequence: Sequence, step: int, now: float) -> SwapTask | None:
         """Takes a running sequence's memory away and lets it wait again. Returns the copy to make, where it is
         swapped out; otherwise what it had computed is gone."""

@@ -34,7 +34,7 @@ from weft.scheduling.policy import AdmissionPolicy, StepCostModel
 from weft.scheduling.queue import RequestQueue
 from weft.scheduling.roster import Roster
 from weft.scheduling.sequence import Phase, Sequence
-from weft.tiers import PoolSizes, longest_context
+from weft.tiers import longest_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ContinuousBatchScheduler:
         self.info = info
         self.stats = SchedulerStats()
         self.cost_model = StepCostModel()
-        self.max_sequence_length = min(info.max_context, _most_tokens(info))
+        self.max_sequence_length = longest_sequence(info)
         self.token_gaps: dict[float, int] = {}
         """Seconds between a sequence's tokens -> how often, since the engine last took them."""
         self._clock = clock
@@ -296,7 +296,7 @@ class ContinuousBatchScheduler:
         self._untold_tables = []
         plan, sequences = draft.freeze(roster.kv_cache)
         if len(sequences) < len(roster.running):
-            self._rotate(draft.step)
+            roster.rotate(draft.step)
         self._next_step += 1
         self._in_flight.append(Flight(plan, sequences, draft.registered, is_retry))
         return plan
@@ -309,12 +309,6 @@ class ContinuousBatchScheduler:
             if draft.decodes or draft.prefills:
                 return True
         return False
-
-    def _rotate(self, step: int) -> None:
-        running = self._roster.running
-        skipped = [s for s in running if s.last_step != step]
-        if skipped and len(skipped) < len(running):
-            self._roster.running = skipped + [s for s in running if s.last_step == step]
 
     # ------------------------------------------------------------------ what came back
 
@@ -493,18 +487,3 @@ class ContinuousBatchScheduler:
         """Raises AssertionError where blocks, rows, swap space, requests or steps do not add up."""
         self._roster.check_integrity()
         assert all(a.plan.step + 1 == b.plan.step for a, b in pairwise(self._in_flight)), "a step is missing"
-
-
-def _most_tokens(info: BackendInfo) -> int:
-    """Tokens of the longest sequence that the cache can hold, alone."""
-    if not info.store_blocks:
-        return info.num_blocks * info.block_size
-    if info.num_blocks < info.tail_blocks + 2:
-        # Its tail, the block it writes, and one that is leaving.
-        raise InvalidRequestError(
-            f"the cache has {info.num_blocks} full blocks; a tail of {info.tail_blocks} needs at least "
-            f"{info.tail_blocks + 2}; allow more memory, or a shorter tail_length",
-            field="num_blocks",
-        )
-    sizes = PoolSizes(info.num_blocks, info.store_blocks)
-    return longest_context(info.max_context, sizes, info.block_size, info.tail_blocks)
