@@ -210,8 +210,8 @@ MUTATIONS = (
     Mutation(
         "more victims than needed",
         "weft.scheduling.preemption:choose_victims",
-        "if freed.covers(shortage):",
-        "if False:",
+        "if _holds_some(victim, shortage - freed):",
+        "if True:",
     ),
     Mutation(
         "age overtakes CRITICAL",
