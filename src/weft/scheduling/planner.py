@@ -137,7 +137,7 @@ class Planner:
         draft.decodes += decodes
         if self._info.store_blocks:
             # The first position of a block needs it in full; the last one has a block behind the tail, which moves.
-            growing = [s for s in decodes if s.scheduled % block_size in (0, block_size - 1)]
+            growing = [s for s in decodes if (s.scheduled + 1) % block_size < 2]
         else:
             growing = [s for s in decodes if s.scheduled % block_size == 0 and _is_full(s, block_size)]
         kv_cache = self._roster.kv_cache
@@ -216,7 +216,7 @@ class Planner:
         """Gives the prompts under way their next chunk, the one that waited longest first."""
         kv_cache = self._roster.kv_cache
         # A prompt passes through the full tier: it uses what the others' tails will not need, and gives it back.
-        reserved = self._still_needed().full if self._info.store_blocks else 0
+        reserved = self._still_needed().full if self._info.store_blocks and prefills else 0
         for sequence in prefills:
             if not draft.budget.for_prefill:
                 break
