@@ -29,6 +29,8 @@ class Holder:
     scheduled: int = 0
     computed: int = 0
     last_step: int = -1
+    swap_in: int | None = None
+    """The copy back that it waits for."""
 
 
 @dataclass
@@ -92,7 +94,8 @@ class TierMachine(RuleBasedStateMachine):
         return [content.encode() for content in complete]
 
     def resident(self) -> list[Holder]:
-        return [h for h in self.holders.values() if h.allocation.row is not None]
+        """Those that may be in a step: not swapped out, and not on the way back."""
+        return [h for h in self.holders.values() if h.allocation.row is not None and h.swap_in is None]
 
     def swapped(self) -> list[Holder]:
         return [h for h in self.holders.values() if h.allocation.is_swapped]
@@ -107,7 +110,8 @@ class TierMachine(RuleBasedStateMachine):
     @rule()
     def arrive(self) -> None:
         allocation = self.manager.allocate(RequestId(self.next_id), Blocks(0))
-        assert (allocation is not None) is (len(self.resident()) < 3)
+        rows_used = sum(h.allocation.row is not None for h in self.holders.values())
+        assert (allocation is not None) is (rows_used < 3)
         if allocation is not None:
             self.holders[allocation.request_id] = Holder(allocation)
             self.next_id += 1
@@ -171,6 +175,7 @@ class TierMachine(RuleBasedStateMachine):
             return  # nobody comes back while a step that it is in runs
         task = self.manager.swap_in(holder.allocation, self.next_step - 1)
         if task is not None:
+            holder.swap_in = task.swap_id
             self.copy_later(task, is_out=False)
 
     def copy_later(self, task: SwapTask, is_out: bool) -> None:
@@ -186,6 +191,9 @@ class TierMachine(RuleBasedStateMachine):
             )
             target[place] = source.get(origin, "nothing")
         self.manager.finish_swap(task.swap_id)
+        for holder in self.holders.values():
+            if holder.swap_in == task.swap_id:
+                holder.swap_in = None
 
     # ------------------------------------------------------------------ what becomes of steps
 
@@ -235,7 +243,7 @@ class TierMachine(RuleBasedStateMachine):
         """What was computed is where the next position reads it."""
         for holder in self.holders.values():
             allocation = holder.allocation
-            if allocation.is_swapped or holder.scheduled != holder.computed:
+            if allocation.is_swapped or holder.swap_in is not None or holder.scheduled != holder.computed:
                 continue
             border = behind_tail(holder.computed, self.tail)
             expected = [quantised(c) if i < border else c for i, c in enumerate(holder.content)]

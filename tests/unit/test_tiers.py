@@ -249,6 +249,16 @@ def test_the_full_tier_never_runs_out_for_answers_that_grow() -> None:
     assert (stats.preemptions_by_recompute, stats.preemptions_by_swap) == (0, 0)
 
 
+def test_a_tail_that_is_going_to_grow_keeps_others_out_of_its_block() -> None:
+    """At the end of a block the first holds one full block of three, and soon two: there is no room for a second tail."""
+    run = Run(two_tier(full=3, store=60))
+    for number in range(2):
+        run.add(request((100 * number, 100 * number + 1), max_tokens=24))
+    run.finish()
+    assert max(len(plan.rows) for plan in run.plans) == 1
+    assert run.scheduler.stats.preemptions_by_recompute + run.scheduler.stats.preemptions_by_swap == 0
+
+
 def test_who_gives_way_holds_what_is_short() -> None:
     """The store is gone, and the newest request has nothing in it: the one before it gives way."""
     run = Run(two_tier(full=20, store=6, swap_blocks=0))
