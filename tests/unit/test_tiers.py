@@ -249,16 +249,6 @@ def test_the_full_tier_never_runs_out_for_answers_that_grow() -> None:
     assert (stats.preemptions_by_recompute, stats.preemptions_by_swap) == (0, 0)
 
 
-def test_a_tail_that_is_going_to_grow_keeps_others_out_of_its_block() -> None:
-    """At the end of a block the first holds one full block of three, and soon two: there is no room for a second tail, even
-    in a step in which only an arrival has a place."""
-    run = Run(two_tier(full=3, store=60), SchedulerConfig(max_running=2, max_sequences_per_step=1))
-    for number in range(2):
-        run.add(request(tuple(range(100 * number, 100 * number + 8)), max_tokens=24))
-    run.finish()
-    assert run.scheduler.stats.preemptions_by_recompute + run.scheduler.stats.preemptions_by_swap == 0
-
-
 def test_who_gives_way_holds_what_is_short() -> None:
     """The store is gone, and the newest request has nothing in it: the one before it gives way."""
     run = Run(two_tier(full=20, store=6, swap_blocks=0))

@@ -411,17 +411,13 @@ class Planner:
         return False
 
     def _still_needed(self) -> Blocks:
-        """Blocks that the prompts under way will still ask for, and those that come back from swap space. Of the full tier
-        also what decodes will: no tail is ever longer than it says."""
-        kv_cache, has_tail = self._roster.kv_cache, self._info.store_blocks > 0
-        full = store = 0
+        """Blocks that the prompts under way will still ask for, and those that come back from swap space."""
+        kv_cache, total = self._roster.kv_cache, Blocks(0)
         for sequence in (*self._roster.running, *self._roster.resuming.values()):
-            allocation, is_prompt = sequence.allocation, sequence.target - sequence.scheduled > 1
-            if allocation is not None and (is_prompt or has_tail):
-                needed = kv_cache.needed_after(len(allocation.blocks), allocation.stored, sequence.target + 1)
-                full += needed.full
-                store += needed.store if is_prompt else 0
-        return Blocks(full, store)
+            allocation = sequence.allocation
+            if sequence.target - sequence.scheduled > 1 and allocation is not None:
+                total += kv_cache.needed_after(len(allocation.blocks), allocation.stored, sequence.target + 1)
+        return total
 
     # ------------------------------------------------------------------ giving way
 
