@@ -16,6 +16,7 @@ _HOME = {
     "ContinuousBatchScheduler": "weft.scheduling.scheduler",
     "ServingEngineConfig": "weft.config",
     "SchedulerConfig": "weft.config",
+    "KvCacheKind": "weft.config",
     "KvCachePoolConfig": "weft.config",
     "PriorityPolicy": "weft.config",
     "PreemptionMode": "weft.config",
@@ -39,6 +40,7 @@ _HOME = {
 
 if TYPE_CHECKING:
     from weft.config import (
+        KvCacheKind,
         KvCachePoolConfig,
         PreemptionMode,
         PriorityPolicy,
@@ -80,6 +82,7 @@ __all__ = [
     "InvalidRequestError",
     "IterationPlan",
     "Job",
+    "KvCacheKind",
     "KvCachePoolConfig",
     "ModelFileError",
     "PreemptionMode",

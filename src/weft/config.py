@@ -25,6 +25,13 @@ class PreemptionMode(Enum):
     SWAP = "swap"
 
 
+class KvCacheKind(Enum):
+    """FULL keeps all K and V as computed. TWO_TIER keeps the newest tokens so and quantises what is older."""
+
+    FULL = "full"
+    TWO_TIER = "two-tier"
+
+
 def _check(name: str, value: float, low: float, high: float | None = None) -> None:
     """Refuses what is no finite number in low..high, naming the field, the value and the range."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
@@ -123,9 +130,28 @@ class KvCachePoolConfig:
     """Blocks of host memory for swapping; None: the backend's default; 0: never swap."""
     memory: int | None = None
     """Bytes for blocks, instead of their number: the backend knows what one takes."""
+    kv_cache: KvCacheKind = KvCacheKind.FULL
+    tail_length: int = 256
+    """TWO_TIER: tokens of every sequence that stay in full precision, a multiple of block_size."""
+    store_bits: int = 8
+    """TWO_TIER: bits of a quantised value, 8 or 4."""
+    store_blocks: int | None = None
+    """TWO_TIER: quantised blocks, beside num_blocks full ones; None: both follow from memory."""
+    expected_context: int | None = None
+    """TWO_TIER: tokens of a usual sequence, for which memory is split between the tiers. None: 4096, or what the model
+    can. Longer and shorter ones run all the same."""
 
     def __post_init__(self) -> None:
         _check_count("block_size", self.block_size, 1)
+        _check_choice("kv_cache", self.kv_cache, KvCacheKind)
+        _check_count("tail_length", self.tail_length, 1)
+        if self.store_bits not in (4, 8):
+            raise InvalidRequestError(f"store_bits is {self.store_bits!r}; allowed: 8, 4", field="store_bits")
+        if self.expected_context is not None:
+            _check_count("expected_context", self.expected_context, 1)
+        if self.store_blocks is not None:
+            _check_count("store_blocks", self.store_blocks, 2)
+        self._check_tiers()
         if self.num_blocks is not None:
             _check_count("num_blocks", self.num_blocks, 1)
         if self.swap_blocks is not None:
@@ -136,6 +162,43 @@ class KvCachePoolConfig:
                 raise InvalidRequestError(
                     f"num_blocks is {self.num_blocks} and memory {self.memory} bytes; set one", field="memory"
                 )
+
+    def _check_tiers(self) -> None:
+        if self.kv_cache is KvCacheKind.FULL:
+            if self.store_blocks is not None:
+                raise InvalidRequestError(
+                    f"store_blocks is {self.store_blocks}, but kv_cache is 'full' and has no store; set kv_cache to "
+                    "'two-tier', or leave store_blocks out",
+                    field="store_blocks",
+                )
+            return
+        if self.tail_length % self.block_size:
+            raise InvalidRequestError(
+                f"tail_length is {self.tail_length} and block_size {self.block_size}; tail_length must be a multiple of "
+                "block_size",
+                field="tail_length",
+            )
+        if (self.num_blocks is None) != (self.store_blocks is None):
+            raise InvalidRequestError(
+                f"num_blocks is {self.num_blocks} and store_blocks {self.store_blocks}; with kv_cache 'two-tier' set both, "
+                "or set memory instead",
+                field="store_blocks" if self.store_blocks is None else "num_blocks",
+            )
+        if self.num_blocks is not None and self.num_blocks < self.tail_blocks + 2:
+            raise InvalidRequestError(
+                f"num_blocks is {self.num_blocks}; a tail of {self.tail_length} tokens needs at least "
+                f"{self.tail_blocks + 2} blocks of {self.block_size}",
+                field="num_blocks",
+            )
+
+    @property
+    def is_two_tier(self) -> bool:
+        return self.kv_cache is KvCacheKind.TWO_TIER
+
+    @property
+    def tail_blocks(self) -> int:
+        """Blocks of the tail; 0 where the cache has one tier."""
+        return self.tail_length // self.block_size if self.is_two_tier else 0
 
     def blocks_in_memory(self, bytes_per_block: int) -> int | None:
         """How many were asked for; None: the choice is the backend's."""

@@ -84,6 +84,23 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class TwoTierKvCache:
+    """What the requests of this moment hold in each tier of a two-tier cache, and what has moved since the start."""
+
+    tail_tokens: int
+    """Room for tokens in the full blocks in use: the tails, and prompts under way."""
+    store_tokens: int
+    tail_bytes: int
+    store_bytes: int
+    compression_ratio: float
+    """Bytes that a plain cache would need for the same tokens, over the bytes in use. 1 where nothing is held."""
+    migrations: int
+    """Blocks that fell behind a tail and moved to the store."""
+    migrations_shared: int
+    """Of these, blocks that the store held already, found by their content: nothing was copied."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServingMetrics:
     """A moment of the engine, with totals since its start."""
 
@@ -110,3 +127,5 @@ class ServingMetrics:
     cache_utilisation: float
     """Blocks in use."""
     slots: tuple[Slot, ...]
+    two_tier: TwoTierKvCache | None = None
+    """None: the cache has one tier."""

@@ -36,6 +36,13 @@ class BackendInfo:
     grammars_may_overlap: bool = False
     """Whether a row with a grammar may be in a step while the one that samples its last token is still in flight: the
     backend knows that token in time for the next mask. Else such a row sits out one step."""
+    store_blocks: int = 0
+    """Quantised blocks of a two-tier cache: their ids follow those of the full blocks. 0: a plain cache."""
+    store_swap_blocks: int = 0
+    """Host memory for quantised blocks: these slots follow the `swap_blocks` for full ones."""
+    bytes_per_store_block: int = 0
+    tail_blocks: int = 0
+    """Complete blocks that a query still reads in full (`weft.tiers`)."""
 
 
 class RowStart(NamedTuple):
@@ -49,11 +56,17 @@ class RowStart(NamedTuple):
     params: SamplingParams
     seed: int
     blocks: tuple[int, ...]
-    """The block table, this step's new blocks included."""
+    """The block table, this step's new blocks included.
+
+    With two tiers an entry is a store block where the content moved there before this step, and no query from here on
+    reads it in full; otherwise a full block. This step's moves come on top.
+    """
 
 
 class SwapTask(NamedTuple):
     """Copies blocks[i] to swap_slots[i] (out) or back (in), after the stated step and swaps are over.
+
+    A full block goes with a slot below `swap_blocks`, a store block with one from there on.
 
     These dependencies are the only order a swap has: nothing else may be assumed.
     """
@@ -105,6 +118,18 @@ class IterationPlan:
     """New block-table entries of rows already known: table[table_rows[i]][table_indices[i]] = table_blocks[i]."""
     table_indices: tuple[int, ...] = ()
     table_blocks: tuple[int, ...] = ()
+    """Always full blocks: what comes into the store comes by a move."""
+    moved_rows: tuple[int, ...] = ()
+    """Moves of a two-tier cache: in this step full block moved_from[i] is quantised into store block moved_to[i], which is
+    from this step on entry moved_indices[i] of the store side of the table of row moved_rows[i].
+
+    moved_from -1: the content is in the store already (or another move of this step or one in flight brings it there), only
+    the entry is new. A step of decodes alone moves only what was complete before it; in any other, K and V of a moved
+    block may be written by the step itself. The full block stays valid until the step is over.
+    """
+    moved_indices: tuple[int, ...] = ()
+    moved_from: tuple[int, ...] = ()
+    moved_to: tuple[int, ...] = ()
     swap_out: tuple[SwapTask, ...] = ()
     swap_in: tuple[SwapTask, ...] = ()
     after_swaps: tuple[int, ...] = ()

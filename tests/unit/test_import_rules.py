@@ -13,7 +13,15 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-VOCABULARY = ("weft.clock", "weft.config", "weft.errors", "weft.metrics", "weft.plan", "weft.request")
+VOCABULARY = (
+    "weft.clock",
+    "weft.config",
+    "weft.errors",
+    "weft.metrics",
+    "weft.plan",
+    "weft.request",
+    "weft.tiers",
+)
 
 # Ways to get time, chance, threads or I/O behind the back of whoever passes them in; they would break replay by seed.
 NONDETERMINISM = (
