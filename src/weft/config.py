@@ -81,7 +81,7 @@ class SchedulerConfig:
     preemption: PreemptionMode = PreemptionMode.AUTO
     ageing_rate: float = 0.1
     """Priority levels that a waiting request gains per second (policies PRIORITY and ADAPTIVE)."""
-    target_inter_token_latency: float = 0.2
+    target_inter_token_latency: float = 0.1
     """Seconds between two tokens of a stream that ADAPTIVE holds by sizing the prompt share of a step."""
     session_lifetime: float = 600.0
     """Seconds after a turn of a conversation (a request with a session id) that its cached blocks are evicted last."""

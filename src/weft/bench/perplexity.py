@@ -1,4 +1,5 @@
-"""`weft bench perplexity`: what the kernels' arithmetic costs in quality, against numpy in f32 over the same weights.
+"""`weft bench perplexity`: what the arithmetic of kernels, or of a card, costs in quality, against numpy in f32 over the
+same weights.
 
 Text is cut into windows, and in each the tokens of the second half are scored, each after all that stands before it:
 the way llama.cpp's own tool does. Both sides run through the engine and score the same tokens, so their difference is
@@ -75,6 +76,8 @@ def main(
     scores = [score(checkpoint, pieces, REFERENCE, dtype=np.float32)]
     if kernels is not None:
         scores.append(score(checkpoint, pieces, f"kernels, {kernels}", quantize=quantize))
+    if registry.why_no_card() is None:
+        scores.append(score(checkpoint, pieces, "card, bf16", "cuda"))
     differences = [compare(one, scores[0]) for one in scores[1:]]
     checks = [
         Check(
@@ -107,9 +110,10 @@ def main(
             for one in scores
         ],
     )
-    if kernels is None:
+    if not checks:
         print_line(
-            "There are no kernels to compare: this install has none, or WEFT_KERNELS=numpy asks for none."
+            "There is nothing to compare: no card is here, and no kernels: this install has none, or WEFT_KERNELS=numpy "
+            "asks for none."
         )
     else:
         print_checks(checks)
@@ -135,10 +139,16 @@ def cut(tokenizer: Tokenizer, text: Path | None, context: int, windows: int) -> 
     return [first + tuple(ids[start : start + length]) for start in starts]
 
 
-def score(checkpoint: Checkpoint, windows: Sequence[tuple[int, ...]], name: str, **options: Any) -> Scores:
-    """Scores every window with a CPU backend of these options, through the engine."""
+def score(
+    checkpoint: Checkpoint,
+    windows: Sequence[tuple[int, ...]],
+    name: str,
+    device: str = "cpu",
+    **options: Any,
+) -> Scores:
+    """Scores every window on a device with a backend of these options, through the engine."""
     context = len(windows[0])
-    backend = registry.build("cpu", checkpoint=checkpoint, max_context=context + 1, **options)
+    backend = registry.build(device, checkpoint=checkpoint, max_context=context + 1, **options)
     pool = KvCachePoolConfig()
     blocks = len(windows) * (-(-(context + 1) // pool.block_size) + 1)
     config = ServingEngineConfig(cache=KvCachePoolConfig(num_blocks=blocks, swap_blocks=0))

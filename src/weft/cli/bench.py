@@ -78,7 +78,7 @@ def bench_perplexity(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Compare the kernels' quality with numpy's.
+    """Compare the quality of the kernels, and of a card, with numpy's.
 
     Perplexity on the same text with the same weights, in f32 there.
     """
