@@ -1,0 +1,173 @@
+"""How many contexts run at the same time in one memory, found by running them.
+
+The largest number is searched on paper: the real scheduler plans over the very pool that the real backend has taken, and
+a backend that computes nothing carries the plans out. Then the real backend runs that number. Its contexts are begun one
+after the other and end together, so that at the end all of them have their whole length.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.bench.kv_cache_kinds import Kind, Setup, engine_config
+from weft.config import KvCachePoolConfig, ServingEngineConfig
+from weft.engine.serving import ServingEngine
+from weft.errors import WeftError
+from weft.plan import BackendInfo, IterationPlan, StepResult
+from weft.request import Grammar, InferenceRequest, RequestId, RequestState, SamplingParams, TokenOutput
+
+NEW_TOKENS = 32
+"""Of the context that is begun last."""
+_ROUNDS = 3
+"""Of bringing the ends together: who needs fewer steps for its prompt changes when the others' lengths do."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The most contexts of one kind of cache in a memory."""
+
+    kind: str
+    memory: int
+    """Bytes, as taken."""
+    context: int
+    contexts: int
+    shortest: int
+    """Tokens of the shortest context, at the moment when most of them were held."""
+    seconds: float
+    """Of the real run."""
+
+
+@dataclass(frozen=True)
+class Company:
+    """What became of contexts that were asked for together."""
+
+    asked: int
+    most: int
+    """That ran at the same time."""
+    preemptions: int
+    shortest: int
+    """Tokens of the shortest, when all ran: the most that this ever was. 0 where they never did."""
+    first_steps: tuple[int, ...]
+    """In which step each gave its first token."""
+
+    @property
+    def fits(self) -> bool:
+        return self.most == self.asked and not self.preemptions
+
+
+Lengths = Sequence[tuple[int, int]]
+"""Prompt and answer of each context."""
+
+
+def admit(setup: Setup, kind: Kind, context: int, *, contexts: int, memory: int | None) -> Admission:
+    """In `memory`; None: in what `contexts` take in full precision."""
+    rows = 6 * contexts + 2
+    blocks = -(-context // KvCachePoolConfig().block_size)
+    sizes = {"num_blocks": contexts * blocks} if memory is None else {"memory": memory}
+    pool = kind.pool(**sizes)
+    with setup.open(pool, context, rows) as engine:
+        info = engine.scheduler.info
+        lengths = largest(info, engine_config(pool, rows), context)
+        began = time.perf_counter()
+        company = run_together(engine, lengths)
+        seconds = time.perf_counter() - began
+    if not company.fits:
+        raise WeftError(
+            f"{kind.name}: {company.asked} contexts fit on paper, but {company.most} ran at the same time, with "
+            f"{company.preemptions} preemptions"
+        )
+    return Admission(kind.name, info.cache_bytes, context, len(lengths), company.shortest, seconds)
+
+
+def largest(info: BackendInfo, config: ServingEngineConfig, context: int) -> Lengths:
+    """Of the most contexts that run together without anyone giving way."""
+    count = _estimate(info, context)
+    lengths = ending_together(info, config, context, count)
+    while lengths is None:  # one alone always fits, or is refused
+        count -= 1
+        lengths = ending_together(info, config, context, count)
+    while (more := ending_together(info, config, context, count + 1)) is not None:
+        count, lengths = count + 1, more
+    return lengths
+
+
+def _estimate(info: BackendInfo, context: int) -> int:
+    """Where to begin the search."""
+    blocks = -(-context // info.block_size)
+    if not info.store_blocks:
+        return max(1, info.num_blocks // blocks)
+    tail = min(blocks, info.tail_blocks + 1)
+    return max(1, min(info.num_blocks // tail, info.store_blocks // max(1, blocks - info.tail_blocks)))
+
+
+def ending_together(
+    info: BackendInfo, config: ServingEngineConfig, context: int, count: int
+) -> Lengths | None:
+    """Lengths of so many contexts that all run and end at about the same step; None: they do not fit."""
+    lengths = [(context - NEW_TOKENS, NEW_TOKENS)] * count
+    for _ in range(_ROUNDS):
+        company = run_together(ServingEngine(PaperBackend(info), config), lengths)
+        last = max(company.first_steps)
+        answers = [min(context - 1, NEW_TOKENS + last - first) for first in company.first_steps]
+        lengths = [(context - answer, answer) for answer in answers]
+    company = run_together(ServingEngine(PaperBackend(info), config), lengths)
+    return lengths if company.fits else None
+
+
+def run_together(engine: ServingEngine, lengths: Lengths) -> Company:
+    """Asks for all of them at once and runs them to their ends; the engine is not started."""
+    vocabulary = engine.scheduler.info.vocabulary_size
+    first_steps: dict[RequestId, int] = {}
+    steps = most = shortest = 0
+
+    def note(output: TokenOutput) -> None:
+        first_steps.setdefault(output.request_id, steps)
+
+    asked = []
+    for number, (prompt, answer) in enumerate(lengths):
+        tokens = tuple(random.Random(number).choices(range(vocabulary), k=prompt))
+        params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+        asked.append(engine.submit_with_callback(InferenceRequest(tokens, params), note))
+    while engine.run_iteration():
+        steps += 1
+        running = engine.scheduler.running
+        most = max(most, len(running))
+        if len(running) == len(asked):
+            shortest = max(shortest, min(sequence.target for sequence in running))
+    for request_id, (_, answer) in zip(asked, lengths, strict=True):
+        result = engine.get_result(request_id)
+        if result is None or result.state is not RequestState.COMPLETED or len(result.tokens) != answer:
+            raise WeftError(f"a context did not come to its end: {result and result.error}")
+    preemptions = engine.metrics().preemptions
+    return Company(len(asked), most, preemptions, shortest, tuple(first_steps[one] for one in asked))
+
+
+class PaperBackend:
+    """Has the pool of another backend and computes nothing: every token is the first of the vocabulary."""
+
+    def __init__(self, info: BackendInfo) -> None:
+        self._info = info
+
+    def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
+        return self._info
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        pass
+
+    def submit(self, plan: IterationPlan) -> _PaperStep:
+        return _PaperStep(plan)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _PaperStep:
+    plan: IterationPlan
+
+    def result(self) -> StepResult:
+        swaps = tuple(task.swap_id for task in (*self.plan.swap_out, *self.plan.swap_in))
+        return StepResult(tokens=(0,) * self.plan.num_samples, finished_swaps=swaps)
