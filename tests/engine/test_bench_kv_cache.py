@@ -39,7 +39,7 @@ def plain_info(num_blocks: int) -> BackendInfo:
 
 
 def count(info: BackendInfo) -> int:
-    return len(largest(info, engine_config(KvCachePoolConfig(), 32), CONTEXT))
+    return len(largest(info, engine_config(KvCachePoolConfig(), 32), CONTEXT)[0])
 
 
 # --- admission ----------------------------------------------------------------------------------------------------
@@ -59,12 +59,18 @@ def test_a_wrong_estimate_is_corrected_by_the_runs(monkeypatch: pytest.MonkeyPat
 
 def test_contexts_are_held_together_at_nearly_their_whole_length() -> None:
     """Were they begun together and left to end by themselves, the first would be gone when the last comes."""
-    lengths = largest(plain_info(6 * 8), engine_config(KvCachePoolConfig(), 32), CONTEXT)
+    lengths, company = largest(plain_info(6 * 8), engine_config(KvCachePoolConfig(), 32), CONTEXT)
+    assert company.shortest >= CONTEXT - 8 and not company.preemptions
     assert [prompt + answer for prompt, answer in lengths] == [CONTEXT] * 6
     answers = [answer for _, answer in lengths]
     assert answers == sorted(answers, reverse=True)
-    found = kv_cache_admission.admit(TINY, Kind(FULL, None), CONTEXT, contexts=6, memory=None)
-    assert found.contexts == 6 and found.shortest >= CONTEXT - 8
+
+
+def test_the_real_backend_computes_what_was_planned_where_that_is_asked_for() -> None:
+    planned = kv_cache_admission.admit(TINY, Kind(FULL, None), CONTEXT, contexts=6, memory=None)
+    assert planned.contexts == 6 and planned.seconds is None
+    found = kv_cache_admission.admit(TINY, Kind(FULL, None), CONTEXT, contexts=6, memory=None, confirm=True)
+    assert found.contexts == 6 and found.shortest >= CONTEXT - 8 and found.seconds is not None
 
 
 def test_a_memory_without_room_for_one_context_is_refused() -> None:
@@ -75,7 +81,7 @@ def test_a_memory_without_room_for_one_context_is_refused() -> None:
 @pytest.mark.parametrize("kind", TWO_TIER, ids=lambda kind: kind.name)
 def test_a_two_tier_cache_admits_what_its_memory_has_room_for(kind: Kind) -> None:
     full = kv_cache_admission.admit(TINY, Kind(FULL, None), 512, contexts=4, memory=None)
-    found = kv_cache_admission.admit(TINY, kind, 512, contexts=4, memory=full.memory)
+    found = kv_cache_admission.admit(TINY, kind, 512, contexts=4, memory=full.memory, confirm=True)
     assert full.contexts == 4
     # Heads of 16 values: a token in the store takes 18 or 10 bytes for 32; all but 48 of the 512 tokens are there.
     in_store = {8: 18 / 32, 4: 10 / 32}[kind.bits or 0]

@@ -59,6 +59,8 @@ class Options:
     windows: int = 4
     facts: int = 100
     tail_length: int = 256
+    confirm: bool = False
+    """The contexts of admission are computed too, not planned alone."""
 
 
 @dataclass
@@ -124,11 +126,19 @@ def measure(part: str, setup: Setup, caches: Sequence[Kind], report: Report, tex
     if part == "admission":
         for kind in caches:
             memory = report.admissions[0].memory if report.admissions else None
-            found = admit(setup, kind, options.context, contexts=options.contexts, memory=memory)
+            found = admit(
+                setup,
+                kind,
+                options.context,
+                contexts=options.contexts,
+                memory=memory,
+                confirm=options.confirm,
+            )
             report.admissions.append(found)
+            how = "planned" if found.seconds is None else f"computed in {found.seconds:.0f} s"
             print_line(
                 f"admission, {kind.name}: {found.contexts} contexts of {found.context:,} tokens in "
-                f"{found.memory / 2**20:,.0f} MiB, {found.seconds:.0f} s"
+                f"{found.memory / 2**20:,.0f} MiB, {how}; the shortest had {found.shortest:,}"
             )
     elif part == "perplexity":
         pieces = cut(open_tokenizer(setup.checkpoint), text, WINDOW, options.windows)

@@ -1,8 +1,8 @@
 """How many contexts run at the same time in one memory, found by running them.
 
-The largest number is searched on paper: the real scheduler plans over the very pool that the real backend has taken, and
-a backend that computes nothing carries the plans out. Then the real backend runs that number. Its contexts are begun one
-after the other and end together, so that at the end all of them have their whole length.
+The largest number is searched on paper: the real engine plans over the very pool that the real backend has taken, and a
+backend that computes nothing carries the plans out. Whoever wants to see it has the real backend compute that number too.
+Contexts are begun one after the other and end together, so that at the end all of them have their whole length.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Admission:
     contexts: int
     shortest: int
     """Tokens of the shortest context, at the moment when most of them were held."""
-    seconds: float
-    """Of the real run."""
+    seconds: float | None = None
+    """Of the real backend's run; None: it was not asked to compute."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,21 @@ Lengths = Sequence[tuple[int, int]]
 """Prompt and answer of each context."""
 
 
-def admit(setup: Setup, kind: Kind, context: int, *, contexts: int, memory: int | None) -> Admission:
-    """In `memory`; None: in what `contexts` take in full precision."""
+def admit(
+    setup: Setup, kind: Kind, context: int, *, contexts: int, memory: int | None, confirm: bool = False
+) -> Admission:
+    """In `memory`; None: in what `contexts` take in full precision. `confirm`: the real backend computes them too."""
     rows = 6 * contexts + 2
     blocks = -(-context // KvCachePoolConfig().block_size)
     sizes = {"num_blocks": contexts * blocks} if memory is None else {"memory": memory}
     pool = kind.pool(**sizes)
     with setup.open(pool, context, rows) as engine:
         info = engine.scheduler.info
-        lengths = largest(info, engine_config(pool, rows), context)
-        began = time.perf_counter()
-        company = run_together(engine, lengths)
-        seconds = time.perf_counter() - began
+        lengths, company = largest(info, engine_config(pool, rows), context)
+        began, seconds = time.perf_counter(), None
+        if confirm:
+            company = run_together(engine, lengths)
+            seconds = time.perf_counter() - began
     if not company.fits:
         raise WeftError(
             f"{kind.name}: {company.asked} contexts fit on paper, but {company.most} ran at the same time, with "
@@ -82,16 +85,17 @@ def admit(setup: Setup, kind: Kind, context: int, *, contexts: int, memory: int 
     return Admission(kind.name, info.cache_bytes, context, len(lengths), company.shortest, seconds)
 
 
-def largest(info: BackendInfo, config: ServingEngineConfig, context: int) -> Lengths:
-    """Of the most contexts that run together without anyone giving way."""
+def largest(info: BackendInfo, config: ServingEngineConfig, context: int) -> tuple[Lengths, Company]:
+    """The most contexts that run together without anyone giving way, and how that went."""
     count = _estimate(info, context)
-    lengths = ending_together(info, config, context, count)
-    while lengths is None:  # one alone always fits, or is refused
+    lengths, company = ending_together(info, config, context, count)
+    while not company.fits:  # one alone always does, or is refused
         count -= 1
-        lengths = ending_together(info, config, context, count)
-    while (more := ending_together(info, config, context, count + 1)) is not None:
-        count, lengths = count + 1, more
-    return lengths
+        lengths, company = ending_together(info, config, context, count)
+    while (more := ending_together(info, config, context, count + 1))[1].fits:
+        count += 1
+        lengths, company = more
+    return lengths, company
 
 
 def _estimate(info: BackendInfo, context: int) -> int:
@@ -105,16 +109,16 @@ def _estimate(info: BackendInfo, context: int) -> int:
 
 def ending_together(
     info: BackendInfo, config: ServingEngineConfig, context: int, count: int
-) -> Lengths | None:
-    """Lengths of so many contexts that all run and end at about the same step; None: they do not fit."""
+) -> tuple[Lengths, Company]:
+    """Lengths with which so many contexts end at about the same step, where they fit, and how that went."""
     lengths = [(context - NEW_TOKENS, NEW_TOKENS)] * count
+    company = run_together(ServingEngine(PaperBackend(info), config), lengths)
     for _ in range(_ROUNDS):
-        company = run_together(ServingEngine(PaperBackend(info), config), lengths)
         last = max(company.first_steps)
         answers = [min(context - 1, NEW_TOKENS + last - first) for first in company.first_steps]
         lengths = [(context - answer, answer) for answer in answers]
-    company = run_together(ServingEngine(PaperBackend(info), config), lengths)
-    return lengths if company.fits else None
+        company = run_together(ServingEngine(PaperBackend(info), config), lengths)
+    return lengths, company
 
 
 def run_together(engine: ServingEngine, lengths: Lengths) -> Company:

@@ -116,6 +116,9 @@ def bench_kv_cache(
     tail_length: Annotated[
         int, typer.Option(min=1, metavar="N", help="Newest tokens that stay in full precision.")
     ] = 256,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="Compute the contexts of admission too; minutes on a CPU.")
+    ] = False,
     json: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Write all that was measured as JSON, part by part.")
     ] = None,
@@ -129,7 +132,7 @@ def bench_kv_cache(
     from weft.bench.kv_cache import Options
     from weft.bench.kv_cache import main as run
 
-    options = Options(context, contexts, batch, windows, facts, tail_length)
+    options = Options(context, contexts, batch, windows, facts, tail_length, confirm)
     is_met = run(
         model,
         device=device,
