@@ -137,8 +137,8 @@ def test_the_real_model_finds_a_fact_in_every_kind_of_cache(
     default_model_path: Path, default_tokenizer: Tokenizer
 ) -> None:
     setup = Setup(kv_cache.open_checkpoint(default_model_path), "cpu")
-    facts = make_facts(default_tokenizer, 2, (160, 200), tail_length=32)
-    for kind in kinds(32):
+    facts = make_facts(default_tokenizer, 2, (400, 500), tail_length=64)
+    for kind in kinds(64):
         answers = kv_cache_quality.ask(setup, kind, default_tokenizer, facts)
         assert [is_found(fact, answer) for fact, answer in zip(facts, answers, strict=True)] == [True, True]
 
