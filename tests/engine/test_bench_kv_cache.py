@@ -114,7 +114,7 @@ def test_facts_lie_before_the_tail_and_are_fixed_by_their_seed(default_tokenizer
         before = default_tokenizer.decode(fact.prompt[:-64])
         whole = default_tokenizer.decode(fact.prompt)
         assert f"is {fact.code}." in before and whole.count(fact.code) == 1
-        assert whole.endswith(" is")
+        assert whole.endswith(" is ")
     assert min(fact.depth for fact in facts) < 0.3 and max(fact.depth for fact in facts) > 0.5
 
 

@@ -95,9 +95,8 @@ def make_facts(
         place = f"{source.choice(COLOURS)} {source.choice(THINGS)}"
         code = str(source.randint(10_000, 99_999))
         fact = encode(f"\n\nThe code of the {place} is {code}.\n\n")
-        question = encode(
-            f"\n\nQuestion: What is the code of the {place}?\nAnswer: The code of the {place} is"
-        )
+        # The space is part of it: what remains is to copy digits, not to guess that digits are wanted.
+        question = encode(f"\n\nAs was said above, the code of the {place} is ")
         rest = source.randint(*lengths) - len(first) - len(fact) - len(question)
         filler = list(text.take(max(rest, 0)))
         at = source.randint(0, max(0, len(filler) - tail_length))
