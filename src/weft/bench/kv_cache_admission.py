@@ -21,8 +21,8 @@ from weft.request import Grammar, InferenceRequest, RequestId, RequestState, Sam
 
 NEW_TOKENS = 32
 """Of the context that is begun last."""
-_ROUNDS = 3
-"""Of bringing the ends together: who needs fewer steps for its prompt changes when the others' lengths do."""
+_ROUNDS = 12
+"""Of bringing the ends together, at most: who needs how many steps for its prompt changes when the others' lengths do."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Admission:
 class Company:
     """What became of contexts that were asked for together."""
 
+    context: int
+    """Tokens that each came to."""
     asked: int
     most: int
     """That ran at the same time."""
@@ -55,7 +57,9 @@ class Company:
 
     @property
     def fits(self) -> bool:
-        return self.most == self.asked and not self.preemptions
+        """All ran at the same time with all but the last few tokens of their length, and none had to give way."""
+        is_whole = self.shortest > self.context - NEW_TOKENS
+        return self.most == self.asked and is_whole and not self.preemptions
 
 
 Lengths = Sequence[tuple[int, int]]
@@ -79,8 +83,8 @@ def admit(
             seconds = time.perf_counter() - began
     if not company.fits:
         raise WeftError(
-            f"{kind.name}: {company.asked} contexts fit on paper, but {company.most} ran at the same time, with "
-            f"{company.preemptions} preemptions"
+            f"{kind.name}: {company.asked} contexts fit on paper, but {company.most} ran at the same time, the shortest of "
+            f"{company.shortest} tokens, with {company.preemptions} preemptions"
         )
     return Admission(kind.name, info.cache_bytes, context, len(lengths), company.shortest, seconds)
 
@@ -113,11 +117,16 @@ def ending_together(
     """Lengths with which so many contexts end at about the same step, where they fit, and how that went."""
     lengths = [(context - NEW_TOKENS, NEW_TOKENS)] * count
     company = run_together(ServingEngine(PaperBackend(info), config), lengths)
+    begins = list(company.first_steps)
     for _ in range(_ROUNDS):
-        last = max(company.first_steps)
-        answers = [min(context - 1, NEW_TOKENS + last - first) for first in company.first_steps]
+        if company.fits:
+            break
+        last = max(begins)
+        answers = [min(context - 1, NEW_TOKENS + last - begin) for begin in begins]
         lengths = [(context - answer, answer) for answer in answers]
         company = run_together(ServingEngine(PaperBackend(info), config), lengths)
+        # Half of the way: a whole step would swing around the lengths that are looked for.
+        begins = [(old + new + 1) // 2 for old, new in zip(begins, company.first_steps, strict=True)]
     return lengths, company
 
 
@@ -146,7 +155,14 @@ def run_together(engine: ServingEngine, lengths: Lengths) -> Company:
         if result is None or result.state is not RequestState.COMPLETED or len(result.tokens) != answer:
             raise WeftError(f"a context did not come to its end: {result and result.error}")
     preemptions = engine.metrics().preemptions
-    return Company(len(asked), most, preemptions, shortest, tuple(first_steps[one] for one in asked))
+    return Company(
+        context=max(prompt + answer for prompt, answer in lengths),
+        asked=len(asked),
+        most=most,
+        preemptions=preemptions,
+        shortest=shortest,
+        first_steps=tuple(first_steps[one] for one in asked),
+    )
 
 
 class PaperBackend:
