@@ -51,6 +51,14 @@ def _check_switch(name: str, value: object) -> None:
         raise InvalidRequestError(f"{name} is {value!r}; allowed: True, False", field=name)
 
 
+def named_choice(name: str, value: object, choices: type[Enum]) -> object:
+    """A choice that somebody typed, by its word; whatever is no text is left to the checks of its field."""
+    words = {choice.value: choice for choice in choices}
+    if isinstance(value, str) and value not in words:
+        raise InvalidRequestError(f"{name} is {value!r}; allowed: {', '.join(words)}", field=name)
+    return words[value] if isinstance(value, str) else value
+
+
 def _check_choice(name: str, value: object, choices: type[Enum]) -> None:
     if not isinstance(value, choices):
         allowed = ", ".join(f"{choices.__name__}.{choice.name}" for choice in choices)
@@ -131,6 +139,7 @@ class KvCachePoolConfig:
     memory: int | None = None
     """Bytes for blocks, instead of their number: the backend knows what one takes."""
     kv_cache: KvCacheKind = KvCacheKind.FULL
+    """TWO_TIER: older tokens are quantised, so that several times as many fit."""
     tail_length: int = 256
     """TWO_TIER: tokens of every sequence that stay in full precision, a multiple of block_size."""
     store_bits: int = 8

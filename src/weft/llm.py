@@ -9,13 +9,20 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from types import TracebackType
 from typing import Any, SupportsIndex, TypeVar
 
 from weft.backends import registry
 from weft.collect import Choices, Feeder
-from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
+from weft.config import (
+    KvCachePoolConfig,
+    PriorityPolicy,
+    SchedulerConfig,
+    ServingEngineConfig,
+    named_choice,
+)
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError, WeftError
 from weft.loading.cache import Progress
@@ -30,6 +37,7 @@ from weft.request import (
 )
 from weft.text.model_text import ModelText, open_model_text
 from weft.text.tokenizer import Tokenizer
+from weft.tiers import TierSizes, tier_sizes
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
@@ -64,6 +72,8 @@ class MemoryUse:
     swap: int
     kv_tokens: int
     max_context: int
+    tiers: TierSizes | None = None
+    """None: the cache has one tier."""
 
 
 class LLM:
@@ -78,8 +88,9 @@ class LLM:
     model's own context. `device` is "cpu", "cuda", or "auto": a card where there is one. On the CPU `threads` compute (one
     for each core unless told otherwise), and `quantize` ("int8", "int4") is for weights that are stored as floats. On a
     card `invariant` makes texts independent of what runs beside them, to the bit, as they are on the CPU; it costs speed.
-    Further keywords are fields of `ServingEngineConfig`, `SchedulerConfig` or
-    `KvCachePoolConfig`. All methods may be called from several threads; their requests are
+    Further keywords are fields of `ServingEngineConfig`, `SchedulerConfig` or `KvCachePoolConfig`, such as `memory` (bytes
+    of the KV cache) or `kv_cache="two-tier"` with `tail_length` and `store_bits`, which quantises all but the newest tokens
+    of a context and so keeps several times as many; choices may be given by their words. All methods may be called from several threads; their requests are
     batched together. Where params are not given, they are the model's own (`default_params`).
     """
 
@@ -138,10 +149,11 @@ class LLM:
         info = self.engine.scheduler.info
         return MemoryUse(
             weights=info.weight_bytes,
-            kv_cache=info.num_blocks * info.bytes_per_block,
-            swap=info.swap_blocks * info.bytes_per_block,
-            kv_tokens=info.num_blocks * info.block_size,
+            kv_cache=info.cache_bytes,
+            swap=info.swap_bytes,
+            kv_tokens=info.cache_tokens,
             max_context=self.engine.scheduler.max_sequence_length,
+            tiers=tier_sizes(info, self.engine.config.cache),
         )
 
     def default_params(self, *, chat: bool = False, **overrides: Any) -> SamplingParams:
@@ -401,6 +413,12 @@ def _build_config(options: dict[str, Any], device: str) -> ServingEngineConfig:
     """The three configurations from one flat set of keywords."""
     parts: dict[type, dict[str, Any]] = {SchedulerConfig: {}, KvCachePoolConfig: {}, ServingEngineConfig: {}}
     known = {field.name: part for part in parts for field in dataclasses.fields(part)}
+    choices = {
+        field.name: type(field.default)
+        for part in parts
+        for field in dataclasses.fields(part)
+        if isinstance(field.default, Enum)
+    }
     # How long a prompt may hold the others up is measured, not guessed: machines differ a hundredfold.
     options = {"policy": PriorityPolicy.ADAPTIVE, **options}
     if device == "cuda" and options.keys().isdisjoint(registry.CARD_BUDGETS):
@@ -409,7 +427,7 @@ def _build_config(options: dict[str, Any], device: str) -> ServingEngineConfig:
         if name not in known or name in ("scheduler", "cache"):
             names = ", ".join(sorted(set(known) - {"scheduler", "cache"}))
             raise InvalidRequestError(f"LLM has no option {name!r}; allowed: {names}", field=name)
-        parts[known[name]][name] = value
+        parts[known[name]][name] = named_choice(name, value, choices[name]) if name in choices else value
     return ServingEngineConfig(
         scheduler=SchedulerConfig(**parts[SchedulerConfig]),
         cache=KvCachePoolConfig(**parts[KvCachePoolConfig]),

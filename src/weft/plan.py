@@ -44,6 +44,18 @@ class BackendInfo:
     tail_blocks: int = 0
     """Complete blocks that a query still reads in full (`weft.tiers`)."""
 
+    @property
+    def cache_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block + self.store_blocks * self.bytes_per_store_block
+
+    @property
+    def cache_tokens(self) -> int:
+        return (self.num_blocks + self.store_blocks) * self.block_size
+
+    @property
+    def swap_bytes(self) -> int:
+        return self.swap_blocks * self.bytes_per_block + self.store_swap_blocks * self.bytes_per_store_block
+
 
 class RowStart(NamedTuple):
     """The whole content of a row, sent when a request enters it and again after a failed step."""

@@ -9,6 +9,7 @@ it. Scheduler and backends both count with these functions.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.config import KvCachePoolConfig
@@ -23,6 +24,35 @@ class PoolSizes(NamedTuple):
 
     full: int
     store: int
+
+
+@dataclass(frozen=True)
+class TierSizes:
+    """What both tiers can hold, for people: tails and prompts under way in full precision, the rest in the store."""
+
+    tail_tokens: int
+    tail_bytes: int
+    store_tokens: int
+    store_bytes: int
+    tail_length: int
+    store_bits: int
+    ratio: float
+    """Tokens in all, over those that a plain cache keeps in the same memory."""
+
+
+def tier_sizes(info: BackendInfo, pool: KvCachePoolConfig) -> TierSizes | None:
+    """None: the cache has one tier."""
+    if not info.store_blocks:
+        return None
+    return TierSizes(
+        tail_tokens=info.num_blocks * info.block_size,
+        tail_bytes=info.num_blocks * info.bytes_per_block,
+        store_tokens=info.store_blocks * info.block_size,
+        store_bytes=info.store_blocks * info.bytes_per_store_block,
+        tail_length=info.tail_blocks * info.block_size,
+        store_bits=pool.store_bits,
+        ratio=(info.num_blocks + info.store_blocks) * info.bytes_per_block / info.cache_bytes,
+    )
 
 
 def stored_blocks(position: int, block_size: int, tail_blocks: int) -> int:

@@ -144,14 +144,17 @@ def score(
     windows: Sequence[tuple[int, ...]],
     name: str,
     device: str = "cpu",
+    pool: KvCachePoolConfig | None = None,
     **options: Any,
 ) -> Scores:
-    """Scores every window on a device with a backend of these options, through the engine."""
+    """Scores every window on a device with a backend of these options, through the engine. `pool` None: a plain cache with
+    room for all windows at once."""
     context = len(windows[0])
     backend = registry.build(device, checkpoint=checkpoint, max_context=context + 1, **options)
-    pool = KvCachePoolConfig()
-    blocks = len(windows) * (-(-(context + 1) // pool.block_size) + 1)
-    config = ServingEngineConfig(cache=KvCachePoolConfig(num_blocks=blocks, swap_blocks=0))
+    if pool is None:
+        blocks = len(windows) * (-(-(context + 1) // KvCachePoolConfig().block_size) + 1)
+        pool = KvCachePoolConfig(num_blocks=blocks, swap_blocks=0)
+    config = ServingEngineConfig(cache=pool)
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     logprobs: list[float] = []
     with ServingEngine(backend, config) as engine:

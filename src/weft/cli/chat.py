@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -52,12 +52,13 @@ def chat_command(
     threads: int | None = None,
     device: str = "auto",
     quantize: str | None = None,
+    cache: Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> None:
     """Read a message, answer it, until the end of the input."""
     check_sampling(sampling)
     console = Console(stderr=True, highlight=False)
-    with start(model, context, threads, quantize, device) as llm:
+    with start(model, context, threads, quantize, device, cache) as llm:
         llm.text.require_chat_template()
         params = command_params(llm, chat=True, **sampling)
         name = printable(shown_name(model))

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ def generate_command(
     threads: int | None,
     device: str,
     quantize: str | None,
+    cache: Mapping[str, Any],
     chat: bool,
     system: str | None,
     json_schema: Path | None,
@@ -62,14 +63,14 @@ def generate_command(
     texts = _read_prompts(prompts, files) if input_path is None else []
     wishes = Wishes(given, as_chat=chat, system=system)
     if input_path is None and output_path is None:
-        with start(model, context, threads, quantize, device) as llm:
+        with start(model, context, threads, quantize, device, cache) as llm:
             _check_chat(llm, chat)
             _print_texts(llm, texts, wishes)
         return
     with (
         _open_input(input_path, texts) as source,
         open_output(path, overwrite, resume) as output,
-        start(model, context, threads, quantize, device) as llm,
+        start(model, context, threads, quantize, device, cache) as llm,
     ):
         _check_chat(llm, chat)
         Batch(llm, shown_name(model), wishes, output).run(source)

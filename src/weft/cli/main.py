@@ -71,6 +71,16 @@ Threads = Annotated[
 Quantize = Annotated[
     str | None, typer.Option(metavar="int8|int4", help="Quantise weights that are stored as floats.")
 ]
+KvCache = Annotated[
+    str | None,
+    typer.Option(metavar="full|two-tier", help="two-tier: older tokens quantised; default: full."),
+]
+TailLength = Annotated[
+    int | None, typer.Option(metavar="N", help="Two-tier: newest tokens kept as is; default: 256.")
+]
+StoreBits = Annotated[
+    int | None, typer.Option(metavar="8|4", help="Two-tier: bits of older values; default: 8.")
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -177,6 +187,9 @@ def generate(
     device: Device = "auto",
     threads: Threads = None,
     quantize: Quantize = None,
+    kv_cache: KvCache = None,
+    tail_length: TailLength = None,
+    store_bits: StoreBits = None,
     chat: Annotated[
         bool,
         typer.Option(
@@ -216,6 +229,7 @@ def generate(
         device=device,
         threads=threads,
         quantize=quantize,
+        cache={"kv_cache": kv_cache, "tail_length": tail_length, "store_bits": store_bits},
         chat=chat,
         system=system,
         json_schema=json_schema,
@@ -244,6 +258,9 @@ def chat(
     device: Device = "auto",
     threads: Threads = None,
     quantize: Quantize = None,
+    kv_cache: KvCache = None,
+    tail_length: TailLength = None,
+    store_bits: StoreBits = None,
 ) -> None:
     """Talk to a model. Ctrl-D or /exit ends the conversation; /help lists the other commands.
 
@@ -259,6 +276,7 @@ def chat(
         device=device,
         threads=threads,
         quantize=quantize,
+        cache={"kv_cache": kv_cache, "tail_length": tail_length, "store_bits": store_bits},
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -288,8 +306,11 @@ def serve(
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="For the KV cache, such as 4GiB; default: 2GiB or more."),
+        typer.Option(metavar="SIZE", help="KV cache, such as 4GiB; default: 2GiB or more."),
     ] = None,
+    kv_cache: KvCache = None,
+    tail_length: TailLength = None,
+    store_bits: StoreBits = None,
     device: Annotated[
         str | None, typer.Option(metavar="auto|cpu|cuda", help="Default: a card, where there is one.")
     ] = None,
@@ -324,6 +345,9 @@ def serve(
         "api_key_file": api_key_file,
         "context": context,
         "memory": memory,
+        "engine.cache.kv_cache": kv_cache,
+        "engine.cache.tail_length": tail_length,
+        "engine.cache.store_bits": store_bits,
         "backend": device,
         "threads": threads,
         "quantize": quantize,

@@ -14,10 +14,12 @@ from weft import __version__
 from weft.backends import registry
 from weft.backends.cpu.kernels import describe
 from weft.cli.model import fetch, shown_name
+from weft.cli.tiers import tier_rows
 from weft.engine.launch import launch_engine
 from weft.server.config_file import Gathered, as_toml, gather
 from weft.server.keys import plain_keys, read_key_file
 from weft.server.settings import ServerSettings
+from weft.tiers import tier_sizes
 
 if TYPE_CHECKING:
     from weft.server.logs import ServerLog
@@ -99,8 +101,14 @@ def _compute_options(gathered: Gathered) -> dict[str, Any]:
 def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> None:
     """What it serves and where: a few lines for a person, one object for a program."""
     info = started.info
-    weights, kv_cache = info.weight_bytes, info.num_blocks * info.bytes_per_block
-    swap, tokens = info.swap_blocks * info.bytes_per_block, info.num_blocks * info.block_size
+    weights, kv_cache, tokens, swap = (
+        info.weight_bytes,
+        info.cache_bytes,
+        info.cache_tokens,
+        info.swap_bytes,
+    )
+    tiers = tier_sizes(info, settings.engine.cache)
+    of_tiers: dict[str, Any] = {} if tiers is None else {"kv_cache_tiers": dataclasses.asdict(tiers)}
     host = f"[{started.host}]" if ":" in started.host else started.host
     address = f"http://{host}:{started.port}"
     url = f"{address}/v1"
@@ -113,6 +121,10 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
                 f"  weights   {weights / _MIB:>8,.0f} MiB",
                 f"  KV cache  {kv_cache / _MIB:>8,.0f} MiB at most: {tokens:,} tokens, "
                 f"{started.max_context:,} in one context",
+                *(
+                    f"    {tier:<7} {size:>12}: {content}"
+                    for tier, size, content in (tier_rows(tiers) if tiers is not None else ())
+                ),
                 f"  swap      {swap / _MIB:>8,.0f} MiB at most",
                 f"  kernels   {kernels}",
                 f"{said}; to look at and to try: {address}/docs",
@@ -129,6 +141,7 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
         weight_bytes=weights,
         kv_cache_bytes=kv_cache,
         kv_cache_tokens=tokens,
+        **of_tiers,
         swap_bytes=swap,
         max_context=started.max_context,
         kernels=kernels,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from weft.backends import registry
 from weft.backends.cpu.kernels import describe
 from weft.cli.model import fetch
+from weft.cli.tiers import cache_options, tier_rows
 from weft.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,10 +37,17 @@ def command_params(llm: LLM, *, chat: bool, **given: Any) -> SamplingParams:
 
 
 def start(
-    model: str, context: int | None, threads: int | None, quantize: str | None, device: str = "auto"
+    model: str,
+    context: int | None,
+    threads: int | None,
+    quantize: str | None,
+    device: str = "auto",
+    cache: Mapping[str, Any] | None = None,
 ) -> LLM:
-    """The model, ready to run; a table on stderr says what memory it has, where a person looks at it."""
+    """The model, ready to run; a table on stderr says what memory it has, where a person looks at it. `cache` holds options
+    of the KV cache."""
     device = registry.chosen(device, {"threads": threads, "quantize": quantize})
+    options = cache_options(cache or {})
     path = fetch(model)
     from rich.console import Console
 
@@ -46,7 +55,9 @@ def start(
     with console.status("Loading the model"):
         from weft.llm import LLM  # numpy and the tokenizer take their time too
 
-        llm = LLM(str(path), device=device, max_context=context, threads=threads, quantize=quantize)
+        llm = LLM(
+            str(path), device=device, max_context=context, threads=threads, quantize=quantize, **options
+        )
     if console.is_terminal:
         console.print(_memory_table(llm.memory), style="dim")
         kernels = describe(threads) if device == "cpu" else f"Triton on {llm.engine.scheduler.info.device}"
@@ -64,5 +75,7 @@ def _memory_table(memory: MemoryUse) -> Table:
     tokens = f"{memory.kv_tokens:,} tokens, {memory.max_context:,} in one context"
     table.add_row("weights", f"{memory.weights / _MIB:,.0f} MiB", "")
     table.add_row("KV cache", f"{memory.kv_cache / _MIB:,.0f} MiB", f"at most: {tokens}")
+    for tier, size, content in tier_rows(memory.tiers) if memory.tiers is not None else ():
+        table.add_row(f"  {tier}", size, content)
     table.add_row("swap", f"{memory.swap / _MIB:,.0f} MiB", "at most")
     return table

@@ -78,7 +78,7 @@ class ServerApp:
         )
         self._log = log
         self._name = settings.names[0]
-        self._metrics = ServerMetrics(self._name)
+        self._metrics = ServerMetrics(self._name, is_two_tier=settings.engine.cache.is_two_tier)
         self._created = int(time.time())
         self._rounds = Rounds()
         self._visits = Visits(settings, engine, self._metrics, time.monotonic)

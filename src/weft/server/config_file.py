@@ -25,7 +25,15 @@ ENVIRONMENT = "WEFT_SERVE_"
 CONFIG_VARIABLE = ENVIRONMENT + "CONFIG"
 _OTHER_VARIABLES = {"api_keys": "WEFT_API_KEY"}
 """The name that the other commands know too."""
-_FLAGS = {"model": "MODEL", "api_keys": "--api-key", "names": "--name", "backend": "--device"}
+_FLAGS = {
+    "model": "MODEL",
+    "api_keys": "--api-key",
+    "names": "--name",
+    "backend": "--device",
+    "engine.cache.kv_cache": "--kv-cache",
+    "engine.cache.tail_length": "--tail-length",
+    "engine.cache.store_bits": "--store-bits",
+}
 """Those that are not called like their key."""
 _UNITS = ("", "k", "m", "g", "t")
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)

@@ -9,6 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from weft.engine.client import EngineClient
 from weft.errors import WeftError
+from weft.metrics import TwoTierKvCache
 from weft.request import GenerationResult
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -37,7 +38,8 @@ _REQUEST_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0,
 class ServerMetrics:
     """Counts what was answered; the engine's own figures are asked for when somebody looks."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, is_two_tier: bool = False) -> None:
+        """`is_two_tier`: the figures of a two-tier KV cache are told too."""
         self._registry = registry = CollectorRegistry(auto_describe=True)
         labels = {"model_name": model}
 
@@ -103,6 +105,7 @@ class ServerMetrics:
             registry=registry,
         )
         self._labels = labels
+        self._tiers = _Tiers(gauge, counter) if is_two_tier else None
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
@@ -147,6 +150,8 @@ class ServerMetrics:
         except WeftError:
             for each in (self._engine_up, self._running, self._cache_usage):
                 each.set(0)
+            if self._tiers is not None:
+                self._tiers.clear()
             self._waiting.set(num_held)
         else:
             self._engine_up.set(1)
@@ -154,6 +159,8 @@ class ServerMetrics:
             self._waiting.set(figures.requests_pending + figures.requests_preempted + num_held)
             self._cache_usage.set(figures.cache_utilisation)
             self._preemptions.follow(figures.preemptions)
+            if self._tiers is not None and figures.two_tier is not None:
+                self._tiers.show(figures.two_tier)
         return generate_latest(self._registry)
 
 
@@ -167,3 +174,36 @@ class _Total:
     def follow(self, total: int) -> None:
         self._counter.inc(total - self._seen if total >= self._seen else total)
         self._seen = total
+
+
+class _Tiers:
+    """The figures of a two-tier KV cache."""
+
+    def __init__(self, gauge: Callable[[str, str], Gauge], counter: Callable[[str, str], Counter]) -> None:
+        self._gauges = {
+            "tail_tokens": gauge("kv_cache_tail_tokens", "Room for tokens in full blocks in use."),
+            "store_tokens": gauge("kv_cache_store_tokens", "Tokens in quantised blocks in use."),
+            "tail_bytes": gauge("kv_cache_tail_bytes", "Bytes of full blocks in use."),
+            "store_bytes": gauge("kv_cache_store_bytes", "Bytes of quantised blocks in use."),
+            "compression_ratio": gauge(
+                "kv_cache_compression_ratio",
+                "Bytes that a full cache would use for the same tokens, over those in use.",
+            ),
+        }
+        self._migrations = _Total(counter("kv_cache_migrations", "Blocks that moved to the store."))
+        self._shared = _Total(
+            counter(
+                "kv_cache_migrations_shared", "Those whose content the store had already: nothing was copied."
+            )
+        )
+
+    def clear(self) -> None:
+        """The engine is down and holds nothing; what it counted stays."""
+        for name, gauge in self._gauges.items():
+            gauge.set(1.0 if name == "compression_ratio" else 0)
+
+    def show(self, figures: TwoTierKvCache) -> None:
+        for name, gauge in self._gauges.items():
+            gauge.set(getattr(figures, name))
+        self._migrations.follow(figures.migrations)
+        self._shared.follow(figures.migrations_shared)
