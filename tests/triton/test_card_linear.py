@@ -20,8 +20,8 @@ REFERENCE = ReferenceOps()
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 3e-2}
 EPSILON = 1e-3
 
-# 1: one row at a time; 3 and 16: a tile, the second one full; 33: several tiles, or cuBLAS
-TOKENS = [1, 3, 16, 33]
+# 1: one row at a time; 3 and 16: a tile, the second one full; 33 and 70: tiles, or cuBLAS
+TOKENS = [1, 3, 16, 33, 70]
 
 # Tiles that do not fit into the sizes, and sizes that tiles fit into.
 SIZES = [(40, 72), (64, 128)]

@@ -39,14 +39,20 @@ def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     class Process:
         def __init__(self, command: list[str], **options: Any) -> None:
+            assert options["start_new_session"]
             self.stdin: Any = io.BytesIO()
+            self.pid = 12345
             self.is_ended = False
 
-        def terminate(self) -> None:
+        def wait(self) -> None:
+            assert ended == [self.pid]
             self.is_ended = True
 
-        def wait(self) -> None:
-            assert self.is_ended
+    def end_group(group: int, how: int) -> None:
+        ended.append(group)
+
+    ended: list[int] = []
+    monkeypatch.setattr(foreseen.os, "killpg", end_group)
 
     monkeypatch.setattr(foreseen.triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(foreseen.subprocess, "Popen", Process)
@@ -93,4 +99,6 @@ def test_an_engine_that_did_not_come_so_far_leaves_nothing_to_do(monkeypatch: py
 
     monkeypatch.setattr(foreseen.sys, "stdin", Input())
     monkeypatch.setattr(foreseen.os, "nice", lambda by: 0)
+    monkeypatch.setattr(foreseen.signal, "alarm", lambda seconds: 0)
+    monkeypatch.setattr(foreseen.torch, "set_num_threads", lambda count: None)
     foreseen.main()

@@ -2,7 +2,7 @@
 
 With an empty cache the first step of every kind waits for the compiler, seconds at a time, and every request with it. So a
 process is started beside the one that loads the weights: it carries out steps of all common kinds on a card that has no
-memory and computes nothing, which tells what will be compiled, and shares that among processes. What the engine needs
+memory and computes nothing, where to launch a kernel is to compile it, several times in parallel, each time for a part of the kernels. What the engine needs
 meanwhile it compiles itself; nothing waits for this. Once all is compiled, a file in the cache says so, and later starts
 have nothing to do.
 
@@ -16,10 +16,13 @@ import hashlib
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,8 +44,10 @@ from weft.plan import IterationPlan, RowStart
 from weft.request import RequestId, SamplingParams
 from weft.text.grammar import GrammarCompiler
 
-_MOST_PROCESSES = 8
+_MOST_PROCESSES = 12
 _NICENESS = 10
+_PATIENCE_SECONDS = 300
+"""Then a process ends by itself, whatever it is at: nobody may be there to end it."""
 _PROMPT = 100
 _SMALL_PROMPTS = (20, 40)
 _DECODES = (2, 16, 32, 64, 128, 256)
@@ -117,10 +122,16 @@ class ForeseenKernels:
         self._process: subprocess.Popen[bytes] | None = None
         if _note(outline).exists():
             return
-        command = [sys.executable, "-m", __name__]
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                # Processes are forked from it, which threads of a library would not survive.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                # A group of its own, which ends as a whole.
+                start_new_session=True,
             )
             self._tell(outline)
 
@@ -143,7 +154,8 @@ class ForeseenKernels:
             if self._process.stdin is not None:
                 with contextlib.suppress(OSError):
                     self._process.stdin.close()
-            self._process.terminate()
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGTERM)
             self._process.wait()
             self._process = None
 
@@ -188,6 +200,20 @@ class ForeseenCard(Device):
         self.dependent_launches = outline.dependent_launches
         self.remembers_launches = False
         self._launches = {}
+        self._met: set[tuple[int, Hashable]] = set()
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        key: Hashable,
+        constants: Callable[[], dict[str, Any]],
+    ) -> None:
+        """Once for each key: layers are many, and alike."""
+        if (id(kernel), key) not in self._met:
+            self._met.add((id(kernel), key))
+            super().launch(kernel, grid, arguments, key, constants)
 
 
 class _Unread(Loader):
@@ -275,12 +301,14 @@ class _Shared:
     """Which kernels there are, in the order in which they are met, and which of them this process compiles."""
 
     def __init__(self) -> None:
-        self.order: dict[tuple[str, str, str], int] = {}
+        self.met: dict[tuple[str, str, str], None] = {}
         self.part: tuple[int, int] | None = None
+        """The number of this process, and of how many; None: it compiles nothing."""
 
     def passes_over(self, *, key: Any, fn: Any, **rest: Any) -> bool:
-        number = self.order.setdefault((fn.module, fn.name, str(key)), len(self.order))
-        return self.part is None or number % self.part[1] != self.part[0]
+        kernel = (fn.module, fn.name, str(key))
+        self.met[kernel] = None
+        return self.part is None or zlib.crc32(repr(kernel).encode()) % self.part[1] != self.part[0]
 
 
 def prepare_to_compile(capability: int) -> _Shared:
@@ -293,20 +321,20 @@ def prepare_to_compile(capability: int) -> _Shared:
         return lambda *arguments, **constants: self.run(*arguments, grid=grid, warmup=True, **constants)
 
     JITFunction.__getitem__ = compiling
+    # There is nothing to compile for cuBLAS, and without memory torch would import its own compiler for these.
+    for owner, product in ((torch, "mm"), (torch, "addmm"), (Tensor, "addmm_")):
+        setattr(owner, product, lambda *arguments, **options: None)
     return shared
 
 
-def compile_all(outline: Outline, sizes: Sizes, processes: int) -> int:
-    """How many kernels there are."""
+def compile_all(outline: Outline, sizes: Sizes, processes: int) -> None:
+    """Each process meets all kernels, and compiles its own."""
     shared = prepare_to_compile(outline.capability)
-    foresee(outline, sizes)
     workers = []
     for number in range(processes):
         shared.part = (number, processes)
         # Forked: whoever is started anew would take seconds to import torch.
-        worker = multiprocessing.get_context("fork").Process(
-            target=foresee, args=(outline, sizes), daemon=True
-        )
+        worker = multiprocessing.get_context("fork").Process(target=_compile_part, args=(outline, sizes))
         worker.start()
         workers.append(worker)
     for worker in workers:
@@ -315,19 +343,26 @@ def compile_all(outline: Outline, sizes: Sizes, processes: int) -> int:
         note = _note(outline)
         note.parent.mkdir(parents=True, exist_ok=True)
         note.touch()
-    return len(shared.order)
 
 
-def main(arguments: Sequence[str] = ()) -> None:
+def _compile_part(outline: Outline, sizes: Sizes) -> None:
+    signal.alarm(_PATIENCE_SECONDS)
+    foresee(outline, sizes)
+
+
+def main() -> None:
+    signal.alarm(_PATIENCE_SECONDS)
+    torch.set_num_threads(1)
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
     try:
         outline: Outline = pickle.load(sys.stdin.buffer)
+        import_module("weft.backends.cuda.runner")  # while the engine loads its weights
         sizes: Sizes = pickle.load(sys.stdin.buffer)
     except EOFError:
         return  # the engine did not come so far
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    compile_all(outline, sizes, max(1, min(_MOST_PROCESSES, cores // 2)))
+    compile_all(outline, sizes, max(1, min(_MOST_PROCESSES, cores - 2)))
 
 
 if __name__ == "__main__":

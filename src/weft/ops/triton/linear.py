@@ -246,16 +246,20 @@ class Product:
         """`normed` and `ungated` take what a norm and a gate need in between where they are kernels of their own; `padded`
         are the same four with the rows behind them that `padded_rows` says, whatever these hold."""
         tokens, layer, has_norm = input.shape[0], self.layer, self.norm is not None
-        if self.invariant:
-            self.run_tile(input, output, self._invariant_tile(tokens), normed)
-        elif tokens > MOST_SKINNY:
-            self.run_apart(input, output, normed, ungated, padded)
-        elif tokens == 1:
+        if tokens == 1 and not self.invariant:
             self.run_gemv(input, output, gemv_tile(layer.outputs, layer.inputs, has_norm))
-        elif (tile := skinny_tile(tokens, layer.outputs, layer.inputs, has_norm)) is not None:
+        elif (tile := self._tile(tokens)) is not None:
             self.run_tile(input, output, tile, normed)
         else:
             self.run_apart(input, output, normed, ungated, padded)
+
+    def _tile(self, tokens: int) -> Tile | None:
+        """None: by cuBLAS."""
+        layer, has_norm = self.layer, self.norm is not None
+        sizes = (tokens, layer.outputs, layer.inputs)
+        if self.invariant:
+            return invariant_tile(*sizes, layer.weight.dtype)
+        return skinny_tile(*sizes, has_norm) if tokens <= MOST_SKINNY else None
 
     @cached_property
     def _kind(self) -> tuple[object, ...]:
@@ -268,10 +272,6 @@ class Product:
     @cached_property
     def _transposed(self) -> Tensor:
         return self.layer.weight.T
-
-    def _invariant_tile(self, tokens: int) -> Tile:
-        layer = self.layer
-        return invariant_tile(tokens, layer.outputs, layer.inputs, layer.weight.dtype)
 
     def run_gemv(self, input: Tensor, output: Tensor, tile: Tile) -> None:
         layer = self.layer
