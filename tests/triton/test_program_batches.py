@@ -19,6 +19,7 @@ from small_decoders import (
     relative_error,
 )
 
+from weft.ops.triton import stretches
 from weft.ops.triton.device import Device, Graph
 from weft.ops.triton.linear import padded_rows
 
@@ -134,7 +135,7 @@ def test_what_lies_between_attentions_comes_from_graphs_once_a_number_of_rows_ca
         return capture(work, pool)
 
     monkeypatch.setattr(device, "capture", noted)
-    plan = [[9, 4, 0], [8, 3, 0], [9, 2, 0]]
+    plan = [[9, 4, 0], [8, 2, 0], [9, 3, 0]]  # the last has more rows than the one that is captured
     expected = reference_logits(PLAIN, TEXTS, plan)
     for number, step in enumerate(TEXTS.steps(plan)):
         batch = device_batch(step, device)
@@ -159,3 +160,19 @@ def test_a_stretch_that_cannot_be_captured_is_launched(
     for step, theirs in zip(TEXTS.steps(plan), expected, strict=True):
         logits = program.run(device_batch(step, device), cache)[0].float().cpu().numpy()
         assert relative_error([logits], [theirs]) < 2e-5
+
+
+def test_so_many_numbers_of_rows_have_graphs_and_no_more(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stretches, "_MOST_SIZES", 1)
+    graphs = stretches.StretchGraphs(device)
+    assert [graphs.serve(rows) for rows in (16, 32, 16, 32, 32, 16)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert not graphs.serve(4096) and not graphs.serve(4096)

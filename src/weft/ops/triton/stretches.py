@@ -16,7 +16,9 @@ from weft.ops.triton.device import Device, Graph
 _log = logging.getLogger(__name__)
 
 _MOST_ROWS = 2048
-"""Of larger steps the card has more to do than the host; and graphs for every size take memory."""
+"""Of larger steps the card has more to do than the host."""
+_MOST_SIZES = 16
+"""So many numbers of rows have graphs; those of one take some ten megabytes of the card."""
 
 
 class StretchGraphs:
@@ -25,7 +27,7 @@ class StretchGraphs:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._graphs: dict[int, dict[int, Graph]] = {}
         self._steps: Counter[int] = Counter()
         self._pool: object = None
         self._works = True
@@ -35,16 +37,18 @@ class StretchGraphs:
         if rows > _MOST_ROWS or not self._works:
             return False
         self._steps[rows] += 1
-        return self._steps[rows] > 1
+        if self._steps[rows] > 1 and len(self._graphs) < _MOST_SIZES:
+            self._graphs.setdefault(rows, {})
+        return rows in self._graphs
 
     def run(self, number: int, rows: int, work: Callable[[], object]) -> None:
         """The stretch of this number, which `work` launches."""
-        graph = self._graphs.get((number, rows))
+        graph = self._graphs[rows].get(number)
         if graph is None and self._works:
             if self._pool is None:
                 self._pool = self._device.graph_pool()
             try:
-                graph = self._graphs[number, rows] = self._device.capture(work, self._pool)
+                graph = self._graphs[rows][number] = self._device.capture(work, self._pool)
             except Exception as error:
                 # Nothing of it has run. Where the card itself has failed, the launches that follow say so.
                 self._works = False
