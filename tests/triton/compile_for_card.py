@@ -107,7 +107,9 @@ def compile_all(config: ModelConfig, plan: list[list[int]], invariant: bool = Fa
     cache = decoder.new_cache(texts.blocks, BLOCK_SIZE)
     for step in texts.steps(plan):
         batch = device_batch(step, device)
-        launch_twice(lambda batch=batch: program.run(batch, cache))
+        for from_graphs in (False, True):
+            program._stretches.serve = lambda rows, answer=from_graphs: answer
+            launch_twice(lambda batch=batch: program.run(batch, cache))
 
 
 def compile_decodes_of_a_full_card(config: ModelConfig) -> None:

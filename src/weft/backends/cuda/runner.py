@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.backends.cuda.foreseen import ForeseenKernels, Sizes, outline_of
 from weft.backends.cuda.graphs import DecodeGraphs, Kind
 from weft.backends.cuda.mailbox import Mailbox, Slot
 from weft.backends.cuda.prompts import PromptPiece, ScoredPrompts, indices_of
@@ -28,7 +29,7 @@ from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
 from weft.models.decoder import Decoder
-from weft.models.registry import build_config, build_decoder
+from weft.models.registry import build_config, build_decoder, decoder_weights
 from weft.ops.triton.device import Device, Event
 from weft.ops.triton.ops import TritonOps
 from weft.ops.triton.program import CudaProgram, record
@@ -62,6 +63,7 @@ class CudaBackend:
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler,
         invariant: bool = False,
+        foreseen: ForeseenKernels | None = None,
     ) -> None:
         self._device = device
         self._decoder = decoder
@@ -69,6 +71,7 @@ class CudaBackend:
         self._eos_token_ids = eos_token_ids
         self._compiler = grammars
         self._invariant = invariant
+        self._foreseen = foreseen
         self._stream = device.stream()
         # Weights may still be on their way.
         self._stream.wait_stream(device.current_stream())
@@ -110,6 +113,8 @@ class CudaBackend:
                 f"({device.free_memory() >> 20} MiB are free); ask for fewer, or for a shorter context",
                 field="num_blocks",
             ) from error
+        if self._foreseen is not None:
+            self._foreseen.begin(Sizes(num_blocks, pool.block_size, num_rows, max_tokens))
         max_context = min(max_context, num_blocks * pool.block_size)
         swap_blocks = pool.swap_blocks
         if swap_blocks is None:
@@ -155,6 +160,8 @@ class CudaBackend:
         return step
 
     def close(self) -> None:
+        if self._foreseen is not None:
+            self._foreseen.close()
         try:
             self._device.synchronize()
         except RuntimeError:
@@ -268,16 +275,25 @@ def open_cuda_backend(
     if dtype not in _DTYPES:
         raise InvalidRequestError(f"dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}", field="dtype")
     card = Device(device)
+    foreseen = None
     try:
         own_context = build_config(layout, metadata, tensors).max_context
         if max_context is not None:
             check_context(max_context, own_context)
         ops = TritonOps(card, _DTYPES[dtype])
+        if card.is_card:
+            config = build_config(layout, metadata, tensors, max_context)
+            weights = decoder_weights(layout, metadata, tensors)
+            foreseen = ForeseenKernels(outline_of(config, weights, ops.dtype, invariant, card))
         decoder = build_decoder(layout, metadata, tensors, ops, max_context)
-    except ModelFileError as error:
-        raise ModelFileError(f"{checkpoint.path}: {error}") from error
+    except BaseException as error:
+        if foreseen is not None:
+            foreseen.close()
+        if isinstance(error, ModelFileError):
+            raise ModelFileError(f"{checkpoint.path}: {error}") from error
+        raise
     compiler = grammar_compiler(checkpoint, decoder.config.vocabulary_size)
-    return CudaBackend(card, decoder, ops, checkpoint.end_ids, compiler, invariant)
+    return CudaBackend(card, decoder, ops, checkpoint.end_ids, compiler, invariant, foreseen)
 
 
 def _free_blocks(device: Device, block_bytes: int) -> int:

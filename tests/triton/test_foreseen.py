@@ -1,0 +1,104 @@
+"""Kernels that are compiled before they are needed: which they are, and that nobody waits for it or fails with it."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_decoders import PLAIN
+
+from weft.backends.cuda import foreseen
+from weft.backends.cuda.foreseen import ForeseenKernels, Outline, Sizes
+
+HERE = Path(__file__).parent
+OUTLINE = Outline(PLAIN, (), torch.bfloat16, False, 90, 132, True)
+SIZES = Sizes(16, 16, 4, 64)
+
+
+def test_what_is_foreseen_is_what_is_launched_and_is_compiled_once(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment["PYTHONPATH"] = os.pathsep.join([environment.get("PYTHONPATH", ""), str(HERE.parent)]).strip(
+        os.pathsep
+    )
+    command = [sys.executable, str(HERE / "foresee_a_small_model.py")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "kernels foreseen" in result.stdout
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Stands for the process that compiles, started with an empty cache."""
+
+    class Process:
+        def __init__(self, command: list[str], **options: Any) -> None:
+            assert options["start_new_session"]
+            self.stdin: Any = io.BytesIO()
+            self.pid = 12345
+            self.is_ended = False
+
+        def wait(self) -> None:
+            assert ended == [self.pid]
+            self.is_ended = True
+
+    def end_group(group: int, how: int) -> None:
+        ended.append(group)
+
+    ended: list[int] = []
+    monkeypatch.setattr(foreseen.os, "killpg", end_group)
+
+    monkeypatch.setattr(foreseen.triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(foreseen.subprocess, "Popen", Process)
+    return Process
+
+
+def test_a_backend_that_closes_ends_the_process(process: Any) -> None:
+    kernels = ForeseenKernels(OUTLINE)
+    started: Any = kernels._process
+    kernels.begin(SIZES)
+    kernels.close()
+    assert started.is_ended and started.stdin.closed
+    kernels.close()
+
+
+def test_a_process_that_has_ended_is_no_error(process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = ForeseenKernels(OUTLINE)
+
+    class Closed(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise BrokenPipeError
+
+    started: Any = kernels._process
+    started.stdin = Closed()
+    kernels.begin(SIZES)
+    kernels.close()
+
+
+def test_where_no_process_can_be_started_the_backend_goes_on(
+    process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(foreseen.subprocess, "Popen", refuse)
+    kernels = ForeseenKernels(OUTLINE)
+    kernels.begin(SIZES)
+    kernels.close()
+
+
+def test_an_engine_that_did_not_come_so_far_leaves_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Input:
+        buffer = io.BytesIO()
+
+    monkeypatch.setattr(foreseen.sys, "stdin", Input())
+    monkeypatch.setattr(foreseen.os, "nice", lambda by: 0)
+    monkeypatch.setattr(foreseen.signal, "alarm", lambda seconds: 0)
+    monkeypatch.setattr(foreseen.torch, "set_num_threads", lambda count: None)
+    foreseen.main()
