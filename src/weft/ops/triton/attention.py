@@ -19,6 +19,7 @@ from weft.ops.triton.attention_prefill import prefill_attention
 from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device, pieces, power_of_two
 from weft.ops.triton.rope import RopeTables, rope_and_write
+from weft.ops.triton.store import Store, StoreFormat
 
 # The least number of rows that the tensor cores multiply.
 _LEAST_ROWS = 16
@@ -39,6 +40,13 @@ class Tiles(NamedTuple):
     rows: int
     positions: int
     warps: int
+    stages: int
+
+
+class StoreTiles(NamedTuple):
+    """Of a kernel that works on `Tiles`, where it reads quantised blocks."""
+
+    positions: int
     stages: int
 
 
@@ -65,12 +73,17 @@ class Attention:
         max_context: int,
         device: Device,
         invariant: bool = False,
+        store_format: StoreFormat | None = None,
     ) -> None:
         self.shape = shape
         self.window = window
         self.device = device
+        self.store_format = store_format
         group = shape.heads // shape.kv_heads
         self.width = power_of_two(shape.head_size)
+        if store_format is not None and store_format.bits == 4:
+            # Half a head must be wide enough for a product.
+            self.width = max(32, self.width)
         self.joined_rows = power_of_two(group)
         rows = max(_LEAST_ROWS, self.joined_rows)
         self.decode_tiles = Tiles(rows, 64, 2, 3) if self.width <= 128 else Tiles(rows, 32, 4, 3)
@@ -84,10 +97,13 @@ class Attention:
         else:
             self.prefill_tiles = Tiles(max(64, self.joined_rows), 32, 4, 2)
 
+        self.decode_store_tiles = StoreTiles(self.decode_tiles.positions, self.decode_tiles.stages)
+        self.prefill_store_tiles = StoreTiles(self.prefill_tiles.positions, self.prefill_tiles.stages)
+
         self._most_requests = power_of_two(max_requests)
         # What of all this decides how kernels are compiled.
         sizes = (shape.heads, shape.kv_heads, shape.head_size, self._most_requests)
-        self._kind = (*sizes, shape.score_cap is not None, window, self.fixed_split)
+        self._kind = (*sizes, shape.score_cap is not None, window, self.fixed_split, store_format)
 
         self.can_read_rows = not invariant and self.width == shape.head_size and device.dependent_launches
         """Whether the card copies tiles of rows by itself (a Hopper does), and heads make such tiles."""
@@ -128,12 +144,23 @@ class Attention:
         tables: RopeTables,
         norm: QkNorm | None,
         output: Tensor,
+        store: Store | None = None,
     ) -> Tensor:
         """`rope_and_write`, then `run`. Returns what attention gives: `output`, or a tensor like it, made by cuDNN."""
         rope_and_write(batch, qkv, cache, layer, tables, self.shape, norm)
-        if self.by_cudnn and qkv.dtype != torch.float32 and is_dense(batch, self.window):
+        if store is not None and batch.moves is not None:
+            # Behind the writing, since a block may be filled and leave the tail in one step; and before any token reads.
+            store.move(cache, batch.moves, layer)
+        seen_in_full = store is None or store.format.reads_in_full(batch.longest_context, cache.shape[4])
+        if (
+            self.by_cudnn
+            and qkv.dtype != torch.float32
+            and seen_in_full
+            and is_dense(batch, self.window)
+        ):
             return dense_attention(batch, qkv, self.shape)
-        self.run(batch, qkv, cache, layer, output, self.can_read_rows and qkv.dtype != torch.float32)
+        from_rows = self.can_read_rows and qkv.dtype != torch.float32
+        self.run(batch, qkv, cache, layer, output, from_rows, store)
         return output
 
     def run(
@@ -144,6 +171,7 @@ class Attention:
         layer: int,
         output: Tensor,
         from_rows: bool = False,
+        store: Store | None = None,
     ) -> None:
         """Each token over what it sees of its request's context, read from the cache, this step's tokens too.
 
@@ -152,16 +180,23 @@ class Attention:
         """
         decodes = batch.requests if batch.longest_query == 1 else batch.decodes
         if decodes:
-            self._decode(batch, decodes, queries, cache, layer, output)
+            self._decode(batch, decodes, queries, cache, store, layer, output)
         if decodes < batch.requests:
-            self._prefill(batch, decodes, queries, cache, layer, output, from_rows)
+            self._prefill(batch, decodes, queries, cache, store, layer, output, from_rows)
 
     def _decode(
-        self, batch: DeviceBatch, requests: int, queries: Tensor, cache: Tensor, layer: int, output: Tensor
+        self,
+        batch: DeviceBatch,
+        requests: int,
+        queries: Tensor,
+        cache: Tensor,
+        store: Store | None,
+        layer: int,
+        output: Tensor,
     ) -> None:
         most, smallest, shared, leeway = self.splits(requests, batch.longest_context)
         kv_heads = self.shape.kv_heads
-        tiles = self._fitting(self.decode_tiles, cache)
+        tiles, store_tiles = self._fitting(self.decode_tiles, self.decode_store_tiles, cache)
         self.device.launch(
             decode_attention,
             (kv_heads, max(most, requests), 1) if shared else (kv_heads, most, requests),
@@ -169,6 +204,7 @@ class Attention:
                 queries,
                 output,
                 cache,
+                *((cache, cache) if store is None else (store.codes, store.words)),
                 batch.tables,
                 batch.rows,
                 batch.context_lengths,
@@ -185,13 +221,13 @@ class Attention:
                 self.shape.scale,
                 self.shape.score_cap or 0.0,
             ),
-            (self._kind, tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4], shared),
+            (self._kind, tiles, store_tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4], shared),
             lambda: {
                 "SHARED": shared,
                 "MOST_REQUESTS": self._most_requests,
                 "JOINED_ROWS": self.joined_rows,
                 "JOINED_AT_ONCE": self.joined_at_once,
-                **self._constants(queries, cache, tiles),
+                **self._constants(queries, cache, tiles, store_tiles),
             },
         )
 
@@ -201,11 +237,12 @@ class Attention:
         decodes: int,
         queries: Tensor,
         cache: Tensor,
+        store: Store | None,
         layer: int,
         output: Tensor,
         from_rows: bool,
     ) -> None:
-        tiles = self._fitting(self.prefill_tiles, cache)
+        tiles, store_tiles = self._fitting(self.prefill_tiles, self.prefill_store_tiles, cache)
         tokens_at_once = tiles.rows // (self.shape.heads // self.shape.kv_heads)
         self.device.launch(
             prefill_attention,
@@ -215,6 +252,7 @@ class Attention:
                 self._described(queries, tiles) if from_rows else queries,
                 output,
                 cache,
+                *((cache, cache) if store is None else (store.codes, store.words)),
                 batch.tables,
                 batch.rows,
                 batch.query_starts,
@@ -225,8 +263,8 @@ class Attention:
                 self.shape.scale,
                 self.shape.score_cap or 0.0,
             ),
-            (self._kind, tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4], from_rows),
-            lambda: {"FROM_ROWS": from_rows, **self._constants(queries, cache, tiles)},
+            (self._kind, tiles, store_tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4], from_rows),
+            lambda: {"FROM_ROWS": from_rows, **self._constants(queries, cache, tiles, store_tiles)},
         )
 
     def _described(self, rows: Tensor, tiles: Tiles) -> TensorDescriptor:
@@ -237,13 +275,16 @@ class Attention:
             self._described_rows = key
         return self._descriptor
 
-    def _fitting(self, tiles: Tiles, cache: Tensor) -> Tiles:
+    def _fitting(self, tiles: Tiles, store_tiles: StoreTiles, cache: Tensor) -> tuple[Tiles, StoreTiles]:
         """A card has no tensor cores for float32: its products are unrolled, and large ones take a minute to compile."""
         if cache.dtype == torch.float32 and self.device.is_card:
-            return Tiles(self.decode_tiles.rows, 32, 4, 1)
-        return tiles
+            return Tiles(self.decode_tiles.rows, 32, 4, 1), StoreTiles(32, 1)
+        return tiles, store_tiles
 
-    def _constants(self, queries: Tensor, cache: Tensor, tiles: Tiles) -> dict[str, Any]:
+    def _constants(
+        self, queries: Tensor, cache: Tensor, tiles: Tiles, store_tiles: StoreTiles
+    ) -> dict[str, Any]:
+        bits, tail_blocks = self.store_format or (0, 0)
         return {
             "FIXED_SPLIT": self.fixed_split,
             "HEADS": self.shape.heads,
@@ -258,5 +299,9 @@ class Attention:
             "CAPPED": self.shape.score_cap is not None,
             "TILE": tiles.positions,
             "STAGES": tiles.stages,
+            "BITS": bits,
+            "TAIL_BLOCKS": tail_blocks,
+            "STORE_TILE": store_tiles.positions,
+            "STORE_STAGES": store_tiles.stages,
             "num_warps": tiles.warps,
         }

@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.attention_tiles import LOWEST, attend, joined, mean, nothing_seen
+from weft.ops.triton.attention_store import attend_to_store, load_queries
+from weft.ops.triton.attention_tiles import LOWEST, attend, full_begin_of, joined, mean, nothing_seen
 from weft.ops.triton.device import let_next_begin, wait_for_previous
 
 
@@ -21,6 +22,8 @@ def decode_attention(
     queries,  # [tokens, QUERY_STRIDE]
     output,  # [tokens, heads * head size]
     cache,
+    codes,  # of the store, with BITS
+    words,
     tables,
     rows,
     context_lengths,
@@ -53,6 +56,10 @@ def decode_attention(
     CAPPED: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    BITS: tl.constexpr,  # 0: there is no store
+    TAIL_BLOCKS: tl.constexpr,
+    STORE_TILE: tl.constexpr,
+    STORE_STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -62,7 +69,7 @@ def decode_attention(
         share = tl.num_programs(1) - 1 - tl.program_id(1)
         each = tl.arange(0, MOST_REQUESTS)
         contexts = tl.load(context_lengths + each, mask=each < requests, other=0)
-        counts = tl.where(each < requests, _tiles_seen(contexts, WINDOW, TILE), 0)
+        counts = tl.where(each < requests, _work_of(contexts, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS), 0)
         all_tiles = tl.sum(counts, 0)
         longest = tl.max(counts, 0)
         # How many tiles the last program to end has read, where each has a request and the card hands them out.
@@ -92,8 +99,12 @@ def decode_attention(
                 # Asked for now, so that the next request does not begin by waiting for where it is.
                 next_request = tl.minimum(request + 1, requests - 1)
                 next_context, next_row = tl.load(context_lengths + next_request), tl.load(rows + next_request)
-                request_end = request_begin + _tiles_seen(context, WINDOW, TILE)
-                first_tile = (tl.maximum(context - WINDOW, 0) // TILE if WINDOW > 0 else 0) - request_begin
+                work = _work_of(context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
+                request_end = request_begin + work
+                begin_work = tl.maximum(begin - request_begin, 0)
+                begin_tile = _tile_at(begin_work, context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
+                end_work = tl.minimum(end - request_begin, work)
+                end_tile = _tile_at(end_work, context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
                 first_share = _share_of(request_begin, all_tiles, shares)
                 splits = _share_of(request_end - 1, all_tiles, shares) - first_share + 1
                 is_whole = is_even | (request_end - request_begin <= smallest_split // TILE)
@@ -102,8 +113,8 @@ def decode_attention(
                     row,
                     kv_head,
                     context,
-                    (first_tile + tl.maximum(begin, request_begin)) * TILE,
-                    tl.minimum((first_tile + tl.minimum(end, request_end)) * TILE, context),
+                    begin_tile * TILE,
+                    tl.minimum(end_tile * TILE, context),
                     tl.where(is_whole, 0, share - first_share),
                     tl.where(is_whole, 1, splits),
                     # One more for every request and every share, so no two splits have the same.
@@ -111,6 +122,8 @@ def decode_attention(
                     queries,
                     output,
                     cache,
+                    codes,
+                    words,
                     tables,
                     split_mixed,
                     split_peaks,
@@ -134,6 +147,11 @@ def decode_attention(
                     CAPPED,
                     TILE,
                     STAGES,
+                    BITS,
+                    TAIL_BLOCKS,
+                    STORE_TILE,
+                    STORE_STAGES,
+                    FIXED_SPLIT > 0,
                 )
                 request_begin = request_end
     else:
@@ -144,14 +162,26 @@ def decode_attention(
         row = tl.load(rows + request)
         first_seen = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
         first_position = first_seen // TILE * TILE
-        if FIXED_SPLIT > 0:
-            split_size = FIXED_SPLIT
-            first_split = first_seen // FIXED_SPLIT * FIXED_SPLIT
+        if BITS > 0 and FIXED_SPLIT == 0:
+            work = _work_of(context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
+            split_work = tl.maximum(smallest_split // TILE, tl.cdiv(work, most_splits))
+            splits = tl.cdiv(work, split_work)
+            begin_work = split * split_work
+            begin_tile = _tile_at(begin_work, context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
+            end_work = tl.minimum(begin_work + split_work, work)
+            end_tile = _tile_at(end_work, context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
+            begin, end = begin_tile * TILE, tl.minimum(end_tile * TILE, context)
         else:
-            first_split = first_position
-            even = tl.cdiv(tl.cdiv(context - first_split, most_splits), TILE) * TILE
-            split_size = tl.maximum(smallest_split, even)
-        splits = tl.maximum(tl.cdiv(context - first_split, split_size), 1)
+            if FIXED_SPLIT > 0:
+                split_size = FIXED_SPLIT
+                first_split = first_seen // FIXED_SPLIT * FIXED_SPLIT
+            else:
+                first_split = first_position
+                even = tl.cdiv(tl.cdiv(context - first_split, most_splits), TILE) * TILE
+                split_size = tl.maximum(smallest_split, even)
+            splits = tl.maximum(tl.cdiv(context - first_split, split_size), 1)
+            begin = tl.maximum(first_split + split * split_size, first_position)
+            end = tl.minimum(first_split + (split + 1) * split_size, context)
         wait_for_previous(DEPENDENT)
         let_next_begin(DEPENDENT)
         if split < splits:
@@ -160,14 +190,16 @@ def decode_attention(
                 row,
                 kv_head,
                 context,
-                tl.maximum(first_split + split * split_size, first_position),
-                tl.minimum(first_split + (split + 1) * split_size, context),
+                begin,
+                end,
                 split,
                 splits,
                 (request * KV_HEADS + kv_head) * most_splits,
                 queries,
                 output,
                 cache,
+                codes,
+                words,
                 tables,
                 split_mixed,
                 split_peaks,
@@ -191,16 +223,65 @@ def decode_attention(
                 CAPPED,
                 TILE,
                 STAGES,
+                BITS,
+                TAIL_BLOCKS,
+                STORE_TILE,
+                STORE_STAGES,
+                FIXED_SPLIT > 0,
             )
 
 
 @triton.jit
-def _tiles_seen(context, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """How many tiles hold what a request sees; a padded one has one, of nothing."""
+def _work_of(
+    context,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TAIL_BLOCKS: tl.constexpr,
+):
+    """What it takes to read what a request sees: tiles; where there is a store, its tiles, and a full one counts for as many
+    as it has bytes. A padded request has some too, of nothing."""
     tiles = tl.cdiv(context, TILE)
     if WINDOW > 0:
         tiles -= tl.maximum(context - WINDOW, 0) // TILE
-    return tl.maximum(tiles, 1)
+    tiles = tl.maximum(tiles, 1)
+    if BITS > 0:
+        stored = _stored_tiles(context, WINDOW, TILE, BLOCK_SIZE, TAIL_BLOCKS)
+        return stored + (tiles - stored) * (16 // BITS)
+    return tiles
+
+
+@triton.jit
+def _tile_at(
+    work,
+    context,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TAIL_BLOCKS: tl.constexpr,
+):
+    """Where a program is that has done so much of it."""
+    if BITS > 0:
+        stored = _stored_tiles(context, WINDOW, TILE, BLOCK_SIZE, TAIL_BLOCKS)
+        work = tl.where(work < stored, work, stored + (work - stored) // (16 // BITS))
+    return (tl.maximum(context - WINDOW, 0) // TILE if WINDOW > 0 else 0) + work
+
+
+@triton.jit
+def _stored_tiles(
+    context,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TAIL_BLOCKS: tl.constexpr,
+):
+    """How many of the tiles that are seen have nothing but stored blocks."""
+    stored = full_begin_of(context - 1, BLOCK_SIZE, TAIL_BLOCKS) // TILE
+    if WINDOW > 0:
+        stored = tl.maximum(stored - tl.maximum(context - WINDOW, 0) // TILE, 0)
+    return stored
 
 
 @triton.jit
@@ -233,6 +314,8 @@ def _attend_to_split(
     queries,
     output,
     cache,
+    codes,
+    words,
     tables,
     split_mixed,
     split_peaks,
@@ -256,6 +339,11 @@ def _attend_to_split(
     CAPPED: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    BITS: tl.constexpr,
+    TAIL_BLOCKS: tl.constexpr,
+    STORE_TILE: tl.constexpr,
+    STORE_STAGES: tl.constexpr,
+    FIXED_TILES: tl.constexpr,
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     VALUE_OFFSET: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_SIZE
@@ -264,20 +352,58 @@ def _attend_to_split(
     there = (row < GROUP)[:, None] & (column < HEAD_SIZE)[None, :]
     features = (kv_head * GROUP + row)[:, None] * HEAD_SIZE + column[None, :]
     query = tl.load(queries + request.to(tl.int64) * QUERY_STRIDE + features, mask=there, other=0.0)
-    peak, total, mixed = nothing_seen(ROWS, WIDTH)
+    positions = tl.full((ROWS,), 0, tl.int32) + (context - 1)
+    table = tables + table_row.to(tl.int64) * table_stride
+    full_from, full_begin = positions, 0
+    if BITS > 0:
+        full_begin = full_begin_of(context - 1, BLOCK_SIZE, TAIL_BLOCKS)
+        full_from = tl.full((ROWS,), 0, tl.int32) + full_begin
+        group = queries + request.to(tl.int64) * QUERY_STRIDE + (kv_head * GROUP + row)[:, None] * HEAD_SIZE
+        left, right, query_sum = load_queries(group, (row < GROUP)[:, None], HEAD_SIZE, WIDTH, BITS)
+        PART: tl.constexpr = BLOCK_SIZE * HEAD_SIZE * BITS // 4 + 4 * BLOCK_SIZE
+        part = (layer * KV_HEADS + kv_head).to(tl.int64) * PART
+        peak, total, mixed = attend_to_store(
+            left,
+            right,
+            query_sum,
+            positions,
+            full_from,
+            begin // STORE_TILE * STORE_TILE if FIXED_TILES else begin,
+            tl.minimum(end, full_begin),
+            codes + part,
+            words + part // 4,
+            table + table_stride // 2,
+            scale,
+            score_cap,
+            WINDOW=WINDOW,
+            CAPPED=CAPPED,
+            BITS=BITS,
+            HEAD_SIZE=HEAD_SIZE,
+            WIDTH=WIDTH,
+            BLOCK_SIZE=BLOCK_SIZE,
+            BLOCK_STRIDE=LAYERS * KV_HEADS * PART,
+            TILE=STORE_TILE,
+            STAGES=STORE_STAGES,
+        )
+        begin = tl.maximum(begin, full_begin // TILE * TILE)
+    else:
+        peak, total, mixed = nothing_seen(ROWS, WIDTH)
     peak, total, mixed = attend(
         query,
-        tl.full((ROWS,), 0, tl.int32) + (context - 1),
+        positions,
         peak,
         total,
         mixed,
         begin,
         end,
+        full_from,
+        full_begin,
         cache + (layer * 2 * KV_HEADS + kv_head).to(tl.int64) * (BLOCK_SIZE * HEAD_SIZE),
-        tables + table_row.to(tl.int64) * table_stride,
+        table,
         scale,
         score_cap,
         MASKED=True,
+        TIERED=BITS > 0,
         WINDOW=WINDOW,
         CAPPED=CAPPED,
         HEAD_SIZE=HEAD_SIZE,

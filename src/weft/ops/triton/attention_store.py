@@ -1,0 +1,190 @@
+"""Attention to the quantised blocks of a two-tier cache, tile by tile, without ever writing out what they stand for.
+
+A value is scale * (code - offset). So a query meets codes, which are whole numbers and exact in any type, and its product
+with a key is scale * (query x codes - offset * sum of the query). Weights are multiplied by the scales of values before
+they meet their codes, and what their offsets take away is one number for each row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.ops.triton.attention_tiles import LOWEST, exponents, grown
+from weft.ops.triton.device import INTERPRETED, dot
+from weft.ops.triton.store import scale_of
+
+
+@triton.jit
+def load_queries(place, there, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """Of rows that begin at `place` [rows, 1]: as codes lie, features in one tensor, or in two, left ones and right ones;
+    and their sums."""
+    NEIGHBOURS: tl.constexpr = 8 // BITS
+    column = tl.arange(0, WIDTH // NEIGHBOURS)[None, :] * NEIGHBOURS
+    is_feature = there & (column < HEAD_SIZE)
+    query = tl.load(place + column, mask=is_feature, other=0.0)
+    # By a product, whose order is the same in every kernel.
+    ones = tl.full((WIDTH // NEIGHBOURS, 16), 1.0, tl.float32).to(query.dtype)
+    sums = dot(query, ones, tl.zeros((query.shape[0], 16), tl.float32))
+    other_query = query
+    if BITS == 4:
+        other_query = tl.load(place + column + 1, mask=is_feature, other=0.0)
+        sums = dot(other_query, ones, sums)
+    return query, other_query, tl.max(sums, 1)
+
+
+@triton.jit
+def attend_to_store(
+    query,  # [ROWS, WIDTH], or with 4 bits the left one of each pair of features
+    other_query,  # the right one
+    query_sum,  # [ROWS]
+    positions,  # [ROWS]
+    full_from,  # [ROWS]: from here on a row reads full blocks
+    begin,  # a multiple of 16
+    end,  # no row reads the store from here on: the end of a block
+    codes,  # where the part of the layer and the head begins in block 0
+    words,
+    table,  # the request's blocks of the store
+    scale,
+    score_cap,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BITS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,  # bytes of a block
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The softmax over the positions begin to end as each row sees them."""
+    ROWS: tl.constexpr = query.shape[0]
+    CODE_BYTES: tl.constexpr = HEAD_SIZE * BITS // 8
+    COLUMNS: tl.constexpr = WIDTH * BITS // 8
+    VALUES: tl.constexpr = BLOCK_SIZE * CODE_BYTES
+    # So many tokens side by side are in one block, and the compiler is told: what it loads at once depends on it.
+    TOGETHER: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else (8 if BLOCK_SIZE % 8 == 0 else 1)
+    begin = begin // TOGETHER * TOGETHER
+    end = end // TOGETHER * TOGETHER
+    feature = tl.arange(0, COLUMNS)
+    peak = tl.full((ROWS,), LOWEST, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    taken = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
+    other_mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        place = start + tl.arange(0, TILE)
+        block = tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0).to(tl.int64)
+        key_place = codes + block[:, None] * BLOCK_STRIDE + (place % BLOCK_SIZE)[:, None] * CODE_BYTES
+        key_there = (place < end)[:, None] & (feature < CODE_BYTES)[None, :]
+        key_codes = tl.load(key_place + feature[None, :], mask=key_there, other=0)
+        word_place = words + block * (BLOCK_STRIDE // 4) + VALUES // 2 + place % BLOCK_SIZE
+        word = tl.load(word_place, mask=place < end, other=0)
+
+        # The same places across: codes of V lie feature by feature.
+        across = start + tl.arange(0, TILE)[None, :]
+        block_across = tl.load(table + across // BLOCK_SIZE, mask=across < end, other=0).to(tl.int64)
+        block_across = tl.max_constancy(block_across, [1, TOGETHER])
+        value_place = codes + VALUES + block_across * BLOCK_STRIDE + across % BLOCK_SIZE
+        value_there = (across < end) & (feature < CODE_BYTES)[:, None]
+        value_codes = tl.load(value_place + feature[:, None] * BLOCK_SIZE, mask=value_there, other=0)
+
+        scores = tl.zeros((ROWS, TILE), tl.float32)
+        if BITS == 8:
+            scores = dot(query, tl.trans(_numbers(key_codes, query.dtype)), scores)
+        else:
+            left, right = _numbers_of_pairs(key_codes, query.dtype)
+            scores = dot(query, tl.trans(left), scores)
+            scores = dot(other_query, tl.trans(right), scores)
+        key_scale, key_offset = scale_of(word & 255), _offset((word << 16) >> 24, query.dtype, BITS)
+        against = tl.broadcast_to(-key_offset[None, :], (ROWS, TILE))
+        scores = tl.fma(against, tl.broadcast_to(query_sum[:, None], (ROWS, TILE)), scores)
+        scores, factor = exponents(scores * key_scale[None, :], scale, score_cap, CAPPED)
+        seen = place[None, :] < tl.minimum(full_from, end)[:, None]
+        if WINDOW > 0:
+            seen = seen & (place[None, :] > positions[:, None] - WINDOW)
+        highest, weights, shrink = grown(tl.where(seen, scores, float("-inf")), factor, peak)
+        total = total * shrink + tl.sum(weights, 1)
+
+        value_scale = scale_of((word >> 16) & 255)
+        scaled = (weights * value_scale[None, :]).to(query.dtype)
+        # Of the weights as they are rounded: so the offsets take away exactly what they added to the codes.
+        value_offset = _offset(word >> 24, query.dtype, BITS)
+        taken = taken * shrink + tl.sum(scaled.to(tl.float32) * value_offset[None, :], 1)
+        if BITS == 8:
+            mixed = dot(scaled, tl.trans(_numbers(value_codes, query.dtype)), mixed * shrink[:, None])
+        else:
+            left, right = _numbers_of_pairs(value_codes, query.dtype)
+            mixed = dot(scaled, tl.trans(left), mixed * shrink[:, None])
+            other_mixed = dot(scaled, tl.trans(right), other_mixed * shrink[:, None])
+        peak = highest
+    if BITS == 4:
+        mixed = tl.reshape(tl.join(mixed, other_mixed), (ROWS, WIDTH))
+    return peak, total, mixed - taken[:, None]
+
+
+@triton.jit
+def _offset(offset, TYPE: tl.constexpr, BITS: tl.constexpr):
+    """What the numbers made of codes are too large by, of the byte that says it."""
+    offset = offset.to(tl.float32)
+    if BITS == 4:
+        offset = offset * 0.0625 + 8.0
+        if TYPE == tl.bfloat16 and not INTERPRETED:
+            offset = offset + 128.0
+    return offset
+
+
+@triton.jit
+def _numbers(codes, TYPE: tl.constexpr):
+    """Of signed bytes, in a type that products are made of."""
+    if TYPE == tl.bfloat16 and not INTERPRETED:
+        # A byte under 0x43 is 128 + its lower seven bits, and 128 or 256 by its highest alone: two's complement is the
+        # difference. Four instructions for two numbers.
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 pair, other, low, high, minus;
+            mov.b32 minus, 0xbf80bf80;
+            prmt.b32 pair, $2, 0x43434343, 0x4140;
+            prmt.b32 other, $2, 0x43434343, 0x4342;
+            and.b32 low, pair, 0xff7fff7f;
+            and.b32 high, pair, 0xff80ff80;
+            fma.rn.bf16x2 $0, high, minus, low;
+            and.b32 low, other, 0xff7fff7f;
+            and.b32 high, other, 0xff80ff80;
+            fma.rn.bf16x2 $1, high, minus, low;
+            }
+            """,
+            "=r,=r,r",
+            [codes],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return codes.to(TYPE)
+
+
+@triton.jit
+def _numbers_of_pairs(codes, TYPE: tl.constexpr):
+    """Of the lower and of the upper four bits of bytes; in bfloat16 they are 128 larger."""
+    if TYPE == tl.bfloat16 and not INTERPRETED:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 lower, upper;
+            and.b32 lower, $4, 0x0f0f0f0f;
+            shr.b32 upper, $4, 4;
+            and.b32 upper, upper, 0x0f0f0f0f;
+            prmt.b32 $0, lower, 0x43434343, 0x4140;
+            prmt.b32 $1, lower, 0x43434343, 0x4342;
+            prmt.b32 $2, upper, 0x43434343, 0x4140;
+            prmt.b32 $3, upper, 0x43434343, 0x4342;
+            }
+            """,
+            "=r,=r,=r,=r,r",
+            [codes],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    return (codes & 15).to(TYPE), ((codes >> 4) & 15).to(TYPE)
