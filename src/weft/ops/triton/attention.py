@@ -87,6 +87,8 @@ class Attention:
         self.joined_rows = power_of_two(group)
         rows = max(_LEAST_ROWS, self.joined_rows)
         self.decode_tiles = Tiles(rows, 64, 2, 3) if self.width <= 128 else Tiles(rows, 32, 4, 3)
+        # Where rows are the columns of products, eight are enough. In the invariant mode they are those of chunks.
+        self.store_rows = rows if invariant else max(8, self.joined_rows)
         self.fixed_split = 0
         if invariant:
             even = power_of_two(pieces(max_context, _MOST_FIXED_SPLITS))
@@ -224,6 +226,7 @@ class Attention:
             (self._kind, tiles, store_tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4], shared),
             lambda: {
                 "SHARED": shared,
+                "STORE_ROWS": self.store_rows,
                 "MOST_REQUESTS": self._most_requests,
                 "JOINED_ROWS": self.joined_rows,
                 "JOINED_AT_ONCE": self.joined_at_once,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.attention_store import attend_to_store, load_queries
+from weft.ops.triton.attention_store import attend_to_store, load_queries, widened
 from weft.ops.triton.attention_tiles import LOWEST, attend, full_begin_of, joined, mean, nothing_seen
 from weft.ops.triton.device import let_next_begin, wait_for_previous
 
@@ -58,6 +58,7 @@ def decode_attention(
     STAGES: tl.constexpr,
     BITS: tl.constexpr,  # 0: there is no store
     TAIL_BLOCKS: tl.constexpr,
+    STORE_ROWS: tl.constexpr,
     STORE_TILE: tl.constexpr,
     STORE_STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -149,6 +150,7 @@ def decode_attention(
                     STAGES,
                     BITS,
                     TAIL_BLOCKS,
+                    STORE_ROWS,
                     STORE_TILE,
                     STORE_STAGES,
                     FIXED_SPLIT > 0,
@@ -225,6 +227,7 @@ def decode_attention(
                 STAGES,
                 BITS,
                 TAIL_BLOCKS,
+                STORE_ROWS,
                 STORE_TILE,
                 STORE_STAGES,
                 FIXED_SPLIT > 0,
@@ -341,6 +344,7 @@ def _attend_to_split(
     STAGES: tl.constexpr,
     BITS: tl.constexpr,
     TAIL_BLOCKS: tl.constexpr,
+    STORE_ROWS: tl.constexpr,
     STORE_TILE: tl.constexpr,
     STORE_STAGES: tl.constexpr,
     FIXED_TILES: tl.constexpr,
@@ -358,16 +362,17 @@ def _attend_to_split(
     if BITS > 0:
         full_begin = full_begin_of(context - 1, BLOCK_SIZE, TAIL_BLOCKS)
         full_from = tl.full((ROWS,), 0, tl.int32) + full_begin
-        group = queries + request.to(tl.int64) * QUERY_STRIDE + (kv_head * GROUP + row)[:, None] * HEAD_SIZE
-        left, right, query_sum = load_queries(group, (row < GROUP)[:, None], HEAD_SIZE, WIDTH, BITS)
+        head = tl.arange(0, STORE_ROWS)
+        heads = queries + request.to(tl.int64) * QUERY_STRIDE + (kv_head * GROUP + head) * HEAD_SIZE
+        left, right, query_sum = load_queries(heads, head < GROUP, HEAD_SIZE, WIDTH, BITS)
         PART: tl.constexpr = BLOCK_SIZE * HEAD_SIZE * BITS // 4 + 4 * BLOCK_SIZE
         part = (layer * KV_HEADS + kv_head).to(tl.int64) * PART
         peak, total, mixed = attend_to_store(
             left,
             right,
             query_sum,
-            positions,
-            full_from,
+            tl.full((STORE_ROWS,), 0, tl.int32) + (context - 1),
+            tl.full((STORE_ROWS,), 0, tl.int32) + full_begin,
             begin // STORE_TILE * STORE_TILE if FIXED_TILES else begin,
             tl.minimum(end, full_begin),
             codes + part,
@@ -385,6 +390,7 @@ def _attend_to_split(
             TILE=STORE_TILE,
             STAGES=STORE_STAGES,
         )
+        peak, total, mixed = widened(peak, total, mixed, ROWS)
         begin = tl.maximum(begin, full_begin // TILE * TILE)
     else:
         peak, total, mixed = nothing_seen(ROWS, WIDTH)

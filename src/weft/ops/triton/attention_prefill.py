@@ -98,9 +98,10 @@ def prefill_attention(
         full_from = full_begin_of(positions, BLOCK_SIZE, TAIL_BLOCKS)
         full_begin = full_begin_of(first_position, BLOCK_SIZE, TAIL_BLOCKS)
         store_end = full_begin_of(end - 1, BLOCK_SIZE, TAIL_BLOCKS)
-        group = queries + token_row * QUERY_STRIDE + (kv_head * GROUP + row % GROUP)[:, None] * HEAD_SIZE
-        is_token = ((row < TOKENS * GROUP) & (token < count))[:, None]
-        left, right, query_sum = load_queries(group, is_token, HEAD_SIZE, WIDTH, BITS)
+        heads = queries + (first_token + token).to(tl.int64) * QUERY_STRIDE
+        heads += (kv_head * GROUP + row % GROUP) * HEAD_SIZE
+        is_token = (row < TOKENS * GROUP) & (token < count)
+        left, right, query_sum = load_queries(heads, is_token, HEAD_SIZE, WIDTH, BITS)
         PART: tl.constexpr = BLOCK_SIZE * HEAD_SIZE * BITS // 4 + 4 * BLOCK_SIZE
         part = (layer * KV_HEADS + kv_head).to(tl.int64) * PART
 

@@ -10,32 +10,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.attention_tiles import LOWEST, exponents, grown
+from weft.ops.triton.attention_tiles import LOWEST, exponents
 from weft.ops.triton.device import INTERPRETED, dot
 from weft.ops.triton.store import scale_of
 
 
 @triton.jit
-def load_queries(place, there, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """Of rows that begin at `place` [rows, 1]: as codes lie, features in one tensor, or in two, left ones and right ones;
-    and their sums."""
+def load_queries(rows, there, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """Of rows that begin at `rows` [ROWS]: their features as codes lie, one below the other, in one tensor or in two, left
+    ones and right ones; and their sums."""
     NEIGHBOURS: tl.constexpr = 8 // BITS
-    column = tl.arange(0, WIDTH // NEIGHBOURS)[None, :] * NEIGHBOURS
-    is_feature = there & (column < HEAD_SIZE)
-    query = tl.load(place + column, mask=is_feature, other=0.0)
+    feature = tl.arange(0, WIDTH // NEIGHBOURS)[:, None] * NEIGHBOURS
+    is_feature = there[None, :] & (feature < HEAD_SIZE)
+    query = tl.load(rows[None, :] + feature, mask=is_feature, other=0.0)
     # By a product, whose order is the same in every kernel.
-    ones = tl.full((WIDTH // NEIGHBOURS, 16), 1.0, tl.float32).to(query.dtype)
-    sums = dot(query, ones, tl.zeros((query.shape[0], 16), tl.float32))
+    ones = tl.full((16, WIDTH // NEIGHBOURS), 1.0, tl.float32).to(query.dtype)
+    sums = dot(ones, query, tl.zeros((16, query.shape[1]), tl.float32))
     other_query = query
     if BITS == 4:
-        other_query = tl.load(place + column + 1, mask=is_feature, other=0.0)
-        sums = dot(other_query, ones, sums)
-    return query, other_query, tl.max(sums, 1)
+        other_query = tl.load(rows[None, :] + feature + 1, mask=is_feature, other=0.0)
+        sums = dot(ones, other_query, sums)
+    return query, other_query, tl.max(sums, 0)
 
 
 @triton.jit
 def attend_to_store(
-    query,  # [ROWS, WIDTH], or with 4 bits the left one of each pair of features
+    query,  # [WIDTH, ROWS], or with 4 bits [WIDTH / 2, ROWS]: the left one of each pair of features
     other_query,  # the right one
     query_sum,  # [ROWS]
     positions,  # [ROWS]
@@ -57,21 +57,27 @@ def attend_to_store(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The softmax over the positions begin to end as each row sees them."""
-    ROWS: tl.constexpr = query.shape[0]
+    """The softmax over the positions begin to end as each row sees them.
+
+    Codes stand on the left of all products, where tensor cores take what was just made of bytes in registers; so a tile
+    is worked on with its positions one below the other and the rows side by side.
+    """
+    ROWS: tl.constexpr = query.shape[1]
     CODE_BYTES: tl.constexpr = HEAD_SIZE * BITS // 8
     COLUMNS: tl.constexpr = WIDTH * BITS // 8
     VALUES: tl.constexpr = BLOCK_SIZE * CODE_BYTES
     # So many tokens side by side are in one block, and the compiler is told: what it loads at once depends on it.
     TOGETHER: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else (8 if BLOCK_SIZE % 8 == 0 else 1)
+    # Few rows sum up their tiles side by side, and these at the end: a sum over a tile takes longer than all else of it.
+    SUMS: tl.constexpr = TILE if ROWS <= 16 else 1
     begin = begin // TOGETHER * TOGETHER
     end = end // TOGETHER * TOGETHER
     feature = tl.arange(0, COLUMNS)
     peak = tl.full((ROWS,), LOWEST, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    taken = tl.zeros((ROWS,), tl.float32)
-    mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
-    other_mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
+    totals = tl.zeros((SUMS, ROWS), tl.float32)
+    taken = tl.zeros((SUMS, ROWS), tl.float32)
+    mixed = tl.zeros((COLUMNS, ROWS), tl.float32)
+    other_mixed = tl.zeros((COLUMNS, ROWS), tl.float32)
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         place = start + tl.arange(0, TILE)
         block = tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0).to(tl.int64)
@@ -89,38 +95,57 @@ def attend_to_store(
         value_there = (across < end) & (feature < CODE_BYTES)[:, None]
         value_codes = tl.load(value_place + feature[:, None] * BLOCK_SIZE, mask=value_there, other=0)
 
-        scores = tl.zeros((ROWS, TILE), tl.float32)
+        scores = tl.zeros((TILE, ROWS), tl.float32)
         if BITS == 8:
-            scores = dot(query, tl.trans(_numbers(key_codes, query.dtype)), scores)
+            scores = dot(_numbers(key_codes, query.dtype), query, scores)
         else:
             left, right = _numbers_of_pairs(key_codes, query.dtype)
-            scores = dot(query, tl.trans(left), scores)
-            scores = dot(other_query, tl.trans(right), scores)
+            scores = dot(left, query, scores)
+            scores = dot(right, other_query, scores)
         key_scale, key_offset = scale_of(word & 255), _offset((word << 16) >> 24, query.dtype, BITS)
-        against = tl.broadcast_to(-key_offset[None, :], (ROWS, TILE))
-        scores = tl.fma(against, tl.broadcast_to(query_sum[:, None], (ROWS, TILE)), scores)
-        scores, factor = exponents(scores * key_scale[None, :], scale, score_cap, CAPPED)
-        seen = place[None, :] < tl.minimum(full_from, end)[:, None]
+        against = tl.broadcast_to(-key_offset[:, None], (TILE, ROWS))
+        scores = tl.fma(against, tl.broadcast_to(query_sum[None, :], (TILE, ROWS)), scores)
+        scores, factor = exponents(scores * key_scale[:, None], scale, score_cap, CAPPED)
+        seen = place[:, None] < tl.minimum(full_from, end)[None, :]
         if WINDOW > 0:
-            seen = seen & (place[None, :] > positions[:, None] - WINDOW)
-        highest, weights, shrink = grown(tl.where(seen, scores, float("-inf")), factor, peak)
-        total = total * shrink + tl.sum(weights, 1)
+            seen = seen & (place[:, None] > positions[None, :] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(peak, tl.max(scores, 0) * factor)
+        weights = tl.exp2(scores * factor - highest[None, :])
+        shrink = tl.exp2(peak - highest)
+        peak = highest
 
-        value_scale = scale_of((word >> 16) & 255)
-        scaled = (weights * value_scale[None, :]).to(query.dtype)
+        scaled = (weights * scale_of((word >> 16) & 255)[:, None]).to(query.dtype)
         # Of the weights as they are rounded: so the offsets take away exactly what they added to the codes.
         value_offset = _offset(word >> 24, query.dtype, BITS)
-        taken = taken * shrink + tl.sum(scaled.to(tl.float32) * value_offset[None, :], 1)
+        taking = scaled.to(tl.float32) * value_offset[:, None]
+        if SUMS == 1:
+            weights, taking = tl.sum(weights, 0, keep_dims=True), tl.sum(taking, 0, keep_dims=True)
+        totals = totals * shrink[None, :] + weights
+        taken = taken * shrink[None, :] + taking
         if BITS == 8:
-            mixed = dot(scaled, tl.trans(_numbers(value_codes, query.dtype)), mixed * shrink[:, None])
+            mixed = dot(_numbers(value_codes, query.dtype), scaled, mixed * shrink[None, :])
         else:
             left, right = _numbers_of_pairs(value_codes, query.dtype)
-            mixed = dot(scaled, tl.trans(left), mixed * shrink[:, None])
-            other_mixed = dot(scaled, tl.trans(right), other_mixed * shrink[:, None])
-        peak = highest
+            mixed = dot(left, scaled, mixed * shrink[None, :])
+            other_mixed = dot(right, scaled, other_mixed * shrink[None, :])
+    all_taken = tl.sum(taken, 0)[:, None]
+    mixed = tl.trans(mixed) - all_taken
     if BITS == 4:
-        mixed = tl.reshape(tl.join(mixed, other_mixed), (ROWS, WIDTH))
-    return peak, total, mixed - taken[:, None]
+        mixed = tl.reshape(tl.join(mixed, tl.trans(other_mixed) - all_taken), (ROWS, WIDTH))
+    return peak, tl.sum(totals, 0), mixed
+
+
+@triton.jit
+def widened(peak, total, mixed, ROWS: tl.constexpr):
+    """The softmax of a store with rows added that have seen nothing."""
+    if peak.shape[0] == ROWS:
+        return peak, total, mixed
+    tl.static_assert(2 * peak.shape[0] == ROWS)
+    peak = tl.reshape(tl.trans(tl.join(peak, tl.full(peak.shape, LOWEST, tl.float32))), (ROWS,))
+    total = tl.reshape(tl.trans(tl.join(total, tl.zeros(total.shape, tl.float32))), (ROWS,))
+    doubled = tl.permute(tl.join(mixed, tl.zeros(mixed.shape, tl.float32)), (2, 0, 1))
+    return peak, total, tl.reshape(doubled, (ROWS, mixed.shape[1]))
 
 
 @triton.jit
@@ -161,7 +186,7 @@ def _numbers(codes, TYPE: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    return codes.to(TYPE)
+    return codes.to(tl.float32).to(TYPE)
 
 
 @triton.jit
@@ -187,4 +212,4 @@ def _numbers_of_pairs(codes, TYPE: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    return (codes & 15).to(TYPE), ((codes >> 4) & 15).to(TYPE)
+    return (codes & 15).to(tl.float32).to(TYPE), ((codes >> 4) & 15).to(tl.float32).to(TYPE)

@@ -185,17 +185,12 @@ def _attend_to_tile(
         if TIERED:
             seen = seen & (place[None, :] >= full_from[:, None])
         scores = tl.where(seen, scores, float("-inf"))
-    highest, weights, shrink = grown(scores, factor, peak)
+    highest = tl.maximum(peak, tl.max(scores, 1) * factor)
+    weights = tl.exp2(scores * factor - highest[:, None])
+    shrink = tl.exp2(peak - highest)
     total = total * shrink + tl.sum(weights, 1)
     mixed = dot(weights.to(value.dtype), value, mixed * shrink[:, None])
     return highest, total, mixed
-
-
-@triton.jit
-def grown(scores, factor, peak):
-    """A softmax meets more scores: its new peak, their weights under it, and what all it has summed up shrinks by."""
-    highest = tl.maximum(peak, tl.max(scores, 1) * factor)
-    return highest, tl.exp2(scores * factor - highest[:, None]), tl.exp2(peak - highest)
 
 
 @triton.jit
