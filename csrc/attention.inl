@@ -3,6 +3,10 @@
 // The rows of a task are its queries' heads, query by query. A block of rows goes through the context segment by segment (kernels.h),
 // and through a segment in pieces of 64 positions, which stay in the first-level cache: scores of all rows, then weights, then sums of
 // values. What a row does not see is never multiplied with a value, not even as 0, since that may be NaN.
+//
+// What lies in the store is read as codes. A score is the product of query and codes, less the key's zero times the sum of the query, times
+// the key's scale; and a weight is multiplied by its value's scale before the codes are summed, less the sum of these products with the
+// zeros. So much is done in the order of the positions too, whatever rows or tiles there are.
 #include "attention_tiles.inl"
 
 namespace weft::WEFT_ISA {
@@ -28,25 +32,39 @@ struct Block {
   Statistics* statistics;   // [rows]: of the segment in work
   Statistics* totals;       // [rows]: of the segments before
 
+  // Of the store.
+  int64_t stored;           // what lies before this position is read from there by all rows
+  float *key_scales, *key_zeros, *value_scales, *value_zeros;   // [segment_keys + 16]: of the segment in work
+  float* query_sums;        // [rows]: of all features
+  float* zero_sums;         // [rows]: of weight * scale * zero, of the segment in work
+
   Block(const AttendTask& whole, Ahead* fetching, int64_t first, int64_t count, float* scratch)
-      : task(whole), ahead(fetching), first_query(first), rows(count * whole.group), width(rounded_up(whole.cache.head_size, vec::lanes)) {
+      : task(whole), ahead(fetching), first_query(first), rows(count * whole.group), width(rounded_up(whole.cache.head_size, vec::lanes)),
+        stored(whole.stored_before(whole.first_position + first)) {
     // Aligned: a vector that lies across two cache lines is loaded twice.
     scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~uintptr_t{63});
     scores = scratch;
     sums = scores + rows * score_stride;
     floats = sums + rows * width;
     queries = floats + piece_keys * width;
-    statistics = reinterpret_cast<Statistics*>(queries + rows * width);
+    key_scales = queries + rows * width;
+    key_zeros = key_scales + score_stride;
+    value_scales = key_zeros + score_stride;
+    value_zeros = value_scales + score_stride;
+    statistics = reinterpret_cast<Statistics*>(value_zeros + score_stride);
     totals = statistics + rows;
+    query_sums = reinterpret_cast<float*>(totals + rows);
+    zero_sums = query_sums + rows;
   }
 
-  static int64_t scratch_floats(int64_t rows, int64_t width) { return 16 + rows * (score_stride + 2 * width + 4) + piece_keys * width; }
+  static int64_t scratch_floats(int64_t rows, int64_t width) { return 16 + rows * (score_stride + 2 * width + 6) + piece_keys * width + 4 * score_stride; }
 
   int64_t first_segment(int64_t query) const { return task.window > 0 ? larger(position(query) + 1 - task.window, 0) / segment_keys : 0; }
   int64_t last_segment() const { return position(rows / task.group - 1) / segment_keys; }
   int64_t position(int64_t query) const { return task.first_position + first_query + query; }
   Span seen_by_query(int64_t query, int64_t segment) const { return seen_from(task, position(query), segment); }
   Span seen(int64_t row, int64_t segment) const { return seen_by_query(row / task.group, segment); }
+  int64_t stored_in(int64_t segment) const { return larger(0, smaller(stored - segment * segment_keys, segment_keys)); }
   // A later row begins to see later and sees further.
   Span seen_by_any(int64_t segment, int64_t first, int64_t end) const { return {seen(first, segment).first, seen(end - 1, segment).end}; }
 
@@ -64,84 +82,136 @@ struct Block {
 // --- pieces --------------------------------------------------------------------------------------------------------------------------
 
 inline Span part_of(Span span, int64_t start) { return {larger(span.first - start, 0), smaller(span.end - start, piece_keys)}; }
+inline Span common(Span a, Span b) { return {larger(a.first, b.first), smaller(a.end, b.end)}; }
 
-// The tiles of a piece that are wanted, as they lie in the cache or as floats in the scratch.
+// The tiles of a piece that are wanted, as they lie in memory or as floats in the scratch.
 template <typename Element>
 struct Piece {
   int64_t start;     // in the segment
+  Span side;         // of the segment: nothing else of it is wanted
   int64_t stride;    // from one value to the next
   const Element* tiles[piece_tiles];
+
+  Span part(Span seen) const { return part_of(common(seen, side), start); }
 };
 
-// Calls use(k, n, at, distance) for runs of n positions of a span that lie together: feature f of key k + i stands at
-// at[f * distance + i], and that of a value at at[i * distance + f].
+// Calls use(k, n, within, tile, tile_width) for runs of n positions of a span that lie together in one tile of a block: key k stands
+// `within` the block, in the tile of that width which begins there.
 template <typename Use>
-inline void for_runs(const AttendTask& task, int64_t start, Span wanted, bool values, Use use) {
-  const CacheLayer& cache = task.cache;
+inline void for_runs(const AttendTask& task, int64_t start, Span wanted, Use use) {
+  const int64_t block_size = task.cache.block_size;
   for (int64_t k = wanted.first; k < wanted.end;) {
-    const int64_t within = (start + k) % cache.block_size, tile = within / key_tile * key_tile;
-    const int64_t tile_width = smaller(key_tile, cache.block_size - tile);
+    const int64_t within = (start + k) % block_size, tile = within / key_tile * key_tile;
+    const int64_t tile_width = smaller(key_tile, block_size - tile);
     const int64_t n = smaller(smaller(wanted.end - k, key_tile - k % key_tile), tile + tile_width - within);
-    const uint16_t* block = cache.keys + task.table[(start + k) / cache.block_size] * cache.block_stride + task.kv_head * cache.head_stride;
-    if (values) {
-      use(k, n, block + cache.value_offset + within * cache.head_size, cache.head_size);
-    } else {
-      use(k, n, block + tile * cache.head_size + within - tile, tile_width);
-    }
+    use(k, n, within, tile, tile_width);
     k += n;
   }
 }
 
+// Codes as floats: n keys of one feature, or the features of one value.
+inline void convert_keys(const StoreLayer& store, const uint8_t* tile, int64_t tile_width, int64_t f, int64_t n, float* out) {
+  const uint8_t* from = tile + (store.bits == 8 ? f : f / 2) * tile_width;
+  for (int64_t i = 0; i < n; i++)
+    out[i] = static_cast<float>(store.bits == 8 ? static_cast<int8_t>(from[i]) : from[i] >> (f % 2 * 4) & 15);
+}
+inline void convert_value(const StoreLayer& store, const uint8_t* from, float* out) {
+  const int64_t size = store.head_size, half = size / 2;
+  if (store.bits == 8) {
+    for (int64_t f = 0; f < size; f++) out[f] = static_cast<float>(static_cast<int8_t>(from[f]));
+  } else {
+    for (int64_t j = 0; j < half; j++) out[j] = static_cast<float>(from[j] & 15);
+    for (int64_t j = 0; j < half; j++) out[half + j] = static_cast<float>(from[j] >> 4);
+  }
+}
+
 // A piece as floats in the scratch: for heads that are no whole vectors, blocks that are no whole tiles, and where a half is slow to read.
+// Codes stay codes, so that the sums are the same as of those that are read as they lie.
 inline void convert(const Block& block, int64_t start, Span wanted, bool values, Piece<float>& piece) {
-  const int64_t size = block.task.cache.head_size, stride = values ? block.width : size;
+  const AttendTask& task = block.task;
+  const CacheLayer& cache = task.cache;
+  const int64_t size = cache.head_size, stride = values ? block.width : size;
   piece.stride = stride;
   for (int64_t tile = 0; tile < piece_tiles; tile++) piece.tiles[tile] = block.floats + tile * key_tile * stride;
-  for_runs(block.task, start, wanted, values, [&](int64_t k, int64_t n, const uint16_t* at, int64_t distance) {
+  for_runs(task, start, wanted, [&](int64_t k, int64_t n, int64_t within, int64_t first, int64_t tile_width) {
+    const int64_t number = (start + k) / cache.block_size;
+    const bool is_stored = start + k < block.stored;
+    const uint16_t* halves = is_stored ? nullptr : cache.keys + task.table[number] * cache.block_stride + task.kv_head * cache.head_stride;
+    const StoredHead head = task.store.head(is_stored ? task.store_table[number] : 0, task.kv_head);
     if (values) {
       for (int64_t i = 0; i < n; i++) {
         float* row = block.floats + (k + i) * stride;
-        if (block.ahead) block.ahead->ask((size + 31) / 32);
-        vec::for_each(size, [&](int64_t f, auto count) { vec::store(row + f, vec::load(at + i * distance + f, count)); });
+        if (block.ahead) block.ahead->ask((bytes_of_vector(task, is_stored) + 63) / 64);
+        if (is_stored) {
+          convert_value(task.store, head.values() + (within + i) * head.vector_bytes, row);
+        } else {
+          const uint16_t* from = halves + cache.value_offset + (within + i) * size;
+          vec::for_each(size, [&](int64_t f, auto count) { vec::store(row + f, vec::load(from + f, count)); });
+        }
       }
     } else {
       float* tile = block.floats + k / key_tile * key_tile * stride + k % key_tile;
       for (int64_t f = 0; f < size; f++) {
         if (block.ahead && f % 2 == 0) block.ahead->ask(1);
-        const uint16_t* from = at + f * distance;
-        vec::for_each(n, [&](int64_t i, auto count) { vec::store(tile + f * key_tile + i, vec::load(from + i, count), count); });
+        if (is_stored) {
+          convert_keys(task.store, head.keys() + first * head.vector_bytes + within - first, tile_width, f, n, tile + f * key_tile);
+        } else {
+          const uint16_t* from = halves + first * size + within - first + f * tile_width;
+          vec::for_each(n, [&](int64_t i, auto count) { vec::store(tile + f * key_tile + i, vec::load(from + i, count), count); });
+        }
       }
     }
   });
 }
 
-// Calls use(piece, ahead) for the pieces of a segment that any row sees, their keys or their values; `ahead` is to be asked meanwhile,
-// unless it is null.
-template <typename Use>
-inline void for_pieces(const Block& block, int64_t segment, bool values, Use use) {
+// Calls use(piece, ahead) for the pieces of one side of a segment, their keys or their values; `ahead` is to be asked meanwhile, unless it
+// is null. Elements of `Element` are read as they lie where that can be.
+template <typename Element, typename Use>
+inline void for_pieces_of(const Block& block, int64_t segment, bool values, Span side, Use use) {
   const AttendTask& task = block.task;
+  constexpr bool is_stored = sizeof(Element) == 1;
+  const int64_t size = task.cache.head_size, in_an_element = Keys<Element>::features;
   const bool as_floats = (!vec::reads_halves && block.rows > tile_rows) || !has_whole_tiles(task.cache) ||
-                         (values && block.width != task.cache.head_size);
-  const Span seen = block.seen_by_any(segment, 0, block.rows);
-  for (int64_t start = seen.first / piece_keys * piece_keys; start < seen.end; start += piece_keys) {
-    const Span wanted = part_of(seen, start);
+                         (values && size % (vec::lanes * in_an_element) != 0);
+  for (int64_t start = side.first / piece_keys * piece_keys; start < side.end; start += piece_keys) {
+    const Span wanted = part_of(side, start);
     const int64_t first = wanted.first / key_tile, end = rounded_up(wanted.end, key_tile) / key_tile;
-    if (block.ahead) block.ahead->owe(end - first);
+    if (block.ahead) block.ahead->owe(end - first, key_tile * bytes_of_vector(task, is_stored));
     if (as_floats) {
       Piece<float> piece;
       piece.start = start;
+      piece.side = side;
       convert(block, segment * segment_keys + start, wanted, values, piece);
       use(piece, nullptr);
     } else {
-      Piece<uint16_t> piece;
+      Piece<Element> piece;
       piece.start = start;
-      piece.stride = task.cache.head_size;
+      piece.side = side;
+      piece.stride = size / in_an_element;
       for (int64_t tile = first; tile < end; tile++)
-        piece.tiles[tile] = tile_at(task, segment * segment_keys + start + tile * key_tile, values);
+        piece.tiles[tile] =
+            reinterpret_cast<const Element*>(tile_at(task, segment * segment_keys + start + tile * key_tile, values, is_stored));
       use(piece, block.ahead);
     }
     if (block.ahead) block.ahead->ask_rest();
   }
+}
+
+// The same for what any row sees of a segment: what is read from the store, then what is not. Where blocks are no whole tiles, both meet
+// in one, and a piece is made of both.
+template <typename Use>
+inline void for_pieces(const Block& block, int64_t segment, bool values, Use use) {
+  const Span seen = block.seen_by_any(segment, 0, block.rows);
+  const int64_t stored = has_whole_tiles(block.task.cache) ? block.stored_in(segment) : 0;
+  const Span from_store = common(seen, {0, stored});
+  if (!from_store.empty()) {
+    if (block.task.store.bits == 8) {
+      for_pieces_of<int8_t>(block, segment, values, from_store, use);
+    } else {
+      for_pieces_of<Nibbles>(block, segment, values, from_store, use);
+    }
+  }
+  for_pieces_of<uint16_t>(block, segment, values, common(seen, {stored, segment_keys}), use);
 }
 
 // --- segments ------------------------------------------------------------------------------------------------------------------------
@@ -150,7 +220,7 @@ inline void score_segment(const Block& block, int64_t segment) {
   const int64_t size = block.task.cache.head_size;
   for_pieces(block, segment, false, [&](const auto& piece, Ahead* ahead) {
     for_tiles(block.rows, [&](int64_t row, auto rows) {
-      const Span seen = part_of(block.seen_by_any(segment, row, row + rows.value), piece.start);
+      const Span seen = piece.part(block.seen_by_any(segment, row, row + rows.value));
       if (seen.empty()) return;
       const int64_t first = seen.first / key_tile, end = rounded_up(seen.end, key_tile) / key_tile;
       score_tiles<rows.value>(block.queries + row * block.width, block.width, size, piece.tiles + first, end - first,
@@ -190,8 +260,76 @@ inline Statistics weigh(float* scores, Span span, float cap) {
   return {largest, vec::sum(sums)};
 }
 
+// --- scales and zeros of the store -----------------------------------------------------------------------------------------------------
+
+// Those of all that is read from the store of a segment, as floats.
+inline void read_scales(const Block& block, int64_t segment) {
+  const StoreLayer& store = block.task.store;
+  const int64_t start = segment * segment_keys;
+  const Span wanted = common(block.seen_by_any(segment, 0, block.rows), {0, block.stored_in(segment)});
+  for_runs(block.task, start, wanted, [&](int64_t k, int64_t n, int64_t within, int64_t, int64_t) {
+    const StoredHead head = store.head(block.task.store_table[(start + k) / store.block_size], block.task.kv_head);
+    for (int kind = 0; kind < 2; kind++) {
+      const bool of_values = kind == 1;
+      uint8_t bytes[2 * key_tile] = {};
+      const uint8_t *scales = head.scales(of_values) + within, *zeros = head.zeros(of_values) + within;
+      if (n < key_tile) {   // beside them others' memory may end
+        std::memcpy(bytes, scales, static_cast<size_t>(n));
+        std::memcpy(bytes + key_tile, zeros, static_cast<size_t>(n));
+        scales = bytes, zeros = bytes + key_tile;
+      }
+      float* scales_out = (of_values ? block.value_scales : block.key_scales) + k;
+      float* zeros_out = (of_values ? block.value_zeros : block.key_zeros) + k;
+      for (int64_t i = 0; i < key_tile; i += vec::lanes) {
+        const vec::Vec zero = vec::load(reinterpret_cast<const int8_t*>(zeros) + i);
+        vec::store(scales_out + i, vec::load_scales(scales + i));
+        vec::store(zeros_out + i, store.bits == 8 ? zero : vec::fma(zero, vec::all(1.0f / 16.0f), vec::all(8.0f)));
+      }
+    }
+  });
+}
+
+// Products with codes become scores.
+inline void scale_scores(const Block& block, int64_t row, Span stored) {
+  float* scores = block.scores + row * score_stride;
+  const vec::Vec query_sum = vec::all(block.query_sums[row]), end = vec::all(static_cast<float>(stored.end));
+  for (int64_t k = stored.first / vec::lanes * vec::lanes; k < stored.end; k += vec::lanes) {
+    const vec::Vec product = vec::load(scores + k);
+    const vec::Vec score = vec::fnma(vec::load(block.key_zeros + k), query_sum, product) * vec::load(block.key_scales + k);
+    vec::store(scores + k, vec::where_less(vec::counted_from(k), end, score, product));
+  }
+}
+
+// Weights become those of codes; returns the sum of their products with the zeros.
+inline float scale_weights(const Block& block, int64_t row, Span stored) {
+  constexpr int64_t step = vec::sum_parts * vec::lanes;
+  float* weights = block.scores + row * score_stride;
+  const vec::Vec first = vec::all(static_cast<float>(stored.first)), end = vec::all(static_cast<float>(stored.end));
+  const vec::Vec nothing = vec::all(0.0f), smallest = vec::all(0x1p-126f);
+  vec::Vec sums[vec::sum_parts];
+  for (vec::Vec& sum : sums) sum = nothing;
+  for (int64_t start = stored.first / step * step; start < stored.end; start += step) {
+#pragma GCC unroll 2
+    for (int part = 0; part < vec::sum_parts; part++) {
+      const int64_t k = start + part * vec::lanes;
+      const vec::Vec counted = vec::counted_from(k), weight = vec::load(weights + k), scaled = weight * vec::load(block.value_scales + k);
+      // Never a subnormal one: see exp2_up_to_0.
+      const vec::Vec normal = vec::where_less(scaled, smallest, nothing, scaled);
+      vec::store(weights + k, vec::where_less(counted, end, normal, weight));
+      const vec::Vec product = normal * vec::load(block.value_zeros + k);
+      sums[part] = sums[part] + vec::where_less(counted, first, nothing, vec::where_less(counted, end, product, nothing));
+    }
+  }
+  return vec::sum(sums);
+}
+
+// --- a whole segment -------------------------------------------------------------------------------------------------------------------
+
 inline void sum_segment(const Block& block, int64_t segment) {
-  vec::for_each(block.rows * block.width, [&](int64_t i, auto) { vec::store(block.sums + i, vec::all(0.0f)); });
+  for (int64_t row = 0; row < block.rows; row++) {
+    const vec::Vec zeros = vec::all(0.0f - block.zero_sums[row]);
+    vec::for_each(block.width, [&](int64_t i, auto) { vec::store(block.sums + row * block.width + i, zeros); });
+  }
   for_pieces(block, segment, true, [&](const auto& piece, Ahead* ahead) {
     const auto sum = [&](int64_t row, auto rows, Span span) {
       if (!span.empty())
@@ -201,30 +339,36 @@ inline void sum_segment(const Block& block, int64_t segment) {
     for_tiles(block.rows, [&](int64_t row, auto rows) {
       // What all rows see goes through the tile. Before it and behind it the rows of each query go on alone, each at the same place of
       // its own sum.
-      const Span begin = part_of(block.seen(row, segment), piece.start);
-      const Span end = part_of(block.seen(row + rows.value - 1, segment), piece.start);
-      const Span common = {end.first, larger(end.first, begin.end)};
+      const Span begin = piece.part(block.seen(row, segment));
+      const Span end = piece.part(block.seen(row + rows.value - 1, segment));
+      const Span shared = {end.first, larger(end.first, begin.end)};
       const bool all_same = begin.first == end.first && begin.end == end.end;
       const auto sum_queries = [&](auto part) {
         for (int64_t first = row, next; first < row + rows.value && !all_same; first = next) {
           next = smaller(row + rows.value, (first / block.task.group + 1) * block.task.group);
-          const Span span = part(part_of(block.seen(first, segment), piece.start));
+          const Span span = part(piece.part(block.seen(first, segment)));
           if (!span.empty()) with_rows(next - first, [&](auto count) { sum(first, count, span); });
         }
       };
-      sum_queries([&](Span span) { return Span{span.first, smaller(span.end, common.first)}; });
-      sum(row, rows, common);
-      sum_queries([&](Span span) { return Span{larger(span.first, common.end), span.end}; });
+      sum_queries([&](Span span) { return Span{span.first, smaller(span.end, shared.first)}; });
+      sum(row, rows, shared);
+      sum_queries([&](Span span) { return Span{larger(span.first, shared.end), span.end}; });
     });
   });
 }
 
 // Leaves the segment's statistics and sums in the block.
 inline void work_segment(Block& block, int64_t segment) {
+  const int64_t stored = block.stored_in(segment);
   score_segment(block, segment);
+  if (stored > 0) read_scales(block, segment);
   block.for_rows([&](int64_t row, int64_t query, int64_t) {
-    const Span span = block.seen_by_query(query, segment);
-    if (!span.empty()) block.statistics[row] = weigh(block.scores + row * score_stride, span, block.task.cap);
+    const Span span = block.seen_by_query(query, segment), from_store = common(span, {0, stored});
+    block.zero_sums[row] = 0.0f;
+    if (span.empty()) return;
+    if (!from_store.empty()) scale_scores(block, row, from_store);
+    block.statistics[row] = weigh(block.scores + row * score_stride, span, block.task.cap);
+    if (!from_store.empty()) block.zero_sums[row] = scale_weights(block, row, from_store);
   });
   sum_segment(block, segment);
 }
@@ -239,6 +383,10 @@ inline void prepare(Block& block) {
     vec::for_each(task.cache.head_size, [&](int64_t i, auto n) {
       vec::store(block.queries + row * block.width + i, vec::load(from + i, n) * scale);
     });
+    if (block.stored > 0) {
+      const float* query = block.queries + row * block.width;
+      block.query_sums[row] = vec::sum_row(task.cache.head_size, [&](vec::Vec sum, int64_t i, auto n) { return sum + vec::load(query + i, n); });
+    }
   });
 }
 
@@ -265,16 +413,17 @@ inline void finish(const Statistics& total, int64_t head_size, float* out) {
 }
 
 int64_t attend_scratch(const AttendTask& task) {
-  return Block::scratch_floats(queries_in_block(task) * task.group, rounded_up(task.cache.head_size, vec::lanes));
+  return Block::scratch_floats(most_queries_in_block(task) * task.group, rounded_up(task.cache.head_size, vec::lanes));
 }
 
 void attend(const AttendTask& first, float* scratch) {
   Ahead ahead(first);
   for (const AttendTask* task = &first; task; task = task->next) {
-    const int64_t size = task->cache.head_size, step = queries_in_block(*task);
-    for (int64_t query = 0; query < task->count; query += step) {
+    const int64_t size = task->cache.head_size;
+    for (int64_t query = 0, next; query < task->count; query = next) {
+      next = query + queries_in_block(*task, query);
       // The later rows of a task read what the first have brought into the cache.
-      Block block(*task, query == 0 ? &ahead : nullptr, query, smaller(step, task->count - query), scratch);
+      Block block(*task, query == 0 ? &ahead : nullptr, query, next - query, scratch);
       prepare(block);
       for (int64_t segment = block.first_segment(0); segment <= block.last_segment(); segment++) {
         work_segment(block, segment);

@@ -41,16 +41,33 @@ inline Span seen_from(const AttendTask& task, int64_t position, int64_t segment)
   return {task.window > 0 ? larger(end - task.window, 0) : 0, smaller(end, segment_keys)};
 }
 
-inline int64_t queries_in_block(const AttendTask& task) { return larger(1, smaller(task.count, block_rows / task.group)); }
+inline int64_t most_queries_in_block(const AttendTask& task) { return larger(1, smaller(task.count, block_rows / task.group)); }
+// From a query on. All of them read the same from the store, so that what a tile of the context is depends on no row.
+inline int64_t queries_in_block(const AttendTask& task, int64_t query) {
+  return smaller(smaller(most_queries_in_block(task), task.count - query), task.queries_alike(task.first_position + query));
+}
 
-// Whether tiles of keys, and as many values, each lie together in the cache.
+// Whether tiles of keys, and as many values, each lie together in memory.
 inline bool has_whole_tiles(const CacheLayer& cache) { return cache.block_size % key_tile == 0; }
 
+// Two codes of 4 bits.
+struct Nibbles {
+  uint8_t pair;
+};
+
+inline int64_t bytes_of_vector(const AttendTask& task, bool is_stored) { return is_stored ? task.store.vector_bytes() : task.cache.head_size * 2; }
+
 // Where the tile that begins at a position lies; only with whole tiles.
-inline const uint16_t* tile_at(const AttendTask& task, int64_t position, bool values) {
+inline const uint8_t* tile_at(const AttendTask& task, int64_t position, bool values, bool is_stored) {
+  const int64_t block_size = task.cache.block_size, block = position / block_size;
+  const int64_t before = position % block_size * bytes_of_vector(task, is_stored);
+  if (is_stored) {
+    const StoredHead head = task.store.head(task.store_table[block], task.kv_head);
+    return (values ? head.values() : head.keys()) + before;
+  }
   const CacheLayer& cache = task.cache;
-  return cache.keys + task.table[position / cache.block_size] * cache.block_stride + task.kv_head * cache.head_stride +
-         position % cache.block_size * cache.head_size + (values ? cache.value_offset : 0);
+  const uint16_t* head = cache.keys + task.table[block] * cache.block_stride + task.kv_head * cache.head_stride;
+  return reinterpret_cast<const uint8_t*>(values ? head + cache.value_offset : head) + before;
 }
 
 // --- ahead ---------------------------------------------------------------------------------------------------------------------------
@@ -67,11 +84,11 @@ class Ahead {
     start();
   }
 
-  // Tells that so many tiles will be read next, for which as many will be asked for, or twice as many until they are far enough ahead.
-  void owe(int64_t tiles) {
-    const int64_t more = smaller(tiles * lines_, distance - ahead_);
+  // Tells that so many tiles will be read next, for which as much will be asked for, or twice as much until that is far enough ahead.
+  void owe(int64_t tiles, int64_t bytes_each) {
+    const int64_t lines = tiles * ((bytes_each + line - 1) / line), more = smaller(lines, distance - ahead_);
     rate_ = more > 0 ? 2 : 1;
-    owed_ += tiles * lines_ + more;
+    owed_ += lines + more;
     ahead_ += more;
   }
   void ask(int64_t lines) {
@@ -88,7 +105,7 @@ class Ahead {
   void ask_rest() { ask(owed_); }
 
  private:
-  static constexpr int64_t line = 32;                              // in elements
+  static constexpr int64_t line = 64;                              // in bytes
   static constexpr int64_t first_distance = 128, distance = 512;   // in lines
 
   void start() {
@@ -108,23 +125,24 @@ class Ahead {
     task_ = task;
     if (!task) return;
     segment_ = task->first_segment();
-    end_segment_ = (task->first_position + queries_in_block(*task) - 1) / segment_keys + 1;
+    end_segment_ = (task->first_position + queries_in_block(*task, 0) - 1) / segment_keys + 1;
     see();
   }
 
   void see() {
     if (!has_whole_tiles(task_->cache)) return begin(nullptr);
-    lines_ = (task_->cache.head_size * key_tile + line - 1) / line;
     first_ = seen_from(*task_, task_->first_position, segment_).first / key_tile * key_tile;
-    end_ = seen_from(*task_, task_->first_position + queries_in_block(*task_) - 1, segment_).end;
+    end_ = seen_from(*task_, task_->first_position + queries_in_block(*task_, 0) - 1, segment_).end;
+    stored_ = task_->stored_before(task_->first_position) - segment_ * segment_keys;
     values_ = false;
     find(first_);
   }
 
   void find(int64_t position) {
     position_ = position;
-    at_ = tile_at(*task_, segment_ * segment_keys + position, values_);
-    left_ = lines_;
+    const bool is_stored = position < stored_;
+    at_ = tile_at(*task_, segment_ * segment_keys + position, values_, is_stored);
+    left_ = (key_tile * bytes_of_vector(*task_, is_stored) + line - 1) / line;
   }
 
   void next() {
@@ -140,9 +158,9 @@ class Ahead {
   const AttendTask* task_ = nullptr;   // null: there is nothing left to ask for
   int64_t segment_ = 0, end_segment_ = 0;
   bool alone_ = false, values_ = false;
-  int64_t position_ = 0, first_ = 0, end_ = 0;   // in the segment
-  const uint16_t* at_ = nullptr;
-  int64_t lines_ = 0, left_ = 0, owed_ = 0, ahead_ = 0, rate_ = 1;
+  int64_t position_ = 0, first_ = 0, end_ = 0, stored_ = 0;   // in the segment
+  const uint8_t* at_ = nullptr;
+  int64_t left_ = 0, owed_ = 0, ahead_ = 0, rate_ = 1;
 };
 
 // --- tiles ---------------------------------------------------------------------------------------------------------------------------
@@ -171,12 +189,28 @@ inline void for_tiles(int64_t rows, Use use) {
   }
 }
 
+// Keys of a tile, as many as there are lanes from one on, for the features that a unit of elements has: two for Nibbles, else one.
+template <typename Element>
+struct Keys {
+  static constexpr int features = 1;
+  vec::Vec first;
+  explicit Keys(const Element* at) : first(vec::in_register(vec::load(at))) {}
+  vec::Vec feature(int) const { return first; }
+};
+template <>
+struct Keys<Nibbles> {
+  static constexpr int features = 2;
+  vec::Pairs pairs;
+  explicit Keys(const Nibbles* at) : pairs(vec::load_pairs(&at->pair)) {}
+  vec::Vec feature(int f) const { return f == 0 ? vec::low_codes(pairs) : vec::high_codes(pairs); }
+};
+
 // scores[r, k] = queries[r] . keys[k] for the keys of some tiles. Not inlined: its callers would leave it too few registers for
 // addresses.
 template <int Rows, int Tiles, typename Element>
 __attribute__((noinline)) void score_tile(const float* queries, int64_t width, int64_t features, const Element* const* tiles, Ahead* ahead,
                                           float* scores) {
-  constexpr int parts = key_tile / vec::lanes, vectors = Tiles * parts;
+  constexpr int parts = key_tile / vec::lanes, vectors = Tiles * parts, unit = Keys<Element>::features;
   vec::Vec sums[Rows][vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
@@ -186,37 +220,54 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t width, i
   const Element* at[Tiles];
 #pragma GCC unroll 4
   for (int t = 0; t < Tiles; t++) at[t] = tiles[t];
+  const auto keys = [&](int64_t f, int v) { return Keys<Element>(at[v / parts] + f / unit * key_tile + v % parts * vec::lanes); };
   // Of queries and keys those are kept in registers that are fewer.
   const auto add = [&](int64_t f) {
     if constexpr (vectors <= Rows) {
-      vec::Vec key[vectors];
-#pragma GCC unroll 16
-      for (int v = 0; v < vectors; v++) key[v] = vec::load(at[v / parts] + f * key_tile + v % parts * vec::lanes);
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; r++) {
-        const vec::Vec query = vec::in_register(vec::all(queries[r * width + f]));
-#pragma GCC unroll 16
-        for (int v = 0; v < vectors; v++) sums[r][v] = vec::fma(query, key[v], sums[r][v]);
-      }
-    } else {
-      vec::Vec query[Rows];
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; r++) query[r] = vec::in_register(vec::all(queries[r * width + f]));
+      vec::Vec key[unit][vectors];
 #pragma GCC unroll 16
       for (int v = 0; v < vectors; v++) {
-        const vec::Vec key = vec::in_register(vec::load(at[v / parts] + f * key_tile + v % parts * vec::lanes));
+        const Keys<Element> loaded = keys(f, v);
+#pragma GCC unroll 2
+        for (int i = 0; i < unit; i++) key[i][v] = loaded.feature(i);
+      }
+#pragma GCC unroll 2
+      for (int i = 0; i < unit; i++) {
 #pragma GCC unroll 8
-        for (int r = 0; r < Rows; r++) sums[r][v] = vec::fma(query[r], key, sums[r][v]);
+        for (int r = 0; r < Rows; r++) {
+          const vec::Vec query = vec::in_register(vec::all(queries[r * width + f + i]));
+#pragma GCC unroll 16
+          for (int v = 0; v < vectors; v++) sums[r][v] = vec::fma(query, key[i][v], sums[r][v]);
+        }
+      }
+    } else {
+      vec::Vec query[unit][Rows];
+#pragma GCC unroll 2
+      for (int i = 0; i < unit; i++) {
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; r++) query[i][r] = vec::in_register(vec::all(queries[r * width + f + i]));
+      }
+#pragma GCC unroll 16
+      for (int v = 0; v < vectors; v++) {
+        const Keys<Element> loaded = keys(f, v);
+#pragma GCC unroll 2
+        for (int i = 0; i < unit; i++) {
+          const vec::Vec key = vec::in_register(loaded.feature(i));
+#pragma GCC unroll 8
+          for (int r = 0; r < Rows; r++) sums[r][v] = vec::fma(query[i][r], key, sums[r][v]);
+        }
       }
     }
   };
+  constexpr int in_a_line = 64 * unit / (key_tile * static_cast<int>(sizeof(Element)));   // features, of a tile
+  constexpr int step = in_a_line > 2 ? in_a_line : 2;
   int64_t f = 0;
-  for (; f + 2 <= features; f += 2) {
-    if (ahead) ahead->ask(Tiles);   // as much as two features of so many tiles are
-    add(f);
-    add(f + 1);
+  for (; f + step <= features; f += step) {
+    if (ahead) ahead->ask(Tiles);   // as much as so many features of so many tiles are
+#pragma GCC unroll 8
+    for (int i = 0; i < step; i += unit) add(f + i);
   }
-  if (f < features) add(f);
+  for (; f < features; f += unit) add(f);
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
 #pragma GCC unroll 16
@@ -241,59 +292,75 @@ inline void score_tiles(const float* queries, int64_t width, int64_t features, c
   while (tile < count) score(Number<1>{});
 }
 
+// How often lines are asked for while values are summed: as evenly as whole lines allow.
+struct Pace {
+  int64_t every, lines;   // so many lines every so many positions, a power of two
+};
+
 // sums[r] += weights[r, k] * values[k] for the positions of a span, in their order, for features of Vectors vectors. The values of a tile
-// lie `stride` elements apart.
+// lie `stride` elements apart. Of Nibbles half of the features lie `apart` floats behind the others.
 template <int Rows, int Vectors, typename Element>
 __attribute__((noinline)) void sum_tile(const float* weights, const Element* const* tiles, int64_t stride, Span span, Ahead* ahead,
-                                        int64_t ask, float* sums, int64_t width) {
+                                        Pace pace, float* sums, int64_t width, int64_t apart) {
+  constexpr int loads = Vectors / Keys<Element>::features;
+  const auto place = [&](int r, int j) { return sums + r * width + j % loads * vec::lanes + (j < loads ? 0 : apart); };
   vec::Vec held[Rows][Vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
 #pragma GCC unroll 8
-    for (int j = 0; j < Vectors; j++) held[r][j] = vec::load(sums + r * width + j * vec::lanes);
+    for (int j = 0; j < Vectors; j++) held[r][j] = vec::load(place(r, j));
   }
   for (int64_t k = span.first; k < span.end;) {
     const Element* value = tiles[k / key_tile] + k % key_tile * stride;
     const int64_t end = smaller(span.end, k / key_tile * key_tile + key_tile);
     for (; k < end; k++, value += stride) {
-      if (ahead) ahead->ask(ask);
+      if (ahead && (k & (pace.every - 1)) == 0) ahead->ask(pace.lines);
       vec::Vec weight[Rows];
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++) weight[r] = vec::all(weights[r * score_stride + k]);
 #pragma GCC unroll 8
-      for (int j = 0; j < Vectors; j++) {
-        const vec::Vec part = vec::in_register(vec::load(value + j * vec::lanes));
+      for (int j = 0; j < loads; j++) {
+        const Keys<Element> loaded(value + j * vec::lanes);
+#pragma GCC unroll 2
+        for (int i = 0; i < Keys<Element>::features; i++) {
+          const vec::Vec part = vec::in_register(loaded.feature(i));
 #pragma GCC unroll 8
-        for (int r = 0; r < Rows; r++) held[r][j] = vec::fma(weight[r], part, held[r][j]);
+          for (int r = 0; r < Rows; r++) held[r][i * loads + j] = vec::fma(weight[r], part, held[r][i * loads + j]);
+        }
       }
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
 #pragma GCC unroll 8
-    for (int j = 0; j < Vectors; j++) vec::store(sums + r * width + j * vec::lanes, held[r][j]);
+    for (int j = 0; j < Vectors; j++) vec::store(place(r, j), held[r][j]);
   }
 }
 
 template <int Rows, typename Element>
 inline void sum_rows(const float* weights, const Element* const* tiles, int64_t stride, Span span, Ahead* ahead, float* sums,
                      int64_t width) {
+  constexpr int in_an_element = Keys<Element>::features;
   const Element* at[piece_tiles];
-  int64_t feature = 0;
+  const int64_t elements = width / in_an_element, bytes = elements * static_cast<int64_t>(sizeof(Element));
+  const Pace pace = {bytes > 32 ? 1 : bytes > 16 ? 2 : 4, (bytes + 63) / 64};
+  int64_t element = 0;
   const auto sum = [&](auto vectors) {
-    for (int64_t tile = span.first / key_tile; tile * key_tile < span.end; tile++) at[tile] = tiles[tile] + feature;
-    // Asked for as evenly as whole lines allow, while the first features are summed.
-    const int64_t ask = (width + 31) / 32;
-    sum_tile<Rows, vectors.value>(weights, at, stride, span, feature == 0 ? ahead : nullptr, ask, sums + feature, width);
-    feature += vectors.value * vec::lanes;
+    for (int64_t tile = span.first / key_tile; tile * key_tile < span.end; tile++) at[tile] = tiles[tile] + element;
+    // Asked for while the first features are summed.
+    sum_tile<Rows, vectors.value>(weights, at, stride, span, element == 0 ? ahead : nullptr, pace, sums + element, width, elements);
+    element += vectors.value / in_an_element * vec::lanes;
   };
   constexpr int most = tile_sums / Rows >= 8 ? 8 : 4;
+  const auto fits = [&](int vectors) { return element + vectors / in_an_element * vec::lanes <= elements; };
   if constexpr (most == 8) {
-    while (feature + 8 * vec::lanes <= width) sum(Number<8>{});
+    while (fits(8)) sum(Number<8>{});
   }
-  while (feature + 4 * vec::lanes <= width) sum(Number<4>{});
-  while (feature + 2 * vec::lanes <= width) sum(Number<2>{});
-  if (feature < width) sum(Number<1>{});
+  while (fits(4)) sum(Number<4>{});
+  while (fits(2)) sum(Number<2>{});
+  if constexpr (in_an_element == 1) {
+    if (element < elements) sum(Number<1>{});
+  }
 }
 
 }  // namespace

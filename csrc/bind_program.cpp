@@ -19,6 +19,8 @@ namespace {
 
 using Floats = Array<const float, 1>;
 using Indices = Array<const int64_t, 1>;
+// Of a two-tier cache: store, bits, tail blocks, tables of the store, moved from, moved to.
+using StoreArguments = std::tuple<Array<uint8_t, 4>, int64_t, int64_t, Array<const int64_t, 2>, Indices, Indices>;
 
 void require(bool holds, const char* message) {
   if (!holds) throw nb::value_error(message);
@@ -196,7 +198,8 @@ class BoundProgram {
   // The logits of the first `sampled` selected rows, and the other selected rows.
   std::tuple<nb::object, nb::object> run(Indices token_ids, Indices positions, Indices cells, Indices query_starts, Indices context_lengths,
                                          Array<const int64_t, 2> block_tables, Indices logit_indices,
-                                         nb::ndarray<uint16_t, nb::ndim<6>, nb::c_contig, nb::device::cpu> cache, int64_t sampled) {
+                                         nb::ndarray<uint16_t, nb::ndim<6>, nb::c_contig, nb::device::cpu> cache, int64_t sampled,
+                                         std::optional<StoreArguments> two_tier) {
     require(program_.logits_buffer() >= 0, "the program is not whole: it makes no logits");
     const int64_t tokens = static_cast<int64_t>(token_ids.size());
     const int64_t requests = static_cast<int64_t>(context_lengths.size());
@@ -208,14 +211,15 @@ class BoundProgram {
     require(static_cast<int64_t>(cache.shape(1)) > most_layer_ && static_cast<int64_t>(cache.shape(2)) == shape_.kv_heads && cache.shape(3) == 2 &&
                 static_cast<int64_t>(cache.shape(5)) == shape_.head_size,
             "the cache does not have the shape of the model");
-    const Cache store{cache.data(), static_cast<int64_t>(cache.shape(0)), static_cast<int64_t>(cache.shape(1)), static_cast<int64_t>(cache.shape(4))};
-    const Step step{tokens, requests, selected, token_ids.data(), positions.data(), cells.data(), query_starts.data(), context_lengths.data(),
+    Cache whole{cache.data(), static_cast<int64_t>(cache.shape(0)), static_cast<int64_t>(cache.shape(1)), static_cast<int64_t>(cache.shape(4))};
+    Step step{tokens, requests, selected, token_ids.data(), positions.data(), cells.data(), query_starts.data(), context_lengths.data(),
                     block_tables.data(), logit_indices.data(), static_cast<int64_t>(block_tables.shape(1))};
-    check_step(step, store);
+    if (two_tier) take_store(*two_tier, step, whole);
+    check_step(step, whole);
     const float *rows, *logits = nullptr;
     {
       nb::gil_scoped_release release;
-      rows = program_.forward(step, store);
+      rows = program_.forward(step, whole);
       if (sampled > 0) logits = program_.logits(sampled);
     }
     const int64_t columns = program_.columns(program_.rows_buffer());
@@ -284,6 +288,25 @@ class BoundProgram {
     return Vector{values.data(), static_cast<int64_t>(values.size())};
   }
 
+  void take_store(const StoreArguments& given, Step& step, Cache& cache) const {
+    const auto& [store, bits, tail_blocks, tables, moved_from, moved_to] = given;
+    require(bits == 8 || (bits == 4 && shape_.head_size % 2 == 0), "codes of the store have 8 bits, or 4 for heads of an even size");
+    require(static_cast<int64_t>(store.shape(1)) == cache.layers && static_cast<int64_t>(store.shape(2)) == shape_.kv_heads &&
+                static_cast<int64_t>(store.shape(3)) == stored_head_bytes(cache.block_size, shape_.head_size, bits),
+            "the store does not have the shape of the model");
+    require(static_cast<int64_t>(tables.shape(0)) == step.requests && tail_blocks > 0, "the store's tables go with requests, a tail has a block");
+    require(moved_from.size() == moved_to.size(), "a move has a block at both ends");
+    cache.store = store.data();
+    cache.store_blocks = static_cast<int64_t>(store.shape(0));
+    cache.bits = bits;
+    cache.tail_blocks = tail_blocks;
+    step.store_tables = tables.data();
+    step.store_table_stride = static_cast<int64_t>(tables.shape(1));
+    step.moved_from = moved_from.data();
+    step.moved_to = moved_to.data();
+    step.moves = static_cast<int64_t>(moved_from.size());
+  }
+
   // An index past its array would be read from, or written to, wherever it points.
   void check_step(const Step& step, const Cache& cache) const {
     const int64_t cells = cache.blocks * cache.block_size;
@@ -304,6 +327,16 @@ class BoundProgram {
         const int64_t id = step.block_tables[request * step.table_stride + block];
         require(id >= 0 && id < cache.blocks, "a block is past the cache");
       }
+      const int64_t stored = cache.store ? length / cache.block_size - cache.tail_blocks : 0;
+      require(stored <= step.store_table_stride, "a request's table of the store is too short");
+      for (int64_t block = 0; block < stored; block++) {
+        const int64_t id = step.store_tables[request * step.store_table_stride + block];
+        require(id >= 0 && id < cache.store_blocks, "a block is past the store");
+      }
+    }
+    for (int64_t move = 0; move < step.moves; move++) {
+      require(step.moved_from[move] >= 0 && step.moved_from[move] < cache.blocks, "a moved block is past the cache");
+      require(step.moved_to[move] >= 0 && step.moved_to[move] < cache.store_blocks, "a moved block is past the store");
     }
     for (int64_t row = 0; row < step.selected; row++)
       require(step.logit_indices[row] >= 0 && step.logit_indices[row] < step.tokens, "a selected row is past the tokens");
@@ -354,7 +387,8 @@ void bind_program(nb::module_& module) {
       .def("measure", &BoundProgram::measure, nb::arg("on"))
       .def("seconds", &BoundProgram::seconds)
       .def("run", &BoundProgram::run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("cells"), nb::arg("query_starts"),
-           nb::arg("context_lengths"), nb::arg("block_tables"), nb::arg("logit_indices"), nb::arg("cache"), nb::arg("sampled"))
+           nb::arg("context_lengths"), nb::arg("block_tables"), nb::arg("logit_indices"), nb::arg("cache"), nb::arg("sampled"),
+           nb::arg("two_tier").none() = nb::none())
       .def("logits", &BoundProgram::logits, nb::arg("rows"));
 }
 

@@ -134,6 +134,47 @@ inline CacheLayer layer_of_cache(uint16_t* data, int64_t layers, int64_t layer, 
   return {data + layer * kv_heads * 2 * half, layers * kv_heads * 2 * half, 2 * half, half, block_size, head_size};
 }
 
+// What one kv head has of a block of the store, in bytes: for every position the scale of its key, the zeros of the keys, the scales and
+// zeros of the values; then the keys' codes and the values'. Keys lie in tiles as in `CacheLayer`. A byte of 4-bit codes holds features 2j
+// (low) and 2j + 1 of a key, and of a value those that are half a head apart. Zeros, and codes of 8 bits, are kept less 128.
+struct StoredHead {
+  uint8_t* data;
+  int64_t block_size, vector_bytes;
+
+  uint8_t* scales(bool of_values) const { return data + (of_values ? 2 : 0) * block_size; }
+  uint8_t* zeros(bool of_values) const { return scales(of_values) + block_size; }
+  uint8_t* keys() const { return data + 4 * block_size; }
+  uint8_t* values() const { return keys() + block_size * vector_bytes; }
+};
+
+// One layer of the store; all distances count bytes.
+struct StoreLayer {
+  uint8_t* data;             // null: there is no store
+  int64_t block_stride;
+  int64_t head_stride;
+  int64_t block_size;
+  int64_t head_size;
+  int64_t bits;              // of a code, 8 or 4
+
+  int64_t vector_bytes() const { return head_size * bits / 8; }
+  StoredHead head(int64_t block, int64_t kv_head) const {
+    return {data + block * block_stride + kv_head * head_stride, block_size, vector_bytes()};
+  }
+};
+
+constexpr int64_t stored_head_bytes(int64_t block_size, int64_t head_size, int64_t bits) { return block_size * (head_size * bits / 4 + 4); }
+
+// One layer of a store that is [blocks, layers, kv heads, stored_head_bytes].
+inline StoreLayer layer_of_store(uint8_t* data, int64_t layers, int64_t layer, int64_t kv_heads, int64_t block_size, int64_t head_size,
+                                 int64_t bits) {
+  const int64_t head = stored_head_bytes(block_size, head_size, bits);
+  return {data + layer * kv_heads * head, layers * kv_heads * head, head, block_size, head_size, bits};
+}
+
+// A scale's byte is the upper bits of a float, less those of the smallest scale, 2^-18.
+constexpr int scale_shift = 20;
+constexpr int32_t lowest_scale = (127 - 18) << 3;
+
 // A query's context is worked through in segments, cut at whole multiples of this many positions: softmax and weighted sum are made for
 // each alone and merged in order. So the bits are the same whether one thread does all segments or each another.
 constexpr int64_t segment_keys = 256;
@@ -143,6 +184,9 @@ constexpr int64_t segment_keys = 256;
 struct AttendTask {
   CacheLayer cache;
   const int64_t* table;
+  StoreLayer store;          // without data: everything is read from the cache
+  const int64_t* store_table;
+  int64_t tail_blocks;       // so many whole blocks before a query, and the one it is in, it reads from the cache
   int64_t kv_head;
   int64_t group;             // query heads of a kv head
   const float* queries;      // of this kv head's first query head
@@ -159,6 +203,13 @@ struct AttendTask {
   // The segments that the first query sees: those that a task of one query is split into.
   int64_t first_segment() const { return window > 0 && first_position >= window ? (first_position + 1 - window) / segment_keys : 0; }
   int64_t end_segment() const { return first_position / segment_keys + 1; }
+  // What a query at a position reads from the store: all positions before this one.
+  int64_t stored_before(int64_t position) const {
+    const int64_t blocks = store.data ? (position + 1) / cache.block_size - tail_blocks : 0;
+    return blocks > 0 ? blocks * cache.block_size : 0;
+  }
+  // How many queries, from one at a position on, read the same from the store; for all there is where there is none.
+  int64_t queries_alike(int64_t position) const { return store.data ? cache.block_size - (position + 1) % cache.block_size : count; }
   // What is kept of one segment: for every query head its largest score, the sum of its weights, and the weighted sum of values.
   int64_t partial_floats() const { return group * (2 + cache.head_size); }
 };
@@ -204,6 +255,10 @@ struct Kernels {
   // The experts of one token, best first, and their shares of the softmax over all; normalised, the shares of the chosen add up to 1.
   void (*route)(const float* logits, int64_t experts, int64_t per_token, bool normalise, int32_t* chosen, float* shares);
   void (*to_half)(const float* row, int64_t columns, uint16_t* out);
+
+  // store.inl: what one kv head has of a block of the cache, to a block of the store; `move_scratch` floats of scratch
+  void (*move_block)(const CacheLayer& cache, int64_t from, const StoreLayer& store, int64_t to, int64_t kv_head, float* scratch);
+  int64_t (*move_scratch)(int64_t head_size);
 
   // attention.inl
   void (*attend)(const AttendTask& task, float* scratch);   // and those behind it

@@ -45,6 +45,11 @@ CacheLayer Program::layer_of(int layer) const {
   return layer_of_cache(cache_.data, cache_.layers, layer, shape_.kv_heads, cache_.block_size, shape_.head_size);
 }
 
+StoreLayer Program::store_of(int layer) const {
+  if (!cache_.store) return {};
+  return layer_of_store(cache_.store, cache_.layers, layer, shape_.kv_heads, cache_.block_size, shape_.head_size, cache_.bits);
+}
+
 const float* Program::forward(const Step& step, const Cache& cache) {
   prepare(step, cache);
   for (size_t i = 0; i < logits_begin_; i++) {
@@ -87,8 +92,12 @@ void Program::prepare(const Step& step, const Cache& cache) {
   pieces_.clear();
   for (int64_t request = 0; request < step.requests; request++) {
     const int64_t end = step.query_starts[request + 1];
-    for (int64_t first = step.query_starts[request]; first < end; first += queries_per_piece)
-      pieces_.push_back(Piece{request, first, std::min(queries_per_piece, end - first)});
+    for (int64_t first = step.query_starts[request], next; first < end; first = next) {
+      next = std::min(end, first + queries_per_piece);
+      // Queries that read different blocks from the store are not worked on together: there a piece ends.
+      if (cache.store) next = std::min(next, first + cache.block_size - (step.positions[first] + 1) % cache.block_size);
+      pieces_.push_back(Piece{request, first, next - first});
+    }
   }
   share_out_attention();
 }
@@ -256,6 +265,20 @@ void Program::rope_and_write(const Instruction& instruction) {
       table.to_half(values + head * size, size, block + layer.value_offset + within * size);
     }
   });
+  move_blocks(instruction.layer);
+}
+
+// After K and V of the step's tokens are written, which may belong to a block that moves.
+void Program::move_blocks(int layer) {
+  if (step_.moves == 0) return;
+  for (auto& scratch : scratch_) scratch.at_least(kernels().move_scratch(shape_.head_size));
+  const CacheLayer cache = layer_of(layer);
+  const StoreLayer store = store_of(layer);
+  pool_.run(step_.moves * shape_.kv_heads, [&](int64_t index, int worker) {
+    const int64_t move = index / shape_.kv_heads;
+    kernels().move_block(cache, step_.moved_from[move], store, step_.moved_to[move], index % shape_.kv_heads,
+                         scratch_[static_cast<size_t>(worker)].data());
+  });
 }
 
 // For a few long contexts: their segments are shared out, and put together in order, which gives the same bits. False where some request
@@ -295,6 +318,9 @@ void Program::attention(const Instruction& instruction) {
     AttendTask task{};
     task.cache = layer_of(instruction.layer);
     task.table = step_.block_tables + piece.request * step_.table_stride;
+    task.store = store_of(instruction.layer);
+    task.store_table = step_.store_tables + piece.request * step_.store_table_stride;
+    task.tail_blocks = cache_.tail_blocks;
     task.kv_head = kv_head;
     task.group = group;
     task.queries = queries + piece.first * width + first_head * shape_.head_size;

@@ -67,6 +67,10 @@ struct Instruction {
 struct Cache {
   uint16_t* data;
   int64_t blocks, layers, block_size;
+
+  // The store behind it, [store_blocks, layers, kv heads, bytes]: as `StoredHead` says; null: there is none.
+  uint8_t* store = nullptr;
+  int64_t store_blocks = 0, bits = 0, tail_blocks = 0;
 };
 
 // `ops.base.StepIndices`, as pointers.
@@ -74,6 +78,10 @@ struct Step {
   int64_t tokens, requests, selected;
   const int64_t *token_ids, *positions, *cells, *query_starts, *context_lengths, *block_tables, *logit_indices;
   int64_t table_stride;
+
+  // Of a two-tier cache.
+  const int64_t *store_tables = nullptr, *moved_from = nullptr, *moved_to = nullptr;
+  int64_t store_table_stride = 0, moves = 0;
 };
 
 class Program {
@@ -144,6 +152,7 @@ class Program {
   void norm(const Instruction& instruction, int64_t rows);
   void linear(const Instruction& instruction, int64_t rows);
   void rope_and_write(const Instruction& instruction);
+  void move_blocks(int layer);
   void attention(const Instruction& instruction);
   void mixture(const Instruction& instruction, int64_t rows);
   void add(const Instruction& instruction, int64_t rows);
@@ -155,6 +164,7 @@ class Program {
   void ready_rows(int64_t rows, int64_t columns, bool quantised, Get&& get);
   void product(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale);
   CacheLayer layer_of(int layer) const;
+  StoreLayer store_of(int layer) const;
   template <typename TaskOf>
   bool attend_in_segments(int64_t tasks, TaskOf&& task_of);
 

@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "half.h"
+#include "kernels.h"
 
 #if defined(WEFT_AVX512) || defined(WEFT_AVX2)
 #include <immintrin.h>
@@ -91,6 +92,20 @@ inline void sum4(const Vec* a, float* out) {
   _mm_storeu_ps(out, _mm_shuffle_ps(_mm512_castps512_ps128(sums), _mm512_extractf32x4_ps(sums, 2), 0x88));
 }
 
+// Codes of the store. A scale of 255 is NaN; a byte of pairs is two codes of 4 bits.
+using Pairs = __m512i;
+inline Vec load(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))); }
+inline Pairs load_pairs(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+// Looked up by the lowest four bits: faster than to take them out and convert them.
+inline Vec low_codes(Pairs a) {
+  return _mm512_permutexvar_ps(a, _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
+}
+inline Vec high_codes(Pairs a) { return low_codes(_mm512_srli_epi32(a, 4)); }
+inline Vec load_scales(const uint8_t* p) {
+  const __m512i bytes = load_pairs(p), scales = _mm512_slli_epi32(_mm512_add_epi32(bytes, _mm512_set1_epi32(lowest_scale)), scale_shift);
+  return _mm512_mask_blend_ps(_mm512_cmpeq_epi32_mask(bytes, _mm512_set1_epi32(255)), _mm512_castsi512_ps(scales), all(NAN));
+}
+
 #elif defined(WEFT_AVX2)
 
 constexpr int lanes = 8;
@@ -165,6 +180,18 @@ inline void sum4(const Vec* a, float* out) {
 inline void sum8(const Vec* a, float* out, float* second_out) {
   sum4(a, out);
   sum4(a + 4, second_out);
+}
+
+// Codes of the store. A scale of 255 is NaN; a byte of pairs is two codes of 4 bits.
+using Pairs = __m256i;
+inline Vec load(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))); }
+inline Pairs load_pairs(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+inline Vec low_codes(Pairs a) { return _mm256_cvtepi32_ps(_mm256_and_si256(a, _mm256_set1_epi32(15))); }
+inline Vec high_codes(Pairs a) { return _mm256_cvtepi32_ps(_mm256_srli_epi32(a, 4)); }
+inline Vec load_scales(const uint8_t* p) {
+  const __m256i bytes = load_pairs(p), scales = _mm256_slli_epi32(_mm256_add_epi32(bytes, _mm256_set1_epi32(lowest_scale)), scale_shift);
+  const __m256i spoilt = _mm256_cmpeq_epi32(bytes, _mm256_set1_epi32(255));
+  return _mm256_blendv_ps(_mm256_castsi256_ps(scales), all(NAN), _mm256_castsi256_ps(spoilt));
 }
 
 #else
@@ -249,6 +276,28 @@ inline void sum4(const Vec* a, float* out) {
 inline void sum8(const Vec* a, float* out, float* second_out) {
   sum4(a, out);
   sum4(a + 4, second_out);
+}
+
+// Codes of the store. A scale of 255 is NaN; a byte of pairs is two codes of 4 bits.
+struct Pairs {
+  uint8_t bytes[lanes];
+};
+inline Vec load(const int8_t* p) { return Vec{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]), static_cast<float>(p[3])}; }
+inline Pairs load_pairs(const uint8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+inline Vec low_codes(Pairs a) {
+  Vec codes = {};
+  for (int i = 0; i < lanes; i++) codes[i] = static_cast<float>(a.bytes[i] & 15);
+  return codes;
+}
+inline Vec high_codes(Pairs a) {
+  Vec codes = {};
+  for (int i = 0; i < lanes; i++) codes[i] = static_cast<float>(a.bytes[i] >> 4);
+  return codes;
+}
+inline Vec load_scales(const uint8_t* p) {
+  Vec scales = {};
+  for (int i = 0; i < lanes; i++) scales[i] = p[i] == 255 ? NAN : float_of_bits(static_cast<uint32_t>(p[i] + lowest_scale) << scale_shift);
+  return scales;
 }
 
 #endif

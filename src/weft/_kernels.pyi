@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Halves = NDArray[np.uint16]  # the bits of float16
 Integers = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 
 def available() -> list[str]:
     """The instruction sets that this processor has kernels for, the best first."""
@@ -104,8 +105,10 @@ class Program:
         logit_indices: NDArray[np.int64],
         cache: NDArray[np.uint16],
         sampled: int,
+        two_tier: tuple[Bytes, int, int, Integers, Integers, Integers] | None = None,
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The logits of the first `sampled` selected rows, and the other selected rows: views, until the next call."""
+        """The logits of the first `sampled` selected rows, and the other selected rows: views, until the next call.
+        `two_tier`: the store, its bits, the blocks of a tail, tables of the store, the moves' full blocks and theirs there."""
 
     def logits(self, rows: NDArray[np.float32]) -> NDArray[np.float32]: ...
     def measure(self, on: bool) -> None:
@@ -272,10 +275,15 @@ def attend(
     cap: float,
     out: Floats,
     split: bool = False,
+    two_tier: tuple[Bytes, int, int, Integers] | None = None,
 ) -> None:
     """Attention of one request's queries [count, heads, head size], at consecutive positions, over one layer of a cache
     [blocks, layers, 2, block size, kv heads, head size]. A window or a cap of 0 is none. `split` works through the
-    context of a single query in segments, as several threads would."""
+    context of a single query in segments, as several threads would. `two_tier`: a store [blocks, layers, kv heads,
+    bytes], its bits, the blocks of a tail, and the request's table of the store."""
+
+def move_block(cache: Halves, layer: int, moved_from: int, store: Bytes, moved_to: int, bits: int) -> None:
+    """Quantise a block of one layer into a block of the store."""
 
 # --- strings ----------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from stored_cache import laid_out
 
 _kernels = pytest.importorskip("weft._kernels")
 
@@ -58,16 +59,6 @@ class Case:
         content = rng.standard_normal((self.context, 2, self.kv_heads, self.head_size))
         cache[table[positions // self.block_size], LAYER, :, positions % self.block_size] = content
         return cache, table
-
-
-def laid_out(cache: np.ndarray) -> np.ndarray:
-    """As the kernels read it: heads apart, and the keys of 16 positions at a time (or what is left) feature by feature."""
-    placed = np.moveaxis(cache, 4, 2).copy("C")
-    *heads, block_size, _ = placed[:, :, :, 0].shape
-    keys = placed[:, :, :, 0].copy()
-    tiles = [keys[..., start : start + 16, :].swapaxes(-1, -2) for start in range(0, block_size, 16)]
-    placed[:, :, :, 0] = np.concatenate([tile.reshape(*heads, -1) for tile in tiles], -1).reshape(keys.shape)
-    return placed
 
 
 def attend(

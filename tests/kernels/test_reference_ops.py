@@ -152,8 +152,8 @@ def test_a_window_reads_only_the_blocks_it_touches() -> None:
         step, np.zeros((40, 1, 2, 4, 1, 8)), SHAPES[0], [AttentionPattern(PATTERN.rope, 6)]
     )
     (single,), (run,) = prepared.reads[0].singles, prepared.reads[0].runs
-    np.testing.assert_array_equal(single.tables[0], step.block_tables[0, 14:16])  # positions 57 to 62
-    np.testing.assert_array_equal(run.table, step.block_tables[1, 8:13])  # positions 35 to 49
+    np.testing.assert_array_equal(single.blocks.tables[0], step.block_tables[0, 14:16])  # positions 57 to 62
+    np.testing.assert_array_equal(run.blocks.tables, step.block_tables[1, 8:13])  # positions 35 to 49
 
 
 @pytest.mark.parametrize("window", [None, 9])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 
 from weft.backends.batch import Rows
 from weft.plan import IterationPlan, RowStart
@@ -48,9 +49,12 @@ def test_a_mixed_step_becomes_flat_tokens_with_positions_cells_and_tables() -> N
     assert entries.positions.tolist() == [6, 6] and entries.output_indices.tolist() == [4, 4]
 
 
-def test_a_step_of_decodes_alone_has_the_arrays_that_it_has_as_a_step_of_any_kind() -> None:
+@pytest.mark.parametrize("full_blocks", [None, 16])
+def test_a_step_of_decodes_alone_has_the_arrays_that_it_has_as_a_step_of_any_kind(
+    full_blocks: int | None,
+) -> None:
     random = np.random.default_rng(0)
-    rows = Rows(num_rows=9, max_context=64, block_size=4)
+    rows = Rows(num_rows=9, max_context=64, block_size=4, full_blocks=full_blocks, tail_blocks=2)
     lengths = random.integers(1, 64, size=9).tolist()
     starts = tuple(
         start(row, tuple(random.integers(99, size=n).tolist()), tuple(random.permutation(16).tolist()))
@@ -60,9 +64,41 @@ def test_a_step_of_decodes_alone_has_the_arrays_that_it_has_as_a_step_of_any_kin
     for count in range(1, 10):
         entries = [(int(row), lengths[row] - 1, 1, True) for row in random.permutation(9)[:count]]
         decodes, anything = rows.indices(plan(entries, decodes=count)), rows.indices(plan(entries))
-        for name, values in vars(anything).items():
-            found = getattr(decodes, name)
-            assert found.tolist() == values.tolist() and found.dtype == values.dtype, name
+        for part, other in ((anything, decodes), (anything.store, decodes.store)):
+            for name, values in {} if part is None else vars(part).items():
+                if isinstance(values, np.ndarray):
+                    found = getattr(other, name)
+                    assert found.tolist() == values.tolist() and found.dtype == values.dtype, name
+
+
+def test_blocks_of_the_store_have_tables_of_their_own_and_moves_come_on_top() -> None:
+    """Ids from 20 on are those of the store; the tail is one block of 4."""
+    rows = Rows(num_rows=3, max_context=32, block_size=4, full_blocks=20, tail_blocks=1)
+    long = tuple(range(40, 55))
+    first = plan(
+        [(2, 14, 1, True), (0, 0, 3, True)],
+        row_starts=(start(2, long, (21, 20, 9, 7)), start(0, (4, 5, 6, 7), (3,))),
+    )
+    rows.update(first)
+    step = rows.indices(first)
+    assert step.store is not None
+    assert step.block_tables[0, 2:].tolist() == [9, 7] and step.block_tables[1, 0] == 3
+    assert step.store.tables.tolist() == [[1, 0, 0], [0, 0, 0]]
+    assert step.store.moved_from.tolist() == [] and step.store.moved_to.tolist() == []
+
+    moved = {
+        "moved_rows": (2, 0),
+        "moved_indices": (2, 0),
+        "moved_from": (9, -1),  # the second is in the store already
+        "moved_to": (24, 22),
+    }
+    second = plan([(2, 15, 1, True), (0, 3, 5, True)], **moved)
+    rows.update(second)
+    step = rows.indices(second)
+    assert step.store is not None
+    assert step.store.tables.tolist() == [[1, 0, 4], [2, 0, 0]]
+    assert step.store.moved_from.tolist() == [9] and step.store.moved_to.tolist() == [4]
+    assert step.block_tables[0, 2:].tolist() == [9, 7], "a moved block stays in the full table too"
 
 
 def test_a_sampled_token_is_the_input_of_the_next_decode() -> None:

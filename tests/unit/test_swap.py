@@ -38,6 +38,29 @@ def test_blocks_come_back_to_other_places_unchanged(cache: np.ndarray) -> None:
     assert space.take_reports() == ((), {})
 
 
+def test_blocks_of_both_tiers_come_back_each_from_its_own_slots(cache: np.ndarray) -> None:
+    """Blocks 4 to 6 are the store's, slots 2 and 3 theirs."""
+    store = np.arange(3 * 5, dtype=np.uint8).reshape(3, 5)
+    original, original_store = cache.copy(), store.copy()
+    space = SwapSpace(cache, 2, store, 2)
+    space.accept(plan(out=(task(0, (6, 3, 4), (2, 1, 3)),)))
+    space.run_ready(0)
+    cache[:], store[:] = -1, 99
+    space.accept(plan(back=(task(1, (5, 0, 6), (2, 1, 3), after=(0,)),)))
+    space.run_ready(0)
+    np.testing.assert_array_equal(cache[0], original[3])
+    np.testing.assert_array_equal(store[[1, 2]], original_store[[2, 0]])
+    assert (cache[1:] == -1).all() and (store[0] == 99).all()
+    assert space.take_reports() == ((0, 1), {})
+
+
+def test_a_block_and_a_slot_of_different_tiers_fail_and_copy_nothing(cache: np.ndarray) -> None:
+    space = SwapSpace(cache, 2, np.zeros((3, 5), np.uint8), 2)
+    space.accept(plan(out=(task(0, (1, 4), (2, 3)),)))
+    space.run_ready(0)
+    assert space.take_reports() == ((), {0: "a block and its slot are of different tiers"})
+
+
 def test_a_swap_waits_for_its_step_and_its_swaps(cache: np.ndarray) -> None:
     space = SwapSpace(cache, 2)
     # Accepted in an order that is not theirs: 5 reads back what 4 writes, and 4 waits for step 7.

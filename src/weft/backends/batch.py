@@ -5,6 +5,9 @@ failure simply overwrites what the failed one left.
 
     row r:  tokens[r, p]    the token at position p, known or sampled here    prompt | generated ...
             tables[r, b]    the block that holds positions b * block size ...
+            store_tables[r, b]    the same in the store, where that has them
+
+Ids of blocks are the plan's: those of the store come after those of the full blocks. Tables of the store count from 0.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from itertools import compress
 import numpy as np
 
 from weft.backends.noise import as_seed
-from weft.ops.base import StepIndices
+from weft.ops.base import StepIndices, StoreIndices
 from weft.plan import IterationPlan, RowStart
 from weft.request import RequestId, SamplingParams
 
@@ -64,11 +67,21 @@ class _Selection:
 class Rows:
     """Tokens, block tables and sampling parameters of the requests that run."""
 
-    def __init__(self, num_rows: int, max_context: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_context: int,
+        block_size: int,
+        full_blocks: int | None = None,
+        tail_blocks: int = 0,
+    ) -> None:
+        """With two tiers, blocks from number `full_blocks` on are those of the store."""
         self.block_size = block_size
+        self._full_blocks, self._tail_blocks = full_blocks, tail_blocks
         # One place more than the context: the last token is sampled, never computed.
         self.tokens = np.zeros((num_rows, max_context + 1), np.int32)
         self.tables = np.zeros((num_rows, -(-max_context // block_size)), np.int64)
+        self.store_tables = np.zeros_like(self.tables if full_blocks is not None else self.tables[:, :0])
         self.prompt_lengths = np.zeros(num_rows, np.int64)
         self.seeds = np.zeros(num_rows, np.uint64)
         self.temperatures = np.zeros(num_rows, np.float64)
@@ -91,12 +104,22 @@ class Rows:
             self._start(start)
         if plan.table_rows:
             self.tables[list(plan.table_rows), list(plan.table_indices)] = plan.table_blocks
+        if plan.moved_rows:
+            assert self._full_blocks is not None, "only blocks of a two-tier cache move"
+            moved_to = np.array(plan.moved_to, np.int64) - self._full_blocks
+            self.store_tables[list(plan.moved_rows), list(plan.moved_indices)] = moved_to
 
     def _start(self, start: RowStart) -> None:
         row, params = start.row, start.params
         self._selected = None
         self.tokens[row, : len(start.tokens)] = start.tokens
-        self.tables[row, : len(start.blocks)] = start.blocks
+        if self._full_blocks is None:
+            self.tables[row, : len(start.blocks)] = start.blocks
+        else:
+            blocks = np.array(start.blocks, np.int64)
+            is_stored = blocks >= self._full_blocks
+            self.tables[row, : len(blocks)][~is_stored] = blocks[~is_stored]
+            self.store_tables[row, : len(blocks)][is_stored] = blocks[is_stored] - self._full_blocks
         self.prompt_lengths[row] = start.prompt_length
         self.seeds[row] = as_seed(start.seed)
         self.temperatures[row] = params.temperature
@@ -136,6 +159,7 @@ class Rows:
             logit_indices=np.concatenate(
                 [query_starts[1:][np.array(plan.samples, np.bool_)] - 1, *(piece.indices for piece in scored)]
             ),
+            store=self._store_indices(plan, rows, blocks),
         )
 
     def _decode_indices(self, plan: IterationPlan) -> StepIndices:
@@ -153,6 +177,20 @@ class Rows:
             context_lengths=positions + 1,
             block_tables=self.tables[selected.rows, :longest],
             logit_indices=counting[:-1],
+            store=self._store_indices(plan, selected.rows, longest),
+        )
+
+    def _store_indices(self, plan: IterationPlan, rows: np.ndarray, longest: int) -> StoreIndices | None:
+        """What a step reads from the store and puts there, where no row has more than the `longest` blocks."""
+        if self._full_blocks is None:
+            return None
+        moved_from = np.array(plan.moved_from, np.int64)
+        moved_to = np.array(plan.moved_to, np.int64) - self._full_blocks
+        is_copied = moved_from >= 0  # else the content is there, or another move brings it
+        return StoreIndices(
+            tables=self.store_tables[rows, : max(0, longest - self._tail_blocks)],
+            moved_from=moved_from[is_copied],
+            moved_to=moved_to[is_copied],
         )
 
     def _select(self, rows: tuple[int, ...]) -> _Selection:

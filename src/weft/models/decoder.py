@@ -64,6 +64,10 @@ class Decoder:
         """An empty KV cache with the shape of this model."""
         return self.ops.new_cache(blocks, self.config.layers, block_size, self.config.attention)
 
+    def new_store(self, blocks: int, block_size: int, bits: int) -> Any:
+        """The same for blocks that are quantised."""
+        return self.ops.new_store(blocks, self.config.layers, block_size, self.config.attention, bits)
+
     def forward(self, step: StepIndices, cache: Any) -> Any:
         """Compute the step's tokens and write their K and V to the cache; returns the rows that `logits` takes, one
         for each of `step.logit_indices`."""

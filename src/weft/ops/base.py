@@ -5,6 +5,10 @@ opaque to it, hence `Any`.
 
     cell  = block id * block size + offset in the block    where one token's K and V live, in every layer
     cache = [blocks, layers, 2 (K, V), ...]                one block is one run of memory; inside, ops have their own order
+    store = [blocks, layers, ...]                          the same for blocks that are quantised
+
+A query reads the blocks that lie behind its tail from the store, if there is one (`weft.tiers.stored_blocks`), and the
+others from the cache in full.
 """
 
 from __future__ import annotations
@@ -14,6 +18,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class StoreIndices:
+    """What one step reads from the store, and what it puts there: M blocks, quantised layer by layer as soon as the step
+    has written its own K and V of a layer, which may belong to them."""
+
+    tables: np.ndarray  # int64 [R, longest], padded with 0
+    moved_from: np.ndarray  # int64 [M], blocks of the full tier
+    moved_to: np.ndarray  # int64 [M], blocks of the store
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,17 @@ class StepIndices:
     context_lengths: np.ndarray  # int64 [R], this step's tokens included
     block_tables: np.ndarray  # int64 [R, longest], padded with 0
     logit_indices: np.ndarray  # int64 [S], into the T tokens
+    store: StoreIndices | None = None  # of a two-tier cache
+
+
+@dataclass(frozen=True)
+class TwoTierCache:
+    """A cache whose older blocks are quantised: what the operations get where a plain cache is an array alone."""
+
+    full: Any  # of `Ops.new_cache`
+    store: Any  # of `Ops.new_store`
+    bits: int
+    tail_blocks: int
 
 
 @dataclass(frozen=True)
@@ -146,6 +171,9 @@ class Ops(Protocol):
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> Any:
         """An empty paged KV cache."""
 
+    def new_store(self, blocks: int, layers: int, block_size: int, shape: AttentionShape, bits: int) -> Any:
+        """An empty store, of codes of 4 or 8 bits (`weft.ops.store_format`)."""
+
     # --- once a step --------------------------------------------------------------------------------------------
 
     def prepare(
@@ -176,7 +204,7 @@ class Ops(Protocol):
         self, prepared: Any, qkv: Any, cache: Any, layer: int, pattern: int, norm: QkNorm | None = None
     ) -> Any:
         """Of packed [Q | K | V] rows: normalise Q and K where there is a norm, rotate them, write K and V to the
-        cache, return Q.
+        cache, move the blocks that the step moves to the store, return Q.
 
         Every row is written before this returns: a row of the same step may read a block that another row fills.
         """

@@ -19,8 +19,11 @@ from weft.ops.base import (
     QkNorm,
     Rope,
     StepIndices,
+    TwoTierCache,
     WeightSource,
 )
+from weft.ops.store_format import dequantise, quantise
+from weft.tiers import store_vector_bytes
 
 # Scores held at once by the attention of one long request: bounds memory, 32 MiB in float32.
 _MAX_SCORES = 8 << 20
@@ -50,11 +53,20 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class _Blocks:
+    """Blocks that are read, in the order of their content."""
+
+    tables: np.ndarray  # [..., blocks]
+    is_stored: np.ndarray | None = None  # bool [..., blocks]: read from the store; None: there is none
+    store_tables: np.ndarray | None = None  # [..., blocks]
+
+
+@dataclass(frozen=True)
 class _SingleQueries:
     """Requests with one token in the step and similar numbers of blocks to read: attended to as one padded batch."""
 
     tokens: np.ndarray  # [N] into the step's tokens
-    tables: np.ndarray  # [N, blocks]
+    blocks: _Blocks
     hidden: np.ndarray  # bool [N, places]: past the end of the context, or before the window
 
 
@@ -63,7 +75,7 @@ class _QueryRun:
     """A piece of the tokens of one request that has several in the step."""
 
     tokens: slice
-    table: np.ndarray  # [blocks]
+    blocks: _Blocks
     hidden: np.ndarray  # bool [queries, places]: after the query's own position, or before its window
     unseen: np.ndarray  # bool [places]: hidden from every query
 
@@ -137,6 +149,12 @@ class ReferenceOps:
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> np.ndarray:
         return np.zeros((blocks, layers, 2, block_size, shape.kv_heads, shape.head_size), self.dtype)
 
+    def new_store(
+        self, blocks: int, layers: int, block_size: int, shape: AttentionShape, bits: int
+    ) -> np.ndarray:
+        vector = store_vector_bytes(shape.head_size, bits)
+        return np.zeros((blocks, layers, 2, block_size, shape.kv_heads, vector), np.uint8)
+
     def _stack(self, sources: Sequence[WeightSource]) -> np.ndarray:
         """The tensors one below the other, each read straight into its place: no second copy at any moment."""
         stacked = np.empty((sum(source.shape[0] for source in sources), *sources[0].shape[1:]), self.dtype)
@@ -155,14 +173,15 @@ class ReferenceOps:
     def prepare(
         self,
         step: StepIndices,
-        cache: np.ndarray,
+        cache: np.ndarray | TwoTierCache,
         shape: AttentionShape,
         patterns: Sequence[AttentionPattern],
     ) -> _Prepared:
-        block_size = cache.shape[3]
+        full, tail_blocks = (cache.full, cache.tail_blocks) if isinstance(cache, TwoTierCache) else (cache, 0)
+        block_size = full.shape[3]
         turns = {rope: self._turn(step, rope) for rope in {pattern.rope for pattern in patterns}}
         reads = {
-            window: _reads(step, window, block_size, shape.heads)
+            window: _reads(step, window, block_size, tail_blocks, shape.heads)
             for window in {pattern.window for pattern in patterns}
         }
         return _Prepared(
@@ -212,7 +231,7 @@ class ReferenceOps:
         self,
         prepared: _Prepared,
         qkv: np.ndarray,
-        cache: np.ndarray,
+        cache: np.ndarray | TwoTierCache,
         layer: int,
         pattern: int,
         norm: QkNorm | None = None,
@@ -225,21 +244,36 @@ class ReferenceOps:
             queries = _normalise_heads(queries, norm.query, norm.epsilon)
             keys = _normalise_heads(keys, norm.key, norm.epsilon)
         turn = prepared.turns[pattern]
-        cache[prepared.blocks, layer, 0, prepared.offsets] = _rotate(keys, turn)
-        cache[prepared.blocks, layer, 1, prepared.offsets] = rows[:, first_value:]
+        full = cache.full if isinstance(cache, TwoTierCache) else cache
+        full[prepared.blocks, layer, 0, prepared.offsets] = _rotate(keys, turn)
+        full[prepared.blocks, layer, 1, prepared.offsets] = rows[:, first_value:]
+        if isinstance(cache, TwoTierCache):
+            assert prepared.step.store is not None, (
+                "a step over a two-tier cache says what it reads from the store"
+            )
+            moved_from, moved_to = prepared.step.store.moved_from, prepared.step.store.moved_to
+            cache.store[moved_to, layer] = quantise(full[moved_from, layer], cache.bits)
         return _rotate(queries, turn)
 
     def paged_attention(
-        self, prepared: _Prepared, queries: np.ndarray, cache: np.ndarray, layer: int, pattern: int
+        self,
+        prepared: _Prepared,
+        queries: np.ndarray,
+        cache: np.ndarray | TwoTierCache,
+        layer: int,
+        pattern: int,
     ) -> np.ndarray:
         shape, reads = prepared.shape, prepared.reads[pattern]
-        keys, values = cache[:, layer, 0], cache[:, layer, 1]
         scaled = queries * self.dtype.type(shape.scale)
         output = np.empty((len(queries), shape.heads, shape.head_size), self.dtype)
         for batch in reads.singles:
-            output[batch.tokens] = _attend_singles(scaled[batch.tokens], keys, values, batch, shape)
+            output[batch.tokens] = _attend_singles(
+                scaled[batch.tokens], *_gather(cache, layer, batch.blocks), batch, shape
+            )
         for run in reads.runs:
-            output[run.tokens] = _attend_run(scaled[run.tokens], keys, values, run, shape)
+            output[run.tokens] = _attend_run(
+                scaled[run.tokens], *_gather(cache, layer, run.blocks), run, shape
+            )
         return output.reshape(len(queries), -1)
 
     def silu_mul(self, gate_up: np.ndarray) -> np.ndarray:
@@ -277,16 +311,43 @@ class ReferenceOps:
         return left
 
 
-def _reads(step: StepIndices, window: int | None, block_size: int, heads: int) -> _Reads:
+def _reads(step: StepIndices, window: int | None, block_size: int, tail_blocks: int, heads: int) -> _Reads:
     single = np.diff(step.query_starts) == 1
     return _Reads(
-        singles=_single_queries(step, np.flatnonzero(single), window, block_size),
-        runs=_query_runs(step, np.flatnonzero(~single), window, block_size, heads),
+        singles=_single_queries(step, np.flatnonzero(single), window, block_size, tail_blocks),
+        runs=_query_runs(step, np.flatnonzero(~single), window, block_size, tail_blocks, heads),
     )
 
 
+def _blocks(
+    step: StepIndices,
+    requests: np.ndarray,
+    columns: np.ndarray,
+    positions: np.ndarray,
+    block_size: int,
+    tail_blocks: int,
+) -> _Blocks:
+    """These columns of the requests' tables, as queries at these positions read them; all broadcast together."""
+    if step.store is None:
+        return _Blocks(step.block_tables[requests, columns])
+    # `weft.tiers.stored_blocks`, of many at once
+    is_stored = columns < (positions + 1) // block_size - tail_blocks
+    return _Blocks(step.block_tables[requests, columns], is_stored, step.store.tables[requests, columns])
+
+
+def _gather(cache: np.ndarray | TwoTierCache, layer: int, blocks: _Blocks) -> tuple[np.ndarray, np.ndarray]:
+    """Fresh keys and values of blocks: [..., blocks, block size, kv heads, head size]."""
+    if not isinstance(cache, TwoTierCache):
+        return cache[blocks.tables, layer, 0], cache[blocks.tables, layer, 1]
+    assert blocks.is_stored is not None and blocks.store_tables is not None
+    gathered = cache.full[blocks.tables, layer]
+    stored = cache.store[blocks.store_tables[blocks.is_stored], layer]
+    gathered[blocks.is_stored] = dequantise(stored, cache.bits, gathered.dtype)
+    return gathered[..., 0, :, :, :], gathered[..., 1, :, :, :]
+
+
 def _single_queries(
-    step: StepIndices, requests: np.ndarray, window: int | None, block_size: int
+    step: StepIndices, requests: np.ndarray, window: int | None, block_size: int, tail_blocks: int
 ) -> tuple[_SingleQueries, ...]:
     """Requests with one token, by the power of two that holds the blocks they see: padding at most doubles the work."""
     if not len(requests):
@@ -305,9 +366,14 @@ def _single_queries(
             _SingleQueries(
                 tokens=step.query_starts[requests[chosen]],
                 # A padding column may lie beyond the table; whatever block it names there is hidden anyway.
-                tables=step.block_tables[
-                    requests[chosen, None], np.minimum(columns, step.block_tables.shape[1] - 1)
-                ],
+                blocks=_blocks(
+                    step,
+                    requests[chosen, None],
+                    np.minimum(columns, step.block_tables.shape[1] - 1),
+                    lengths[chosen, None] - 1,
+                    block_size,
+                    tail_blocks,
+                ),
                 hidden=(positions >= lengths[chosen, None]) | (positions < first_seen[chosen, None]),
             )
         )
@@ -315,15 +381,25 @@ def _single_queries(
 
 
 def _query_runs(
-    step: StepIndices, requests: np.ndarray, window: int | None, block_size: int, heads: int
+    step: StepIndices,
+    requests: np.ndarray,
+    window: int | None,
+    block_size: int,
+    tail_blocks: int,
+    heads: int,
 ) -> tuple[_QueryRun, ...]:
-    """Requests with several tokens, in pieces whose scores fit `_MAX_SCORES`; a piece reads only blocks it sees."""
+    """Requests with several tokens, in pieces whose scores fit `_MAX_SCORES`; a piece reads only blocks it sees, and all
+    of it the same ones from the store."""
     runs = []
     for request in requests:
         first, end = int(step.query_starts[request]), int(step.query_starts[request + 1])
         piece = max(1, _MAX_SCORES // (heads * int(step.context_lengths[request])))
-        for start in range(first, end, piece):
-            tokens = slice(start, min(start + piece, end))
+        start = first
+        while start < end:
+            position = int(step.positions[start])
+            alike = piece if step.store is None else min(piece, block_size - (position + 1) % block_size)
+            tokens = slice(start, min(start + alike, end))
+            start = tokens.stop
             positions = step.positions[tokens]
             first_block = 0 if window is None else max(0, int(positions[0]) - window + 1) // block_size
             end_block = int(positions[-1]) // block_size + 1
@@ -331,8 +407,9 @@ def _query_runs(
             hidden = seen > positions[:, None]
             if window is not None:
                 hidden |= seen <= positions[:, None] - window
-            table = step.block_tables[request, first_block:end_block]
-            runs.append(_QueryRun(tokens, table, hidden, np.logical_and.reduce(hidden)))
+            columns = np.arange(first_block, end_block)
+            blocks = _blocks(step, request, columns, positions[0], block_size, tail_blocks)
+            runs.append(_QueryRun(tokens, blocks, hidden, np.logical_and.reduce(hidden)))
     return tuple(runs)
 
 
@@ -390,16 +467,15 @@ def _attend_singles(
 ) -> np.ndarray:
     count = len(queries)
     places = (count, -1, shape.kv_heads, shape.head_size)
-    gathered_keys = keys[batch.tables].reshape(places)
-    gathered_values = values[batch.tables].reshape(places)
+    keys, values = keys.reshape(places), values.reshape(places)
     # What a block holds past the context is another request's leftover. Its weight is 0, but 0 times NaN is NaN.
-    gathered_values[batch.hidden] = 0.0
+    values[batch.hidden] = 0.0
     grouped = queries.reshape(count, shape.kv_heads, -1, shape.head_size)
-    scores = grouped @ gathered_keys.transpose(0, 2, 3, 1)
+    scores = grouped @ keys.transpose(0, 2, 3, 1)
     if shape.score_cap is not None:
         _cap(scores, shape.score_cap)
     np.copyto(scores, -np.inf, where=batch.hidden[:, None, None, :])
-    attended = _softmax(scores) @ gathered_values.transpose(0, 2, 1, 3)
+    attended = _softmax(scores) @ values.transpose(0, 2, 1, 3)
     return attended.reshape(count, shape.heads, shape.head_size)
 
 
@@ -407,18 +483,15 @@ def _attend_run(
     queries: np.ndarray, keys: np.ndarray, values: np.ndarray, run: _QueryRun, shape: AttentionShape
 ) -> np.ndarray:
     count = len(queries)
-    gathered_keys = keys[run.table].reshape(-1, shape.kv_heads, shape.head_size)
-    gathered_values = values[run.table].reshape(-1, shape.kv_heads, shape.head_size)
-    gathered_values[run.unseen] = 0.0
+    keys, values = (part.reshape(-1, shape.kv_heads, shape.head_size) for part in (keys, values))
+    values[run.unseen] = 0.0
     # [kv heads, queries of all heads of the group, head size]: one product per kv head
     grouped = queries.reshape(count, shape.kv_heads, -1, shape.head_size).transpose(1, 2, 0, 3)
-    scores = grouped.reshape(shape.kv_heads, -1, shape.head_size) @ gathered_keys.transpose(1, 2, 0)
+    scores = grouped.reshape(shape.kv_heads, -1, shape.head_size) @ keys.transpose(1, 2, 0)
     scores = scores.reshape(shape.kv_heads, -1, count, scores.shape[-1])
     if shape.score_cap is not None:
         _cap(scores, shape.score_cap)
     np.copyto(scores, -np.inf, where=run.hidden)
     weights = _softmax(scores).reshape(shape.kv_heads, -1, scores.shape[-1])
-    attended = (weights @ gathered_values.transpose(1, 0, 2)).reshape(
-        shape.kv_heads, -1, count, shape.head_size
-    )
+    attended = (weights @ values.transpose(1, 0, 2)).reshape(shape.kv_heads, -1, count, shape.head_size)
     return attended.transpose(2, 0, 1, 3).reshape(count, shape.heads, shape.head_size)

@@ -31,11 +31,12 @@ from weft.loading.formats import SAFETENSORS_FORMATS as FLOAT_FORMATS
 from weft.loading.packed import identity_of, open_packed, packed_path
 from weft.models.decoder import Decoder
 from weft.models.registry import build_config, build_decoder
-from weft.ops.base import StepIndices
+from weft.ops.base import StepIndices, TwoTierCache
 from weft.ops.reference import ReferenceOps
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import Grammar, RequestId, TokenLogprobs
 from weft.text.grammar import GrammarCompiler
+from weft.tiers import PoolSizes, choose_sizes, longest_context
 
 if TYPE_CHECKING:
     from weft.ops.cpu.weights import Quantize
@@ -56,7 +57,9 @@ _COPIED_BYTES_PER_SECOND = 4e9
 class Forward(Protocol):
     """A model's forward pass: `Decoder` in numpy, or the native program that was recorded from one."""
 
-    def step(self, step: StepIndices, cache: np.ndarray, sampled: int) -> tuple[np.ndarray, np.ndarray]: ...
+    def step(
+        self, step: StepIndices, cache: np.ndarray | TwoTierCache, sampled: int
+    ) -> tuple[np.ndarray, np.ndarray]: ...
 
     def logits(self, rows: np.ndarray) -> np.ndarray: ...
 
@@ -100,23 +103,49 @@ class CpuBackend:
         self._sampler: Sampler = numpy_sampler if native is None else native.sampler
         self._eos_token_ids = eos_token_ids
         self._compiler = grammars
+        self._cache: np.ndarray | TwoTierCache
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-cpu")
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
         config = self._decoder.config
         block_bytes = self._decoder.new_cache(1, pool.block_size).nbytes
-        num_blocks = _choose_blocks(pool, block_bytes, config.max_context)
+        if pool.is_two_tier:
+            store_block_bytes = self._decoder.new_store(1, pool.block_size, pool.store_bits).nbytes
+            sizes = choose_sizes(
+                pool,
+                block_bytes=block_bytes,
+                store_block_bytes=store_block_bytes,
+                free_memory=_free_memory(block_bytes, pool.block_size, config.max_context),
+                model_context=config.max_context,
+                step_tokens=max_tokens,
+            )
+            max_context = longest_context(config.max_context, sizes, pool.block_size, pool.tail_blocks)
+        else:
+            store_block_bytes = 0
+            sizes = PoolSizes(_choose_blocks(pool, block_bytes, config.max_context), 0)
+            max_context = min(config.max_context, sizes.full * pool.block_size)
+        num_blocks = sizes.full
         swap_blocks = num_blocks // 2 if pool.swap_blocks is None else pool.swap_blocks
-        max_context = min(config.max_context, num_blocks * pool.block_size)
+        store_swap_blocks = -(-swap_blocks * sizes.store // num_blocks)
         try:
-            self._cache = self._decoder.new_cache(num_blocks, pool.block_size)
-            self._swaps = SwapSpace(self._cache, swap_blocks)
-            self._rows = Rows(num_rows, max_context, pool.block_size)
+            full = self._decoder.new_cache(num_blocks, pool.block_size)
+            if pool.is_two_tier:
+                store = self._decoder.new_store(sizes.store, pool.block_size, pool.store_bits)
+                self._cache = TwoTierCache(full, store, pool.store_bits, pool.tail_blocks)
+                self._swaps = SwapSpace(full, swap_blocks, store, store_swap_blocks)
+                self._rows = Rows(num_rows, max_context, pool.block_size, num_blocks, pool.tail_blocks)
+            else:
+                self._cache = full
+                self._swaps = SwapSpace(full, swap_blocks)
+                self._rows = Rows(num_rows, max_context, pool.block_size)
             self._grammars = RowGrammars(self._compiler, num_rows, config.vocabulary_size)
         # numpy's word for more than an address space holds is ValueError
         except (MemoryError, ValueError) as error:
+            store_too = (
+                f", and store_blocks {sizes.store} of {store_block_bytes}," if pool.is_two_tier else ""
+            )
             raise InvalidRequestError(
-                f"num_blocks {num_blocks} and swap_blocks {swap_blocks} of {block_bytes} bytes do not fit into "
+                f"num_blocks {num_blocks} and swap_blocks {swap_blocks} of {block_bytes} bytes{store_too} do not fit into "
                 f"memory ({_available_memory() >> 20} MiB available); ask for fewer",
                 field="num_blocks",
             ) from error
@@ -127,6 +156,10 @@ class CpuBackend:
             block_size=pool.block_size,
             swap_blocks=swap_blocks,
             bytes_per_block=block_bytes,
+            store_blocks=sizes.store,
+            store_swap_blocks=store_swap_blocks,
+            bytes_per_store_block=store_block_bytes,
+            tail_blocks=pool.tail_blocks,
             eos_token_ids=self._eos_token_ids,
             recompute_seconds_per_token=2 * config.multiplications_per_token / _OPERATIONS_PER_SECOND,
             swap_seconds_per_block=block_bytes / _COPIED_BYTES_PER_SECOND,
@@ -289,10 +322,15 @@ def _choose_blocks(pool: KvCachePoolConfig, block_bytes: int, max_context: int) 
     """As many as asked for; else the default, or the model's whole context where the machine has room for twice that."""
     if (asked := pool.blocks_in_memory(block_bytes)) is not None:
         return asked
+    return max(1, _free_memory(block_bytes, pool.block_size, max_context) // block_bytes)
+
+
+def _free_memory(block_bytes: int, block_size: int, max_context: int) -> int:
+    """What a cache gets where nobody says."""
     room = _available_memory() // 2
-    whole_context = -(-max_context // pool.block_size) * block_bytes
+    whole_context = -(-max_context // block_size) * block_bytes
     wanted = whole_context if _DEFAULT_CACHE_BYTES < whole_context <= room else _DEFAULT_CACHE_BYTES
-    return max(1, min(wanted, room) // block_bytes)
+    return min(wanted, room)
 
 
 def _available_memory() -> int:

@@ -6,6 +6,8 @@ runs as soon as the step and the swaps it states are over.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from weft.plan import IterationPlan, SwapTask
@@ -14,12 +16,35 @@ from weft.plan import IterationPlan, SwapTask
 _MOST_OUTCOMES = 65_536
 
 
-class SwapSpace:
-    """Host memory for blocks that left the cache, and the swaps under way."""
+@dataclass(frozen=True)
+class _Tier:
+    """Blocks of one kind and as many slots as there are for them, numbered from these on."""
 
-    def __init__(self, cache: np.ndarray, slots: int) -> None:
-        self._cache = cache
-        self._space = np.zeros((slots, *cache.shape[1:]), cache.dtype)
+    cache: np.ndarray
+    space: np.ndarray
+    first_block: int = 0
+    first_slot: int = 0
+
+    def copy(self, blocks: np.ndarray, slots: np.ndarray, is_out: bool) -> None:
+        blocks, slots = blocks - self.first_block, slots - self.first_slot
+        if is_out:
+            self.space[slots] = self.cache[blocks]
+        else:
+            self.cache[blocks] = self.space[slots]
+
+
+class SwapSpace:
+    """Host memory for blocks that left the cache, and the swaps under way. The blocks of a store come behind those of the
+    cache, and so do their slots."""
+
+    def __init__(
+        self, cache: np.ndarray, slots: int, store: np.ndarray | None = None, store_slots: int = 0
+    ) -> None:
+        self._full = _Tier(cache, np.zeros((slots, *cache.shape[1:]), cache.dtype))
+        self._store: _Tier | None = None
+        if store is not None:
+            space = np.zeros((store_slots, *store.shape[1:]), store.dtype)
+            self._store = _Tier(store, space, len(cache), slots)
         self._waiting: dict[int, tuple[SwapTask, bool]] = {}
         self._outcomes: dict[int, str | None] = {}  # None: it went well
         self._unreported: list[int] = []
@@ -64,12 +89,16 @@ class SwapSpace:
         for earlier in task.after_swaps:
             if self._outcomes.get(earlier, "never accepted") is not None:
                 return f"swap {earlier}, which it builds on, failed or was never accepted"
-        blocks, slots = list(task.blocks), list(task.swap_slots)
+        blocks, slots = np.array(task.blocks, np.int64), np.array(task.swap_slots, np.int64)
         try:
-            if is_out:
-                self._space[slots] = self._cache[blocks]
+            if self._store is None:
+                self._full.copy(blocks, slots, is_out)
             else:
-                self._cache[blocks] = self._space[slots]
+                is_stored = blocks >= self._store.first_block
+                if not np.array_equal(is_stored, slots >= self._store.first_slot):
+                    return "a block and its slot are of different tiers"
+                self._full.copy(blocks[~is_stored], slots[~is_stored], is_out)
+                self._store.copy(blocks[is_stored], slots[is_stored], is_out)
         except Exception as error:  # out of memory, most likely: the request is computed again
             return f"{type(error).__name__}: {error}"
         return None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from weft import _kernels
-from weft.ops.base import StepIndices
+from weft.ops.base import StepIndices, TwoTierCache
 from weft.ops.cpu.recorder import CpuOps
 from weft.ops.cpu.weights import Keep, Part
 from weft.ops.recording import (
@@ -142,14 +142,24 @@ def record(
 
 
 class NativeForward:
-    """Runs a program; the shape of the cache is that of `CpuOps.new_cache`."""
+    """Runs a program; the cache is one of `CpuOps.new_cache`, in two tiers with a store of `CpuOps.new_store`."""
 
     def __init__(self, program: _kernels.Program) -> None:
         self._program = program
 
-    def step(self, step: StepIndices, cache: np.ndarray, sampled: int) -> tuple[np.ndarray, np.ndarray]:
+    def step(
+        self, step: StepIndices, cache: np.ndarray | TwoTierCache, sampled: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The logits of the first `sampled` of the rows after which they are wanted, and the other rows. The logits
         are there until the next call."""
+        two_tier = None
+        if isinstance(cache, TwoTierCache):
+            assert step.store is not None, "a step over a two-tier cache says what it reads from the store"
+            store = step.store
+            two_tier = (
+                *(cache.store, cache.bits, cache.tail_blocks),
+                *(store.tables, store.moved_from, store.moved_to),
+            )
         logits, rows = self._program.run(
             step.token_ids,
             step.positions,
@@ -158,8 +168,9 @@ class NativeForward:
             step.context_lengths,
             step.block_tables,
             step.logit_indices,
-            cache.view(np.uint16),
+            (cache.full if isinstance(cache, TwoTierCache) else cache).view(np.uint16),
             sampled,
+            two_tier,
         )
         return logits, rows.copy()
 

@@ -11,6 +11,7 @@ import numpy as np
 from weft.ops.base import AttentionShape, LinearRole, WeightSource
 from weft.ops.cpu.weights import Experts, Linear, Packing
 from weft.ops.recording import RecordingOps
+from weft.tiers import store_vector_bytes
 
 
 class CpuOps(RecordingOps):
@@ -43,12 +44,24 @@ class CpuOps(RecordingOps):
 
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> np.ndarray:
         """Unlike in numpy, what one kv head reads of a block lies together, its keys feature by feature (`CacheLayer` in
-        csrc/kernels.h); in large pages, where the system has some: the blocks of a request are all over the memory."""
-        places = (blocks, layers, shape.kv_heads, 2, block_size, shape.head_size)
-        try:
-            memory = mmap.mmap(-1, max(1, math.prod(places) * 2))
-        except (OSError, OverflowError) as error:
-            raise MemoryError(str(error)) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return np.frombuffer(memory, np.float16, math.prod(places)).reshape(places)
+        csrc/kernels.h)."""
+        return _in_large_pages((blocks, layers, shape.kv_heads, 2, block_size, shape.head_size), np.float16)
+
+    def new_store(
+        self, blocks: int, layers: int, block_size: int, shape: AttentionShape, bits: int
+    ) -> np.ndarray:
+        """Likewise (`StoredHead`)."""
+        head_bytes = 2 * block_size * store_vector_bytes(shape.head_size, bits)
+        return _in_large_pages((blocks, layers, shape.kv_heads, head_bytes), np.uint8)
+
+
+def _in_large_pages(places: tuple[int, ...], dtype: type) -> np.ndarray:
+    """Zeros in large pages, where the system has some: the blocks of a request are all over the memory."""
+    count = math.prod(places)
+    try:
+        memory = mmap.mmap(-1, max(1, count * np.dtype(dtype).itemsize))
+    except (OSError, OverflowError) as error:
+        raise MemoryError(str(error)) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype, count).reshape(places)

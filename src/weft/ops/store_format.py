@@ -1,0 +1,59 @@
+"""The format of the quantised store, in numpy: the definition that the kernels are tested against, code by code.
+
+A vector is what one token has of one KV head, its key or its value; how it is stored follows from its values alone.
+
+    value = scale * (code - zero)         8 bits: zero is a code, 0 to 255
+                                          4 bits: zero counts sixteenths of a code, 0 to 255
+    bytes = codes, scale, zero            a scale is a float of 5 exponent and 3 mantissa bits; 255: not a number
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+NOT_A_NUMBER = 255
+
+# Scale byte 0 is 2^-18, and a step in it is an eighth of a power of two: the upper bits of a float32 that lies so high.
+_SHIFT = 20
+_LOWEST = (127 - 18) << 3
+
+
+def quantise(vectors: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 [..., size * bits / 8 + 2] of vectors [..., size], whose values are computed with as float32.
+
+    One that has an infinite value, or one that is not a number, is not a number as a whole.
+    """
+    values = vectors.astype(np.float32)
+    is_finite = np.isfinite(values).all(axis=-1, keepdims=True)
+    values = np.where(is_finite, values, np.float32(0))
+    low = np.minimum(values.min(axis=-1, keepdims=True), 0)
+    high = np.maximum(values.max(axis=-1, keepdims=True), 0)
+    # Rounded up, so that no value lies beyond the last code.
+    wanted = ((high - low) / np.float32(2**bits - 1)).view(np.int32)
+    scale_byte = np.clip(((wanted + ((1 << _SHIFT) - 1)) >> _SHIFT) - _LOWEST, 0, NOT_A_NUMBER - 1)
+    scale = _scale_of(scale_byte)
+    if bits == 8:
+        zero = np.clip(np.rint(-low / scale), 0, 255)
+        codes = np.clip(np.rint(values / scale) + zero, 0, 255).astype(np.uint8)
+    else:
+        zero = np.clip(np.rint(-low / scale * np.float32(16)), 0, 255)
+        codes = np.clip(np.rint(values / scale + zero / np.float32(16)), 0, 15).astype(np.uint8)
+        codes = codes[..., 0::2] | codes[..., 1::2] << 4
+    scale_byte = np.where(is_finite, scale_byte, NOT_A_NUMBER)
+    return np.concatenate([codes, scale_byte.astype(np.uint8), zero.astype(np.uint8)], axis=-1)
+
+
+def dequantise(stored: np.ndarray, bits: int, dtype: np.dtype | type) -> np.ndarray:
+    """The values [..., size] of what `quantise` made."""
+    packed, scale_byte, zero = stored[..., :-2], stored[..., -2:-1], stored[..., -1:].astype(dtype)
+    if bits == 8:
+        codes = packed
+    else:
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+        zero /= 16
+    scale = np.where(scale_byte == NOT_A_NUMBER, np.float32(np.nan), _scale_of(scale_byte.astype(np.int32)))
+    return scale.astype(dtype) * (codes.astype(dtype) - zero)
+
+
+def _scale_of(scale_byte: np.ndarray) -> np.ndarray:
+    return ((scale_byte + _LOWEST) << _SHIFT).astype(np.int32).view(np.float32)

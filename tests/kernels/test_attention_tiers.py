@@ -1,0 +1,275 @@
+"""Attention over both tiers of a cache: of the C++ kernels against numpy in float64, and bit by bit in any company, on every
+instruction set that this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from stored_cache import laid_out, new_store
+
+from weft.ops.store_format import dequantise, quantise
+from weft.tiers import stored_blocks
+
+_kernels = pytest.importorskip("weft._kernels")
+
+LAYERS, LAYER = 2, 1
+
+# All but the portable code fuse multiplication and addition, and then make their sums in the same order.
+FUSED = [name for name in _kernels.available() if name != "portable"]
+
+
+@pytest.fixture(params=_kernels.available(), autouse=True)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _kernels.in_use()
+    _kernels.use(request.param)
+    yield request.param
+    _kernels.use(before)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request with `first` tokens in the cache and `count` new ones, which keeps `tail` blocks in full."""
+
+    first: int
+    count: int
+    tail: int = 2
+    kv_heads: int = 1
+    group: int = 3
+    head_size: int = 64
+    block_size: int = 16
+    window: int = 0
+    cap: float = 0.0
+
+    @property
+    def context(self) -> int:
+        return self.first + self.count
+
+    def stored(self, position: int) -> int:
+        return stored_blocks(position, self.block_size, self.tail)
+
+    def queries(self) -> np.ndarray:
+        shape = (self.count, self.kv_heads * self.group, self.head_size)
+        return 2.0 * np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+
+
+class Cache:
+    """Both tiers of one request, blocks in any order. What no query may read of a tier is not a number."""
+
+    def __init__(self, case: Case, bits: int) -> None:
+        rng = np.random.default_rng(2)
+        blocks = -(-case.context // case.block_size)
+        self.case, self.bits = case, bits
+        self.table, self.store_table = (
+            rng.permutation(blocks + 2)[:blocks].astype(np.int64) for _ in range(2)
+        )
+        # Keys and values lie off their zero, as a model's do.
+        content = rng.standard_normal((blocks * case.block_size, 2, case.kv_heads, case.head_size)) + 0.3
+        content[case.context :] = np.nan
+        self.content = content.reshape(blocks, case.block_size, 2, case.kv_heads, case.head_size).astype(
+            np.float16
+        )
+        self.update()
+
+    def update(self) -> None:
+        """Fill the tiers from the content."""
+        case, blocks = self.case, len(self.table)
+        cache = np.full(
+            (blocks + 2, LAYERS, 2, case.block_size, case.kv_heads, case.head_size), np.nan, np.float16
+        )
+        cache[self.table, LAYER] = np.moveaxis(self.content, 2, 1)
+        whole = laid_out(cache).view(np.uint16)
+        self.store = new_store(blocks + 2, LAYERS, case.kv_heads, case.block_size, case.head_size, self.bits)
+        self.store[:] = 255
+        for block in range(case.stored(case.context - 1)):
+            _kernels.move_block(
+                whole, LAYER, int(self.table[block]), self.store, int(self.store_table[block]), self.bits
+            )
+        cache[self.table[: case.stored(case.first)]] = np.nan
+        self.halves = laid_out(cache).view(np.uint16)
+
+    def attend(self, queries: np.ndarray, first: int | None = None, split: bool = False) -> np.ndarray:
+        case, out = self.case, np.full_like(queries, 7.0)
+        position = case.first if first is None else first
+        scale = case.head_size**-0.5
+        two_tier = (self.store, self.bits, case.tail, self.store_table)
+        _kernels.attend(
+            queries,
+            self.halves,
+            LAYER,
+            self.table,
+            position,
+            case.window,
+            scale,
+            case.cap,
+            out,
+            split,
+            two_tier,
+        )
+        return out
+
+    def expected(self, queries: np.ndarray) -> np.ndarray:
+        case = self.case
+        full = self.content.astype(np.float64)
+        stored = dequantise(quantise(self.content, self.bits), self.bits, np.float64)
+        out = np.empty(queries.shape)
+        for query in range(case.count):
+            end = case.first + query + 1
+            seen = slice(max(0, end - case.window) if case.window else 0, end)
+            border = case.stored(end - 1)
+            read = np.concatenate([stored[:border], full[border:]]).reshape(-1, *full.shape[2:])
+            keys, values = read[seen, 0], read[seen, 1]
+            for head in range(queries.shape[1]):
+                scores = keys[:, head // case.group] @ (queries[query, head] * case.head_size**-0.5)
+                if case.cap:
+                    scores = case.cap * np.tanh(scores / case.cap)
+                weights = np.exp(scores - scores.max())
+                out[query, head] = weights @ values[:, head // case.group] / weights.sum()
+        return out
+
+
+CASES = {
+    "shorter than its tail": Case(20, 1),
+    "the last that has all in full": Case(46, 1),
+    "the first that reads from the store": Case(47, 1),
+    "a decode": Case(99, 1, kv_heads=2),
+    "a decode whose border is in the middle of a segment": Case(500, 1, kv_heads=3),
+    "a decode whose border is that of a segment": Case(511 + 32, 1),
+    "a long decode": Case(1300, 1, group=4, head_size=128, tail=16),
+    "a prefill": Case(0, 70, kv_heads=2, tail=1),
+    "a prefill many times as long as the tail": Case(0, 300, group=1, tail=1),
+    "a chunk across borders": Case(240, 40, group=4),
+    "a chunk longer than the tail": Case(500, 61, group=1, tail=1),
+    "a chunk of a group of seven": Case(300, 23, group=7),
+    "a chunk of a group of eight": Case(300, 23, group=8),
+    "a window inside the tail": Case(300, 60, group=2, window=20),
+    "a window that begins in the store": Case(300, 60, group=2, window=90),
+    "a window over segments": Case(700, 20, group=5, window=300, tail=4),
+    "a window of one": Case(100, 5, window=1),
+    "a cap": Case(200, 10, cap=2.0),
+    "a cap and a window": Case(530, 9, group=8, head_size=128, cap=30.0, window=280),
+    "blocks of one": Case(130, 3, block_size=1, tail=10),
+    "blocks of seven": Case(270, 9, block_size=7, kv_heads=2),
+    "blocks of eight": Case(270, 25, block_size=8, tail=3, kv_heads=2),
+    "blocks of eight, a decode": Case(777, 1, block_size=8, tail=3, kv_heads=2),
+    "blocks of 24": Case(270, 50, block_size=24, tail=1),
+    "blocks of 32": Case(600, 70, block_size=32, tail=1),
+    "blocks larger than a segment": Case(1200, 3, block_size=300, tail=1),
+    "heads of 8": Case(70, 5, head_size=8),
+    "heads of 80": Case(260, 20, head_size=80, group=7),
+    "heads of 72": Case(100, 20, head_size=72, group=2),
+    "heads of 96": Case(300, 20, head_size=96, group=3),
+    "heads of 256": Case(80, 20, head_size=256, group=4),
+    "heads of 14": Case(300, 20, head_size=14, group=5),
+    "sixteen heads to one": Case(300, 4, group=16, head_size=128),
+    "sixty heads to one": Case(260, 2, group=60, head_size=16),
+}
+ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+BITS = pytest.mark.parametrize("bits", [8, 4])
+
+
+@BITS
+@ALL
+def test_a_query_reads_what_is_behind_its_tail_from_the_store_and_the_rest_in_full(
+    case: Case, bits: int
+) -> None:
+    queries, cache = case.queries(), Cache(case, bits)
+    np.testing.assert_allclose(cache.attend(queries), cache.expected(queries), rtol=0, atol=6e-6)
+
+
+@BITS
+@ALL
+def test_a_query_is_the_same_bits_in_any_company_and_over_any_number_of_threads(
+    case: Case, bits: int
+) -> None:
+    queries, cache = case.queries(), Cache(case, bits)
+    together = cache.attend(queries)
+    for query in range(case.count):
+        alone, split = (
+            cache.attend(queries[query : query + 1], case.first + query, split) for split in (False, True)
+        )
+        np.testing.assert_array_equal(alone[0].view(np.int32), together[query].view(np.int32))
+        np.testing.assert_array_equal(split[0].view(np.int32), together[query].view(np.int32))
+    for cut in {case.count // 3, case.count // 2, case.count - 1} - {0}:
+        front, back = cache.attend(queries[:cut]), cache.attend(queries[cut:], case.first + cut)
+        np.testing.assert_array_equal(np.concatenate([front, back]).view(np.int32), together.view(np.int32))
+
+
+# Heads whose codes fill vectors of 8 and of 16, of 8 alone, and neither; as many rows as there are in a tile, fewer and more.
+SHAPES = {
+    f"heads of {size}, {group} to one": Case(280, 5, group=group, head_size=size)
+    for size in (8, 14, 24, 40, 64, 72, 80, 96, 128)
+    for group in range(1, 8)
+}
+
+
+@pytest.mark.parametrize("instruction_set", FUSED[1:], indirect=True)
+@BITS
+@pytest.mark.parametrize("case", (CASES | SHAPES).values(), ids=(CASES | SHAPES).keys())
+def test_a_query_is_the_same_bits_on_every_instruction_set_with_fused_multiplication(
+    case: Case, bits: int
+) -> None:
+    queries, cache = case.queries(), Cache(case, bits)
+    ours = cache.attend(queries)
+    _kernels.use(FUSED[0])
+    np.testing.assert_array_equal(ours.view(np.int32), cache.attend(queries).view(np.int32))
+
+
+@BITS
+def test_any_shape_of_request_is_attended_to_rightly(bits: int) -> None:
+    rng = np.random.default_rng(9)
+    for _ in range(25):
+        block_size = int(rng.choice([4, 8, 16, 16, 32]))
+        case = Case(
+            first=int(rng.integers(0, 600)),
+            count=int(rng.choice([1, 1, 5, 37])),
+            tail=int(rng.integers(1, 6)),
+            kv_heads=int(rng.integers(1, 3)),
+            group=int(rng.choice([1, 2, 3, 7, 8])),
+            head_size=int(rng.choice([16, 64, 80, 128])),
+            block_size=block_size,
+            window=int(rng.choice([0, 0, rng.integers(1, 400)])),
+            cap=float(rng.choice([0.0, 0.0, 5.0])),
+        )
+        queries, cache = case.queries(), Cache(case, bits)
+        np.testing.assert_allclose(
+            cache.attend(queries), cache.expected(queries), rtol=0, atol=6e-6, err_msg=str(case)
+        )
+
+
+@BITS
+def test_what_is_not_a_number_reaches_only_those_who_see_it(bits: int) -> None:
+    """A window moves over spoilt tokens in the store: those before it are read by nobody, in whole tiles or not."""
+    case = Case(300, 40, group=2, window=150, tail=1)
+    queries, cache = case.queries(), Cache(case, bits)
+    clean = cache.attend(queries)
+    # The last queries that see the value at 160, and the key at 170, are those at 309 and at 319.
+    cache.content[10, 0, 1, 0, 5] = np.inf
+    cache.content[10, 10, 0] = np.nan
+    cache.update()
+    out = cache.attend(queries)
+    assert np.isnan(out[:20]).all()
+    np.testing.assert_array_equal(out[20:].view(np.int32), clean[20:].view(np.int32))
+
+
+@BITS
+def test_weights_that_vanish_leave_no_subnormal_sums(bits: int) -> None:
+    """Scores far apart: weights that times a small scale would be subnormal count as nothing."""
+    case = Case(600, 1, group=1, tail=1)
+    queries, cache = 60.0 * case.queries(), Cache(case, bits)
+    cache.content[:, :, 1] *= 1e-6
+    cache.update()
+    np.testing.assert_allclose(cache.attend(queries), cache.expected(queries), atol=1e-6)
+
+
+def test_a_call_that_would_read_outside_the_store_is_refused() -> None:
+    case = Case(100, 2)
+    queries, cache = case.queries(), Cache(case, 8)
+    cache.store_table = cache.store_table[:3]
+    with pytest.raises(ValueError, match="4 blocks of the store are needed, the table names 3"):
+        cache.attend(queries)
+    cache.store_table = np.array([0, 1, 2, 99])
+    with pytest.raises(ValueError, match="the table names block 99, the store has 9"):
+        cache.attend(queries)

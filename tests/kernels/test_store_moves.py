@@ -1,0 +1,94 @@
+"""The move of a block to the quantised store, in C++ against numpy: the same codes on every instruction set of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from stored_cache import laid_out, new_store, read_store
+
+from weft.ops.store_format import NOT_A_NUMBER, dequantise, quantise
+
+_kernels = pytest.importorskip("weft._kernels")
+
+
+@pytest.fixture(params=_kernels.available(), autouse=True)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _kernels.in_use()
+    _kernels.use(request.param)
+    yield request.param
+    _kernels.use(before)
+
+
+def delicate_block(block_size: int, head_size: int) -> np.ndarray:
+    """[2, block size, 2 kv heads, head size] of ordinary vectors, and of some that make trouble."""
+    rng = np.random.default_rng(head_size)
+    vectors = rng.standard_normal((4 * block_size, head_size)) * np.exp(
+        3.0 * rng.standard_normal((4 * block_size, 1))
+    )
+    vectors[0] = 0.0
+    vectors[1] = np.abs(vectors[1])
+    vectors[2] = -np.abs(vectors[2])
+    vectors[3] = 65504.0 * np.sign(vectors[3])
+    vectors[4, 5] = np.nan
+    vectors[5, 1] = np.inf
+    vectors[6, 7] = -np.inf
+    vectors[7] = 6e-8  # the smallest half
+    vectors[8] = 3.0
+    vectors[9] = rng.integers(0, 255, head_size)  # codes and halves of codes
+    vectors[10] = rng.integers(0, 510, head_size) / 2
+    vectors[11] = rng.integers(-15, 15, head_size) / 2
+    vectors[12, 0] = -0.0
+    with np.errstate(over="ignore"):
+        halves = vectors[rng.permutation(len(vectors))].astype(np.float16)
+    return halves.reshape(2, block_size, 2, head_size)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("block_size", [4, 7, 8, 16, 24, 32])
+@pytest.mark.parametrize("head_size", [8, 64, 72, 80, 96, 128, 256])
+def test_a_moved_block_has_the_codes_of_the_definition(bits: int, block_size: int, head_size: int) -> None:
+    cache = np.zeros((3, 2, 2, block_size, 2, head_size), np.float16)
+    cache[1, 1] = delicate_block(block_size, head_size)
+    store = new_store(4, 2, 2, block_size, head_size, bits)
+    store[:] = 99
+    _kernels.move_block(laid_out(cache).view(np.uint16), 1, 1, store, 2, bits)
+    expected = quantise(cache[1, 1], bits)
+    np.testing.assert_array_equal(read_store(store, block_size, head_size, bits)[2, 1], expected)
+    store[2, 1] = 99
+    assert (store == 99).all(), "what does not belong to the block was written to"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_stored_values_are_within_a_code_of_what_they_were(bits: int) -> None:
+    vectors = delicate_block(16, 64)
+    finite = vectors[np.isfinite(vectors).all(axis=-1)].astype(np.float64)
+    stored = quantise(finite, bits)
+    span = np.maximum(finite.max(-1), 0) - np.minimum(finite.min(-1), 0)
+    # A scale is rounded up by an eighth at most, a value and the zero by half a code each; the smallest scale is 2^-18.
+    code = np.maximum(span / (2**bits - 1) * 1.125, 2.0**-18)
+    assert (np.abs(dequantise(stored, bits, np.float64) - finite).max(-1) <= code * 1.001).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_vector_that_is_not_finite_is_not_a_number_as_a_whole_and_zeros_are_zeros(bits: int) -> None:
+    vectors = np.ones((4, 8), np.float16)
+    vectors[0, 3], vectors[1, 0], vectors[2] = np.nan, -np.inf, 0.0
+    stored = quantise(vectors, bits)
+    values = dequantise(stored, bits, np.float32)
+    assert np.isnan(values[:2]).all() and (stored[:2, -2] == NOT_A_NUMBER).all()
+    assert (values[2] == 0).all() and np.isfinite(values[3]).all()
+
+
+def test_a_move_past_the_cache_or_the_store_is_refused() -> None:
+    cache = laid_out(np.zeros((2, 1, 2, 8, 1, 9), np.float16)).view(np.uint16)
+    store = new_store(2, 1, 1, 8, 9, 8)
+    with pytest.raises(ValueError, match="past the cache"):
+        _kernels.move_block(cache, 0, 2, store, 0, 8)
+    with pytest.raises(ValueError, match="past the store"):
+        _kernels.move_block(cache, 0, 1, store, 2, 8)
+    with pytest.raises(ValueError, match="heads of an even size"):
+        _kernels.move_block(cache, 0, 0, store, 0, 4)
+    with pytest.raises(ValueError, match=r"the store must be \[blocks, layers, kv heads, 176\]"):
+        _kernels.move_block(cache, 0, 0, np.zeros((2, 1, 1, 175), np.uint8), 0, 8)
