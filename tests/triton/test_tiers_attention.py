@@ -12,11 +12,12 @@ import torch
 from attention_cases import LAYER, LAYERS, TOLERANCES, Case, Part, Step
 from store_twin import put_away, restored
 
+from weft.ops.base import TwoTierCache
 from weft.ops.triton import attention as attention_module
 from weft.ops.triton.attention import Attention, Splits
 from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device
-from weft.ops.triton.store import Store, StoreFormat
+from weft.ops.triton.store import new_store
 from weft.tiers import stored_blocks
 
 MAX_REQUESTS, MAX_CONTEXT = 8, 2048
@@ -34,13 +35,13 @@ class TieredStep:
 
     def __post_init__(self) -> None:
         step, case = self.step, self.step.case
-        self.format = StoreFormat(self.bits, self.tail_blocks)
-        self.cache = step.device_cache(step.cache(filled=True))
+        full = step.device_cache(step.cache(filled=True))
         chance = np.random.default_rng(4)
         self.tables = np.zeros_like(step.block_tables)
         counts = [self.borders(part)[1] for part in case.parts]
         free = chance.permutation(sum(counts) + 2)
-        store = Store(len(free), LAYERS, case.block_size, case.shape, self.format, step.device)
+        store = new_store(len(free), LAYERS, case.block_size, case.shape, self.bits, step.device)
+        self.cache = TwoTierCache(full, store, self.bits, self.tail_blocks)
         pairs = []
         for request, count in enumerate(counts):
             self.tables[request, :count], free = free[:count], free[count:]
@@ -48,12 +49,11 @@ class TieredStep:
                 zip(step.block_tables[request, :count].tolist(), self.tables[request].tolist(), strict=False)
             )
         if pairs:
-            put_away(store, self.cache, pairs, LAYER)
-        store.codes[torch.from_numpy(free)] = -1  # scales that are no numbers
-        self.store = store
+            put_away(self.cache, pairs, step.device, LAYER)
+        store[torch.from_numpy(free)] = -1  # scales that are no numbers
         for request, part in enumerate(case.parts):
             gone = step.block_tables[request, : self.borders(part)[0]]
-            self.cache[torch.from_numpy(gone)] = float("nan")
+            full[torch.from_numpy(gone)] = float("nan")
 
     def borders(self, part: Part) -> tuple[int, int]:
         """How many blocks the first and the last token of a part read from the store."""
@@ -78,7 +78,7 @@ class TieredStep:
         columns = case.heads * case.head_size
         queries = self.step.device_qkv()[:, :columns]
         output = torch.full_like(queries, 7.0).contiguous()
-        attention.run(self.batch(), queries, self.cache, LAYER, output, store=self.store)
+        attention.run(self.batch(), queries, self.cache, LAYER, output)
         return output
 
     def expected(self) -> np.ndarray:
@@ -104,15 +104,13 @@ class TieredStep:
         return np.array(outputs)
 
 
-def attention_of(case: Case, tiered: TieredStep, invariant: bool = False) -> Attention:
-    return Attention(
-        case.shape, case.window, MAX_REQUESTS, MAX_CONTEXT, tiered.step.device, invariant, tiered.format
-    )
+def attention_of(case: Case, device: Device, invariant: bool = False) -> Attention:
+    return Attention(case.shape, case.window, MAX_REQUESTS, MAX_CONTEXT, device, invariant)
 
 
-def check(case: Case, device: Device, bits: int, dtype: torch.dtype = torch.float32, **options: bool) -> None:
+def check(case: Case, device: Device, bits: int, dtype: torch.dtype = torch.float32) -> None:
     tiered = TieredStep(Step(case, device, dtype), bits)
-    attention = attention_of(case, tiered, **options)
+    attention = attention_of(case, device)
     output = tiered.attended(attention).to("cpu", torch.float64).numpy()
     np.testing.assert_allclose(output[: case.tokens], tiered.expected(), rtol=0, atol=TOLERANCES[dtype])
     assert not output[case.tokens :].any()
@@ -228,7 +226,7 @@ def test_in_the_invariant_mode_a_token_is_the_same_bits_in_a_chunk_and_decoded(
     monkeypatch.setattr(attention_module, "_LEAST_FIXED_SPLIT", 64)
     dtype = torch.bfloat16 if device.is_card else torch.float32
     tiered = TieredStep(Step(case, device, dtype), bits)
-    attention = attention_of(case, tiered, invariant=True)
+    attention = attention_of(case, device, invariant=True)
     together = tiered.attended(attention)
     result = together.to("cpu", torch.float64).numpy()
     np.testing.assert_allclose(result, tiered.expected(), rtol=0, atol=TOLERANCES[dtype])
@@ -244,5 +242,5 @@ def test_in_the_invariant_mode_a_token_is_the_same_bits_in_a_chunk_and_decoded(
             context_lengths=whole.context_lengths - (part.count - 1 - query),
         )
         output = torch.empty_like(together[:1])
-        attention.run(alone, queries[query : query + 1], tiered.cache, LAYER, output, store=tiered.store)
+        attention.run(alone, queries[query : query + 1], tiered.cache, LAYER, output)
         assert torch.equal(output[0], together[query])

@@ -6,20 +6,22 @@ at the same positions, both kernels use the same tiles, and splits are joined in
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.ops.base import AttentionShape, QkNorm
+from weft.ops.base import AttentionShape, QkNorm, TwoTierCache
 from weft.ops.triton.attention_decode import decode_attention
 from weft.ops.triton.attention_dense import dense_attention, dense_attention_serves, is_dense
 from weft.ops.triton.attention_prefill import prefill_attention
 from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device, pieces, power_of_two
 from weft.ops.triton.rope import RopeTables, rope_and_write
-from weft.ops.triton.store import Store, StoreFormat
+from weft.ops.triton.store import move_to_store
+from weft.tiers import stored_blocks
 
 # The least number of rows that the tensor cores multiply.
 _LEAST_ROWS = 16
@@ -62,6 +64,28 @@ class Splits(NamedTuple):
     request in two pieces and to join them takes about as long as two or three tiles."""
 
 
+class _Tiers(NamedTuple):
+    """A cache as kernels get it: one without a store has 0 bits of it."""
+
+    full: Tensor
+    codes: Tensor
+    words: Tensor
+    bits: int = 0
+    tail_blocks: int = 0
+
+    @property
+    def kind(self) -> Hashable:
+        """What of it decides how kernels are compiled."""
+        return self.full.shape[1], self.full.shape[4], self.bits, self.tail_blocks
+
+
+def _tiers_of(cache: Tensor | TwoTierCache) -> _Tiers:
+    if isinstance(cache, TwoTierCache):
+        words = cache.store.view(torch.int32)
+        return _Tiers(cache.full, cache.store, words, cache.bits, cache.tail_blocks)
+    return _Tiers(cache, cache, cache)
+
+
 class Attention:
     """Attention of one shape and window, for every layer that has it; one step at a time."""
 
@@ -73,17 +97,12 @@ class Attention:
         max_context: int,
         device: Device,
         invariant: bool = False,
-        store_format: StoreFormat | None = None,
     ) -> None:
         self.shape = shape
         self.window = window
         self.device = device
-        self.store_format = store_format
         group = shape.heads // shape.kv_heads
         self.width = power_of_two(shape.head_size)
-        if store_format is not None and store_format.bits == 4:
-            # Half a head must be wide enough for a product.
-            self.width = max(32, self.width)
         self.joined_rows = power_of_two(group)
         rows = max(_LEAST_ROWS, self.joined_rows)
         self.decode_tiles = Tiles(rows, 64, 2, 3) if self.width <= 128 else Tiles(rows, 32, 4, 3)
@@ -105,7 +124,7 @@ class Attention:
         self._most_requests = power_of_two(max_requests)
         # What of all this decides how kernels are compiled.
         sizes = (shape.heads, shape.kv_heads, shape.head_size, self._most_requests)
-        self._kind = (*sizes, shape.score_cap is not None, window, self.fixed_split, store_format)
+        self._kind = (*sizes, shape.score_cap is not None, window, self.fixed_split)
 
         self.can_read_rows = not invariant and self.width == shape.head_size and device.dependent_launches
         """Whether the card copies tiles of rows by itself (a Hopper does), and heads make such tiles."""
@@ -141,39 +160,37 @@ class Attention:
         self,
         batch: DeviceBatch,
         qkv: Tensor,
-        cache: Tensor,
+        cache: Tensor | TwoTierCache,
         layer: int,
         tables: RopeTables,
         norm: QkNorm | None,
         output: Tensor,
-        store: Store | None = None,
     ) -> Tensor:
         """`rope_and_write`, then `run`. Returns what attention gives: `output`, or a tensor like it, made by cuDNN."""
-        rope_and_write(batch, qkv, cache, layer, tables, self.shape, norm)
-        if store is not None and batch.moves is not None:
-            # Behind the writing, since a block may be filled and leave the tail in one step; and before any token reads.
-            store.move(cache, batch.moves, layer)
-        seen_in_full = store is None or store.format.reads_in_full(batch.longest_context, cache.shape[4])
-        if (
-            self.by_cudnn
-            and qkv.dtype != torch.float32
-            and seen_in_full
-            and is_dense(batch, self.window)
-        ):
+        is_read_in_full = True
+        if isinstance(cache, TwoTierCache):
+            rope_and_write(batch, qkv, cache.full, layer, tables, self.shape, norm)
+            if batch.moves is not None:
+                # A block may be filled and leave the tail in one step, so they move when all is written.
+                move_to_store(cache, batch.moves, self.device, layer)
+            last, block_size = batch.longest_context - 1, cache.full.shape[4]
+            is_read_in_full = stored_blocks(last, block_size, cache.tail_blocks) == 0
+        else:
+            rope_and_write(batch, qkv, cache, layer, tables, self.shape, norm)
+        is_half = qkv.dtype != torch.float32
+        if self.by_cudnn and is_half and is_read_in_full and is_dense(batch, self.window):
             return dense_attention(batch, qkv, self.shape)
-        from_rows = self.can_read_rows and qkv.dtype != torch.float32
-        self.run(batch, qkv, cache, layer, output, from_rows, store)
+        self.run(batch, qkv, cache, layer, output, self.can_read_rows and is_half)
         return output
 
     def run(
         self,
         batch: DeviceBatch,
         queries: Tensor,
-        cache: Tensor,
+        cache: Tensor | TwoTierCache,
         layer: int,
         output: Tensor,
         from_rows: bool = False,
-        store: Store | None = None,
     ) -> None:
         """Each token over what it sees of its request's context, read from the cache, this step's tokens too.
 
@@ -182,31 +199,32 @@ class Attention:
         """
         decodes = batch.requests if batch.longest_query == 1 else batch.decodes
         if decodes:
-            self._decode(batch, decodes, queries, cache, store, layer, output)
+            self._decode(batch, decodes, queries, cache, layer, output)
         if decodes < batch.requests:
-            self._prefill(batch, decodes, queries, cache, store, layer, output, from_rows)
+            self._prefill(batch, decodes, queries, cache, layer, output, from_rows)
 
     def _decode(
         self,
         batch: DeviceBatch,
         requests: int,
         queries: Tensor,
-        cache: Tensor,
-        store: Store | None,
+        cache: Tensor | TwoTierCache,
         layer: int,
         output: Tensor,
     ) -> None:
         most, smallest, shared, leeway = self.splits(requests, batch.longest_context)
         kv_heads = self.shape.kv_heads
-        tiles, store_tiles = self._fitting(self.decode_tiles, self.decode_store_tiles, cache)
+        tiers = _tiers_of(cache)
+        tiles, store_tiles = self._fitting(self.decode_tiles, self.decode_store_tiles, tiers)
         self.device.launch(
             decode_attention,
             (kv_heads, max(most, requests), 1) if shared else (kv_heads, most, requests),
             (
                 queries,
                 output,
-                cache,
-                *((cache, cache) if store is None else (store.codes, store.words)),
+                tiers.full,
+                tiers.codes,
+                tiers.words,
                 batch.tables,
                 batch.rows,
                 batch.context_lengths,
@@ -223,14 +241,14 @@ class Attention:
                 self.shape.scale,
                 self.shape.score_cap or 0.0,
             ),
-            (self._kind, tiles, store_tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4], shared),
+            (self._kind, tiles, store_tiles, queries.stride(0), queries.dtype, tiers.kind, shared),
             lambda: {
                 "SHARED": shared,
                 "STORE_ROWS": self.store_rows,
                 "MOST_REQUESTS": self._most_requests,
                 "JOINED_ROWS": self.joined_rows,
                 "JOINED_AT_ONCE": self.joined_at_once,
-                **self._constants(queries, cache, tiles, store_tiles),
+                **self._constants(queries, tiers, tiles, store_tiles),
             },
         )
 
@@ -239,13 +257,13 @@ class Attention:
         batch: DeviceBatch,
         decodes: int,
         queries: Tensor,
-        cache: Tensor,
-        store: Store | None,
+        cache: Tensor | TwoTierCache,
         layer: int,
         output: Tensor,
         from_rows: bool,
     ) -> None:
-        tiles, store_tiles = self._fitting(self.prefill_tiles, self.prefill_store_tiles, cache)
+        tiers = _tiers_of(cache)
+        tiles, store_tiles = self._fitting(self.prefill_tiles, self.prefill_store_tiles, tiers)
         tokens_at_once = tiles.rows // (self.shape.heads // self.shape.kv_heads)
         self.device.launch(
             prefill_attention,
@@ -254,8 +272,9 @@ class Attention:
                 queries,
                 self._described(queries, tiles) if from_rows else queries,
                 output,
-                cache,
-                *((cache, cache) if store is None else (store.codes, store.words)),
+                tiers.full,
+                tiers.codes,
+                tiers.words,
                 batch.tables,
                 batch.rows,
                 batch.query_starts,
@@ -266,8 +285,8 @@ class Attention:
                 self.shape.scale,
                 self.shape.score_cap or 0.0,
             ),
-            (self._kind, tiles, store_tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4], from_rows),
-            lambda: {"FROM_ROWS": from_rows, **self._constants(queries, cache, tiles, store_tiles)},
+            (self._kind, tiles, store_tiles, queries.stride(0), queries.dtype, tiers.kind, from_rows),
+            lambda: {"FROM_ROWS": from_rows, **self._constants(queries, tiers, tiles, store_tiles)},
         )
 
     def _described(self, rows: Tensor, tiles: Tiles) -> TensorDescriptor:
@@ -278,32 +297,32 @@ class Attention:
             self._described_rows = key
         return self._descriptor
 
-    def _fitting(self, tiles: Tiles, store_tiles: StoreTiles, cache: Tensor) -> tuple[Tiles, StoreTiles]:
+    def _fitting(self, tiles: Tiles, store_tiles: StoreTiles, tiers: _Tiers) -> tuple[Tiles, StoreTiles]:
         """A card has no tensor cores for float32: its products are unrolled, and large ones take a minute to compile."""
-        if cache.dtype == torch.float32 and self.device.is_card:
+        if tiers.full.dtype == torch.float32 and self.device.is_card:
             return Tiles(self.decode_tiles.rows, 32, 4, 1), StoreTiles(32, 1)
         return tiles, store_tiles
 
     def _constants(
-        self, queries: Tensor, cache: Tensor, tiles: Tiles, store_tiles: StoreTiles
+        self, queries: Tensor, tiers: _Tiers, tiles: Tiles, store_tiles: StoreTiles
     ) -> dict[str, Any]:
-        bits, tail_blocks = self.store_format or (0, 0)
         return {
             "FIXED_SPLIT": self.fixed_split,
             "HEADS": self.shape.heads,
             "KV_HEADS": self.shape.kv_heads,
             "HEAD_SIZE": self.shape.head_size,
-            "WIDTH": self.width,
+            # Half a head must be wide enough for a product.
+            "WIDTH": max(32, self.width) if tiers.bits == 4 else self.width,
             "ROWS": tiles.rows,
             "QUERY_STRIDE": queries.stride(0),
-            "LAYERS": cache.shape[1],
-            "BLOCK_SIZE": cache.shape[4],
+            "LAYERS": tiers.full.shape[1],
+            "BLOCK_SIZE": tiers.full.shape[4],
             "WINDOW": self.window or 0,
             "CAPPED": self.shape.score_cap is not None,
             "TILE": tiles.positions,
             "STAGES": tiles.stages,
-            "BITS": bits,
-            "TAIL_BLOCKS": tail_blocks,
+            "BITS": tiers.bits,
+            "TAIL_BLOCKS": tiers.tail_blocks,
             "STORE_TILE": store_tiles.positions,
             "STORE_STAGES": store_tiles.stages,
             "num_warps": tiles.warps,

@@ -16,7 +16,6 @@ offset byte is offset - 128 in steps of 1, or of 1/16 with 4 bits. A scale byte 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.errors import InvalidRequestError
-from weft.ops.base import AttentionShape
+from weft.ops.base import AttentionShape, TwoTierCache
 from weft.ops.triton.device import Device, let_next_begin, power_of_two, wait_for_previous
-from weft.tiers import store_vector_bytes, stored_blocks
+from weft.tiers import store_vector_bytes
 
 # Scales begin at 2^-18.
 _FIRST_SCALE: tl.constexpr = tl.constexpr((127 - 18) << 23)
@@ -34,17 +33,6 @@ _NO_NUMBER: tl.constexpr = tl.constexpr(255)
 _LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 # A float32 to which this was added has no digits behind the point: they were rounded, half to even.
 _ROUNDING: tl.constexpr = tl.constexpr(12582912.0)
-
-
-class StoreFormat(NamedTuple):
-    """How blocks are quantised, and when they are read: `tail_blocks` behind a token's own are read in full precision."""
-
-    bits: int
-    tail_blocks: int
-
-    def reads_in_full(self, context: int, block_size: int) -> bool:
-        """Whether no token of such a context reads the store."""
-        return stored_blocks(context - 1, block_size, self.tail_blocks) == 0
 
 
 @dataclass(frozen=True)
@@ -55,65 +43,39 @@ class Moves:
     count: int
 
 
-class Store:
-    """Quantised blocks of all layers."""
-
-    def __init__(
-        self,
-        blocks: int,
-        layers: int,
-        block_size: int,
-        shape: AttentionShape,
-        store_format: StoreFormat,
-        device: Device,
-    ) -> None:
-        self.format = store_format
-        bits = store_format.bits
-        self._device = device
-        self._shape = shape
-        self._block_size = block_size
-        self.layers = layers
-        vector_bytes = store_vector_bytes(shape.head_size, bits)
-        if block_size * (vector_bytes - 2) % 2:
-            raise InvalidRequestError(
-                f"heads of {shape.head_size} in blocks of {block_size} tokens cannot be stored in {bits} bits: "
-                "take blocks of an even number of tokens",
-                field="block_size",
-            )
-        self.codes = device.zeros(
-            blocks, layers, shape.kv_heads, 2 * block_size * vector_bytes, dtype=torch.int8
+def new_store(
+    blocks: int, layers: int, block_size: int, shape: AttentionShape, bits: int, device: Device
+) -> Tensor:
+    """An empty one: int8 [blocks, layers, kv heads, bytes]."""
+    vector_bytes = store_vector_bytes(shape.head_size, bits)
+    if block_size * vector_bytes % 2:
+        raise InvalidRequestError(
+            f"heads of {shape.head_size} in blocks of {block_size} tokens cannot be stored in {bits} bits: take a "
+            "block_size that is even",
+            field="block_size",
         )
-        """int8 [blocks, layers, kv heads, bytes]"""
+    return device.zeros(blocks, layers, shape.kv_heads, 2 * block_size * vector_bytes, dtype=torch.int8)
 
-    @property
-    def words(self) -> Tensor:
-        """The same memory, in words."""
-        return self.codes.view(torch.int32)
 
-    @property
-    def bytes_per_block(self) -> int:
-        return self.codes[0].numel()
-
-    def move(self, cache: Tensor, moves: Moves, layer: int | None = None) -> None:
-        """Launches what quantises blocks of `cache`: of one layer, or of all."""
-        shape, block_size = self._shape, self._block_size
-        code_columns = shape.head_size * self.format.bits // 8
-        self._device.launch(
-            move_blocks,
-            (moves.count, self.layers if layer is None else 1, shape.kv_heads),
-            (cache, self.codes, self.words, moves.parcel, moves.count, layer or 0),
-            (cache.dtype, self.layers, block_size, shape, self.format.bits),
-            lambda: {
-                "LAYERS": self.layers,
-                "KV_HEADS": shape.kv_heads,
-                "HEAD_SIZE": shape.head_size,
-                "BITS": self.format.bits,
-                "BLOCK_SIZE": block_size,
-                "BLOCK_ROWS": power_of_two(block_size),
-                "COLUMNS": power_of_two(code_columns),
-                "num_warps": 4,
-            },
-        )
+def move_to_store(cache: TwoTierCache, moves: Moves, device: Device, layer: int | None = None) -> None:
+    """Launches what quantises blocks: of one layer, or of all."""
+    _, layers, _, kv_heads, block_size, head_size = cache.full.shape
+    device.launch(
+        move_blocks,
+        (moves.count, layers if layer is None else 1, kv_heads),
+        (cache.full, cache.store, cache.store.view(torch.int32), moves.parcel, moves.count, layer or 0),
+        (cache.full.dtype, layers, kv_heads, block_size, head_size, cache.bits),
+        lambda: {
+            "LAYERS": layers,
+            "KV_HEADS": kv_heads,
+            "HEAD_SIZE": head_size,
+            "BITS": cache.bits,
+            "BLOCK_SIZE": block_size,
+            "BLOCK_ROWS": power_of_two(block_size),
+            "COLUMNS": power_of_two(head_size * cache.bits // 8),
+            "num_warps": 4,
+        },
+    )
 
 
 @triton.jit(do_not_specialize=["count", "first_layer"])
