@@ -14,7 +14,8 @@ from weft.errors import InvalidRequestError, QueueFullError
 from weft.plan import IterationPlan, StepResult
 from weft.request import RequestId, RequestState, TokenOutput
 from weft.scheduling.sequence import Sequence
-from weft.simulation.invariants import OutputWatch, PlanWatch, check_empty, check_result, require
+from weft.simulation.invariants import OutputWatch, PlanWatch, check_empty, check_result
+from weft.simulation.require import require
 from weft.simulation.scenario import Arrival, DrawnFaults, Scenario
 
 MAX_ITERATIONS = 5000
