@@ -71,12 +71,12 @@ class Planner:
             for index in range(len(text.stored), stored_blocks(end - 1, size, tail)):
                 text.stored.append(self._free_store.pop())
                 moves.append((text.row, index, text.full[index], text.stored[-1]))
-            kept = stored_blocks(end, size, tail)
-            self._leaving += [text.full.pop(index) for index in sorted(text.full) if index < kept]
+            moved = [index for index in sorted(text.full) if index < len(text.stored)]
+            self._leaving += [text.full.pop(index) for index in moved]
             columns.append((RequestId(text.row), text.row, first, count, end >= len(text.tokens)))
             text.computed = end
         changed = list(zip(*tables, strict=True)) or [(), (), ()]
-        moved = list(zip(*moves, strict=True)) or [(), (), (), ()]
+        moved_columns = list(zip(*moves, strict=True)) or [(), (), (), ()]
         ids, rows, firsts, counts, samples = zip(*columns, strict=True)
         decodes = sum(entry[3] == 1 and entry[4] for entry in columns)
         self._steps += 1
@@ -90,8 +90,8 @@ class Planner:
             samples,
             tuple(starts),
             *changed,
-            moved_rows=moved[0],
-            moved_indices=moved[1],
-            moved_from=moved[2],
-            moved_to=moved[3],
+            moved_rows=moved_columns[0],
+            moved_indices=moved_columns[1],
+            moved_from=moved_columns[2],
+            moved_to=moved_columns[3],
         )
