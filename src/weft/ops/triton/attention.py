@@ -50,6 +50,8 @@ class StoreTiles(NamedTuple):
 
     positions: int
     stages: int
+    registers: int | None = None
+    """At most so many for a thread, so that more programs run at the same time."""
 
 
 class Splits(NamedTuple):
@@ -306,7 +308,8 @@ class Attention:
     def _constants(
         self, queries: Tensor, tiers: _Tiers, tiles: Tiles, store_tiles: StoreTiles
     ) -> dict[str, Any]:
-        return {
+        limit = {} if store_tiles.registers is None or not tiers.bits else {"maxnreg": store_tiles.registers}
+        return limit | {
             "FIXED_SPLIT": self.fixed_split,
             "HEADS": self.shape.heads,
             "KV_HEADS": self.shape.kv_heads,

@@ -139,13 +139,13 @@ def attend_to_store(
 @triton.jit
 def widened(peak, total, mixed, ROWS: tl.constexpr):
     """The softmax of a store with rows added that have seen nothing."""
-    if peak.shape[0] == ROWS:
-        return peak, total, mixed
-    tl.static_assert(2 * peak.shape[0] == ROWS)
-    peak = tl.reshape(tl.trans(tl.join(peak, tl.full(peak.shape, LOWEST, tl.float32))), (ROWS,))
-    total = tl.reshape(tl.trans(tl.join(total, tl.zeros(total.shape, tl.float32))), (ROWS,))
-    doubled = tl.permute(tl.join(mixed, tl.zeros(mixed.shape, tl.float32)), (2, 0, 1))
-    return peak, total, tl.reshape(doubled, (ROWS, mixed.shape[1]))
+    if peak.shape[0] != ROWS:
+        tl.static_assert(2 * peak.shape[0] == ROWS)
+        peak = tl.reshape(tl.trans(tl.join(peak, tl.full(peak.shape, LOWEST, tl.float32))), (ROWS,))
+        total = tl.reshape(tl.trans(tl.join(total, tl.zeros(total.shape, tl.float32))), (ROWS,))
+        doubled = tl.permute(tl.join(mixed, tl.zeros(mixed.shape, tl.float32)), (2, 0, 1))
+        mixed = tl.reshape(doubled, (ROWS, mixed.shape[1]))
+    return peak, total, mixed
 
 
 @triton.jit
