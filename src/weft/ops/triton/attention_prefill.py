@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.attention_store import attend_to_store, load_queries
+from weft.ops.triton.attention_store import attend_to_store, attend_to_store_by_rows, load_queries
 from weft.ops.triton.attention_tiles import (
     attend,
     attend_to_rows,
@@ -170,7 +170,7 @@ def prefill_attention(
         if WINDOW > 0:
             all_see_from = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, all_see_until)
         if BITS > 0:
-            peak, total, mixed = attend_to_store(
+            peak, total, mixed = attend_to_store_by_rows(
                 left,
                 right,
                 query_sum,

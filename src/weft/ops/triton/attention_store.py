@@ -63,38 +63,17 @@ def attend_to_store(
     is worked on with its positions one below the other and the rows side by side.
     """
     ROWS: tl.constexpr = query.shape[1]
-    CODE_BYTES: tl.constexpr = HEAD_SIZE * BITS // 8
     COLUMNS: tl.constexpr = WIDTH * BITS // 8
-    VALUES: tl.constexpr = BLOCK_SIZE * CODE_BYTES
-    # So many tokens side by side are in one block, and the compiler is told: what it loads at once depends on it.
-    TOGETHER: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else (8 if BLOCK_SIZE % 8 == 0 else 1)
-    # Few rows sum up their tiles side by side, and these at the end: a sum over a tile takes longer than all else of it.
-    SUMS: tl.constexpr = TILE if ROWS <= 16 else 1
-    begin = begin // TOGETHER * TOGETHER
-    end = end // TOGETHER * TOGETHER
-    feature = tl.arange(0, COLUMNS)
     peak = tl.full((ROWS,), LOWEST, tl.float32)
-    totals = tl.zeros((SUMS, ROWS), tl.float32)
-    taken = tl.zeros((SUMS, ROWS), tl.float32)
+    # Summed up over tiles first, and over their positions at the end: that takes longer than all else of a tile.
+    totals = tl.zeros((TILE, ROWS), tl.float32)
+    taken = tl.zeros((TILE, ROWS), tl.float32)
     mixed = tl.zeros((COLUMNS, ROWS), tl.float32)
     other_mixed = tl.zeros((COLUMNS, ROWS), tl.float32)
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
-        place = start + tl.arange(0, TILE)
-        block = tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0).to(tl.int64)
-        key_place = codes + block[:, None] * BLOCK_STRIDE + (place % BLOCK_SIZE)[:, None] * CODE_BYTES
-        key_there = (place < end)[:, None] & (feature < CODE_BYTES)[None, :]
-        key_codes = tl.load(key_place + feature[None, :], mask=key_there, other=0)
-        word_place = words + block * (BLOCK_STRIDE // 4) + VALUES // 2 + place % BLOCK_SIZE
-        word = tl.load(word_place, mask=place < end, other=0)
-
-        # The same places across: codes of V lie feature by feature.
-        across = start + tl.arange(0, TILE)[None, :]
-        block_across = tl.load(table + across // BLOCK_SIZE, mask=across < end, other=0).to(tl.int64)
-        block_across = tl.max_constancy(block_across, [1, TOGETHER])
-        value_place = codes + VALUES + block_across * BLOCK_STRIDE + across % BLOCK_SIZE
-        value_there = (across < end) & (feature < CODE_BYTES)[:, None]
-        value_codes = tl.load(value_place + feature[:, None] * BLOCK_SIZE, mask=value_there, other=0)
-
+        place, key_codes, value_codes, word = _load_tile(
+            codes, words, table, start, end, BITS, HEAD_SIZE, WIDTH, BLOCK_SIZE, BLOCK_STRIDE, TILE
+        )
         scores = tl.zeros((TILE, ROWS), tl.float32)
         if BITS == 8:
             scores = dot(_numbers(key_codes, query.dtype), query, scores)
@@ -118,11 +97,8 @@ def attend_to_store(
         scaled = (weights * scale_of((word >> 16) & 255)[:, None]).to(query.dtype)
         # Of the weights as they are rounded: so the offsets take away exactly what they added to the codes.
         value_offset = _offset(word >> 24, query.dtype, BITS)
-        taking = scaled.to(tl.float32) * value_offset[:, None]
-        if SUMS == 1:
-            weights, taking = tl.sum(weights, 0, keep_dims=True), tl.sum(taking, 0, keep_dims=True)
         totals = totals * shrink[None, :] + weights
-        taken = taken * shrink[None, :] + taking
+        taken = taken * shrink[None, :] + scaled.to(tl.float32) * value_offset[:, None]
         if BITS == 8:
             mixed = dot(_numbers(value_codes, query.dtype), scaled, mixed * shrink[None, :])
         else:
@@ -134,6 +110,118 @@ def attend_to_store(
     if BITS == 4:
         mixed = tl.reshape(tl.join(mixed, tl.trans(other_mixed) - all_taken), (ROWS, WIDTH))
     return peak, tl.sum(totals, 0), mixed
+
+
+@triton.jit
+def attend_to_store_by_rows(
+    query,
+    other_query,
+    query_sum,
+    positions,
+    full_from,
+    begin,
+    end,
+    codes,
+    words,
+    table,
+    scale,
+    score_cap,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BITS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The same for many rows, which stand one below the other, so that a thread has all of a row's scores: to make the sums
+    and the maximum of each row by several threads would take longer than the products."""
+    query, other_query = tl.trans(query), tl.trans(other_query)
+    ROWS: tl.constexpr = query.shape[0]
+    COLUMNS: tl.constexpr = WIDTH * BITS // 8
+    peak = tl.full((ROWS,), LOWEST, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    taken = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
+    other_mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        place, key_codes, value_codes, word = _load_tile(
+            codes, words, table, start, end, BITS, HEAD_SIZE, WIDTH, BLOCK_SIZE, BLOCK_STRIDE, TILE
+        )
+        scores = tl.zeros((ROWS, TILE), tl.float32)
+        if BITS == 8:
+            scores = dot(query, tl.trans(_numbers(key_codes, query.dtype)), scores)
+        else:
+            left, right = _numbers_of_pairs(key_codes, query.dtype)
+            scores = dot(query, tl.trans(left), scores)
+            scores = dot(other_query, tl.trans(right), scores)
+        key_scale, key_offset = scale_of(word & 255), _offset((word << 16) >> 24, query.dtype, BITS)
+        scores = (scores - key_offset[None, :] * query_sum[:, None]) * key_scale[None, :]
+        scores, factor = exponents(scores, scale, score_cap, CAPPED)
+        seen = place[None, :] < tl.minimum(full_from, end)[:, None]
+        if WINDOW > 0:
+            seen = seen & (place[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(peak, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor - highest[:, None])
+        shrink = tl.exp2(peak - highest)
+        peak = highest
+        total = total * shrink + tl.sum(weights, 1)
+        scaled = (weights * scale_of((word >> 16) & 255)[None, :]).to(query.dtype)
+        value_offset = _offset(word >> 24, query.dtype, BITS)
+        taken = taken * shrink + tl.sum(scaled.to(tl.float32) * value_offset[None, :], 1)
+        if BITS == 8:
+            mixed = dot(scaled, tl.trans(_numbers(value_codes, query.dtype)), mixed * shrink[:, None])
+        else:
+            left, right = _numbers_of_pairs(value_codes, query.dtype)
+            mixed = dot(scaled, tl.trans(left), mixed * shrink[:, None])
+            other_mixed = dot(scaled, tl.trans(right), other_mixed * shrink[:, None])
+    mixed = mixed - taken[:, None]
+    if BITS == 4:
+        mixed = tl.reshape(tl.join(mixed, other_mixed - taken[:, None]), (ROWS, WIDTH))
+    return peak, total, mixed
+
+
+@triton.jit
+def _load_tile(
+    codes,
+    words,
+    table,
+    start,
+    end,
+    BITS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Its positions, their codes of K [TILE, COLUMNS] and of V [COLUMNS, TILE], and their words."""
+    CODE_BYTES: tl.constexpr = HEAD_SIZE * BITS // 8
+    VALUES: tl.constexpr = BLOCK_SIZE * CODE_BYTES
+    # So many tokens side by side are in one block, and the compiler is told: what it loads at once depends on it.
+    TOGETHER: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else (8 if BLOCK_SIZE % 8 == 0 else 1)
+    start = start // TOGETHER * TOGETHER
+    end = end // TOGETHER * TOGETHER
+    feature = tl.arange(0, WIDTH * BITS // 8)
+    place = start + tl.arange(0, TILE)
+    block = tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0).to(tl.int64)
+    key_place = codes + block[:, None] * BLOCK_STRIDE + (place % BLOCK_SIZE)[:, None] * CODE_BYTES
+    key_there = (place < end)[:, None] & (feature < CODE_BYTES)[None, :]
+    key_codes = tl.load(key_place + feature[None, :], mask=key_there, other=0)
+    word_place = words + block * (BLOCK_STRIDE // 4) + VALUES // 2 + place % BLOCK_SIZE
+    word = tl.load(word_place, mask=place < end, other=0)
+
+    # The same places across: codes of V lie feature by feature.
+    across = start + tl.arange(0, TILE)[None, :]
+    block_across = tl.load(table + across // BLOCK_SIZE, mask=across < end, other=0).to(tl.int64)
+    block_across = tl.max_constancy(block_across, [1, TOGETHER])
+    value_place = codes + VALUES + block_across * BLOCK_STRIDE + across % BLOCK_SIZE
+    value_there = (across < end) & (feature < CODE_BYTES)[:, None]
+    value_codes = tl.load(value_place + feature[:, None] * BLOCK_SIZE, mask=value_there, other=0)
+    return place, key_codes, value_codes, word
 
 
 @triton.jit
