@@ -127,7 +127,9 @@ def compile_decodes_of_a_full_card(config: ModelConfig) -> None:
     width = shape.heads * shape.head_size
     rows = device.empty(256, width, dtype=torch.bfloat16)
     cache = decoder.new_cache(texts.blocks, BLOCK_SIZE)
-    launch_twice(lambda: attention.run(batch, rows, cache, 0, rows))
+    tiers = TwoTierCache(cache, decoder.new_store(texts.blocks, BLOCK_SIZE, 4), 4, 2)
+    for any_cache in (cache, tiers):
+        launch_twice(lambda any_cache=any_cache: attention.run(batch, rows, any_cache, 0, rows))
 
 
 def compile_two_tiers(bits: int, heads: int, lengths: list[int], invariant: bool = False) -> None:

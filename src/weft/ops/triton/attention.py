@@ -26,8 +26,10 @@ from weft.tiers import stored_blocks
 # The least number of rows that the tensor cores multiply.
 _LEAST_ROWS = 16
 
-# So many programs of decode attention run on a processor at the same time: registers allow no more.
+# So many programs of decode attention run on a processor at the same time: registers allow no more. Small ones, which read a
+# store for few requests, are more.
 _PROGRAMS_AT_ONCE = 4
+_SMALL_PROGRAMS_AT_ONCE = 8
 _MOST_SPLITS = 16
 _LEAST_LONG_SPLIT = 512
 _LEAST_SHARED_SPLIT = 256
@@ -52,6 +54,9 @@ class StoreTiles(NamedTuple):
     stages: int
     registers: int | None = None
     """At most so many for a thread, so that more programs run at the same time."""
+
+
+_NO_STORE = StoreTiles(0, 0)
 
 
 class Splits(NamedTuple):
@@ -120,8 +125,15 @@ class Attention:
         else:
             self.prefill_tiles = Tiles(max(64, self.joined_rows), 32, 4, 2)
 
-        self.decode_store_tiles = StoreTiles(self.decode_tiles.positions, self.decode_tiles.stages)
         self.prefill_store_tiles = StoreTiles(self.prefill_tiles.positions, self.prefill_tiles.stages)
+        # With two tiers: for few requests, and for so many that they share their programs. Measured on an H200.
+        plain = (self.decode_tiles, StoreTiles(self.decode_tiles.positions, self.decode_tiles.stages))
+        self.tiered_tiles = (plain, plain)
+        if not invariant and self.width <= 128:
+            self.tiered_tiles = (
+                (Tiles(rows, 32, 2, 3), StoreTiles(64, 4, registers=128)),
+                (Tiles(rows, 64, 4, 3), StoreTiles(128, 3, registers=128)),
+            )
 
         self._most_requests = power_of_two(max_requests)
         # What of all this decides how kernels are compiled.
@@ -134,7 +146,11 @@ class Attention:
         self.by_cudnn = not invariant and dense_attention_serves(shape, device)
         # One at a time in the invariant mode: a sum over several depends on where the first of them stands.
         self.joined_at_once = 1 if invariant else max(1, min(8, 4096 // (self.joined_rows * self.width)))
-        cuts = [(requests, self.splits(requests, max_context)) for requests in range(1, max_requests + 1)]
+        cuts = [
+            (requests, self.splits(requests, max_context, tiered))
+            for requests in range(1, max_requests + 1)
+            for tiered in (False, True)
+        ]
         splits = max(requests + cut.most if cut.shared else requests * cut.most for requests, cut in cuts)
         pairs = splits * shape.kv_heads
         self._split_mixed = device.empty(pairs * group * shape.head_size, dtype=torch.float32)
@@ -143,14 +159,19 @@ class Attention:
         self.arrivals = device.zeros(max_requests * shape.kv_heads, dtype=torch.int32)
         """How many splits of a request and KV head are done; 0 between two launches."""
 
-    def splits(self, requests: int, longest_context: int) -> Splits:
-        """When so many requests are decoded, and no context is longer."""
+    def splits(self, requests: int, longest_context: int, tiered: bool = False) -> Splits:
+        """When so many requests are decoded, and no context is longer; over two tiers, or one."""
         if self.fixed_split:
             seen = longest_context if self.window is None else min(longest_context, self.window)
             # A window that begins in the middle of a split needs one more.
             return Splits(pieces(seen, self.fixed_split) + (self.window is not None), self.fixed_split)
         at_once = _PROGRAMS_AT_ONCE * self.device.processors
-        fitting = at_once // (requests * self.shape.kv_heads)
+        if tiered:
+            fitting = _SMALL_PROGRAMS_AT_ONCE * self.device.processors // (requests * self.shape.kv_heads)
+            if 4 <= fitting <= _MOST_SPLITS:
+                return Splits(fitting, _LEAST_SHARED_SPLIT)
+        else:
+            fitting = at_once // (requests * self.shape.kv_heads)
         # Measured on an H200: half of what fits is fastest for few requests, since more splits take longer to join.
         if fitting >= 8:
             return Splits(min(fitting // 2, _MOST_SPLITS), self.decode_tiles.positions)
@@ -214,10 +235,13 @@ class Attention:
         layer: int,
         output: Tensor,
     ) -> None:
-        most, smallest, shared, leeway = self.splits(requests, batch.longest_context)
-        kv_heads = self.shape.kv_heads
         tiers = _tiers_of(cache)
-        tiles, store_tiles = self._fitting(self.decode_tiles, self.decode_store_tiles, tiers)
+        most, smallest, shared, leeway = self.splits(requests, batch.longest_context, tiers.bits > 0)
+        kv_heads = self.shape.kv_heads
+        tiles, store_tiles = self.decode_tiles, _NO_STORE
+        if tiers.bits:
+            tiles, store_tiles = self.tiered_tiles[shared]
+        tiles, store_tiles = self._fitting(tiles, store_tiles, tiers)
         self.device.launch(
             decode_attention,
             (kv_heads, max(most, requests), 1) if shared else (kv_heads, most, requests),
@@ -265,7 +289,8 @@ class Attention:
         from_rows: bool,
     ) -> None:
         tiers = _tiers_of(cache)
-        tiles, store_tiles = self._fitting(self.prefill_tiles, self.prefill_store_tiles, tiers)
+        store_tiles = self.prefill_store_tiles if tiers.bits else _NO_STORE
+        tiles, store_tiles = self._fitting(self.prefill_tiles, store_tiles, tiers)
         tokens_at_once = tiles.rows // (self.shape.heads // self.shape.kv_heads)
         self.device.launch(
             prefill_attention,

@@ -167,7 +167,10 @@ def decode_attention(
         first_position = first_seen // TILE * TILE
         if BITS > 0 and FIXED_SPLIT == 0:
             work = _work_of(context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
+            # Whole tiles of the store.
+            STEP: tl.constexpr = STORE_TILE // TILE if STORE_TILE > TILE else 1
             split_work = tl.maximum(smallest_split // TILE, tl.cdiv(work, most_splits))
+            split_work = tl.cdiv(split_work, STEP) * STEP
             splits = tl.cdiv(work, split_work)
             begin_work = split * split_work
             begin_tile = _tile_at(begin_work, context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)

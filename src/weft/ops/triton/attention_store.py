@@ -242,7 +242,7 @@ def _offset(offset, TYPE: tl.constexpr, BITS: tl.constexpr):
     offset = offset.to(tl.float32)
     if BITS == 4:
         offset = offset * 0.0625 + 8.0
-        if TYPE == tl.bfloat16 and not INTERPRETED:
+        if tl.bfloat16 == TYPE and not INTERPRETED:
             offset = offset + 128.0
     return offset
 
@@ -250,7 +250,7 @@ def _offset(offset, TYPE: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def _numbers(codes, TYPE: tl.constexpr):
     """Of signed bytes, in a type that products are made of."""
-    if TYPE == tl.bfloat16 and not INTERPRETED:
+    if tl.bfloat16 == TYPE and not INTERPRETED:
         # A byte under 0x43 is 128 + its lower seven bits, and 128 or 256 by its highest alone: two's complement is the
         # difference. Four instructions for two numbers.
         return tl.inline_asm_elementwise(
@@ -280,7 +280,7 @@ def _numbers(codes, TYPE: tl.constexpr):
 @triton.jit
 def _numbers_of_pairs(codes, TYPE: tl.constexpr):
     """Of the lower and of the upper four bits of bytes; in bfloat16 they are 128 larger."""
-    if TYPE == tl.bfloat16 and not INTERPRETED:
+    if tl.bfloat16 == TYPE and not INTERPRETED:
         return tl.inline_asm_elementwise(
             """
             {

@@ -50,5 +50,7 @@ class TritonOps(RecordingOps):
             blocks, layers, 2, shape.kv_heads, block_size, shape.head_size, dtype=self.dtype
         )
 
-    def new_store(self, blocks: int, layers: int, block_size: int, shape: AttentionShape, bits: int) -> Tensor:
+    def new_store(
+        self, blocks: int, layers: int, block_size: int, shape: AttentionShape, bits: int
+    ) -> Tensor:
         return new_store(blocks, layers, block_size, shape, bits, self.device)
