@@ -137,7 +137,7 @@ class Planner:
         draft.decodes += decodes
         if self._info.store_blocks:
             # The first position of a block needs it in full; the last one has a block behind the tail, which moves.
-            growing = [s for s in decodes if s.scheduled % block_size in (0, block_size - 1)]
+            growing = [s for s in decodes if (s.scheduled + 1) % block_size < 2]
         else:
             growing = [s for s in decodes if s.scheduled % block_size == 0 and _is_full(s, block_size)]
         kv_cache = self._roster.kv_cache
@@ -148,7 +148,7 @@ class Planner:
                 continue  # preempted for one before it
             needed = self._needed(sequence, 1) if self._info.store_blocks else ONE_BLOCK
             if not self._grow(draft, sequence, needed):
-                if self._may_sit_out(draft.step, sequence):
+                if self._may_sit_out(draft, sequence):
                     draft.drop(sequence)
                 else:
                     self._preempt(draft, sequence)  # nobody below it: it gives way itself
@@ -165,7 +165,7 @@ class Planner:
         assert allocation is not None
         first = len(allocation.blocks)
         if not kv_cache.extend(allocation, needed, sequence.keys):
-            if self._may_sit_out(draft.step, sequence):
+            if self._may_sit_out(draft, sequence):
                 return False
             below = [s for s in self._victims(draft) if is_below(s, sequence)]
             victims = choose_victims(below, sequence, needed - kv_cache.available, kv_cache, self._info)
@@ -180,13 +180,18 @@ class Planner:
             draft.moving.append(sequence)
         return True
 
-    def _may_sit_out(self, step: int, sequence: Sequence) -> bool:
+    def _may_sit_out(self, draft: Draft, sequence: Sequence) -> bool:
         """Whether memory is about to come free by itself, and the sequence can wait for it without falling behind."""
-        return self._roster.blocks_are_coming and self._is_on_time(step, sequence)
+        is_coming = bool(draft.moving) or self._roster.blocks_are_coming
+        return is_coming and self._is_on_time(draft.step, sequence)
 
     def _is_on_time(self, step: int, sequence: Sequence) -> bool:
         """Whether it has not missed a turn since it last ran, or since it was admitted."""
         turn = -(-len(self._roster.running) // self._config.sequences_per_step)
+        if self._info.store_blocks and not _is_decode(sequence):
+            turn = max(
+                turn, len(self._roster.running)
+            )  # prompts take turns at what the tails leave of the full tier
         return step - max(sequence.last_step, sequence.admitted_step - 1) <= turn
 
     # ------------------------------------------------------------------ prompts under way
@@ -209,6 +214,9 @@ class Planner:
 
     def _continue_prefills(self, draft: Draft, prefills: list[Sequence]) -> None:
         """Gives the prompts under way their next chunk, the one that waited longest first."""
+        kv_cache = self._roster.kv_cache
+        # A prompt passes through the full tier: it uses what the others' tails will not need, and gives it back.
+        reserved = self._still_needed().full if self._info.store_blocks and prefills else 0
         for sequence in prefills:
             if not draft.budget.for_prefill:
                 break
@@ -226,13 +234,20 @@ class Planner:
             count = self._chunk(draft, sequence.target - sequence.scheduled)
             if not count:
                 continue
+            room, start, num_blocks = kv_cache.available, sequence.scheduled, len(allocation.blocks)
+            own = 0
+            if reserved:
+                own = kv_cache.needed_after(num_blocks, allocation.stored, sequence.target + 1).full
+                room -= Blocks(reserved - own)
             # Take what memory there is; only where there is none at all must someone give way.
-            kv_cache, start = self._roster.kv_cache, sequence.scheduled
-            room = kv_cache.affordable(len(allocation.blocks), allocation.stored, start, kv_cache.available)
-            count = min(count, room or block_size - start % block_size)
+            affordable = kv_cache.affordable(num_blocks, allocation.stored, start, room)
+            if not affordable and self._may_sit_out(draft, sequence):
+                continue
+            count = min(count, affordable or block_size - start % block_size)
             if self._grow(draft, sequence, self._needed(sequence, count)):
                 self._add_prefill(draft, sequence, count)
-            elif not has_run and not self._may_sit_out(draft.step, sequence):
+                reserved -= own
+            elif not has_run and not self._may_sit_out(draft, sequence):
                 self._preempt(draft, sequence)
 
     def _adopt_hits(self, draft: Draft, sequence: Sequence) -> None:

@@ -45,8 +45,6 @@ def choose_victims(
     given_up: Counter[int] = Counter()
     freed = Blocks(0)
     for victim in order:
-        if freed.covers(shortage):
-            break
         if _holds_some(victim, shortage - freed):
             victims.append(victim)
             freed += _freed_by(victim, given_up, kv_cache)
@@ -87,7 +85,7 @@ def prefers_swap(
 def _holds_some(sequence: Sequence, shortage: Blocks) -> bool:
     """Whether it has anything in a tier that is short. In the full tier everyone has."""
     assert sequence.allocation is not None
-    return shortage.full > 0 or sequence.allocation.stored > 0
+    return shortage.full > 0 or (shortage.store > 0 and sequence.allocation.stored > 0)
 
 
 def _freed_by(victim: Sequence, given_up: Counter[int], kv_cache: KvCacheManager) -> Blocks:

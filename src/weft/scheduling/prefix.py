@@ -59,9 +59,8 @@ class PrefixSharing:
                     break
                 first_full = index + 1  # what is in full before it is of no use to those that come after
             length = index + 1
-            border = min(
-                len(stored), stored_blocks(length * self._block_size, self._block_size, self._tail_blocks)
-            )
+            border = stored_blocks(length * self._block_size, self._block_size, self._tail_blocks)
+            border = min(border, len(stored))
             # One full block must be left to go on with, were this sequence alone.
             if first_full <= border and length - border < self._pool.num_blocks:
                 num_hits, num_stored = length, border
