@@ -95,16 +95,17 @@ struct Piece {
   Span part(Span seen) const { return part_of(common(seen, side), start); }
 };
 
-// Calls use(k, n, within, tile, tile_width) for runs of n positions of a span that lie together in one tile of a block: key k stands
-// `within` the block, in the tile of that width which begins there.
+// Calls use(k, n, place, tile, tile_width) for runs of n positions of a span that lie together in one tile of a block: position k stands
+// at that place, and its tile, of that width, begins `tile` positions into the block.
 template <typename Use>
 inline void for_runs(const AttendTask& task, int64_t start, Span wanted, Use use) {
   const int64_t block_size = task.cache.block_size;
+  Place place(task, start + wanted.first);
   for (int64_t k = wanted.first; k < wanted.end;) {
-    const int64_t within = (start + k) % block_size, tile = within / key_tile * key_tile;
-    const int64_t tile_width = smaller(key_tile, block_size - tile);
-    const int64_t n = smaller(smaller(wanted.end - k, key_tile - k % key_tile), tile + tile_width - within);
-    use(k, n, within, tile, tile_width);
+    const int64_t tile = place.within / key_tile * key_tile, tile_width = smaller(key_tile, block_size - tile);
+    const int64_t n = smaller(smaller(wanted.end - k, key_tile - k % key_tile), tile + tile_width - place.within);
+    use(k, n, place, tile, tile_width);
+    place.step(task, n);
     k += n;
   }
 }
@@ -133,15 +134,15 @@ inline void convert(const Block& block, int64_t start, Span wanted, bool values,
   const int64_t size = cache.head_size, stride = values ? block.width : size;
   piece.stride = stride;
   for (int64_t tile = 0; tile < piece_tiles; tile++) piece.tiles[tile] = block.floats + tile * key_tile * stride;
-  for_runs(task, start, wanted, [&](int64_t k, int64_t n, int64_t within, int64_t first, int64_t tile_width) {
-    const int64_t number = (start + k) / cache.block_size;
+  for_runs(task, start, wanted, [&](int64_t k, int64_t n, const Place& place, int64_t first, int64_t tile_width) {
+    const int64_t within = place.within;
     const bool is_stored = start + k < block.stored;
-    const uint16_t* halves = is_stored ? nullptr : cache.keys + task.table[number] * cache.block_stride + task.kv_head * cache.head_stride;
-    const StoredHead head = task.store.head(is_stored ? task.store_table[number] : 0, task.kv_head);
+    const uint16_t* halves = is_stored ? nullptr : cache.keys + task.table[place.block] * cache.block_stride + task.kv_head * cache.head_stride;
+    const StoredHead head = task.store.head(is_stored ? task.store_table[place.block] : 0, task.kv_head);
     if (values) {
       for (int64_t i = 0; i < n; i++) {
         float* row = block.floats + (k + i) * stride;
-        if (block.ahead) block.ahead->ask((bytes_of_vector(task, is_stored) + 63) / 64);
+        if (block.ahead) block.ahead->ask(lines_of(bytes_of_vector(task, is_stored)));
         if (is_stored) {
           convert_value(task.store, head.values() + (within + i) * head.vector_bytes, row);
         } else {
@@ -173,10 +174,12 @@ inline void for_pieces_of(const Block& block, int64_t segment, bool values, Span
   const int64_t size = task.cache.head_size, in_an_element = Keys<Element>::features;
   const bool as_floats = (!vec::reads_halves && block.rows > tile_rows) || !has_whole_tiles(task.cache) ||
                          (values && size % (vec::lanes * in_an_element) != 0);
+  const int64_t lines = lines_of_tile(task, values, is_stored);
+  Place place(task, segment * segment_keys + side.first / key_tile * key_tile);
   for (int64_t start = side.first / piece_keys * piece_keys; start < side.end; start += piece_keys) {
     const Span wanted = part_of(side, start);
     const int64_t first = wanted.first / key_tile, end = rounded_up(wanted.end, key_tile) / key_tile;
-    if (block.ahead) block.ahead->owe(end - first, key_tile * bytes_of_vector(task, is_stored));
+    if (block.ahead) block.ahead->owe((end - first) * lines);
     if (as_floats) {
       Piece<float> piece;
       piece.start = start;
@@ -188,9 +191,8 @@ inline void for_pieces_of(const Block& block, int64_t segment, bool values, Span
       piece.start = start;
       piece.side = side;
       piece.stride = size / in_an_element;
-      for (int64_t tile = first; tile < end; tile++)
-        piece.tiles[tile] =
-            reinterpret_cast<const Element*>(tile_at(task, segment * segment_keys + start + tile * key_tile, values, is_stored));
+      for (int64_t tile = first; tile < end; tile++, place.step(task, key_tile))
+        piece.tiles[tile] = reinterpret_cast<const Element*>(tile_at(task, place, values, is_stored));
       use(piece, block.ahead);
     }
     if (block.ahead) block.ahead->ask_rest();
@@ -267,12 +269,12 @@ inline void read_scales(const Block& block, int64_t segment) {
   const StoreLayer& store = block.task.store;
   const int64_t start = segment * segment_keys;
   const Span wanted = common(block.seen_by_any(segment, 0, block.rows), {0, block.stored_in(segment)});
-  for_runs(block.task, start, wanted, [&](int64_t k, int64_t n, int64_t within, int64_t, int64_t) {
-    const StoredHead head = store.head(block.task.store_table[(start + k) / store.block_size], block.task.kv_head);
+  for_runs(block.task, start, wanted, [&](int64_t k, int64_t n, const Place& place, int64_t, int64_t) {
+    const StoredHead head = store.head(block.task.store_table[place.block], block.task.kv_head);
     for (int kind = 0; kind < 2; kind++) {
       const bool of_values = kind == 1;
       uint8_t bytes[2 * key_tile] = {};
-      const uint8_t *scales = head.scales(of_values) + within, *zeros = head.zeros(of_values) + within;
+      const uint8_t *scales = head.scales(of_values) + place.within, *zeros = head.zeros(of_values) + place.within;
       if (n < key_tile) {   // beside them others' memory may end
         std::memcpy(bytes, scales, static_cast<size_t>(n));
         std::memcpy(bytes + key_tile, zeros, static_cast<size_t>(n));

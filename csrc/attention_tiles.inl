@@ -57,17 +57,39 @@ struct Nibbles {
 
 inline int64_t bytes_of_vector(const AttendTask& task, bool is_stored) { return is_stored ? task.store.vector_bytes() : task.cache.head_size * 2; }
 
-// Where the tile that begins at a position lies; only with whole tiles.
-inline const uint8_t* tile_at(const AttendTask& task, int64_t position, bool values, bool is_stored) {
-  const int64_t block_size = task.cache.block_size, block = position / block_size;
-  const int64_t before = position % block_size * bytes_of_vector(task, is_stored);
+// Where a position lies: which block of a table, and where in it. Stepped on from, since a division takes as long as ten multiplications.
+struct Place {
+  int64_t block, within;
+
+  Place(const AttendTask& task, int64_t position) : block(position / task.cache.block_size), within(position % task.cache.block_size) {}
+  // By so many positions, none of them past the block.
+  void step(const AttendTask& task, int64_t positions) {
+    within += positions;
+    if (within == task.cache.block_size) block++, within = 0;
+  }
+};
+
+// The tile that begins at a place; only with whole tiles.
+inline const uint8_t* tile_at(const AttendTask& task, const Place& place, bool values, bool is_stored) {
+  const int64_t before = place.within * bytes_of_vector(task, is_stored);
   if (is_stored) {
-    const StoredHead head = task.store.head(task.store_table[block], task.kv_head);
+    const StoredHead head = task.store.head(task.store_table[place.block], task.kv_head);
     return (values ? head.values() : head.keys()) + before;
   }
   const CacheLayer& cache = task.cache;
-  const uint16_t* head = cache.keys + task.table[block] * cache.block_stride + task.kv_head * cache.head_stride;
+  const uint16_t* head = cache.keys + task.table[place.block] * cache.block_stride + task.kv_head * cache.head_stride;
   return reinterpret_cast<const uint8_t*>(values ? head + cache.value_offset : head) + before;
+}
+
+// What is read with it: before the first keys of a block of the store, its scales and zeros.
+inline int64_t bytes_before(const AttendTask& task, const Place& place, bool values, bool is_stored) {
+  return is_stored && !values && place.within == 0 ? 4 * task.cache.block_size : 0;
+}
+
+inline int64_t lines_of(int64_t bytes) { return (bytes + 63) / 64; }
+// Of a tile, on average.
+inline int64_t lines_of_tile(const AttendTask& task, bool values, bool is_stored) {
+  return lines_of(key_tile * (bytes_of_vector(task, is_stored) + (is_stored && !values ? 4 : 0)));
 }
 
 // --- ahead ---------------------------------------------------------------------------------------------------------------------------
@@ -78,15 +100,16 @@ inline const uint8_t* tile_at(const AttendTask& task, int64_t position, bool val
 class Ahead {
  public:
   // All segments of a task and of those behind it, or one segment.
-  explicit Ahead(const AttendTask& task) { begin(&task), start(); }
-  Ahead(const AttendTask& task, int64_t segment) : task_(&task), segment_(segment), end_segment_(segment + 1), alone_(true) {
+  explicit Ahead(const AttendTask& task) : place_(task, 0), first_place_(place_) { begin(&task), start(); }
+  Ahead(const AttendTask& task, int64_t segment)
+      : task_(&task), segment_(segment), end_segment_(segment + 1), alone_(true), place_(task, 0), first_place_(place_) {
     see();
     start();
   }
 
-  // Tells that so many tiles will be read next, for which as much will be asked for, or twice as much until that is far enough ahead.
-  void owe(int64_t tiles, int64_t bytes_each) {
-    const int64_t lines = tiles * ((bytes_each + line - 1) / line), more = smaller(lines, distance - ahead_);
+  // Tells that so many lines will be read next, for which as many will be asked for, or twice as many until they are far enough ahead.
+  void owe(int64_t lines) {
+    const int64_t more = smaller(lines, distance - ahead_);
     rate_ = more > 0 ? 2 : 1;
     owed_ += lines + more;
     ahead_ += more;
@@ -135,21 +158,27 @@ class Ahead {
     end_ = seen_from(*task_, task_->first_position + queries_in_block(*task_, 0) - 1, segment_).end;
     stored_ = task_->stored_before(task_->first_position) - segment_ * segment_keys;
     values_ = false;
-    find(first_);
+    first_place_ = Place(*task_, segment_ * segment_keys + first_);
+    find(first_, first_place_);
   }
 
-  void find(int64_t position) {
+  void find(int64_t position, const Place& place) {
     position_ = position;
+    place_ = place;
     const bool is_stored = position < stored_;
-    at_ = tile_at(*task_, segment_ * segment_keys + position, values_, is_stored);
-    left_ = (key_tile * bytes_of_vector(*task_, is_stored) + line - 1) / line;
+    const int64_t before = bytes_before(*task_, place, values_, is_stored);
+    at_ = tile_at(*task_, place, values_, is_stored) - before;
+    left_ = lines_of(before + key_tile * bytes_of_vector(*task_, is_stored));
   }
 
   void next() {
-    if (position_ + key_tile < end_) return find(position_ + key_tile);
+    if (position_ + key_tile < end_) {
+      place_.step(*task_, key_tile);
+      return find(position_ + key_tile, place_);
+    }
     if (!values_) {
       values_ = true;
-      return find(first_);
+      return find(first_, first_place_);
     }
     if (++segment_ < end_segment_) return see();
     begin(alone_ ? nullptr : task_->next);
@@ -159,6 +188,7 @@ class Ahead {
   int64_t segment_ = 0, end_segment_ = 0;
   bool alone_ = false, values_ = false;
   int64_t position_ = 0, first_ = 0, end_ = 0, stored_ = 0;   // in the segment
+  Place place_, first_place_;
   const uint8_t* at_ = nullptr;
   int64_t left_ = 0, owed_ = 0, ahead_ = 0, rate_ = 1;
 };
