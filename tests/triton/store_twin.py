@@ -25,6 +25,17 @@ def stored_vectors(cache: TwoTierCache) -> np.ndarray:
     return np.concatenate([codes ^ np.uint8(128) if cache.bits == 8 else codes, ends], axis=-1)
 
 
+def laid_out(vectors: np.ndarray, bits: int) -> np.ndarray:
+    """The other way round: int8 [..., kv heads, bytes] of quantised vectors [..., 2, kv heads, block size, bytes]."""
+    codes, ends = vectors[..., :-2], vectors[..., -2:] ^ np.array([0, 128], np.uint8)
+    if bits == 8:
+        codes = codes ^ np.uint8(128)
+    keys, values = np.moveaxis(codes, -4, 0)
+    words = np.moveaxis(ends, -4, -2)
+    parts = [keys, values.swapaxes(-1, -2), words]
+    return np.concatenate([part.reshape(*keys.shape[:-2], -1) for part in parts], axis=-1).view(np.int8)
+
+
 def restored(vectors: np.ndarray, bits: int) -> np.ndarray:
     """What vectors are once they were quantised: float64."""
     return dequantise(quantise(vectors, bits), bits, np.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from store_twin import put_away, stored_vectors
+from store_twin import laid_out, put_away, stored_vectors
 
 from weft.errors import InvalidRequestError
 from weft.ops.base import AttentionShape, TwoTierCache
@@ -44,6 +44,7 @@ def test_a_moved_block_holds_the_codes_of_its_vectors_and_no_other_is_touched(
     put_away(cache, [(3, 0), (1, 2)], device)
     expected = quantise(cache.full.float().cpu().numpy()[[3, 1]], bits)
     np.testing.assert_array_equal(stored_vectors(cache)[[0, 2]], expected)
+    np.testing.assert_array_equal(cache.store[[0, 2]].cpu().numpy(), laid_out(expected, bits))
     assert not cache.store[[1, 3]].any()
 
 

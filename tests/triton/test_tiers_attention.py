@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import LAYER, LAYERS, TOLERANCES, Case, Part, Step
-from store_twin import put_away, restored
+from store_twin import laid_out, restored
 
 from weft.ops.base import TwoTierCache
+from weft.ops.store_format import quantise
 from weft.ops.triton import attention as attention_module
 from weft.ops.triton.attention import Attention, Splits
 from weft.ops.triton.batch import DeviceBatch
@@ -42,14 +43,13 @@ class TieredStep:
         free = chance.permutation(sum(counts) + 2)
         store = new_store(len(free), LAYERS, case.block_size, case.shape, self.bits, step.device)
         self.cache = TwoTierCache(full, store, self.bits, self.tail_blocks)
-        pairs = []
         for request, count in enumerate(counts):
             self.tables[request, :count], free = free[:count], free[count:]
-            pairs += list(
-                zip(step.block_tables[request, :count].tolist(), self.tables[request].tolist(), strict=False)
-            )
-        if pairs:
-            put_away(self.cache, pairs, step.device, LAYER)
+            if not count:
+                continue
+            vectors = full[torch.from_numpy(step.block_tables[request, :count]), LAYER].float().cpu().numpy()
+            parts = torch.from_numpy(laid_out(quantise(vectors, self.bits), self.bits))
+            store[torch.from_numpy(self.tables[request, :count]), LAYER] = parts.to(store.device)
         store[torch.from_numpy(free)] = -1  # scales that are no numbers
         for request, part in enumerate(case.parts):
             gone = step.block_tables[request, : self.borders(part)[0]]
@@ -121,18 +121,26 @@ def decodes(*contexts: int) -> Sequence[Part]:
     return [Part(context - 1, 1) for context in contexts]
 
 
+def each_in_some_bits(cases: dict[str, Case]) -> pytest.MarkDecorator:
+    """By turns: what differs between 8 and 4 does not depend on what the others do, and the interpreter takes its time."""
+    values = [(case, (8, 4)[number % 2]) for number, case in enumerate(cases.values())]
+    ids = [f"{name}, {bits} bits" for name, (_, bits) in zip(cases, values, strict=True)]
+    return pytest.mark.parametrize(("case", "bits"), values, ids=ids)
+
+
 DECODES = {
     "nothing is stored": Case(decodes(1, 30, 63)),
     "the first block is stored": Case(decodes(64, 65)),
-    "the border is on no tile's": Case(decodes(95, 96, 97, 111, 112, 300)),
-    "many splits": Case(decodes(1100)),
+    "the border is on no tile's": Case(decodes(95, 96, 97, 112, 200)),
+    "many splits": Case(decodes(700)),
     "blocks of 32": Case(decodes(170, 133, 127), block_size=32),
     "seven heads to one": Case(decodes(200, 3), heads=7, kv_heads=1),
     "twenty heads to one": Case(decodes(150), heads=20, kv_heads=1),
+    "heads of 80": Case(decodes(150, 40), head_size=80),
     "heads of 16": Case(decodes(150), head_size=16),
-    "heads of 80": Case(decodes(200, 40), head_size=80),
-    "heads of 128": Case(decodes(200, 40), head_size=128),
-    "heads of 256": Case(decodes(200, 40), head_size=256),
+    "heads of 128": Case(decodes(150, 40), head_size=128),
+    "heads of 80 again": Case(decodes(150, 40), head_size=80),
+    "heads of 256": Case(decodes(150), head_size=256),
     "a window over both tiers": Case(decodes(300, 20, 170), window=100),
     "a window within the tail": Case(decodes(300, 70), window=40),
     "a cap": Case(decodes(150, 20), cap=2.0),
@@ -144,8 +152,8 @@ CHUNKS = {
     "a prompt longer than the tail": Case([Part(0, 150)]),
     "prompts": Case([Part(0, 3), Part(0, 100), Part(0, 64)]),
     "chunks of prompts": Case([Part(64, 40), Part(63, 41), Part(100, 3)]),
-    "a late chunk": Case([Part(520, 70)]),
-    "a chunk longer than several tiles": Case([Part(20, 300)]),
+    "a late chunk": Case([Part(320, 70)], heads=2, kv_heads=1),
+    "a chunk longer than several tiles": Case([Part(20, 200)], heads=2, kv_heads=1),
     "blocks of 32": Case([Part(140, 40), Part(0, 20)], block_size=32),
     "three heads to one": Case([Part(50, 60), Part(0, 30)], heads=6),
     "eight heads to one": Case([Part(150, 30)], heads=16),
@@ -158,14 +166,12 @@ CHUNKS = {
 }
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("case", DECODES.values(), ids=DECODES.keys())
+@each_in_some_bits(DECODES)
 def test_a_decoded_token_reads_old_blocks_from_the_store(case: Case, bits: int, device: Device) -> None:
     check(case, device, bits)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("case", CHUNKS.values(), ids=CHUNKS.keys())
+@each_in_some_bits(CHUNKS)
 def test_each_token_of_a_chunk_reads_each_block_where_its_position_says(
     case: Case, bits: int, device: Device
 ) -> None:
@@ -186,18 +192,17 @@ def test_both_tiers_serve_in_half_the_precision(
 
 
 SHARED = {
-    "one long context": Case(decodes(20, 3, 5, 64, 900, 1, 17, 30)),
-    "long ones everywhere": Case(decodes(300, 20, 700, 129, 5, 128, 900, 64)),
+    "one long context": Case(decodes(20, 3, 64, 500, 1, 30)),
+    "long ones everywhere": Case(decodes(300, 20, 400, 129, 5, 128)),
     "the last is long": Case(decodes(1, 2, 3, 4, 5, 500), padding=2),
-    "a window": Case(decodes(300, 20, 700, 129, 5, 90, 900, 64), window=140),
+    "a window": Case(decodes(300, 20, 400, 129, 90), window=140),
     "less than a tile for each program": Case(decodes(5, 140)),
-    "about even": Case(decodes(400, 380, 410, 400, 390, 400), padding=2),
+    "about even": Case(decodes(300, 280, 310, 300), padding=2),
 }
 
 
-@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("leeway", [0, 3])
-@pytest.mark.parametrize("case", SHARED.values(), ids=SHARED.keys())
+@each_in_some_bits(SHARED)
 def test_a_batch_that_fills_the_card_shares_the_tiles_of_both_tiers(
     case: Case, leeway: int, bits: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,8 +223,7 @@ INVARIANT = {
 }
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("case", INVARIANT.values(), ids=INVARIANT.keys())
+@each_in_some_bits(INVARIANT)
 def test_in_the_invariant_mode_a_token_is_the_same_bits_in_a_chunk_and_decoded(
     case: Case, bits: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
