@@ -332,7 +332,10 @@ def _blocks(
         return _Blocks(step.block_tables[requests, columns])
     # `weft.tiers.stored_blocks`, of many at once
     is_stored = columns < (positions + 1) // block_size - tail_blocks
-    return _Blocks(step.block_tables[requests, columns], is_stored, step.store.tables[requests, columns])
+    # The last blocks of a context are in nobody's store, and the tables need not go so far: any block will do.
+    tables = np.pad(step.store.tables, ((0, 0), (0, 1)))
+    store_tables = tables[requests, np.minimum(columns, tables.shape[1] - 1)]
+    return _Blocks(step.block_tables[requests, columns], is_stored, store_tables)
 
 
 def _gather(cache: np.ndarray | TwoTierCache, layer: int, blocks: _Blocks) -> tuple[np.ndarray, np.ndarray]:

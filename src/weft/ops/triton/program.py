@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from weft.ops.base import TwoTierCache
 from weft.ops.recording import (
     NO_STEP,
     Add,
@@ -44,7 +45,7 @@ class _Run:
     """A step under way: its buffers, cut to its rows, and to as many as products are padded to."""
 
     batch: DeviceBatch
-    cache: Tensor
+    cache: Tensor | TwoTierCache
     buffers: list[Tensor]
     padded: list[Tensor]
     padded_tokens: int = 0
@@ -127,7 +128,7 @@ class CudaProgram:
         self._places[rows] = self._sampled_rows
         self._make_logits = [self._launch(step) for step in second_part]
 
-    def run(self, batch: DeviceBatch, cache: Tensor) -> tuple[Tensor, Tensor | None]:
+    def run(self, batch: DeviceBatch, cache: Tensor | TwoTierCache) -> tuple[Tensor, Tensor | None]:
         """Logits of the first `batch.sampled` of the rows that `batch.logit_indices` names, there until the next call;
         and the other rows, for `logits`, where there are any."""
         selected = len(batch.logit_indices)
