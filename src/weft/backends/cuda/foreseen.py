@@ -21,7 +21,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -92,12 +92,17 @@ class Outline:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a backend was allocated with."""
+    """What a backend was allocated with; the pool says how many blocks it has."""
 
-    num_blocks: int
-    block_size: int
+    pool: KvCachePoolConfig
     num_rows: int
     max_tokens: int
+
+    def kind(self, config: ModelConfig) -> str:
+        """What of it decides how kernels are compiled: of the numbers of blocks only how long a context they allow."""
+        pool = {name: value for name, value in asdict(self.pool).items() if not name.endswith("_blocks")}
+        room = (self.pool.num_blocks or 0) * self.pool.block_size
+        return repr((pool, self.num_rows, self.max_tokens, min(config.max_context, room)))
 
 
 def outline_of(
@@ -119,9 +124,31 @@ class ForeseenKernels:
     """The process, as long as it takes."""
 
     def __init__(self, outline: Outline) -> None:
+        self._outline = outline
         self._process: subprocess.Popen[bytes] | None = None
-        if _note(outline).exists():
+        # Where nothing of this model was compiled yet, the process is there by the time that all is known.
+        if next(_cache_folder().glob(_note_name(outline) + "*"), None) is None:
+            self._start()
+
+    def begin(self, sizes: Sizes) -> None:
+        """All is known now."""
+        if (_cache_folder() / _note_name(self._outline, sizes)).exists():
+            self.close()
             return
+        if self._process is None:
+            self._start()
+        self._tell(sizes)
+        self._end_of_input()
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._end_of_input()
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> None:
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
@@ -133,14 +160,7 @@ class ForeseenKernels:
                 # A group of its own, which ends as a whole.
                 start_new_session=True,
             )
-            self._tell(outline)
-
-    def begin(self, sizes: Sizes) -> None:
-        """All is known now."""
-        self._tell(sizes)
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+            self._tell(self._outline)
 
     def _tell(self, what: Outline | Sizes) -> None:
         if self._process is not None and self._process.stdin is not None:
@@ -149,24 +169,26 @@ class ForeseenKernels:
                 pickle.dump(what, self._process.stdin)
                 self._process.stdin.flush()
 
-    def close(self) -> None:
-        if self._process is not None:
-            if self._process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    self._process.stdin.close()
+    def _end_of_input(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGTERM)
-            self._process.wait()
-            self._process = None
+                self._process.stdin.close()
 
 
-def _note(outline: Outline) -> Path:
-    """The file that says that all of it is compiled, by this weft and with this Triton."""
+def _cache_folder() -> Path:
+    return Path(triton.knobs.cache.dir)
+
+
+def _note_name(outline: Outline, sizes: Sizes | None = None) -> str:
+    """The file that says that all of it is compiled, by this weft and with this Triton; without sizes, how its name begins."""
     digest = hashlib.sha256(repr((outline, triton.__version__, torch.__version__)).encode())
     package = Path(__file__).parents[2]
     for source in sorted((*package.glob("ops/triton/*.py"), *package.glob("backends/cuda/*.py"))):
         digest.update(source.read_bytes())
-    return Path(triton.knobs.cache.dir) / f"weft-{digest.hexdigest()[:32]}"
+    name = f"weft-{digest.hexdigest()[:24]}-"
+    if sizes is None:
+        return name
+    return name + hashlib.sha256(sizes.kind(outline.config).encode()).hexdigest()[:24]
 
 
 # --- in that process --------------------------------------------------------------------------------------------------
@@ -233,8 +255,7 @@ def foresee(outline: Outline, sizes: Sizes, memory: str = "meta") -> None:
     vocabulary = outline.config.vocabulary_size
     compiler = GrammarCompiler(_no_tokenizer, frozenset(), vocabulary)
     backend = CudaBackend(device, decoder, ops, frozenset(), compiler, outline.invariant)
-    pool = KvCachePoolConfig(num_blocks=sizes.num_blocks, block_size=sizes.block_size, swap_blocks=0)
-    backend.allocate(pool, sizes.num_rows, sizes.max_tokens)
+    backend.allocate(replace(sizes.pool, swap_blocks=0), sizes.num_rows, sizes.max_tokens)
     for plan in _plans(sizes):
         backend.submit(plan).collect()
     logits = device.empty(1, vocabulary, dtype=outline.dtype)
@@ -253,7 +274,7 @@ def _no_tokenizer() -> Any:
 
 def _plans(sizes: Sizes) -> Iterator[IterationPlan]:
     """The steps of an engine that starts."""
-    prompt = min(_PROMPT, sizes.max_tokens - 1, sizes.num_blocks * sizes.block_size - 1)
+    prompt = min(_PROMPT, sizes.max_tokens - 1, (sizes.pool.num_blocks or 0) * sizes.pool.block_size - 1)
     yield _prompt_plan(0, prompt)
     yield _decode_plan(1, prompt)
     for params in _SAMPLING:
@@ -340,9 +361,8 @@ def compile_all(outline: Outline, sizes: Sizes, processes: int) -> None:
     for worker in workers:
         worker.join()
     if all(worker.exitcode == 0 for worker in workers):
-        note = _note(outline)
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
+        _cache_folder().mkdir(parents=True, exist_ok=True)
+        (_cache_folder() / _note_name(outline, sizes)).touch()
 
 
 def _compile_part(outline: Outline, sizes: Sizes) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -114,7 +115,8 @@ class CudaBackend:
                 field="num_blocks",
             ) from error
         if self._foreseen is not None:
-            self._foreseen.begin(Sizes(num_blocks, pool.block_size, num_rows, max_tokens))
+            chosen = replace(pool, num_blocks=num_blocks, memory=None)
+            self._foreseen.begin(Sizes(chosen, num_rows, max_tokens))
         max_context = min(max_context, num_blocks * pool.block_size)
         swap_blocks = pool.swap_blocks
         if swap_blocks is None:
