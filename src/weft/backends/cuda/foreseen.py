@@ -1,10 +1,10 @@
 """The kernels that a model will need, compiled before anybody waits for them: by processes of their own, into Triton's cache.
 
-With an empty cache the first step of every kind waits for the compiler, seconds at a time, and every request with it. So a
-process is started beside the one that loads the weights: it carries out steps of all common kinds on a card that has no
-memory and computes nothing, where to launch a kernel is to compile it, several times in parallel, each time for a part of the kernels. What the engine needs
-meanwhile it compiles itself; nothing waits for this. Once all is compiled, a file in the cache says so, and later starts
-have nothing to do.
+With an empty cache the first step of every kind waits for the compiler, seconds at a time, and every request with it. So
+a process is started beside the one that loads the weights. Several forked from it carry out steps of all common kinds, on
+a card that has no memory and computes nothing, where to launch a kernel is to compile it, each its own part of the
+kernels. What the engine needs meanwhile it compiles itself; nothing waits for this. Once all is compiled, a file in the
+cache says so, and later starts have nothing to do.
 
 Run as a module, this is that process: it is told what it is about on its standard input.
 """
