@@ -6,20 +6,20 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import triton
 from small_decoders import PLAIN, shapes
 
 from weft.backends.cuda import foreseen
 from weft.backends.cuda.foreseen import ForeseenKernels, Outline, Sizes, StoredShape
+from weft.config import KvCachePoolConfig
 from weft.plan import IterationPlan
 
 
 def main() -> None:
     config = replace(PLAIN, max_context=256)
     stored = ((name, StoredShape(name, shape, "BF16")) for name, shape in shapes(config))
-    outline = Outline(config, tuple(stored), torch.bfloat16, False, 90, 132, True)
-    sizes = Sizes(num_blocks=16, block_size=16, num_rows=20, max_tokens=128)
+    outline = Outline(config, tuple(stored), "bfloat16", False, 90, 132, True)
+    sizes = Sizes(KvCachePoolConfig(num_blocks=16, block_size=16), num_rows=20, max_tokens=128)
 
     # Of tensors without memory as of those that have some: the same kernels, by all that decides how they are compiled.
     met = []
@@ -44,8 +44,11 @@ def main() -> None:
     foreseen.compile_all(outline, sizes, processes=2)
     binaries = list(Path(triton.knobs.cache.dir).rglob("publish.cubin"))
     assert len(binaries) == 1
-    assert ForeseenKernels(outline)._process is None
-    assert not foreseen._note(replace(outline, processors=66)).exists()
+    done = ForeseenKernels(outline)
+    done.begin(sizes)
+    assert done._process is None
+    done.begin(replace(sizes, pool=replace(sizes.pool, num_blocks=17)))  # the context is the model's in both
+    assert done._process is None
     print(f"{len(met[0])} kernels foreseen")
 
 

@@ -1,10 +1,10 @@
 """The kernels that a model will need, compiled before anybody waits for them: by processes of their own, into Triton's cache.
 
-With an empty cache the first step of every kind waits for the compiler, seconds at a time, and every request with it. So a
-process is started beside the one that loads the weights: it carries out steps of all common kinds on a card that has no
-memory and computes nothing, where to launch a kernel is to compile it, several times in parallel, each time for a part of the kernels. What the engine needs
-meanwhile it compiles itself; nothing waits for this. Once all is compiled, a file in the cache says so, and later starts
-have nothing to do.
+With an empty cache the first step of every kind waits for the compiler, seconds at a time, and every request with it. So
+a process is started beside the one that loads the weights. Several forked from it carry out steps of all common kinds, on
+a card that has no memory and computes nothing, where to launch a kernel is to compile it, each its own part of the
+kernels. What the engine needs meanwhile it compiles itself; nothing waits for this. Once all is compiled, a file in the
+cache says so, and later starts have nothing to do.
 
 Run as a module, this is that process: it is told what it is about on its standard input.
 """
@@ -15,13 +15,12 @@ import contextlib
 import hashlib
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +31,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from weft.backends.cuda.plain_data import from_line, to_line
 from weft.backends.cuda.sampling_rows import SamplingPath
 from weft.config import KvCachePoolConfig
 from weft.models.config import ModelConfig
@@ -83,21 +83,31 @@ class Outline:
 
     config: ModelConfig
     weights: tuple[tuple[str, StoredShape], ...]
-    dtype: torch.dtype
+    dtype_name: str
     invariant: bool
     capability: int
     processors: int
     dependent_launches: bool
 
+    @property
+    def dtype(self) -> torch.dtype:
+        named: torch.dtype = getattr(torch, self.dtype_name)
+        return named
+
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a backend was allocated with."""
+    """What a backend was allocated with; the pool says how many blocks it has."""
 
-    num_blocks: int
-    block_size: int
+    pool: KvCachePoolConfig
     num_rows: int
     max_tokens: int
+
+    def kind(self, config: ModelConfig) -> str:
+        """What of it decides how kernels are compiled: of the numbers of blocks only how long a context they allow."""
+        pool = {name: value for name, value in asdict(self.pool).items() if not name.endswith("_blocks")}
+        room = (self.pool.num_blocks or 0) * self.pool.block_size
+        return repr((pool, self.num_rows, self.max_tokens, min(config.max_context, room)))
 
 
 def outline_of(
@@ -112,16 +122,38 @@ def outline_of(
         (name, StoredShape(source.name, source.shape, source.format_name)) for name, source in weights.items()
     )
     card = (10 * major + minor, device.processors, device.dependent_launches)
-    return Outline(config, tuple(shapes), dtype, invariant, *card)
+    return Outline(config, tuple(shapes), str(dtype).removeprefix("torch."), invariant, *card)
 
 
 class ForeseenKernels:
     """The process, as long as it takes."""
 
     def __init__(self, outline: Outline) -> None:
+        self._outline = outline
         self._process: subprocess.Popen[bytes] | None = None
-        if _note(outline).exists():
+        # Where nothing of this model was compiled yet, the process is there by the time that all is known.
+        if next(_cache_folder().glob(_note_name(outline) + "*"), None) is None:
+            self._start()
+
+    def begin(self, sizes: Sizes) -> None:
+        """All is known now."""
+        if (_cache_folder() / _note_name(self._outline, sizes)).exists():
+            self.close()
             return
+        if self._process is None:
+            self._start()
+        self._tell(sizes)
+        self._end_of_input()
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._end_of_input()
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> None:
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
@@ -133,40 +165,35 @@ class ForeseenKernels:
                 # A group of its own, which ends as a whole.
                 start_new_session=True,
             )
-            self._tell(outline)
-
-    def begin(self, sizes: Sizes) -> None:
-        """All is known now."""
-        self._tell(sizes)
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+            self._tell(self._outline)
 
     def _tell(self, what: Outline | Sizes) -> None:
         if self._process is not None and self._process.stdin is not None:
             # It may have ended: it was killed, or could not begin. Then everything is compiled when it is needed.
             with contextlib.suppress(OSError):
-                pickle.dump(what, self._process.stdin)
+                self._process.stdin.write(to_line(what))
                 self._process.stdin.flush()
 
-    def close(self) -> None:
-        if self._process is not None:
-            if self._process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    self._process.stdin.close()
+    def _end_of_input(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGTERM)
-            self._process.wait()
-            self._process = None
+                self._process.stdin.close()
 
 
-def _note(outline: Outline) -> Path:
-    """The file that says that all of it is compiled, by this weft and with this Triton."""
+def _cache_folder() -> Path:
+    return Path(triton.knobs.cache.dir)
+
+
+def _note_name(outline: Outline, sizes: Sizes | None = None) -> str:
+    """The file that says that all of it is compiled, by this weft and with this Triton; without sizes, how its name begins."""
     digest = hashlib.sha256(repr((outline, triton.__version__, torch.__version__)).encode())
     package = Path(__file__).parents[2]
     for source in sorted((*package.glob("ops/triton/*.py"), *package.glob("backends/cuda/*.py"))):
         digest.update(source.read_bytes())
-    return Path(triton.knobs.cache.dir) / f"weft-{digest.hexdigest()[:32]}"
+    name = f"weft-{digest.hexdigest()[:24]}-"
+    if sizes is None:
+        return name
+    return name + hashlib.sha256(sizes.kind(outline.config).encode()).hexdigest()[:24]
 
 
 # --- in that process --------------------------------------------------------------------------------------------------
@@ -233,8 +260,7 @@ def foresee(outline: Outline, sizes: Sizes, memory: str = "meta") -> None:
     vocabulary = outline.config.vocabulary_size
     compiler = GrammarCompiler(_no_tokenizer, frozenset(), vocabulary)
     backend = CudaBackend(device, decoder, ops, frozenset(), compiler, outline.invariant)
-    pool = KvCachePoolConfig(num_blocks=sizes.num_blocks, block_size=sizes.block_size, swap_blocks=0)
-    backend.allocate(pool, sizes.num_rows, sizes.max_tokens)
+    backend.allocate(replace(sizes.pool, swap_blocks=0), sizes.num_rows, sizes.max_tokens)
     for plan in _plans(sizes):
         backend.submit(plan).collect()
     logits = device.empty(1, vocabulary, dtype=outline.dtype)
@@ -253,7 +279,7 @@ def _no_tokenizer() -> Any:
 
 def _plans(sizes: Sizes) -> Iterator[IterationPlan]:
     """The steps of an engine that starts."""
-    prompt = min(_PROMPT, sizes.max_tokens - 1, sizes.num_blocks * sizes.block_size - 1)
+    prompt = min(_PROMPT, sizes.max_tokens - 1, (sizes.pool.num_blocks or 0) * sizes.pool.block_size - 1)
     yield _prompt_plan(0, prompt)
     yield _decode_plan(1, prompt)
     for params in _SAMPLING:
@@ -340,9 +366,8 @@ def compile_all(outline: Outline, sizes: Sizes, processes: int) -> None:
     for worker in workers:
         worker.join()
     if all(worker.exitcode == 0 for worker in workers):
-        note = _note(outline)
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
+        _cache_folder().mkdir(parents=True, exist_ok=True)
+        (_cache_folder() / _note_name(outline, sizes)).touch()
 
 
 def _compile_part(outline: Outline, sizes: Sizes) -> None:
@@ -355,12 +380,13 @@ def main() -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
-    try:
-        outline: Outline = pickle.load(sys.stdin.buffer)
-        import_module("weft.backends.cuda.runner")  # while the engine loads its weights
-        sizes: Sizes = pickle.load(sys.stdin.buffer)
-    except EOFError:
+    told = sys.stdin.buffer
+    first = told.readline()
+    import_module("weft.backends.cuda.runner")  # while the engine loads its weights
+    second = told.readline()
+    if not second:
         return  # the engine did not come so far
+    outline, sizes = from_line(Outline, first), from_line(Sizes, second)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     compile_all(outline, sizes, max(1, min(_MOST_PROCESSES, cores - 2)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -118,7 +119,8 @@ class CudaBackend:
                 field="num_blocks",
             ) from error
         if self._foreseen is not None:
-            self._foreseen.begin(Sizes(sizes.full, pool.block_size, num_rows, max_tokens))
+            chosen = replace(pool, num_blocks=sizes.full, store_blocks=sizes.store or None, memory=None)
+            self._foreseen.begin(Sizes(chosen, num_rows, max_tokens))
         max_context = min(max_context, memory.longest_context(sizes))
         slots = memory.swap_slots(sizes)
         self._swaps = SwapSpace(device, full, slots.full, store, slots.store)
