@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError
+from weft.plan import BackendInfo
 
 DEFAULT_EXPECTED_CONTEXT = 4096
 
@@ -45,6 +46,21 @@ def store_vector_bytes(head_size: int, bits: int) -> int:
 def longest_context(model_context: int, sizes: PoolSizes, block_size: int, tail_blocks: int) -> int:
     """Tokens of the longest sequence that the pools can hold, and the model too."""
     return min(model_context, (sizes.store + tail_blocks) * block_size)
+
+
+def longest_sequence(info: BackendInfo) -> int:
+    """Tokens of the longest sequence that a backend's cache can hold, alone, whatever its kind."""
+    if not info.store_blocks:
+        return min(info.max_context, info.num_blocks * info.block_size)
+    # Its tail, the block it writes, and one that is leaving for the store.
+    if info.num_blocks < info.tail_blocks + 2:
+        raise InvalidRequestError(
+            f"the cache has {info.num_blocks} full blocks; a tail of {info.tail_blocks} needs at least "
+            f"{info.tail_blocks + 2}; allow more memory, or a shorter tail_length",
+            field="num_blocks",
+        )
+    sizes = PoolSizes(info.num_blocks, info.store_blocks)
+    return longest_context(info.max_context, sizes, info.block_size, info.tail_blocks)
 
 
 def choose_sizes(

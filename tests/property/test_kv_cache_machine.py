@@ -12,7 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from weft.plan import SwapTask
 from weft.request import RequestId
-from weft.scheduling.kv_cache import KvCacheAllocation, KvCacheManager
+from weft.scheduling.allocation import KvCacheAllocation
+from weft.scheduling.blocks import Blocks
+from weft.scheduling.kv_cache import KvCacheManager
 
 
 @dataclass
@@ -85,9 +87,9 @@ class CacheMachine(RuleBasedStateMachine):
         shared = [] if donor is None else donor.allocation.blocks[:2]
         before = self.snapshot()
         fits = self.manager.free_rows > 0 and count <= self.manager.pool.available
-        assert self.manager.can_allocate(count) is fits
+        assert self.manager.can_allocate(Blocks(count)) is fits
         request_id = RequestId(self.next_id)
-        allocation = self.manager.allocate(request_id, count, shared)
+        allocation = self.manager.allocate(request_id, Blocks(count), shared)
         assert (allocation is not None) is fits
         if allocation is None:
             assert self.snapshot() == before
@@ -103,7 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
         holder = self.resident()[which % len(self.resident())]
         before, first = self.snapshot(), len(holder.allocation.blocks)
         fits = count <= self.manager.pool.available
-        assert self.manager.extend(holder.allocation, count) is fits
+        assert self.manager.extend(holder.allocation, Blocks(count)) is fits
         if fits:
             self.fill(holder, first)
         else:
@@ -167,10 +169,10 @@ class CacheMachine(RuleBasedStateMachine):
     def misuse_swapped(self, holder: Holder) -> None:
         before = self.snapshot()
         for misuse in (
-            lambda: self.manager.extend(holder.allocation, 1),
+            lambda: self.manager.extend(holder.allocation, Blocks(1)),
             lambda: self.manager.swap_out(holder.allocation, 0),
             lambda: self.manager.adopt(holder.allocation, 0),
-            lambda: self.manager.allocate(holder.allocation.request_id, 1),
+            lambda: self.manager.allocate(holder.allocation.request_id, Blocks(1)),
         ):
             with pytest.raises(ValueError, match=f"request {holder.allocation.request_id} "):
                 misuse()
@@ -182,7 +184,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.plan_step()
         holder = self.swapped()[which % len(self.swapped())]
         before = self.snapshot()
-        fits = self.manager.can_allocate(len(holder.allocation.swap_slots))
+        fits = self.manager.can_allocate(Blocks(len(holder.allocation.swap_slots)))
         task = self.manager.swap_in(holder.allocation, after_step=self.next_step - 1)
         assert (task is not None) is fits
         if task is None:
@@ -199,7 +201,7 @@ class CacheMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="is not swapped out"):
             self.manager.swap_in(holder.allocation, 0)
         with pytest.raises(ValueError, match="already holds memory"):
-            self.manager.allocate(holder.allocation.request_id, 0)
+            self.manager.allocate(holder.allocation.request_id, Blocks(0))
         assert self.snapshot() == before
 
     @rule()
@@ -300,12 +302,12 @@ TestCacheNeverLosesContentWhateverOrderCopiesRunIn = CacheMachine.TestCase
 
 def test_a_stale_handle_cannot_free_the_memory_of_the_next_request_with_its_id() -> None:
     manager = KvCacheManager(num_blocks=4, num_rows=2)
-    old = manager.allocate(RequestId(1), 2)
+    old = manager.allocate(RequestId(1), Blocks(2))
     assert old is not None
     row = manager.free(old)
     assert row is not None
     manager.free_row(row)
-    new = manager.allocate(RequestId(1), 2)
+    new = manager.allocate(RequestId(1), Blocks(2))
     with pytest.raises(ValueError):
         manager.free(old)
     assert new is not None and manager.block_table(RequestId(1)) == tuple(new.blocks)
@@ -314,17 +316,17 @@ def test_a_stale_handle_cannot_free_the_memory_of_the_next_request_with_its_id()
 
 def test_a_refused_prefix_hit_leaves_no_reference_behind() -> None:
     manager = KvCacheManager(num_blocks=4, num_rows=2)
-    donor = manager.allocate(RequestId(1), 1)
+    donor = manager.allocate(RequestId(1), Blocks(1))
     assert donor is not None
     free_block = next(b for b in range(4) if b not in donor.blocks)
     with pytest.raises(ValueError, match=f"block {free_block} is free"):
-        manager.allocate(RequestId(2), 1, [donor.blocks[0], free_block])
+        manager.allocate(RequestId(2), Blocks(1), [donor.blocks[0], free_block])
     manager.check_integrity()
 
 
 def test_a_row_that_a_request_still_holds_cannot_be_given_back() -> None:
     manager = KvCacheManager(num_blocks=4, num_rows=2)
-    holder = manager.allocate(RequestId(1), 1)
+    holder = manager.allocate(RequestId(1), Blocks(1))
     assert holder is not None and holder.row is not None
     with pytest.raises(ValueError):
         manager.free_row(holder.row)
@@ -333,13 +335,13 @@ def test_a_row_that_a_request_still_holds_cannot_be_given_back() -> None:
 
 def test_a_swapped_request_that_finds_no_room_keeps_its_copy() -> None:
     manager = KvCacheManager(num_blocks=2, num_rows=2, swap_blocks=2)
-    first = manager.allocate(RequestId(1), 2)
+    first = manager.allocate(RequestId(1), Blocks(2))
     assert first is not None
     swap = manager.swap_out(first, after_step=0)
     assert swap is not None
     manager.free_row(swap[1])
     slots = list(first.swap_slots)
-    assert manager.allocate(RequestId(2), 2) is not None
+    assert manager.allocate(RequestId(2), Blocks(2)) is not None
     assert manager.swap_in(first, after_step=1) is None
     assert first.swap_slots == slots and manager.is_swapped(RequestId(1))
     manager.check_integrity()
@@ -347,24 +349,24 @@ def test_a_swapped_request_that_finds_no_room_keeps_its_copy() -> None:
 
 def test_who_takes_a_block_that_a_copy_still_reads_waits_for_that_copy() -> None:
     manager = KvCacheManager(num_blocks=2, num_rows=2, swap_blocks=2)
-    first = manager.allocate(RequestId(1), 2)
+    first = manager.allocate(RequestId(1), Blocks(2))
     assert first is not None and manager.take_dependencies() == ()
     swap = manager.swap_out(first, after_step=0)
     assert swap is not None
     manager.free_row(swap[1])
     assert manager.take_dead() == (), "a block under copy is not dead"
-    second = manager.allocate(RequestId(2), 1)
+    second = manager.allocate(RequestId(2), Blocks(1))
     assert second is not None
     assert manager.take_dependencies() == (swap[0].swap_id,)
     assert manager.take_dependencies() == ()
     manager.finish_swap(swap[0].swap_id)
-    assert manager.extend(second, 1) and manager.take_dependencies() == ()
+    assert manager.extend(second, Blocks(1)) and manager.take_dependencies() == ()
 
 
 def test_a_copy_to_a_slot_that_another_still_reads_is_ordered_after_it() -> None:
     manager = KvCacheManager(num_blocks=2, num_rows=2, swap_blocks=1)
-    first = manager.allocate(RequestId(1), 1)
-    second = manager.allocate(RequestId(2), 1)
+    first = manager.allocate(RequestId(1), Blocks(1))
+    second = manager.allocate(RequestId(2), Blocks(1))
     assert first is not None and second is not None
     out = manager.swap_out(first, after_step=0)
     assert out is not None
@@ -382,7 +384,7 @@ def test_a_copy_into_a_block_that_another_still_reads_is_ordered_after_it_and_gu
     manager = KvCacheManager(num_blocks=1, num_rows=2, swap_blocks=2)
 
     def swap_out(request_id: int) -> tuple[KvCacheAllocation, SwapTask]:
-        allocation = manager.allocate(RequestId(request_id), 1)
+        allocation = manager.allocate(RequestId(request_id), Blocks(1))
         assert allocation is not None
         swap = manager.swap_out(allocation, after_step=0)
         assert swap is not None
@@ -402,7 +404,7 @@ def test_a_copy_into_a_block_that_another_still_reads_is_ordered_after_it_and_gu
     assert row is not None
     manager.free_row(row)
     manager.take_dependencies()
-    assert manager.allocate(RequestId(3), 1) is not None
+    assert manager.allocate(RequestId(3), Blocks(1)) is not None
     assert manager.take_dependencies() == (back.swap_id,), (
         "the end of an older copy does not end the guard of a newer"
     )

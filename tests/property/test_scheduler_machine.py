@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from weft.backends.noop import NoopBackend, generate_alone
 from weft.clock import VirtualClock
-from weft.config import KvCachePoolConfig, PreemptionMode, PriorityPolicy, SchedulerConfig
+from weft.config import KvCacheKind, KvCachePoolConfig, PreemptionMode, PriorityPolicy, SchedulerConfig
 from weft.engine.core import Rejected
 from weft.errors import InvalidRequestError, QueueFullError
 from weft.plan import IterationPlan, StepResult, SwapTask
@@ -116,6 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(3, 12),
         block_size=st.integers(1, 4),
         swap_blocks=st.sampled_from([0, 3, 50]),
+        tail_blocks=st.sampled_from([0, 0, 1, 2]),
         seed=st.none() | st.integers(0, 999),
         costs=st.sampled_from([(1e-4, 1e-4), (1e-2, 1e-4), (1e-4, 1e-2)]),
     )
@@ -125,6 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks: int,
         block_size: int,
         swap_blocks: int,
+        tail_blocks: int,
         seed: int | None,
         costs: tuple[float, float],
     ) -> None:
@@ -140,16 +143,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             recompute_seconds_per_token=costs[0],
             swap_seconds_per_block=costs[1],
         )
-        self.info = self.backend.allocate(
-            KvCachePoolConfig(num_blocks, block_size, swap_blocks), config.max_running
-        )
+        cache = KvCachePoolConfig(num_blocks, block_size, swap_blocks)
+        if tail_blocks:
+            # Everything else of the machine is the same: what is in which tier must show nowhere.
+            cache = dataclasses.replace(
+                cache,
+                kv_cache=KvCacheKind.TWO_TIER,
+                tail_length=tail_blocks * block_size,
+                num_blocks=tail_blocks + 2 + num_blocks // 2,
+                store_blocks=max(2, num_blocks - tail_blocks),
+            )
+        self.info = self.backend.allocate(cache, config.max_running)
         self.scheduler = ContinuousBatchScheduler(config, self.info, self.clock)
         self.flights: deque[tuple[IterationPlan, object]] = deque()
         self.known: dict[RequestId, Known] = {}
         self.heard: dict[RequestId, list[int]] = {}
         self.finals: Counter[RequestId] = Counter()
         self.next_id = 0
-        self.max_length = min(30, num_blocks * block_size)
+        self.max_length = self.scheduler.max_sequence_length
 
     # ------------------------------------------------------------------ rules
 
@@ -422,6 +433,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             0,
             0,
         )
+        assert (stats.store_blocks_used, stats.store_swap_blocks_used) == (0, 0)
         assert len(self.scheduler.queue) == 0 and self.scheduler.queue.waiting_tokens == 0
 
 

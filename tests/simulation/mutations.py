@@ -31,6 +31,7 @@ PREFIX = "weft.scheduling.prefix:PrefixSharing"
 SCHEDULER = "weft.scheduling.scheduler:ContinuousBatchScheduler"
 KV_CACHE = "weft.scheduling.kv_cache:KvCacheManager"
 POOL = "weft.scheduling.blocks:BlockPool"
+SWAPS = "weft.scheduling.swap_space:SwapSpace"
 
 MUTATIONS = (
     # -- blocks and keys
@@ -43,7 +44,7 @@ MUTATIONS = (
     Mutation(
         "content stays hot after its session",
         "weft.scheduling.sessions:Sessions._drop",
-        "self._pool.cool(key)",
+        "pool.cool(key)",
         "pass",
     ),
     Mutation(
@@ -93,18 +94,18 @@ MUTATIONS = (
     ),
     Mutation(
         "progress committed before success",
-        f"{SCHEDULER}._roll_back",
+        f"{ROSTER}.roll_back",
         "sequence.scheduled = sequence.computed",
         "sequence.computed = sequence.scheduled",
     ),
     Mutation(
         "failed step's token still expected",
-        f"{SCHEDULER}._roll_back",
+        f"{ROSTER}.roll_back",
         "sequence.target = len(sequence.tokens)",
         "pass",
     ),
     Mutation(
-        "rows not sent anew after a failure", f"{SCHEDULER}._roll_back", "sequence.row_known = False", "pass"
+        "rows not sent anew after a failure", f"{ROSTER}.roll_back", "sequence.row_known = False", "pass"
     ),
     Mutation(
         "victim keeps its progress without its memory",
@@ -127,7 +128,7 @@ MUTATIONS = (
     # -- swapping
     Mutation(
         "swap-in before swap-out",
-        f"{KV_CACHE}._new_swap",
+        f"{SWAPS}.copy",
         "guard for guard in guards if guard is not None",
         "guard for guard in guards if False",
     ),
@@ -141,7 +142,7 @@ MUTATIONS = (
     ),
     Mutation(
         "step writes to blocks that are being copied",
-        f"{KV_CACHE}._take_blocks",
+        f"{SWAPS}.note_taken",
         "self._dependencies.update",
         "set().update",
     ),
@@ -151,7 +152,7 @@ MUTATIONS = (
         "failed = swap_id in result.failed_swaps",
         "failed = False",
     ),
-    Mutation("swap slots leak", f"{KV_CACHE}._free_slots", "self._free_swap_slots.extend(slots)", "pass"),
+    Mutation("swap slots leak", f"{SWAPS}.give_back", "self._free_full if", "[] if"),
     # -- overlap
     Mutation("row reused too soon", f"{ROSTER}.suspend", "self.is_in_flight(sequence)", "False"),
     Mutation(
@@ -193,7 +194,7 @@ MUTATIONS = (
         "pass",
     ),
     Mutation("chunk limit ignored", f"{PLANNER}._chunk", ", self._config.max_chunk_tokens)", ")"),
-    Mutation("no rotation", f"{SCHEDULER}._rotate", "if skipped and", "if False and"),
+    Mutation("no rotation", f"{ROSTER}.rotate", "if skipped and", "if False and"),
     Mutation(
         "victim's task stays in the plan",
         "weft.scheduling.draft:Draft.drop",
@@ -209,8 +210,8 @@ MUTATIONS = (
     Mutation(
         "more victims than needed",
         "weft.scheduling.preemption:choose_victims",
-        "if freed >= shortage:",
-        "if False:",
+        "if _holds_some(victim, shortage - freed):",
+        "if True:",
     ),
     Mutation(
         "age overtakes CRITICAL",
@@ -258,14 +259,14 @@ MUTATIONS = (
         f"{PLANNER}._split",
         "continue  # what its grammar",
         "return [], [], []  # what its grammar",
-        first_seed=960,
+        first_seed=1800,
     ),
     Mutation(
         "any stop ends an answer with a grammar before min_tokens",
         f"{SCHEDULER}._take_token",
         "is_forced = is_eos and",
         "is_forced =",
-        first_seed=940,
+        first_seed=1450,
     ),
     # -- logprobs
     Mutation(
@@ -292,6 +293,133 @@ MUTATIONS = (
         f"{SCHEDULER}._commit_prefills",
         "result.logprobs[sampled]",
         "result.logprobs[0]",
+    ),
+)
+
+TIER_MUTATIONS = (
+    # -- what moves when
+    Mutation(
+        "block moves one position early", f"{KV_CACHE}.needed", "stored_blocks(end - 1", "stored_blocks(end"
+    ),
+    Mutation(
+        "block moves one position late",
+        f"{KV_CACHE}.needed",
+        "stored_blocks(end - 1",
+        "stored_blocks(end - 2",
+    ),
+    Mutation(
+        "move of a request that begins with a hit is forgotten",
+        f"{PLANNER}._start",
+        "if needed.store:",
+        "if needed.store and not hits:",
+    ),
+    Mutation(
+        "move of what was adopted is forgotten",
+        f"{KV_CACHE}.adopt",
+        "allocation.blocks.append(block)",
+        "allocation.stored += len(allocation.blocks) == allocation.stored; allocation.blocks.append(block)",
+    ),
+    Mutation(
+        "entry moves twice",
+        f"{KV_CACHE}.move",
+        "allocation.stored = index + 1",
+        "allocation.stored += index > 0",
+    ),
+    Mutation(
+        "content that two requests move is copied twice",
+        f"{KV_CACHE}.move",
+        "origin, block = -1, found",
+        "block = found",
+    ),
+    Mutation(
+        "content that the store lacks is not copied",
+        f"{KV_CACHE}.move",
+        "self.store.register(block, keys[index])",
+        "origin = -1 if self.store.register(block, keys[index]) else origin",
+    ),
+    Mutation(
+        "row start shows the moves of its own step",
+        "weft.scheduling.draft:_row_start",
+        "blocks=tuple(allocation.blocks)",
+        "blocks=tuple([*allocation.arriving, *allocation.blocks[len(allocation.arriving) :]])",
+    ),
+    # -- who holds the full block, and until when
+    Mutation(
+        "full block is free before the step that moves it is over",
+        f"{KV_CACHE}.settle_moves",
+        "self._moving[0][0] <= step",
+        "self._moving[0][0] <= step + 1",
+    ),
+    Mutation(
+        "full block is free once its move is planned",
+        f"{KV_CACHE}.move",
+        "allocation.leaving[index] = full",
+        "self.pool.retire(full)",
+    ),
+    Mutation(
+        "full block that moved is never free", f"{KV_CACHE}.settle_moves", "self.pool.retire(full)", "pass"
+    ),
+    Mutation(
+        "victim keeps what it took for moves",
+        f"{KV_CACHE}._drop_moves",
+        "if allocation.arriving:",
+        "if False:",
+    ),
+    Mutation("victim keeps what was leaving", f"{KV_CACHE}._drop_moves", "self.pool.retire(full)", "pass"),
+    # -- failures
+    Mutation(
+        "rolled-back move keeps its store block",
+        f"{KV_CACHE}.undo_moves",
+        "allocation.blocks[move.entry] = full",
+        "pass",
+    ),
+    Mutation(
+        "rolled-back move still counts",
+        f"{KV_CACHE}.undo_moves",
+        "allocation.stored = move.entry",
+        "pass",
+    ),
+    Mutation(
+        "moves of a failed step are settled", f"{ROSTER}.roll_back", "self.kv_cache.undo_moves()", "pass"
+    ),
+    Mutation(
+        "store block of a failed step stays findable",
+        "weft.scheduling.draft:Draft._move",
+        "self.registered += registered",
+        "pass",
+    ),
+    # -- hits, swaps
+    Mutation(
+        "hit taken with the full side missing",
+        f"{PREFIX}._hits_in_tiers",
+        "first_full <= border and",
+        "True and",
+    ),
+    Mutation(
+        "hit taken with the store side missing",
+        f"{PREFIX}._hits_in_tiers",
+        "border = min(border, len(stored))",
+        "pass",
+    ),
+    Mutation(
+        "adopts until no full block is left to go on with",
+        f"{PREFIX}.next_hit",
+        "if index - allocation.stored >= self._pool.num_blocks - 1",
+        "if False",
+        first_seed=18_300,
+    ),
+    Mutation(
+        "swap loses store blocks",
+        f"{KV_CACHE}.swap_out",
+        "allocation.blocks, slots,",
+        "allocation.blocks[allocation.stored :], slots[allocation.stored :],",
+    ),
+    Mutation("swap slots of the store leak", f"{SWAPS}.give_back", "else self._free_store", "else []"),
+    Mutation(
+        "step moves into a block that is being copied",
+        f"{KV_CACHE}._take",
+        "self._swaps.note_taken(taken)",
+        "pass",
     ),
 )
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from mutations import MUTATIONS, Mutation, planted
+from mutations import MUTATIONS, TIER_MUTATIONS, Mutation, planted
 
 from weft.simulation.check import SimulationFailed, check
 
 MOST_SCENARIOS = 10_000
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize("mutation", MUTATIONS + TIER_MUTATIONS, ids=lambda mutation: mutation.name)
 def test_the_simulation_notices(mutation: Mutation) -> None:
     with planted(mutation), pytest.raises(SimulationFailed):
         check(MOST_SCENARIOS, mutation.first_seed)

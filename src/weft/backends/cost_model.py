@@ -12,6 +12,10 @@ from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig
 from weft.plan import BackendInfo, IterationPlan, StepResult, SwapTask
 from weft.request import Grammar
+from weft.tiers import PoolSizes, choose_sizes, longest_context, store_vector_bytes
+
+_HEAD_SIZE = 64
+"""Of the model whose blocks are split into tiers; here only the ratio of their sizes counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +111,31 @@ class CostModelBackend:
         self._swap_ends: dict[int, float] = {}
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
-        num_blocks = pool.num_blocks or 4096
+        max_context, sizes = self._max_context, PoolSizes(pool.num_blocks or 4096, 0)
+        block_bytes = store_block_bytes = 0
+        if pool.is_two_tier:
+            block_bytes, store_block_bytes = 2 * _HEAD_SIZE, store_vector_bytes(_HEAD_SIZE, pool.store_bits)
+            sizes = choose_sizes(
+                pool,
+                block_bytes=block_bytes,
+                store_block_bytes=store_block_bytes,
+                free_memory=4096 * block_bytes,
+                model_context=max_context,
+                step_tokens=max_tokens,
+            )
+            max_context = longest_context(max_context, sizes, pool.block_size, pool.tail_blocks)
+        swap_blocks = sizes.full if pool.swap_blocks is None else pool.swap_blocks
         return BackendInfo(
             vocabulary_size=self._vocabulary_size,
-            max_context=self._max_context,
-            num_blocks=num_blocks,
+            max_context=max_context,
+            num_blocks=sizes.full,
             block_size=pool.block_size,
-            swap_blocks=num_blocks if pool.swap_blocks is None else pool.swap_blocks,
-            bytes_per_block=0,
+            swap_blocks=swap_blocks,
+            bytes_per_block=block_bytes,
+            store_blocks=sizes.store,
+            store_swap_blocks=-(-swap_blocks * sizes.store // sizes.full),
+            bytes_per_store_block=store_block_bytes,
+            tail_blocks=pool.tail_blocks,
             recompute_seconds_per_token=self._costs.per_token,
             swap_seconds_per_block=self._costs.swap_per_block,
         )

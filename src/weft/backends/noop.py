@@ -5,6 +5,11 @@ plan gives; the next token is a hash of the whole context read back through the 
 at seeded moments, in any order that their stated dependencies allow; blocks that are free or begun anew are
 poisoned. A mistake in blocks, positions, chunking, swapping, rows or overlap therefore changes the output.
 
+With two tiers there are two layers of cells. The lower holds tokens; a cell of the upper is a hash of all that its
+position reads from the lower, and the next token a hash of all that its position reads from the upper. What is read from
+the store is marked. So a block that is moved late, early, twice or from the wrong place, and a position that reads the
+wrong tier, change the output, and so does a cell that was once computed from them.
+
 A grammar constrains nothing here, but a row that has one must not be in a step before the host knows the token that
 the step before sampled for it (unless `grammars_may_overlap`): a plan that does so is refused loudly.
 """
@@ -13,12 +18,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 from weft.config import KvCachePoolConfig
 from weft.plan import BackendInfo, IterationPlan, RowStart, StepResult, SwapTask
 from weft.request import Grammar, RequestId, SamplingParams, TokenLogprobs
+from weft.tiers import PoolSizes, choose_sizes, longest_context
 
 POISON = -1
 
@@ -43,8 +50,8 @@ def logprobs_of(token: int, cells: Sequence[int], num_top: int, info: BackendInf
 
 def score_alone(tokens: Sequence[int], first: int, num_top: int, info: BackendInfo) -> list[TokenLogprobs]:
     """The logprobs of tokens[first:] as a request gets them with the whole machine to itself."""
-    cells = [_cell(position, token) for position, token in enumerate(tokens)]
-    return [logprobs_of(tokens[p], cells[:p], num_top, info) for p in range(first, len(tokens))]
+    alone = _Alone(tokens, info)
+    return [logprobs_of(tokens[p], alone.context(p), num_top, info) for p in range(first, len(tokens))]
 
 
 def generate_alone(
@@ -53,11 +60,11 @@ def generate_alone(
     """What a request gets with the whole machine to itself: the same arithmetic on a plain list, no blocks."""
     tokens = list(prompt)
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else info.eos_token_ids)
-    cells = [_cell(position, token) for position, token in enumerate(tokens)]
+    alone = _Alone(tokens, info)
     while len(tokens) < limit:
         index = len(tokens) - len(prompt)
-        token = next_token(cells, seed, index, params, info)
-        cells.append(_cell(len(tokens), token))
+        token = next_token(alone.context(len(tokens)), seed, index, params, info)
+        alone.append(token)
         tokens.append(token)
         if token in stops and index + 1 >= params.min_tokens:
             break
@@ -66,6 +73,43 @@ def generate_alone(
 
 def _cell(position: int, token: int) -> int:
     return position << 32 | token
+
+
+def _quantised(cell: int) -> int:
+    """What the store keeps of a cell: nothing else gives it, not even doing it twice."""
+    return hash((cell, 2))
+
+
+def _num_quantised(position: int, info: BackendInfo) -> int:
+    """How many cells the query at `position` reads from the store: whole blocks that end a tail or more before it does."""
+    if not info.tail_blocks:
+        return 0
+    behind_tail = position + 1 - info.tail_blocks * info.block_size
+    return max(0, behind_tail - behind_tail % info.block_size)
+
+
+class _Alone:
+    """The cells of one sequence on plain lists: no blocks, no tables, no moves."""
+
+    def __init__(self, tokens: Sequence[int], info: BackendInfo) -> None:
+        self._info = info
+        self._layers: list[list[int]] = [[]] if not info.tail_blocks else [[], []]
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        position = len(self._layers[0])
+        self._layers[0].append(_cell(position, token))
+        for lower, upper in pairwise(self._layers):
+            upper.append(hash(tuple(self._read(lower, position + 1))))
+
+    def context(self, length: int) -> list[int]:
+        return self._read(self._layers[-1], length)
+
+    def _read(self, cells: list[int], length: int) -> list[int]:
+        """What the query at position `length` - 1 reads."""
+        border = _num_quantised(length - 1, self._info)
+        return [*map(_quantised, cells[:border]), *cells[border:length]]
 
 
 class SimulatedFault(RuntimeError):
@@ -89,12 +133,13 @@ class Faults(Protocol):
 
 
 class _Row:
-    __slots__ = ("blocks", "params", "prompt_length", "sampled_by", "seed", "tokens")
+    __slots__ = ("blocks", "params", "prompt_length", "sampled_by", "seed", "store", "tokens")
 
-    def __init__(self, start: RowStart) -> None:
+    def __init__(self, start: RowStart, num_blocks: int) -> None:
         self.sampled_by: _Step | None = None
         self.tokens = list(start.tokens)
-        self.blocks = list(start.blocks)
+        self.blocks = [block if block < num_blocks else POISON for block in start.blocks]
+        self.store = [block if block >= num_blocks else POISON for block in start.blocks]
         self.prompt_length = start.prompt_length
         self.params = start.params
         self.seed = start.seed
@@ -164,17 +209,36 @@ class NoopBackend:
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
         self._block_size = pool.block_size
-        block_bytes = 8 * pool.block_size
-        num_blocks = pool.blocks_in_memory(block_bytes) or 4096
-        self._blocks = [[POISON] * pool.block_size for _ in range(num_blocks)]
+        self._num_layers = 2 if pool.is_two_tier else 1
+        block_bytes, store_block_bytes, max_context = 8 * pool.block_size, 0, self._max_context
+        if pool.is_two_tier:
+            store_block_bytes = pool.store_bits * pool.block_size // 2
+            num_blocks, store_blocks = sizes = choose_sizes(
+                pool,
+                block_bytes=block_bytes,
+                store_block_bytes=store_block_bytes,
+                free_memory=4096 * block_bytes,
+                model_context=max_context,
+                step_tokens=max_tokens,
+            )
+            max_context = longest_context(max_context, sizes, pool.block_size, pool.tail_blocks)
+        else:
+            num_blocks, store_blocks = PoolSizes(pool.blocks_in_memory(block_bytes) or 4096, 0)
+        # One more, in the last place, that is never written: what is read through a missing entry.
+        self._blocks = [self._poisoned() for _ in range(num_blocks + store_blocks + 1)]
         self._host: dict[int, list[int]] = {}
+        swap_blocks = num_blocks if pool.swap_blocks is None else pool.swap_blocks
         self.info = BackendInfo(
             vocabulary_size=self._vocabulary_size,
-            max_context=self._max_context,
-            num_blocks=len(self._blocks),
+            max_context=max_context,
+            num_blocks=num_blocks,
             block_size=pool.block_size,
-            swap_blocks=len(self._blocks) if pool.swap_blocks is None else pool.swap_blocks,
+            swap_blocks=swap_blocks,
             bytes_per_block=block_bytes,
+            store_blocks=store_blocks,
+            store_swap_blocks=-(-swap_blocks * store_blocks // num_blocks),
+            bytes_per_store_block=store_block_bytes,
+            tail_blocks=pool.tail_blocks,
             eos_token_ids=self._eos_token_ids,
             recompute_seconds_per_token=self._costs[0],
             swap_seconds_per_block=self._costs[1],
@@ -199,11 +263,13 @@ class NoopBackend:
             raise SimulatedFault(failure)
         # Taken over now, beside a step that may still be running: a row in flight must not be among them.
         for row_start in plan.row_starts:
-            self._rows[row_start.row] = _Row(row_start)
+            self._rows[row_start.row] = _Row(row_start, self.info.num_blocks)
         for row, index, block in zip(plan.table_rows, plan.table_indices, plan.table_blocks, strict=True):
-            blocks = self._rows[row].blocks
-            blocks.extend([POISON] * (index + 1 - len(blocks)))
-            blocks[index] = block
+            assert block < self.info.num_blocks, f"store block {block} is told as a full one"
+            _enter(self._rows[row].blocks, index, block)
+        for row, index, origin, block in _moves(plan):
+            assert origin < self.info.num_blocks <= block, f"a move from {origin} to {block}"
+            _enter(self._rows[row].store, index, block)
         if not self._grammars_may_overlap:
             self._check_grammars(step)
         self._waiting_steps.append(step)
@@ -319,8 +385,16 @@ class NoopBackend:
         for block in plan.freed:
             self._blocks[block] = self._poisoned()
         broken = step.failure is not None or bool(step.errors)
-        for index, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
-            self._write(self._rows[index], start, count, broken)
+        # What decodes move was complete before the step: a backend may move it all before anything else.
+        moves_come_first = plan.num_prefills == 0
+        for layer in range(self._num_layers):
+            if moves_come_first:
+                self._move(plan, layer)
+        for layer in range(self._num_layers):
+            for index, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+                self._write(self._rows[index], layer, start, count, broken)
+            if not moves_come_first:
+                self._move(plan, layer)
         for entry, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
             row = self._rows[plan.rows[entry]]
             if row.params.prompt_logprobs is not None and start + 1 < row.prompt_length:
@@ -329,19 +403,31 @@ class NoopBackend:
             if plan.samples[entry]:
                 self._sample(row, start + count, step)
 
-    def _write(self, row: _Row, start: int, count: int, broken: bool) -> None:
+    def _write(self, row: _Row, layer: int, start: int, count: int, broken: bool) -> None:
         block_size = self._block_size
         for position in range(start, start + count):
             index, offset = divmod(position, block_size)
-            # Reads of what a failed step never produced find poison, not an exception: its successor is discarded.
+            # What a failed step never produced is missing and reads as poison: its successor is discarded.
             block = row.blocks[index] if index < len(row.blocks) else POISON
-            token = row.tokens[position] if position < len(row.tokens) else 0
-            if offset == 0:
-                self._blocks[block] = self._poisoned()
-            self._blocks[block][offset] = POISON if broken else _cell(position, token)
+            if block == POISON:
+                continue
+            if layer:
+                cell = hash(tuple(self._context(row, layer - 1, position + 1)))
+            else:
+                cell = _cell(position, row.tokens[position] if position < len(row.tokens) else 0)
+                if offset == 0:
+                    self._blocks[block] = self._poisoned()
+            self._blocks[block][layer * block_size + offset] = POISON if broken else cell
+
+    def _move(self, plan: IterationPlan, layer: int) -> None:
+        """Quantises one layer of the blocks that move in this step."""
+        cells = slice(layer * self._block_size, (layer + 1) * self._block_size)
+        for origin, block in zip(plan.moved_from, plan.moved_to, strict=True):
+            if origin != -1:
+                self._blocks[block][cells] = map(_quantised, self._blocks[origin][cells])
 
     def _sample(self, row: _Row, length: int, step: _Step) -> None:
-        cells = self._context(row, length)
+        cells = self._context(row, self._num_layers - 1, length)
         token = next_token(cells, row.seed, length - row.prompt_length, row.params, self.info)
         row.tokens[length:] = [token]
         step.tokens.append(token)
@@ -349,18 +435,35 @@ class NoopBackend:
         step.logprobs.append(None if num_top is None else logprobs_of(token, cells, num_top, self.info))
 
     def _score_prompt(self, row: _Row, first: int, end: int) -> list[TokenLogprobs]:
-        num_top = row.params.prompt_logprobs or 0
+        num_top, layer = row.params.prompt_logprobs or 0, self._num_layers - 1
         return [
-            logprobs_of(row.tokens[p], self._context(row, p), num_top, self.info) for p in range(first, end)
+            logprobs_of(row.tokens[p], self._context(row, layer, p), num_top, self.info)
+            for p in range(first, end)
         ]
 
-    def _context(self, row: _Row, length: int) -> list[int]:
-        """The first `length` cells of a row, read through its block table."""
+    def _context(self, row: _Row, layer: int, length: int) -> list[int]:
+        """The cells of a layer that the query at position `length` - 1 reads, through the row's block tables."""
+        block_size = self._block_size
+        num_blocks = -(-length // block_size)
+        num_stored = _num_quantised(length - 1, self.info) // block_size
+        table = row.blocks
+        if num_stored:
+            store = row.store[:num_stored]
+            table = [*store, *[POISON] * (num_stored - len(store)), *table[num_stored:]]
         cells: list[int] = []
-        for block in row.blocks[: -(-length // self._block_size)]:
-            cells += self._blocks[block]
+        for block in table[:num_blocks]:
+            cells += self._blocks[block][layer * block_size : (layer + 1) * block_size]
         del cells[length:]
         return cells
 
     def _poisoned(self) -> list[int]:
-        return [POISON] * self._block_size
+        return [POISON] * (self._num_layers * self._block_size)
+
+
+def _enter(table: list[int], index: int, block: int) -> None:
+    table.extend([POISON] * (index + 1 - len(table)))
+    table[index] = block
+
+
+def _moves(plan: IterationPlan) -> Iterator[tuple[int, int, int, int]]:
+    return zip(plan.moved_rows, plan.moved_indices, plan.moved_from, plan.moved_to, strict=True)

@@ -430,6 +430,7 @@ class ServingEngine:
                 batch_utilisation=cache.rows_used / cache.rows,
                 cache_utilisation=cache.utilisation,
                 slots=slots(scheduler, now),
+                two_tier=scheduler.kv_cache.two_tier(),
             )
 
     def stats(self) -> tuple[SchedulerStats, KvCacheManagerStats]:

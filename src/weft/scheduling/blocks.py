@@ -6,9 +6,30 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 BlockKey = bytes
 """SHA-256 over the block's tokens and the key before it: equal keys mean equal content and equal past."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A number of blocks in each tier of the cache. A plain cache has full ones alone."""
+
+    full: int
+    store: int = 0
+
+    def __add__(self, other: Blocks) -> Blocks:
+        return Blocks(self.full + other.full, self.store + other.store)
+
+    def __sub__(self, other: Blocks) -> Blocks:
+        return Blocks(self.full - other.full, self.store - other.store)
+
+    def __bool__(self) -> bool:
+        return self.full > 0 or self.store > 0
+
+    def covers(self, other: Blocks) -> bool:
+        return self.full >= other.full and self.store >= other.store
 
 
 def root_key(cache_salt: str, adapter_id: str) -> BlockKey:
@@ -35,22 +56,28 @@ class BlockPool:
 
     A block that was never used may not be memory yet. Beyond `eager_blocks` such blocks are used for what runs, and
     for as much again of what is cached; then cold content makes room first, so that memory follows the load.
+
+    Ids begin at `first_block`: the store's blocks come after the full ones. What would lie before it is never used.
     """
 
-    def __init__(self, num_blocks: int, eager_blocks: int | None = None) -> None:
+    def __init__(self, num_blocks: int, eager_blocks: int | None = None, first_block: int = 0) -> None:
         self.num_blocks = num_blocks
-        self._eager_blocks = num_blocks if eager_blocks is None else eager_blocks
-        self.num_touched = 0
+        self._first_block = first_block
+        self._end = end = first_block + num_blocks
+        self._eager_end = end if eager_blocks is None else first_block + eager_blocks
+        self.num_touched = first_block
         """Blocks from this one on were never used: the free list gives out the lowest of them first."""
-        self._references = [0] * num_blocks
-        self._keys: list[BlockKey | None] = [None] * num_blocks
+        self._references = [0] * end
+        self._keys: list[BlockKey | None] = [None] * end
         self._cached: dict[BlockKey, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._evictable_hot: OrderedDict[int, None] = OrderedDict()
         self._heat: dict[BlockKey, int] = {}
         """How many sessions keep a key hot, cached or not."""
+        self._reused: set[int] = set()
+        """Blocks with content that was shared since it came to be."""
         # A stack: the block used last is used again first, so that memory never touched stays untouched.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = list(range(end - 1, first_block - 1, -1))
         self._dead: list[int] = []
 
     @property
@@ -83,7 +110,7 @@ class BlockPool:
         """Takes `count` blocks: free ones, then the least recently used cached ones, then hot ones. None: not enough."""
         if count > self.available:
             return None
-        most_touched = max(self._eager_blocks, 2 * (self.num_referenced + count))
+        most_touched = max(self._eager_end, self._first_block + 2 * (self.num_referenced + count))
         taken = []
         for _ in range(count):
             free = self._free
@@ -109,6 +136,7 @@ class BlockPool:
                 raise ValueError(f"block {block} is free and holds nothing to share")
             del self._eviction_order(block)[block]
         self._references[block] += 1
+        self._reused.add(block)
 
     def share_all(self, blocks: Sequence[int]) -> None:
         """Shares every one of them or, where one is free, none."""
@@ -131,6 +159,13 @@ class BlockPool:
                     self._put_free(block)
                 else:
                     self._eviction_order(block)[block] = None
+
+    def retire(self, block: int) -> None:
+        """Gives one reference back to a block whose sequence has a copy elsewhere: its content stays findable, but unless
+        it ever was of use to another it is the first to be evicted."""
+        self.release((block,))
+        if block in self._evictable and block not in self._reused:
+            self._evictable.move_to_end(block, last=False)
 
     def heat(self, key: BlockKey) -> None:
         """One session more wants this content kept: its block, once there is one, is evicted after all that are not."""
@@ -178,9 +213,7 @@ class BlockPool:
         referenced = [block for block, count in enumerate(self._references) if count]
         keyed = {block: key for block, key in enumerate(self._keys) if key is not None}
         assert len(free) == len(self._free), "a block is free twice"
-        assert free.issuperset(range(self.num_touched, self.num_blocks)), (
-            "a block is in use that was never used"
-        )
+        assert free.issuperset(range(self.num_touched, self._end)), "a block is in use that was never used"
         assert min(self._references, default=0) >= 0, "a reference count is negative"
         evictable = self._evictable.keys() | self._evictable_hot.keys()
         assert len(evictable) == len(self._evictable) + len(self._evictable_hot), "a block is hot and is not"
@@ -195,6 +228,7 @@ class BlockPool:
             "the cache disagrees with the keys"
         )
         assert len(self._cached) == len(keyed), "one block is cached under two keys"
+        assert self._reused <= set(referenced) | keyed.keys(), "a block without content counts as reused"
         assert free.isdisjoint(keyed) and evictable <= keyed.keys(), "free is cached, or evictable not"
 
     def _eviction_order(self, block: int) -> OrderedDict[int, None]:
@@ -212,6 +246,7 @@ class BlockPool:
         return self._references[block] == 0 and self._keys[block] is None
 
     def _put_free(self, block: int) -> None:
+        self._reused.discard(block)
         self._free.append(block)
         self._dead.append(block)
 
@@ -220,3 +255,4 @@ class BlockPool:
         assert key is not None
         del self._cached[key]
         self._keys[block] = None
+        self._reused.discard(block)

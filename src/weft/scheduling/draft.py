@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.plan import IterationPlan, RowStart, SwapTask
 from weft.request import RequestId, RequestState
+from weft.scheduling.allocation import Move
 from weft.scheduling.blocks import BlockKey
 from weft.scheduling.budget import TokenBudget
 from weft.scheduling.kv_cache import KvCacheManager
@@ -16,6 +17,7 @@ class Draft:
     __slots__ = (
         "budget",
         "decodes",
+        "moving",
         "preempted",
         "prefills",
         "registered",
@@ -33,6 +35,8 @@ class Draft:
         """Sequence, start, count, samples."""
         self.tables = tables
         """Sequence, index in its block table, block."""
+        self.moving: list[Sequence] = []
+        """Those that hold store blocks for moves in this step, unless they were preempted since."""
         self.registered: list[tuple[int, BlockKey]] = []
         self.swap_out: list[SwapTask] = []
         self.swap_in: list[SwapTask] = []
@@ -61,6 +65,7 @@ class Draft:
         step, decodes, prefills = self.step, self.decodes, self.prefills
         sequences = [*decodes, *[entry[0] for entry in prefills]] if prefills else decodes
         row_starts = [_row_start(s) for s in sequences if not s.row_known]
+        moves = self._move(kv_cache) if self.moving else ()  # after the row starts, which do not show them
         tables = [
             (s.allocation.row, index, block)
             for s, index, block in self.tables
@@ -94,6 +99,10 @@ class Draft:
             table_rows=tuple([t[0] for t in tables]),  # type: ignore[misc]
             table_indices=tuple([t[1] for t in tables]),
             table_blocks=tuple([t[2] for t in tables]),
+            moved_rows=tuple([row for row, _ in moves]),
+            moved_indices=tuple([move.entry for _, move in moves]),
+            moved_from=tuple([move.origin for _, move in moves]),
+            moved_to=tuple([move.block for _, move in moves]),
             swap_out=tuple(self.swap_out),
             swap_in=tuple(self.swap_in),
             after_swaps=kv_cache.take_dependencies(),
@@ -101,6 +110,19 @@ class Draft:
             freed=kv_cache.take_dead(),
         )
         return plan, sequences
+
+    def _move(self, kv_cache: KvCacheManager) -> list[tuple[int, Move]]:
+        """The moves of this step with their rows. In the order of its entries' making, so that a block that two of them
+        move is moved once."""
+        moves: list[tuple[int, Move]] = []
+        for sequence in self.moving:
+            allocation = sequence.allocation
+            if allocation is not None and allocation.arriving:
+                assert allocation.row is not None
+                made, registered = kv_cache.move(allocation, sequence.keys, self.step)
+                self.registered += registered
+                moves += [(allocation.row, move) for move in made]
+        return moves
 
 
 def _row_start(sequence: Sequence) -> RowStart:

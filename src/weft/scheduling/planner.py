@@ -6,6 +6,7 @@ from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig
 from weft.plan import BackendInfo
 from weft.request import RequestState
+from weft.scheduling.blocks import Blocks
 from weft.scheduling.draft import Draft
 from weft.scheduling.policy import AdmissionPolicy, StepCostModel
 from weft.scheduling.preemption import choose_victims, is_below, work_lost
@@ -14,6 +15,8 @@ from weft.scheduling.sequence import Phase, Sequence
 
 MAX_LOOKED_PAST = 16
 """Waiting requests that one plan may pass over because they cannot start just now. Keeps planning flat in the queue."""
+
+ONE_BLOCK = Blocks(1)
 
 
 class Planner:
@@ -132,43 +135,62 @@ class Planner:
         block_size = self._info.block_size
         draft.budget.take_decodes(len(decodes))
         draft.decodes += decodes
-        growing = [s for s in decodes if s.scheduled % block_size == 0 and _is_full(s, block_size)]
-        if len(growing) > self._roster.kv_cache.pool.available:
+        if self._info.store_blocks:
+            # The first position of a block needs it in full; the last one has a block behind the tail, which moves.
+            growing = [s for s in decodes if (s.scheduled + 1) % block_size < 2]
+        else:
+            growing = [s for s in decodes if s.scheduled % block_size == 0 and _is_full(s, block_size)]
+        kv_cache = self._roster.kv_cache
+        if growing and len(growing) > kv_cache.fewest_available:
             growing.sort(key=lambda s: (-s.priority, s.order))
         for sequence in growing:
-            if sequence.state is RequestState.RUNNING and not self._grow(draft, sequence, 1):
-                if self._may_sit_out(draft.step, sequence):
+            if sequence.state is not RequestState.RUNNING:
+                continue  # preempted for one before it
+            needed = self._needed(sequence, 1) if self._info.store_blocks else ONE_BLOCK
+            if not self._grow(draft, sequence, needed):
+                if self._may_sit_out(draft, sequence):
                     draft.drop(sequence)
                 else:
                     self._preempt(draft, sequence)  # nobody below it: it gives way itself
 
-    def _grow(self, draft: Draft, sequence: Sequence, num_blocks: int) -> bool:
-        """Extends a block table, preempting others below it where memory is gone."""
+    def _needed(self, sequence: Sequence, count: int) -> Blocks:
+        """What a running sequence must get to compute `count` more positions."""
+        allocation, end = sequence.allocation, sequence.scheduled + count
+        assert allocation is not None
+        return self._roster.kv_cache.needed(len(allocation.blocks), allocation.stored, end)
+
+    def _grow(self, draft: Draft, sequence: Sequence, needed: Blocks) -> bool:
+        """Takes blocks for a running sequence, preempting others below it where memory is gone."""
         kv_cache, allocation = self._roster.kv_cache, sequence.allocation
         assert allocation is not None
         first = len(allocation.blocks)
-        if not kv_cache.extend(allocation, num_blocks):
-            if self._may_sit_out(draft.step, sequence):
+        if not kv_cache.extend(allocation, needed, sequence.keys):
+            if self._may_sit_out(draft, sequence):
                 return False
             below = [s for s in self._victims(draft) if is_below(s, sequence)]
-            shortage = num_blocks - kv_cache.pool.available
-            victims = choose_victims(below, sequence, shortage, kv_cache.pool, self._info)
+            victims = choose_victims(below, sequence, needed - kv_cache.available, kv_cache, self._info)
             if victims is None:
                 return False
             for victim in victims:
                 self._preempt(draft, victim)
-            if not kv_cache.extend(allocation, num_blocks):
+            if not kv_cache.extend(allocation, needed, sequence.keys):
                 return False
         draft.note_tables(sequence, first)
+        if needed.store:
+            draft.moving.append(sequence)
         return True
 
-    def _may_sit_out(self, step: int, sequence: Sequence) -> bool:
+    def _may_sit_out(self, draft: Draft, sequence: Sequence) -> bool:
         """Whether memory is about to come free by itself, and the sequence can wait for it without falling behind."""
-        return self._roster.blocks_are_coming and self._is_on_time(step, sequence)
+        is_coming = bool(draft.moving) or self._roster.blocks_are_coming
+        return is_coming and self._is_on_time(draft.step, sequence)
 
     def _is_on_time(self, step: int, sequence: Sequence) -> bool:
         """Whether it has not missed a turn since it last ran, or since it was admitted."""
         turn = -(-len(self._roster.running) // self._config.sequences_per_step)
+        if self._info.store_blocks and not _is_decode(sequence):
+            # Prompts pass through what the tails leave of the full tier, which may be little: they take turns at it.
+            turn = max(turn, len(self._roster.running))
         return step - max(sequence.last_step, sequence.admitted_step - 1) <= turn
 
     # ------------------------------------------------------------------ prompts under way
@@ -208,16 +230,13 @@ class Planner:
             count = self._chunk(draft, sequence.target - sequence.scheduled)
             if not count:
                 continue
-            if count > held:
-                # Take what memory there is; only where there is none at all must someone give way.
-                wanted = -(-(count - held) // block_size)
-                wanted = min(wanted, max(self._roster.kv_cache.pool.available, 0 if held else 1))
-                if wanted and not self._grow(draft, sequence, wanted):
-                    wanted = 0
-                count = min(count, held + wanted * block_size)
-            if count:
+            # Take what memory there is; only where there is none at all must someone give way.
+            kv_cache, start = self._roster.kv_cache, sequence.scheduled
+            room = kv_cache.affordable(len(allocation.blocks), allocation.stored, start, kv_cache.available)
+            count = min(count, room or block_size - start % block_size)
+            if self._grow(draft, sequence, self._needed(sequence, count)):
                 self._add_prefill(draft, sequence, count)
-            elif not has_run and not self._may_sit_out(draft.step, sequence):
+            elif not has_run and not self._may_sit_out(draft, sequence):
                 self._preempt(draft, sequence)
 
     def _adopt_hits(self, draft: Draft, sequence: Sequence) -> None:
@@ -322,14 +341,21 @@ class Planner:
         count = self._chunk(draft, sequence.target - start)
         if not count:
             return False
-        needed = -(-(start + count) // block_size) - len(hits)
-        needed_soon = -(-(sequence.target + 1) // block_size) - len(hits)
-        kv_cache.pool.share_all(hits)  # held while room is made, or a victim's going would count them as room
+        kv_cache.share(hits)  # held while room is made, or a victim's going would count them as room
+        stored = kv_cache.num_stored(hits)
+        if self._info.store_blocks:
+            # A prompt passes through the full tier: where that is small, in smaller chunks.
+            room = kv_cache.affordable(len(hits), stored, start, kv_cache.available - self._still_needed())
+            count = min(count, room or block_size)
+        needed = kv_cache.needed(len(hits), stored, start + count)
+        needed_soon = kv_cache.needed_after(len(hits), stored, sequence.target + 1)
         has_room = self._make_room(draft, sequence, needed, needed_soon)
-        allocation = kv_cache.allocate(sequence.request_id, needed, hits) if has_room else None
-        kv_cache.pool.release(hits)
+        allocation = kv_cache.allocate(sequence.request_id, needed, hits, sequence.keys) if has_room else None
+        kv_cache.release(hits)
         if allocation is None:
             return False
+        if needed.store:
+            draft.moving.append(sequence)
         self._roster.queue.remove(sequence)
         sequence.allocation = allocation
         sequence.scheduled = start
@@ -343,8 +369,8 @@ class Planner:
         """Starts the copy of a swapped-out sequence back into blocks; it runs once the copy is there."""
         allocation = sequence.allocation
         assert allocation is not None
-        needed = len(allocation.swap_slots)
-        if not self._make_room(draft, sequence, needed, needed + 1):
+        needed = allocation.size
+        if not self._make_room(draft, sequence, needed, needed + Blocks(1, self._info.store_blocks and 1)):
             return False
         task = self._roster.kv_cache.swap_in(allocation, after_step=draft.step - 1)
         if task is None:
@@ -355,23 +381,23 @@ class Planner:
         self._roster.resuming[task.swap_id] = sequence
         return True
 
-    def _make_room(self, draft: Draft, sequence: Sequence, needed: int, needed_soon: int) -> bool:
-        """Whether a row and `needed` blocks are there for a waiting sequence, preempting for it where it may.
+    def _make_room(self, draft: Draft, sequence: Sequence, needed: Blocks, needed_soon: Blocks) -> bool:
+        """Whether a row and the `needed` blocks are there for a waiting sequence, preempting for it where it may.
 
         Without preempting it starts only where all it needs soon is there beside what running prompts still need:
         a sequence that starts and is pushed out again has only cost time.
         """
         roster = self._roster
-        available, has_row = roster.kv_cache.pool.available, roster.kv_cache.free_rows > 0
+        available, has_row = roster.kv_cache.available, roster.kv_cache.free_rows > 0
         is_alone = not (roster.running or roster.resuming)
-        if has_row and (is_alone or available - self._still_needed() >= needed_soon):
-            return available >= needed
+        if has_row and (is_alone or (available - self._still_needed()).covers(needed_soon)):
+            return available.covers(needed)
         if not self._policy.preempts:
             return False
         below = [s for s in self._victims(draft) if s.priority < sequence.priority]
         if not below or (not has_row and roster.rows_are_coming):
             return False
-        victims = choose_victims(below, sequence, needed - available, roster.kv_cache.pool, self._info)
+        victims = choose_victims(below, sequence, needed - available, roster.kv_cache, self._info)
         if victims is None:
             return False
         if not has_row and not victims:
@@ -384,14 +410,14 @@ class Planner:
         roster.queue.promote(sequence)
         return False
 
-    def _still_needed(self) -> int:
+    def _still_needed(self) -> Blocks:
         """Blocks that the prompts under way will still ask for, and those that come back from swap space."""
-        block_size = self._info.block_size
-        return sum(
-            -(-(s.target + 1) // block_size) - len(s.allocation.blocks)
-            for s in (*self._roster.running, *self._roster.resuming.values())
-            if s.target - s.scheduled > 1 and s.allocation is not None
-        )
+        kv_cache, total = self._roster.kv_cache, Blocks(0)
+        for sequence in (*self._roster.running, *self._roster.resuming.values()):
+            allocation = sequence.allocation
+            if sequence.target - sequence.scheduled > 1 and allocation is not None:
+                total += kv_cache.needed_after(len(allocation.blocks), allocation.stored, sequence.target + 1)
+        return total
 
     # ------------------------------------------------------------------ giving way
 
@@ -405,10 +431,22 @@ class Planner:
 
     def _preempt(self, draft: Draft, sequence: Sequence) -> None:
         draft.drop(sequence)
+        self._give_up_adopted(draft, sequence)
         task = self._roster.suspend(sequence, draft.step, self._clock())
         if task is not None:
             draft.swap_out.append(task)
         draft.preempted.append(sequence.request_id)
+
+    def _give_up_adopted(self, draft: Draft, sequence: Sequence) -> None:
+        """Gives back what it adopted in this very plan: only this step fills it, and a copy to swap space comes before."""
+        allocation = sequence.allocation
+        assert allocation is not None
+        filled = {block for block, _ in draft.registered}
+        for index, block in enumerate(allocation.blocks if filled else ()):
+            if block in filled:
+                self._roster.kv_cache.truncate(allocation, index)
+                sequence.scheduled = index * self._info.block_size
+                return
 
 
 def _is_decode(sequence: Sequence) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from weft.scheduling.blocks import BlockKey, BlockPool
+from weft.scheduling.blocks import BlockKey
+from weft.scheduling.kv_cache import KvCacheManager
 from weft.scheduling.preemption import is_below
 from weft.scheduling.sequence import Sequence
+from weft.tiers import stored_blocks
 
 
 class PrefixSharing:
@@ -13,9 +15,11 @@ class PrefixSharing:
     A block is found as soon as the step that fills it is planned. Until then it may be promised.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, enabled: bool) -> None:
-        self._pool = pool
+    def __init__(self, kv_cache: KvCacheManager, block_size: int, tail_blocks: int, enabled: bool) -> None:
+        self._kv_cache = kv_cache
+        self._pool, self._store = kv_cache.pool, kv_cache.store
         self._block_size = block_size
+        self._tail_blocks = tail_blocks
         self._enabled = enabled
         self._promises: dict[BlockKey, Sequence] = {}
 
@@ -25,6 +29,8 @@ class PrefixSharing:
 
     def hits(self, sequence: Sequence) -> list[int]:
         """The leading blocks of a waiting sequence that are in the cache."""
+        if self._store.num_blocks:
+            return self._hits_in_tiers(sequence)
         blocks = []
         for key in sequence.keys[: self.max_hits(sequence)]:
             block = self._pool.lookup(key)
@@ -33,9 +39,42 @@ class PrefixSharing:
             blocks.append(block)
         return blocks
 
+    def _hits_in_tiers(self, sequence: Sequence) -> list[int]:
+        """The same from both tiers. What the next position reads in full must be there in full; what lies before is taken
+        from the store as far as it goes, and from there on also in full: the first step moves it."""
+        keys = sequence.keys[: self.max_hits(sequence)]
+        stored: list[int] = []
+        for key in keys:
+            block = self._store.lookup(key)
+            if block is None:
+                break
+            stored.append(block)
+        full: list[int | None] = []
+        num_hits = num_stored = first_full = 0
+        for index, key in enumerate(keys):
+            block = self._pool.lookup(key)
+            full.append(block)
+            if block is None:
+                if index >= len(stored):
+                    break
+                first_full = index + 1  # what is in full before it is of no use to those that come after
+            length = index + 1
+            border = stored_blocks(length * self._block_size, self._block_size, self._tail_blocks)
+            border = min(border, len(stored))
+            # One full block must be left to go on with, were this sequence alone.
+            if first_full <= border and length - border < self._pool.num_blocks:
+                num_hits, num_stored = length, border
+        return [*stored[:num_stored], *[block for block in full[num_stored:num_hits] if block is not None]]
+
     def next_hit(self, sequence: Sequence, index: int) -> int | None:
-        """The block that holds what table entry `index` of a running sequence would hold."""
-        return self._pool.lookup(sequence.keys[index]) if index < self.max_hits(sequence) else None
+        """The full block that holds what table entry `index` of a running sequence would hold."""
+        if index >= self.max_hits(sequence):
+            return None
+        allocation = sequence.allocation
+        assert allocation is not None
+        if index - allocation.stored >= self._pool.num_blocks - 1:
+            return None  # all that it adopts is held until it moves: one must be left to go on with
+        return self._pool.lookup(sequence.keys[index])
 
     def max_hits(self, sequence: Sequence) -> int:
         """At least one token is left to compute: it gives the logits. Prompt logprobs need them all computed."""
@@ -60,11 +99,14 @@ class PrefixSharing:
         """
         if not self._enabled:
             return []
-        assert sequence.allocation is not None
-        blocks, keys, block_size = sequence.allocation.blocks, sequence.keys, self._block_size
+        allocation = sequence.allocation
+        assert allocation is not None
+        blocks, keys, block_size = allocation.blocks, sequence.keys, self._block_size
         registered = []
         for index in range(start // block_size, min(end // block_size, len(keys))):
-            if self._pool.register(blocks[index], keys[index]):
+            # What is on its way to the store in a step that may fail is found there later or not at all.
+            is_moving = index in allocation.leaving
+            if not is_moving and self._kv_cache.pool_of(blocks[index]).register(blocks[index], keys[index]):
                 registered.append((blocks[index], keys[index]))
             if self._promises.get(keys[index]) is sequence:
                 del self._promises[keys[index]]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from weft.config import SchedulerConfig
 from weft.plan import BackendInfo, SwapTask
 from weft.request import RequestId, RequestState
+from weft.scheduling.blocks import BlockKey
 from weft.scheduling.kv_cache import KvCacheManager
 from weft.scheduling.policy import AdmissionPolicy
 from weft.scheduling.preemption import prefers_swap
@@ -21,10 +24,24 @@ class Roster:
         self._config = config
         self._info = info
         self.kv_cache = KvCacheManager(
-            info.num_blocks, config.max_running, info.swap_blocks, info.bytes_per_block, info.eager_blocks
+            info.num_blocks,
+            config.max_running,
+            info.swap_blocks,
+            info.bytes_per_block,
+            info.eager_blocks,
+            block_size=info.block_size,
+            tail_blocks=info.tail_blocks,
+            store_blocks=info.store_blocks,
+            store_swap_blocks=info.store_swap_blocks,
+            bytes_per_store_block=info.bytes_per_store_block,
         )
-        self.prefixes = PrefixSharing(self.kv_cache.pool, info.block_size, config.prefix_caching)
-        self.sessions = Sessions(self.kv_cache.pool, config.session_lifetime)
+        self.prefixes = PrefixSharing(self.kv_cache, info.block_size, info.tail_blocks, config.prefix_caching)
+        self.sessions = Sessions(
+            self.kv_cache.pool,
+            config.session_lifetime,
+            self.kv_cache.store if info.store_blocks else None,
+            info.tail_blocks,
+        )
         self.queue = RequestQueue(config, policy)
         self.sequences: dict[RequestId, Sequence] = {}
         """All that are not over."""
@@ -42,11 +59,16 @@ class Roster:
     @property
     def blocks_are_coming(self) -> bool:
         """Whether blocks come free by themselves once the steps in flight are over."""
-        return bool(self._draining) or any(s.is_finishing for s in self.running)
+        return (
+            bool(self._draining)
+            or self.kv_cache.blocks_are_leaving
+            or any(s.is_finishing for s in self.running)
+        )
 
     @property
     def rows_are_coming(self) -> bool:
-        return bool(self._held_rows) or self.blocks_are_coming
+        """The same for rows: a sequence that has ended, or ends, gives its own back."""
+        return bool(self._held_rows or self._draining) or any(s.is_finishing for s in self.running)
 
     def is_in_flight(self, sequence: Sequence) -> bool:
         return sequence.last_step > self.applied_step
@@ -58,6 +80,12 @@ class Roster:
         sequence.row_known = False
         sequence.enter(phase, now)
         self.running.append(sequence)
+
+    def rotate(self, step: int) -> None:
+        """Those that were left out of `step` are the first in turn now."""
+        skipped = [s for s in self.running if s.last_step != step]
+        if skipped and len(skipped) < len(self.running):
+            self.running = skipped + [s for s in self.running if s.last_step == step]
 
     def suspend(self, sequence: Sequence, step: int, now: float) -> SwapTask | None:
         """Takes a running sequence's memory away and lets it wait again. Returns the copy to make, where it is
@@ -116,6 +144,7 @@ class Roster:
     def settle(self, applied_step: int) -> None:
         """All steps up to this one are over: what was held for them is free."""
         self.applied_step = applied_step
+        self.kv_cache.settle_moves(applied_step)
         if self._draining:
             over = [s for s in self._draining if s.last_step <= applied_step]
             self._draining = [s for s in self._draining if s.last_step > applied_step]
@@ -128,6 +157,60 @@ class Roster:
                     self.kv_cache.free_row(row)
                 else:
                     self._held_rows.append((step, row))
+
+    def finish_swap(self, swap_id: int, failed: bool, step: int, now: float) -> bool:
+        """Books a copy that is over; whom it brought back runs from `step` on. One that failed costs a recompute, nothing
+        else. False: it was given up before it was reported."""
+        if not self.kv_cache.finish_swap(swap_id):
+            return False
+        sequence = self.resuming.pop(swap_id, None)
+        if sequence is not None:
+            sequence.swap_id = None
+            if failed:
+                # NOTE: an earlier copy may still read these blocks; taken anew they state it.
+                assert sequence.allocation is not None
+                self.kv_cache.truncate(sequence.allocation, 0)
+                sequence.computed = sequence.scheduled = 0
+            is_prompt = sequence.target - sequence.scheduled > 1
+            self.join(sequence, step, Phase.PREFILL if is_prompt else Phase.DECODE, now)
+            if not failed:
+                self.prefixes.register(sequence, 0, sequence.computed)
+        elif failed:
+            self._drop_swapped(swap_id)
+        return True
+
+    def _drop_swapped(self, swap_id: int) -> None:
+        """The copy out failed: its sequence, if it still waits for it, is computed again."""
+        for sequence in self.queue:
+            if sequence.swap_id == swap_id and sequence.allocation is not None:
+                self.kv_cache.free(sequence.allocation)
+                self.forget_computed(sequence)
+                return
+
+    def roll_back(
+        self, in_steps: Iterable[Sequence], registered: Iterable[tuple[int, BlockKey]], last_step: int
+    ) -> None:
+        """The steps in flight, up to `last_step`, will not be: back to what was committed. They had these sequences in
+        them and made these blocks findable. Rows are sent anew, since nobody knows what the backend still has."""
+        touched = {s.request_id: s for s in in_steps}
+        # Also those outside the steps: they may have adopted blocks that a failed step was going to fill.
+        touched.update((rid, self.sequences[rid]) for rid in self.kv_cache.holders if rid in self.sequences)
+        for block, key in registered:
+            self.kv_cache.pool_of(block).forget(block, key)
+        self.kv_cache.undo_moves()
+        self.settle(last_step)
+        for sequence in touched.values():
+            if sequence.finish_reason is not None:
+                continue
+            sequence.scheduled = sequence.computed
+            sequence.target = len(sequence.tokens)
+            sequence.row_known = False
+            self.prefixes.withdraw(sequence)
+            if sequence.allocation is not None:
+                num_blocks = -(-sequence.computed // self._info.block_size)
+                self.kv_cache.truncate(sequence.allocation, num_blocks)
+                if sequence.allocation.row is None and not sequence.allocation.is_swapped:
+                    self.forget_computed(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.allocation is not None

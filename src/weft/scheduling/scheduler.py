@@ -34,6 +34,7 @@ from weft.scheduling.policy import AdmissionPolicy, StepCostModel
 from weft.scheduling.queue import RequestQueue
 from weft.scheduling.roster import Roster
 from weft.scheduling.sequence import Phase, Sequence
+from weft.tiers import longest_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class ContinuousBatchScheduler:
         self.info = info
         self.stats = SchedulerStats()
         self.cost_model = StepCostModel()
-        self.max_sequence_length = min(info.max_context, info.num_blocks * info.block_size)
+        self.max_sequence_length = longest_sequence(info)
         self.token_gaps: dict[float, int] = {}
         """Seconds between a sequence's tokens -> how often, since the engine last took them."""
         self._clock = clock
@@ -295,7 +296,7 @@ class ContinuousBatchScheduler:
         self._untold_tables = []
         plan, sequences = draft.freeze(roster.kv_cache)
         if len(sequences) < len(roster.running):
-            self._rotate(draft.step)
+            roster.rotate(draft.step)
         self._next_step += 1
         self._in_flight.append(Flight(plan, sequences, draft.registered, is_retry))
         return plan
@@ -308,12 +309,6 @@ class ContinuousBatchScheduler:
             if draft.decodes or draft.prefills:
                 return True
         return False
-
-    def _rotate(self, step: int) -> None:
-        running = self._roster.running
-        skipped = [s for s in running if s.last_step != step]
-        if skipped and len(skipped) < len(running):
-            self._roster.running = skipped + [s for s in running if s.last_step == step]
 
     # ------------------------------------------------------------------ what came back
 
@@ -445,36 +440,10 @@ class ContinuousBatchScheduler:
             )
 
     def _finish_swaps(self, result: StepResult) -> None:
-        """Books copies that are over. One that failed costs a recompute, nothing else."""
-        roster = self._roster
         for swap_id in (*result.finished_swaps, *result.failed_swaps):
-            if not roster.kv_cache.finish_swap(swap_id):
-                continue  # given up before it was reported
             failed = swap_id in result.failed_swaps
-            self.stats.swaps_failed += failed
-            sequence = roster.resuming.pop(swap_id, None)
-            if sequence is not None:
-                sequence.swap_id = None
-                if failed:
-                    # NOTE: an earlier copy may still read these blocks; taken anew they state it.
-                    assert sequence.allocation is not None
-                    roster.kv_cache.truncate(sequence.allocation, 0)
-                    sequence.computed = sequence.scheduled = 0
-                is_prompt = sequence.target - sequence.scheduled > 1
-                phase = Phase.PREFILL if is_prompt else Phase.DECODE
-                roster.join(sequence, self._next_step, phase, self._clock())
-                if not failed:
-                    roster.prefixes.register(sequence, 0, sequence.computed)
-            elif failed:
-                self._drop_swapped(swap_id)
-
-    def _drop_swapped(self, swap_id: int) -> None:
-        """The copy out failed: its sequence, if it still waits for it, is computed again."""
-        for sequence in self.queue:
-            if sequence.swap_id == swap_id and sequence.allocation is not None:
-                self.kv_cache.free(sequence.allocation)
-                self._roster.forget_computed(sequence)
-                return
+            if self._roster.finish_swap(swap_id, failed, self._next_step, self._clock()):
+                self.stats.swaps_failed += failed
 
     # ------------------------------------------------------------------ what went wrong
 
@@ -503,28 +472,14 @@ class ContinuousBatchScheduler:
             self._retries.extend(part for part in (alive[:half], alive[half:]) if part)
 
     def _roll_back(self) -> None:
-        """Back to what was committed. Rows are sent anew, since nobody knows what the backend still has."""
-        roster = self._roster
-        touched = {s.request_id: s for flight in self._in_flight for s in flight.sequences}
-        # Also those outside the steps: they may have adopted blocks that a failed step was going to fill.
-        touched.update((rid, self.sequences[rid]) for rid in self.kv_cache.holders if rid in self.sequences)
-        for flight in self._in_flight:
-            for block, key in flight.registered:
-                self.kv_cache.pool.forget(block, key)
+        """None of the steps in flight will be."""
+        flights = list(self._in_flight)
         self._in_flight.clear()
-        roster.settle(self._next_step - 1)
-        for sequence in touched.values():
-            if sequence.finish_reason is not None:
-                continue
-            sequence.scheduled = sequence.computed
-            sequence.target = len(sequence.tokens)
-            sequence.row_known = False
-            roster.prefixes.withdraw(sequence)
-            if sequence.allocation is not None:
-                num_blocks = -(-sequence.computed // self.info.block_size)
-                self.kv_cache.truncate(sequence.allocation, num_blocks)
-                if sequence.allocation.row is None and not sequence.allocation.is_swapped:
-                    roster.forget_computed(sequence)
+        self._roster.roll_back(
+            [sequence for flight in flights for sequence in flight.sequences],
+            [entry for flight in flights for entry in flight.registered],
+            self._next_step - 1,
+        )
 
     # ------------------------------------------------------------------ for tests
 

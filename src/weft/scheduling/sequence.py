@@ -13,8 +13,8 @@ from weft.request import (
     RequestState,
     TokenLogprobs,
 )
+from weft.scheduling.allocation import KvCacheAllocation
 from weft.scheduling.blocks import BlockKey, extend_keys, root_key
-from weft.scheduling.kv_cache import KvCacheAllocation
 
 NEVER = 1 << 62
 """A step that does not come: the admission step of a sequence that is not resident."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,9 +23,13 @@ class Sessions:
     when nothing else is left: a session costs no running request its memory, and other caches no longer than its life.
     """
 
-    def __init__(self, pool: BlockPool, lifetime: float) -> None:
+    def __init__(
+        self, pool: BlockPool, lifetime: float, store: BlockPool | None = None, tail_blocks: int = 0
+    ) -> None:
         self._pool = pool
+        self._store = store
         self._lifetime = lifetime
+        self._tail_blocks = tail_blocks
         self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()
         """In the order they expire: all live equally long."""
         self._num_keys = 0
@@ -37,15 +41,16 @@ class Sessions:
         """A turn is over whose blocks have these keys: they are hot from now on, those of the turn before it only if they
         are among them."""
         kept = _Session(tuple(keys), now + self._lifetime)
-        for key in kept.keys:
-            self._pool.heat(key)
+        for pool, hot in self._by_pool(kept.keys):
+            for key in hot:
+                pool.heat(key)
         self._drop(session)
         if not kept.keys:
             return
         self._sessions[session] = kept
         self._num_keys += len(kept.keys)
         # More keys than there are blocks can never all be cached: a flood of sessions must not fill the memory.
-        while self._num_keys > self._pool.num_blocks:
+        while self._num_keys > self._most_keys:
             self._drop(next(iter(self._sessions)))
 
     def expire(self, now: float) -> None:
@@ -57,18 +62,29 @@ class Sessions:
             self._drop(session)
 
     def check_integrity(self) -> None:
-        heat: dict[BlockKey, int] = {}
-        for session in self._sessions.values():
-            for key in session.keys:
-                heat[key] = heat.get(key, 0) + 1
-        assert heat == self._pool.heat_of_keys, "sessions and the heat of keys disagree"
-        assert self._num_keys == sum(heat.values()) <= self._pool.num_blocks, (
-            "keys of sessions are miscounted"
-        )
+        for pool in (self._pool, self._store):
+            heat: Counter[BlockKey] = Counter()
+            for session in self._sessions.values():
+                for other, hot in self._by_pool(session.keys):
+                    heat.update(hot if other is pool else ())
+            assert pool is None or heat == pool.heat_of_keys, "sessions and the heat of keys disagree"
+        num_keys = sum(len(session.keys) for session in self._sessions.values())
+        assert self._num_keys == num_keys <= self._most_keys, "keys of sessions are miscounted"
+
+    @property
+    def _most_keys(self) -> int:
+        return (self._store or self._pool).num_blocks
+
+    def _by_pool(self, keys: Sequence[BlockKey]) -> list[tuple[BlockPool, Sequence[BlockKey]]]:
+        """Which keys are kept hot where. The next turn reads all from the store, and the last of them in full."""
+        if self._store is None:
+            return [(self._pool, keys)]
+        return [(self._store, keys), (self._pool, keys[-self._tail_blocks - 1 :])]
 
     def _drop(self, session: SessionKey) -> None:
         dropped = self._sessions.pop(session, None)
         if dropped is not None:
             self._num_keys -= len(dropped.keys)
-            for key in dropped.keys:
-                self._pool.cool(key)
+            for pool, hot in self._by_pool(dropped.keys):
+                for key in hot:
+                    pool.cool(key)

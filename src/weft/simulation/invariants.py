@@ -19,15 +19,8 @@ from weft.request import (
 )
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
-
-
-class InvariantError(AssertionError):
-    """Something that must always hold does not."""
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise InvariantError(message)
+from weft.simulation.require import require
+from weft.simulation.tier_invariants import check_tiers
 
 
 class PlanWatch:
@@ -60,6 +53,8 @@ class PlanWatch:
             self._check_victims(plan)
         self._check_order(plan)
         self._check_sharing(plan)
+        if self._scheduler.info.store_blocks:
+            check_tiers(plan, self._scheduler)
         if not self._scheduler.config.dynamic_batching:
             self._check_batch_is_closed(plan)
         self._preempted_before = plan.preempted
@@ -122,6 +117,7 @@ class PlanWatch:
         if (
             by_memory_alone
             and not scheduler.config.prefix_caching
+            and not scheduler.info.store_blocks
             and victims
             and victims[-1].allocation is not None
         ):
@@ -132,10 +128,15 @@ class PlanWatch:
         has_run = self._last_ran.get(sequence.request_id, -1) >= sequence.admitted_step
         was_finishing = sequence.is_finishing and sequence.last_step < plan.step
         is_final = sequence.request_id in plan.request_ids[plan.num_decodes :]
-        # Blocks that it had before this plan and that nobody else can have shared: their content is not cached.
-        pool = self._scheduler.kv_cache.pool
-        blocks = sequence.allocation.blocks if sequence.allocation is not None else ()
-        holds_memory = any(not pool.is_cached(block) and block not in plan.table_blocks for block in blocks)
+        # Blocks that it had before this plan and that nobody else can have shared: their content is not cached. Where there
+        # are two tiers either may have been the short one: only who has some of both could have helped for sure.
+        kv_cache, allocation = self._scheduler.kv_cache, sequence.allocation
+        blocks = allocation.blocks if allocation is not None else []
+        new = {*plan.table_blocks, *plan.moved_to}
+        own = [b for b in blocks if not kv_cache.pool_of(b).is_cached(b) and b not in new]
+        holds_memory = len({id(kv_cache.pool_of(b)) for b in own}) == (
+            2 if self._scheduler.info.store_blocks else 1
+        )
         return has_run and holds_memory and not was_finishing and not is_final
 
     def _check_order(self, plan: IterationPlan) -> None:
@@ -162,12 +163,17 @@ class PlanWatch:
         for request_id, start, count in entries:
             sequence = scheduler.sequences[request_id]
             assert sequence.allocation is not None
-            written = sequence.allocation.blocks[start // block_size : -(-(start + count) // block_size)]
+            table = _in_full(sequence)
+            written = table[start // block_size : -(-(start + count) // block_size)]
             self._salts.update(dict.fromkeys(written, sequence.request.cache_salt))
+        by_row = dict(zip(plan.rows, plan.request_ids, strict=True))
+        for row, origin, block in zip(plan.moved_rows, plan.moved_from, plan.moved_to, strict=True):
+            if origin != -1:
+                self._salts[block] = scheduler.sequences[by_row[row]].request.cache_salt
         for request_id, start, _ in entries[plan.num_decodes :]:
             sequence = scheduler.sequences[request_id]
             assert sequence.allocation is not None
-            read = sequence.allocation.blocks[: start // block_size]
+            read = {*sequence.allocation.blocks, *_in_full(sequence)[: start // block_size]}
             salt = sequence.request.cache_salt
             require(
                 all(self._salts[b] == salt for b in read), "a prefix hit on the block of another cache salt"
@@ -192,6 +198,13 @@ class PlanWatch:
             for s in self._scheduler.running
             if s.last_step == plan.step and s.request_id not in self._resident
         ]
+
+
+def _in_full(sequence: Sequence) -> list[int]:
+    """The block table before the moves of the steps in flight."""
+    allocation = sequence.allocation
+    assert allocation is not None
+    return [allocation.leaving.get(index, block) for index, block in enumerate(allocation.blocks)]
 
 
 class OutputWatch:
@@ -278,4 +291,6 @@ def check_empty(scheduler: ContinuousBatchScheduler) -> None:
     require(stats.blocks_used == 0, f"{stats.blocks_used} blocks are still in use")
     require(stats.rows_used == 0, f"{stats.rows_used} rows are still in use")
     require(stats.swap_blocks_used == 0, f"{stats.swap_blocks_used} swap blocks are still in use")
+    require(stats.store_blocks_used == 0, f"{stats.store_blocks_used} blocks of the store are still in use")
+    require(stats.store_swap_blocks_used == 0, "swap blocks of the store are still in use")
     require(not scheduler.has_work, "the scheduler still has work")

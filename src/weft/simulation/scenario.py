@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weft.config import (
+    KvCacheKind,
     KvCachePoolConfig,
     PreemptionMode,
     PriorityPolicy,
@@ -62,7 +63,10 @@ def draw(seed: int) -> Scenario:
     swap_blocks = rng.choice((0, rng.randint(1, 8), num_blocks))
     engine = ServingEngineConfig(
         scheduler=scheduler,
-        cache=KvCachePoolConfig(num_blocks=num_blocks, block_size=block_size, swap_blocks=swap_blocks),
+        cache=_draw_tiers(
+            random.Random(f"tiers {seed}"),
+            KvCachePoolConfig(num_blocks=num_blocks, block_size=block_size, swap_blocks=swap_blocks),
+        ),
         overlap=rng.random() < 0.6,
         request_timeout=rng.uniform(0.2, 5.0) if rng.random() < 0.05 else None,
     )
@@ -84,6 +88,22 @@ def draw(seed: int) -> Scenario:
             latest,
             _draw_later(later, _draw_arrivals(rng, scheduler, min(num_blocks * block_size, max_context))),
         ),
+    )
+
+
+def _draw_tiers(rng: random.Random, cache: KvCachePoolConfig) -> KvCachePoolConfig:
+    """The same cache, or one of two tiers: short tails, and a full tier that often holds little more than one of them."""
+    if rng.random() < 0.6:
+        return cache
+    assert cache.num_blocks is not None
+    tail_blocks = rng.choice((1, 1, 2, 3))
+    full = tail_blocks + 2 + (rng.randint(0, 3) if rng.random() < 0.4 else rng.randint(0, cache.num_blocks))
+    return dataclasses.replace(
+        cache,
+        kv_cache=KvCacheKind.TWO_TIER,
+        tail_length=tail_blocks * cache.block_size,
+        num_blocks=full,
+        store_blocks=max(2, rng.randint(cache.num_blocks // 2, cache.num_blocks + 4)),
     )
 
 
