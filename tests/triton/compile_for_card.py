@@ -134,12 +134,14 @@ def compile_decodes_of_a_full_card(config: ModelConfig) -> None:
         launch_twice(lambda any_cache=any_cache: attention.run(batch, rows, any_cache, 0, rows))
 
 
-def compile_two_tiers(bits: int, heads: int, lengths: list[int], invariant: bool = False) -> None:
+def compile_two_tiers(
+    bits: int, heads: int, lengths: list[int], invariant: bool = False, size: int = 64
+) -> None:
     """Rope, moves and attention of one layer, for steps in which every request has so many tokens."""
     device = HostMemory()
-    shape = AttentionShape(heads, 1, 64, 0.125)
+    shape = AttentionShape(heads, 1, size, 0.125)
     store = new_store(4, 1, BLOCK_SIZE, shape, bits, device)
-    full = device.zeros(4, 1, 2, 1, BLOCK_SIZE, 64, dtype=torch.bfloat16)
+    full = device.zeros(4, 1, 2, 1, BLOCK_SIZE, size, dtype=torch.bfloat16)
     cache = TwoTierCache(full, store, bits, 2)
     attention = Attention(shape, None, 64, 256, device, invariant)
     tables = RopeTables(PLAIN.patterns[0].rope, 256, device)
@@ -153,8 +155,8 @@ def compile_two_tiers(bits: int, heads: int, lengths: list[int], invariant: bool
             decodes=0,
             moves=Moves(device.zeros(2, dtype=torch.int32), 1),
         )
-        rows = device.zeros(2 * length, (heads + 2) * 64, dtype=torch.bfloat16)
-        output = device.zeros(2 * length, heads * 64, dtype=torch.bfloat16)
+        rows = device.zeros(2 * length, (heads + 2) * size, dtype=torch.bfloat16)
+        output = device.zeros(2 * length, heads * size, dtype=torch.bfloat16)
         launch_twice(
             lambda batch=batch, rows=rows, output=output: attention.turn_and_run(
                 batch, rows, cache, 0, tables, None, output
@@ -204,6 +206,7 @@ def main() -> None:
     compile_decodes_of_a_full_card(wide)
     compile_two_tiers(8, 4, [1])
     compile_two_tiers(4, 4, [1, 30])
+    compile_two_tiers(4, 2, [30], size=16)
     compile_two_tiers(8, 20, [1, 30], invariant=True)
     compile_sampling()
     print(

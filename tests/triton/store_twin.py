@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from weft.ops.base import TwoTierCache
-from weft.ops.store_format import dequantise, quantise
+from weft.ops.store_format import dequantise, quantise, rotate, rotates_keys
 from weft.ops.triton.device import Device
 from weft.ops.triton.store import Moves, move_to_store
 
@@ -36,9 +36,21 @@ def laid_out(vectors: np.ndarray, bits: int) -> np.ndarray:
     return np.concatenate([part.reshape(*keys.shape[:-2], -1) for part in parts], axis=-1).view(np.int8)
 
 
+def quantised(vectors: np.ndarray, bits: int) -> np.ndarray:
+    """As a store keeps them: of vectors [..., 2, kv heads, block size, head size] the keys may be rotated."""
+    keys, values = vectors[..., :1, :, :, :], vectors[..., 1:, :, :, :]
+    if rotates_keys(bits):
+        with np.errstate(invalid="ignore", over="ignore"):
+            keys = rotate(keys.astype(np.float32))
+    return np.concatenate([quantise(keys, bits), quantise(values, bits)], axis=-4)
+
+
 def restored(vectors: np.ndarray, bits: int) -> np.ndarray:
-    """What vectors are once they were quantised: float64."""
-    return dequantise(quantise(vectors, bits), bits, np.float64)
+    """What vectors [..., 2, kv heads, head size] are once they were quantised: float64."""
+    stored = dequantise(quantised(vectors[..., None, :], bits), bits, np.float64)[..., 0, :]
+    if rotates_keys(bits):
+        stored[..., 0, :, :] = rotate(stored[..., 0, :, :])
+    return stored
 
 
 def put_away(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from store_twin import laid_out, put_away, stored_vectors
+from store_twin import laid_out, put_away, quantised, stored_vectors
 
 from weft.errors import InvalidRequestError
 from weft.ops.base import AttentionShape, TwoTierCache
-from weft.ops.store_format import quantise
 from weft.ops.triton.device import Device
 from weft.ops.triton.store import new_store
 
@@ -42,7 +41,7 @@ def test_a_moved_block_holds_the_codes_of_its_vectors_and_no_other_is_touched(
 ) -> None:
     cache = cache_of(random_vectors(head_size, block_size), bits, device, dtype)
     put_away(cache, [(3, 0), (1, 2)], device)
-    expected = quantise(cache.full.float().cpu().numpy()[[3, 1]], bits)
+    expected = quantised(cache.full.float().cpu().numpy()[[3, 1]], bits)
     np.testing.assert_array_equal(stored_vectors(cache)[[0, 2]], expected)
     np.testing.assert_array_equal(cache.store[[0, 2]].cpu().numpy(), laid_out(expected, bits))
     assert not cache.store[[1, 3]].any()
@@ -56,7 +55,7 @@ def test_a_vector_that_is_no_number_is_none_as_a_whole_and_no_other(device: Devi
     vectors[0, 0, 1, 1, 0, 0] = np.inf
     cache = cache_of(vectors, bits, device)
     put_away(cache, [(0, 1)], device)
-    np.testing.assert_array_equal(stored_vectors(cache)[1], quantise(vectors[0], bits))
+    np.testing.assert_array_equal(stored_vectors(cache)[1], quantised(vectors[0], bits))
     assert (stored_vectors(cache)[1, ..., -2] == 255).sum() == 3
 
 
@@ -68,7 +67,7 @@ def test_what_no_scale_is_small_or_large_enough_for_is_cut_off_as_in_numpy(devic
     vectors[0, 0, 0, 0, 2, :2] = [1e-30, -1e-30]
     cache = cache_of(vectors, bits, device)
     put_away(cache, [(0, 0)], device)
-    np.testing.assert_array_equal(stored_vectors(cache)[0], quantise(vectors[0], bits))
+    np.testing.assert_array_equal(stored_vectors(cache)[0], quantised(vectors[0], bits))
 
 
 def test_one_layer_is_moved_alone(device: Device) -> None:

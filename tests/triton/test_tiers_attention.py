@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import LAYER, LAYERS, TOLERANCES, Case, Part, Step
-from store_twin import laid_out, restored
+from store_twin import laid_out, quantised, restored
 
 from weft.ops.base import TwoTierCache
-from weft.ops.store_format import quantise
 from weft.ops.triton import attention as attention_module
 from weft.ops.triton.attention import Attention, Splits
 from weft.ops.triton.batch import DeviceBatch
@@ -48,7 +47,7 @@ class TieredStep:
             if not count:
                 continue
             vectors = full[torch.from_numpy(step.block_tables[request, :count]), LAYER].float().cpu().numpy()
-            parts = torch.from_numpy(laid_out(quantise(vectors, self.bits), self.bits))
+            parts = torch.from_numpy(laid_out(quantised(vectors, self.bits), self.bits))
             store[torch.from_numpy(self.tables[request, :count]), LAYER] = parts.to(store.device)
         store[torch.from_numpy(free)] = -1  # scales that are no numbers
         for request, part in enumerate(case.parts):

@@ -289,6 +289,7 @@ class Attention:
         from_rows: bool,
     ) -> None:
         tiers = _tiers_of(cache)
+        from_rows = from_rows and self._width(tiers) == self.width
         store_tiles = self.prefill_store_tiles if tiers.bits else _NO_STORE
         tiles, store_tiles = self._fitting(self.prefill_tiles, store_tiles, tiers)
         tokens_at_once = tiles.rows // (self.shape.heads // self.shape.kv_heads)
@@ -316,6 +317,10 @@ class Attention:
             lambda: {"FROM_ROWS": from_rows, **self._constants(queries, tiers, tiles, store_tiles)},
         )
 
+    def _width(self, tiers: _Tiers) -> int:
+        """Half a head must be wide enough for a product, where that is what there is of them."""
+        return max(32, self.width) if tiers.bits == 4 else self.width
+
     def _described(self, rows: Tensor, tiles: Tiles) -> TensorDescriptor:
         """Made once for a step, whose layers have their rows in one place: making one takes as long as a launch."""
         key = (rows.data_ptr(), rows.shape[0], tiles)
@@ -339,8 +344,7 @@ class Attention:
             "HEADS": self.shape.heads,
             "KV_HEADS": self.shape.kv_heads,
             "HEAD_SIZE": self.shape.head_size,
-            # Half a head must be wide enough for a product.
-            "WIDTH": max(32, self.width) if tiers.bits == 4 else self.width,
+            "WIDTH": self._width(tiers),
             "ROWS": tiles.rows,
             "QUERY_STRIDE": queries.stride(0),
             "LAYERS": tiers.full.shape[1],

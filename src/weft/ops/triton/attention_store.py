@@ -12,7 +12,7 @@ import triton.language as tl
 
 from weft.ops.triton.attention_tiles import LOWEST, exponents
 from weft.ops.triton.device import INTERPRETED, dot
-from weft.ops.triton.store import scale_of
+from weft.ops.triton.store import rotated, scale_of
 
 
 @triton.jit
@@ -23,12 +23,16 @@ def load_queries(rows, there, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS
     feature = tl.arange(0, WIDTH // NEIGHBOURS)[:, None] * NEIGHBOURS
     is_feature = there[None, :] & (feature < HEAD_SIZE)
     query = tl.load(rows[None, :] + feature, mask=is_feature, other=0.0)
-    # By a product, whose order is the same in every kernel.
-    ones = tl.full((16, WIDTH // NEIGHBOURS), 1.0, tl.float32).to(query.dtype)
-    sums = dot(ones, query, tl.zeros((16, query.shape[1]), tl.float32))
     other_query = query
     if BITS == 4:
         other_query = tl.load(rows[None, :] + feature + 1, mask=is_feature, other=0.0)
+        TYPE: tl.constexpr = query.dtype
+        query, other_query = rotated(query.to(tl.float32), other_query.to(tl.float32), HEAD_SIZE)
+        query, other_query = query.to(TYPE), other_query.to(TYPE)
+    # By a product, whose order is the same in every kernel.
+    ones = tl.full((16, WIDTH // NEIGHBOURS), 1.0, tl.float32).to(query.dtype)
+    sums = dot(ones, query, tl.zeros((16, query.shape[1]), tl.float32))
+    if BITS == 4:
         sums = dot(ones, other_query, sums)
     return query, other_query, tl.max(sums, 0)
 

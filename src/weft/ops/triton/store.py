@@ -113,8 +113,8 @@ def move_blocks(
     keys = cache + ((source * LAYERS + layer) * 2 * KV_HEADS + kv_head) * (BLOCK_SIZE * HEAD_SIZE)
     values = keys + KV_HEADS * BLOCK_SIZE * HEAD_SIZE
     part = ((target * LAYERS + layer) * KV_HEADS + kv_head) * PART
-    key_codes, key_scale, key_offset = _quantised(keys, row, column, there, HEAD_SIZE, BITS)
-    value_codes, value_scale, value_offset = _quantised(values, row, column, there, HEAD_SIZE, BITS)
+    key_codes, key_scale, key_offset = _quantised(keys, row, column, there, HEAD_SIZE, BITS, BITS == 4)
+    value_codes, value_scale, value_offset = _quantised(values, row, column, there, HEAD_SIZE, BITS, False)
     tl.store(codes + part + row[:, None] * CODE_BYTES + column[None, :], key_codes, mask=there)
     by_feature = codes + part + BLOCK_SIZE * CODE_BYTES + column[None, :] * BLOCK_SIZE + row[:, None]
     tl.store(by_feature, value_codes, mask=there)
@@ -123,13 +123,19 @@ def move_blocks(
 
 
 @triton.jit
-def _quantised(vectors, row, column, there, HEAD_SIZE: tl.constexpr, BITS: tl.constexpr):
+def _quantised(
+    vectors, row, column, there, HEAD_SIZE: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr
+):
     """Of a block's vectors: code bytes, and for each vector scale and offset as bytes."""
     place = vectors + row[:, None] * HEAD_SIZE + column[None, :] * (8 // BITS)
     left = tl.load(place, mask=there, other=0.0).to(tl.float32)
-    lowest, highest, largest = tl.min(left, 1), tl.max(left, 1), tl.max(_magnitude(left), 1)
     if BITS == 4:
         right = tl.load(place + 1, mask=there, other=0.0).to(tl.float32)
+        if ROTATED:
+            left, right = rotated(tl.trans(left), tl.trans(right), HEAD_SIZE)
+            left, right = tl.trans(left), tl.trans(right)
+    lowest, highest, largest = tl.min(left, 1), tl.max(left, 1), tl.max(_magnitude(left), 1)
+    if BITS == 4:
         lowest = tl.minimum(lowest, tl.min(right, 1))
         highest = tl.maximum(highest, tl.max(right, 1))
         largest = tl.maximum(largest, tl.max(_magnitude(right), 1))
@@ -173,6 +179,30 @@ def _coded(x, scale, offset, is_number, BITS: tl.constexpr):
 @triton.jit
 def _rounded(x):
     return (x + _ROUNDING) - _ROUNDING
+
+
+@triton.jit
+def rotated(left, right, HEAD_SIZE: tl.constexpr):
+    """Vectors, one beside the other, whose features are mixed by a Hadamard matrix: `weft.ops.store_format.rotate`. Given
+    and returned as the left ones and the right ones of neighbouring features: float32 [features / 2, vectors]."""
+    GROUP: tl.constexpr = HEAD_SIZE & -HEAD_SIZE
+    if GROUP > 1:
+        left, right = left + right, left - right
+    return _butterflies(left, GROUP // 2) * GROUP**-0.5, _butterflies(right, GROUP // 2) * GROUP**-0.5
+
+
+@triton.jit
+def _butterflies(x, GROUP: tl.constexpr):
+    """Sums and differences of features 1, 2, 4 and so on apart, within groups of so many."""
+    FEATURES: tl.constexpr = x.shape[0]
+    VECTORS: tl.constexpr = x.shape[1]
+    for stage in tl.static_range(0, 10):
+        if (1 << stage) < GROUP:
+            pairs = tl.reshape(x, (FEATURES // (2 << stage), 2, 1 << stage, VECTORS))
+            first, second = tl.split(tl.permute(pairs, (0, 2, 3, 1)))
+            mixed = tl.permute(tl.join(first + second, first - second), (0, 3, 1, 2))
+            x = tl.reshape(mixed, (FEATURES, VECTORS))
+    return x
 
 
 @triton.jit
