@@ -36,7 +36,7 @@ class Draft:
         self.tables = tables
         """Sequence, index in its block table, block."""
         self.moving: list[Sequence] = []
-        """Those that hold store blocks for moves in this step, unless they were preempted since."""
+        """Those that hold store blocks for moves in this step."""
         self.registered: list[tuple[int, BlockKey]] = []
         self.swap_out: list[SwapTask] = []
         self.swap_in: list[SwapTask] = []
@@ -59,6 +59,8 @@ class Draft:
         if sequence in self.decodes:
             self.decodes.remove(sequence)
             self.budget.give_back_decode()
+        if sequence in self.moving:
+            self.moving.remove(sequence)
 
     def freeze(self, kv_cache: KvCacheManager) -> tuple[IterationPlan, list[Sequence]]:
         """The plan and the sequences of its entries. Advances every sequence in it to after this step."""
@@ -112,16 +114,15 @@ class Draft:
         return plan, sequences
 
     def _move(self, kv_cache: KvCacheManager) -> list[tuple[int, Move]]:
-        """The moves of this step with their rows. In the order of its entries' making, so that a block that two of them
-        move is moved once."""
+        """The moves of this step with their rows. Only now are they final, so that what one of them brings into the store
+        is there for the others."""
         moves: list[tuple[int, Move]] = []
         for sequence in self.moving:
             allocation = sequence.allocation
-            if allocation is not None and allocation.arriving:
-                assert allocation.row is not None
-                made, registered = kv_cache.move(allocation, sequence.keys, self.step)
-                self.registered += registered
-                moves += [(allocation.row, move) for move in made]
+            assert allocation is not None and allocation.row is not None
+            made, registered = kv_cache.move(allocation, sequence.keys, self.step)
+            self.registered += registered
+            moves += [(allocation.row, move) for move in made]
         return moves
 
 

@@ -253,15 +253,14 @@ class KvCacheManager:
             if self.store.is_cached(block):
                 origin = -1
             elif index < len(keys):
-                if (
-                    found := self.store.lookup(keys[index])
-                ) is not None:  # another moves the same in this step
+                found = self.store.lookup(keys[index])
+                if found is None:
+                    self.store.register(block, keys[index])
+                    registered.append((block, keys[index]))
+                else:  # another moves the same in this step
                     self.store.share(found)
                     self.store.release([block])
                     origin, block = -1, found
-                else:
-                    self.store.register(block, keys[index])
-                    registered.append((block, keys[index]))
             move = Move(index, origin, block)
             allocation.blocks[index] = block
             allocation.leaving[index] = full
