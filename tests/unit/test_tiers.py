@@ -241,7 +241,7 @@ def test_prompts_under_way_wait_for_each_other_instead_of_giving_way() -> None:
 
 
 def test_the_full_tier_never_runs_out_for_answers_that_grow() -> None:
-    run = Run(two_tier(full=6, store=60))
+    run = Run(two_tier(full=8, store=60))
     for number in range(3):
         run.add(request((100 * number, 100 * number + 1), max_tokens=24))
     run.finish()
@@ -303,6 +303,17 @@ def test_a_shorter_prefix_is_no_hit_once_its_own_tail_is_gone() -> None:
     run.finish()
     assert hits_of(run, (*range(20), 900)).starts == (0,)
     run.finish()
+
+
+def test_the_end_of_a_prefix_that_was_missed_once_is_kept_for_the_next() -> None:
+    run = Run(two_tier(full=8, store=60))
+    shared = tuple(range(20))
+    for others in (100, 200, 300, 400):
+        run.add(request((*shared, *range(others, others + 30)), max_tokens=2))
+        run.finish()
+    starts = [plan.starts for plan in run.plans if plan.row_starts]
+    # The second finds only what was not evicted yet, and computes the rest again; what it missed is kept for the others.
+    assert starts == [(0,), (8,), (20,), (20,)]
 
 
 def test_what_the_store_has_lost_is_taken_in_full_and_moved_again() -> None:

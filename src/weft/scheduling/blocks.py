@@ -76,6 +76,8 @@ class BlockPool:
         """How many sessions keep a key hot, cached or not."""
         self._reused: set[int] = set()
         """Blocks with content that was shared since it came to be."""
+        self._wanted: OrderedDict[BlockKey, None] = OrderedDict()
+        """Keys that somebody looked for in vain; no more of them than there are blocks, the latest."""
         # A stack: the block used last is used again first, so that memory never touched stays untouched.
         self._free = list(range(end - 1, first_block - 1, -1))
         self._dead: list[int] = []
@@ -162,10 +164,18 @@ class BlockPool:
 
     def retire(self, block: int) -> None:
         """Gives one reference back to a block whose sequence has a copy elsewhere: its content stays findable, but unless
-        it ever was of use to another it is the first to be evicted."""
+        it ever was of use to another, or would have been, it is the first to be evicted."""
         self.release((block,))
-        if block in self._evictable and block not in self._reused:
+        if block in self._evictable and block not in self._reused and self._keys[block] not in self._wanted:
             self._evictable.move_to_end(block, last=False)
+
+    def want(self, keys: Sequence[BlockKey]) -> None:
+        """Somebody could have used this content, and it was not there."""
+        for key in keys:
+            self._wanted[key] = None
+            self._wanted.move_to_end(key)
+        while len(self._wanted) > self.num_blocks:
+            self._wanted.popitem(last=False)
 
     def heat(self, key: BlockKey) -> None:
         """One session more wants this content kept: its block, once there is one, is evicted after all that are not."""
@@ -228,6 +238,7 @@ class BlockPool:
             "the cache disagrees with the keys"
         )
         assert len(self._cached) == len(keyed), "one block is cached under two keys"
+        assert len(self._wanted) <= self.num_blocks, "more is wanted than there is room for"
         assert self._reused <= set(referenced) | keyed.keys(), "a block without content counts as reused"
         assert free.isdisjoint(keyed) and evictable <= keyed.keys(), "free is cached, or evictable not"
 

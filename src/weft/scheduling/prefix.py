@@ -41,7 +41,10 @@ class PrefixSharing:
 
     def _hits_in_tiers(self, sequence: Sequence) -> list[int]:
         """The same from both tiers. What the next position reads in full must be there in full; what lies before is taken
-        from the store as far as it goes, and from there on also in full: the first step moves it."""
+        from the store as far as it goes, and from there on also in full: the first step moves it.
+
+        Where all is known but the end of the prefix in full, that end is noted as wanted: when it is computed again it is
+        kept for the next."""
         keys = sequence.keys[: self.max_hits(sequence)]
         stored: list[int] = []
         for key in keys:
@@ -64,6 +67,9 @@ class PrefixSharing:
             # One full block must be left to go on with, were this sequence alone.
             if first_full <= border and length - border < self._pool.num_blocks:
                 num_hits, num_stored = length, border
+        known = max(len(stored), num_hits)
+        if num_hits < known:
+            self._pool.want(keys[max(0, known - self._tail_blocks) : known])
         return [*stored[:num_stored], *[block for block in full[num_stored:num_hits] if block is not None]]
 
     def next_hit(self, sequence: Sequence, index: int) -> int | None:
