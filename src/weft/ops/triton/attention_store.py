@@ -1,8 +1,8 @@
 """Attention to the quantised blocks of a two-tier cache, tile by tile, without ever writing out what they stand for.
 
 A value is scale * (code - offset). So a query meets codes, which are whole numbers and exact in any type, and its product
-with a key is scale * (query x codes - offset * sum of the query). Where keys are rotated, so are queries. Weights are multiplied by the scales of values before
-they meet their codes, and what their offsets take away is one number for each row.
+with a key is scale * (query x codes - offset * sum of the query); where keys are rotated, so are queries. Weights are
+multiplied by the scales of values before they meet their codes, and what their offsets take away is one number for each row.
 """
 
 from __future__ import annotations
