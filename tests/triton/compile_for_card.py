@@ -4,6 +4,7 @@ that a multiprocessor does not have."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -110,6 +111,7 @@ def compile_all(config: ModelConfig, plan: list[list[int]], invariant: bool = Fa
     cache = decoder.new_cache(texts.blocks, BLOCK_SIZE)
     for step in texts.steps(plan):
         batch = device_batch(step, device)
+        program._stretches._graphs = defaultdict(dict)
         for from_graphs in (False, True):
             program._stretches.serve = lambda rows, answer=from_graphs: answer
             launch_twice(lambda batch=batch: program.run(batch, cache))

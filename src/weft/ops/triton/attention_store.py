@@ -1,8 +1,8 @@
 """Attention to the quantised blocks of a two-tier cache, tile by tile, without ever writing out what they stand for.
 
 A value is scale * (code - offset). So a query meets codes, which are whole numbers and exact in any type, and its product
-with a key is scale * (query x codes - offset * sum of the query). Weights are multiplied by the scales of values before
-they meet their codes, and what their offsets take away is one number for each row.
+with a key is scale * (query x codes - offset * sum of the query); where keys are rotated, so are queries. Weights are
+multiplied by the scales of values before they meet their codes, and what their offsets take away is one number for each row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.ops.triton.store import rotated, scale_of
 @triton.jit
 def load_queries(rows, there, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
     """Of rows that begin at `rows` [ROWS]: their features as codes lie, one below the other, in one tensor or in two, left
-    ones and right ones; and their sums."""
+    ones and right ones, then rotated as keys are; and their sums."""
     NEIGHBOURS: tl.constexpr = 8 // BITS
     feature = tl.arange(0, WIDTH // NEIGHBOURS)[:, None] * NEIGHBOURS
     is_feature = there[None, :] & (feature < HEAD_SIZE)

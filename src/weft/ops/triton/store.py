@@ -1,7 +1,8 @@
 """The store of a two-tier cache on the device: quantised blocks, how they lie in memory, and the kernel that fills them.
 
-A vector (one token, one KV head, K or V) is whole numbers, a scale and an offset: value = scale * (code - offset). Of a
-block, each layer and KV head has its part together:
+A vector (one token, one KV head, K or V) is whole numbers, a scale and an offset: value = scale * (code - offset);
+`weft.ops.store_format` says how they are found. With 4 bits keys are rotated first. Of a block, each layer and KV head has
+its part together:
 
     K codes   [block size, code bytes]                       token by token, as a query meets them
     V codes   [code bytes, block size]                       feature by feature: a product with V sums over tokens, and
