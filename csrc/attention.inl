@@ -35,7 +35,8 @@ struct Block {
   // Of the store.
   int64_t stored;           // what lies before this position is read from there by all rows
   float *key_scales, *key_zeros, *value_scales, *value_zeros;   // [segment_keys + 16]: of the segment in work
-  float* query_sums;        // [rows]: of all features
+  float* store_queries;     // [rows, width]: as keys of the store meet them
+  float* query_sums;        // [rows]: of all features of those
   float* zero_sums;         // [rows]: of weight * scale * zero, of the segment in work
 
   Block(const AttendTask& whole, Ahead* fetching, int64_t first, int64_t count, float* scratch)
@@ -47,7 +48,8 @@ struct Block {
     sums = scores + rows * score_stride;
     floats = sums + rows * width;
     queries = floats + piece_keys * width;
-    key_scales = queries + rows * width;
+    store_queries = queries + rows * width;
+    key_scales = store_queries + rows * width;
     key_zeros = key_scales + score_stride;
     value_scales = key_zeros + score_stride;
     value_zeros = value_scales + score_stride;
@@ -57,7 +59,7 @@ struct Block {
     zero_sums = query_sums + rows;
   }
 
-  static int64_t scratch_floats(int64_t rows, int64_t width) { return 16 + rows * (score_stride + 2 * width + 6) + piece_keys * width + 4 * score_stride; }
+  static int64_t scratch_floats(int64_t rows, int64_t width) { return 16 + rows * (score_stride + 3 * width + 6) + piece_keys * width + 4 * score_stride; }
 
   int64_t first_segment(int64_t query) const { return task.window > 0 ? larger(position(query) + 1 - task.window, 0) / segment_keys : 0; }
   int64_t last_segment() const { return position(rows / task.group - 1) / segment_keys; }
@@ -89,6 +91,7 @@ template <typename Element>
 struct Piece {
   int64_t start;     // in the segment
   Span side;         // of the segment: nothing else of it is wanted
+  bool is_stored;
   int64_t stride;    // from one value to the next
   const Element* tiles[piece_tiles];
 
@@ -135,18 +138,21 @@ inline void convert(const Block& block, int64_t start, Span wanted, bool values,
   piece.stride = stride;
   for (int64_t tile = 0; tile < piece_tiles; tile++) piece.tiles[tile] = block.floats + tile * key_tile * stride;
   for_runs(task, start, wanted, [&](int64_t k, int64_t n, const Place& place, int64_t first, int64_t tile_width) {
-    const int64_t within = place.within;
-    const bool is_stored = start + k < block.stored;
-    const uint16_t* halves = is_stored ? nullptr : cache.keys + task.table[place.block] * cache.block_stride + task.kv_head * cache.head_stride;
-    const StoredHead head = task.store.head(is_stored ? task.store_table[place.block] : 0, task.kv_head);
+    const uint16_t* halves = nullptr;
+    StoredHead head = {};
+    if (piece.is_stored) {
+      head = task.store.head(task.store_table[place.block], task.kv_head);
+    } else {
+      halves = cache.keys + task.table[place.block] * cache.block_stride + task.kv_head * cache.head_stride;
+    }
     if (values) {
       for (int64_t i = 0; i < n; i++) {
         float* row = block.floats + (k + i) * stride;
-        if (block.ahead) block.ahead->ask(lines_of(bytes_of_vector(task, is_stored)));
-        if (is_stored) {
-          convert_value(task.store, head.values() + (within + i) * head.vector_bytes, row);
+        if (block.ahead) block.ahead->ask(lines_of(bytes_of_vector(task, piece.is_stored)));
+        if (piece.is_stored) {
+          convert_value(task.store, head.values() + (place.within + i) * head.vector_bytes, row);
         } else {
-          const uint16_t* from = halves + cache.value_offset + (within + i) * size;
+          const uint16_t* from = halves + cache.value_offset + (place.within + i) * size;
           vec::for_each(size, [&](int64_t f, auto count) { vec::store(row + f, vec::load(from + f, count)); });
         }
       }
@@ -154,10 +160,10 @@ inline void convert(const Block& block, int64_t start, Span wanted, bool values,
       float* tile = block.floats + k / key_tile * key_tile * stride + k % key_tile;
       for (int64_t f = 0; f < size; f++) {
         if (block.ahead && f % 2 == 0) block.ahead->ask(1);
-        if (is_stored) {
-          convert_keys(task.store, head.keys() + first * head.vector_bytes + within - first, tile_width, f, n, tile + f * key_tile);
+        if (piece.is_stored) {
+          convert_keys(task.store, head.keys() + first * head.vector_bytes + place.within - first, tile_width, f, n, tile + f * key_tile);
         } else {
-          const uint16_t* from = halves + first * size + within - first + f * tile_width;
+          const uint16_t* from = halves + first * size + place.within - first + f * tile_width;
           vec::for_each(n, [&](int64_t i, auto count) { vec::store(tile + f * key_tile + i, vec::load(from + i, count), count); });
         }
       }
@@ -184,12 +190,14 @@ inline void for_pieces_of(const Block& block, int64_t segment, bool values, Span
       Piece<float> piece;
       piece.start = start;
       piece.side = side;
+      piece.is_stored = is_stored;
       convert(block, segment * segment_keys + start, wanted, values, piece);
       use(piece, nullptr);
     } else {
       Piece<Element> piece;
       piece.start = start;
       piece.side = side;
+      piece.is_stored = is_stored;
       piece.stride = size / in_an_element;
       for (int64_t tile = first; tile < end; tile++, place.step(task, key_tile))
         piece.tiles[tile] = reinterpret_cast<const Element*>(tile_at(task, place, values, is_stored));
@@ -199,12 +207,11 @@ inline void for_pieces_of(const Block& block, int64_t segment, bool values, Span
   }
 }
 
-// The same for what any row sees of a segment: what is read from the store, then what is not. Where blocks are no whole tiles, both meet
-// in one, and a piece is made of both.
+// The same for what any row sees of a segment: what is read from the store, then what is not.
 template <typename Use>
 inline void for_pieces(const Block& block, int64_t segment, bool values, Use use) {
   const Span seen = block.seen_by_any(segment, 0, block.rows);
-  const int64_t stored = has_whole_tiles(block.task.cache) ? block.stored_in(segment) : 0;
+  const int64_t stored = block.stored_in(segment);
   const Span from_store = common(seen, {0, stored});
   if (!from_store.empty()) {
     if (block.task.store.bits == 8) {
@@ -221,12 +228,18 @@ inline void for_pieces(const Block& block, int64_t segment, bool values, Use use
 inline void score_segment(const Block& block, int64_t segment) {
   const int64_t size = block.task.cache.head_size;
   for_pieces(block, segment, false, [&](const auto& piece, Ahead* ahead) {
+    const float* queries = piece.is_stored ? block.store_queries : block.queries;
     for_tiles(block.rows, [&](int64_t row, auto rows) {
       const Span seen = piece.part(block.seen_by_any(segment, row, row + rows.value));
       if (seen.empty()) return;
       const int64_t first = seen.first / key_tile, end = rounded_up(seen.end, key_tile) / key_tile;
-      score_tiles<rows.value>(block.queries + row * block.width, block.width, size, piece.tiles + first, end - first,
-                              row == 0 ? ahead : nullptr, block.scores + row * score_stride + piece.start + first * key_tile);
+      float* scores = block.scores + row * score_stride + piece.start + first * key_tile;
+      // Where the store ends inside a tile, scores of its keys stand there already.
+      const int64_t kept = block.stored > 0 && !piece.is_stored ? piece.side.first - piece.start - first * key_tile : 0;
+      float others[tile_rows][key_tile];
+      for (int64_t r = 0; r < rows.value && kept > 0; r++) std::memcpy(others[r], scores + r * score_stride, static_cast<size_t>(kept) * 4);
+      score_tiles<rows.value>(queries + row * block.width, block.width, size, piece.tiles + first, end - first, row == 0 ? ahead : nullptr, scores);
+      for (int64_t r = 0; r < rows.value && kept > 0; r++) std::memcpy(scores + r * score_stride, others[r], static_cast<size_t>(kept) * 4);
     });
   });
 }
@@ -386,7 +399,9 @@ inline void prepare(Block& block) {
       vec::store(block.queries + row * block.width + i, vec::load(from + i, n) * scale);
     });
     if (block.stored > 0) {
-      const float* query = block.queries + row * block.width;
+      float* query = block.store_queries + row * block.width;
+      std::memcpy(query, block.queries + row * block.width, static_cast<size_t>(task.cache.head_size) * 4);
+      if (rotates_keys(task.store)) rotate_vector(query, task.cache.head_size);
       block.query_sums[row] = vec::sum_row(task.cache.head_size, [&](vec::Vec sum, int64_t i, auto n) { return sum + vec::load(query + i, n); });
     }
   });

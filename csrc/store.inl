@@ -4,10 +4,30 @@
 // src/weft/ops/store_format.py defines, code by code the same on every instruction set:
 //   value = scale * (code - zero), the scale rounded up to a float of 5 exponent and 3 mantissa bits, which is one byte (255: not a number);
 //   zero is a code in 8 bits, and sixteenths of a code in 4 bits.
+// In 4 bits keys are rotated first, and queries likewise before they meet them: a feature that is far larger than the others would leave
+// these hardly any codes.
 #include "vec.h"
 
 namespace weft::WEFT_ISA {
 namespace {
+
+inline bool rotates_keys(const StoreLayer& store) { return store.bits == 4; }
+
+// Every run of n features times the Hadamard matrix of n, normalised, in place; n is the largest power of two that divides the size.
+inline void rotate_vector(float* values, int64_t size) {
+  const int64_t n = size & -size;
+  for (int64_t half = 1; half < n; half *= 2) {
+    for (int64_t start = 0; start < size; start += 2 * half) {
+      for (int64_t i = start; i < start + half; i++) {
+        const float first = values[i], second = values[i + half];
+        values[i] = first + second;
+        values[i + half] = first - second;
+      }
+    }
+  }
+  const float by = static_cast<float>(1.0 / std::sqrt(static_cast<double>(n)));
+  for (int64_t i = 0; i < size; i++) values[i] *= by;
+}
 
 struct VectorBytes {
   uint8_t scale, zero;   // the latter less 128
@@ -71,6 +91,7 @@ void move_block(const CacheLayer& cache, int64_t from, const StoreLayer& store, 
       for (int64_t i = 0; i < count; i++) vectors[i * size + f] = positions[i];
     }
     for (int64_t i = 0; i < count; i++) {
+      if (rotates_keys(store)) rotate_vector(vectors + i * size, size);
       const VectorBytes key = quantise_vector(vectors + i * size, size, store.bits, spare, codes);
       out.scales(false)[tile + i] = key.scale;
       out.zeros(false)[tile + i] = key.zero;

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from stored_cache import laid_out, new_store, read_store
 
-from weft.ops.store_format import NOT_A_NUMBER, dequantise, quantise
+from weft.ops.store_format import NOT_A_NUMBER, dequantise, dequantise_keys, quantise, quantise_keys, rotate
 
 _kernels = pytest.importorskip("weft._kernels")
 
@@ -54,7 +54,8 @@ def test_a_moved_block_has_the_codes_of_the_definition(bits: int, block_size: in
     store = new_store(4, 2, 2, block_size, head_size, bits)
     store[:] = 99
     _kernels.move_block(laid_out(cache).view(np.uint16), 1, 1, store, 2, bits)
-    expected = quantise(cache[1, 1], bits)
+    keys, values = cache[1, 1]
+    expected = np.stack([quantise_keys(keys, bits), quantise(values, bits)])
     np.testing.assert_array_equal(read_store(store, block_size, head_size, bits)[2, 1], expected)
     store[2, 1] = 99
     assert (store == 99).all(), "what does not belong to the block was written to"
@@ -69,6 +70,24 @@ def test_stored_values_are_within_a_code_of_what_they_were(bits: int) -> None:
     # A scale is rounded up by an eighth at most, a value and the zero by half a code each; the smallest scale is 2^-18.
     code = np.maximum(span / (2**bits - 1) * 1.125, 2.0**-18)
     assert (np.abs(dequantise(stored, bits, np.float64) - finite).max(-1) <= code * 1.001).all()
+
+
+@pytest.mark.parametrize("size", [7, 8, 64, 80, 96])
+def test_rotated_vectors_have_the_products_of_plain_ones_and_turn_back(size: int) -> None:
+    vectors, others = np.random.default_rng(0).standard_normal((2, 5, size))
+    np.testing.assert_allclose(
+        (rotate(vectors) * rotate(others)).sum(-1), (vectors * others).sum(-1), atol=1e-5
+    )
+    np.testing.assert_allclose(rotate(rotate(vectors)), vectors, atol=1e-6)
+
+
+def test_in_four_bits_one_large_feature_of_a_key_leaves_the_others_their_digits() -> None:
+    keys = np.random.default_rng(0).standard_normal((100, 64))
+    keys[:, 5] = 100.0
+    stored = dequantise_keys(quantise_keys(keys, 4), 4, np.float64)
+    plain = dequantise(quantise(keys, 4), 4, np.float64)
+    error, plain_error = (np.delete(values - keys, 5, axis=1).std() for values in (stored, plain))
+    assert error < plain_error / 1.3
 
 
 @pytest.mark.parametrize("bits", [8, 4])

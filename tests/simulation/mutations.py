@@ -388,13 +388,6 @@ TIER_MUTATIONS = (
         "self.registered += registered",
         "pass",
     ),
-    Mutation(
-        "copy of what a failed step was to move is brought back",
-        f"{KV_CACHE}.undo_moves",
-        "self.truncate(allocation, 0)",
-        "pass",
-        first_seed=66_900,
-    ),
     # -- hits, swaps
     Mutation(
         "hit taken with the full side missing",

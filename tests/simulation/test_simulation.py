@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from weft.backends.noop import NoopBackend, generate_alone
 from weft.clock import VirtualClock
-from weft.config import KvCachePoolConfig, ServingEngineConfig
+from weft.config import KvCacheKind, KvCachePoolConfig, ServingEngineConfig
 from weft.engine.recorder import replay
 from weft.engine.serving import ServingEngine
 from weft.request import InferenceRequest, SamplingParams
@@ -25,7 +26,7 @@ def test_5000_scenarios_hold_every_invariant_and_reach_what_they_are_meant_to_re
         assert getattr(report.outcome, name) > 50, f"the scenarios hardly ever reach {name}"
 
 
-ONCE_FOUND = [1388, 2316, 5848, 8222, 9273, 14186, 24871, 79146, 128135, 339498, 500592, 686581]
+ONCE_FOUND = [1388, 2316, 3107, 5848, 8222, 9273, 14186, 19651, 24871, 79146, 128135, 339498, 500592, 686581]
 """Seeds of scenarios that showed a mistake in the scheduler, or in the checks."""
 
 
@@ -40,11 +41,18 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert {i: w.tokens for i, w in first.watches.items()} == {i: w.tokens for i, w in second.watches.items()}
 
 
-def test_what_a_request_gets_alone_on_an_empty_engine_is_what_the_check_compares_with() -> None:
+@pytest.mark.parametrize("tail_blocks", [0, 1, 3])
+def test_what_a_request_gets_alone_on_an_empty_engine_is_what_the_check_compares_with(
+    tail_blocks: int,
+) -> None:
+    cache = KvCachePoolConfig(num_blocks=64, block_size=4)
+    if tail_blocks:
+        tiers = {"kv_cache": KvCacheKind.TWO_TIER, "tail_length": 4 * tail_blocks, "store_blocks": 32}
+        cache = dataclasses.replace(cache, **tiers)
     rng = random.Random(7)
     for _ in range(20):
         backend = NoopBackend(vocabulary_size=40, eos_token_ids=frozenset({3}))
-        config = ServingEngineConfig(cache=KvCachePoolConfig(num_blocks=64, block_size=4), overlap=False)
+        config = ServingEngineConfig(cache=cache, overlap=False)
         engine = ServingEngine(backend, config, clock=VirtualClock())
         params = SamplingParams(max_tokens=rng.randint(1, 30), seed=rng.randrange(100))
         request = InferenceRequest(tuple(rng.randrange(40) for _ in range(rng.randint(1, 60))), params)

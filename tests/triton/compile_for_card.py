@@ -16,10 +16,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.backends.cuda.sampler import DeviceSampler
 from weft.models.config import ExpertsConfig, ModelConfig
+from weft.ops.base import AttentionShape, TwoTierCache
 from weft.ops.triton.attention import Attention
 from weft.ops.triton.device import Device
 from weft.ops.triton.ops import TritonOps
 from weft.ops.triton.program import record
+from weft.ops.triton.rope import RopeTables
+from weft.ops.triton.store import Moves, new_store
 from weft.plan import RowStart
 from weft.request import RequestId, SamplingParams
 
@@ -107,7 +110,9 @@ def compile_all(config: ModelConfig, plan: list[list[int]], invariant: bool = Fa
     cache = decoder.new_cache(texts.blocks, BLOCK_SIZE)
     for step in texts.steps(plan):
         batch = device_batch(step, device)
-        launch_twice(lambda batch=batch: program.run(batch, cache))
+        for from_graphs in (False, True):
+            program._stretches.serve = lambda rows, answer=from_graphs: answer
+            launch_twice(lambda batch=batch: program.run(batch, cache))
 
 
 def compile_decodes_of_a_full_card(config: ModelConfig) -> None:
@@ -124,7 +129,39 @@ def compile_decodes_of_a_full_card(config: ModelConfig) -> None:
     width = shape.heads * shape.head_size
     rows = device.empty(256, width, dtype=torch.bfloat16)
     cache = decoder.new_cache(texts.blocks, BLOCK_SIZE)
-    launch_twice(lambda: attention.run(batch, rows, cache, 0, rows))
+    tiers = TwoTierCache(cache, decoder.new_store(texts.blocks, BLOCK_SIZE, 4), 4, 2)
+    for any_cache in (cache, tiers):
+        launch_twice(lambda any_cache=any_cache: attention.run(batch, rows, any_cache, 0, rows))
+
+
+def compile_two_tiers(
+    bits: int, heads: int, lengths: list[int], invariant: bool = False, size: int = 64
+) -> None:
+    """Rope, moves and attention of one layer, for steps in which every request has so many tokens."""
+    device = HostMemory()
+    shape = AttentionShape(heads, 1, size, 0.125)
+    store = new_store(4, 1, BLOCK_SIZE, shape, bits, device)
+    full = device.zeros(4, 1, 2, 1, BLOCK_SIZE, size, dtype=torch.bfloat16)
+    cache = TwoTierCache(full, store, bits, 2)
+    attention = Attention(shape, None, 64, 256, device, invariant)
+    tables = RopeTables(PLAIN.patterns[0].rope, 256, device)
+    texts = Texts.of_lengths(60, 60)
+    (step,) = texts.steps([[1, 1]])
+    for length in lengths:
+        batch = replace(
+            device_batch(step, device),
+            tokens=2 * length,
+            longest_query=length,
+            decodes=0,
+            moves=Moves(device.zeros(2, dtype=torch.int32), 1),
+        )
+        rows = device.zeros(2 * length, (heads + 2) * size, dtype=torch.bfloat16)
+        output = device.zeros(2 * length, heads * size, dtype=torch.bfloat16)
+        launch_twice(
+            lambda batch=batch, rows=rows, output=output: attention.turn_and_run(
+                batch, rows, cache, 0, tables, None, output
+            )
+        )
 
 
 def compile_sampling() -> None:
@@ -167,6 +204,10 @@ def main() -> None:
     compile_all(wide, [[40, 0], [1, 0], [1, 1], [10, 10]])
     compile_all(replace(wide, experts=ExpertsConfig(8, 2, 64, normalised=True)), [[1, 0]], invariant=True)
     compile_decodes_of_a_full_card(wide)
+    compile_two_tiers(8, 4, [1])
+    compile_two_tiers(4, 4, [1, 30])
+    compile_two_tiers(4, 2, [30], size=16)
+    compile_two_tiers(8, 20, [1, 30], invariant=True)
     compile_sampling()
     print(
         f"{len(compiled)} kernels compiled, the largest with {max(compiled.values())} bytes of shared memory"

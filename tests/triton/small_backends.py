@@ -14,7 +14,7 @@ from small_decoders import CONFIGS, decoder_of
 from weft.backends.base import Backend
 from weft.backends.cpu.runner import CpuBackend
 from weft.backends.cuda.runner import CudaBackend
-from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
+from weft.config import KvCacheKind, KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
 from weft.models.config import ModelConfig
 from weft.ops.base import AttentionShape
@@ -77,11 +77,22 @@ def engine_of(
     overlap: bool = True,
     num_blocks: int = 64,
     swap_blocks: int = 32,
+    store_blocks: int | None = None,
+    store_bits: int = 8,
     max_running: int = 4,
     **scheduling: Any,
 ) -> ServingEngine:
+    """With `store_blocks` the cache has two tiers, and a tail of one block."""
     scheduler = SchedulerConfig(max_running=max_running, **scheduling)
-    cache = KvCachePoolConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, swap_blocks=swap_blocks)
+    cache = KvCachePoolConfig(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        swap_blocks=swap_blocks,
+        kv_cache=KvCacheKind.FULL if store_blocks is None else KvCacheKind.TWO_TIER,
+        tail_length=BLOCK_SIZE,
+        store_bits=store_bits,
+        store_blocks=store_blocks,
+    )
     return ServingEngine(backend, ServingEngineConfig(scheduler, cache, overlap=overlap), seed=1)
 
 

@@ -27,7 +27,8 @@ from small_backends import (
 from small_decoders import CONFIGS
 
 from weft.backends import registry
-from weft.backends.cuda.runner import _free_blocks
+from weft.backends.cuda.memory import BlockMemory, free_bytes
+from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError
 from weft.loading.random_checkpoint import random_checkpoint
 from weft.models.config import ModelConfig
@@ -129,6 +130,8 @@ def test_without_a_wish_the_cache_has_what_is_free_but_for_some_spare(device: De
         def free_memory(self) -> int:
             return self.free
 
-    assert _free_blocks(Card(100 << 30), 2 << 20) == 96 * 512
-    assert _free_blocks(Card(9 << 30), 2 << 20) == 8 * 512
-    assert _free_blocks(Card(1 << 20), 2 << 20) == 1
+    memory = BlockMemory(KvCachePoolConfig(), 4096, 2048, 2 << 20, 0)
+    assert memory.asked() is None
+    assert memory.sizes(free_bytes(Card(100 << 30))) == (96 * 512, 0)
+    assert memory.sizes(free_bytes(Card(9 << 30))) == (8 * 512, 0)
+    assert memory.sizes(free_bytes(Card(1 << 20))) == (1, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -174,6 +174,31 @@ def test_of_an_entry_that_is_named_twice_the_last_one_counts(device: Device) -> 
     ):
         both.step(plan)
     assert both.rows.tables[0, :3].tolist() == [3, 9, 9]
+
+
+@pytest.mark.parametrize("is_decode_step", [True, False])
+def test_blocks_of_the_store_stand_in_the_other_half_of_a_row(device: Device, is_decode_step: bool) -> None:
+    mailbox = Mailbox(device, NUM_ROWS, 64)
+    rows = DeviceRows(device, mailbox, NUM_ROWS, CONTEXT, BLOCK_SIZE, MAX_TOKENS, two_tier=True)
+    rows.number_store_from(100)
+    half = rows.tables.shape[1] // 2
+    begin = plan_of([(2, 24, 6, True)], [start(2, list(range(30)), [103, 101, 7, 8])])
+    plan = plan_of([(2, 30, 1, is_decode_step)], tables=[(2, 4, 9)], decodes=int(is_decode_step))
+    plan = replace(plan, moved_rows=(2, 2), moved_indices=(2, 3), moved_from=(7, -1), moved_to=(105, 104))
+    for one in (begin, plan):
+        slot = mailbox.take()
+        rows.change(one, slot)
+        if is_decode(one):
+            rows.prepare_decodes(1)
+        else:
+            rows.prepare_tokens(one, slot, None)
+        mailbox.publish(mailbox.turn, mailbox.turn, sampled=0)
+        mailbox.send(slot, NoStep())
+    assert rows.tables[2, 2:5].tolist() == [7, 8, 9]
+    assert rows.tables[2, half : half + 4].tolist() == [3, 1, 5, 4]
+    moves = rows.moves(plan, mailbox.take())
+    assert moves is not None and moves.count == 1 and moves.parcel.tolist() == [7, 5]
+    assert rows.moves(begin, mailbox.take()) is None
 
 
 def test_a_row_start_larger_than_the_parcel_of_a_slot_arrives_whole(device: Device) -> None:

@@ -61,7 +61,7 @@ def test_blocks_come_back_as_they_left_wherever_they_lay(
 
 def test_blocks_that_lie_together_in_both_places_are_one_copy(device: Device, cache: torch.Tensor) -> None:
     space = SwapSpace(device, cache, 10)
-    assert list(space._runs(task(1, (3, 4, 5, 9, 10, 1), (1, 2, 3, 4, 6, 7)))) == [
+    assert list(space.full.runs(zip((3, 4, 5, 9, 10, 1), (1, 2, 3, 4, 6, 7), strict=True))) == [
         (3, 1, 3),
         (9, 4, 1),
         (10, 6, 1),
@@ -101,6 +101,30 @@ def test_pinned_memory_is_taken_when_it_is_first_used(
 ) -> None:
     monkeypatch.setattr(swap, "_PIECE_BYTES", 2 * 24)
     space = SwapSpace(device, cache, 10)
-    assert space._pieces == [None] * 5
+    assert space.full.pieces == [None] * 5
     space.launch(plan_of(out=(task(1, (1, 2), (4, 5)),)), None)
-    assert [piece is not None for piece in space._pieces] == [False, False, True, False, False]
+    assert [piece is not None for piece in space.full.pieces] == [False, False, True, False, False]
+
+
+def test_blocks_of_both_tiers_travel_in_one_swap_and_come_back_as_they_left(
+    device: Device, cache: torch.Tensor
+) -> None:
+    """Blocks 12 and up are the store's, and slots 10 and up: the last full one and the first stored one are neighbours."""
+    store = torch.arange(5 * 7, dtype=torch.int8, device=device.torch_device).reshape(5, 7)
+    space = SwapSpace(device, cache, 10, store, 4)
+    before, stored_before = cache.clone(), store.clone()
+    space.launch(plan_of(out=(task(1, (11, 12, 13, 3), (9, 10, 11, 2)),)), None)
+    assert reports(space, 1) == ({1}, {})
+    cache.fill_(-1)
+    store.fill_(-1)
+    space.launch(plan_of(back=(task(2, (0, 15, 16, 5), (9, 10, 11, 2), (1,)),)), None)
+    assert reports(space, 1) == ({2}, {})
+    assert (cache[[0, 5]] == before[[11, 3]]).all() and (store[[3, 4]] == stored_before[[0, 1]]).all()
+    assert (cache[[3, 11]] == -1).all() and (store[:3] == -1).all()
+
+
+def test_a_block_does_not_go_to_a_slot_of_the_other_tier(device: Device, cache: torch.Tensor) -> None:
+    store = torch.zeros(5, 7, dtype=torch.int8, device=device.torch_device)
+    space = SwapSpace(device, cache, 10, store, 4)
+    space.launch(plan_of(out=(task(1, (11, 12), (10, 9)),)), None)
+    assert reports(space, 1) == (set(), {1: "a block and its slot are of different tiers"})

@@ -12,15 +12,16 @@ import torch
 from weft.ops.reference import Linear as ReferenceLinear
 from weft.ops.reference import ReferenceOps
 from weft.ops.triton.device import Device
-from weft.ops.triton.linear import Product, Tile, gemv_tile, skinny_tile
+from weft.ops.triton.linear import Product
+from weft.ops.triton.linear_tiles import Tile, gemv_tile, skinny_tile
 from weft.ops.triton.weights import Linear, interleave_halves
 
 REFERENCE = ReferenceOps()
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 3e-2}
 EPSILON = 1e-3
 
-# 1: one row at a time; 3 and 16: a tile, the second one full; 33: several tiles, or cuBLAS
-TOKENS = [1, 3, 16, 33]
+# 1: one row at a time; 3 and 16: a tile, the second one full; 33 and 70: tiles, or cuBLAS
+TOKENS = [1, 3, 16, 33, 70]
 
 # Tiles that do not fit into the sizes, and sizes that tiles fit into.
 SIZES = [(40, 72), (64, 128)]
@@ -124,7 +125,16 @@ def test_a_product_in_bfloat16(tokens: int, device: Device) -> None:
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("norm_inside", [False, True])
-@pytest.mark.parametrize("tile", [Tile(16, 16, 128, 4, 3), Tile(32, 64, 32, 4, 2), Tile(16, 32, 64, 8, 1)])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        Tile(16, 16, 128, 4, 3),
+        Tile(32, 64, 32, 4, 2),
+        Tile(16, 32, 64, 8, 1),
+        Tile(8, 32, 64, 4, 2, ahead=32),
+        Tile(16, 16, 64, 4, 2, together=2),
+    ],
+)
 def test_a_tile_may_have_any_size(tile: Tile, norm_inside: bool, early: bool, device: Device) -> None:
     case = Case(20, 80, 128, device, norm=True, gate="silu_mul")
     tile = replace(tile, early=early, norm_inside=norm_inside)
@@ -152,7 +162,7 @@ def test_tiles_of_every_shape_fit_a_multiprocessor(tokens: int, has_norm: bool) 
             assert (tile.outputs + tile.tokens) * tile.inputs * 2 * tile.stages < 200 << 10
 
 
-@pytest.mark.parametrize("tile", [Tile(1, 2, 128, 4), Tile(1, 8, 32, 4)])
+@pytest.mark.parametrize("tile", [Tile(1, 2, 128, 4), Tile(1, 8, 32, 4, ahead=64)])
 def test_one_row_may_be_taken_in_pieces_of_any_size(tile: Tile, device: Device) -> None:
     case = Case(1, 36, 128, device, norm=True, gate="silu_mul")
     case.product.run_gemv(case.input, case.output, tile)

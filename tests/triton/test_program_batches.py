@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,8 @@ from small_decoders import (
     relative_error,
 )
 
-from weft.ops.triton.device import Device
+from weft.ops.triton import stretches
+from weft.ops.triton.device import Device, Graph
 from weft.ops.triton.linear import padded_rows
 
 
@@ -118,3 +120,59 @@ def test_padding_changes_nothing_and_is_not_written(device: Device) -> None:
     graph.replay()
     assert torch.allclose(program.run(batch, cache)[0][:2], expected, atol=1e-5)
     assert torch.allclose(cache, written, atol=1e-5, equal_nan=True)
+
+
+def test_what_lies_between_attentions_comes_from_graphs_once_a_number_of_rows_came_back(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps with chunks of prompts, padded to 16 rows each."""
+    program, cache = build(PLAIN, device)
+    captured: list[int] = []
+    capture = device.capture
+
+    def noted(work: Callable[[], object], pool: object = None) -> Graph:
+        captured.append(number)
+        return capture(work, pool)
+
+    monkeypatch.setattr(device, "capture", noted)
+    plan = [[9, 4, 0], [8, 2, 0], [9, 3, 0]]  # the last has more rows than the one that is captured
+    expected = reference_logits(PLAIN, TEXTS, plan)
+    for number, step in enumerate(TEXTS.steps(plan)):
+        batch = device_batch(step, device)
+        assert padded_rows(batch.tokens) == 16
+        logits = program.run(batch, cache)[0].float().cpu().numpy()
+        assert relative_error([logits], [expected[number]]) < 2e-5
+    # Behind every attention, when the number came back; and never again.
+    assert captured == [1] * PLAIN.layers
+
+
+def test_a_stretch_that_cannot_be_captured_is_launched(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, cache = build(PLAIN, device)
+
+    def full(work: Callable[[], object], pool: object = None) -> Graph:
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr(device, "capture", full)
+    plan = [[9, 4, 0], [8, 3, 0]]
+    expected = reference_logits(PLAIN, TEXTS, plan)
+    for step, theirs in zip(TEXTS.steps(plan), expected, strict=True):
+        logits = program.run(device_batch(step, device), cache)[0].float().cpu().numpy()
+        assert relative_error([logits], [theirs]) < 2e-5
+
+
+def test_so_many_numbers_of_rows_have_graphs_and_no_more(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stretches, "_MOST_SIZES", 1)
+    graphs = stretches.StretchGraphs(device)
+    assert [graphs.serve(rows) for rows in (16, 32, 16, 32, 32, 16)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert not graphs.serve(4096) and not graphs.serve(4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import socket
@@ -14,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from model_files import GOOD_GGUF
+from weft.backends import registry
 from weft.backends.cpu.kernels import has_kernels
 from weft.cli import doctor, machine
 from weft.cli.main import app
@@ -175,38 +177,82 @@ def test_a_check_that_breaks_is_unknown_and_the_others_go_on(
 H200 = "NVIDIA H200, 143771 MiB, 570.124.06"
 
 
+@pytest.fixture
+def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a card into the machine, with these packages beside it."""
+
+    def put(torch: str | None = "2.11.0+cu128", triton: str | None = "3.6.0") -> None:
+        installed, known = {"torch": torch, "triton": triton}, importlib.metadata.version
+
+        def version(name: str) -> str:
+            if name not in installed:
+                return known(name)
+            if (number := installed[name]) is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return number
+
+        (tmp_path / "nvidia0").touch()
+        monkeypatch.setattr(registry, "_DEVICE_FILES", tmp_path)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(doctor, "version", version)
+        monkeypatch.setattr(machine, "gpus", lambda: [H200])
+
+    return put
+
+
 @pytest.mark.parametrize(
     ("torch", "triton", "status", "told"),
     [
         ("2.11.0+cu128", "3.6.0", "ok", "torch 2.11.0+cu128, triton 3.6.0; weft runs on it"),
-        (None, None, "note", "torch and triton not installed"),
-        ("2.12.1", None, "note", "pip install 'weft[cuda]'"),
+        (None, None, "note", "torch is not installed; pip install 'weft[cuda]'"),
+        ("2.12.1", None, "note", "triton is not installed; pip install 'weft[cuda]'"),
         ("2.10.0", "3.6.0", "note", "torch from 2.11 up to, not with, 2.14"),
         ("2.14.0", "3.6.0", "note", "torch from 2.11 up to, not with, 2.14"),
         ("2.11.0", "3.5.1", "note", "triton from 3.6"),
-        ("2.13.0+cpu", "3.6.0", "note", "build for the processor alone"),
+        ("2.13.0+cpu", "3.6.0", "note", "built for the processor alone"),
     ],
 )
 def test_a_card_is_told_with_what_weft_needs_to_run_on_it(
     report: Report,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    card: Callable[..., None],
     torch: str | None,
     triton: str | None,
     status: str,
     told: str,
 ) -> None:
-    installed = {"torch": torch, "triton": triton}
-    known = doctor._version
-    monkeypatch.setattr(
-        doctor, "_version", lambda name: installed[name] if name in installed else known(name)
-    )
-    monkeypatch.setattr(machine, "gpus", lambda: [H200])
-    monkeypatch.setenv("WEFT_HOME", str(tmp_path))
-    exit_code, checks = report()
-    check = checks["GPU"]
-    assert exit_code == 0 and check["status"] == status
+    card(torch, triton)
+    check = report("/nowhere/model.gguf")[1]["GPU"]
+    assert check["status"] == status
     assert H200 in check["found"] and told in check["found"] + check["advice"]
+    # What the doctor says is what "auto" does.
+    assert ("weft runs on it" in check["found"]) == (registry.chosen("auto", {}) == "cuda")
+    assert ("weft runs on the processor" in check["advice"]) == (registry.chosen("auto", {}) == "cpu")
+
+
+def test_a_card_that_is_hidden_is_told_as_one_that_is_not_used(
+    report: Report, card: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    check = report("/nowhere/model.gguf")[1]["GPU"]
+    assert check["status"] == "note" and "CUDA_VISIBLE_DEVICES hides all cards" in check["advice"]
+
+
+def test_room_and_speed_are_those_of_the_card_where_weft_runs_on_it(
+    report: Report, card: Callable[..., None], monkeypatch: pytest.MonkeyPatch, default_model_path: Path
+) -> None:
+    card()
+    monkeypatch.setattr(machine, "card_memory", lambda: machine.Memory(1 << 37, 1 << 36, None))
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 30, 1 << 26, None))
+    exit_code, checks = report()
+    assert exit_code == 0
+    # 134.5 million weights of two bytes.
+    assert "0.25 GiB on the card for weights, as bfloat16" in checks["room"]["found"]
+    assert "the card reads 0.27 GB for every token" in checks["speed"]["found"]
+    monkeypatch.setattr(machine, "card_memory", lambda: machine.Memory(1 << 37, 1 << 26, None))
+    exit_code, checks = report()
+    assert exit_code == 1 and "Only 0.06 GiB of it are free" in checks["room"]["advice"]
 
 
 def test_the_doctor_takes_the_versions_that_the_package_asks_for() -> None:

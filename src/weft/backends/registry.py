@@ -64,10 +64,15 @@ def chosen(name: str, options: Mapping[str, Any]) -> str:
     return name
 
 
+def has_card() -> bool:
+    """By the driver's files: one for every card, or the one that stands for them under Windows."""
+    return any(_DEVICE_FILES.glob("nvidia[0-9]*")) or (_DEVICE_FILES / "dxg").exists()
+
+
 def why_no_card() -> str | None:
-    """What keeps weft from running on a card here; None: nothing, as far as can be seen from outside."""
-    # The driver's files: one for every card, or the one that stands for them under Windows.
-    if not any(_DEVICE_FILES.glob("nvidia[0-9]*")) and not (_DEVICE_FILES / "dxg").exists():
+    """What keeps weft from running on a card here; None: nothing, as far as can be seen from outside. It is all that
+    decides what "auto" is."""
+    if not has_card():
         return "no NVIDIA card is here, or its driver is not loaded"
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return "CUDA_VISIBLE_DEVICES hides all cards"

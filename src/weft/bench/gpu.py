@@ -14,6 +14,7 @@ from pathlib import Path
 
 from weft import __version__
 from weft.backends import registry
+from weft.bench.gpu_clocks import CardState, CardWatch
 from weft.bench.gpu_start import Start, measure_starts
 from weft.bench.gpu_work import (
     MAX_CONTEXT,
@@ -43,7 +44,7 @@ all numbers of requests that run together are met several times."""
 _RUNS = 3
 _SECONDS = 3.0
 """A work is run again while it was run fewer times than that, in less time than that."""
-_HEADER = f"{'shape':<6}{'work':<16}{'tokens/s':>10}{'vLLM':>9}{'ratio':>7}{'at best':>9}{'share':>7}{'steps':>7}{'ms/step':>9}  {'seconds'}"
+_HEADER = f"{'shape':<6}{'work':<16}{'tokens/s':>10}{'vLLM':>9}{'ratio':>7}{'at best':>9}{'share':>7}{'steps':>7}{'ms/step':>9}  seconds; the card meanwhile"
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Speed:
     at_best: float | None
     """Tokens a second that an H200 allows."""
     share: float | None
+    card: CardState | None
+    """While it ran."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ def main(
     names = chosen(work, WORK, "--work", without=WORK)
     models = chosen(shapes, tuple(SHAPES), "--shape", without=("0.6b", "8b"))
     cards = gpus() or [] if options.is_card else []
+    watch = CardWatch() if options.is_card else None
     speeds: list[Speed] = []
     starts: list[Start] = []
 
@@ -128,26 +132,36 @@ def main(
         "median counts. vLLM: version 0.24.0, recorded on an H200. At best: what that card's memory and products allow."
     )
     print(_HEADER, flush=True)
-    for shape in models:
-        if START in names:
-            # Before the model is opened here: a process that starts needs the memory of the card.
-            for start in measure_starts(shape, device):
-                starts.append(start)
-                _print_start(start)
-                save()
-        if lists := [name for name in names if name != START]:
-            with options.open(shape) as llm:
-                for name in lists:
-                    speeds.append(measure(llm, shape, make_work(name, shape), options.is_card))
-                    _print_speed(speeds[-1])
+    try:
+        for shape in models:
+            if START in names:
+                # Before the model is opened here: a process that starts needs the memory of the card.
+                for start in measure_starts(shape, device):
+                    starts.append(start)
+                    _print_start(start)
                     save()
+            if lists := [name for name in names if name != START]:
+                with options.open(shape) as llm:
+                    for name in lists:
+                        speeds.append(measure(llm, shape, make_work(name, shape), options.is_card, watch))
+                        _print_speed(speeds[-1])
+                        save()
+        if (card := next((speed.card for speed in speeds if speed.card), None)) is not None:
+            print_line(
+                f"The card's clocks are {card.most_megahertz:,.0f} MHz at most (memory {card.memory_megahertz:,.0f}), "
+                f"its power {card.most_watts:.0f} W."
+            )
+    finally:
+        if watch is not None:
+            watch.close()
 
 
-def measure(llm: LLM, shape: str, work: Work, is_card: bool) -> Speed:
+def measure(llm: LLM, shape: str, work: Work, is_card: bool, watch: CardWatch | None = None) -> Speed:
     """Ratios and shares make sense on a card only."""
     run(llm, work.shortened(max(_WARM_UP_TOKENS, max(work.new_tokens) // _WARM_UP_SHARE)))
     seconds: list[float] = []
     steps = 0
+    began = time.perf_counter()
     while not seconds or (len(seconds) < _RUNS and sum(seconds) < _SECONDS):
         before = llm.engine.metrics().steps
         seconds.append(run(llm, work))
@@ -166,6 +180,7 @@ def measure(llm: LLM, shape: str, work: Work, is_card: bool) -> Speed:
         speed / recorded if recorded else None,
         at_best,
         speed / at_best if at_best else None,
+        watch.between(began, time.perf_counter()) if watch is not None else None,
     )
 
 
@@ -192,7 +207,7 @@ def _print_speed(speed: Speed) -> None:
     print(
         f"{speed.shape:<6}{speed.work:<16}{speed.tokens_per_second:>10,.0f}{shown(speed.recorded, ',.0f'):>9}"
         f"{shown(speed.ratio, '.2f'):>7}{shown(speed.at_best, ',.0f'):>9}{shown(speed.share, '.0%'):>7}"
-        f"{speed.steps:>7}{per_step:>9.3f}  {each}",
+        f"{speed.steps:>7}{per_step:>9.3f}  {each}{'' if speed.card is None else f'; {speed.card}'}",
         flush=True,
     )
 

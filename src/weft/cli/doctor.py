@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weft import __version__
+from weft.backends import registry
 from weft.backends.cpu.kernels import has_kernels
 from weft.cli import machine
 from weft.errors import ModelFileError, WeftError
@@ -37,6 +38,8 @@ _CUDA_PACKAGES = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (4,))}
 """Those of the extra `cuda`, with the first release that weft takes and the first that it does not."""
 _FLOAT_BYTES = 4
 """On numpy weights are float32, whatever the file has."""
+_CARD_BYTES = 2
+"""On a card they are bfloat16."""
 _LOW_DISK = 1 << 30
 _TYPICAL_SHARE = 0.55
 """Of what memory allows, over HTTP with the client on the same two cores; numpy comes to about the same share."""
@@ -163,26 +166,23 @@ def _memory() -> Check:
 
 
 def _gpu() -> Check:
-    gpus = machine.gpus()
-    if gpus is None:
-        return Check("GPU", "note", "unknown: nvidia-smi does not answer")
-    if not gpus:
-        return Check("GPU", "ok", "none found; weft runs on the processor")
-    found = "; ".join(gpus)
-    versions = {name: _version(name) for name in _CUDA_PACKAGES}
-    if missing := [name for name, number in versions.items() if number is None]:
-        advice = "weft runs on the processor; with pip install 'weft[cuda]' it runs on the card."
-        return Check("GPU", "note", f"{found}; {' and '.join(missing)} not installed", advice)
-    found += "; " + ", ".join(f"{name} {number}" for name, number in versions.items())
+    gpus, reason = machine.gpus(), registry.why_no_card()
+    if reason is not None and not registry.has_card():
+        if gpus is None:
+            return Check("GPU", "note", "unknown: nvidia-smi does not answer")
+        if not gpus:
+            return Check("GPU", "ok", "none found; weft runs on the processor")
+    found = "; ".join(gpus or ["a card is here, of which nvidia-smi tells nothing"])
+    if reason is not None:
+        return Check("GPU", "note", found, f"weft runs on the processor: {reason}.")
+    versions = {name: _version(name) or "unknown" for name in _CUDA_PACKAGES}
+    found += f"; {', '.join(f'{name} {number}' for name, number in versions.items())}; weft runs on it"
     for name, number in versions.items():
         first, end = _CUDA_PACKAGES[name]
-        if not first <= _release(str(number)) < end:
+        if not first <= _release(number) < end:
             advice = f"weft was made for {name} from {_dotted(first)} up to, not with, {_dotted(end)}: pip install 'weft[cuda]'"
             return Check("GPU", "note", found, advice)
-    if "+cpu" in str(versions["torch"]):
-        advice = "This torch is a build for the processor alone; install one with CUDA to use the card."
-        return Check("GPU", "note", found, advice)
-    return Check("GPU", "ok", f"{found}; weft runs on it")
+    return Check("GPU", "ok", found)
 
 
 def _kernels() -> Check:
@@ -286,20 +286,32 @@ def _text(checkpoint: Checkpoint) -> Check:
 
 
 def _room(checkpoint: Checkpoint) -> Check:
-    needed, available = _weight_bytes(checkpoint), machine.memory().available
-    found = (
-        f"{needed / _GIB:.2f} GiB for weights, {'packed for the kernels' if has_kernels() else 'as float32'}"
-    )
+    on_card = registry.why_no_card() is None
+    needed = _weight_bytes(checkpoint, on_card)
+    available = machine.card_memory().available if on_card else machine.memory().available
+    if on_card:
+        found = f"{needed / _GIB:.2f} GiB on the card for weights, as bfloat16"
+    else:
+        found = f"{needed / _GIB:.2f} GiB for weights, {'packed for the kernels' if has_kernels() else 'as float32'}"
     if available is not None and needed > available:
-        advice = f"Only {available / _GIB:.2f} GiB are available: take a smaller model, or free memory."
+        where = "of it are free" if on_card else "are available"
+        other = ", or run on the processor with --device cpu" if on_card else ""
+        advice = f"Only {available / _GIB:.2f} GiB {where}: take a smaller model, or free memory{other}."
         return Check("room", "fail", found, advice)
-    return Check("room", "ok", f"{found}; the KV cache takes what --memory allows")
+    rest = "what is left" if on_card else "what --memory allows"
+    return Check("room", "ok", f"{found}; the KV cache takes {rest}")
 
 
 def _speed(checkpoint: Checkpoint) -> Check:
     """Generating one token reads every weight once: memory sets the pace of a single answer."""
+    if registry.why_no_card() is None:
+        read = _weight_bytes(checkpoint, on_card=True) / 1e9
+        found = (
+            f"the card reads {read:.2f} GB for every token of one answer; several at once read them together"
+        )
+        return Check("speed", "ok", found, "`weft bench gpu` measures a card.")
     rate = machine.bytes_per_second()
-    most = rate / _weight_bytes(checkpoint)
+    most = rate / _weight_bytes(checkpoint, on_card=False)
     expected = f"{most * _TYPICAL_SHARE:.{0 if most > 20 else 1}f}"
     found = (
         f"{rate / 1e9:.1f} GB/s, measured now: at most {most:.3g} tokens/s for one answer, "
@@ -311,8 +323,10 @@ def _speed(checkpoint: Checkpoint) -> Check:
     return Check("speed", "ok", found)
 
 
-def _weight_bytes(checkpoint: Checkpoint) -> int:
-    """As the CPU backend keeps them."""
+def _weight_bytes(checkpoint: Checkpoint, on_card: bool) -> int:
+    """As the backend keeps them."""
+    if on_card:
+        return checkpoint.parameter_count * _CARD_BYTES
     if not has_kernels():
         return checkpoint.parameter_count * _FLOAT_BYTES
     from weft.ops.cpu.weights import resident_bytes

@@ -115,10 +115,25 @@ def _limit_and_use() -> tuple[int | None, int | None]:
 
 def gpus() -> list[str] | None:
     """Name and memory of each; none where the driver's tool is not there or sees none, None where it does not answer."""
+    return _told_by_driver("name,memory.total,driver_version")
+
+
+def card_memory() -> Memory:
+    """Of the first card."""
+    told = _told_by_driver("memory.total,memory.free", units=False)
+    try:
+        total, free = (int(figure) << 20 for figure in (told or [""])[0].split(","))
+    except ValueError:
+        return Memory(None, None, None)
+    return Memory(total, free, None)
+
+
+def _told_by_driver(what: str, units: bool = True) -> list[str] | None:
+    """A line for each card."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    command = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    command = [tool, f"--query-gpu={what}", f"--format=csv,noheader{'' if units else ',nounits'}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

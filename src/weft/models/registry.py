@@ -29,10 +29,17 @@ def build_decoder(
     """
     config = build_config(layout, metadata, tensors, max_context)
     renamed = find_architecture(layout, metadata).renamed
-    described = GGUF_ROPE_TENSORS if layout == "gguf" else frozenset()
-    named = by_decoder_name(layout, tensors, renamed)
-    weights = {name: source for name, source in named.items() if name not in described}
+    weights = decoder_weights(layout, metadata, tensors)
     return Decoder(config, weights, ops, lambda name: file_name(layout, name, renamed))
+
+
+def decoder_weights(
+    layout: Layout, metadata: Mapping[str, Any], tensors: Mapping[str, WeightSource]
+) -> dict[str, WeightSource]:
+    """The tensors under the names that the decoder knows them by, without those that its configuration has read."""
+    described = GGUF_ROPE_TENSORS if layout == "gguf" else frozenset()
+    named = by_decoder_name(layout, tensors, find_architecture(layout, metadata).renamed)
+    return {name: source for name, source in named.items() if name not in described}
 
 
 def build_config(

@@ -22,7 +22,7 @@ from weft.ops.base import (
     TwoTierCache,
     WeightSource,
 )
-from weft.ops.store_format import dequantise, quantise
+from weft.ops.store_format import dequantise, dequantise_keys, quantise, quantise_keys
 from weft.tiers import store_vector_bytes
 
 # Scores held at once by the attention of one long request: bounds memory, 32 MiB in float32.
@@ -252,7 +252,8 @@ class ReferenceOps:
                 "a step over a two-tier cache says what it reads from the store"
             )
             moved_from, moved_to = prepared.step.store.moved_from, prepared.step.store.moved_to
-            cache.store[moved_to, layer] = quantise(full[moved_from, layer], cache.bits)
+            cache.store[moved_to, layer, 0] = quantise_keys(full[moved_from, layer, 0], cache.bits)
+            cache.store[moved_to, layer, 1] = quantise(full[moved_from, layer, 1], cache.bits)
         return _rotate(queries, turn)
 
     def paged_attention(
@@ -332,7 +333,10 @@ def _blocks(
         return _Blocks(step.block_tables[requests, columns])
     # `weft.tiers.stored_blocks`, of many at once
     is_stored = columns < (positions + 1) // block_size - tail_blocks
-    return _Blocks(step.block_tables[requests, columns], is_stored, step.store.tables[requests, columns])
+    # The last blocks of a context are in nobody's store, and the tables need not go so far: any block will do.
+    tables = np.pad(step.store.tables, ((0, 0), (0, 1)))
+    store_tables = tables[requests, np.minimum(columns, tables.shape[1] - 1)]
+    return _Blocks(step.block_tables[requests, columns], is_stored, store_tables)
 
 
 def _gather(cache: np.ndarray | TwoTierCache, layer: int, blocks: _Blocks) -> tuple[np.ndarray, np.ndarray]:
@@ -340,10 +344,11 @@ def _gather(cache: np.ndarray | TwoTierCache, layer: int, blocks: _Blocks) -> tu
     if not isinstance(cache, TwoTierCache):
         return cache[blocks.tables, layer, 0], cache[blocks.tables, layer, 1]
     assert blocks.is_stored is not None and blocks.store_tables is not None
-    gathered = cache.full[blocks.tables, layer]
+    keys, values = cache.full[blocks.tables, layer, 0], cache.full[blocks.tables, layer, 1]
     stored = cache.store[blocks.store_tables[blocks.is_stored], layer]
-    gathered[blocks.is_stored] = dequantise(stored, cache.bits, gathered.dtype)
-    return gathered[..., 0, :, :, :], gathered[..., 1, :, :, :]
+    keys[blocks.is_stored] = dequantise_keys(stored[:, 0], cache.bits, keys.dtype)
+    values[blocks.is_stored] = dequantise(stored[:, 1], cache.bits, keys.dtype)
+    return keys, values
 
 
 def _single_queries(

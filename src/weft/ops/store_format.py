@@ -5,6 +5,10 @@ A vector is what one token has of one KV head, its key or its value; how it is s
     value = scale * (code - zero)         8 bits: zero is a code, 0 to 255
                                           4 bits: zero counts sixteenths of a code, 0 to 255
     bytes = codes, scale, zero            a scale is a float of 5 exponent and 3 mantissa bits; 255: not a number
+
+Keys have a few features that are far larger than the others. In 4 bits these would leave the others hardly any codes, so
+there keys are rotated before they are quantised, which spreads such a feature over all; their product with a query that
+is rotated likewise is the same.
 """
 
 from __future__ import annotations
@@ -16,6 +20,25 @@ NOT_A_NUMBER = 255
 # Scale byte 0 is 2^-18, and a step in it is an eighth of a power of two: the upper bits of a float32 that lies so high.
 _SHIFT = 20
 _LOWEST = (127 - 18) << 3
+
+
+def rotates_keys(bits: int) -> bool:
+    return bits == 4
+
+
+def rotate(vectors: np.ndarray) -> np.ndarray:
+    """Every run of n values of vectors [..., size] times the Hadamard matrix of n, normalised; n is the largest power of two
+    that divides the size. Its own inverse."""
+    *places, size = vectors.shape
+    n = size & -size
+    rotated = vectors.reshape(*places, size // n, n)
+    half = 1
+    while half < n:
+        pairs = rotated.reshape(*places, size // n, n // (2 * half), 2, half)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        rotated = np.stack([first + second, first - second], axis=-2)
+        half *= 2
+    return (rotated * np.float32(1 / np.sqrt(n)).astype(vectors.dtype)).reshape(vectors.shape)
 
 
 def quantise(vectors: np.ndarray, bits: int) -> np.ndarray:
@@ -43,13 +66,29 @@ def quantise(vectors: np.ndarray, bits: int) -> np.ndarray:
     return np.concatenate([codes, scale_byte.astype(np.uint8), zero.astype(np.uint8)], axis=-1)
 
 
+def quantise_keys(keys: np.ndarray, bits: int) -> np.ndarray:
+    """`quantise`, of keys."""
+    if not rotates_keys(bits):
+        return quantise(keys, bits)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return quantise(rotate(keys.astype(np.float32)), bits)
+
+
+def dequantise_keys(stored: np.ndarray, bits: int, dtype: np.dtype | type) -> np.ndarray:
+    """The keys, turned back, of what `quantise_keys` made."""
+    keys = dequantise(stored, bits, dtype)
+    return rotate(keys) if rotates_keys(bits) else keys
+
+
 def dequantise(stored: np.ndarray, bits: int, dtype: np.dtype | type) -> np.ndarray:
     """The values [..., size] of what `quantise` made."""
     packed, scale_byte, zero = stored[..., :-2], stored[..., -2:-1], stored[..., -1:].astype(dtype)
     if bits == 8:
         codes = packed
     else:
-        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(
+            *packed.shape[:-1], 2 * packed.shape[-1]
+        )
         zero /= 16
     scale = np.where(scale_byte == NOT_A_NUMBER, np.float32(np.nan), _scale_of(scale_byte.astype(np.int32)))
     return scale.astype(dtype) * (codes.astype(dtype) - zero)

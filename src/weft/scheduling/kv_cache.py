@@ -399,7 +399,8 @@ class KvCacheManager:
     def check_integrity(self, rows_held: Sequence[int] = ()) -> None:
         """Raises AssertionError unless blocks, rows (`rows_held` by steps in flight) and swap slots add up."""
         self.pool.check_integrity()
-        self.store.check_integrity()
+        if self.store.num_blocks:
+            self.store.check_integrity()
         first_stored, first_slot = self.pool.num_blocks, self._swaps.slots.full
         references = [0] * (first_stored + self.store.num_blocks)
         rows, slots = [*self._free_rows, *rows_held], self._swaps.free_slots

@@ -137,7 +137,7 @@ class Planner:
         draft.decodes += decodes
         if self._info.store_blocks:
             # The first position of a block needs it in full; the last one has a block behind the tail, which moves.
-            growing = [s for s in decodes if s.scheduled % block_size in (0, block_size - 1)]
+            growing = [s for s in decodes if (s.scheduled + 1) % block_size < 2]
         else:
             growing = [s for s in decodes if s.scheduled % block_size == 0 and _is_full(s, block_size)]
         kv_cache = self._roster.kv_cache
@@ -189,9 +189,8 @@ class Planner:
         """Whether it has not missed a turn since it last ran, or since it was admitted."""
         turn = -(-len(self._roster.running) // self._config.sequences_per_step)
         if self._info.store_blocks and not _is_decode(sequence):
-            turn = max(
-                turn, len(self._roster.running)
-            )  # prompts take turns at what the tails leave of the full tier
+            # Prompts pass through what the tails leave of the full tier, which may be little: they take turns at it.
+            turn = max(turn, len(self._roster.running))
         return step - max(sequence.last_step, sequence.admitted_step - 1) <= turn
 
     # ------------------------------------------------------------------ prompts under way
@@ -214,9 +213,6 @@ class Planner:
 
     def _continue_prefills(self, draft: Draft, prefills: list[Sequence]) -> None:
         """Gives the prompts under way their next chunk, the one that waited longest first."""
-        kv_cache = self._roster.kv_cache
-        # A prompt passes through the full tier: it uses what the others' tails will not need, and gives it back.
-        reserved = self._still_needed().full if self._info.store_blocks else 0
         for sequence in prefills:
             if not draft.budget.for_prefill:
                 break
@@ -234,19 +230,12 @@ class Planner:
             count = self._chunk(draft, sequence.target - sequence.scheduled)
             if not count:
                 continue
-            room, start, num_blocks = kv_cache.available, sequence.scheduled, len(allocation.blocks)
-            own = 0
-            if reserved:
-                own = kv_cache.needed_after(num_blocks, allocation.stored, sequence.target + 1).full
-                room -= Blocks(reserved - own)
             # Take what memory there is; only where there is none at all must someone give way.
-            affordable = kv_cache.affordable(num_blocks, allocation.stored, start, room)
-            if not affordable and self._may_sit_out(draft, sequence):
-                continue
-            count = min(count, affordable or block_size - start % block_size)
+            kv_cache, start = self._roster.kv_cache, sequence.scheduled
+            room = kv_cache.affordable(len(allocation.blocks), allocation.stored, start, kv_cache.available)
+            count = min(count, room or block_size - start % block_size)
             if self._grow(draft, sequence, self._needed(sequence, count)):
                 self._add_prefill(draft, sequence, count)
-                reserved -= own
             elif not has_run and not self._may_sit_out(draft, sequence):
                 self._preempt(draft, sequence)
 
@@ -422,17 +411,13 @@ class Planner:
         return False
 
     def _still_needed(self) -> Blocks:
-        """Blocks that the prompts under way will still ask for, and those that come back from swap space. Of the full tier
-        also what decodes will: no tail is ever longer than it says."""
-        kv_cache, has_tail = self._roster.kv_cache, self._info.store_blocks > 0
-        full = store = 0
+        """Blocks that the prompts under way will still ask for, and those that come back from swap space."""
+        kv_cache, total = self._roster.kv_cache, Blocks(0)
         for sequence in (*self._roster.running, *self._roster.resuming.values()):
-            allocation, is_prompt = sequence.allocation, sequence.target - sequence.scheduled > 1
-            if allocation is not None and (is_prompt or has_tail):
-                needed = kv_cache.needed_after(len(allocation.blocks), allocation.stored, sequence.target + 1)
-                full += needed.full
-                store += needed.store if is_prompt else 0
-        return Blocks(full, store)
+            allocation = sequence.allocation
+            if sequence.target - sequence.scheduled > 1 and allocation is not None:
+                total += kv_cache.needed_after(len(allocation.blocks), allocation.stored, sequence.target + 1)
+        return total
 
     # ------------------------------------------------------------------ giving way
 

@@ -37,6 +37,8 @@ class Outcome:
     swaps_failed: int = 0
     steps_failed: int = 0
     tokens_cached: int = 0
+    migrations: int = 0
+    migrations_shared: int = 0
 
     def add(self, other: Outcome) -> None:
         for name in Outcome.__slots__:
@@ -187,6 +189,10 @@ class Simulation:
         outcome.swaps_failed += stats.swaps_failed
         outcome.steps_failed += stats.steps_failed
         outcome.tokens_cached += stats.prompt_tokens_cached
+        two_tier = scheduler.kv_cache.two_tier()
+        if two_tier is not None:
+            outcome.migrations += two_tier.migrations
+            outcome.migrations_shared += two_tier.migrations_shared
 
     def _check_cause(self, request_id: RequestId, state: RequestState) -> None:
         """Nobody fails or is cancelled without a reason of its own."""

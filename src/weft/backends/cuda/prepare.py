@@ -143,24 +143,25 @@ def apply_changes(
     WIDTH: tl.constexpr,
 ):
     """Writes rows that begin, and new entries of block tables. The parcel has for each segment what it is part of (0:
-    tokens, 1: a block table), its row, its length, and where in the parcel it lies; then row, index and block of each
-    update. Nothing is written twice, so programs need no order."""
+    tokens, 1: a block table), its row, where in the row it begins, its length, and where in the parcel it lies; then row,
+    index and block of each update. Nothing is written twice, so programs need no order."""
     piece = tl.program_id(0)
     place = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     if piece < segments:
         part = tl.load(parcel + piece)
         row = tl.load(parcel + segments + piece).to(tl.int64)
-        length = tl.load(parcel + 2 * segments + piece)
-        source = tl.load(parcel + 3 * segments + piece)
+        first = tl.load(parcel + 2 * segments + piece)
+        length = tl.load(parcel + 3 * segments + piece)
+        source = tl.load(parcel + 4 * segments + piece)
         values = tl.load(parcel + source + place, mask=place < length, other=0)
         if part == 0:
-            tl.store(tokens + row * ROW_TOKENS + place, values, mask=place < length)
+            tl.store(tokens + row * ROW_TOKENS + first + place, values, mask=place < length)
         else:
-            tl.store(tables + row * ROW_BLOCKS + place, values, mask=place < length)
+            tl.store(tables + row * ROW_BLOCKS + first + place, values, mask=place < length)
     elif tl.program_id(1) == 0:
         update = (piece - segments) * WIDTH + tl.arange(0, WIDTH)
         is_update = update < updates
-        columns = parcel + 4 * segments
+        columns = parcel + 5 * segments
         row = tl.load(columns + update, mask=is_update, other=0).to(tl.int64)
         index = tl.load(columns + updates + update, mask=is_update, other=0)
         block = tl.load(columns + 2 * updates + update, mask=is_update, other=0)

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from weft.backends.cuda.foreseen import ForeseenKernels, Sizes, outline_of
 from weft.backends.cuda.graphs import DecodeGraphs, Kind
 from weft.backends.cuda.mailbox import Mailbox, Slot
+from weft.backends.cuda.memory import BlockMemory, free_bytes
 from weft.backends.cuda.prompts import PromptPiece, ScoredPrompts, indices_of
 from weft.backends.cuda.rows import DeviceRows, is_decode
 from weft.backends.cuda.sampler import DeviceSampler, SamplingPath
@@ -28,19 +31,17 @@ from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
 from weft.models.decoder import Decoder
-from weft.models.registry import build_config, build_decoder
+from weft.models.registry import build_config, build_decoder, decoder_weights
+from weft.ops.base import TwoTierCache
 from weft.ops.triton.device import Device, Event
 from weft.ops.triton.ops import TritonOps
 from weft.ops.triton.program import CudaProgram, record
+from weft.ops.triton.store import move_to_store
 from weft.plan import BackendInfo, IterationPlan
 from weft.request import Grammar
 from weft.text.grammar import GrammarCompiler
 
 _DEFAULT_MAX_TOKENS = 2048
-_DEFAULT_SWAP_BYTES = 8 << 30
-# Of the free memory: for what launched steps allocate, graphs, and the libraries.
-_SPARE_SHARE = 0.04
-_SPARE_BYTES = 1 << 30
 
 _SCORED_AT_ONCE = 64
 
@@ -62,6 +63,7 @@ class CudaBackend:
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler,
         invariant: bool = False,
+        foreseen: ForeseenKernels | None = None,
     ) -> None:
         self._device = device
         self._decoder = decoder
@@ -69,10 +71,12 @@ class CudaBackend:
         self._eos_token_ids = eos_token_ids
         self._compiler = grammars
         self._invariant = invariant
+        self._foreseen = foreseen
         self._stream = device.stream()
         # Weights may still be on their way.
         self._stream.wait_stream(device.current_stream())
         self._last_step: Event | None = None
+        self._cache: Tensor | TwoTierCache
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -82,12 +86,9 @@ class CudaBackend:
 
     def _allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int) -> BackendInfo:
         device, config = self._device, self._decoder.config
-        block = self._decoder.new_cache(1, pool.block_size)
-        block_bytes = block.numel() * block.element_size()
-        asked = pool.blocks_in_memory(block_bytes)
-        max_context = config.max_context
-        if asked is not None:
-            max_context = min(max_context, asked * pool.block_size)
+        memory = BlockMemory.of(pool, self._decoder, max_tokens)
+        asked = memory.asked()
+        max_context = config.max_context if asked is None else memory.longest_context(asked)
         try:
             # All that is not the cache comes first: the cache has what is left.
             self._program: CudaProgram = record(
@@ -98,36 +99,48 @@ class CudaBackend:
                 invariant=self._invariant,
             )
             self._mailbox = Mailbox(device, num_rows, max_tokens)
-            self._rows = DeviceRows(device, self._mailbox, num_rows, max_context, pool.block_size, max_tokens)
+            self._rows = DeviceRows(
+                device, self._mailbox, num_rows, max_context, pool.block_size, max_tokens, pool.is_two_tier
+            )
             self._sampler = DeviceSampler(
                 num_rows, config.vocabulary_size, self._eos_token_ids, self._rows.tokens, device, num_rows
             )
-            num_blocks = _free_blocks(device, block_bytes) if asked is None else asked
-            self._cache: Tensor = self._decoder.new_cache(num_blocks, pool.block_size)
+            sizes = memory.sizes(free_bytes(device)) if asked is None else asked
+            self._cache = full = self._decoder.new_cache(sizes.full, pool.block_size)
+            store = None
+            if pool.is_two_tier:
+                store = self._decoder.new_store(sizes.store, pool.block_size, pool.store_bits)
+                self._cache = TwoTierCache(full, store, pool.store_bits, pool.tail_blocks)
+                self._rows.number_store_from(sizes.full)
         except torch.OutOfMemoryError as error:
             raise InvalidRequestError(
-                f"{asked or 'the'} blocks of {block_bytes} bytes do not fit into the card's memory beside the model "
+                f"{memory.described(asked)} do not fit into the card's memory beside the model "
                 f"({device.free_memory() >> 20} MiB are free); ask for fewer, or for a shorter context",
                 field="num_blocks",
             ) from error
-        max_context = min(max_context, num_blocks * pool.block_size)
-        swap_blocks = pool.swap_blocks
-        if swap_blocks is None:
-            swap_blocks = min(num_blocks // 2, _DEFAULT_SWAP_BYTES // block_bytes)
-        self._swaps = SwapSpace(device, self._cache, swap_blocks)
+        if self._foreseen is not None:
+            chosen = replace(pool, num_blocks=sizes.full, store_blocks=sizes.store or None, memory=None)
+            self._foreseen.begin(Sizes(chosen, num_rows, max_tokens))
+        max_context = min(max_context, memory.longest_context(sizes))
+        slots = memory.swap_slots(sizes)
+        self._swaps = SwapSpace(device, full, slots.full, store, slots.store)
         self._grammars = RowGrammars(self._compiler, num_rows, config.vocabulary_size)
         self._prompts = ScoredPrompts()
         self._graphs = DecodeGraphs(device, self._launch_decodes, num_rows, max_context, self._invariant)
         return BackendInfo(
             vocabulary_size=config.vocabulary_size,
             max_context=max_context,
-            num_blocks=num_blocks,
+            num_blocks=sizes.full,
             block_size=pool.block_size,
-            swap_blocks=swap_blocks,
-            bytes_per_block=block_bytes,
+            swap_blocks=slots.full,
+            bytes_per_block=memory.block_bytes,
+            store_blocks=sizes.store,
+            store_swap_blocks=slots.store,
+            bytes_per_store_block=memory.store_block_bytes,
+            tail_blocks=pool.tail_blocks,
             eos_token_ids=self._eos_token_ids,
             recompute_seconds_per_token=2 * config.multiplications_per_token / _OPERATIONS_PER_SECOND,
-            swap_seconds_per_block=block_bytes / _COPIED_BYTES_PER_SECOND,
+            swap_seconds_per_block=memory.block_bytes / _COPIED_BYTES_PER_SECOND,
             weight_bytes=self._decoder.weight_bytes,
             device=device.description,
         )
@@ -155,6 +168,8 @@ class CudaBackend:
         return step
 
     def close(self) -> None:
+        if self._foreseen is not None:
+            self._foreseen.close()
         try:
             self._device.synchronize()
         except RuntimeError:
@@ -180,6 +195,11 @@ class CudaBackend:
             self._publish(0)
             return
         if is_decode(plan):
+            moves = self._rows.moves(plan, slot)
+            if moves is not None:
+                # All of them were filled before the step, so every layer's go at once, in front of its graph.
+                assert isinstance(self._cache, TwoTierCache)
+                move_to_store(self._cache, moves, self._device)
             self._run_decodes(plan, slot, step, path)
             return
         pieces = self._prompts.pieces(plan)
@@ -268,19 +288,22 @@ def open_cuda_backend(
     if dtype not in _DTYPES:
         raise InvalidRequestError(f"dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}", field="dtype")
     card = Device(device)
+    foreseen = None
     try:
         own_context = build_config(layout, metadata, tensors).max_context
         if max_context is not None:
             check_context(max_context, own_context)
         ops = TritonOps(card, _DTYPES[dtype])
+        if card.is_card:
+            config = build_config(layout, metadata, tensors, max_context)
+            weights = decoder_weights(layout, metadata, tensors)
+            foreseen = ForeseenKernels(outline_of(config, weights, ops.dtype, invariant, card))
         decoder = build_decoder(layout, metadata, tensors, ops, max_context)
-    except ModelFileError as error:
-        raise ModelFileError(f"{checkpoint.path}: {error}") from error
+    except BaseException as error:
+        if foreseen is not None:
+            foreseen.close()
+        if isinstance(error, ModelFileError):
+            raise ModelFileError(f"{checkpoint.path}: {error}") from error
+        raise
     compiler = grammar_compiler(checkpoint, decoder.config.vocabulary_size)
-    return CudaBackend(card, decoder, ops, checkpoint.end_ids, compiler, invariant)
-
-
-def _free_blocks(device: Device, block_bytes: int) -> int:
-    """As many blocks as fit beside all that has its memory already."""
-    free = device.free_memory()
-    return max(1, int(free - max(_SPARE_BYTES, free * _SPARE_SHARE)) // block_bytes)
+    return CudaBackend(card, decoder, ops, checkpoint.end_ids, compiler, invariant, foreseen)

@@ -20,16 +20,68 @@ _PIECE_BYTES = 256 << 20
 _MOST_OUTCOMES = 65_536
 
 
-class SwapSpace:
-    """Pinned memory for blocks that left the cache, and the copies under way."""
+class _Tier:
+    """Blocks of one kind on the card, and pinned memory with slots for them; both are numbered from some number on."""
 
-    def __init__(self, device: Device, cache: Tensor, slots: int) -> None:
+    def __init__(
+        self, device: Device, cache: Tensor, slots: int, first_block: int = 0, first_slot: int = 0
+    ) -> None:
         self._device = device
         self._cache = cache
-        self._stream = device.stream()
+        self.first_block, self.first_slot = first_block, first_slot
         block_bytes = cache[0].numel() * cache.element_size()
         self._piece_slots = max(1, min(slots, _PIECE_BYTES // block_bytes))
-        self._pieces: list[Tensor | None] = [None] * -(-slots // self._piece_slots)
+        self.pieces: list[Tensor | None] = [None] * -(-slots // self._piece_slots)
+
+    def copy(self, pairs: Iterable[tuple[int, int]], is_out: bool) -> None:
+        """Of blocks and their slots."""
+        for block, slot, count in self.runs(pairs):
+            piece, first = divmod(slot, self._piece_slots)
+            host = self._piece(piece)[first : first + count]
+            device = self._cache[block : block + count]
+            if is_out:
+                host.copy_(device, non_blocking=True)
+            else:
+                device.copy_(host, non_blocking=True)
+
+    def runs(self, pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+        """Block, slot and number of blocks that lie one behind the other in both places, as they are numbered here."""
+        first = None
+        count = 0
+        for pair in pairs:
+            block, slot = pair[0] - self.first_block, pair[1] - self.first_slot
+            if (
+                first is not None
+                and (block, slot) == (first[0] + count, first[1] + count)
+                and slot % self._piece_slots
+            ):
+                count += 1
+                continue
+            if first is not None:
+                yield *first, count
+            first, count = (block, slot), 1
+        if first is not None:
+            yield *first, count
+
+    def _piece(self, index: int) -> Tensor:
+        piece = self.pieces[index]
+        if piece is None:
+            piece = self._device.pinned(self._piece_slots, *self._cache.shape[1:], dtype=self._cache.dtype)
+            self.pieces[index] = piece
+        return piece
+
+
+class SwapSpace:
+    """Pinned memory for blocks that left the cache, and the copies under way. The blocks of a store come behind those of
+    the cache, and so do their slots."""
+
+    def __init__(
+        self, device: Device, cache: Tensor, slots: int, store: Tensor | None = None, store_slots: int = 0
+    ) -> None:
+        self._device = device
+        self._stream = device.stream()
+        self.full = _Tier(device, cache, slots)
+        self.store = None if store is None else _Tier(device, store, store_slots, len(cache), slots)
         self._under_way: dict[int, Event] = {}
         self._outcomes: dict[int, str | None] = {}  # None: it went well
         self._unreported: list[int] = []
@@ -87,40 +139,16 @@ class SwapSpace:
         for earlier in task.after_swaps:
             if self._outcomes.get(earlier, "never accepted") is not None:
                 return f"swap {earlier}, which it builds on, failed or was never accepted"
+        pairs = list(zip(task.blocks, task.swap_slots, strict=True))
         try:
-            for block, slot, count in self._runs(task):
-                piece, first = divmod(slot, self._piece_slots)
-                host = self._piece(piece)[first : first + count]
-                device = self._cache[block : block + count]
-                if is_out:
-                    host.copy_(device, non_blocking=True)
-                else:
-                    device.copy_(host, non_blocking=True)
+            if self.store is None:
+                self.full.copy(pairs, is_out)
+            else:
+                stored = [pair for pair in pairs if pair[0] >= self.store.first_block]
+                if stored != [pair for pair in pairs if pair[1] >= self.store.first_slot]:
+                    return "a block and its slot are of different tiers"
+                self.full.copy([pair for pair in pairs if pair[0] < self.store.first_block], is_out)
+                self.store.copy(stored, is_out)
         except Exception as error:  # no memory to pin, most likely: the request is computed again
             return f"{type(error).__name__}: {error}"
         return None
-
-    def _runs(self, task: SwapTask) -> Iterator[tuple[int, int, int]]:
-        """Block, slot and number of blocks that lie one behind the other in both places."""
-        first = None
-        count = 0
-        for block, slot in zip(task.blocks, task.swap_slots, strict=True):
-            if (
-                first is not None
-                and (block, slot) == (first[0] + count, first[1] + count)
-                and slot % self._piece_slots
-            ):
-                count += 1
-                continue
-            if first is not None:
-                yield *first, count
-            first, count = (block, slot), 1
-        if first is not None:
-            yield *first, count
-
-    def _piece(self, index: int) -> Tensor:
-        piece = self._pieces[index]
-        if piece is None:
-            piece = self._device.pinned(self._piece_slots, *self._cache.shape[1:], dtype=self._cache.dtype)
-            self._pieces[index] = piece
-        return piece

@@ -6,25 +6,30 @@ at the same positions, both kernels use the same tiles, and splits are joined in
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.ops.base import AttentionShape, QkNorm
+from weft.ops.base import AttentionShape, QkNorm, TwoTierCache
 from weft.ops.triton.attention_decode import decode_attention
 from weft.ops.triton.attention_dense import dense_attention, dense_attention_serves, is_dense
 from weft.ops.triton.attention_prefill import prefill_attention
 from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device, pieces, power_of_two
 from weft.ops.triton.rope import RopeTables, rope_and_write
+from weft.ops.triton.store import move_to_store
+from weft.tiers import stored_blocks
 
 # The least number of rows that the tensor cores multiply.
 _LEAST_ROWS = 16
 
-# So many programs of decode attention run on a processor at the same time: registers allow no more.
+# So many programs of decode attention run on a processor at the same time: registers allow no more. Small ones, which read a
+# store for few requests, are more.
 _PROGRAMS_AT_ONCE = 4
+_SMALL_PROGRAMS_AT_ONCE = 8
 _MOST_SPLITS = 16
 _LEAST_LONG_SPLIT = 512
 _LEAST_SHARED_SPLIT = 256
@@ -42,6 +47,18 @@ class Tiles(NamedTuple):
     stages: int
 
 
+class StoreTiles(NamedTuple):
+    """Of a kernel that works on `Tiles`, where it reads quantised blocks."""
+
+    positions: int
+    stages: int
+    registers: int | None = None
+    """At most so many for a thread, so that more programs run at the same time."""
+
+
+_NO_STORE = StoreTiles(0, 0)
+
+
 class Splits(NamedTuple):
     """How the contexts of decoded requests are cut."""
 
@@ -52,6 +69,28 @@ class Splits(NamedTuple):
     leeway: int = 3
     """None is, where the last of these programs to end then has no more tiles than that above its share. To read a
     request in two pieces and to join them takes about as long as two or three tiles."""
+
+
+class _Tiers(NamedTuple):
+    """A cache as kernels get it: one without a store has 0 bits of it."""
+
+    full: Tensor
+    codes: Tensor
+    words: Tensor
+    bits: int = 0
+    tail_blocks: int = 0
+
+    @property
+    def kind(self) -> Hashable:
+        """What of it decides how kernels are compiled."""
+        return self.full.shape[1], self.full.shape[4], self.bits, self.tail_blocks
+
+
+def _tiers_of(cache: Tensor | TwoTierCache) -> _Tiers:
+    if isinstance(cache, TwoTierCache):
+        words = cache.store.view(torch.int32)
+        return _Tiers(cache.full, cache.store, words, cache.bits, cache.tail_blocks)
+    return _Tiers(cache, cache, cache)
 
 
 class Attention:
@@ -74,6 +113,8 @@ class Attention:
         self.joined_rows = power_of_two(group)
         rows = max(_LEAST_ROWS, self.joined_rows)
         self.decode_tiles = Tiles(rows, 64, 2, 3) if self.width <= 128 else Tiles(rows, 32, 4, 3)
+        # Where rows are the columns of products, eight are enough. In the invariant mode they are those of chunks.
+        self.store_rows = rows if invariant else max(8, self.joined_rows)
         self.fixed_split = 0
         if invariant:
             even = power_of_two(pieces(max_context, _MOST_FIXED_SPLITS))
@@ -83,6 +124,16 @@ class Attention:
             self.prefill_tiles = Tiles(max(128, self.joined_rows), 64, 8, 3)
         else:
             self.prefill_tiles = Tiles(max(64, self.joined_rows), 32, 4, 2)
+
+        self.prefill_store_tiles = StoreTiles(self.prefill_tiles.positions, self.prefill_tiles.stages)
+        # With two tiers: for few requests, and for so many that they share their programs. Measured on an H200.
+        plain = (self.decode_tiles, StoreTiles(self.decode_tiles.positions, self.decode_tiles.stages))
+        self.tiered_tiles = (plain, plain)
+        if not invariant and self.width <= 128:
+            self.tiered_tiles = (
+                (Tiles(rows, 32, 2, 3), StoreTiles(64, 4, registers=128)),
+                (Tiles(rows, 64, 4, 3), StoreTiles(128, 3, registers=128)),
+            )
 
         self._most_requests = power_of_two(max_requests)
         # What of all this decides how kernels are compiled.
@@ -95,7 +146,11 @@ class Attention:
         self.by_cudnn = not invariant and dense_attention_serves(shape, device)
         # One at a time in the invariant mode: a sum over several depends on where the first of them stands.
         self.joined_at_once = 1 if invariant else max(1, min(8, 4096 // (self.joined_rows * self.width)))
-        cuts = [(requests, self.splits(requests, max_context)) for requests in range(1, max_requests + 1)]
+        cuts = [
+            (requests, self.splits(requests, max_context, tiered))
+            for requests in range(1, max_requests + 1)
+            for tiered in (False, True)
+        ]
         splits = max(requests + cut.most if cut.shared else requests * cut.most for requests, cut in cuts)
         pairs = splits * shape.kv_heads
         self._split_mixed = device.empty(pairs * group * shape.head_size, dtype=torch.float32)
@@ -104,14 +159,19 @@ class Attention:
         self.arrivals = device.zeros(max_requests * shape.kv_heads, dtype=torch.int32)
         """How many splits of a request and KV head are done; 0 between two launches."""
 
-    def splits(self, requests: int, longest_context: int) -> Splits:
-        """When so many requests are decoded, and no context is longer."""
+    def splits(self, requests: int, longest_context: int, tiered: bool = False) -> Splits:
+        """When so many requests are decoded, and no context is longer; over two tiers, or one."""
         if self.fixed_split:
             seen = longest_context if self.window is None else min(longest_context, self.window)
             # A window that begins in the middle of a split needs one more.
             return Splits(pieces(seen, self.fixed_split) + (self.window is not None), self.fixed_split)
         at_once = _PROGRAMS_AT_ONCE * self.device.processors
-        fitting = at_once // (requests * self.shape.kv_heads)
+        if tiered:
+            fitting = _SMALL_PROGRAMS_AT_ONCE * self.device.processors // (requests * self.shape.kv_heads)
+            if 4 <= fitting <= _MOST_SPLITS:
+                return Splits(fitting, _LEAST_SHARED_SPLIT)
+        else:
+            fitting = at_once // (requests * self.shape.kv_heads)
         # Measured on an H200: half of what fits is fastest for few requests, since more splits take longer to join.
         if fitting >= 8:
             return Splits(min(fitting // 2, _MOST_SPLITS), self.decode_tiles.positions)
@@ -123,24 +183,34 @@ class Attention:
         self,
         batch: DeviceBatch,
         qkv: Tensor,
-        cache: Tensor,
+        cache: Tensor | TwoTierCache,
         layer: int,
         tables: RopeTables,
         norm: QkNorm | None,
         output: Tensor,
     ) -> Tensor:
         """`rope_and_write`, then `run`. Returns what attention gives: `output`, or a tensor like it, made by cuDNN."""
-        rope_and_write(batch, qkv, cache, layer, tables, self.shape, norm)
-        if self.by_cudnn and qkv.dtype != torch.float32 and is_dense(batch, self.window):
+        is_read_in_full = True
+        if isinstance(cache, TwoTierCache):
+            rope_and_write(batch, qkv, cache.full, layer, tables, self.shape, norm)
+            if batch.moves is not None:
+                # A block may be filled and leave the tail in one step, so they move when all is written.
+                move_to_store(cache, batch.moves, self.device, layer)
+            last, block_size = batch.longest_context - 1, cache.full.shape[4]
+            is_read_in_full = stored_blocks(last, block_size, cache.tail_blocks) == 0
+        else:
+            rope_and_write(batch, qkv, cache, layer, tables, self.shape, norm)
+        is_half = qkv.dtype != torch.float32
+        if self.by_cudnn and is_half and is_read_in_full and is_dense(batch, self.window):
             return dense_attention(batch, qkv, self.shape)
-        self.run(batch, qkv, cache, layer, output, self.can_read_rows and qkv.dtype != torch.float32)
+        self.run(batch, qkv, cache, layer, output, self.can_read_rows and is_half)
         return output
 
     def run(
         self,
         batch: DeviceBatch,
         queries: Tensor,
-        cache: Tensor,
+        cache: Tensor | TwoTierCache,
         layer: int,
         output: Tensor,
         from_rows: bool = False,
@@ -157,18 +227,30 @@ class Attention:
             self._prefill(batch, decodes, queries, cache, layer, output, from_rows)
 
     def _decode(
-        self, batch: DeviceBatch, requests: int, queries: Tensor, cache: Tensor, layer: int, output: Tensor
+        self,
+        batch: DeviceBatch,
+        requests: int,
+        queries: Tensor,
+        cache: Tensor | TwoTierCache,
+        layer: int,
+        output: Tensor,
     ) -> None:
-        most, smallest, shared, leeway = self.splits(requests, batch.longest_context)
+        tiers = _tiers_of(cache)
+        most, smallest, shared, leeway = self.splits(requests, batch.longest_context, tiers.bits > 0)
         kv_heads = self.shape.kv_heads
-        tiles = self._fitting(self.decode_tiles, cache)
+        tiles, store_tiles = self.decode_tiles, _NO_STORE
+        if tiers.bits:
+            tiles, store_tiles = self.tiered_tiles[shared]
+        tiles, store_tiles = self._fitting(tiles, store_tiles, tiers)
         self.device.launch(
             decode_attention,
             (kv_heads, max(most, requests), 1) if shared else (kv_heads, most, requests),
             (
                 queries,
                 output,
-                cache,
+                tiers.full,
+                tiers.codes,
+                tiers.words,
                 batch.tables,
                 batch.rows,
                 batch.context_lengths,
@@ -185,13 +267,14 @@ class Attention:
                 self.shape.scale,
                 self.shape.score_cap or 0.0,
             ),
-            (self._kind, tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4], shared),
+            (self._kind, tiles, store_tiles, queries.stride(0), queries.dtype, tiers.kind, shared),
             lambda: {
                 "SHARED": shared,
+                "STORE_ROWS": self.store_rows,
                 "MOST_REQUESTS": self._most_requests,
                 "JOINED_ROWS": self.joined_rows,
                 "JOINED_AT_ONCE": self.joined_at_once,
-                **self._constants(queries, cache, tiles),
+                **self._constants(queries, tiers, tiles, store_tiles),
             },
         )
 
@@ -200,12 +283,15 @@ class Attention:
         batch: DeviceBatch,
         decodes: int,
         queries: Tensor,
-        cache: Tensor,
+        cache: Tensor | TwoTierCache,
         layer: int,
         output: Tensor,
         from_rows: bool,
     ) -> None:
-        tiles = self._fitting(self.prefill_tiles, cache)
+        tiers = _tiers_of(cache)
+        from_rows = from_rows and self._width(tiers) == self.width
+        store_tiles = self.prefill_store_tiles if tiers.bits else _NO_STORE
+        tiles, store_tiles = self._fitting(self.prefill_tiles, store_tiles, tiers)
         tokens_at_once = tiles.rows // (self.shape.heads // self.shape.kv_heads)
         self.device.launch(
             prefill_attention,
@@ -214,7 +300,9 @@ class Attention:
                 queries,
                 self._described(queries, tiles) if from_rows else queries,
                 output,
-                cache,
+                tiers.full,
+                tiers.codes,
+                tiers.words,
                 batch.tables,
                 batch.rows,
                 batch.query_starts,
@@ -225,9 +313,13 @@ class Attention:
                 self.shape.scale,
                 self.shape.score_cap or 0.0,
             ),
-            (self._kind, tiles, queries.stride(0), queries.dtype, cache.shape[1], cache.shape[4], from_rows),
-            lambda: {"FROM_ROWS": from_rows, **self._constants(queries, cache, tiles)},
+            (self._kind, tiles, store_tiles, queries.stride(0), queries.dtype, tiers.kind, from_rows),
+            lambda: {"FROM_ROWS": from_rows, **self._constants(queries, tiers, tiles, store_tiles)},
         )
+
+    def _width(self, tiers: _Tiers) -> int:
+        """Half a head must be wide enough for a product, where that is what there is of them."""
+        return max(32, self.width) if tiers.bits == 4 else self.width
 
     def _described(self, rows: Tensor, tiles: Tiles) -> TensorDescriptor:
         """Made once for a step, whose layers have their rows in one place: making one takes as long as a launch."""
@@ -237,26 +329,33 @@ class Attention:
             self._described_rows = key
         return self._descriptor
 
-    def _fitting(self, tiles: Tiles, cache: Tensor) -> Tiles:
+    def _fitting(self, tiles: Tiles, store_tiles: StoreTiles, tiers: _Tiers) -> tuple[Tiles, StoreTiles]:
         """A card has no tensor cores for float32: its products are unrolled, and large ones take a minute to compile."""
-        if cache.dtype == torch.float32 and self.device.is_card:
-            return Tiles(self.decode_tiles.rows, 32, 4, 1)
-        return tiles
+        if tiers.full.dtype == torch.float32 and self.device.is_card:
+            return Tiles(self.decode_tiles.rows, 32, 4, 1), StoreTiles(32, 1)
+        return tiles, store_tiles
 
-    def _constants(self, queries: Tensor, cache: Tensor, tiles: Tiles) -> dict[str, Any]:
-        return {
+    def _constants(
+        self, queries: Tensor, tiers: _Tiers, tiles: Tiles, store_tiles: StoreTiles
+    ) -> dict[str, Any]:
+        limit = {} if store_tiles.registers is None or not tiers.bits else {"maxnreg": store_tiles.registers}
+        return limit | {
             "FIXED_SPLIT": self.fixed_split,
             "HEADS": self.shape.heads,
             "KV_HEADS": self.shape.kv_heads,
             "HEAD_SIZE": self.shape.head_size,
-            "WIDTH": self.width,
+            "WIDTH": self._width(tiers),
             "ROWS": tiles.rows,
             "QUERY_STRIDE": queries.stride(0),
-            "LAYERS": cache.shape[1],
-            "BLOCK_SIZE": cache.shape[4],
+            "LAYERS": tiers.full.shape[1],
+            "BLOCK_SIZE": tiers.full.shape[4],
             "WINDOW": self.window or 0,
             "CAPPED": self.shape.score_cap is not None,
             "TILE": tiles.positions,
             "STAGES": tiles.stages,
+            "BITS": tiers.bits,
+            "TAIL_BLOCKS": tiers.tail_blocks,
+            "STORE_TILE": store_tiles.positions,
+            "STORE_STAGES": store_tiles.stages,
             "num_warps": tiles.warps,
         }

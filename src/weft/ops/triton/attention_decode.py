@@ -12,7 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.attention_tiles import LOWEST, attend, joined, mean, nothing_seen
+from weft.ops.triton.attention_splits import finish_split
+from weft.ops.triton.attention_store import attend_to_store, load_queries, widened
+from weft.ops.triton.attention_tiles import attend, full_begin_of, nothing_seen
 from weft.ops.triton.device import let_next_begin, wait_for_previous
 
 
@@ -21,6 +23,8 @@ def decode_attention(
     queries,  # [tokens, QUERY_STRIDE]
     output,  # [tokens, heads * head size]
     cache,
+    codes,  # of the store, with BITS
+    words,
     tables,
     rows,
     context_lengths,
@@ -53,6 +57,11 @@ def decode_attention(
     CAPPED: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    BITS: tl.constexpr,  # 0: there is no store
+    TAIL_BLOCKS: tl.constexpr,
+    STORE_ROWS: tl.constexpr,
+    STORE_TILE: tl.constexpr,
+    STORE_STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -62,7 +71,7 @@ def decode_attention(
         share = tl.num_programs(1) - 1 - tl.program_id(1)
         each = tl.arange(0, MOST_REQUESTS)
         contexts = tl.load(context_lengths + each, mask=each < requests, other=0)
-        counts = tl.where(each < requests, _tiles_seen(contexts, WINDOW, TILE), 0)
+        counts = tl.where(each < requests, _work_of(contexts, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS), 0)
         all_tiles = tl.sum(counts, 0)
         longest = tl.max(counts, 0)
         # How many tiles the last program to end has read, where each has a request and the card hands them out.
@@ -92,8 +101,12 @@ def decode_attention(
                 # Asked for now, so that the next request does not begin by waiting for where it is.
                 next_request = tl.minimum(request + 1, requests - 1)
                 next_context, next_row = tl.load(context_lengths + next_request), tl.load(rows + next_request)
-                request_end = request_begin + _tiles_seen(context, WINDOW, TILE)
-                first_tile = (tl.maximum(context - WINDOW, 0) // TILE if WINDOW > 0 else 0) - request_begin
+                work = _work_of(context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
+                request_end = request_begin + work
+                begin_work = tl.maximum(begin - request_begin, 0)
+                begin_tile = _tile_at(begin_work, context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
+                end_work = tl.minimum(end - request_begin, work)
+                end_tile = _tile_at(end_work, context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
                 first_share = _share_of(request_begin, all_tiles, shares)
                 splits = _share_of(request_end - 1, all_tiles, shares) - first_share + 1
                 is_whole = is_even | (request_end - request_begin <= smallest_split // TILE)
@@ -102,8 +115,8 @@ def decode_attention(
                     row,
                     kv_head,
                     context,
-                    (first_tile + tl.maximum(begin, request_begin)) * TILE,
-                    tl.minimum((first_tile + tl.minimum(end, request_end)) * TILE, context),
+                    begin_tile * TILE,
+                    tl.minimum(end_tile * TILE, context),
                     tl.where(is_whole, 0, share - first_share),
                     tl.where(is_whole, 1, splits),
                     # One more for every request and every share, so no two splits have the same.
@@ -111,6 +124,8 @@ def decode_attention(
                     queries,
                     output,
                     cache,
+                    codes,
+                    words,
                     tables,
                     split_mixed,
                     split_peaks,
@@ -134,6 +149,12 @@ def decode_attention(
                     CAPPED,
                     TILE,
                     STAGES,
+                    BITS,
+                    TAIL_BLOCKS,
+                    STORE_ROWS,
+                    STORE_TILE,
+                    STORE_STAGES,
+                    FIXED_SPLIT > 0,
                 )
                 request_begin = request_end
     else:
@@ -144,14 +165,29 @@ def decode_attention(
         row = tl.load(rows + request)
         first_seen = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
         first_position = first_seen // TILE * TILE
-        if FIXED_SPLIT > 0:
-            split_size = FIXED_SPLIT
-            first_split = first_seen // FIXED_SPLIT * FIXED_SPLIT
+        if BITS > 0 and FIXED_SPLIT == 0:
+            work = _work_of(context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
+            # Whole tiles of the store.
+            STEP: tl.constexpr = STORE_TILE // TILE if STORE_TILE > TILE else 1
+            split_work = tl.maximum(smallest_split // TILE, tl.cdiv(work, most_splits))
+            split_work = tl.cdiv(split_work, STEP) * STEP
+            splits = tl.cdiv(work, split_work)
+            begin_work = split * split_work
+            begin_tile = _tile_at(begin_work, context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
+            end_work = tl.minimum(begin_work + split_work, work)
+            end_tile = _tile_at(end_work, context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
+            begin, end = begin_tile * TILE, tl.minimum(end_tile * TILE, context)
         else:
-            first_split = first_position
-            even = tl.cdiv(tl.cdiv(context - first_split, most_splits), TILE) * TILE
-            split_size = tl.maximum(smallest_split, even)
-        splits = tl.maximum(tl.cdiv(context - first_split, split_size), 1)
+            if FIXED_SPLIT > 0:
+                split_size = FIXED_SPLIT
+                first_split = first_seen // FIXED_SPLIT * FIXED_SPLIT
+            else:
+                first_split = first_position
+                even = tl.cdiv(tl.cdiv(context - first_split, most_splits), TILE) * TILE
+                split_size = tl.maximum(smallest_split, even)
+            splits = tl.maximum(tl.cdiv(context - first_split, split_size), 1)
+            begin = tl.maximum(first_split + split * split_size, first_position)
+            end = tl.minimum(first_split + (split + 1) * split_size, context)
         wait_for_previous(DEPENDENT)
         let_next_begin(DEPENDENT)
         if split < splits:
@@ -160,14 +196,16 @@ def decode_attention(
                 row,
                 kv_head,
                 context,
-                tl.maximum(first_split + split * split_size, first_position),
-                tl.minimum(first_split + (split + 1) * split_size, context),
+                begin,
+                end,
                 split,
                 splits,
                 (request * KV_HEADS + kv_head) * most_splits,
                 queries,
                 output,
                 cache,
+                codes,
+                words,
                 tables,
                 split_mixed,
                 split_peaks,
@@ -191,16 +229,66 @@ def decode_attention(
                 CAPPED,
                 TILE,
                 STAGES,
+                BITS,
+                TAIL_BLOCKS,
+                STORE_ROWS,
+                STORE_TILE,
+                STORE_STAGES,
+                FIXED_SPLIT > 0,
             )
 
 
 @triton.jit
-def _tiles_seen(context, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """How many tiles hold what a request sees; a padded one has one, of nothing."""
+def _work_of(
+    context,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TAIL_BLOCKS: tl.constexpr,
+):
+    """What it takes to read what a request sees: tiles; where there is a store, its tiles, and a full one counts for as many
+    as it has bytes. A padded request has some too, of nothing."""
     tiles = tl.cdiv(context, TILE)
     if WINDOW > 0:
         tiles -= tl.maximum(context - WINDOW, 0) // TILE
-    return tl.maximum(tiles, 1)
+    tiles = tl.maximum(tiles, 1)
+    if BITS > 0:
+        stored = _stored_tiles(context, WINDOW, TILE, BLOCK_SIZE, TAIL_BLOCKS)
+        return stored + (tiles - stored) * (16 // BITS)
+    return tiles
+
+
+@triton.jit
+def _tile_at(
+    work,
+    context,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TAIL_BLOCKS: tl.constexpr,
+):
+    """Where a program is that has done so much of it."""
+    if BITS > 0:
+        stored = _stored_tiles(context, WINDOW, TILE, BLOCK_SIZE, TAIL_BLOCKS)
+        work = tl.where(work < stored, work, stored + (work - stored) // (16 // BITS))
+    return (tl.maximum(context - WINDOW, 0) // TILE if WINDOW > 0 else 0) + work
+
+
+@triton.jit
+def _stored_tiles(
+    context,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TAIL_BLOCKS: tl.constexpr,
+):
+    """How many of the tiles that are seen have nothing but stored blocks."""
+    stored = full_begin_of(context - 1, BLOCK_SIZE, TAIL_BLOCKS) // TILE
+    if WINDOW > 0:
+        stored = tl.maximum(stored - tl.maximum(context - WINDOW, 0) // TILE, 0)
+    return stored
 
 
 @triton.jit
@@ -233,6 +321,8 @@ def _attend_to_split(
     queries,
     output,
     cache,
+    codes,
+    words,
     tables,
     split_mixed,
     split_peaks,
@@ -256,6 +346,12 @@ def _attend_to_split(
     CAPPED: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    BITS: tl.constexpr,
+    TAIL_BLOCKS: tl.constexpr,
+    STORE_ROWS: tl.constexpr,
+    STORE_TILE: tl.constexpr,
+    STORE_STAGES: tl.constexpr,
+    FIXED_TILES: tl.constexpr,
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     VALUE_OFFSET: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_SIZE
@@ -264,20 +360,60 @@ def _attend_to_split(
     there = (row < GROUP)[:, None] & (column < HEAD_SIZE)[None, :]
     features = (kv_head * GROUP + row)[:, None] * HEAD_SIZE + column[None, :]
     query = tl.load(queries + request.to(tl.int64) * QUERY_STRIDE + features, mask=there, other=0.0)
-    peak, total, mixed = nothing_seen(ROWS, WIDTH)
+    positions = tl.full((ROWS,), 0, tl.int32) + (context - 1)
+    table = tables + table_row.to(tl.int64) * table_stride
+    full_from, full_begin = positions, 0
+    if BITS > 0:
+        full_begin = full_begin_of(context - 1, BLOCK_SIZE, TAIL_BLOCKS)
+        full_from = tl.full((ROWS,), 0, tl.int32) + full_begin
+        head = tl.arange(0, STORE_ROWS)
+        heads = queries + request.to(tl.int64) * QUERY_STRIDE + (kv_head * GROUP + head) * HEAD_SIZE
+        left, right, query_sum = load_queries(heads, head < GROUP, HEAD_SIZE, WIDTH, BITS)
+        PART: tl.constexpr = BLOCK_SIZE * HEAD_SIZE * BITS // 4 + 4 * BLOCK_SIZE
+        part = (layer * KV_HEADS + kv_head).to(tl.int64) * PART
+        peak, total, mixed = attend_to_store(
+            left,
+            right,
+            query_sum,
+            tl.full((STORE_ROWS,), 0, tl.int32) + (context - 1),
+            tl.full((STORE_ROWS,), 0, tl.int32) + full_begin,
+            begin // STORE_TILE * STORE_TILE if FIXED_TILES else begin,
+            tl.minimum(end, full_begin),
+            codes + part,
+            words + part // 4,
+            table + table_stride // 2,
+            scale,
+            score_cap,
+            WINDOW=WINDOW,
+            CAPPED=CAPPED,
+            BITS=BITS,
+            HEAD_SIZE=HEAD_SIZE,
+            WIDTH=WIDTH,
+            BLOCK_SIZE=BLOCK_SIZE,
+            BLOCK_STRIDE=LAYERS * KV_HEADS * PART,
+            TILE=STORE_TILE,
+            STAGES=STORE_STAGES,
+        )
+        peak, total, mixed = widened(peak, total, mixed, ROWS)
+        begin = tl.maximum(begin, full_begin // TILE * TILE)
+    else:
+        peak, total, mixed = nothing_seen(ROWS, WIDTH)
     peak, total, mixed = attend(
         query,
-        tl.full((ROWS,), 0, tl.int32) + (context - 1),
+        positions,
         peak,
         total,
         mixed,
         begin,
         end,
+        full_from,
+        full_begin,
         cache + (layer * 2 * KV_HEADS + kv_head).to(tl.int64) * (BLOCK_SIZE * HEAD_SIZE),
-        tables + table_row.to(tl.int64) * table_stride,
+        table,
         scale,
         score_cap,
         MASKED=True,
+        TIERED=BITS > 0,
         WINDOW=WINDOW,
         CAPPED=CAPPED,
         HEAD_SIZE=HEAD_SIZE,
@@ -288,7 +424,7 @@ def _attend_to_split(
         TILE=TILE,
         STAGES=STAGES,
     )
-    _finish_split(
+    finish_split(
         peak,
         total,
         mixed,
@@ -307,95 +443,3 @@ def _attend_to_split(
         JOINED_ROWS,
         JOINED_AT_ONCE,
     )
-
-
-@triton.jit
-def _finish_split(
-    peak,
-    total,
-    mixed,
-    output,  # where the group's heads go
-    split_mixed,
-    split_peaks,
-    split_totals,
-    arrivals,  # where those of the request and its KV head are counted
-    first_entry,
-    split,
-    splits,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    JOINED_ROWS: tl.constexpr,
-    JOINED_AT_ONCE: tl.constexpr,
-):
-    """Write the result of an only split; of several each writes its part, and the last to do so the result."""
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, WIDTH)
-    there = (row < GROUP)[:, None] & (column < HEAD_SIZE)[None, :]
-    if splits == 1:
-        result = mean(total, mixed).to(output.dtype.element_ty)
-        tl.store(output + row[:, None] * HEAD_SIZE + column[None, :], result, mask=there)
-    else:
-        entry = first_entry + split * GROUP + row
-        tl.store(split_mixed + entry[:, None] * HEAD_SIZE + column[None, :], mixed, mask=there)
-        tl.store(split_peaks + entry, peak, mask=row < GROUP)
-        tl.store(split_totals + entry, total, mask=row < GROUP)
-        # Every thread has stored before one of them says so to the other programs.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals, 1, sem="acq_rel")
-        if arrived == splits - 1:
-            tl.store(arrivals, 0)
-            all_total, all_mixed = _joined_splits(
-                split_mixed,
-                split_peaks,
-                split_totals,
-                first_entry,
-                splits,
-                GROUP,
-                HEAD_SIZE,
-                WIDTH,
-                JOINED_ROWS,
-                JOINED_AT_ONCE,
-            )
-            joined_row = tl.arange(0, JOINED_ROWS)
-            joined_there = (joined_row < GROUP)[:, None] & (column < HEAD_SIZE)[None, :]
-            joined_result = mean(all_total, all_mixed).to(output.dtype.element_ty)
-            places = output + joined_row[:, None] * HEAD_SIZE + column[None, :]
-            tl.store(places, joined_result, mask=joined_there)
-
-
-@triton.jit
-def _joined_splits(
-    split_mixed,
-    split_peaks,
-    split_totals,
-    first_entry,
-    splits,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    JOINED_ROWS: tl.constexpr,
-    JOINED_AT_ONCE: tl.constexpr,
-):
-    """The softmax over all splits of a request and KV head, some of them at a time."""
-    row = tl.arange(0, JOINED_ROWS)
-    column = tl.arange(0, WIDTH)
-    peak, total, mixed = nothing_seen(JOINED_ROWS, WIDTH)
-    for start in range(0, splits, JOINED_AT_ONCE):
-        split = start + tl.arange(0, JOINED_AT_ONCE)
-        entry = first_entry + split[:, None] * GROUP + row[None, :]
-        there = (split < splits)[:, None] & (row < GROUP)[None, :]
-        peaks = tl.load(split_peaks + entry, mask=there, other=LOWEST)
-        totals = tl.load(split_totals + entry, mask=there, other=0.0)
-        values = tl.load(
-            split_mixed + entry[:, :, None] * HEAD_SIZE + column[None, None, :],
-            mask=there[:, :, None] & (column < HEAD_SIZE)[None, None, :],
-            other=0.0,
-        )
-        highest = tl.max(peaks, 0)
-        shrink = tl.exp2(peaks - highest[None, :])
-        some_total = tl.sum(totals * shrink, 0)
-        some_mixed = tl.sum(values * shrink[:, :, None], 0)
-        peak, total, mixed = joined(peak, total, mixed, highest, some_total, some_mixed)
-    return total, mixed

@@ -9,7 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.attention_tiles import attend, attend_to_rows, joined, mean, nothing_seen
+from weft.ops.triton.attention_store import attend_to_store, attend_to_store_by_rows, load_queries
+from weft.ops.triton.attention_tiles import (
+    attend,
+    attend_to_rows,
+    full_begin_of,
+    joined,
+    mean,
+    nothing_seen,
+)
 from weft.ops.triton.device import let_next_begin, wait_for_previous
 
 
@@ -19,6 +27,8 @@ def prefill_attention(
     qkv,  # with FROM_ROWS a tensor descriptor of the same rows with K and V
     output,  # [tokens, heads * head size]
     cache,
+    codes,  # of the store, with BITS
+    words,
     tables,
     rows,
     query_starts,
@@ -42,6 +52,10 @@ def prefill_attention(
     CAPPED: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    BITS: tl.constexpr,  # 0: there is no store
+    TAIL_BLOCKS: tl.constexpr,
+    STORE_TILE: tl.constexpr,
+    STORE_STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     if first_request == 0:
@@ -78,23 +92,66 @@ def prefill_attention(
     keys = cache + (layer * 2 * KV_HEADS + kv_head).to(tl.int64) * (BLOCK_SIZE * HEAD_SIZE)
     table = tables + tl.load(rows + request).to(tl.int64) * table_stride
 
+    full_from, full_begin, store_end = positions, 0, 0
+    if BITS > 0:
+        # Between the first and the last token's border are blocks that some rows read here and others there.
+        full_from = full_begin_of(positions, BLOCK_SIZE, TAIL_BLOCKS)
+        full_begin = full_begin_of(first_position, BLOCK_SIZE, TAIL_BLOCKS)
+        store_end = full_begin_of(end - 1, BLOCK_SIZE, TAIL_BLOCKS)
+        heads = queries + (first_token + token).to(tl.int64) * QUERY_STRIDE
+        heads += (kv_head * GROUP + row % GROUP) * HEAD_SIZE
+        is_token = (row < TOKENS * GROUP) & (token < count)
+        left, right, query_sum = load_queries(heads, is_token, HEAD_SIZE, WIDTH, BITS)
+        PART: tl.constexpr = BLOCK_SIZE * HEAD_SIZE * BITS // 4 + 4 * BLOCK_SIZE
+        part = (layer * KV_HEADS + kv_head).to(tl.int64) * PART
+
     peak, total, mixed = nothing_seen(ROWS, WIDTH)
     if FIXED_SPLIT > 0:
         for split in range(first_seen // FIXED_SPLIT * FIXED_SPLIT, end, FIXED_SPLIT):
-            some_peak, some_total, some_mixed = nothing_seen(ROWS, WIDTH)
+            some_begin, some_end = tl.maximum(split, begin), tl.minimum(split + FIXED_SPLIT, end)
+            if BITS > 0:
+                some_peak, some_total, some_mixed = attend_to_store(
+                    left,
+                    right,
+                    query_sum,
+                    positions,
+                    full_from,
+                    some_begin // STORE_TILE * STORE_TILE,
+                    tl.minimum(some_end, store_end),
+                    codes + part,
+                    words + part // 4,
+                    table + table_stride // 2,
+                    scale,
+                    score_cap,
+                    WINDOW=WINDOW,
+                    CAPPED=CAPPED,
+                    BITS=BITS,
+                    HEAD_SIZE=HEAD_SIZE,
+                    WIDTH=WIDTH,
+                    BLOCK_SIZE=BLOCK_SIZE,
+                    BLOCK_STRIDE=LAYERS * KV_HEADS * PART,
+                    TILE=STORE_TILE,
+                    STAGES=STORE_STAGES,
+                )
+                some_begin = tl.maximum(some_begin, full_begin // TILE * TILE)
+            else:
+                some_peak, some_total, some_mixed = nothing_seen(ROWS, WIDTH)
             some_peak, some_total, some_mixed = attend(
                 query,
                 positions,
                 some_peak,
                 some_total,
                 some_mixed,
-                tl.maximum(split, begin),
-                tl.minimum(split + FIXED_SPLIT, end),
+                some_begin,
+                some_end,
+                full_from,
+                full_begin,
                 keys,
                 table,
                 scale,
                 score_cap,
                 MASKED=True,
+                TIERED=BITS > 0,
                 WINDOW=WINDOW,
                 CAPPED=CAPPED,
                 HEAD_SIZE=HEAD_SIZE,
@@ -112,43 +169,75 @@ def prefill_attention(
         all_see_from = begin
         if WINDOW > 0:
             all_see_from = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, all_see_until)
-        if context == count if FROM_ROWS else False:
-            for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
+        if BITS > 0:
+            peak, total, mixed = attend_to_store_by_rows(
+                left,
+                right,
+                query_sum,
+                positions,
+                full_from,
+                begin,
+                store_end,
+                codes + part,
+                words + part // 4,
+                table + table_stride // 2,
+                scale,
+                score_cap,
+                WINDOW=WINDOW,
+                CAPPED=CAPPED,
+                BITS=BITS,
+                HEAD_SIZE=HEAD_SIZE,
+                WIDTH=WIDTH,
+                BLOCK_SIZE=BLOCK_SIZE,
+                BLOCK_STRIDE=LAYERS * KV_HEADS * PART,
+                TILE=STORE_TILE,
+                STAGES=STORE_STAGES,
+            )
+            begin = tl.maximum(begin, full_begin // TILE * TILE)
+            all_see_from = tl.maximum(all_see_from, tl.cdiv(store_end, TILE) * TILE)
+            all_see_from = tl.maximum(tl.minimum(all_see_from, all_see_until), begin)
+            all_see_until = tl.maximum(all_see_until, all_see_from)
+        # Also of a new prompt the last tokens may read the store.
+        if (context == count) & (store_end == 0) if FROM_ROWS else False:
+            for stretch in tl.static_range(0 if WINDOW > 0 else 1, 3):
                 peak, total, mixed = attend_to_rows(
                     query,
                     positions,
                     peak,
                     total,
                     mixed,
-                    begin if part == 0 else (all_see_from if part == 1 else all_see_until),
-                    all_see_from if part == 0 else (all_see_until if part == 1 else end),
+                    begin if stretch == 0 else (all_see_from if stretch == 1 else all_see_until),
+                    all_see_from if stretch == 0 else (all_see_until if stretch == 1 else end),
                     qkv,
                     first_token,
                     (HEADS + kv_head) * HEAD_SIZE,
                     (HEADS + KV_HEADS + kv_head) * HEAD_SIZE,
                     scale,
                     score_cap,
-                    MASKED=part != 1,
+                    MASKED=stretch != 1,
                     WINDOW=WINDOW,
                     CAPPED=CAPPED,
                     TILE=TILE,
                     STAGES=STAGES,
                 )
         else:
-            for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
+            for stretch in tl.static_range(0 if WINDOW > 0 or BITS > 0 else 1, 3):
                 peak, total, mixed = attend(
                     query,
                     positions,
                     peak,
                     total,
                     mixed,
-                    begin if part == 0 else (all_see_from if part == 1 else all_see_until),
-                    all_see_from if part == 0 else (all_see_until if part == 1 else end),
+                    begin if stretch == 0 else (all_see_from if stretch == 1 else all_see_until),
+                    all_see_from if stretch == 0 else (all_see_until if stretch == 1 else end),
+                    full_from,
+                    full_begin,
                     keys,
                     table,
                     scale,
                     score_cap,
-                    MASKED=part != 1,
+                    MASKED=stretch != 1,
+                    TIERED=BITS > 0,
                     WINDOW=WINDOW,
                     CAPPED=CAPPED,
                     HEAD_SIZE=HEAD_SIZE,

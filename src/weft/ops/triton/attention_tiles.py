@@ -27,6 +27,12 @@ def nothing_seen(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def full_begin_of(position, BLOCK_SIZE: tl.constexpr, TAIL_BLOCKS: tl.constexpr):
+    """Of a two-tier cache: the query at a position reads what is before this from the store."""
+    return tl.maximum((position + 1) // BLOCK_SIZE - TAIL_BLOCKS, 0) * BLOCK_SIZE
+
+
+@triton.jit
 def attend(
     query,  # [ROWS, WIDTH]
     positions,  # [ROWS]: a row sees what is not behind its position, and not before its window
@@ -35,11 +41,14 @@ def attend(
     mixed,
     begin,  # a multiple of TILE
     end,
+    full_from,  # TIERED: [ROWS], what is before is not seen here
+    full_begin,  # and before this, by no row
     keys,  # where K of the layer and the head begins in block 0
     table,  # the blocks of the request
     scale,
     score_cap,
     MASKED: tl.constexpr,  # not: every row sees all of begin to end
+    TIERED: tl.constexpr,  # whether blocks that came before are elsewhere
     WINDOW: tl.constexpr,  # 0: none
     CAPPED: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -56,13 +65,16 @@ def attend(
         place = start + tl.arange(0, TILE)
         if MASKED:
             # Behind the end the table names no block of this request, and what a block holds there may be NaN.
-            block = tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0)
+            is_there = place < end
+            if TIERED:
+                is_there = is_there & (place >= full_begin)
+            block = tl.load(table + place // BLOCK_SIZE, mask=is_there, other=0)
         else:
             block = tl.load(table + place // BLOCK_SIZE)
         cell = keys + block.to(tl.int64)[:, None] * BLOCK_STRIDE + (place % BLOCK_SIZE)[:, None] * HEAD_SIZE
         address = cell + column[None, :]
         if MASKED:
-            there = (place < end)[:, None] & (column < HEAD_SIZE)[None, :]
+            there = is_there[:, None] & (column < HEAD_SIZE)[None, :]
             key = tl.load(address, mask=there, other=0.0)
             value = tl.load(address + VALUE_OFFSET, mask=there, other=0.0)
         elif HEAD_SIZE != WIDTH:
@@ -83,9 +95,11 @@ def attend(
             value,
             place,
             end,
+            full_from,
             scale,
             score_cap,
             MASKED,
+            TIERED,
             WINDOW,
             CAPPED,
         )
@@ -131,9 +145,11 @@ def attend_to_rows(
             value,
             place,
             end,
+            positions,
             scale,
             score_cap,
             MASKED,
+            False,
             WINDOW,
             CAPPED,
         )
@@ -151,19 +167,23 @@ def _attend_to_tile(
     value,
     place,  # [TILE]
     end,
+    full_from,
     scale,
     score_cap,
     MASKED: tl.constexpr,
+    TIERED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
     """The softmax with one tile added."""
     scores = dot(query, tl.trans(key), tl.zeros((query.shape[0], key.shape[0]), tl.float32))
-    scores, factor = _capped(scores, scale, score_cap, CAPPED)
+    scores, factor = exponents(scores, scale, score_cap, CAPPED)
     if MASKED:
         seen = (place[None, :] <= positions[:, None]) & (place < end)[None, :]
         if WINDOW > 0:
             seen = seen & (place[None, :] > positions[:, None] - WINDOW)
+        if TIERED:
+            seen = seen & (place[None, :] >= full_from[:, None])
         scores = tl.where(seen, scores, float("-inf"))
     highest = tl.maximum(peak, tl.max(scores, 1) * factor)
     weights = tl.exp2(scores * factor - highest[:, None])
@@ -174,7 +194,7 @@ def _attend_to_tile(
 
 
 @triton.jit
-def _capped(scores, scale, score_cap, CAPPED: tl.constexpr):
+def exponents(scores, scale, score_cap, CAPPED: tl.constexpr):
     """Of products of queries and keys: scores, and what they are to be multiplied by to be exponents of 2."""
     if CAPPED:
         # tanh(x) = 1 - 2 / (e^2x + 1)

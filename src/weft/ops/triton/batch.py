@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from weft.ops.triton.store import Moves
+
 
 @dataclass
 class DeviceBatch:
@@ -23,8 +25,10 @@ class DeviceBatch:
     rows: Tensor  # int32 [requests]: the row of `tables` that is a request's
     query_starts: Tensor  # int32 [requests + 1]
     context_lengths: Tensor  # int32 [requests], this step's tokens included
-    tables: Tensor  # int32 [rows of the backend, blocks of a context]
+    tables: Tensor  # int32 [rows of the backend, blocks of a context]; of two tiers: full blocks, then those of the store
     logit_indices: Tensor  # int32 [sampled], into the tokens
     decodes: int = 0
     """At least the first so many requests have one token each, token i being request i's; all of them where
     `longest_query` is 1."""
+    moves: Moves | None = None
+    """Blocks that every layer quantises between writing and reading."""

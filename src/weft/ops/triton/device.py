@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
 
 from weft.errors import WeftError
 
@@ -270,6 +270,29 @@ def let_next_begin(DEPENDENT: tl.constexpr):
     and may read what that one wrote before it waits itself."""
     if DEPENDENT:
         gdc_launch_dependents()
+
+
+@triton.jit
+def fetch_rows(first, stride, rows, COLUMNS: tl.constexpr):
+    """COLUMNS values of each of so many rows, at most one for every thread, are fetched into the card's cache; nobody waits
+    for them. Rows begin at multiples of 16 bytes. On a card only: the interpreter knows nothing of it."""
+    row = tl.arange(0, num_threads())
+    BYTES: tl.constexpr = COLUMNS * first.dtype.element_ty.primitive_bitwidth // 8
+    tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred wanted;
+            setp.ne.u32 wanted, $2, 0;
+            @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [first + row.to(tl.int64) * stride, tl.where(row < rows, BYTES, 0)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

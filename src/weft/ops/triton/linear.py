@@ -2,10 +2,10 @@
 
 one row        `_gemv`: every program reads a few rows of the weight and sums in float32
 a few rows     `_tile`: a tile of the weight times all the rows, on tensor cores; weights are read once
-more           cuBLAS, with norm and gate as kernels of their own; for some shapes with few rows too: see `skinny_tile`
+more           cuBLAS, with norm and gate as kernels of their own; for some shapes with few rows too: see `linear_tiles`
 
-In the batch-invariant mode it is `_tile` for any number of rows, norm and gate by rows, so that no order of summation
-depends on how many rows there are.
+In the batch-invariant mode it is `_tile` for any number of rows, the norm a kernel of its own, so that no order of
+summation depends on how many rows there are.
 
 The two kernels are bound by how fast weights are read. So a first piece of them is asked for before the kernel in
 front has ended, and the norm does not wait for its sum: (input * factors) @ weight is scaled by it at the end.
@@ -13,8 +13,8 @@ front has ended, and the norm does not wait for its sum: (input * factors) @ wei
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -22,87 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton import rows
-from weft.ops.triton.device import Device, dot, let_next_begin, pieces, power_of_two, wait_for_previous
+from weft.ops.triton.device import Device, dot, fetch_rows, let_next_begin, pieces, wait_for_previous
+from weft.ops.triton.linear_tiles import MOST_SKINNY, Tile, gemv_tile, invariant_tile, skinny_tile
 from weft.ops.triton.rows import GATE_CODES, GateKind, gated
 from weft.ops.triton.weights import Linear
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What one program takes at a time."""
-
-    tokens: int
-    outputs: int
-    inputs: int
-    warps: int
-    stages: int = 1
-    early: bool = True
-    """Whether a first piece of the weights is asked for before the kernel in front has ended."""
-    norm_inside: bool = True
-    """Whether the norm is made on the way, by every program again, or once by a kernel of its own."""
-
-
-@cache
-def gemv_tile(outputs: int, inputs: int, has_norm: bool) -> Tile:
-    """Measured on an H200, shapes of 0.6 and 8 billion weights: 8 KiB of weights in flight for every program. With a norm
-    in front there is more to do for every piece of a row, and programs with few rows hide it better."""
-    if inputs <= 1024:
-        tile = Tile(1, 8, 512, 4)
-    elif inputs == 2048:
-        tile = Tile(1, 4, 2048, 8)
-    elif has_norm or outputs > _MANY_OUTPUTS:
-        tile = Tile(1, 2, 1024, 4)
-    else:
-        tile = Tile(1, 4, 1024, 8)
-    return _fitted(tile, inputs, 256)
-
-
-@cache
-def skinny_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
-    """The tile for a few tokens, or None where cuBLAS is faster, norm and gate as kernels of their own included. Measured
-    on an H200 with 8, 16, 32 and 64 tokens and the shapes of 0.6 and 8 billion weights."""
-    is_large = outputs * inputs > _LARGE_WEIGHT
-    if tokens <= 16:
-        if has_norm:
-            return None if is_large else _fitted(Tile(16, 64, 256, 4, 4), inputs)
-        if outputs <= 2048:
-            return _fitted(Tile(16, 16, 256, 4, 5), inputs)
-        if outputs <= _MANY_OUTPUTS:
-            deep = Tile(16, 32, 512, 4, 4, early=False)
-            return _fitted(deep if inputs > 8192 else Tile(16, 64, 256, 4, 4), inputs)
-        return _fitted(Tile(16, 64, 128, 4, 4, early=inputs > 1024), inputs)
-    if tokens <= 32:
-        if has_norm:
-            return _fitted(Tile(32, 64, 256, 4, 3), inputs) if inputs <= 2048 else None
-        if outputs <= 2048:
-            return _fitted(Tile(32, 16, 512, 4, 3), inputs)
-        if outputs <= _MANY_OUTPUTS and inputs > 8192:
-            return None
-        return _fitted(Tile(32, 64, 128, 4, 4), inputs)
-    if tokens <= _MOST_SKINNY and outputs > _MANY_OUTPUTS and is_large and not has_norm:
-        return Tile(64, 128, 64, 4, 4)
-    return None
-
-
-_MOST_SKINNY = 64
-_MANY_OUTPUTS = 32768
-_LARGE_WEIGHT = 64 << 20
-
-
-@cache
-def invariant_tile(tokens: int, inputs: int) -> Tile:
-    """Outputs and inputs are the same for any number of tokens. So is the sum for one token: tokens are the columns of
-    an instruction, which do not meet."""
-    token_tile = max(16, min(128, power_of_two(tokens)))
-    return _fitted(Tile(token_tile, 64, 64, 4, 4, early=False), inputs)
-
-
-def _fitted(tile: Tile, inputs: int, least: int = 64) -> Tile:
-    """In pieces that a row consists of, which need no masks, where they are no smaller than `least`."""
-    step = min(tile.inputs, inputs & -inputs)
-    if step < least:
-        step = max(16, min(tile.inputs, power_of_two(inputs)))
-    return replace(tile, inputs=step)
 
 
 @triton.jit
@@ -112,6 +35,24 @@ def _load(places, mask, EVEN: tl.constexpr):
         return tl.load(places, eviction_policy="evict_first")
     else:
         return tl.load(places, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _fetch_ahead(
+    weight,
+    row,
+    outputs,
+    INPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FROM: tl.constexpr,
+    COUNT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """The next COUNT weights of each of a program's rows are on their way into the card's cache while it waits."""
+    WHOLE: tl.constexpr = INPUTS * weight.dtype.element_ty.primitive_bitwidth % 128 == 0
+    if DEPENDENT and COUNT > 0 and FROM < INPUTS and WHOLE:
+        first = weight + row.to(tl.int64) * INPUTS + FROM
+        fetch_rows(first, INPUTS, tl.minimum(ROWS, outputs - row), min(COUNT, INPUTS - FROM))
 
 
 @triton.jit
@@ -132,6 +73,7 @@ def _gemv(
     GATE: tl.constexpr,
     BIAS: tl.constexpr,
     ADDED: tl.constexpr,
+    AHEAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -140,8 +82,11 @@ def _gemv(
     places = weight + row[:, None].to(tl.int64) * INPUTS + column[None, :]
     is_row = row[:, None] < outputs
     weights = _load(places, is_row & (column[None, :] < INPUTS), EVEN).to(tl.float32)
+    _fetch_ahead(weight, program * ROWS, outputs, INPUTS, ROWS, STEP, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
+    if ADDED:
+        before = tl.load(output + row, mask=row < outputs, other=0.0).to(tl.float32)
     values = tl.load(input + column, mask=column < INPUTS, other=0.0).to(tl.float32)
     squares = values * values
     if NORM:
@@ -166,7 +111,6 @@ def _gemv(
         tl.store(output + pair, gated(gate, up, GATE).to(output.dtype.element_ty), mask=pair < outputs // 2)
     else:
         if ADDED:
-            before = tl.load(output + row, mask=row < outputs, other=0.0).to(tl.float32)
             sums = before + sums * scale
         tl.store(output + row, sums.to(output.dtype.element_ty), mask=row < outputs)
 
@@ -206,11 +150,18 @@ def _tile(
     BIAS: tl.constexpr,
     ADDED: tl.constexpr,
     EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
+    TOGETHER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     program = tl.program_id(0)
+    token_program = tl.program_id(1)
+    if TOGETHER > 1:
+        token_program, program = tl.swizzle2d(
+            token_program, program, tl.num_programs(1), tl.num_programs(0), TOGETHER
+        )
     row = program * ROWS + tl.arange(0, ROWS)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    token = token_program * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, STEP)
     places = weight + row[:, None].to(tl.int64) * INPUTS + column[None, :]
     is_row = row[:, None] < outputs
@@ -222,8 +173,12 @@ def _tile(
     if EARLY:
         # Asked for before the wait and used after the loop, so that the loop's own pipeline fills at once.
         early = _load(places, is_row & (column[None, :] < INPUTS), EVEN)
+    _fetch_ahead(weight, program * ROWS, outputs, INPUTS, ROWS, FIRST, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
+    rows_out = output + token[None, :].to(tl.int64) * output_stride
+    if ADDED:
+        before = tl.load(rows_out + row[:, None], mask=is_row & is_token, other=0.0)
     for start in tl.range(FIRST, INPUTS, STEP, num_stages=STAGES):
         place = start + column
         weights = _load(places + start, is_row & (place[None, :] < INPUTS), EVEN)
@@ -241,7 +196,6 @@ def _tile(
         sums *= tl.rsqrt(squares / INPUTS + epsilon)[None, :]
     if BIAS:
         sums += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)[:, None]
-    rows_out = output + token[None, :].to(tl.int64) * output_stride
     if GATE:
         pairs = tl.permute(tl.reshape(sums, (ROWS // 2, 2, TOKENS)), (0, 2, 1))
         gate, up = tl.split(pairs)
@@ -250,7 +204,6 @@ def _tile(
         tl.store(rows_out + pair, gates, mask=(pair < outputs // 2) & is_token)
     else:
         if ADDED:
-            before = tl.load(rows_out + row[:, None], mask=is_row & is_token, other=0.0)
             sums = before.to(tl.float32) + sums * scale
         tl.store(rows_out + row[:, None], sums.to(output.dtype.element_ty), mask=is_row & is_token)
 
@@ -293,14 +246,20 @@ class Product:
         """`normed` and `ungated` take what a norm and a gate need in between where they are kernels of their own; `padded`
         are the same four with the rows behind them that `padded_rows` says, whatever these hold."""
         tokens, layer, has_norm = input.shape[0], self.layer, self.norm is not None
-        if self.invariant or tokens > _MOST_SKINNY:
-            self.run_apart(input, output, normed, ungated, None if self.invariant else padded)
-        elif tokens == 1:
+        if tokens == 1 and not self.invariant:
             self.run_gemv(input, output, gemv_tile(layer.outputs, layer.inputs, has_norm))
-        elif (tile := skinny_tile(tokens, layer.outputs, layer.inputs, has_norm)) is not None:
+        elif (tile := self._tile(tokens)) is not None:
             self.run_tile(input, output, tile, normed)
         else:
             self.run_apart(input, output, normed, ungated, padded)
+
+    def _tile(self, tokens: int) -> Tile | None:
+        """None: by cuBLAS."""
+        layer, has_norm = self.layer, self.norm is not None
+        sizes = (tokens, layer.outputs, layer.inputs)
+        if self.invariant:
+            return invariant_tile(*sizes, layer.weight.dtype)
+        return skinny_tile(*sizes, has_norm) if tokens <= MOST_SKINNY else None
 
     @cached_property
     def _kind(self) -> tuple[object, ...]:
@@ -332,6 +291,7 @@ class Product:
                 "GATE": GATE_CODES[self.gate],
                 "BIAS": layer.bias is not None,
                 "ADDED": self.added,
+                "AHEAD": tile.ahead,
                 "num_warps": tile.warps,
             },
         )
@@ -373,9 +333,7 @@ class Product:
 
     def _multiply(self, input: Tensor, output: Tensor) -> None:
         weight, bias = self._transposed, self.layer.bias
-        if self.invariant:
-            self._launch_tile(input, output, invariant_tile(len(input), self.layer.inputs), None, None)
-        elif self.added:
+        if self.added:
             output.addmm_(input, weight, alpha=self.scale)
             if bias is not None:
                 rows.add(output, bias, self.scale, self.device)
@@ -413,6 +371,8 @@ class Product:
                 "BIAS": layer.bias is not None,
                 "ADDED": self.added,
                 "EARLY": tile.early,
+                "AHEAD": tile.ahead,
+                "TOGETHER": tile.together,
                 "num_warps": tile.warps,
             },
         )

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor, float32, int32
 
 from weft.ops.triton.device import Device, dot, let_next_begin, pieces, power_of_two, wait_for_previous
-from weft.ops.triton.linear import Product, Tile, invariant_tile
+from weft.ops.triton.linear import Product
+from weft.ops.triton.linear_tiles import Tile, small_tile
 from weft.ops.triton.rows import GATE_CODES, gated
 from weft.ops.triton.weights import Experts, Linear
 
@@ -232,4 +233,4 @@ class MixtureProduct:
     def _tile(self, tokens: int, inputs: int) -> Tile:
         """For as many tokens as an expert gets on average; the sums are the same for any number."""
         count, _, _, per_token, _ = self._space.sizes
-        return invariant_tile(min(64, pieces(tokens * per_token, count)), inputs)
+        return small_tile(min(64, pieces(tokens * per_token, count)), inputs)

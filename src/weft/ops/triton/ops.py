@@ -10,6 +10,7 @@ from torch import Tensor
 from weft.ops.base import AttentionShape, LinearRole, WeightSource
 from weft.ops.recording import RecordingOps
 from weft.ops.triton.device import Device
+from weft.ops.triton.store import new_store
 from weft.ops.triton.weights import Experts, Linear, Loader
 
 
@@ -48,3 +49,8 @@ class TritonOps(RecordingOps):
         return self.device.zeros(
             blocks, layers, 2, shape.kv_heads, block_size, shape.head_size, dtype=self.dtype
         )
+
+    def new_store(
+        self, blocks: int, layers: int, block_size: int, shape: AttentionShape, bits: int
+    ) -> Tensor:
+        return new_store(blocks, layers, block_size, shape, bits, self.device)

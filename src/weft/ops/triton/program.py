@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from weft.ops.base import TwoTierCache
 from weft.ops.recording import (
     NO_STEP,
     Add,
@@ -34,7 +35,9 @@ from weft.ops.triton.steps import (
     assigned_slots,
     buffers_made,
     steps_of,
+    stretches,
 )
+from weft.ops.triton.stretches import StretchGraphs
 
 
 @dataclass
@@ -42,9 +45,12 @@ class _Run:
     """A step under way: its buffers, cut to its rows, and to as many as products are padded to."""
 
     batch: DeviceBatch
-    cache: Tensor
+    cache: Tensor | TwoTierCache
     buffers: list[Tensor]
     padded: list[Tensor]
+    padded_tokens: int = 0
+    from_graphs: bool = False
+    """Whether what lies between attentions comes from graphs, with the padded rows."""
 
 
 Launch = Callable[[_Run], None]
@@ -114,17 +120,23 @@ class CudaProgram:
             device.zeros(padded_rows(height), columns, dtype=dtype)
             for height, columns in zip(heights, slots.columns, strict=True)
         ]
-        self._forward = [self._launch(step) for step in first_part]
+        self._stretches = StretchGraphs(device)
+        self._forward = [
+            self._launch_stretch(number, steps) for number, steps in enumerate(stretches(first_part))
+        ]
         # What the second part reads of the first are the sampled rows alone.
         self._places[rows] = self._sampled_rows
         self._make_logits = [self._launch(step) for step in second_part]
 
-    def run(self, batch: DeviceBatch, cache: Tensor) -> tuple[Tensor, Tensor | None]:
+    def run(self, batch: DeviceBatch, cache: Tensor | TwoTierCache) -> tuple[Tensor, Tensor | None]:
         """Logits of the first `batch.sampled` of the rows that `batch.logit_indices` names, there until the next call;
         and the other rows, for `logits`, where there are any."""
         selected = len(batch.logit_indices)
         counts = (batch.tokens, selected, batch.sampled)
-        run = _Run(batch, cache, self._cut(*counts), self._cut(*map(padded_rows, counts)))
+        padded = tuple(map(padded_rows, counts))
+        run = _Run(batch, cache, self._cut(*counts), self._cut(*padded), padded[0])
+        # Steps of decodes are captured as a whole.
+        run.from_graphs = batch.longest_query > 1 and self._stretches.serve(run.padded_tokens)
         for launch in self._forward:
             launch(run)
         if batch.sampled:
@@ -147,6 +159,25 @@ class CudaProgram:
     def _cut(self, tokens: int, selected: int, sampled: int) -> list[Tensor]:
         counts = {"tokens": tokens, "selected": selected, "sampled": sampled}
         return [self._slots[slot][: counts[kind]] for slot, kind in self._cuts]
+
+    def _launch_stretch(self, number: int, steps: Sequence[Step]) -> Launch:
+        launches = [self._launch(step) for step in steps]
+        if len(launches) == 1:
+            return launches[0]
+
+        def launch(run: _Run) -> None:
+            if run.from_graphs:
+                self._stretches.run(
+                    number, run.padded_tokens, lambda: launch_all(replace(run, buffers=run.padded))
+                )
+            else:
+                launch_all(run)
+
+        def launch_all(run: _Run) -> None:
+            for each in launches:
+                each(run)
+
+        return launch
 
     def _launch(self, step: Step) -> Launch:
         device = self._device
@@ -231,6 +262,7 @@ class CudaProgram:
                 # and needs none: its step is of round prompts.
                 assert attended.shape == run.padded[target].shape
                 run.buffers[target] = run.padded[target] = attended
+                run.from_graphs = False
 
         return launch
 

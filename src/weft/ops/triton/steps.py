@@ -123,6 +123,21 @@ def steps_of(operations: Sequence[Operation], kept: set[Buffer]) -> list[Step]:
     return steps
 
 
+def stretches(steps: Sequence[Step]) -> Iterator[list[Step]]:
+    """The steps in turn, those together whose launches depend on the number of rows alone."""
+    stretch: list[Step] = []
+    for step in steps:
+        if isinstance(step, ProductStep | Add) or (isinstance(step, NormStep) and not step.selected):
+            stretch.append(step)
+        else:
+            if stretch:
+                yield stretch
+            stretch = []
+            yield [step]
+    if stretch:
+        yield stretch
+
+
 def buffers_read(step: Step) -> Iterator[Buffer]:
     """What a step changes in place counts too."""
     if isinstance(step, ProductStep | NormStep | AttentionStep):

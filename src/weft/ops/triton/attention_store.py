@@ -1,0 +1,307 @@
+"""Attention to the quantised blocks of a two-tier cache, tile by tile, without ever writing out what they stand for.
+
+A value is scale * (code - offset). So a query meets codes, which are whole numbers and exact in any type, and its product
+with a key is scale * (query x codes - offset * sum of the query). Weights are multiplied by the scales of values before
+they meet their codes, and what their offsets take away is one number for each row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.ops.triton.attention_tiles import LOWEST, exponents
+from weft.ops.triton.device import INTERPRETED, dot
+from weft.ops.triton.store import rotated, scale_of
+
+
+@triton.jit
+def load_queries(rows, there, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """Of rows that begin at `rows` [ROWS]: their features as codes lie, one below the other, in one tensor or in two, left
+    ones and right ones; and their sums."""
+    NEIGHBOURS: tl.constexpr = 8 // BITS
+    feature = tl.arange(0, WIDTH // NEIGHBOURS)[:, None] * NEIGHBOURS
+    is_feature = there[None, :] & (feature < HEAD_SIZE)
+    query = tl.load(rows[None, :] + feature, mask=is_feature, other=0.0)
+    other_query = query
+    if BITS == 4:
+        other_query = tl.load(rows[None, :] + feature + 1, mask=is_feature, other=0.0)
+        TYPE: tl.constexpr = query.dtype
+        query, other_query = rotated(query.to(tl.float32), other_query.to(tl.float32), HEAD_SIZE)
+        query, other_query = query.to(TYPE), other_query.to(TYPE)
+    # By a product, whose order is the same in every kernel.
+    ones = tl.full((16, WIDTH // NEIGHBOURS), 1.0, tl.float32).to(query.dtype)
+    sums = dot(ones, query, tl.zeros((16, query.shape[1]), tl.float32))
+    if BITS == 4:
+        sums = dot(ones, other_query, sums)
+    return query, other_query, tl.max(sums, 0)
+
+
+@triton.jit
+def attend_to_store(
+    query,  # [WIDTH, ROWS], or with 4 bits [WIDTH / 2, ROWS]: the left one of each pair of features
+    other_query,  # the right one
+    query_sum,  # [ROWS]
+    positions,  # [ROWS]
+    full_from,  # [ROWS]: from here on a row reads full blocks
+    begin,  # a multiple of 16
+    end,  # no row reads the store from here on: the end of a block
+    codes,  # where the part of the layer and the head begins in block 0
+    words,
+    table,  # the request's blocks of the store
+    scale,
+    score_cap,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BITS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,  # bytes of a block
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The softmax over the positions begin to end as each row sees them.
+
+    Codes stand on the left of all products, where tensor cores take what was just made of bytes in registers; so a tile
+    is worked on with its positions one below the other and the rows side by side.
+    """
+    ROWS: tl.constexpr = query.shape[1]
+    COLUMNS: tl.constexpr = WIDTH * BITS // 8
+    peak = tl.full((ROWS,), LOWEST, tl.float32)
+    # Summed up over tiles first, and over their positions at the end: that takes longer than all else of a tile.
+    totals = tl.zeros((TILE, ROWS), tl.float32)
+    taken = tl.zeros((TILE, ROWS), tl.float32)
+    mixed = tl.zeros((COLUMNS, ROWS), tl.float32)
+    other_mixed = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        place, key_codes, value_codes, word = _load_tile(
+            codes, words, table, start, end, BITS, HEAD_SIZE, WIDTH, BLOCK_SIZE, BLOCK_STRIDE, TILE
+        )
+        scores = tl.zeros((TILE, ROWS), tl.float32)
+        if BITS == 8:
+            scores = dot(_numbers(key_codes, query.dtype), query, scores)
+        else:
+            left, right = _numbers_of_pairs(key_codes, query.dtype)
+            scores = dot(left, query, scores)
+            scores = dot(right, other_query, scores)
+        key_scale, key_offset = scale_of(word & 255), _offset((word << 16) >> 24, query.dtype, BITS)
+        against = tl.broadcast_to(-key_offset[:, None], (TILE, ROWS))
+        scores = tl.fma(against, tl.broadcast_to(query_sum[None, :], (TILE, ROWS)), scores)
+        scores, factor = exponents(scores * key_scale[:, None], scale, score_cap, CAPPED)
+        seen = place[:, None] < tl.minimum(full_from, end)[None, :]
+        if WINDOW > 0:
+            seen = seen & (place[:, None] > positions[None, :] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(peak, tl.max(scores, 0) * factor)
+        weights = tl.exp2(scores * factor - highest[None, :])
+        shrink = tl.exp2(peak - highest)
+        peak = highest
+
+        scaled = (weights * scale_of((word >> 16) & 255)[:, None]).to(query.dtype)
+        # Of the weights as they are rounded: so the offsets take away exactly what they added to the codes.
+        value_offset = _offset(word >> 24, query.dtype, BITS)
+        totals = totals * shrink[None, :] + weights
+        taken = taken * shrink[None, :] + scaled.to(tl.float32) * value_offset[:, None]
+        if BITS == 8:
+            mixed = dot(_numbers(value_codes, query.dtype), scaled, mixed * shrink[None, :])
+        else:
+            left, right = _numbers_of_pairs(value_codes, query.dtype)
+            mixed = dot(left, scaled, mixed * shrink[None, :])
+            other_mixed = dot(right, scaled, other_mixed * shrink[None, :])
+    all_taken = tl.sum(taken, 0)[:, None]
+    mixed = tl.trans(mixed) - all_taken
+    if BITS == 4:
+        mixed = tl.reshape(tl.join(mixed, tl.trans(other_mixed) - all_taken), (ROWS, WIDTH))
+    return peak, tl.sum(totals, 0), mixed
+
+
+@triton.jit
+def attend_to_store_by_rows(
+    query,
+    other_query,
+    query_sum,
+    positions,
+    full_from,
+    begin,
+    end,
+    codes,
+    words,
+    table,
+    scale,
+    score_cap,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BITS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The same for many rows, which stand one below the other, so that a thread has all of a row's scores: to make the sums
+    and the maximum of each row by several threads would take longer than the products."""
+    query, other_query = tl.trans(query), tl.trans(other_query)
+    ROWS: tl.constexpr = query.shape[0]
+    COLUMNS: tl.constexpr = WIDTH * BITS // 8
+    peak = tl.full((ROWS,), LOWEST, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    taken = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
+    other_mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        place, key_codes, value_codes, word = _load_tile(
+            codes, words, table, start, end, BITS, HEAD_SIZE, WIDTH, BLOCK_SIZE, BLOCK_STRIDE, TILE
+        )
+        scores = tl.zeros((ROWS, TILE), tl.float32)
+        if BITS == 8:
+            scores = dot(query, tl.trans(_numbers(key_codes, query.dtype)), scores)
+        else:
+            left, right = _numbers_of_pairs(key_codes, query.dtype)
+            scores = dot(query, tl.trans(left), scores)
+            scores = dot(other_query, tl.trans(right), scores)
+        key_scale, key_offset = scale_of(word & 255), _offset((word << 16) >> 24, query.dtype, BITS)
+        scores = (scores - key_offset[None, :] * query_sum[:, None]) * key_scale[None, :]
+        scores, factor = exponents(scores, scale, score_cap, CAPPED)
+        seen = place[None, :] < tl.minimum(full_from, end)[:, None]
+        if WINDOW > 0:
+            seen = seen & (place[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(peak, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor - highest[:, None])
+        shrink = tl.exp2(peak - highest)
+        peak = highest
+        total = total * shrink + tl.sum(weights, 1)
+        scaled = (weights * scale_of((word >> 16) & 255)[None, :]).to(query.dtype)
+        value_offset = _offset(word >> 24, query.dtype, BITS)
+        taken = taken * shrink + tl.sum(scaled.to(tl.float32) * value_offset[None, :], 1)
+        if BITS == 8:
+            mixed = dot(scaled, tl.trans(_numbers(value_codes, query.dtype)), mixed * shrink[:, None])
+        else:
+            left, right = _numbers_of_pairs(value_codes, query.dtype)
+            mixed = dot(scaled, tl.trans(left), mixed * shrink[:, None])
+            other_mixed = dot(scaled, tl.trans(right), other_mixed * shrink[:, None])
+    mixed = mixed - taken[:, None]
+    if BITS == 4:
+        mixed = tl.reshape(tl.join(mixed, other_mixed - taken[:, None]), (ROWS, WIDTH))
+    return peak, total, mixed
+
+
+@triton.jit
+def _load_tile(
+    codes,
+    words,
+    table,
+    start,
+    end,
+    BITS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Its positions, their codes of K [TILE, COLUMNS] and of V [COLUMNS, TILE], and their words."""
+    CODE_BYTES: tl.constexpr = HEAD_SIZE * BITS // 8
+    VALUES: tl.constexpr = BLOCK_SIZE * CODE_BYTES
+    # So many tokens side by side are in one block, and the compiler is told: what it loads at once depends on it.
+    TOGETHER: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else (8 if BLOCK_SIZE % 8 == 0 else 1)
+    start = start // TOGETHER * TOGETHER
+    end = end // TOGETHER * TOGETHER
+    feature = tl.arange(0, WIDTH * BITS // 8)
+    place = start + tl.arange(0, TILE)
+    block = tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0).to(tl.int64)
+    key_place = codes + block[:, None] * BLOCK_STRIDE + (place % BLOCK_SIZE)[:, None] * CODE_BYTES
+    key_there = (place < end)[:, None] & (feature < CODE_BYTES)[None, :]
+    key_codes = tl.load(key_place + feature[None, :], mask=key_there, other=0)
+    word_place = words + block * (BLOCK_STRIDE // 4) + VALUES // 2 + place % BLOCK_SIZE
+    word = tl.load(word_place, mask=place < end, other=0)
+
+    # The same places across: codes of V lie feature by feature.
+    across = start + tl.arange(0, TILE)[None, :]
+    block_across = tl.load(table + across // BLOCK_SIZE, mask=across < end, other=0).to(tl.int64)
+    block_across = tl.max_constancy(block_across, [1, TOGETHER])
+    value_place = codes + VALUES + block_across * BLOCK_STRIDE + across % BLOCK_SIZE
+    value_there = (across < end) & (feature < CODE_BYTES)[:, None]
+    value_codes = tl.load(value_place + feature[:, None] * BLOCK_SIZE, mask=value_there, other=0)
+    return place, key_codes, value_codes, word
+
+
+@triton.jit
+def widened(peak, total, mixed, ROWS: tl.constexpr):
+    """The softmax of a store with rows added that have seen nothing."""
+    if peak.shape[0] != ROWS:
+        tl.static_assert(2 * peak.shape[0] == ROWS)
+        peak = tl.reshape(tl.trans(tl.join(peak, tl.full(peak.shape, LOWEST, tl.float32))), (ROWS,))
+        total = tl.reshape(tl.trans(tl.join(total, tl.zeros(total.shape, tl.float32))), (ROWS,))
+        doubled = tl.permute(tl.join(mixed, tl.zeros(mixed.shape, tl.float32)), (2, 0, 1))
+        mixed = tl.reshape(doubled, (ROWS, mixed.shape[1]))
+    return peak, total, mixed
+
+
+@triton.jit
+def _offset(offset, TYPE: tl.constexpr, BITS: tl.constexpr):
+    """What the numbers made of codes are too large by, of the byte that says it."""
+    offset = offset.to(tl.float32)
+    if BITS == 4:
+        offset = offset * 0.0625 + 8.0
+        if tl.bfloat16 == TYPE and not INTERPRETED:
+            offset = offset + 128.0
+    return offset
+
+
+@triton.jit
+def _numbers(codes, TYPE: tl.constexpr):
+    """Of signed bytes, in a type that products are made of."""
+    if tl.bfloat16 == TYPE and not INTERPRETED:
+        # A byte under 0x43 is 128 + its lower seven bits, and 128 or 256 by its highest alone: two's complement is the
+        # difference. Four instructions for two numbers.
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 pair, other, low, high, minus;
+            mov.b32 minus, 0xbf80bf80;
+            prmt.b32 pair, $2, 0x43434343, 0x4140;
+            prmt.b32 other, $2, 0x43434343, 0x4342;
+            and.b32 low, pair, 0xff7fff7f;
+            and.b32 high, pair, 0xff80ff80;
+            fma.rn.bf16x2 $0, high, minus, low;
+            and.b32 low, other, 0xff7fff7f;
+            and.b32 high, other, 0xff80ff80;
+            fma.rn.bf16x2 $1, high, minus, low;
+            }
+            """,
+            "=r,=r,r",
+            [codes],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return codes.to(tl.float32).to(TYPE)
+
+
+@triton.jit
+def _numbers_of_pairs(codes, TYPE: tl.constexpr):
+    """Of the lower and of the upper four bits of bytes; in bfloat16 they are 128 larger."""
+    if tl.bfloat16 == TYPE and not INTERPRETED:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 lower, upper;
+            and.b32 lower, $4, 0x0f0f0f0f;
+            shr.b32 upper, $4, 4;
+            and.b32 upper, upper, 0x0f0f0f0f;
+            prmt.b32 $0, lower, 0x43434343, 0x4140;
+            prmt.b32 $1, lower, 0x43434343, 0x4342;
+            prmt.b32 $2, upper, 0x43434343, 0x4140;
+            prmt.b32 $3, upper, 0x43434343, 0x4342;
+            }
+            """,
+            "=r,=r,=r,=r,r",
+            [codes],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    return (codes & 15).to(tl.float32).to(TYPE), ((codes >> 4) & 15).to(tl.float32).to(TYPE)

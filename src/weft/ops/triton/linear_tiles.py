@@ -1,0 +1,127 @@
+"""How a product is cut into tiles: what one program takes at a time, by number of tokens and size of the weight.
+
+Measured on an H200, with the shapes of models of 0.6 and 8 billion weights, in chains of dependent launches as they stand
+in a forward pass: alone a kernel may prefer another tile than beside its neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from weft.ops.triton.device import INTERPRETED, pieces, power_of_two
+
+MOST_SKINNY = 64
+_MANY_OUTPUTS = 32768
+_LARGE_WEIGHT = 64 << 20
+_MANY_TILES = 200
+"""More than there are multiprocessors."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program takes at a time."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int = 1
+    early: bool = True
+    """Whether a first piece of the weights is asked for before the kernel in front has ended."""
+    ahead: int = 0
+    """So many inputs of every output's weights, behind that first piece, are fetched into the card's cache at that time."""
+    together: int = 1
+    """So many tiles of tokens take a tile of weights in turn while the cache has it."""
+    norm_inside: bool = True
+    """Whether the norm is made on the way, by every program again, or once by a kernel of its own."""
+
+
+@cache
+def gemv_tile(outputs: int, inputs: int, has_norm: bool) -> Tile:
+    """8 KiB of weights in flight for every program, or whole rows where there are many. With a norm in front there is more to do for every piece
+    of a row, and programs with few rows hide it better."""
+    if inputs <= 1024:
+        tile = Tile(1, 8, 512, 4) if outputs > 4096 else Tile(1, 8, 1024, 8)
+    elif inputs == 2048:
+        tile = Tile(1, 4, 2048, 8)
+    elif has_norm:
+        tile = Tile(1, 2, 4096 if outputs > 8192 else 1024, 4)
+    elif outputs > _MANY_OUTPUTS or inputs > 8192:
+        tile = Tile(1, 2, 1024, 4)
+    else:
+        tile = Tile(1, 4, 1024, 8, ahead=inputs if outputs <= 2048 else 0)
+    return _fitted(tile, inputs, 256)
+
+
+@cache
+def skinny_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
+    """The tile for a few tokens, or None where cuBLAS is faster, norm and gate as kernels of their own included. Measured
+    with 8, 16, 32 and 64 tokens."""
+    is_large = outputs * inputs > _LARGE_WEIGHT
+    if tokens <= 16:
+        few = 8 if tokens <= 8 else 16
+        if has_norm:
+            if is_large:
+                tile = Tile(16, 64, 128, 4, 4, early=False, norm_inside=False)
+            else:
+                tile = Tile(16, 64, 256, 4, 4, early=False, ahead=512, norm_inside=inputs <= 2048)
+        elif outputs <= 2048:
+            tile = Tile(few, 64, 256, 4, 4) if inputs <= 2048 else Tile(few, 32, 512, 4, 3)
+            tile = replace(tile, early=False, ahead=inputs)
+        elif outputs <= _MANY_OUTPUTS:
+            tile = Tile(few, 32, 512, 4, 4, early=False, ahead=512)
+        else:
+            tile = Tile(16, 64, 128, 4, 4, early=inputs > 1024)
+        return _fitted(tile, inputs)
+    if tokens <= 32:
+        if has_norm:
+            return _fitted(Tile(32, 64, 256, 4, 3), inputs) if inputs <= 2048 else None
+        if outputs <= 2048:
+            return _fitted(Tile(32, 16, 512, 4, 3), inputs)
+        if outputs <= _MANY_OUTPUTS and inputs > 8192:
+            return None
+        return _fitted(Tile(32, 64, 128, 4, 4), inputs)
+    if tokens <= MOST_SKINNY and outputs > _MANY_OUTPUTS and is_large and not has_norm:
+        return Tile(64, 128, 64, 4, 4)
+    return None
+
+
+@cache
+def small_tile(tokens: int, inputs: int) -> Tile:
+    """Outputs and inputs are the same for any number of tokens. So is the sum for one token: tokens are the columns of
+    an instruction, which do not meet."""
+    token_tile = max(16, min(128, power_of_two(tokens)))
+    return _fitted(Tile(token_tile, 64, 64, 4, 4, early=False, norm_inside=False), inputs)
+
+
+@cache
+def invariant_tile(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tile:
+    """For the batch-invariant mode. In bfloat16 on a card a token's sums are the same in any of these: they are taken in the
+    order of the inputs, 16 at a time, by one kind of instruction."""
+    if INTERPRETED.value or dtype == torch.float32:
+        # There sums have an order that depends on the sizes.
+        return small_tile(tokens, inputs)
+    if tokens <= 16:
+        tile = Tile(16, 64, 256 if inputs > 8192 or outputs <= 2048 else 128, 4, 4)
+    elif tokens <= 64:
+        tile = Tile(power_of_two(tokens), 64, 128, 4, 3 if outputs * inputs > _LARGE_WEIGHT else 4)
+    elif pieces(tokens, 256) * pieces(outputs, 128) >= _MANY_TILES:
+        tile = Tile(256, 128, 64, 8, 4, together=8)
+    elif outputs <= 2048:
+        tile = Tile(64, 64, 128, 4, 4)
+    elif outputs <= 4096:
+        tile = Tile(64, 128, 128, 4, 3)
+    else:
+        tile = Tile(128, 128, 64, 8, 4, together=16)
+    return _fitted(replace(tile, early=False, norm_inside=False), inputs)
+
+
+def _fitted(tile: Tile, inputs: int, least: int = 64) -> Tile:
+    """In pieces that a row consists of, which need no masks, where they are no smaller than `least`."""
+    step = min(tile.inputs, inputs & -inputs)
+    if step < least:
+        step = max(16, min(tile.inputs, power_of_two(inputs)))
+    return replace(tile, inputs=step)

@@ -1,0 +1,56 @@
+"""Run as a script, without the interpreter: what is foreseen for a small model is what would be launched for it, and is compiled once."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import triton
+from small_decoders import PLAIN, shapes
+
+from weft.backends.cuda import foreseen
+from weft.backends.cuda.foreseen import ForeseenKernels, Outline, Sizes, StoredShape
+from weft.config import KvCachePoolConfig
+from weft.plan import IterationPlan
+
+
+def main() -> None:
+    config = replace(PLAIN, max_context=256)
+    stored = ((name, StoredShape(name, shape, "BF16")) for name, shape in shapes(config))
+    outline = Outline(config, tuple(stored), "bfloat16", False, 90, 132, True)
+    sizes = Sizes(KvCachePoolConfig(num_blocks=16, block_size=16), num_rows=20, max_tokens=128)
+
+    # Of tensors without memory as of those that have some: the same kernels, by all that decides how they are compiled.
+    met = []
+    for memory in ("meta", "cpu"):
+        shared = foreseen.prepare_to_compile(outline.capability)
+        foreseen.foresee(outline, sizes, memory)
+        met.append(list(shared.met))
+    assert met[0] == met[1], set(met[0]) ^ set(met[1])
+    names = {name for _, name, _ in met[0]}
+    assert {
+        "_gemv",
+        "_tile",
+        "decode_attention",
+        "prefill_attention",
+        "choose_kernel",
+        "copy_kernel",
+    } <= names
+
+    # Compiled, one of them, by two processes; and then never again.
+    foreseen._MASKED = ()
+    foreseen._plans = lambda sizes: iter([IterationPlan(0, 0, (), (), (), (), ())])
+    foreseen.compile_all(outline, sizes, processes=2)
+    binaries = list(Path(triton.knobs.cache.dir).rglob("publish.cubin"))
+    assert len(binaries) == 1
+    done = ForeseenKernels(outline)
+    done.begin(sizes)
+    assert done._process is None
+    done.begin(replace(sizes, pool=replace(sizes.pool, num_blocks=17)))  # the context is the model's in both
+    assert done._process is None
+    print(f"{len(met[0])} kernels foreseen")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

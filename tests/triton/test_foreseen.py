@@ -1,0 +1,157 @@
+"""Kernels that are compiled before they are needed: which they are, and that nobody waits for it or fails with it."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_backends import cuda_backend
+from small_decoders import CONFIGS, PLAIN
+
+from weft.backends.cuda import foreseen
+from weft.backends.cuda.foreseen import ForeseenKernels, Outline, Sizes, StoredShape
+from weft.backends.cuda.plain_data import from_line
+from weft.config import KvCacheKind, KvCachePoolConfig
+from weft.models.config import ModelConfig
+from weft.ops.triton.device import Device
+
+HERE = Path(__file__).parent
+OUTLINE = Outline(PLAIN, (), "bfloat16", False, 90, 132, True)
+SIZES = Sizes(KvCachePoolConfig(num_blocks=16), 4, 64)
+
+
+def test_what_is_foreseen_is_what_is_launched_and_is_compiled_once(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment["PYTHONPATH"] = os.pathsep.join([environment.get("PYTHONPATH", ""), str(HERE.parent)]).strip(
+        os.pathsep
+    )
+    command = [sys.executable, str(HERE / "foresee_a_small_model.py")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "kernels foreseen" in result.stdout
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Stands for the process that compiles, started with an empty cache."""
+
+    class Process:
+        def __init__(self, command: list[str], **options: Any) -> None:
+            assert options["start_new_session"]
+            self.stdin: Any = io.BytesIO()
+            self.pid = 12345
+            self.is_ended = False
+
+        def wait(self) -> None:
+            assert ended.pop() == self.pid
+            self.is_ended = True
+
+    def end_group(group: int, how: int) -> None:
+        ended.append(group)
+
+    ended: list[int] = []
+    monkeypatch.setattr(foreseen.os, "killpg", end_group)
+
+    monkeypatch.setattr(foreseen.triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(foreseen.subprocess, "Popen", Process)
+    return Process
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_the_process_is_told_in_plain_lines_what_the_engine_knows(process: Any, config: ModelConfig) -> None:
+    two_tier = KvCachePoolConfig(num_blocks=40, store_blocks=7, kv_cache=KvCacheKind.TWO_TIER, store_bits=4)
+    for sizes in (SIZES, Sizes(two_tier, 3, 9)):
+        weights = (("a", StoredShape("a.weight", (3, 4), "BF16")),)
+        outline = replace(OUTLINE, weights=weights, config=config)
+        kernels = ForeseenKernels(outline)
+        started: Any = kernels._process
+        lines = started.stdin
+        lines.close = lambda: None
+        kernels.begin(sizes)
+        first, second = lines.getvalue().splitlines()
+        assert from_line(Outline, first) == outline
+        assert from_line(Sizes, second) == sizes
+        kernels.close()
+
+
+def test_a_backend_that_closes_ends_the_process(process: Any) -> None:
+    kernels = ForeseenKernels(OUTLINE)
+    started: Any = kernels._process
+    kernels.begin(SIZES)
+    kernels.close()
+    assert started.is_ended and started.stdin.closed
+    kernels.close()
+
+
+def test_what_was_compiled_for_other_sizes_does_not_count(process: Any, tmp_path: Path) -> None:
+    (tmp_path / foreseen._note_name(OUTLINE, SIZES)).touch()
+    kernels = ForeseenKernels(OUTLINE)
+    assert kernels._process is None
+    kernels.begin(SIZES)
+    assert kernels._process is None
+    kernels.begin(replace(SIZES, num_rows=8))
+    assert kernels._process is not None
+    kernels.close()
+    other = ForeseenKernels(replace(OUTLINE, processors=66))
+    assert other._process is not None
+    other.close()
+
+
+def test_a_process_that_has_ended_is_no_error(process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = ForeseenKernels(OUTLINE)
+
+    class Closed(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise BrokenPipeError
+
+    started: Any = kernels._process
+    started.stdin = Closed()
+    kernels.begin(SIZES)
+    kernels.close()
+
+
+def test_where_no_process_can_be_started_the_backend_goes_on(
+    process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(foreseen.subprocess, "Popen", refuse)
+    kernels = ForeseenKernels(OUTLINE)
+    kernels.begin(SIZES)
+    kernels.close()
+
+
+def test_an_engine_that_did_not_come_so_far_leaves_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Input:
+        buffer = io.BytesIO()
+
+    monkeypatch.setattr(foreseen.sys, "stdin", Input())
+    monkeypatch.setattr(foreseen.os, "nice", lambda by: 0)
+    monkeypatch.setattr(foreseen.signal, "alarm", lambda seconds: 0)
+    monkeypatch.setattr(foreseen.torch, "set_num_threads", lambda count: None)
+    foreseen.main()
+
+
+def test_a_backend_says_what_it_was_allocated_with_and_when_it_closes(device: Device) -> None:
+    told: list[Any] = []
+
+    class Noted:
+        def begin(self, sizes: Sizes) -> None:
+            told.append(sizes)
+
+        def close(self) -> None:
+            told.append("closed")
+
+    backend = cuda_backend(device)
+    backend._foreseen = Noted()  # type: ignore[assignment]
+    info = backend.allocate(KvCachePoolConfig(memory=1 << 20, swap_blocks=2), 3, 40)
+    backend.close()
+    assert told == [Sizes(KvCachePoolConfig(num_blocks=info.num_blocks, swap_blocks=2), 3, 40), "closed"]
