@@ -168,13 +168,15 @@ def test_the_speed_is_that_of_the_median_round_after_the_last_context_began() ->
     moments = [float(moment) for moment in range(11)]
     for seconds in (0.5, 4.0, 1.0):
         moments += [moments[-1] + seconds * step for step in range(1, 17)]
-    rate, rounds = kv_cache_speed._rate([moments, moments[10:]], batch=2, rounds=3)
+    rate, rounds = kv_cache_speed._rate([moments, moments[10:]], since=5.0, batch=2, rounds=3)
     assert rounds == pytest.approx((0.5, 4.0, 1.0)) and rate == pytest.approx(2 / 1.0)
+    # Not before the machine is quiet either: from 18 on, one round of 4 s and one of 1 s.
+    assert kv_cache_speed._rate([moments, moments[10:]], since=18.0, batch=2, rounds=3)[1] == (4.0, 1.0)
 
 
 def test_contexts_that_were_never_together_give_no_speed() -> None:
     with pytest.raises(WeftError, match="never decoded as a whole"):
-        kv_cache_speed._rate([[1.0, 2.0], [3.0]], batch=2, rounds=1)
+        kv_cache_speed._rate([[1.0, 2.0], [3.0]], since=0.0, batch=2, rounds=1)
 
 
 # --- the whole ----------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def decode_speed(
     computed and left when the last step is measured: whoever shares the machine can keep it quiet for so long."""
     # Prompts are computed one after the other, and who is done decodes meanwhile.
     lead = batch * -(-context // STEP_TOKENS) + 2
-    new_tokens = min(context - 1, lead + ROUND * rounds + 1)
+    new_tokens = min(context - 1, lead + ROUND * rounds + 2)
     source = random.Random(0)
     times: dict[RequestId, list[float]] = {}
 
@@ -60,14 +60,15 @@ def decode_speed(
         while not all(times.values()) and engine.run_iteration():
             pass
         with quietly():
+            since = time.perf_counter()
             while not any(len(one) == new_tokens for one in times.values()) and engine.run_iteration():
                 pass
-    return Speed(kind.name, batch, context, *_rate(list(times.values()), batch, rounds))
+    return Speed(kind.name, batch, context, *_rate(list(times.values()), since, batch, rounds))
 
 
-def _rate(times: list[list[float]], batch: int, rounds: int) -> tuple[float, tuple[float, ...]]:
+def _rate(times: list[list[float]], since: float, batch: int, rounds: int) -> tuple[float, tuple[float, ...]]:
     """From when the last of them has begun to when the first of them ends."""
-    begin, end = max(one[0] for one in times), min(one[-1] for one in times)
+    begin, end = max(since, *(one[0] for one in times)), min(one[-1] for one in times)
     last = max(times, key=lambda one: one[0])
     steps = [moment for moment in last if begin <= moment <= end]
     rates = [(steps[at] - steps[at - ROUND]) / ROUND for at in range(ROUND, len(steps), ROUND)]
