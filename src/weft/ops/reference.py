@@ -333,7 +333,10 @@ def _blocks(
         return _Blocks(step.block_tables[requests, columns])
     # `weft.tiers.stored_blocks`, of many at once
     is_stored = columns < (positions + 1) // block_size - tail_blocks
-    return _Blocks(step.block_tables[requests, columns], is_stored, step.store.tables[requests, columns])
+    # The table of the store ends before the tail.
+    there = np.where(is_stored, columns, 0)
+    store_tables = step.store.tables[requests, there] if step.store.tables.size else np.zeros_like(there)
+    return _Blocks(step.block_tables[requests, columns], is_stored, store_tables)
 
 
 def _gather(cache: np.ndarray | TwoTierCache, layer: int, blocks: _Blocks) -> tuple[np.ndarray, np.ndarray]:

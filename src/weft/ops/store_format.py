@@ -86,7 +86,9 @@ def dequantise(stored: np.ndarray, bits: int, dtype: np.dtype | type) -> np.ndar
     if bits == 8:
         codes = packed
     else:
-        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(
+            *packed.shape[:-1], 2 * packed.shape[-1]
+        )
         zero /= 16
     scale = np.where(scale_byte == NOT_A_NUMBER, np.float32(np.nan), _scale_of(scale_byte.astype(np.int32)))
     return scale.astype(dtype) * (codes.astype(dtype) - zero)
