@@ -83,7 +83,7 @@ constexpr int64_t outlier_ratio = 12;
 
 // Rows of activations in signed bytes: in every block of a row value = code * scale, and the largest has the code 127 or -127. The last
 // block of a row may have fewer groups.
-constexpr int block_groups = 4;
+constexpr int block_groups = 2;
 constexpr int block_inputs = block_groups * group_inputs;
 constexpr int largest_code = 127;
 
