@@ -280,38 +280,39 @@ inline Statistics weigh(float* scores, Span span, float cap) {
 // Those of all that is read from the store of a segment, as floats.
 inline void read_scales(const Block& block, int64_t segment) {
   const StoreLayer& store = block.task.store;
+  const vec::Vec unit = vec::all(store.bits == 8 ? 1.0f : 1.0f / 16.0f), middle = vec::all(store.bits == 8 ? 0.0f : 8.0f);
   const int64_t start = segment * segment_keys;
   const Span wanted = common(block.seen_by_any(segment, 0, block.rows), {0, block.stored_in(segment)});
+  float *const key_scales = block.key_scales, *const key_zeros = block.key_zeros;
+  float *const value_scales = block.value_scales, *const value_zeros = block.value_zeros;
   for_runs(block.task, start, wanted, [&](int64_t k, int64_t n, const Place& place, int64_t, int64_t) {
     const StoredHead head = store.head(block.task.store_table[place.block], block.task.kv_head);
-    for (int kind = 0; kind < 2; kind++) {
-      const bool of_values = kind == 1;
-      uint8_t bytes[2 * key_tile] = {};
-      const uint8_t *scales = head.scales(of_values) + place.within, *zeros = head.zeros(of_values) + place.within;
-      if (n < key_tile) {   // beside them others' memory may end
-        std::memcpy(bytes, scales, static_cast<size_t>(n));
-        std::memcpy(bytes + key_tile, zeros, static_cast<size_t>(n));
-        scales = bytes, zeros = bytes + key_tile;
+    const auto read = [&](const uint8_t* bytes, auto load, float* out) {
+      uint8_t copy[key_tile] = {};
+      if (n < key_tile) {   // beside them the memory may end
+        std::memcpy(copy, bytes, static_cast<size_t>(n));
+        bytes = copy;
       }
-      float* scales_out = (of_values ? block.value_scales : block.key_scales) + k;
-      float* zeros_out = (of_values ? block.value_zeros : block.key_zeros) + k;
-      for (int64_t i = 0; i < key_tile; i += vec::lanes) {
-        const vec::Vec zero = vec::load(reinterpret_cast<const int8_t*>(zeros) + i);
-        vec::store(scales_out + i, vec::load_scales(scales + i));
-        vec::store(zeros_out + i, store.bits == 8 ? zero : vec::fma(zero, vec::all(1.0f / 16.0f), vec::all(8.0f)));
-      }
-    }
+      for (int64_t i = 0; i < key_tile; i += vec::lanes) vec::store(out + k + i, load(bytes + i));
+    };
+    const auto scale = [](const uint8_t* bytes) { return vec::load_scales(bytes); };
+    const auto zero = [&](const uint8_t* bytes) { return vec::fma(vec::load(reinterpret_cast<const int8_t*>(bytes)), unit, middle); };
+    read(head.scales(false) + place.within, scale, key_scales);
+    read(head.zeros(false) + place.within, zero, key_zeros);
+    read(head.scales(true) + place.within, scale, value_scales);
+    read(head.zeros(true) + place.within, zero, value_zeros);
   });
 }
 
 // Products with codes become scores.
 inline void scale_scores(const Block& block, int64_t row, Span stored) {
   float* scores = block.scores + row * score_stride;
-  const vec::Vec query_sum = vec::all(block.query_sums[row]), end = vec::all(static_cast<float>(stored.end));
+  const float *scales = block.key_scales, *zeros = block.key_zeros;
+  const vec::Vec query_sum = vec::all(block.query_sums[row]);
   for (int64_t k = stored.first / vec::lanes * vec::lanes; k < stored.end; k += vec::lanes) {
-    const vec::Vec product = vec::load(scores + k);
-    const vec::Vec score = vec::fnma(vec::load(block.key_zeros + k), query_sum, product) * vec::load(block.key_scales + k);
-    vec::store(scores + k, vec::where_less(vec::counted_from(k), end, score, product));
+    const vec::Vec product = vec::load(scores + k), score = vec::fnma(vec::load(zeros + k), query_sum, product) * vec::load(scales + k);
+    const bool is_whole = k + vec::lanes <= stored.end;
+    vec::store(scores + k, is_whole ? score : vec::where_less(vec::counted_from(k), vec::all(static_cast<float>(stored.end)), score, product));
   }
 }
 
@@ -319,7 +320,7 @@ inline void scale_scores(const Block& block, int64_t row, Span stored) {
 inline float scale_weights(const Block& block, int64_t row, Span stored) {
   constexpr int64_t step = vec::sum_parts * vec::lanes;
   float* weights = block.scores + row * score_stride;
-  const vec::Vec first = vec::all(static_cast<float>(stored.first)), end = vec::all(static_cast<float>(stored.end));
+  const float *scales = block.value_scales, *zeros = block.value_zeros;
   const vec::Vec nothing = vec::all(0.0f), smallest = vec::all(0x1p-126f);
   vec::Vec sums[vec::sum_parts];
   for (vec::Vec& sum : sums) sum = nothing;
@@ -327,12 +328,18 @@ inline float scale_weights(const Block& block, int64_t row, Span stored) {
 #pragma GCC unroll 2
     for (int part = 0; part < vec::sum_parts; part++) {
       const int64_t k = start + part * vec::lanes;
-      const vec::Vec counted = vec::counted_from(k), weight = vec::load(weights + k), scaled = weight * vec::load(block.value_scales + k);
+      const vec::Vec weight = vec::load(weights + k), scaled = weight * vec::load(scales + k);
       // Never a subnormal one: see exp2_up_to_0.
-      const vec::Vec normal = vec::where_less(scaled, smallest, nothing, scaled);
-      vec::store(weights + k, vec::where_less(counted, end, normal, weight));
-      const vec::Vec product = normal * vec::load(block.value_zeros + k);
-      sums[part] = sums[part] + vec::where_less(counted, first, nothing, vec::where_less(counted, end, product, nothing));
+      const vec::Vec normal = vec::where_less(scaled, smallest, nothing, scaled), product = normal * vec::load(zeros + k);
+      if (k >= stored.first && k + vec::lanes <= stored.end) {
+        vec::store(weights + k, normal);
+        sums[part] = sums[part] + product;
+      } else {
+        const vec::Vec counted = vec::counted_from(k), first = vec::all(static_cast<float>(stored.first));
+        const vec::Vec end = vec::all(static_cast<float>(stored.end));
+        vec::store(weights + k, vec::where_less(counted, end, normal, weight));
+        sums[part] = sums[part] + vec::where_less(counted, first, nothing, vec::where_less(counted, end, product, nothing));
+      }
     }
   }
   return vec::sum(sums);

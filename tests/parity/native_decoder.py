@@ -9,7 +9,7 @@ import numpy as np
 
 from weft import _kernels
 from weft.models.registry import build_decoder
-from weft.ops.base import StepIndices, WeightSource
+from weft.ops.base import StepIndices, TwoTierCache, WeightSource
 from weft.ops.cpu.program import record
 from weft.ops.cpu.recorder import CpuOps
 from weft.ops.cpu.weights import Packing, Quantize, in_memory
@@ -30,15 +30,18 @@ class NativeDecoder:
     ) -> None:
         ops = CpuOps(Packing(quantize))
         decoder = build_decoder(layout, metadata, tensors, ops, max_context)
-        self.config, self.new_cache = decoder.config, decoder.new_cache
+        self.config = decoder.config
+        self.new_cache, self.new_store = decoder.new_cache, decoder.new_store
         self._native = record(
             lambda: decoder.forward(NO_STEP, None), decoder.logits, ops, in_memory, _kernels.Pool(threads)
         )
 
-    def forward(self, step: StepIndices, cache: np.ndarray) -> np.ndarray:
+    def forward(self, step: StepIndices, cache: np.ndarray | TwoTierCache) -> np.ndarray:
         return self._native.step(step, cache, 0)[1]
 
-    def step(self, step: StepIndices, cache: np.ndarray, sampled: int) -> tuple[np.ndarray, np.ndarray]:
+    def step(
+        self, step: StepIndices, cache: np.ndarray | TwoTierCache, sampled: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         logits, rows = self._native.step(step, cache, sampled)
         return logits.copy(), rows
 

@@ -333,9 +333,9 @@ def _blocks(
         return _Blocks(step.block_tables[requests, columns])
     # `weft.tiers.stored_blocks`, of many at once
     is_stored = columns < (positions + 1) // block_size - tail_blocks
-    # The last blocks of a context are in nobody's store, and the tables need not go so far: any block will do.
-    tables = np.pad(step.store.tables, ((0, 0), (0, 1)))
-    store_tables = tables[requests, np.minimum(columns, tables.shape[1] - 1)]
+    # The table of the store ends before the tail.
+    there = np.where(is_stored, columns, 0)
+    store_tables = step.store.tables[requests, there] if step.store.tables.size else np.zeros_like(there)
     return _Blocks(step.block_tables[requests, columns], is_stored, store_tables)
 
 

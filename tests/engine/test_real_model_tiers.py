@@ -1,0 +1,193 @@
+"""The default model over a two-tier cache, through the real engine: which blocks a request reads quantised follows from its own
+length, so its tokens and logprobs are the same bits in any company, in any chunks, after preemption and after a prefix hit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from test_real_model import SHARED, TEXTS, Model, assert_equal, logprobs, run
+
+from weft.backends.cpu.runner import CpuBackend, open_native
+from weft.config import (
+    KvCacheKind,
+    KvCachePoolConfig,
+    PreemptionMode,
+    SchedulerConfig,
+    ServingEngineConfig,
+)
+from weft.engine.serving import ServingEngine
+from weft.loading.checkpoint import open_checkpoint
+from weft.loading.gguf import GgufFile
+from weft.loading.pull import pull
+from weft.models.registry import build_decoder
+from weft.ops.reference import ReferenceOps
+from weft.request import GenerationResult, InferenceRequest, SamplingParams
+from weft.text.grammar import GrammarCompiler
+from weft.text.model_text import open_tokenizer
+from weft.text.tokenizer import Tokenizer
+
+NEW_TOKENS = 12
+BLOCK_SIZE = 8
+TAIL = 16
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(*open_native(open_checkpoint(pull("default")), None, 2, None))
+
+
+@pytest.fixture(scope="module")
+def requests(default_tokenizer: Tokenizer) -> list[InferenceRequest]:
+    """Prompts of a token to five times the tail; some share their beginning, up to far behind their tails."""
+    shared = " ".join([SHARED] * 3)
+    texts = [TEXTS[1], TEXTS[0], SHARED, *(shared + text[len(SHARED) :] for text in TEXTS if SHARED in text)]
+    texts += [" ".join(TEXTS[:10])]
+    common = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 1}
+    return [
+        InferenceRequest(
+            tuple(default_tokenizer.encode(text)),
+            SamplingParams(temperature=0.8 * (index % 2), seed=index, **common),  # type: ignore[arg-type]
+        )
+        for index, text in enumerate(texts)
+    ]
+
+
+def make_engine(
+    model: Model,
+    bits: int | None,
+    *,
+    blocks: int = 96,
+    store_blocks: int = 96,
+    swap_blocks: int = 0,
+    block_size: int = BLOCK_SIZE,
+    **scheduler: object,
+) -> ServingEngine:
+    """`bits` None: a plain cache."""
+    tiers = {}
+    if bits is not None:
+        tiers = {
+            "kv_cache": KvCacheKind.TWO_TIER,
+            "tail_length": TAIL,
+            "store_bits": bits,
+            "store_blocks": store_blocks,
+        }
+    config = ServingEngineConfig(
+        scheduler=SchedulerConfig(**{"max_running": 16, "prefix_caching": False, **scheduler}),  # type: ignore[arg-type]
+        cache=KvCachePoolConfig(num_blocks=blocks, block_size=block_size, swap_blocks=swap_blocks, **tiers),  # type: ignore[arg-type]
+        overlap=True,
+    )
+    ends = frozenset({2})
+    compiler = GrammarCompiler(
+        lambda: open_tokenizer(open_checkpoint(pull("default"))), ends, model.decoder.config.vocabulary_size
+    )
+    return ServingEngine(CpuBackend(model.decoder, ends, compiler, model.native), config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """Each request with the engine to itself."""
+
+    bits: int
+    results: Sequence[GenerationResult]
+
+
+@pytest.fixture(scope="module", params=[8, 4], ids=["8 bits", "4 bits"])
+def alone(request: pytest.FixtureRequest, model: Model, requests: list[InferenceRequest]) -> Iterator[Alone]:
+    engine = make_engine(model, request.param)
+    yield Alone(request.param, [run(engine, [one])[0] for one in requests])
+    engine.stop()
+
+
+def test_what_is_behind_the_tail_is_read_quantised_and_changes_little(
+    model: Model, requests: list[InferenceRequest], alone: Alone
+) -> None:
+    engine = make_engine(model, None)
+    plain = run(engine, requests)
+    engine.stop()
+    assert_equal(alone.results[:2], plain[:2])  # never longer than their tails
+    for ours, theirs in zip(alone.results[3:], plain[3:], strict=True):
+        first, full = logprobs(ours)[0], logprobs(theirs)[0]
+        assert first != full, "the store was not read"
+        assert abs(first - full) < {8: 0.1, 4: 1.0}[alone.bits]
+
+
+def test_numpy_reads_the_same_from_both_tiers(
+    default_model_file: GgufFile, requests: list[InferenceRequest], alone: Alone
+) -> None:
+    decoder = build_decoder(
+        "gguf", default_model_file.metadata, default_model_file.tensors, ReferenceOps(np.float32)
+    )
+    engine = make_engine(Model(decoder, None), alone.bits, max_chunk_tokens=20)
+    one = dataclasses.replace(requests[3], params=dataclasses.replace(requests[3].params, max_tokens=3))
+    (result,) = run(engine, [one])
+    engine.stop()
+    # The kernels' activations have eight bits, which moves some codes; this says that nothing larger differs.
+    assert abs(logprobs(result)[0] - logprobs(alone.results[3])[0]) < {8: 0.15, 4: 0.5}[alone.bits]
+
+
+def test_tokens_are_the_same_in_a_batch(model: Model, requests: list[InferenceRequest], alone: Alone) -> None:
+    engine = make_engine(model, alone.bits)
+    assert_equal(run(engine, requests), alone.results)
+    engine.stop()
+
+
+def test_tokens_are_the_same_with_prompts_in_chunks(
+    model: Model, requests: list[InferenceRequest], alone: Alone
+) -> None:
+    """Of less than a block, and of twice the tail."""
+    for chunk in (7, 32):
+        engine = make_engine(
+            model, alone.bits, max_chunk_tokens=chunk, max_prefill_tokens=40, max_tokens_per_step=72
+        )
+        assert_equal(run(engine, requests), alone.results)
+        engine.stop()
+
+
+def test_tokens_are_the_same_with_a_prefix_hit_in_the_store(
+    model: Model, requests: list[InferenceRequest], alone: Alone
+) -> None:
+    engine = make_engine(model, alone.bits, prefix_caching=True)
+    assert_equal(run(engine, requests[3:5]), alone.results[3:5])
+    again = run(engine, requests)
+    assert_equal(again, alone.results)
+    assert again[3].cached_token_count >= TAIL + 2 * BLOCK_SIZE
+    engine.stop()
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+@pytest.mark.parametrize("short", ["full blocks", "store blocks"])
+def test_tokens_are_the_same_after_preemption(
+    model: Model, requests: list[InferenceRequest], alone: Alone, mode: PreemptionMode, short: str
+) -> None:
+    blocks, store_blocks = (10, 96) if short == "full blocks" else (96, 26)
+    engine = make_engine(
+        model,
+        alone.bits,
+        blocks=blocks,
+        store_blocks=store_blocks,
+        swap_blocks=96,
+        max_chunk_tokens=16,
+        preemption=mode,
+    )
+    assert_equal(run(engine, requests * 2), [*alone.results, *alone.results])
+    stats = engine.stats()[0]
+    by_swap, by_recompute = stats.preemptions_by_swap, stats.preemptions_by_recompute
+    assert by_swap > 0 if mode is PreemptionMode.SWAP else by_recompute > 0 and by_swap == 0
+    assert stats.swaps_failed == 0 and stats.steps_failed == 0
+    engine.stop()
+
+
+def test_blocks_of_sixteen_give_the_same_bits_in_any_company_too(
+    model: Model, requests: list[InferenceRequest]
+) -> None:
+    """These are read as they lie; smaller ones are converted first."""
+    for bits in (8, 4):
+        engine = make_engine(model, bits, block_size=16)
+        apart = [run(engine, [one])[0] for one in requests]
+        engine.stop()
+        engine = make_engine(model, bits, block_size=16, max_chunk_tokens=40)
+        assert_equal(run(engine, requests), apart)
+        engine.stop()
