@@ -12,9 +12,9 @@ class Activations {
  public:
   // Room for so many rows; quantise_row may then fill any of them on any thread. What was there before may be lost.
   QuantisedRows at_least(int64_t rows, int64_t columns, bool with_outliers = true) {
-    const int64_t groups = (columns + group_inputs - 1) / group_inputs, all = rows * groups;
-    QuantisedRows view{groups, codes_.at_least(all * group_inputs), scales_.at_least(all), offsets_.at_least(all),
-                       corrections_.at_least(all)};
+    const int64_t groups = (columns + group_inputs - 1) / group_inputs, blocks = (groups + block_groups - 1) / block_groups;
+    const int64_t padded = (rows + panel_rows - 1) / panel_rows * panel_rows;
+    QuantisedRows view{groups, blocks, data_.at_least(padded * groups), scales_.at_least(padded * blocks)};
     if (with_outliers) {
       view.outlier_room = most_outliers(columns);
       view.outliers = outliers_.at_least(rows * view.outlier_room);
@@ -25,9 +25,9 @@ class Activations {
   }
 
  private:
-  Aligned<int8_t> codes_;
-  Aligned<float> scales_, offsets_;
-  Aligned<int32_t> corrections_, outlier_counts_;
+  Aligned<RowGroup> data_;
+  Aligned<float> scales_;
+  Aligned<int32_t> outlier_counts_;
   Aligned<Outlier> outliers_;
   Aligned<int64_t> outlier_begins_;
 };

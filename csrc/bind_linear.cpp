@@ -47,19 +47,13 @@ Weight weight_from(int layout_number, int64_t outputs, int64_t inputs, const Arr
   return {layout, outputs, inputs, packed.data(), nullptr};
 }
 
-template <typename Type>
-NewArray<Type> copy_of(const Type* data, std::initializer_list<size_t> shape) {
-  auto copy = new_array<Type>(shape);
-  std::memcpy(copy.data(), data, copy.nbytes());
-  return copy;
-}
-
-// Codes, scales, offsets and corrections, and of the outliers the row, the input and the value.
+// Codes, scales, starts and corrections, and of the outliers the row, the input and the value.
 nb::tuple quantise(Array<const float, 2> rows, bool with_outliers) {
   const size_t count = rows.shape(0);
   const OwnedRows quantised(rows.data(), static_cast<int64_t>(count), static_cast<int64_t>(rows.shape(1)), with_outliers);
   const QuantisedRows& view = quantised.view;
-  const size_t groups = static_cast<size_t>(view.groups), taken = with_outliers ? static_cast<size_t>(view.outlier_begins[count]) : 0;
+  const size_t groups = static_cast<size_t>(view.groups), blocks = static_cast<size_t>(view.blocks);
+  const size_t taken = with_outliers ? static_cast<size_t>(view.outlier_begins[count]) : 0;
   auto places = new_array<uint32_t>({taken, 2});
   auto values = new_array<float>({taken});
   for (size_t i = 0; i < taken; i++) {
@@ -67,8 +61,20 @@ nb::tuple quantise(Array<const float, 2> rows, bool with_outliers) {
     places.data()[2 * i + 1] = view.outliers[i].input;
     values.data()[i] = view.outliers[i].value;
   }
-  return nb::make_tuple(copy_of(view.codes, {count, groups * group_inputs}), copy_of(view.scales, {count, groups}),
-                        copy_of(view.offsets, {count, groups}), copy_of(view.corrections, {count, groups}), places, values);
+  auto codes = new_array<int8_t>({count, groups * group_inputs});
+  auto scales = new_array<float>({count, blocks});
+  auto starts = new_array<int32_t>({count, groups}), corrections = new_array<int32_t>({count, groups});
+  for (size_t row = 0; row < count; row++) {
+    for (size_t group = 0; group < groups; group++) {
+      const RowGroup& from = *view.group_of(static_cast<int64_t>(row), static_cast<int64_t>(group));
+      std::memcpy(codes.data() + (row * groups + group) * group_inputs, from.codes, group_inputs);
+      starts.data()[row * groups + group] = from.start;
+      corrections.data()[row * groups + group] = from.correction;
+    }
+    for (size_t block = 0; block < blocks; block++)
+      scales.data()[row * blocks + block] = *view.scale_of(static_cast<int64_t>(row), static_cast<int64_t>(block));
+  }
+  return nb::make_tuple(codes, scales, starts, corrections, places, values);
 }
 
 NewArray<float> linear(int layout, int64_t outputs, int64_t inputs, Array<const uint8_t, 1> packed,

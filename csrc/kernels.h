@@ -18,7 +18,7 @@ constexpr int strip_outputs = 16;
 constexpr int group_inputs = 32;
 
 enum class Layout : int {
-  w4 = 0,    // codes of 4 bits; in a group of 32 inputs an output's weight is code * scale + minimum
+  w4 = 0,    // codes of 4 bits; in a group of 32 inputs an output's weight is ((code - 8) * scale + offset) * unit, all but unit whole
   w8 = 1,    // signed bytes; code * scale
   f32 = 2,   // floats: 16 of them for every input
   f16 = 3,
@@ -26,11 +26,17 @@ enum class Layout : int {
 };
 
 // W4, one group of one strip, 320 bytes:
-//   4 x 64 bytes  step s holds inputs 8s .. 8s+7; byte 4o + i: low four bits input 8s + i of output o, high four bits input 8s + 4 + i
-//   16 x f16      scales by output
-//   16 x f16      minima by output
+//   4 x 64 bytes      step s holds inputs 8s .. 8s+7; byte 4o + i: low four bits input 8s + i of output o, high four bits input 8s + 4 + i
+//   16 x (i16, i16)   scale and offset by output
+// and behind the groups of a strip:
+//   16 x f32          units by output
+//
+// Since scales and offsets are whole numbers, the products of a whole block of groups are added up as such, which takes one instruction
+// for a group where floats take three. No such sum leaves 32 bits: see `w4_largest`.
 constexpr int w4_codes_bytes = 256;
 constexpr int w4_group_bytes = 320;
+constexpr int w4_units_bytes = 64;
+constexpr int w4_middle = 8;   // of the codes: less this, the sum of a group's products fits 16 bits
 
 // W8, one group of one strip, 544 bytes:
 //   8 x 64 bytes  step s holds inputs 4s .. 4s+3; byte 4o + i: input 4s + i of output o
@@ -55,7 +61,7 @@ struct Weight {
 inline int64_t strip_bytes(Layout layout, int64_t inputs) {
   const int64_t groups = (inputs + group_inputs - 1) / group_inputs;
   switch (layout) {
-    case Layout::w4: return groups * w4_group_bytes;
+    case Layout::w4: return groups * w4_group_bytes + w4_units_bytes;
     case Layout::w8: return groups * w8_group_bytes;
     case Layout::f32: return inputs * strip_outputs * 4;
     default: return inputs * strip_outputs * 2;
@@ -64,8 +70,8 @@ inline int64_t strip_bytes(Layout layout, int64_t inputs) {
 
 // --- activations --------------------------------------------------------------------------------------------------------------------
 
-// One value far larger than the others of its row would leave those of its group hardly any codes. Such an outlier is taken out of its
-// group, where its code is 0, and is multiplied by itself, as a float.
+// One value far larger than the others of its row would leave those of its block hardly any codes. Such an outlier is taken out of its
+// block, where its code is 0, and is multiplied by itself, as a float.
 struct Outlier {
   uint32_t row, input;
   float value;
@@ -75,14 +81,39 @@ struct Outlier {
 // have one, and the logits' noise is half.
 constexpr int64_t outlier_ratio = 12;
 
-// Rows of activations in signed bytes: in every group of 32 inputs of a row, value = code * scale, and the largest has the code 127 or
-// -127. Row r begins at codes + r * groups * 32, scales + r * groups, and so on.
+// Rows of activations in signed bytes: in every block of a row value = code * scale, and the largest has the code 127 or -127. The last
+// block of a row may have fewer groups.
+constexpr int block_groups = 4;
+constexpr int block_inputs = block_groups * group_inputs;
+constexpr int largest_code = 127;
+
+// For the scales and offsets of W4: |scale| * largest sum of products in a group + |offset| * largest sum of codes is at most this.
+constexpr int64_t w4_largest_products = int64_t{w4_middle} * largest_code * group_inputs;
+constexpr int64_t w4_largest_sum = int64_t{largest_code} * group_inputs;
+constexpr int64_t w4_largest = INT32_MAX / block_groups;
+
+// What a product reads of one group of a row: the codes, zeros past the last input, and of their sum what a sum of products begins with.
+struct RowGroup {
+  int8_t codes[group_inputs];
+  int32_t start;        // for W4: in the upper 16 bits the sum, in the lower ones -8 times the sum, and 2^15 on top
+  int32_t correction;   // for W8: -128 times the sum, for weights of signed bytes read as unsigned ones
+};
+
+// Rows lie in panels of twelve, the most that a tile of a product has. Of a panel all rows of the first group come first, then those of
+// the second: a tile finds everything at fixed distances from one place.
+constexpr int64_t panel_rows = 12;
+
 struct QuantisedRows {
-  int64_t groups;
-  int8_t* codes;     // [rows, groups * 32]; zeros past the last input
-  float* scales;     // [rows, groups]
-  float* offsets;    // [rows, groups]: scale * sum of the group's codes, what a weight's minimum is multiplied with
-  int32_t* corrections;   // [rows, groups]: -128 * sum of the group's codes, for weights of signed bytes read as unsigned ones
+  int64_t groups, blocks;
+  RowGroup* data;   // [panels, groups, 12]
+  float* scales;    // [panels, blocks, 12]
+
+  RowGroup* group_of(int64_t row, int64_t group) const {
+    return data + (row / panel_rows * groups + group) * panel_rows + row % panel_rows;
+  }
+  float* scale_of(int64_t row, int64_t block) const {
+    return scales + (row / panel_rows * blocks + block) * panel_rows + row % panel_rows;
+  }
 
   // Outliers of row r, inputs ascending: from outliers + r * outlier_room on, as many as outlier_counts[r]; null: none are taken out.
   // For products they lie without gaps, those of row r from outlier_begins[r] to outlier_begins[r + 1].
@@ -96,7 +127,7 @@ struct QuantisedRows {
 constexpr int64_t most_outliers(int64_t columns) { return columns / outlier_ratio + 1; }
 
 // A piece of a product: rows [first_row, end_row) of the activations times strips [first_strip, end_strip) of the weight.
-// out = product + bias, or with `add` out += scale * (product + bias). The groups of a row are added up in their order, then its
+// out = product + bias, or with `add` out += scale * (product + bias). The blocks of a row are added up in their order, then its
 // outliers.
 struct LinearTask {
   const Weight* weight;

@@ -23,12 +23,13 @@ inline uint16_t half_at(const uint8_t* data, int64_t index) {
 }
 
 // One lane of a group of W4 or W8, 32 weights.
-void unpack_w4(const uint8_t* group, int lane, float* out) {
-  const float scale = half_to_float(half_at(group + w4_codes_bytes, lane));
-  const float minimum = half_to_float(half_at(group + w4_codes_bytes, strip_outputs + lane));
+void unpack_w4(const uint8_t* group, float unit, int lane, float* out) {
+  int16_t factors[2];
+  std::memcpy(factors, group + w4_codes_bytes + 4 * lane, 4);
   for (int input = 0; input < group_inputs; input++) {
     const uint8_t pair = group[input / 8 * 64 + lane * 4 + input % 4];
-    out[input] = static_cast<float>(input % 8 < 4 ? pair & 15 : pair >> 4) * scale + minimum;
+    const int code = (input % 8 < 4 ? pair & 15 : pair >> 4) - w4_middle;
+    out[input] = static_cast<float>(code * factors[0] + factors[1]) * unit;
   }
 }
 
@@ -50,9 +51,11 @@ void unpack_row(const Weight& weight, int64_t output, float* out) {
     }
     return;
   }
+  float unit = 0.0f;
+  if (weight.layout == Layout::w4) std::memcpy(&unit, strip + weight.groups() * w4_group_bytes + 4 * lane, 4);
   for (int64_t first = 0; first < weight.inputs; first += group_inputs) {
     float values[group_inputs];
-    if (weight.layout == Layout::w4) unpack_w4(strip + first / group_inputs * w4_group_bytes, lane, values);
+    if (weight.layout == Layout::w4) unpack_w4(strip + first / group_inputs * w4_group_bytes, unit, lane, values);
     else unpack_w8(strip + first / group_inputs * w8_group_bytes, lane, values);
     const int64_t count = weight.inputs - first < group_inputs ? weight.inputs - first : group_inputs;
     std::memcpy(out + first, values, static_cast<size_t>(count) * sizeof(float));
@@ -66,7 +69,7 @@ int64_t multiply_in_registers(int64_t repeats) {
   bytes::SumW4 sums[sums_at_once];
   bytes::Bytes codes = bytes::all_fours(0x01020304), activations = codes;
 #pragma GCC unroll 8
-  for (bytes::SumW4& sum : sums) sum.start(codes, activations);
+  for (bytes::SumW4& sum : sums) sum.start(codes, activations, 0);
   for (int64_t repeat = 0; repeat < repeats; repeat++) {
 #pragma GCC unroll 8
     for (int i = 0; i < sums_at_once; i++) {
@@ -76,7 +79,7 @@ int64_t multiply_in_registers(int64_t repeats) {
   }
 #pragma GCC unroll 8
   for (const bytes::SumW4& sum : sums) {
-    volatile float kept = vec::first(sum.total());
+    volatile float kept = vec::first(bytes::to_floats(sum.sums));
     (void)kept;
   }
   return repeats * sums_at_once * 4 * vec::lanes;

@@ -1,9 +1,13 @@
 // Sums of products of bytes, exact, for as many outputs as a vector of floats has lanes. Weights are four bytes for each output;
 // activations the same four bytes for all of them.
 //
-// nibbles_at and signed_bytes_at give one code of each output as floats: that which begins at this bit of its four bytes.
+// The sum of a W4 group, less 8 times that of its activations, fits 16 bits, and so does the sum of its activations. `start` holds both
+// (kernels.h), so that a sum which begins with it ends as a pair of them, which one instruction multiplies with the pair of the group's
+// scale and offset, and adds to those of the block.
 //
 // Codes of W8 are read as unsigned bytes, 128 too large. -128 times the sum of the activations, `correction`, makes up for it.
+//
+// weights_at and signed_bytes_at give one input of each output as floats: that whose code begins at this bit of its four bytes.
 #include "vec.h"
 
 namespace weft::WEFT_ISA {
@@ -25,12 +29,13 @@ inline Bytes add16(Bytes a, Bytes b) { return _mm512_add_epi16(a, b); }
 inline Bytes multiply_pairs(Bytes codes, Bytes activations) { return _mm512_maddubs_epi16(codes, activations); }
 inline Bytes sum_pairs(Bytes pairs, int16_t factor) { return _mm512_madd_epi16(pairs, _mm512_set1_epi16(factor)); }
 inline vec::Vec to_floats(Bytes sums) { return _mm512_cvtepi32_ps(sums); }
-inline vec::Vec nibbles_at(Bytes a, uint32_t bit) {
-  return to_floats(_mm512_and_si512(_mm512_srl_epi32(a, _mm_cvtsi32_si128(static_cast<int>(bit))), _mm512_set1_epi32(15)));
-}
-inline vec::Vec signed_bytes_at(Bytes a, uint32_t bit) {
-  return to_floats(_mm512_srai_epi32(_mm512_sll_epi32(a, _mm_cvtsi32_si128(static_cast<int>(24 - bit))), 24));
-}
+inline Bytes shifted_down(Bytes a, uint32_t bits) { return _mm512_srl_epi32(a, _mm_cvtsi32_si128(static_cast<int>(bits))); }
+inline Bytes shifted_up(Bytes a, uint32_t bits) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(static_cast<int>(bits))); }
+inline Bytes both(Bytes a, Bytes b) { return _mm512_and_si512(a, b); }
+inline Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
+inline Bytes not_both(Bytes a, Bytes b) { return _mm512_xor_si512(a, b); }
+inline Bytes multiply_and_add_pairs(Bytes a, Bytes b) { return _mm512_madd_epi16(a, b); }
+inline vec::Vec signed_bytes_at(Bytes a, uint32_t bit) { return to_floats(_mm512_srai_epi32(shifted_up(a, 24 - bit), 24)); }
 inline vec::Vec load_bfloats(const uint16_t* from) {
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
@@ -51,12 +56,13 @@ inline Bytes add16(Bytes a, Bytes b) { return _mm256_add_epi16(a, b); }
 inline Bytes multiply_pairs(Bytes codes, Bytes activations) { return _mm256_maddubs_epi16(codes, activations); }
 inline Bytes sum_pairs(Bytes pairs, int16_t factor) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(factor)); }
 inline vec::Vec to_floats(Bytes sums) { return _mm256_cvtepi32_ps(sums); }
-inline vec::Vec nibbles_at(Bytes a, uint32_t bit) {
-  return to_floats(_mm256_and_si256(_mm256_srl_epi32(a, _mm_cvtsi32_si128(static_cast<int>(bit))), _mm256_set1_epi32(15)));
-}
-inline vec::Vec signed_bytes_at(Bytes a, uint32_t bit) {
-  return to_floats(_mm256_srai_epi32(_mm256_sll_epi32(a, _mm_cvtsi32_si128(static_cast<int>(24 - bit))), 24));
-}
+inline Bytes shifted_down(Bytes a, uint32_t bits) { return _mm256_srl_epi32(a, _mm_cvtsi32_si128(static_cast<int>(bits))); }
+inline Bytes shifted_up(Bytes a, uint32_t bits) { return _mm256_sll_epi32(a, _mm_cvtsi32_si128(static_cast<int>(bits))); }
+inline Bytes both(Bytes a, Bytes b) { return _mm256_and_si256(a, b); }
+inline Bytes either(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
+inline Bytes not_both(Bytes a, Bytes b) { return _mm256_xor_si256(a, b); }
+inline Bytes multiply_and_add_pairs(Bytes a, Bytes b) { return _mm256_madd_epi16(a, b); }
+inline vec::Vec signed_bytes_at(Bytes a, uint32_t bit) { return to_floats(_mm256_srai_epi32(shifted_up(a, 24 - bit), 24)); }
 inline vec::Vec load_bfloats(const uint16_t* from) {
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
@@ -70,6 +76,7 @@ inline vec::Vec load_bfloats(const uint16_t* from) {
 
 using CodesW4 = Bytes;
 using Activations = Bytes;
+using Whole = Bytes;   // the sums of a block of W4 groups
 
 inline Activations all_fours(const int8_t* from) {
   int32_t four;
@@ -77,15 +84,29 @@ inline Activations all_fours(const int8_t* from) {
   return all_fours(four);
 }
 
+constexpr int32_t start_top = 1 << 15;   // keeps the lower half of a start from borrowing of the upper one
+
+inline vec::Vec weights_at(Bytes codes, uint32_t bit, const uint8_t* scales_and_offsets) {
+  const Bytes code = add32(both(shifted_down(codes, bit), all_fours(15)), all_fours(-w4_middle));
+  return to_floats(multiply_and_add_pairs(either(both(code, all_fours(0xffff)), all_fours(1 << 16)), load(scales_and_offsets)));
+}
+
 #endif
 
 #if defined(WEFT_VNNI)
 
+struct FactorsW4 {
+  Bytes pairs;
+  explicit FactorsW4(const uint8_t* scales_and_offsets) : pairs(load(scales_and_offsets)) {}
+};
+
 struct SumW4 {
   Bytes sums;
-  void start(CodesW4 codes, Activations activations) { sums = _mm512_dpbusd_epi32(none(), codes, activations); }
+  void start(CodesW4 codes, Activations activations, int32_t start) { sums = _mm512_dpbusd_epi32(all_fours(start), codes, activations); }
   void add(CodesW4 codes, Activations activations) { sums = _mm512_dpbusd_epi32(sums, codes, activations); }
-  vec::Vec total() const { return to_floats(sums); }
+  Whole added_to(Whole block, const FactorsW4& factors, int32_t) const {
+    return _mm512_dpwssd_epi32(block, not_both(sums, all_fours(start_top)), factors.pairs);
+  }
 };
 
 using CodesW8 = Bytes;
@@ -93,22 +114,31 @@ inline CodesW8 codes_w8(Bytes stored) { return unsigned_of(stored); }
 
 struct SumW8 {
   SumW4 sum;
-  void start(CodesW8 codes, Activations activations) { sum.start(codes, activations); }
+  void start(CodesW8 codes, Activations activations, int32_t correction) { sum.start(codes, activations, correction); }
   void add(CodesW8 codes, Activations activations) { sum.add(codes, activations); }
-  vec::Vec total(int32_t correction) const { return to_floats(add32(sum.sums, all_fours(correction))); }
+  vec::Vec total(int32_t) const { return to_floats(sum.sums); }
 };
 
 #elif defined(WEFT_AVX512) || defined(WEFT_AVX2)
 
-// 16 bits hold the sum of a group: 16 products of at most 15 * 127.
+struct FactorsW4 {
+  Bytes pairs, scales;   // scales: each twice
+  explicit FactorsW4(const uint8_t* scales_and_offsets)
+      : pairs(load(scales_and_offsets)), scales(either(both(pairs, all_fours(0xffff)), shifted_up(pairs, 16))) {}
+};
+
+// 16 bits hold the sum of every other two of a group: 16 products of at most 15 * 127.
 struct SumW4 {
-  Bytes pairs;
-  void start(CodesW4 codes, Activations activations) { pairs = multiply_pairs(codes, activations); }
+  Bytes sums;
+  void start(CodesW4 codes, Activations activations, int32_t = 0) { sums = multiply_pairs(codes, activations); }
   void add(CodesW4 codes, Activations activations) {
-    pairs = add16(pairs, multiply_pairs(codes, activations));
-    asm("" : "+v"(pairs));   // or the compiler puts all products aside in memory, to add them up at the end
+    sums = add16(sums, multiply_pairs(codes, activations));
+    asm("" : "+v"(sums));   // or the compiler puts all products aside in memory, to add them up at the end
   }
-  vec::Vec total() const { return to_floats(sum_pairs(pairs, 1)); }
+  Whole added_to(Whole block, const FactorsW4& factors, int32_t start) const {
+    const Bytes pair = not_both(all_fours(start), all_fours(start_top));
+    return add32(add32(block, multiply_and_add_pairs(sums, factors.scales)), multiply_and_add_pairs(pair, factors.pairs));
+  }
 };
 
 // Products of whole bytes would not fit, so the lower and the upper four bits are added up apart.
@@ -119,7 +149,7 @@ inline CodesW8 codes_w8(Bytes stored) { return {low_nibbles(stored), high_nibble
 
 struct SumW8 {
   SumW4 low, high;
-  void start(const CodesW8& codes, Activations activations) {
+  void start(const CodesW8& codes, Activations activations, int32_t) {
     low.start(codes.low, activations);
     high.start(codes.high, activations);
   }
@@ -128,7 +158,7 @@ struct SumW8 {
     high.add(codes.high, activations);
   }
   vec::Vec total(int32_t correction) const {
-    return to_floats(add32(add32(sum_pairs(low.pairs, 1), all_fours(correction)), sum_pairs(high.pairs, 16)));
+    return to_floats(add32(add32(sum_pairs(low.sums, 1), all_fours(correction)), sum_pairs(high.sums, 16)));
   }
 };
 
@@ -159,7 +189,22 @@ inline vec::Vec load_bfloats(const uint16_t* from) {
   return vec::load(floats);
 }
 
-inline vec::Vec nibbles_at(Bytes a, uint32_t bit) { return __builtin_convertvector(reinterpret_cast<vec::Bits>(a >> bit & 15u), vec::Vec); }
+using Whole = vec::Bits;   // the sums of a block of W4 groups
+inline vec::Vec to_floats(Whole sums) { return __builtin_convertvector(sums, vec::Vec); }
+
+struct FactorsW4 {
+  Whole scale, offset;
+  explicit FactorsW4(const uint8_t* scales_and_offsets) {
+    const Bytes pairs = load(scales_and_offsets);
+    scale = reinterpret_cast<Whole>(pairs << 16) >> 16;
+    offset = reinterpret_cast<Whole>(pairs) >> 16;
+  }
+};
+
+inline vec::Vec weights_at(Bytes codes, uint32_t bit, const uint8_t* scales_and_offsets) {
+  const FactorsW4 factors(scales_and_offsets);
+  return to_floats((reinterpret_cast<Whole>(codes >> bit & 15u) - w4_middle) * factors.scale + factors.offset);
+}
 inline vec::Vec signed_bytes_at(Bytes a, uint32_t bit) {
   return __builtin_convertvector(reinterpret_cast<vec::Bits>(a << (24 - bit)) >> 24, vec::Vec);
 }
@@ -179,14 +224,17 @@ inline CodesW8 codes_w8(Bytes stored) { return codes_of(stored ^ 0x80808080u, 0,
 
 struct SumW4 {
   vec::Vec sum;
-  void start(const Codes& codes, const Activations& activations) {
+  void start(const Codes& codes, const Activations& activations, int32_t) {
     sum = vec::all(0.0f);
     add(codes, activations);
   }
   void add(const Codes& codes, const Activations& activations) {
     for (int i = 0; i < 4; i++) sum = sum + codes.at[i] * vec::all(activations.at[i]);
   }
-  vec::Vec total() const { return sum; }
+  Whole added_to(Whole block, const FactorsW4& factors, int32_t start) const {
+    const int32_t of_activations = start >> 16;
+    return block + (__builtin_convertvector(sum, Whole) - w4_middle * of_activations) * factors.scale + of_activations * factors.offset;
+  }
 };
 
 struct SumW8 : SumW4 {

@@ -1,6 +1,6 @@
 // Tiles of a linear layer: a few rows of activations times the outputs of a strip.
 //
-// The groups of an output (for floats: its inputs) are added up one after the other, by the same operations in tiles of any size. So a
+// The blocks of an output (for floats: its inputs) are added up one after the other, by the same operations in tiles of any size. So a
 // result depends neither on the other rows nor on how the work was cut.
 #include "linear_bytes.inl"
 
@@ -29,7 +29,7 @@ constexpr int most_rows() {
 #if defined(WEFT_VNNI)
   return 12;
 #elif defined(WEFT_AVX512)
-  return layout == Layout::w8 ? 8 : 12;
+  return layout == Layout::w8 ? 6 : 12;
 #elif defined(WEFT_AVX2)
   return is_quantised(layout) ? 4 : 6;
 #else
@@ -72,8 +72,9 @@ Totals<rows> multiply_floats(const LinearTask& task, int64_t first_row, const ui
   return totals;
 }
 
-// A quantised layout, for one vector of outputs in a group: the codes of inputs 8s .. 8s + 7 (the first four and the last four), the
-// scales, how a sum of products joins the total, and the weights of one input as floats.
+// A quantised layout, for one vector of outputs in a group: the codes of inputs 8s .. 8s + 7 (the first four and the last four), how a
+// sum of products joins those of its block, and the weights of one input. What a block adds up becomes floats by `of_block`, and a total
+// what it stands for by `of_total`.
 template <Layout layout>
 struct Group;
 
@@ -82,6 +83,7 @@ struct Group<Layout::w4> {
   static constexpr int bytes = w4_group_bytes;
   static constexpr int parts_together = parts;
   using Sum = bytes::SumW4;
+  using Block = bytes::Whole;
   struct Eight {
     bytes::CodesW4 first, last;
   };
@@ -89,19 +91,20 @@ struct Group<Layout::w4> {
     const bytes::Bytes codes = bytes::load(group + 64 * step + 4 * vec::lanes * part);
     return {bytes::low_nibbles(codes), bytes::high_nibbles(codes)};
   }
+  static const uint8_t* factors_of(const uint8_t* group, int part) { return group + w4_codes_bytes + 4 * vec::lanes * part; }
 
-  Vec scale, minimum;
-  Group(const uint8_t* group, int part)
-      : scale(vec::load(halves(group + w4_codes_bytes) + vec::lanes * part)),
-        minimum(vec::load(halves(group + w4_codes_bytes) + strip_outputs + vec::lanes * part)) {}
-  Vec join(Vec total, const Sum& sum, float activation_scale, float offset, int32_t) const {
-    total = vec::fma(minimum, vec::all(offset), total);
-    return vec::fma(sum.total() * vec::all(activation_scale), scale, total);
+  bytes::FactorsW4 factors;
+  Group(const uint8_t* group, int part) : factors(factors_of(group, part)) {}
+  static int32_t start(const RowGroup& row) { return row.start; }
+  Block join(const Block& block, const Sum& sum, int32_t start) const { return sum.added_to(block, factors, start); }
+  static Block nothing() { return Block{}; }
+  static Vec of_block(const Block& block) { return bytes::to_floats(block); }
+  static Vec of_total(Vec total, const uint8_t* behind_groups, int part) {
+    return total * vec::load(reinterpret_cast<const float*>(behind_groups) + vec::lanes * part);
   }
   static Vec weights_of(const uint8_t* group, uint32_t input, int part) {
-    const Group factors(group, part);
     const bytes::Bytes codes = bytes::load(group + input / 8 * 64 + 4 * vec::lanes * part);
-    return vec::fma(bytes::nibbles_at(codes, input % 4 * 8 + input % 8 / 4 * 4), factors.scale, factors.minimum);
+    return bytes::weights_at(codes, input % 4 * 8 + input % 8 / 4 * 4, factors_of(group, part));
   }
 };
 
@@ -110,6 +113,7 @@ struct Group<Layout::w8> {
   static constexpr int bytes = w8_group_bytes;
   static constexpr int parts_together = 1;   // one after the other: without VNNI a sum takes two registers
   using Sum = bytes::SumW8;
+  using Block = Vec;
   struct Eight {
     bytes::CodesW8 first, last;
   };
@@ -120,44 +124,37 @@ struct Group<Layout::w8> {
 
   Vec scale;
   Group(const uint8_t* group, int part) : scale(vec::load(halves(group + w8_codes_bytes) + vec::lanes * part)) {}
-  Vec join(Vec total, const Sum& sum, float activation_scale, float, int32_t correction) const {
-    return vec::fma(sum.total(correction) * vec::all(activation_scale), scale, total);
-  }
+  static int32_t start(const RowGroup& row) { return row.correction; }
+  Block join(Block block, const Sum& sum, int32_t start) const { return vec::fma(sum.total(start), scale, block); }
+  static Block nothing() { return vec::all(0.0f); }
+  static Vec of_block(Block block) { return block; }
+  static Vec of_total(Vec total, const uint8_t*, int) { return total; }
   static Vec weights_of(const uint8_t* group, uint32_t input, int part) {
     return bytes::signed_bytes_at(bytes::load(group + input / 4 * 64 + 4 * vec::lanes * part), input % 4 * 8) * Group(group, part).scale;
   }
 };
 
-// The rows of a tile at one group after the other: row r lies r * stride bytes, or r * groups numbers, after the first.
-struct Rows {
-  int64_t groups, stride;
-  const int8_t* codes;
-  const float *scales, *offsets;
-  const int32_t* corrections;
-
-  Rows(const QuantisedRows& from, int64_t first_row)
-      : groups(from.groups), stride(from.groups * group_inputs), codes(from.codes + first_row * stride),
-        scales(from.scales + first_row * groups), offsets(from.offsets + first_row * groups),
-        corrections(from.corrections + first_row * groups) {}
-
-  void to_next_group() {
-    codes += group_inputs;
-    scales++;
-    offsets++;
-    corrections++;
-  }
-};
-
 template <typename Sum, typename Eight>
-inline void add_eight(Sum& sum, int step, const Eight& codes, const int8_t* inputs) {
+inline void add_eight(Sum& sum, int step, const Eight& codes, const int8_t* inputs, int32_t start) {
   const bytes::Activations first = bytes::all_fours(inputs + 8 * step), last = bytes::all_fours(inputs + 8 * step + 4);
-  if (step == 0) sum.start(codes.first, first);
+  if (step == 0) sum.start(codes.first, first, start);
   else sum.add(codes.first, first);
   sum.add(codes.last, last);
 }
 
 template <Layout layout, int rows>
-inline void add_group(const Rows& from, const uint8_t* group, int first_part, Totals<rows>& totals) {
+struct Blocks {
+  typename Group<layout>::Block at[rows][parts];
+  Blocks() {
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++)
+      for (int part = 0; part < parts; part++) at[row][part] = Group<layout>::nothing();
+  }
+};
+
+// `from` is the tile's first row at this group.
+template <Layout layout, int rows>
+inline void add_group(const RowGroup* from, const uint8_t* group, int first_part, Blocks<layout, rows>& blocks) {
   constexpr int together = Group<layout>::parts_together;
   typename Group<layout>::Sum sums[rows][together];
 #pragma GCC unroll 4
@@ -166,34 +163,48 @@ inline void add_group(const Rows& from, const uint8_t* group, int first_part, To
     for (int part = 0; part < together; part++) codes[part] = Group<layout>::load(group, step, first_part + part);
 #pragma GCC unroll 12
     for (int row = 0; row < rows; row++)
-      for (int part = 0; part < together; part++) add_eight(sums[row][part], step, codes[part], from.codes + row * from.stride);
+      for (int part = 0; part < together; part++)
+        add_eight(sums[row][part], step, codes[part], from[row].codes, Group<layout>::start(from[row]));
   }
   for (int part = 0; part < together; part++) {
     const Group<layout> weights(group, first_part + part);
 #pragma GCC unroll 12
     for (int row = 0; row < rows; row++) {
-      const int64_t at = row * from.groups;
-      Vec& total = totals.at[row][first_part + part];
-      total = weights.join(total, sums[row][part], from.scales[at], from.offsets[at], from.corrections[at]);
+      auto& block = blocks.at[row][first_part + part];
+      block = weights.join(block, sums[row][part], Group<layout>::start(from[row]));
     }
   }
 }
 
+// The totals stay in memory: registers are for the sums of groups and of blocks. A function of its own, so that the compiler cannot know
+// better.
 template <Layout layout, int rows>
-inline Totals<rows> multiply_bytes(const LinearTask& task, int64_t first_row, const uint8_t* group) {
-  Totals<rows> totals;
-  Rows from(task.quantised, first_row);
-  for (int64_t i = 0; i < from.groups; i++, group += Group<layout>::bytes, from.to_next_group()) {
-    fetch_ahead<Group<layout>::bytes>(group);
-    for (int part = 0; part < parts; part += Group<layout>::parts_together) add_group<layout, rows>(from, group, part, totals);
+__attribute__((noinline)) void multiply_bytes(const QuantisedRows& rows_in_bytes, int64_t first_row, const uint8_t* group,
+                                              Totals<rows>& totals) {
+  const RowGroup* from = rows_in_bytes.group_of(first_row, 0);
+  const float* scales = rows_in_bytes.scale_of(first_row, 0);
+  for (int64_t left = rows_in_bytes.groups; left > 0; left -= block_groups, scales += panel_rows) {
+    Blocks<layout, rows> blocks;
+#pragma GCC unroll 8
+    for (int i = 0; i < block_groups; i++, group += Group<layout>::bytes, from += panel_rows) {
+      if (i == left) break;
+      fetch_ahead<Group<layout>::bytes>(group);
+      for (int part = 0; part < parts; part += Group<layout>::parts_together) add_group<layout, rows>(from, group, part, blocks);
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++)
+      for (int part = 0; part < parts; part++) {
+        Vec& total = totals.at[row][part];
+        total = vec::fma(Group<layout>::of_block(blocks.at[row][part]), vec::all(scales[row]), total);
+      }
+    asm("" : "+m"(totals));
   }
-  return totals;
 }
 
-// The totals of a tile and its outliers; the weights of the strip were just read. All in one loop: how often a loop for each row goes
+// The outliers of a tile; the weights of the strip were just read. All in one loop: how often a loop for each row goes
 // round would be guessed wrong too often.
 template <Layout layout, int rows>
-Totals<rows> with_outliers(Totals<rows> totals, const QuantisedRows& from, int64_t first_row, const uint8_t* strip) {
+void add_outliers(const QuantisedRows& from, int64_t first_row, const uint8_t* strip, Totals<rows>& totals) {
   const Outlier* end = from.outliers + from.outlier_begins[first_row + rows];
   for (const Outlier* outlier = from.outliers + from.outlier_begins[first_row]; outlier < end; outlier++) {
     const uint8_t* group = strip + int64_t{outlier->input / group_inputs} * Group<layout>::bytes;
@@ -202,7 +213,15 @@ Totals<rows> with_outliers(Totals<rows> totals, const QuantisedRows& from, int64
       total = vec::fma(vec::all(outlier->value), Group<layout>::weights_of(group, outlier->input % group_inputs, part), total);
     }
   }
-  return totals;
+}
+
+template <Layout layout, int rows>
+void multiply_strip(const LinearTask& task, int64_t first_row, const uint8_t* strip, Totals<rows>& totals) {
+  multiply_bytes<layout>(task.quantised, first_row, strip, totals);
+  if (task.quantised.outliers) add_outliers<layout>(task.quantised, first_row, strip, totals);
+  const uint8_t* behind_groups = strip + task.quantised.groups * Group<layout>::bytes;
+  for (int row = 0; row < rows; row++)
+    for (int part = 0; part < parts; part++) totals.at[row][part] = Group<layout>::of_total(totals.at[row][part], behind_groups, part);
 }
 
 // The bias, and where the result goes. The last strip may have fewer outputs than lanes.
@@ -230,11 +249,9 @@ void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_stri
   const uint8_t* weights = task.weight->data + first_strip * bytes;
   for (int64_t strip = first_strip; strip < end_strip; strip++, weights += bytes) {
     if constexpr (is_quantised(layout)) {
-      const int64_t* begins = task.quantised.outlier_begins;
-      const Totals<rows> totals = multiply_bytes<layout, rows>(task, first_row, weights);
-      const bool has_outliers = begins && begins[first_row] < begins[first_row + rows];
-      finish(task, has_outliers ? with_outliers<layout>(totals, task.quantised, first_row, weights) : totals, first_row,
-             strip * strip_outputs);
+      Totals<rows> totals;
+      multiply_strip<layout>(task, first_row, weights, totals);
+      finish(task, totals, first_row, strip * strip_outputs);
     } else {
       finish(task, multiply_floats<layout, rows>(task, first_row, weights), first_row, strip * strip_outputs);
     }
@@ -251,10 +268,12 @@ void multiply_count(const LinearTask& task, int64_t count, int64_t first_row, in
 template <Layout layout>
 void multiply_strips(const LinearTask& task, int64_t first_strip, int64_t end_strip) {
   constexpr int most = most_rows<layout>();
-  const int64_t rows = task.end_row - task.first_row, tiles = (rows + most - 1) / most;
-  for (int64_t tile = 0; tile < tiles; tile++) {   // of even sizes: a last one of a single row would cost almost as much as a full one
-    const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first;
-    multiply_count<layout, most>(task, count, task.first_row + first, first_strip, end_strip);
+  static_assert(panel_rows % most == 0 || !is_quantised(layout));
+  for (int64_t row = task.first_row; row < task.end_row;) {
+    const int64_t left = task.end_row - row, fitting = most - (is_quantised(layout) ? row % most : 0);
+    const int64_t count = left < fitting ? left : fitting;   // never beyond the row's panel
+    multiply_count<layout, most>(task, count, row, first_strip, end_strip);
+    row += count;
   }
 }
 

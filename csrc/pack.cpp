@@ -1,6 +1,7 @@
 // Packing: stored codes moved into strips as they are, and floats rounded to codes.
 #include "pack.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -18,11 +19,6 @@ struct Lane {
   uint8_t* w4(int64_t group) const { return strip + group * w4_group_bytes + 4 * lane; }
   uint8_t* w8(int64_t group) const { return strip + group * w8_group_bytes + 4 * lane; }
 
-  void set_w4_scales(int64_t group, uint16_t scale, uint16_t minimum) const {
-    uint8_t* data = strip + group * w4_group_bytes + w4_codes_bytes + 2 * lane;
-    std::memcpy(data, &scale, 2);
-    std::memcpy(data + 2 * strip_outputs, &minimum, 2);
-  }
   void set_w8_scale(int64_t group, uint16_t scale) const {
     std::memcpy(strip + group * w8_group_bytes + w8_codes_bytes + 2 * lane, &scale, 2);
   }
@@ -48,6 +44,47 @@ void put_w8(const Lane& lane, int64_t group, const uint8_t* codes) {
   for (int step = 0; step < 8; step++) std::memcpy(lane.w8(group) + 64 * step, codes + 4 * step, 4);
 }
 
+// What the groups of an output have beside their codes: weight = code * scale + minimum.
+struct FactorsW4 {
+  std::vector<float> scales, minima;
+  explicit FactorsW4(int64_t groups) : scales(static_cast<size_t>(groups)), minima(static_cast<size_t>(groups)) {}
+  void set(int64_t group, float scale, float minimum) {
+    scales[static_cast<size_t>(group)] = scale;
+    minima[static_cast<size_t>(group)] = minimum;
+  }
+
+  // Stored as whole numbers under one unit for the output, the smallest under which no sum of a block leaves 32 bits. They then have 14
+  // bits or more where a group is not much smaller than the largest of its output, and f16 has 11.
+  void put(const Lane& lane) const {
+    double unit = 0.0;
+    bool is_finite = true;
+    for (size_t group = 0; group < scales.size(); group++) {
+      const double scale = std::abs(scales[group]), offset = std::abs(offset_of(group));
+      is_finite = is_finite && std::isfinite(scale) && std::isfinite(offset);
+      // What rounding may add to both is left free.
+      constexpr auto room = static_cast<double>(w4_largest - w4_largest_products - w4_largest_sum);
+      const double sum = (scale * w4_largest_products + offset * w4_largest_sum) / room;
+      unit = std::max({unit, sum, scale / INT16_MAX, offset / INT16_MAX});
+    }
+    const float stored = is_finite ? static_cast<float>(unit) : NAN;
+    for (size_t group = 0; group < scales.size(); group++) {
+      int16_t pair[2] = {0, 0};
+      if (stored > 0.0f) {
+        pair[0] = to_whole(scales[group], stored);
+        pair[1] = to_whole(offset_of(group), stored);
+      }
+      std::memcpy(lane.w4(static_cast<int64_t>(group)) + w4_codes_bytes, pair, sizeof pair);
+    }
+    std::memcpy(lane.w4(static_cast<int64_t>(scales.size())), &stored, sizeof stored);
+  }
+
+ private:
+  double offset_of(size_t group) const { return static_cast<double>(minima[group]) + w4_middle * static_cast<double>(scales[group]); }
+  static int16_t to_whole(double value, float unit) {
+    return static_cast<int16_t>(std::clamp(std::nearbyint(value / static_cast<double>(unit)), -32767.0, 32767.0));
+  }
+};
+
 // --- stored codes, as they are ------------------------------------------------------------------------------------------------------
 
 // Q4_0 and Q4_1: byte i holds value i and value 16 + i.
@@ -64,25 +101,29 @@ void move_q4(const uint8_t* packed, const Lane& lane, int64_t group) {
 }
 
 void move_q4_0(const uint8_t* raw, int64_t inputs, const Lane& lane) {
+  FactorsW4 factors(inputs / 32);
   for (int64_t group = 0; group < inputs / 32; group++, raw += 18) {
     uint16_t scale;
     std::memcpy(&scale, raw, 2);
     move_q4(raw + 2, lane, group);
-    lane.set_w4_scales(group, scale, float_to_half(-8.0f * half_to_float(scale)));
+    factors.set(group, half_to_float(scale), -8.0f * half_to_float(scale));
   }
+  factors.put(lane);
 }
 
 void move_q4_1(const uint8_t* raw, int64_t inputs, const Lane& lane) {
+  FactorsW4 factors(inputs / 32);
   for (int64_t group = 0; group < inputs / 32; group++, raw += 20) {
     uint16_t scales[2];
     std::memcpy(scales, raw, 4);
     move_q4(raw + 4, lane, group);
-    lane.set_w4_scales(group, scales[0], scales[1]);
+    factors.set(group, half_to_float(scales[0]), half_to_float(scales[1]));
   }
+  factors.put(lane);
 }
 
-// The codes stay; a group's scale and minimum become one f16 each.
 void move_q4_k(const uint8_t* raw, int64_t inputs, const Lane& lane) {
+  FactorsW4 factors(inputs / 32);
   for (int64_t block = 0; block < inputs / 256; block++, raw += 144) {
     float scales[8], minima[8];
     k_scales_and_minima(raw, scales, minima);
@@ -91,9 +132,10 @@ void move_q4_k(const uint8_t* raw, int64_t inputs, const Lane& lane) {
       uint8_t codes[32];
       for (int i = 0; i < 32; i++) codes[i] = group % 2 ? packed[i] >> 4 : packed[i] & 15;
       put_w4(lane, 8 * block + group, codes);
-      lane.set_w4_scales(8 * block + group, float_to_half(scales[group]), float_to_half(minima[group]));
+      factors.set(8 * block + group, scales[group], minima[group]);
     }
   }
+  factors.put(lane);
 }
 
 void move_q8_0(const uint8_t* raw, int64_t inputs, const Lane& lane) {
@@ -177,20 +219,18 @@ struct Group {
   explicit Group(const float* values) { std::memcpy(at, values, sizeof at); }
 };
 
-// A choice of scale and minimum for a group, as they will be stored, with its codes and their squared error.
+// A choice of scale and minimum for a group, with its codes and their squared error.
 struct Choice {
-  uint16_t scale_half, minimum_half;
+  float scale, minimum;
   Four codes[fours];
   float error;
 };
 
-// The codes nearest to the values under these two numbers, which are rounded to f16 first.
+// The codes nearest to the values under these two numbers.
 Choice choose_codes(const Group& values, float scale, float minimum) {
   Choice choice;
-  choice.scale_half = float_to_half(scale);
-  choice.minimum_half = float_to_half(minimum);
-  scale = half_to_float(choice.scale_half);
-  minimum = half_to_float(choice.minimum_half);
+  choice.scale = scale;
+  choice.minimum = minimum;
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   Four error = {};
   for (int i = 0; i < fours; i++) {
@@ -225,12 +265,12 @@ bool fit_line(const Group& values, const Four* codes, float& scale, float& minim
 
 // Four bits: from the whole range of the group inwards, a few scales are tried, each with the line that fits its codes best. Clipping the
 // ends a little makes every other step finer; the squared error says how much is worth it.
-void round_w4(const float* values, const Lane& lane, int64_t group) {
+void round_w4(const float* values, const Lane& lane, int64_t group, FactorsW4& factors) {
   uint8_t codes[group_inputs] = {};
   const float largest = largest_magnitude(values);
-  if (!(largest <= 65504.0f)) {   // nothing that f16 can hold
+  if (!(largest <= 65504.0f)) {   // what f16 cannot hold is no weight
     put_w4(lane, group, codes);
-    lane.set_w4_scales(group, half_nan, half_nan);
+    factors.set(group, NAN, NAN);
     return;
   }
   float low = values[0], high = values[0];
@@ -251,7 +291,7 @@ void round_w4(const float* values, const Lane& lane, int64_t group) {
   }
   for (int i = 0; i < group_inputs; i++) codes[i] = static_cast<uint8_t>(static_cast<int>(best.codes[i / 4][i % 4]));
   put_w4(lane, group, codes);
-  lane.set_w4_scales(group, best.scale_half, best.minimum_half);
+  factors.set(group, best.scale, best.minimum);
 }
 
 uint16_t float_to_bfloat(float value) {
@@ -264,7 +304,9 @@ uint16_t float_to_bfloat(float value) {
 void round_row(const float* values, int64_t inputs, Layout layout, const Lane& lane) {
   const int64_t groups = (inputs + group_inputs - 1) / group_inputs;
   if (layout == Layout::w4) {
-    for (int64_t group = 0; group < groups; group++) round_w4(values + group * group_inputs, lane, group);
+    FactorsW4 factors(groups);
+    for (int64_t group = 0; group < groups; group++) round_w4(values + group * group_inputs, lane, group, factors);
+    factors.put(lane);
   } else if (layout == Layout::w8) {
     for (int64_t group = 0; group < groups; group++) round_w8(values + group * group_inputs, lane, group);
   } else if (layout == Layout::f32) {

@@ -16,7 +16,7 @@ constexpr int64_t chunks_per_thread = 8;
 constexpr int64_t fewest_chunks_per_thread = 2;
 constexpr int64_t chunk_bytes = 64 << 10;
 // A product of more rows than these is cut by rows too, so that the rows of one piece stay in the cache.
-constexpr int64_t rows_per_chunk = 256;
+constexpr int64_t rows_per_chunk = 20 * panel_rows;
 
 // The next chunk of attention is this part of what is left.
 constexpr int64_t shares_per_thread = 2;

@@ -5,17 +5,18 @@ namespace weft::WEFT_ISA {
 namespace {
 namespace quantising {
 
-// Three steps of a group of 32 values. The largest magnitude is not finite where one of the values is not: magnitudes are compared as whole
+// Three steps of a group of 32 values, the first for several groups. The largest magnitude is not finite where one of the values is not: magnitudes are compared as whole
 // numbers, where infinity comes after all numbers and NaN after infinity. `above` has a bit for every value of a larger magnitude than
 // the bound. `round_codes` takes magnitudes of up to 127 once multiplied
 // with `factor`, rounds to nearest, ties to even, and returns the sum of the codes.
 #if defined(WEFT_AVX512)
 
-inline float largest_magnitude(const float* values) {
+inline float largest_magnitude(const float* values, int groups) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-  const __m512i first = _mm512_and_si512(_mm512_loadu_si512(values), magnitude);
-  const __m512i second = _mm512_and_si512(_mm512_loadu_si512(values + 16), magnitude);
-  return float_of_bits(static_cast<uint32_t>(_mm512_reduce_max_epi32(_mm512_max_epi32(first, second))));
+  __m512i largest = _mm512_setzero_si512();
+  for (int i = 0; i < groups * group_inputs; i += 16)
+    largest = _mm512_max_epi32(largest, _mm512_and_si512(_mm512_loadu_si512(values + i), magnitude));
+  return float_of_bits(static_cast<uint32_t>(_mm512_reduce_max_epi32(largest)));
 }
 
 inline uint32_t above(const float* values, float bound) {
@@ -43,10 +44,10 @@ inline int32_t folded(__m256i a, Fold fold) {
   return _mm_cvtsi128_si32(b);
 }
 
-inline float largest_magnitude(const float* values) {
+inline float largest_magnitude(const float* values, int groups) {
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
   __m256i largest = _mm256_setzero_si256();
-  for (int i = 0; i < group_inputs; i += 8)
+  for (int i = 0; i < groups * group_inputs; i += 8)
     largest = _mm256_max_epi32(
         largest, _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + i)), magnitude));
   return float_of_bits(static_cast<uint32_t>(folded(largest, [](__m128i a, __m128i b) { return _mm_max_epi32(a, b); })));
@@ -75,9 +76,9 @@ inline int32_t round_codes(const float* values, float factor, int8_t* codes) {
 
 #else
 
-inline float largest_magnitude(const float* values) {
+inline float largest_magnitude(const float* values, int groups) {
   uint32_t largest = 0;
-  for (int i = 0; i < group_inputs; i++) {
+  for (int i = 0; i < groups * group_inputs; i++) {
     const uint32_t bits = bits_of_float(values[i]) & 0x7fffffff;
     largest = bits > largest ? bits : largest;
   }
@@ -102,12 +103,12 @@ inline int32_t round_codes(const float* values, float factor, int8_t* codes) {
 
 #endif
 
-// The 32 values of a group, in `padded` with zeros behind them where the row ends before.
-inline const float* group_of(const float* row, int64_t columns, int64_t group, float* padded) {
-  const float* values = row + group * group_inputs;
-  const int64_t count = columns - group * group_inputs;
-  if (count >= group_inputs) return values;
-  std::memset(padded, 0, group_inputs * sizeof(float));
+// The values of some groups, in `padded` with zeros behind them where the row ends before.
+inline const float* block_of(const float* row, int64_t columns, int64_t first_group, int groups, float* padded) {
+  const float* values = row + first_group * group_inputs;
+  const int64_t count = columns - first_group * group_inputs;
+  if (count >= groups * group_inputs) return values;
+  std::memset(padded, 0, block_inputs * sizeof(float));
   std::memcpy(padded, values, static_cast<size_t>(count) * sizeof(float));
   return padded;
 }
@@ -137,32 +138,36 @@ inline int32_t take_outliers(const float* values, float bound, uint32_t row, uin
 }  // namespace quantising
 
 void quantise_row(const float* row, int64_t columns, const QuantisedRows& out, int64_t out_row) {
-  float padded[group_inputs], rest[group_inputs];
+  float padded[block_inputs], rest[block_inputs];
   const float bound = out.outliers ? quantising::outlier_bound(row, columns) : NAN;
   Outlier* outliers = out.outliers ? out.outliers + out_row * out.outlier_room : nullptr;
   int32_t taken = 0;
-  for (int64_t group = 0; group < out.groups; group++) {
-    const float* values = quantising::group_of(row, columns, group, padded);
-    const int64_t at = out_row * out.groups + group;
-    int8_t* codes = out.codes + at * group_inputs;
-    float largest = quantising::largest_magnitude(values), scale = 0.0f;
+  for (int64_t block = 0; block < out.blocks; block++) {
+    const int64_t first_group = block * block_groups, left = out.groups - first_group;
+    const int groups = static_cast<int>(left < block_groups ? left : block_groups);
+    const float* values = quantising::block_of(row, columns, first_group, groups, padded);
+    float largest = quantising::largest_magnitude(values, groups), scale = 0.0f;
     if (largest > bound) {
-      taken += quantising::take_outliers(values, bound, static_cast<uint32_t>(out_row), static_cast<uint32_t>(group * group_inputs), rest,
-                                         outliers + taken);
+      for (int group = 0; group < groups; group++)
+        taken += quantising::take_outliers(values + group * group_inputs, bound, static_cast<uint32_t>(out_row),
+                                           static_cast<uint32_t>((first_group + group) * group_inputs), rest + group * group_inputs,
+                                           outliers + taken);
       values = rest;
-      largest = quantising::largest_magnitude(rest);
+      largest = quantising::largest_magnitude(rest, groups);
     }
-    int32_t sum = 0;
-    if (largest >= 0x1p-100f && largest < INFINITY) {
-      scale = largest / 127.0f;
-      sum = quantising::round_codes(values, 127.0f / largest, codes);
-    } else {   // nothing to speak of, or something that no code can stand for and that the result must show
-      std::memset(codes, 0, group_inputs);
-      if (!(largest < INFINITY)) scale = NAN;
+    const bool has_codes = largest >= 0x1p-100f && largest < INFINITY;
+    const float factor = static_cast<float>(largest_code) / largest;
+    for (int group = 0; group < groups; group++) {
+      RowGroup& into = *out.group_of(out_row, first_group + group);
+      int32_t sum = 0;
+      if (has_codes) sum = quantising::round_codes(values + group * group_inputs, factor, into.codes);
+      else std::memset(into.codes, 0, group_inputs);   // nothing to speak of, or something that no code can stand for
+      into.start = sum * ((1 << 16) - w4_middle) + (1 << 15);
+      into.correction = -128 * sum;
     }
-    out.scales[at] = scale;
-    out.offsets[at] = scale * static_cast<float>(sum);
-    out.corrections[at] = -128 * sum;
+    if (has_codes) scale = largest / static_cast<float>(largest_code);
+    else if (!(largest < INFINITY)) scale = NAN;   // the result must show it
+    *out.scale_of(out_row, block) = scale;
   }
   if (out.outliers) out.outlier_counts[out_row] = taken;
 }

@@ -145,12 +145,12 @@ def quantise(
 ) -> tuple[
     NDArray[np.int8],
     NDArray[np.float32],
-    NDArray[np.float32],
+    NDArray[np.int32],
     NDArray[np.int32],
     NDArray[np.uint32],
     NDArray[np.float32],
 ]:
-    """Codes, scales, offsets and corrections of the rows, row and input of each outlier, and its value (csrc/kernels.h)."""
+    """Codes, scales, starts and corrections of the rows, row and input of each outlier, and its value (csrc/kernels.h)."""
 
 def linear(
     layout: int,

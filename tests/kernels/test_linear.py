@@ -9,6 +9,8 @@ _kernels = pytest.importorskip("weft._kernels")
 
 W4, W8, F32, F16, BF16 = LAYOUTS = range(5)
 SETS = _kernels.available()
+BLOCK = 128
+"""Inputs that share a scale."""
 # Sums in which a product and an addition are rounded once; the portable kernels round twice.
 FUSED_SETS = [name for name in SETS if name != "portable"]
 
@@ -43,12 +45,12 @@ def with_outliers(rows: np.ndarray, share: float = 0.2, size: float = 300, seed:
     return rows
 
 
-def grouped(rows: np.ndarray) -> np.ndarray:
-    """[rows, groups, 32], with zeros behind the last input."""
-    groups = -(-rows.shape[1] // 32)
-    padded = np.zeros((len(rows), groups * 32), np.float32)
+def cut(rows: np.ndarray, size: int) -> np.ndarray:
+    """[rows, groups or blocks, size], with zeros behind the last group of 32 inputs."""
+    parts = -(-rows.shape[1] // size)
+    padded = np.zeros((len(rows), parts * size), rows.dtype)
     padded[:, : rows.shape[1]] = rows
-    return padded.reshape(len(rows), groups, 32)
+    return padded.reshape(len(rows), parts, size)
 
 
 def outliers(rows: np.ndarray) -> np.ndarray:
@@ -58,11 +60,12 @@ def outliers(rows: np.ndarray) -> np.ndarray:
 
 
 def quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales as the definition says."""
-    padded = grouped(rows)
-    largest = np.abs(padded).max(axis=2)
+    """Codes [rows, inputs of whole groups] and scales [rows, blocks] as the definition says."""
+    blocks = cut(rows, BLOCK)
+    largest = np.abs(blocks).max(axis=2)
     inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
-    return np.rint(padded * inverse[:, :, None]).astype(np.int8), largest / np.float32(127)
+    codes = np.rint(blocks * inverse[:, :, None]).astype(np.int8).reshape(len(rows), blocks.shape[1] * BLOCK)
+    return codes[:, : -(-rows.shape[1] // 32) * 32], largest / np.float32(127)
 
 
 def product(layout: int, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -71,31 +74,31 @@ def product(layout: int, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
     if layout in (W4, W8):
         alone = outliers(rows)
         codes, scales = quantised(np.where(alone, 0, rows))
-        groups = codes * scales[:, :, None].astype(np.float64)
-        values = groups.reshape(len(rows), -1)[:, : rows.shape[1]] if len(rows) else values
-        values = np.where(alone, rows, values)
+        values = codes * np.repeat(scales.astype(np.float64), BLOCK, axis=1)[:, : codes.shape[1]]
+        values = np.where(alone, rows, values[:, : rows.shape[1]])
     return values @ weights.astype(np.float64).T
 
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("with_outliers_taken_out", [False, True])
-@pytest.mark.parametrize("inputs", [1, 31, 32, 33, 96, 576])
+@pytest.mark.parametrize("inputs", [1, 31, 32, 33, 96, 128, 129, 250, 576])
 def test_activations_become_bytes_as_numpy_rounds_them(
     name: str, inputs: int, with_outliers_taken_out: bool
 ) -> None:
     rows = with_outliers(activations(40, inputs))
     rows[3] = 0
     _kernels.use(name)
-    codes, scales, offsets, corrections, places, values = _kernels.quantise(rows, with_outliers_taken_out)
+    codes, scales, starts, corrections, places, values = _kernels.quantise(rows, with_outliers_taken_out)
     alone = outliers(rows) if with_outliers_taken_out else np.zeros(rows.shape, bool)
     assert alone.any() == (with_outliers_taken_out and inputs > 1)  # a value alone is the mean of its row
     np.testing.assert_array_equal(places, np.argwhere(alone))
     np.testing.assert_array_equal(values, rows[alone])
     expected_codes, expected_scales = quantised(np.where(alone, 0, rows))
-    sums = expected_codes.sum(axis=2, dtype=np.int32)
-    np.testing.assert_array_equal(codes, expected_codes.reshape(codes.shape))
+    sums = cut(expected_codes, 32).sum(axis=2, dtype=np.int32)
+    np.testing.assert_array_equal(codes, expected_codes)
     np.testing.assert_array_equal(scales, expected_scales)
-    np.testing.assert_array_equal(offsets, expected_scales * sums.astype(np.float32))
+    np.testing.assert_array_equal(starts >> 16, sums)
+    np.testing.assert_array_equal(starts & 0xFFFF, 2**15 - 8 * sums)
     np.testing.assert_array_equal(corrections, -128 * sums)
 
 
