@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from weft.bench import kv_cache, kv_cache_admission, kv_cache_quality, kv_cache_speed
 from weft.bench.gpu_work import open_shape
 from weft.bench.kv_cache import Options, Report
-from weft.bench.kv_cache_admission import Admission, largest
+from weft.bench.kv_cache_admission import Admission, Company, largest
 from weft.bench.kv_cache_kinds import FULL, Kind, Setup, engine_config, kinds
 from weft.bench.kv_cache_quality import Fact, Reading, Retrieval, is_found, judge, make_facts
 from weft.bench.kv_cache_speed import Speed
@@ -49,6 +50,19 @@ def test_as_many_contexts_are_admitted_as_have_blocks_for_their_whole_length() -
     assert count(plain_info(3 * 8)) == 3
     assert count(plain_info(3 * 8 - 1)) == 2
     assert count(plain_info(3 * 8 + 7)) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [({}, True), ({"most": 3}, False), ({"preemptions": 1}, False), ({"shortest": CONTEXT - 32}, False)],
+)
+def test_contexts_fit_where_all_ran_at_once_with_their_whole_length_and_none_gave_way(
+    changes: dict[str, int], fits: bool
+) -> None:
+    company = Company(
+        CONTEXT, asked=4, most=4, preemptions=0, shortest=CONTEXT - 31, first_steps=(1, 2, 3, 4)
+    )
+    assert dataclasses.replace(company, **changes).fits is fits  # type: ignore[arg-type]
 
 
 def test_a_wrong_estimate_is_corrected_by_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
