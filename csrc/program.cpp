@@ -15,8 +15,8 @@ constexpr int64_t chunks_per_thread = 8;
 // Of a small product there are less, down to this many: handing one out takes as long as reading some kilobytes.
 constexpr int64_t fewest_chunks_per_thread = 2;
 constexpr int64_t chunk_bytes = 64 << 10;
-// A product of more rows than these is cut by rows too, so that the rows of one piece stay in the cache.
-constexpr int64_t rows_per_chunk = 20 * panel_rows;
+// A product of more rows than these is cut by rows too, into even pieces, so that the rows of one stay in the cache.
+constexpr int64_t most_rows_per_chunk = 22 * panel_rows;
 
 // The next chunk of attention is this part of what is left.
 constexpr int64_t shares_per_thread = 2;
@@ -184,7 +184,8 @@ void Program::ready_rows(int64_t rows, int64_t columns, bool quantised, Get&& ge
 
 // Of rows that are ready.
 void Program::product(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale) {
-  const int64_t row_chunks = ceil_divide(rows, rows_per_chunk);
+  const int64_t row_chunks = ceil_divide(rows, most_rows_per_chunk);
+  const int64_t rows_each = ceil_divide(ceil_divide(rows, row_chunks), panel_rows) * panel_rows;
   const int64_t strips = weight.strips();
   const int64_t wanted = strips * strip_bytes(weight.layout, weight.inputs) * ceil_divide(rows, 4) / chunk_bytes;
   const int64_t most = pool_.threads() * chunks_per_thread, fewest = pool_.threads() * fewest_chunks_per_thread;
@@ -196,8 +197,8 @@ void Program::product(const Weight& weight, int64_t rows, float* out, int64_t ou
     task.quantised = quantised_;
     task.rows = ready_floats_.data();
     task.row_stride = ready_columns_;
-    task.first_row = chunk % row_chunks * rows_per_chunk;
-    task.end_row = std::min(rows, task.first_row + rows_per_chunk);
+    task.first_row = chunk % row_chunks * rows_each;
+    task.end_row = std::min(rows, task.first_row + rows_each);
     task.first_strip = chunk / row_chunks * strips_each;
     task.end_strip = std::min(strips, task.first_strip + strips_each);
     task.out = out;
