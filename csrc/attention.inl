@@ -59,7 +59,9 @@ struct Block {
     zero_sums = query_sums + rows;
   }
 
-  static int64_t scratch_floats(int64_t rows, int64_t width) { return 16 + rows * (score_stride + 3 * width + 6) + piece_keys * width + 4 * score_stride; }
+  static int64_t scratch_floats(int64_t rows, int64_t width) {
+    return 16 + rows * (score_stride + 3 * width + 6) + piece_keys * width + 4 * score_stride;
+  }
 
   int64_t first_segment(int64_t query) const { return task.window > 0 ? larger(position(query) + 1 - task.window, 0) / segment_keys : 0; }
   int64_t last_segment() const { return position(rows / task.group - 1) / segment_keys; }
@@ -238,7 +240,8 @@ inline void score_segment(const Block& block, int64_t segment) {
       const int64_t kept = block.stored > 0 && !piece.is_stored ? piece.side.first - piece.start - first * key_tile : 0;
       float others[tile_rows][key_tile];
       for (int64_t r = 0; r < rows.value && kept > 0; r++) std::memcpy(others[r], scores + r * score_stride, static_cast<size_t>(kept) * 4);
-      score_tiles<rows.value>(queries + row * block.width, block.width, size, piece.tiles + first, end - first, row == 0 ? ahead : nullptr, scores);
+      score_tiles<rows.value>(queries + row * block.width, block.width, size, piece.tiles + first, end - first,
+                              row == 0 ? ahead : nullptr, scores);
       for (int64_t r = 0; r < rows.value && kept > 0; r++) std::memcpy(scores + r * score_stride, others[r], static_cast<size_t>(kept) * 4);
     });
   });
@@ -311,8 +314,11 @@ inline void scale_scores(const Block& block, int64_t row, Span stored) {
   const vec::Vec query_sum = vec::all(block.query_sums[row]);
   for (int64_t k = stored.first / vec::lanes * vec::lanes; k < stored.end; k += vec::lanes) {
     const vec::Vec product = vec::load(scores + k), score = vec::fnma(vec::load(zeros + k), query_sum, product) * vec::load(scales + k);
-    const bool is_whole = k + vec::lanes <= stored.end;
-    vec::store(scores + k, is_whole ? score : vec::where_less(vec::counted_from(k), vec::all(static_cast<float>(stored.end)), score, product));
+    if (k + vec::lanes <= stored.end) {
+      vec::store(scores + k, score);
+    } else {
+      vec::store(scores + k, vec::where_less(vec::counted_from(k), vec::all(static_cast<float>(stored.end)), score, product));
+    }
   }
 }
 
@@ -409,7 +415,8 @@ inline void prepare(Block& block) {
       float* query = block.store_queries + row * block.width;
       std::memcpy(query, block.queries + row * block.width, static_cast<size_t>(task.cache.head_size) * 4);
       if (rotates_keys(task.store)) rotate_vector(query, task.cache.head_size);
-      block.query_sums[row] = vec::sum_row(task.cache.head_size, [&](vec::Vec sum, int64_t i, auto n) { return sum + vec::load(query + i, n); });
+      const auto add = [&](vec::Vec sum, int64_t i, auto n) { return sum + vec::load(query + i, n); };
+      block.query_sums[row] = vec::sum_row(task.cache.head_size, add);
     }
   });
 }

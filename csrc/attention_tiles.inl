@@ -55,7 +55,9 @@ struct Nibbles {
   uint8_t pair;
 };
 
-inline int64_t bytes_of_vector(const AttendTask& task, bool is_stored) { return is_stored ? task.store.vector_bytes() : task.cache.head_size * 2; }
+inline int64_t bytes_of_vector(const AttendTask& task, bool is_stored) {
+  return is_stored ? task.store.vector_bytes() : task.cache.head_size * 2;
+}
 
 // Where a position lies: which block of a table, and where in it. Stepped on from, since a division takes as long as ten multiplications.
 struct Place {

@@ -2,7 +2,7 @@
 //
 // A vector is what one token has of one kv head, its key or its value; how it is stored is a function of its values alone, the one that
 // src/weft/ops/store_format.py defines, code by code the same on every instruction set:
-//   value = scale * (code - zero), the scale rounded up to a float of 5 exponent and 3 mantissa bits, which is one byte (255: not a number);
+//   value = scale * (code - zero), the scale rounded up to a float of 5 exponent and 3 mantissa bits, which is one byte (255: NaN);
 //   zero is a code in 8 bits, and sixteenths of a code in 4 bits.
 // In 4 bits keys are rotated first, and queries likewise before they meet them: a feature that is far larger than the others would leave
 // these hardly any codes.

@@ -282,7 +282,11 @@ inline void sum8(const Vec* a, float* out, float* second_out) {
 struct Pairs {
   uint8_t bytes[lanes];
 };
-inline Vec load(const int8_t* p) { return Vec{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]), static_cast<float>(p[3])}; }
+inline Vec load(const int8_t* p) {
+  Vec codes = {};
+  for (int i = 0; i < lanes; i++) codes[i] = static_cast<float>(p[i]);
+  return codes;
+}
 inline Pairs load_pairs(const uint8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
 inline Vec low_codes(Pairs a) {
   Vec codes = {};

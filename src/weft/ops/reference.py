@@ -22,7 +22,7 @@ from weft.ops.base import (
     TwoTierCache,
     WeightSource,
 )
-from weft.ops.store_format import dequantise, dequantise_keys, quantise, quantise_keys
+from weft.ops.reference_tiers import Blocks, gather, move_blocks, read_blocks
 from weft.tiers import store_vector_bytes
 
 # Scores held at once by the attention of one long request: bounds memory, 32 MiB in float32.
@@ -53,20 +53,11 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class _Blocks:
-    """Blocks that are read, in the order of their content."""
-
-    tables: np.ndarray  # [..., blocks]
-    is_stored: np.ndarray | None = None  # bool [..., blocks]: read from the store; None: there is none
-    store_tables: np.ndarray | None = None  # [..., blocks]
-
-
-@dataclass(frozen=True)
 class _SingleQueries:
     """Requests with one token in the step and similar numbers of blocks to read: attended to as one padded batch."""
 
     tokens: np.ndarray  # [N] into the step's tokens
-    blocks: _Blocks
+    blocks: Blocks
     hidden: np.ndarray  # bool [N, places]: past the end of the context, or before the window
 
 
@@ -75,7 +66,7 @@ class _QueryRun:
     """A piece of the tokens of one request that has several in the step."""
 
     tokens: slice
-    blocks: _Blocks
+    blocks: Blocks
     hidden: np.ndarray  # bool [queries, places]: after the query's own position, or before its window
     unseen: np.ndarray  # bool [places]: hidden from every query
 
@@ -248,12 +239,7 @@ class ReferenceOps:
         full[prepared.blocks, layer, 0, prepared.offsets] = _rotate(keys, turn)
         full[prepared.blocks, layer, 1, prepared.offsets] = rows[:, first_value:]
         if isinstance(cache, TwoTierCache):
-            assert prepared.step.store is not None, (
-                "a step over a two-tier cache says what it reads from the store"
-            )
-            moved_from, moved_to = prepared.step.store.moved_from, prepared.step.store.moved_to
-            cache.store[moved_to, layer, 0] = quantise_keys(full[moved_from, layer, 0], cache.bits)
-            cache.store[moved_to, layer, 1] = quantise(full[moved_from, layer, 1], cache.bits)
+            move_blocks(cache, layer, prepared.step)
         return _rotate(queries, turn)
 
     def paged_attention(
@@ -269,11 +255,11 @@ class ReferenceOps:
         output = np.empty((len(queries), shape.heads, shape.head_size), self.dtype)
         for batch in reads.singles:
             output[batch.tokens] = _attend_singles(
-                scaled[batch.tokens], *_gather(cache, layer, batch.blocks), batch, shape
+                scaled[batch.tokens], *gather(cache, layer, batch.blocks), batch, shape
             )
         for run in reads.runs:
             output[run.tokens] = _attend_run(
-                scaled[run.tokens], *_gather(cache, layer, run.blocks), run, shape
+                scaled[run.tokens], *gather(cache, layer, run.blocks), run, shape
             )
         return output.reshape(len(queries), -1)
 
@@ -320,37 +306,6 @@ def _reads(step: StepIndices, window: int | None, block_size: int, tail_blocks: 
     )
 
 
-def _blocks(
-    step: StepIndices,
-    requests: np.ndarray,
-    columns: np.ndarray,
-    positions: np.ndarray,
-    block_size: int,
-    tail_blocks: int,
-) -> _Blocks:
-    """These columns of the requests' tables, as queries at these positions read them; all broadcast together."""
-    if step.store is None:
-        return _Blocks(step.block_tables[requests, columns])
-    # `weft.tiers.stored_blocks`, of many at once
-    is_stored = columns < (positions + 1) // block_size - tail_blocks
-    # The table of the store ends before the tail.
-    there = np.where(is_stored, columns, 0)
-    store_tables = step.store.tables[requests, there] if step.store.tables.size else np.zeros_like(there)
-    return _Blocks(step.block_tables[requests, columns], is_stored, store_tables)
-
-
-def _gather(cache: np.ndarray | TwoTierCache, layer: int, blocks: _Blocks) -> tuple[np.ndarray, np.ndarray]:
-    """Fresh keys and values of blocks: [..., blocks, block size, kv heads, head size]."""
-    if not isinstance(cache, TwoTierCache):
-        return cache[blocks.tables, layer, 0], cache[blocks.tables, layer, 1]
-    assert blocks.is_stored is not None and blocks.store_tables is not None
-    keys, values = cache.full[blocks.tables, layer, 0], cache.full[blocks.tables, layer, 1]
-    stored = cache.store[blocks.store_tables[blocks.is_stored], layer]
-    keys[blocks.is_stored] = dequantise_keys(stored[:, 0], cache.bits, keys.dtype)
-    values[blocks.is_stored] = dequantise(stored[:, 1], cache.bits, keys.dtype)
-    return keys, values
-
-
 def _single_queries(
     step: StepIndices, requests: np.ndarray, window: int | None, block_size: int, tail_blocks: int
 ) -> tuple[_SingleQueries, ...]:
@@ -371,7 +326,7 @@ def _single_queries(
             _SingleQueries(
                 tokens=step.query_starts[requests[chosen]],
                 # A padding column may lie beyond the table; whatever block it names there is hidden anyway.
-                blocks=_blocks(
+                blocks=read_blocks(
                     step,
                     requests[chosen, None],
                     np.minimum(columns, step.block_tables.shape[1] - 1),
@@ -413,7 +368,7 @@ def _query_runs(
             if window is not None:
                 hidden |= seen <= positions[:, None] - window
             columns = np.arange(first_block, end_block)
-            blocks = _blocks(step, request, columns, positions[0], block_size, tail_blocks)
+            blocks = read_blocks(step, request, columns, positions[0], block_size, tail_blocks)
             runs.append(_QueryRun(tokens, blocks, hidden, np.logical_and.reduce(hidden)))
     return tuple(runs)
 

@@ -58,8 +58,10 @@ class CpuOps(RecordingOps):
 def _in_large_pages(places: tuple[int, ...], dtype: type) -> np.ndarray:
     """Zeros in large pages, where the system has some: the blocks of a request are all over the memory."""
     count = math.prod(places)
+    # Of shared memory, which is what a plain call gives, Linux makes large pages only where the machine is set up for it.
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     try:
-        memory = mmap.mmap(-1, max(1, count * np.dtype(dtype).itemsize))
+        memory = mmap.mmap(-1, max(1, count * np.dtype(dtype).itemsize), **private)
     except (OSError, OverflowError) as error:
         raise MemoryError(str(error)) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
