@@ -75,7 +75,7 @@ def test_formats_that_fit_a_layout_keep_their_values_exactly(name: str, outputs:
 
 @pytest.mark.parametrize("name", CODES_KEPT)
 @pytest.mark.parametrize("outputs", [1, 16, 37])
-def test_four_bits_keep_their_codes_and_lose_less_of_scale_and_minimum_than_f16_does(
+def test_four_bits_keep_their_codes_and_scale_and_minimum_within_the_largest_by_4096(
     name: str, outputs: int
 ) -> None:
     inputs = 512
