@@ -184,6 +184,7 @@ void Program::ready_rows(int64_t rows, int64_t columns, bool quantised, Get&& ge
 
 // Of rows that are ready.
 void Program::product(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale) {
+  if (rows == 0) return;
   const int64_t row_chunks = ceil_divide(rows, most_rows_per_chunk);
   const int64_t rows_each = ceil_divide(ceil_divide(rows, row_chunks), panel_rows) * panel_rows;
   const int64_t strips = weight.strips();

@@ -191,3 +191,22 @@ def test_blocks_of_sixteen_give_the_same_bits_in_any_company_too(
         engine = make_engine(model, bits, block_size=16, max_chunk_tokens=40)
         assert_equal(run(engine, requests), apart)
         engine.stop()
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_what_cached_content_alone_may_touch_is_as_much_memory_in_two_tiers(
+    model: Model, bits: int | None
+) -> None:
+    tiers = {} if bits is None else {"kv_cache": KvCacheKind.TWO_TIER, "store_bits": bits}
+    compiler = GrammarCompiler(_no_tokenizer, frozenset(), model.decoder.config.vocabulary_size)
+    backend = CpuBackend(model.decoder, frozenset(), compiler, model.native)
+    info = backend.allocate(KvCachePoolConfig(memory=1 << 30, swap_blocks=0, **tiers), 4)  # type: ignore[arg-type]
+    backend.close()
+    assert info.eager_blocks is not None
+    eager_store = info.eager_blocks * info.store_blocks // info.num_blocks
+    touched = info.eager_blocks * info.bytes_per_block + eager_store * info.bytes_per_store_block
+    assert 250 << 20 < touched <= 256 << 20
+
+
+def _no_tokenizer() -> Tokenizer:
+    raise AssertionError("nothing here has a grammar")

@@ -11,7 +11,7 @@ from small_decoders import PLAIN, shapes
 
 from weft.backends.cuda import foreseen
 from weft.backends.cuda.foreseen import ForeseenKernels, Outline, Sizes, StoredShape
-from weft.config import KvCachePoolConfig
+from weft.config import KvCacheKind, KvCachePoolConfig
 from weft.plan import IterationPlan
 
 
@@ -21,14 +21,17 @@ def main() -> None:
     outline = Outline(config, tuple(stored), "bfloat16", False, 90, 132, True)
     sizes = Sizes(KvCachePoolConfig(num_blocks=16, block_size=16), num_rows=20, max_tokens=128)
 
-    # Of tensors without memory as of those that have some: the same kernels, by all that decides how they are compiled.
-    met = []
-    for memory in ("meta", "cpu"):
-        shared = foreseen.prepare_to_compile(outline.capability)
-        foreseen.foresee(outline, sizes, memory)
-        met.append(list(shared.met))
-    assert met[0] == met[1], set(met[0]) ^ set(met[1])
-    names = {name for _, name, _ in met[0]}
+    two_tier = KvCachePoolConfig(
+        num_blocks=16,
+        block_size=16,
+        kv_cache=KvCacheKind.TWO_TIER,
+        tail_length=64,
+        store_bits=4,
+        store_blocks=16,
+    )
+    assert "move_blocks" in {name for _, name, _ in foreseen_kernels(outline, replace(sizes, pool=two_tier))}
+    met = foreseen_kernels(outline, sizes)
+    names = {name for _, name, _ in met}
     assert {
         "_gemv",
         "_tile",
@@ -49,7 +52,18 @@ def main() -> None:
     assert done._process is None
     done.begin(replace(sizes, pool=replace(sizes.pool, num_blocks=17)))  # the context is the model's in both
     assert done._process is None
-    print(f"{len(met[0])} kernels foreseen")
+    print(f"{len(met)} kernels foreseen")
+
+
+def foreseen_kernels(outline: Outline, sizes: Sizes) -> list[tuple[str, str, str]]:
+    """Of tensors without memory as of those that have some: the same kernels, by all that decides how they are compiled."""
+    met = []
+    for memory in ("meta", "cpu"):
+        shared = foreseen.prepare_to_compile(outline.capability)
+        foreseen.foresee(outline, sizes, memory)
+        met.append(list(shared.met))
+    assert met[0] == met[1], set(met[0]) ^ set(met[1])
+    return met[0]
 
 
 if __name__ == "__main__":

@@ -188,8 +188,10 @@ class Planner:
     def _is_on_time(self, step: int, sequence: Sequence) -> bool:
         """Whether it has not missed a turn since it last ran, or since it was admitted."""
         turn = -(-len(self._roster.running) // self._config.sequences_per_step)
-        if self._info.store_blocks and not _is_decode(sequence):
-            # Prompts pass through what the tails leave of the full tier, which may be little: they take turns at it.
+        is_prompt_in_tiers = self._info.store_blocks and not _is_decode(sequence)
+        if is_prompt_in_tiers and all(s.priority >= sequence.priority for s in self._roster.running):
+            # Prompts pass through what the tails leave of the full tier, which may be little: they take turns at it. Only
+            # one that is above somebody does not: it may push that one out instead.
             turn = max(turn, len(self._roster.running))
         return step - max(sequence.last_step, sequence.admitted_step - 1) <= turn
 

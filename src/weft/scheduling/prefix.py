@@ -6,7 +6,6 @@ from weft.scheduling.blocks import BlockKey
 from weft.scheduling.kv_cache import KvCacheManager
 from weft.scheduling.preemption import is_below
 from weft.scheduling.sequence import Sequence
-from weft.tiers import stored_blocks
 
 
 class PrefixSharing:
@@ -54,6 +53,8 @@ class PrefixSharing:
             stored.append(block)
         full: list[int | None] = []
         num_hits = num_stored = first_full = 0
+        # `tiers.stored_blocks` of the first position behind so many blocks; there may be ten thousand to look at.
+        first_ends_a_block = int(self._block_size == 1)
         for index, key in enumerate(keys):
             block = self._pool.lookup(key)
             full.append(block)
@@ -62,8 +63,7 @@ class PrefixSharing:
                     break
                 first_full = index + 1  # what is in full before it is of no use to those that come after
             length = index + 1
-            border = stored_blocks(length * self._block_size, self._block_size, self._tail_blocks)
-            border = min(border, len(stored))
+            border = min(max(0, length + first_ends_a_block - self._tail_blocks), len(stored))
             # One full block must be left to go on with, were this sequence alone.
             if first_full <= border and length - border < self._pool.num_blocks:
                 num_hits, num_stored = length, border

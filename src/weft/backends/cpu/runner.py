@@ -149,6 +149,7 @@ class CpuBackend:
                 f"memory ({_available_memory() >> 20} MiB available); ask for fewer",
                 field="num_blocks",
             ) from error
+        cache_bytes = num_blocks * block_bytes + sizes.store * store_block_bytes
         return BackendInfo(
             vocabulary_size=config.vocabulary_size,
             max_context=max_context,
@@ -164,7 +165,8 @@ class CpuBackend:
             recompute_seconds_per_token=2 * config.multiplications_per_token / _OPERATIONS_PER_SECOND,
             swap_seconds_per_block=block_bytes / _COPIED_BYTES_PER_SECOND,
             weight_bytes=self._decoder.weight_bytes,
-            eager_blocks=min(num_blocks, _EAGER_CACHE_BYTES // block_bytes),
+            # Of both tiers: the scheduler lets the store have the same share of its blocks.
+            eager_blocks=min(num_blocks, _EAGER_CACHE_BYTES * num_blocks // cache_bytes),
             grammars_may_overlap=True,
         )
 

@@ -97,7 +97,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a backend was allocated with; the pool says how many blocks it has."""
+    """What a backend was allocated with; the pool has as many blocks, of each tier, as its longest context takes."""
 
     pool: KvCachePoolConfig
     num_rows: int
@@ -306,6 +306,14 @@ def _plans(sizes: Sizes) -> Iterator[IterationPlan]:
     for length in _SMALL_PROMPTS:
         if length < prompt:
             yield _prompt_plan(0, length)
+    if sizes.pool.is_two_tier:
+        yield replace(
+            _decode_plan(1, prompt),
+            moved_rows=(0,),
+            moved_indices=(0,),
+            moved_from=(0,),
+            moved_to=(sizes.pool.num_blocks or 0,),
+        )
 
 
 def _start(row: int, params: SamplingParams, tokens: int = 1) -> RowStart:
@@ -376,7 +384,6 @@ def _compile_part(outline: Outline, sizes: Sizes) -> None:
 
 
 def main() -> None:
-    signal.alarm(_PATIENCE_SECONDS)
     torch.set_num_threads(1)
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
@@ -386,6 +393,7 @@ def main() -> None:
     second = told.readline()
     if not second:
         return  # the engine did not come so far
+    signal.alarm(_PATIENCE_SECONDS)
     outline, sizes = from_line(Outline, first), from_line(Sizes, second)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     compile_all(outline, sizes, max(1, min(_MOST_PROCESSES, cores - 2)))

@@ -119,7 +119,11 @@ class CudaBackend:
                 field="num_blocks",
             ) from error
         if self._foreseen is not None:
-            chosen = replace(pool, num_blocks=sizes.full, store_blocks=sizes.store or None, memory=None)
+            # Kernels depend on how long rows are, not on how many blocks the free memory happens to hold.
+            whole = max(-(-max_context // pool.block_size), pool.tail_blocks + 2)
+            chosen = replace(
+                pool, num_blocks=whole, store_blocks=whole if pool.is_two_tier else None, memory=None
+            )
             self._foreseen.begin(Sizes(chosen, num_rows, max_tokens))
         max_context = min(max_context, memory.longest_context(sizes))
         slots = memory.swap_slots(sizes)
@@ -299,11 +303,11 @@ def open_cuda_backend(
             weights = decoder_weights(layout, metadata, tensors)
             foreseen = ForeseenKernels(outline_of(config, weights, ops.dtype, invariant, card))
         decoder = build_decoder(layout, metadata, tensors, ops, max_context)
+        compiler = grammar_compiler(checkpoint, decoder.config.vocabulary_size)
     except BaseException as error:
         if foreseen is not None:
             foreseen.close()
         if isinstance(error, ModelFileError):
             raise ModelFileError(f"{checkpoint.path}: {error}") from error
         raise
-    compiler = grammar_compiler(checkpoint, decoder.config.vocabulary_size)
     return CudaBackend(card, decoder, ops, checkpoint.end_ids, compiler, invariant, foreseen)
