@@ -398,8 +398,8 @@ TIER_MUTATIONS = (
     Mutation(
         "hit taken with the store side missing",
         f"{PREFIX}._hits_in_tiers",
-        "border = min(border, len(stored))",
-        "pass",
+        "border = min(max(0, length + first_ends_a_block - self._tail_blocks), len(stored))",
+        "border = max(0, length + first_ends_a_block - self._tail_blocks)",
     ),
     Mutation(
         "adopts until no full block is left to go on with",
