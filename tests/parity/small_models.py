@@ -165,6 +165,31 @@ def generate(decoder: Decoder, chunk: int, block_size: int) -> tuple[list[int], 
     return tokens, np.concatenate(rows)
 
 
+def next_step(
+    texts: list[list[int]], counts: list[int], done: np.ndarray, tables: np.ndarray, block_size: int
+) -> tuple[np.ndarray, StepIndices]:
+    """The texts that a step takes `counts` tokens of, and that step, with logits after every token; `done`, the tokens of each
+    text before it, becomes those after it."""
+    rows = np.flatnonzero(counts)
+    positions = [np.arange(done[row], done[row] + counts[row]) for row in rows]
+    blocks = [tables[row, places // block_size] for row, places in zip(rows, positions, strict=True)]
+    flat = np.concatenate(positions)
+    done[rows] += np.array(counts)[rows]
+    starts = np.concatenate([[0], np.cumsum(np.array(counts)[rows])])
+    step = StepIndices(
+        token_ids=np.concatenate(
+            [np.array(texts[row])[places] for row, places in zip(rows, positions, strict=True)]
+        ),
+        positions=flat,
+        cells=np.concatenate(blocks) * block_size + flat % block_size,
+        query_starts=starts,
+        context_lengths=done[rows],
+        block_tables=tables[rows, : -(-int(done[rows].max()) // block_size)],
+        logit_indices=np.arange(len(flat)),
+    )
+    return rows, step
+
+
 def logits_in_a_batch(
     decoder: Decoder, texts: list[list[int]], plan: list[list[int]], block_size: int
 ) -> list[np.ndarray]:
@@ -179,23 +204,8 @@ def logits_in_a_batch(
     done = np.zeros(len(texts), np.int64)
     pieces: list[list[np.ndarray]] = [[] for _ in texts]
     for counts in plan:
-        rows = np.flatnonzero(counts)
-        positions = [np.arange(done[row], done[row] + counts[row]) for row in rows]
-        blocks = [tables[row, places // block_size] for row, places in zip(rows, positions, strict=True)]
-        flat = np.concatenate(positions)
-        done[rows] += np.array(counts)[rows]
-        starts = np.concatenate([[0], np.cumsum(np.array(counts)[rows])])
-        step = StepIndices(
-            token_ids=np.concatenate(
-                [np.array(texts[row])[places] for row, places in zip(rows, positions, strict=True)]
-            ),
-            positions=flat,
-            cells=np.concatenate(blocks) * block_size + flat % block_size,
-            query_starts=starts,
-            context_lengths=done[rows],
-            block_tables=tables[rows, : -(-int(done[rows].max()) // block_size)],
-            logit_indices=np.arange(len(flat)),
-        )
+        rows, step = next_step(texts, counts, done, tables, block_size)
+        starts = step.query_starts
         logits = decoder.logits(decoder.forward(step, cache))
         for index, row in enumerate(rows):
             pieces[row].append(logits[starts[index] : starts[index + 1]])

@@ -4,13 +4,14 @@ with blocks that are moved in the very step that fills them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from native_decoder import NativeDecoder
-from small_models import VOCABULARY, build_model, save
+from small_models import VOCABULARY, build_model, next_step, save
 from test_architectures import CASES, relative_error
 
 from weft import _kernels
@@ -59,27 +60,15 @@ def logits_in_a_batch(
     done, moved = np.zeros(len(texts), np.int64), np.zeros(len(texts), np.int64)
     pieces: list[list[np.ndarray]] = [[] for _ in texts]
     for counts in plan:
-        rows = np.flatnonzero(counts)
-        positions = [np.arange(done[row], done[row] + counts[row]) for row in rows]
-        blocks = [tables[row, places // block_size] for row, places in zip(rows, positions, strict=True)]
-        flat = np.concatenate(positions)
-        done[rows] += np.array(counts)[rows]
-        starts = np.concatenate([[0], np.cumsum(np.array(counts)[rows])])
+        rows, step = next_step(texts, counts, done, tables, block_size)
+        starts = step.query_starts
         ends = [stored_blocks(int(done[row]) - 1, block_size, tail) for row in rows]
         moves = [
             (row, block) for row, end in zip(rows, ends, strict=True) for block in range(moved[row], end)
         ]
         moved[rows] = ends
-        step = StepIndices(
-            token_ids=np.concatenate(
-                [np.array(texts[row])[places] for row, places in zip(rows, positions, strict=True)]
-            ),
-            positions=flat,
-            cells=np.concatenate(blocks) * block_size + flat % block_size,
-            query_starts=starts,
-            context_lengths=done[rows],
-            block_tables=tables[rows, : -(-int(done[rows].max()) // block_size)],
-            logit_indices=np.arange(len(flat)),
+        step = replace(
+            step,
             store=StoreIndices(
                 store_tables[rows, : max(ends)],
                 np.array([tables[move] for move in moves], np.int64),
