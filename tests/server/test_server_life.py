@@ -70,7 +70,7 @@ def test_38_a_client_that_leaves_while_queued_is_forgotten(slow_server: Server, 
 
 
 def test_38_a_client_that_leaves_during_a_long_prompt_frees_its_memory(slow_server: Server) -> None:
-    connection = send_request(slow_server, prompt=[5] * 300, max_tokens=10)
+    connection = send_request(slow_server, prompt=[5] * 1900, max_tokens=100)
     wait_for(lambda: slow_server.metric("num_requests_running") == 1)
     connection.close()
     slow_server.wait_until_free()

@@ -39,8 +39,11 @@ def test_what_the_store_has_already_is_counted_apart(server: Server) -> None:
 
 
 def test_while_a_request_runs_both_tiers_are_in_use(default_model_path: Path) -> None:
-    with running_server(default_model_path, engine={"cache": CACHE}) as server:
-        body = {"prompt": PROMPT, "max_tokens": 700, "stream": True, "ignore_eos": True}
+    options = {"checkpoint": str(default_model_path), "max_context": 2048}  # noop might be done before anyone looks
+    with running_server(
+        default_model_path, backend="cpu", backend_options=options, engine={"cache": CACHE}
+    ) as server:
+        body = {"prompt": PROMPT, "max_tokens": 1800, "stream": True, "ignore_eos": True}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
             next(answer.iter_lines())
             wait_for(lambda: all(server.metrics(*IN_USE)))
