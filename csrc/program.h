@@ -61,6 +61,12 @@ struct Instruction {
   Weight weight{};
   Vector norm{}, query_norm{}, key_norm{};
   std::shared_ptr<Experts> experts;
+
+  // What it makes of a row depends on nothing but that row: it needs to wait for no other.
+  bool is_by_row() const {
+    const bool has_others = kind == Kind::attention || kind == Kind::mixture || kind == Kind::select_rows;
+    return !has_others && !after_selection;
+  }
 };
 
 // The cache of all layers: [blocks, layers, kv heads, 2, block size, head size] in f16; inside, keys lie as `CacheLayer` says.
@@ -87,7 +93,7 @@ struct Step {
 class Program {
  public:
   Program(Pool& pool, AttentionShape shape, std::vector<Rope> ropes, std::vector<Pattern> patterns)
-      : pool_(pool), shape_(shape), ropes_(std::move(ropes)), patterns_(std::move(patterns)) {}
+      : pool_(pool), shape_(shape), ropes_(std::move(ropes)), patterns_(std::move(patterns)), workers_(static_cast<size_t>(pool.threads())) {}
 
   int add_buffer(int64_t columns) {
     columns_.push_back(columns);
@@ -139,27 +145,50 @@ class Program {
     int64_t task, segment;
   };
 
+  // Rows on their way into products.
+  struct Ready {
+    Activations activations;
+    QuantisedRows quantised{};   // the rows in bytes, or
+    Aligned<float> floats;       // as they are: [rows, columns]
+    int64_t columns = 0;
+    bool is_quantised = false;
+
+    void make_room(int64_t rows, int64_t row_columns, bool in_bytes);
+    template <typename Get>
+    void put(int64_t row, float* scratch, Get&& get);
+    LinearTask times(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale) const;
+  };
+
+  struct Worker {   // what a thread of the pool has for itself
+    Aligned<float> scratch;
+    std::vector<AttendTask> tasks;   // of the chunk in work
+    Ready ready;                     // rows of the block in work
+    std::array<double, Instruction::kinds> seconds{};
+  };
+
   // Rows a multiple of 4 KB apart fall into the same few places of the first-level cache; those of most buffers are kept from that.
   static constexpr int64_t page_floats = 1024;
   // What callers see has no gaps between its rows.
   void close_up(int buffer) { strides_[static_cast<size_t>(buffer)] = columns_[static_cast<size_t>(buffer)]; }
   float* rows_of(int buffer, int64_t rows);
+  float* row_of(int buffer, int64_t row) const {
+    return buffers_[static_cast<size_t>(buffer)].data() + row * strides_[static_cast<size_t>(buffer)];
+  }
   void prepare(const Step& step, const Cache& cache);
   void share_out_attention();
   void run(const Instruction& instruction, int64_t rows);
+  void run_in_blocks(size_t first, size_t end);
   void carry_out(const Instruction& instruction, int64_t rows);
-  void embed(const Instruction& instruction);
-  void norm(const Instruction& instruction, int64_t rows);
+  void carry_out_row(const Instruction& instruction, int64_t row, Worker& worker);
+  const float* input_of_linear(const Instruction& instruction, int64_t row, float* scratch) const;
   void linear(const Instruction& instruction, int64_t rows);
-  void rope_and_write(const Instruction& instruction);
+  void linear_of_block(const Instruction& instruction, int64_t first, int64_t count, Worker& worker);
+  void rope_and_write(const Instruction& instruction, int64_t token, Worker& worker);
   void move_blocks(int layer);
   void attention(const Instruction& instruction);
   void mixture(const Instruction& instruction, int64_t rows);
-  void add(const Instruction& instruction, int64_t rows);
   void select_rows(const Instruction& instruction);
-  void scale_and_cap(const Instruction& instruction, int64_t rows);
 
-  // Rows made ready for products with weights of this kind; `get(row, scratch)` gives a row as floats.
   template <typename Get>
   void ready_rows(int64_t rows, int64_t columns, bool quantised, Get&& get);
   void product(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale);
@@ -191,14 +220,8 @@ class Program {
   std::vector<Segment> segments_;
   Aligned<float> partials_;
 
-  // Rows on their way into a product.
-  Activations activations_;
-  QuantisedRows quantised_{};
-  Aligned<float> ready_floats_;
-  int64_t ready_columns_ = 0;
-
-  std::vector<Aligned<float>> scratch_;           // by worker
-  std::vector<std::vector<AttendTask>> tasks_;    // likewise: those of the chunk in work
+  Ready ready_;   // the rows of all threads together
+  std::vector<Worker> workers_;
   Aligned<float> expert_logits_, expert_shares_, expert_inner_, expert_out_;
   std::vector<int32_t> expert_chosen_;
   std::vector<int64_t> expert_rows_;
