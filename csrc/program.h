@@ -1,7 +1,8 @@
 // A decoder as a flat list of instructions over numbered buffers, recorded once (src/weft/ops/cpu) and run by one call per step.
 //
 // A buffer holds one row of floats for each token of the step, or for each token after which logits are wanted. Every instruction is one
-// or two phases of the pool; inside a phase rows or strips are shared out, between phases everybody has finished.
+// or two phases of the pool; inside a phase rows or strips are shared out, between phases everybody has finished. In steps of many rows all
+// instructions between two attentions are one phase: there blocks of rows are shared out, and each goes through all of them.
 #pragma once
 
 #include <array>
