@@ -35,8 +35,10 @@ from weft.request import (
     child_seed,
 )
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds after which a wait is given up. No test passes or fails by being faster than this."""
+SLOW: dict[str, Any] = {"seconds_per_step": 0.01}
+"""Of a backend: for a request that must not be over before another thread has its turn."""
 
 
 def request(length: int = 8, max_tokens: int = 8, family: int = 0, **fields: Any) -> InferenceRequest:
@@ -323,7 +325,7 @@ def test_a_request_cancelled_while_the_loop_goes_to_sleep_still_gets_its_result(
             return worked
 
     with Sleepy(NoopBackend(), ServingEngineConfig()) as engine:
-        result = engine.get_result(RequestId(0), wait=PATIENCE / 4)
+        result = engine.get_result(RequestId(0), wait=PATIENCE)
     assert result is not None and result.state is RequestState.CANCELLED
 
 
@@ -333,7 +335,7 @@ def test_a_request_cancelled_while_the_loop_goes_to_sleep_still_gets_its_result(
 def test_stop_cancels_what_is_outstanding_tells_everyone_and_refuses_newcomers() -> None:
     gate = Gate()
     finals: list[TokenOutput] = []
-    engine = make_engine(NoopBackend(faults=gate)).start()
+    engine = make_engine(NoopBackend(faults=gate, **SLOW)).start()
     ids = [
         engine.submit_with_callback(
             request(max_tokens=1000, family=n), lambda o: finals.append(o) if o.is_final else None
@@ -451,10 +453,14 @@ def test_an_idle_engine_uses_no_cpu() -> None:
     with make_engine() as engine:
         request_id = engine.submit(request())
         assert engine.get_result(request_id, wait=PATIENCE) is not None
-        before = time.process_time()
-        time.sleep(1.0)
-        used = time.process_time() - before
-    assert used < 0.05
+        used = []
+        while (
+            not used or min(used) >= 0.05
+        ):  # not at once, where something else in this process is still at work
+            assert len(used) < 60
+            before = time.process_time()
+            time.sleep(1.0)
+            used.append(time.process_time() - before)
 
 
 def test_requests_may_be_submitted_from_many_threads_at_once() -> None:
@@ -666,7 +672,7 @@ def test_a_reader_that_leaves_early_cancels_its_request() -> None:
         await stream.aclose()  # type: ignore[attr-defined]
         return output.request_id
 
-    with make_engine() as engine:
+    with make_engine(NoopBackend(**SLOW)) as engine:
         request_id = asyncio.run(main(engine))
         result = engine.get_result(request_id, wait=PATIENCE)
     assert result is not None and result.state is RequestState.CANCELLED
@@ -675,7 +681,7 @@ def test_a_reader_that_leaves_early_cancels_its_request() -> None:
 
 def test_a_stream_of_a_stopped_engine_ends() -> None:
     gate = Gate()
-    engine = make_engine(NoopBackend(faults=gate)).start()
+    engine = make_engine(NoopBackend(faults=gate, **SLOW)).start()
 
     async def main() -> list[TokenOutput]:
         async def stop() -> None:
@@ -846,7 +852,7 @@ def test_a_backend_that_breaks_its_contract_ends_the_requests_and_is_not_waited_
 
     with make_engine(Forgetful()) as engine:
         request_id = engine.submit(request())
-        result = engine.get_result(request_id, wait=PATIENCE / 4)
+        result = engine.get_result(request_id, wait=PATIENCE)
     assert result is not None and result.state is RequestState.FAILED
     assert result.error is not None and "0 tokens where 1" in result.error
 
@@ -876,7 +882,7 @@ def test_a_mistake_inside_the_engine_is_told_to_every_request_and_ends_the_engin
 
 
 def test_stop_from_the_final_callback_of_a_request_that_stop_itself_ends_returns() -> None:
-    engine = make_engine()
+    engine = make_engine(NoopBackend(**SLOW))
     finals: list[TokenOutput] = []
 
     def stop_again(output: TokenOutput) -> None:
@@ -886,7 +892,7 @@ def test_stop_from_the_final_callback_of_a_request_that_stop_itself_ends_returns
 
     engine.start()
     for number in range(4):
-        engine.submit_with_callback(request(max_tokens=500, family=number), stop_again)
+        engine.submit_with_callback(request(max_tokens=1000, family=number), stop_again)
     stopper = threading.Thread(target=engine.stop, daemon=True)
     stopper.start()
     stopper.join(PATIENCE)
