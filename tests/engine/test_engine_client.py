@@ -57,6 +57,13 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
+async def until_free(client: EngineClient) -> None:
+    """A step that was under way when its request ended holds the blocks until it is over."""
+    while (metrics := await client.metrics()).cache_utilisation:
+        await asyncio.sleep(0.01)
+    assert metrics.requests_running == 0
+
+
 def test_tokens_logprobs_and_the_result_arrive_and_agree() -> None:
     async def use(client: EngineClient) -> None:
         [answer] = await client.submit(request(logprobs=2, seed=1))
@@ -141,15 +148,6 @@ def test_a_grammar_that_is_being_compiled_holds_nobody_up_and_can_be_cancelled_a
     grammar = Grammar("regex", "[a-z ]{100,200}")
 
     async def use(client: EngineClient) -> None:
-        under_way_when_refused: list[int] = []
-        take = client._take
-
-        def note(message: wire.FromEngine) -> None:
-            if isinstance(message, wire.Refused):
-                under_way_when_refused.append(client.num_under_way)
-            take(message)
-
-        client._take = note  # type: ignore[method-assign]
         assert client._process is not None
         os.kill(client._process.pid, signal.SIGSTOP)  # it is to find all of it at once
         [cancelled, other] = await client.submit(request(100, grammar=grammar, n=2))
@@ -157,10 +155,16 @@ def test_a_grammar_that_is_being_compiled_holds_nobody_up_and_can_be_cancelled_a
         other.finish(0)
         # The first grammar takes as long as reading the vocabulary does; what comes behind it is told first.
         [refused] = await client.submit(InferenceRequest((1,) * 9000))
+        asking = asyncio.create_task(client.metrics())
+        await asyncio.sleep(0)
         os.kill(client._process.pid, signal.SIGCONT)
         with pytest.raises(InvalidRequestError, match="9000"):
             await refused.read()
-        assert under_way_when_refused == [3]
+        seen = await asking
+        begun = seen.requests_pending + seen.requests_running
+        assert (begun, seen.requests_completed, seen.requests_cancelled) == (0, 0, 0), (
+            "nothing was waited for"
+        )
         await asyncio.gather(outputs_of(cancelled), outputs_of(other))
         assert cancelled.result is not None and cancelled.result.state is RequestState.CANCELLED
         assert other.result is not None and other.result.finish_reason is FinishReason.STOP
@@ -201,7 +205,7 @@ def test_a_cancel_ends_an_answer_and_frees_its_blocks() -> None:
         answer.cancel("enough")
         await outputs_of(answer)
         assert answer.result is not None and answer.result.state is RequestState.CANCELLED
-        assert (await client.metrics()).cache_utilisation == 0
+        await until_free(client)
 
     with_client(use, **SLOW)
 
@@ -215,8 +219,7 @@ def test_a_reader_that_falls_behind_is_told_and_its_request_cancelled() -> None:
         await until(lambda: client.num_under_way == 0)
         with pytest.raises(SlowReaderError):
             await slow.read()
-        metrics = await client.metrics()
-        assert metrics.requests_running == 0 and metrics.cache_utilisation == 0
+        await until_free(client)
 
     with_client(use, ServingEngineConfig(cache=CONFIG.cache, stream_buffer=512))
 
