@@ -8,10 +8,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from weft.backends import noop
 from weft.backends.noop import NoopBackend, generate_alone
 from weft.clock import VirtualClock
 from weft.config import (
@@ -228,6 +230,15 @@ def test_iterations_may_be_run_by_hand_without_any_thread() -> None:
             assert result is not None and result.tokens == expected(engine, request(family=family))
         assert engine.run_iteration() is False
         assert_all_memory_is_free(engine)
+
+
+def test_a_step_that_computes_lasts_as_long_as_the_backend_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(noop, "time", SimpleNamespace(sleep=slept.append))
+    engine = make_engine(NoopBackend(seconds_per_step=0.5))
+    engine.submit(request(max_tokens=4))
+    engine.run_until_idle()
+    assert slept == [0.5] * 4
 
 
 def test_run_until_idle_ends_everything_where_memory_is_short() -> None:
