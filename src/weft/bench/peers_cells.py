@@ -111,6 +111,11 @@ class Cell:
         """The median try, whole, so that its throughput and its times belong together; of two, the slower."""
         return self.compared[(len(self.compared) - 1) // 2]
 
+    @property
+    def spread(self) -> float:
+        """How many times faster the fastest of them was than the slowest."""
+        return self.compared[-1].rate / self.compared[0].rate
+
     def document(self) -> dict[str, Any]:
         return {
             "best": None if self.best is None else dataclasses.asdict(self.best),

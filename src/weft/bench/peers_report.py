@@ -158,15 +158,10 @@ def _print_tries(report: Report) -> None:
         cell = report.cell(engine, work)
         if cell is None:
             return ""
-        values = [
-            one.seconds if one.tokens_per_second is None else one.tokens_per_second for one in cell.compared
-        ]
-        form = "{:.2f}" if work == START else "{:,.1f}"
-        apart = " - ".join(form.format(value) for value in dict.fromkeys((min(values), max(values))))
-        return f"{apart} ({len(cell.quiet)}/{len(cell.tries)})"
+        return f"{cell.spread:.2f} ({len(cell.quiet)}/{len(cell.tries)})"
 
     rows = [[engine, *(text(engine, work) for work in report.columns)] for engine in report.rows()]
-    title = "From the least to the most of the tries that count (quiet ones / all; the start in s, the rest in tokens/s)"
+    title = "Of the tries that count, the fastest by the slowest (quiet tries / all)"
     print_table(title, ("engine", *report.columns), rows)
 
 
