@@ -19,9 +19,9 @@ from weft.bench.peers_process import RunningEngine
 from weft.bench.peers_report import Report, document, print_report
 
 FULL = Speed(40e9, 450e9)
-SLOW_TO_READ = Speed(0.79 * 40e9, 450e9)
+SLOW_TO_READ = Speed(0.59 * 40e9, 450e9)
 SLOW_TO_MULTIPLY = Speed(40e9, 0.89 * 450e9)
-A_LITTLE_SLOWER = Speed(0.81 * 40e9, 0.91 * 450e9)
+A_LITTLE_SLOWER = Speed(0.61 * 40e9, 0.91 * 450e9)
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +209,7 @@ def test_speeds_are_compared_figure_by_figure() -> None:
     assert SLOW_TO_READ.faster(SLOW_TO_MULTIPLY) == FULL
     assert FULL.slower(Speed(50e9, None)) == Speed(40e9, None)
     assert FULL.shortfalls(FULL) == A_LITTLE_SLOWER.shortfalls(FULL) == []
-    assert SLOW_TO_READ.shortfalls(FULL) == ["the machine read at 79% of its best"]
+    assert SLOW_TO_READ.shortfalls(FULL) == ["the machine read at 59% of its best"]
     assert SLOW_TO_MULTIPLY.shortfalls(FULL) == ["the machine multiplied at 89% of its best"]
     assert str(FULL) == "reads 40.0 GB/s, multiplies 900 GOP/s"
 
@@ -270,13 +270,13 @@ def test_tables_say_how_far_tries_went_apart_and_json_has_all_of_them(
     written = json.loads(json.dumps(document(report)))
     assert written["speed"] == {
         "best": {"reading": 40e9, "products": 450e9},
-        "reading_share": 0.8,
+        "reading_share": 0.6,
         "products_share": 0.9,
     }
     assert written["cells"][0]["tokens_per_second"] == 90.0
     assert [one["tokens_per_second"] for one in written["cells"][0]["tries"]] == [90.0, 110.0, 60.0]
     assert written["cells"][0]["tries"][2]["speed"] == {"reading": SLOW_TO_READ.reading, "products": 450e9}
-    assert written["cells"][0]["tries"][2]["troubles"] == ["the machine read at 79% of its best"]
+    assert written["cells"][0]["tries"][2]["troubles"] == ["the machine read at 59% of its best"]
 
 
 def test_the_note_below_the_tables_says_what_a_star_means(capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,7 +285,7 @@ def test_the_note_below_the_tables_says_what_a_star_means(capsys: pytest.Capture
     print_report(Report("a machine", "model", (engine,), ("W8",), (slow,), {}, FULL))
     said = " ".join(capsys.readouterr().out.split())
     assert "100.0*" in said
-    assert "more than 5% of the CPU time" in said and "less than 80%" in said and "less than 90%" in said
+    assert "more than 5% of the CPU time" in said and "less than 60%" in said and "less than 90%" in said
 
 
 # --- kept files ---------------------------------------------------------------------------------------------------
