@@ -12,63 +12,24 @@ from pathlib import Path
 
 import pytest
 
+from peer_cases import DRIVER, asked, cell, driver, make_bench
 from weft.bench import peers, peers_environment
-from weft.bench.peers import Bench, Kept, choose_engines, choose_work, groups
+from weft.bench.peers import Bench, choose_engines, choose_work, groups
+from weft.bench.peers_cells import START
 from weft.bench.peers_engines import ENGINES, PEERS, Engine, Launch, Workshop
 from weft.bench.peers_environment import Environment, PeerError, last_error, python_of, run_logged
 from weft.bench.peers_process import RunningEngine, driver_records, free_port
-from weft.bench.peers_report import START, Cell, Report, document, print_report, ratios
-from weft.bench.serve_load import WORKLOADS, Item, Phase, Text
+from weft.bench.peers_report import Report, document, print_report, ratios
+from weft.bench.serve_load import WORKLOADS, Item, Phase
 from weft.bench.serve_machine import MachineUse
 from weft.errors import InvalidRequestError
 
 LAUNCH = Path(__file__).parents[1] / "server" / "launch.py"
 
-# Answers every phase at once, with one token a millisecond; writes down that it was asked.
-DRIVER = """
-import json, sys
-diary = open(sys.argv[1], "a")
-for line in sys.stdin:
-    phase = json.loads(line)
-    print(sys.argv[2], len(phase["items"]), file=diary, flush=True)
-    answer = [
-        {"began": item["at"], "tokens": [item["at"] + 0.001 * (n + 1) for n in range(item["max_tokens"])],
-         "ended": item["at"] + 0.001 * item["max_tokens"]}
-        for item in phase["items"]
-    ]
-    print(json.dumps(answer), flush=True)
-"""
-
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "settle", lambda: None)
-
-
-def driver(name: str, diary: Path, work: tuple[str, ...] = WORKLOADS, program: str = DRIVER) -> Engine:
-    command = (sys.executable, "-c", program, str(diary), name)
-    return Engine(name, name, "1", lambda _: lambda port: Launch(command, None, dict(os.environ)), work)
-
-
-def some_text(run: int = 0) -> Text:
-    return Text(lambda _: list(range(60_000)), run)
-
-
-def make_bench(
-    tmp_path: Path,
-    engines: Sequence[Engine],
-    columns: Sequence[str],
-    repeats: int = 0,
-    keep: Path | None = None,
-) -> Bench:
-    bench = Bench(engines, columns, Kept(keep), repeats, some_text, lambda _: None)
-    bench.prepare(Workshop(tmp_path, tmp_path / "model.gguf", 0, lambda _: None))
-    return bench
-
-
-def asked(diary: Path) -> list[str]:
-    """Who was asked, without the two requests that warm up and the one that a start is measured by."""
-    return [line for line in diary.read_text().splitlines() if line.split()[1] not in ("1", "2")]
+    monkeypatch.setattr(peers, "settle", lambda seconds=0.0: None)
 
 
 def state_of(pid: int) -> str:
@@ -86,11 +47,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def cell(engine: str, work: str, **fields: object) -> Cell:
-    usual = {"attempt": 0, "seconds": 1.0, "others": 0.0, "tokens_per_second": 100.0}
-    return Cell(engine, work, **{**usual, **fields})  # type: ignore[arg-type]
-
-
 # --- what is run, and in which order ------------------------------------------------------------------------------
 
 
@@ -99,11 +55,11 @@ def test_engines_take_turns_within_each_workload(tmp_path: Path) -> None:
     bench = make_bench(tmp_path, [driver("a", diary), driver("b", diary)], ["W8", "W32"])
     bench.run()
     assert asked(diary) == ["a 8", "b 8", "a 32", "b 32"]
-    assert bench.cells["a", "W8"].output_tokens == 8 * 128
-    assert bench.cells["b", "W32"].first_token_p50 == pytest.approx(0.001)
-    assert bench.cells["b", "W32"].gap_p99 == pytest.approx(0.001)
+    assert bench.cells["a", "W8"].figure.output_tokens == 8 * 128
+    assert bench.cells["b", "W32"].figure.first_token_p50 == pytest.approx(0.001)
+    assert bench.cells["b", "W32"].figure.gap_p99 == pytest.approx(0.001)
     assert all(
-        (measured.peak_rss or 0) > 1 << 20 and (measured.pss or 0) > 1 << 19
+        (measured.figure.peak_rss or 0) > 1 << 20 and (measured.figure.pss or 0) > 1 << 19
         for measured in bench.cells.values()
     )
 
@@ -134,42 +90,6 @@ def test_an_engine_is_not_asked_what_it_cannot_do(tmp_path: Path) -> None:
     assert asked(diary) == ["static 8", "b 8", "b 32"]
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
-    diary, kept = tmp_path / "diary", tmp_path / "kept"
-    Kept(kept).save(cell("a", "W8", tokens_per_second=77.0))
-    Kept(kept).save(cell("a", "W32", others=0.5))  # disturbed: measured again
-    bench = make_bench(tmp_path, [driver("a", diary)], ["W8", "W32"], keep=kept)
-    bench.run()
-    assert asked(diary) == ["a 32"]
-    assert bench.cells["a", "W8"].tokens_per_second == 77.0
-    assert Kept(kept).load("a", "W32") == bench.cells["a", "W32"]
-
-
-def test_a_disturbed_run_is_repeated_and_the_quietest_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shares = iter([0.5, 0.2, 0.3])
-    monkeypatch.setattr(peers, "_others", lambda use: next(shares))
-    bench = make_bench(tmp_path, [driver("a", tmp_path / "diary")], ["W8"], repeats=2)
-    bench.run()
-    assert bench.cells["a", "W8"].others == 0.2
-    assert bench.cells["a", "W8"].attempt == 1
-    assert bench.cells["a", "W8"].is_disturbed
-
-
-def test_a_quiet_run_is_not_repeated_and_every_try_has_other_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shares = iter([0.5, 0.01])
-    monkeypatch.setattr(peers, "_others", lambda use: next(shares))
-    runs: list[int] = []
-    bench = make_bench(tmp_path, [driver("a", tmp_path / "diary")], ["W8"], repeats=2)
-    bench.open_text = lambda run: (runs.append(run), some_text(run))[1]
-    bench.run()
-    assert bench.cells["a", "W8"].attempt == 1
-    assert {0, 1} == set(runs)
-
-
 def test_the_second_start_is_the_one_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[float] = []
     start = Bench._start
@@ -184,7 +104,7 @@ def test_the_second_start_is_the_one_that_counts(tmp_path: Path, monkeypatch: py
     bench.run()
     bench.end()
     assert len(starts) == 2
-    assert bench.cells["a", START].seconds == starts[1]
+    assert bench.cells["a", START].figure.seconds == starts[1]
 
 
 def test_an_engine_that_is_slow_to_start_is_kept_and_frozen_while_others_run(
@@ -366,7 +286,7 @@ def some_report() -> Report:
         cell("weft", START, seconds=0.5, tokens_per_second=None),
         cell("fast", START, seconds=1.0, tokens_per_second=None),
     )
-    return Report("a machine", "model.gguf", engines, (START, "W8"), cells, {"gone": "no wheel"})
+    return Report("a machine", "model.gguf", engines, (START, "W8"), cells, {"gone": "no wheel"}, None)
 
 
 def test_ratios_say_how_many_times_better_weft_is() -> None:

@@ -327,10 +327,12 @@ def test_a_misdeed_is_counted_by_its_kind_and_the_others_are_answered(misdeed: H
 def test_a_server_that_stalls_is_waited_for_no_longer_than_asked() -> None:
     result, _ = measured(stall_before, Phase("p", items(3), clients=1), seconds=0.1)
     assert result.summary.failures == {"timed out before the first token": 3}
-    # The first token is on its way at once; the limit is long enough for it on any machine.
-    result, _ = measured(stall_in_the_answer, Phase("p", items(3), clients=3), seconds=2.0)
+    for seconds in (0.2, 2.0, 20.0):  # long enough for the first token, which is on its way at once
+        result, _ = measured(stall_in_the_answer, Phase("p", items(3), clients=3), seconds=seconds)
+        if result.summary.failures == {"timed out in the answer": 3}:
+            break
     assert result.summary.failures == {"timed out in the answer": 3}
-    assert all(record.failure_detail == "not finished after 2 s" for record in result.records)
+    assert all(record.failure_detail == f"not finished after {seconds:g} s" for record in result.records)
 
 
 def test_a_server_that_goes_away_is_counted_as_refusing() -> None:

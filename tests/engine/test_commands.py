@@ -304,7 +304,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program_however_often_it_is_pressed
 ) -> None:
     with start("chat", *GREEDY) as process:
         assert process.stdin and process.stdout and process.stderr
-        guard = threading.Timer(60, process.kill)
+        guard = threading.Timer(300, process.kill)
         guard.start()
         said = process.stderr.readline()
         assert "/help" in said
@@ -328,7 +328,7 @@ def test_ctrl_c_leaves_whole_lines_and_exit_code_130(default_model_path: Path, t
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "Once", "max_tokens": 2, "temperature": 0}\n' * 2000)
     with start("generate", "-i", str(source), "-o", str(out)) as process:
-        guard = threading.Timer(60, process.kill)
+        guard = threading.Timer(300, process.kill)
         guard.start()
         while not out.exists() or out.stat().st_size == 0:
             assert process.poll() is None

@@ -23,6 +23,8 @@ from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError,
 from weft.request import FinishReason, Grammar, InferenceRequest, RequestState, SamplingParams, TokenOutput
 
 CONFIG = ServingEngineConfig(cache=KvCachePoolConfig(num_blocks=1024))
+SLOW = {"seconds_per_step": 0.01}
+"""For an answer that must not be over before something is done to it."""
 
 
 def request(max_tokens: int = 8, **params: object) -> InferenceRequest:
@@ -53,6 +55,13 @@ async def outputs_of(answer: Answer) -> list[TokenOutput]:
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.01)
+
+
+async def until_free(client: EngineClient) -> None:
+    """A step that was under way when its request ended holds the blocks until it is over."""
+    while (metrics := await client.metrics()).cache_utilisation:
+        await asyncio.sleep(0.01)
+    assert metrics.requests_running == 0
 
 
 def test_tokens_logprobs_and_the_result_arrive_and_agree() -> None:
@@ -130,7 +139,7 @@ def test_a_finish_cuts_the_result_at_the_token_that_completed_the_stop() -> None
         assert answer.result is not None and len(answer.result.tokens) == 1
         assert answer.result.finish_reason is FinishReason.STOP
 
-    with_client(use)
+    with_client(use, **SLOW)
 
 
 def test_a_grammar_that_is_being_compiled_holds_nobody_up_and_can_be_cancelled_and_finished(
@@ -139,14 +148,23 @@ def test_a_grammar_that_is_being_compiled_holds_nobody_up_and_can_be_cancelled_a
     grammar = Grammar("regex", "[a-z ]{100,200}")
 
     async def use(client: EngineClient) -> None:
+        assert client._process is not None
+        os.kill(client._process.pid, signal.SIGSTOP)  # it is to find all of it at once
         [cancelled, other] = await client.submit(request(100, grammar=grammar, n=2))
         cancelled.cancel("changed my mind")
         other.finish(0)
         # The first grammar takes as long as reading the vocabulary does; what comes behind it is told first.
         [refused] = await client.submit(InferenceRequest((1,) * 9000))
+        asking = asyncio.create_task(client.metrics())
+        await asyncio.sleep(0)
+        os.kill(client._process.pid, signal.SIGCONT)
         with pytest.raises(InvalidRequestError, match="9000"):
             await refused.read()
-        assert client.num_under_way == 2
+        seen = await asking
+        begun = seen.requests_pending + seen.requests_running
+        assert (begun, seen.requests_completed, seen.requests_cancelled) == (0, 0, 0), (
+            "nothing was waited for"
+        )
         await asyncio.gather(outputs_of(cancelled), outputs_of(other))
         assert cancelled.result is not None and cancelled.result.state is RequestState.CANCELLED
         assert other.result is not None and other.result.finish_reason is FinishReason.STOP
@@ -187,9 +205,9 @@ def test_a_cancel_ends_an_answer_and_frees_its_blocks() -> None:
         answer.cancel("enough")
         await outputs_of(answer)
         assert answer.result is not None and answer.result.state is RequestState.CANCELLED
-        assert (await client.metrics()).cache_utilisation == 0
+        await until_free(client)
 
-    with_client(use)
+    with_client(use, **SLOW)
 
 
 def test_a_reader_that_falls_behind_is_told_and_its_request_cancelled() -> None:
@@ -201,8 +219,7 @@ def test_a_reader_that_falls_behind_is_told_and_its_request_cancelled() -> None:
         await until(lambda: client.num_under_way == 0)
         with pytest.raises(SlowReaderError):
             await slow.read()
-        metrics = await client.metrics()
-        assert metrics.requests_running == 0 and metrics.cache_utilisation == 0
+        await until_free(client)
 
     with_client(use, ServingEngineConfig(cache=CONFIG.cache, stream_buffer=512))
 
@@ -235,7 +252,7 @@ def test_a_killed_process_fails_its_answers_and_another_is_started() -> None:
         [answer] = await client.submit(request())
         assert len(await outputs_of(answer)) == 8
 
-    with_client(use)
+    with_client(use, **SLOW)
 
 
 def test_stopping_tells_whoever_waits() -> None:
@@ -246,7 +263,7 @@ def test_stopping_tells_whoever_waits() -> None:
         with pytest.raises(EngineStoppedError):
             await outputs_of(answer)
 
-    with_client(use)
+    with_client(use, **SLOW)
 
 
 def test_an_engine_that_cannot_be_built_says_why_with_its_exit_code() -> None:

@@ -8,10 +8,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from weft.backends import noop
 from weft.backends.noop import NoopBackend, generate_alone
 from weft.clock import VirtualClock
 from weft.config import (
@@ -35,8 +37,10 @@ from weft.request import (
     child_seed,
 )
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds after which a wait is given up. No test passes or fails by being faster than this."""
+SLOW: dict[str, Any] = {"seconds_per_step": 0.01}
+"""Of a backend: for a request that must not be over before another thread has its turn."""
 
 
 def request(length: int = 8, max_tokens: int = 8, family: int = 0, **fields: Any) -> InferenceRequest:
@@ -228,6 +232,15 @@ def test_iterations_may_be_run_by_hand_without_any_thread() -> None:
         assert_all_memory_is_free(engine)
 
 
+def test_a_step_that_computes_lasts_as_long_as_the_backend_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(noop, "time", SimpleNamespace(sleep=slept.append))
+    engine = make_engine(NoopBackend(seconds_per_step=0.5))
+    engine.submit(request(max_tokens=4))
+    engine.run_until_idle()
+    assert slept == [0.5] * 4
+
+
 def test_run_until_idle_ends_everything_where_memory_is_short() -> None:
     engine = make_engine(
         blocks=10,
@@ -323,7 +336,7 @@ def test_a_request_cancelled_while_the_loop_goes_to_sleep_still_gets_its_result(
             return worked
 
     with Sleepy(NoopBackend(), ServingEngineConfig()) as engine:
-        result = engine.get_result(RequestId(0), wait=PATIENCE / 4)
+        result = engine.get_result(RequestId(0), wait=PATIENCE)
     assert result is not None and result.state is RequestState.CANCELLED
 
 
@@ -333,7 +346,7 @@ def test_a_request_cancelled_while_the_loop_goes_to_sleep_still_gets_its_result(
 def test_stop_cancels_what_is_outstanding_tells_everyone_and_refuses_newcomers() -> None:
     gate = Gate()
     finals: list[TokenOutput] = []
-    engine = make_engine(NoopBackend(faults=gate)).start()
+    engine = make_engine(NoopBackend(faults=gate, **SLOW)).start()
     ids = [
         engine.submit_with_callback(
             request(max_tokens=1000, family=n), lambda o: finals.append(o) if o.is_final else None
@@ -451,10 +464,14 @@ def test_an_idle_engine_uses_no_cpu() -> None:
     with make_engine() as engine:
         request_id = engine.submit(request())
         assert engine.get_result(request_id, wait=PATIENCE) is not None
-        before = time.process_time()
-        time.sleep(1.0)
-        used = time.process_time() - before
-    assert used < 0.05
+        used = []
+        while (
+            not used or min(used) >= 0.05
+        ):  # not at once, where something else in this process is still at work
+            assert len(used) < 60
+            before = time.process_time()
+            time.sleep(1.0)
+            used.append(time.process_time() - before)
 
 
 def test_requests_may_be_submitted_from_many_threads_at_once() -> None:
@@ -666,7 +683,7 @@ def test_a_reader_that_leaves_early_cancels_its_request() -> None:
         await stream.aclose()  # type: ignore[attr-defined]
         return output.request_id
 
-    with make_engine() as engine:
+    with make_engine(NoopBackend(**SLOW)) as engine:
         request_id = asyncio.run(main(engine))
         result = engine.get_result(request_id, wait=PATIENCE)
     assert result is not None and result.state is RequestState.CANCELLED
@@ -675,7 +692,7 @@ def test_a_reader_that_leaves_early_cancels_its_request() -> None:
 
 def test_a_stream_of_a_stopped_engine_ends() -> None:
     gate = Gate()
-    engine = make_engine(NoopBackend(faults=gate)).start()
+    engine = make_engine(NoopBackend(faults=gate, **SLOW)).start()
 
     async def main() -> list[TokenOutput]:
         async def stop() -> None:
@@ -846,7 +863,7 @@ def test_a_backend_that_breaks_its_contract_ends_the_requests_and_is_not_waited_
 
     with make_engine(Forgetful()) as engine:
         request_id = engine.submit(request())
-        result = engine.get_result(request_id, wait=PATIENCE / 4)
+        result = engine.get_result(request_id, wait=PATIENCE)
     assert result is not None and result.state is RequestState.FAILED
     assert result.error is not None and "0 tokens where 1" in result.error
 
@@ -876,7 +893,7 @@ def test_a_mistake_inside_the_engine_is_told_to_every_request_and_ends_the_engin
 
 
 def test_stop_from_the_final_callback_of_a_request_that_stop_itself_ends_returns() -> None:
-    engine = make_engine()
+    engine = make_engine(NoopBackend(**SLOW))
     finals: list[TokenOutput] = []
 
     def stop_again(output: TokenOutput) -> None:
@@ -886,7 +903,7 @@ def test_stop_from_the_final_callback_of_a_request_that_stop_itself_ends_returns
 
     engine.start()
     for number in range(4):
-        engine.submit_with_callback(request(max_tokens=500, family=number), stop_again)
+        engine.submit_with_callback(request(max_tokens=1000, family=number), stop_again)
     stopper = threading.Thread(target=engine.stop, daemon=True)
     stopper.start()
     stopper.join(PATIENCE)

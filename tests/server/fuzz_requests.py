@@ -256,7 +256,7 @@ HELD = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "
 async def leftovers(server: InProcess) -> dict[str, float]:
     """What is still held once everyone was answered: nothing."""
     held: dict[str, float] = {}
-    for _ in range(200):
+    for _ in range(1200):
         page = (await server.ask("/metrics", method="GET")).body.decode()
         held = {}
         for line in page.splitlines():

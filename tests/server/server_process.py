@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ LAUNCH = Path(__file__).with_name("launch.py")
 SOURCE = Path(__file__).parents[2] / "src"
 MODEL = "test-model"
 MESSAGES = [{"role": "user", "content": "Hello"}]
+NOOP = {"vocabulary_size": 49152, "max_context": 8192}
+SLOW = {**NOOP, "seconds_per_step": 0.01}
+"""Of a backend whose long answers take more than a minute on any machine: for what must be seen while it runs."""
 
 
 def api_key(secret: str, **fields: Any) -> dict[str, Any]:
@@ -43,8 +46,14 @@ class Server:
         return self.metrics(name)[0]
 
     def metrics(self, *names: str) -> list[float]:
-        """Several, all of one moment."""
-        lines = self.client.get("/metrics").text.splitlines()
+        """Several, all of one moment in which the engine answers: else its figures are zeros that say nothing."""
+        lines: list[str] = []
+
+        def is_whole() -> bool:
+            lines[:] = self.client.get("/metrics").text.splitlines()
+            return any(line.startswith("weft:engine_up{") and line.endswith(" 1.0") for line in lines)
+
+        wait_for(is_whole)
         values = []
         for name in names:
             found = [line for line in lines if line.startswith((f"weft:{name}{{", f"weft:{name} "))]
@@ -79,12 +88,13 @@ class Server:
 
     def engine_pid(self) -> int:
         for pid in self.children():
-            if b"weft.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
+            with suppress(OSError):  # it ended meanwhile
+                if b"weft.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return pid
         raise AssertionError("no engine's process runs")
 
 
-def wait_for(condition: Any, seconds: float = 20.0) -> None:
+def wait_for(condition: Any, seconds: float = 60.0) -> None:
     give_up_at = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up_at, f"not within {seconds} s"
@@ -95,16 +105,17 @@ def wait_for(condition: Any, seconds: float = 20.0) -> None:
 def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
     """The noop backend behind the text side of a real model, unless `settings` say otherwise."""
     headers, stderr = settings.pop("headers", {}), settings.pop("stderr", None)
+    path = os.pathsep.join([*settings.pop("python_path", []), str(SOURCE)])
     given = {
         "model": str(model_path),
         "names": [MODEL, "alias"],
         "port": 0,
         "log_format": "off",
         "backend": "noop",
-        "backend_options": {"vocabulary_size": 49152, "max_context": 8192},
+        "backend_options": NOOP,
         **settings,
     }
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    environment = {**os.environ, "PYTHONPATH": path}
     process = subprocess.Popen(
         [sys.executable, str(LAUNCH), json.dumps(given)],
         stdin=subprocess.PIPE,
@@ -123,5 +134,5 @@ def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             process.stdin.close()  # and so the second signal
-        process.wait(30)
+        process.wait(60)
         process.stdout.close()

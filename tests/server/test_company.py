@@ -41,9 +41,14 @@ def test_39_what_gave_way_for_want_of_memory_answers_as_if_undisturbed(default_m
         ]
         alone = [ask_all(server, [body])[0] for body in bodies]
         assert {one["timings"]["preemptions"] for one in alone} == {0}
-        together = ask_all(server, bodies)
-        assert sum(one["timings"]["preemptions"] for one in together) > 0
-        assert [one["text"] for one in together] == [one["text"] for one in alone]
+        num_preempted = 0
+        for _ in range(20):
+            together = ask_all(server, bodies)
+            assert [one["text"] for one in together] == [one["text"] for one in alone]
+            num_preempted = sum(one["timings"]["preemptions"] for one in together)
+            if num_preempted:  # unless they came one by one, as on a busy machine they may
+                break
+        assert num_preempted > 0
         assert server.metric("num_preemptions_total") > 0
         server.wait_until_free()
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import Server, api_key, running_server, wait_for
+from server_process import SLOW, Server, api_key, running_server, wait_for
 
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
+OPERATOR = {"Authorization": "Bearer operator"}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,7 @@ def shared_keys(default_model_path: Path) -> Iterator[Server]:
         api_key("mate-1", cache_salt="team"),
         api_key("mate-2", cache_salt="team"),
     ]
-    headers = {"Authorization": "Bearer operator"}
-    with running_server(default_model_path, api_keys=keys, headers=headers) as server:
+    with running_server(default_model_path, backend_options=SLOW, api_keys=keys, headers=OPERATOR) as server:
         yield server
 
 
@@ -49,7 +49,7 @@ def ask(server: Server, key: str, prompt: Any = "Hello", **fields: Any) -> httpx
 
 def open_stream(server: Server, key: str, **fields: Any) -> socket.socket:
     body = json.dumps({**LONG, "stream": True, **fields}).encode()
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return connection
@@ -143,7 +143,7 @@ def test_an_operator_sees_what_is_under_way_and_can_end_it(keys: Server, stream:
     headers = {"Authorization": "Bearer tenant"}
     with ThreadPoolExecutor(1) as threads:
         asking = threads.submit(keys.client.post, "/v1/completions", json=body, headers=headers)
-        with httpx.Client(base_url=keys.url, headers={"Authorization": "Bearer operator"}) as operator:
+        with httpx.Client(base_url=keys.url, headers=OPERATOR, timeout=60) as operator:
             seen: list[dict[str, Any]] = []
 
             def is_running() -> bool:
@@ -155,7 +155,7 @@ def test_an_operator_sees_what_is_under_way_and_can_end_it(keys: Server, stream:
             assert one["key"] == "tenant" and one["answers"] == 2 and one["age"] >= 0
             assert one["prompt_tokens"] == 1 and one["completion_tokens"] > 0
             assert operator.delete(f"/admin/requests/{one['id']}").json()["cancelled"] is True
-            answer = asking.result(20)
+            answer = asking.result(60)
     if stream:
         assert answer.headers["x-request-id"] == one["id"]
         last = answer.text.strip().splitlines()[-1].removeprefix("data: ")
@@ -180,11 +180,13 @@ def test_what_a_key_used_is_in_the_metrics(keys: Server) -> None:
 
 
 def test_what_was_generated_before_a_deadline_is_paid_for_and_counted(keys: Server) -> None:
-    paid, generated = used(keys, "mate-1", "key_tokens_total"), keys.metric("generation_tokens_total")
-    stream = ask(keys, "mate-1", [7] * 10, max_tokens=8000, deadline=0.1, stream=True)
-    assert '"code":"deadline_exceeded"' in stream.text
-    received = stream.text.count("data: ") - 1
-    assert received > 1
+    for deadline in (0.2, 1, 5, 25):  # long enough for two tokens, on a machine as busy as this
+        paid, generated = used(keys, "mate-1", "key_tokens_total"), keys.metric("generation_tokens_total")
+        stream = ask(keys, "mate-1", [7] * 10, max_tokens=8000, deadline=deadline, stream=True)
+        received = stream.text.count("data: ") - 1
+        if received > 1:
+            break
+    assert '"code":"deadline_exceeded"' in stream.text and received > 1
     assert used(keys, "mate-1", "key_tokens_total") - paid >= 10 + received
     assert keys.metric("generation_tokens_total") - generated >= received
     paid = used(keys, "mate-1", "key_tokens_total")
@@ -224,7 +226,7 @@ def test_every_request_that_got_an_error_is_counted_by_its_status(keys: Server) 
 
 def test_an_operator_finds_a_request_by_the_id_that_its_client_gave(keys: Server) -> None:
     body = json.dumps(LONG).encode()
-    with socket.create_connection(("127.0.0.1", keys.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", keys.port), timeout=60) as connection:
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer tenant\r\n"
         connection.sendall(f"{head}X-Request-Id: mine\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         wait_for(lambda: keys.client.get("/admin/requests").json()["data"])
@@ -234,13 +236,11 @@ def test_an_operator_finds_a_request_by_the_id_that_its_client_gave(keys: Server
 
 @pytest.fixture(scope="module")
 def narrow(default_model_path: Path) -> Iterator[Server]:
-    """The real model, one answer at a time, two keys."""
-    options = {"checkpoint": str(default_model_path), "max_context": 2048}
+    """One answer at a time, two keys."""
     keys = [api_key("flood"), api_key("calm", admin=True)]
     with running_server(
         default_model_path,
-        backend="cpu",
-        backend_options=options,
+        backend_options=SLOW,
         engine={"scheduler": {"max_running": 1}},
         api_keys=keys,
         headers={"Authorization": "Bearer calm"},
@@ -278,7 +278,7 @@ def test_a_flood_of_one_key_leaves_another_its_turns(narrow: Server) -> None:
 def test_38_a_client_that_leaves_while_it_waits_for_its_turn_is_forgotten(
     narrow: Server, stream: bool
 ) -> None:
-    with open_stream(narrow, "flood", max_tokens=1500):
+    with open_stream(narrow, "flood"):
         wait_for(lambda: narrow.metric("num_requests_running") == 1)
         waiting = open_stream(narrow, "flood", stream=stream)
         wait_for(lambda: narrow.metric("num_requests_held") == 1)
@@ -290,7 +290,7 @@ def test_38_a_client_that_leaves_while_it_waits_for_its_turn_is_forgotten(
 
 
 def test_a_deadline_counts_while_a_request_waits_for_its_turn(narrow: Server) -> None:
-    with open_stream(narrow, "flood", max_tokens=1500):
+    with open_stream(narrow, "flood"):
         wait_for(lambda: narrow.metric("num_requests_running") == 1)
         late = ask(narrow, "calm", deadline=0.2)
         assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
@@ -298,10 +298,11 @@ def test_a_deadline_counts_while_a_request_waits_for_its_turn(narrow: Server) ->
 
 
 def test_40_who_waits_for_a_turn_outlives_the_engine(narrow: Server) -> None:
-    with open_stream(narrow, "flood", max_tokens=1500), ThreadPoolExecutor(1) as threads:
+    with open_stream(narrow, "flood"), ThreadPoolExecutor(1) as threads:
         wait_for(lambda: narrow.metric("num_requests_running") == 1)
         waiting = threads.submit(ask, narrow, "calm")
-        with httpx.Client(base_url=narrow.url, headers={"Authorization": "Bearer calm"}) as client:
+        headers = {"Authorization": "Bearer calm"}
+        with httpx.Client(base_url=narrow.url, headers=headers, timeout=60) as client:
             wait_for(lambda: len(client.get("/admin/requests").json()["data"]) == 2)
         os.kill(narrow.engine_pid(), signal.SIGKILL)
         assert waiting.result(60).status_code == 200
@@ -309,7 +310,7 @@ def test_40_who_waits_for_a_turn_outlives_the_engine(narrow: Server) -> None:
 
 
 def test_a_stream_that_waits_for_its_turn_has_its_headers_already(narrow: Server) -> None:
-    with open_stream(narrow, "flood", max_tokens=1500) as running:
+    with open_stream(narrow, "flood") as running:
         wait_for(lambda: narrow.metric("num_requests_running") == 1)
         with open_stream(narrow, "calm", max_tokens=2) as waiting:
             assert waiting.recv(12) == b"HTTP/1.1 200"
@@ -325,7 +326,9 @@ def test_a_stream_that_waits_for_its_turn_has_its_headers_already(narrow: Server
 
 def test_39_a_flood_leaves_the_other_keys_places(default_model_path: Path) -> None:
     keys, headers = [api_key("flood"), api_key("calm")], {"Authorization": "Bearer calm"}
-    with running_server(default_model_path, api_keys=keys, max_requests=10, headers=headers) as server:
+    with running_server(
+        default_model_path, backend_options=SLOW, api_keys=keys, max_requests=10, headers=headers
+    ) as server:
         connections = [open_stream(server, "flood") for _ in range(12)]
         wait_for(lambda: server.metric("request_failure_total") == 4)
         assert server.metric("http_requests_open") == 8
@@ -350,6 +353,7 @@ def test_40_nobody_whose_turn_comes_is_sent_to_an_engine_that_is_not_there(defau
     with (
         running_server(
             default_model_path,
+            backend_options=SLOW,
             engine={"scheduler": {"max_running": 16}},
             api_keys=keys,
             headers={"Authorization": "Bearer calm"},

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import MESSAGES, Server, api_key, running_server, wait_for
+from server_process import MESSAGES, SLOW, Server, api_key, running_server, wait_for
 
 SECRET = "do not write this down"
 KEY = "sk-secret"
@@ -28,6 +28,7 @@ def logged(
         path.open("w") as stream,
         running_server(
             default_model_path,
+            backend_options=SLOW,
             log_format="json",
             api_keys=[api_key(KEY, name="team")],
             headers=headers,
@@ -114,7 +115,8 @@ def test_a_client_that_goes_away_is_told(logged: tuple[Server, Path], found: Fou
     server, _ = logged
     headers = {"x-request-id": "gone", "Authorization": f"Bearer {KEY}"}
     body = {"prompt": [1], "max_tokens": 8000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers) as response:
+    url = f"{server.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as response:
         next(response.iter_lines())
     assert found("gone")["client_gone"] is True
     server.wait_until_free()
@@ -143,7 +145,7 @@ def test_the_turns_of_a_server_s_life_are_told_in_order(default_model_path: Path
         os.kill(server.engine_pid(), signal.SIGKILL)
         wait_for(lambda: "engine_restarted" in path.read_text())
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
     events = [line["event"] for line in lines_of(path)]
     assert events == ["engine_died", "engine_restarted", "draining", "stopped"]
 
@@ -152,7 +154,7 @@ def test_the_turns_of_a_server_s_life_are_told_in_order(default_model_path: Path
     "sent", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9\r\n\r\n", b"GET /health HTTP/1.1\r\nX: a\x00\r\n\r\n"]
 )
 def test_what_is_no_http_gets_an_error_of_the_api_too(server: Server, sent: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(sent + b"\r\n\r\n")
         received = b""
         while part := connection.recv(65536):

@@ -74,9 +74,9 @@ def test_whoever_is_gone_takes_nobodys_turn() -> None:
         await asyncio.sleep(0)
         for task in tasks[::2]:
             task.cancel()
-        done, pending = await asyncio.wait(tasks, timeout=5)
+        done, pending = await asyncio.wait(tasks, timeout=60)
         assert not pending and sum(task.cancelled() for task in done) <= 50
-        await asyncio.wait_for(rounds.turn(), 5)
+        await asyncio.wait_for(rounds.turn(), 60)
 
     asyncio.run(run())
 

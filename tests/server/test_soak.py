@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server_process import Server
+from server_process import Server, wait_for
 
+from weft.bench import soak_watch
 from weft.bench.soak_client import Excused, Ledger, Received, SoakClient, Target, Violation
 from weft.bench.soak_plan import (
     NOOP,
@@ -25,7 +28,7 @@ from weft.bench.soak_plan import (
     wrong_questions,
 )
 from weft.bench.soak_report import Gauges, Soaked, checks
-from weft.bench.soak_watch import Kill, Poll, ProcessHistory, follow_kills, undisturbed
+from weft.bench.soak_watch import Kill, Poll, ProcessHistory, follow_kills, kill_engine, undisturbed
 
 
 def test_a_storm_with_a_killed_engine_leaves_nothing_lost_nothing_doubled_and_nothing_held(
@@ -125,9 +128,14 @@ def test_a_server_that_says_something_else_is_caught(server: Server) -> None:
     """The real server, and expectations that are wrong."""
     question = Question("/v1/completions", {"prompt": "Hello", "max_tokens": 4, "seed": 1}, ("no",), 4)
     target = Target("127.0.0.1", server.port, [question], [question], wrong_questions(8192))
-    ledger = Ledger()
-    asyncio.run(SoakClient(target, Behaviour(0, 0), ledger).run(time.monotonic() + 1.0))
-    assert any("another text" in violation for violation in ledger.violations)
+    ledger, seeds = Ledger(), itertools.count()
+
+    def is_caught() -> bool:
+        """In as many rounds as it takes: a busy machine may not get to a whole answer in one of them."""
+        asyncio.run(SoakClient(target, Behaviour(next(seeds), 0), ledger).run(time.monotonic() + 0.5))
+        return any("another text" in violation for violation in ledger.violations)
+
+    wait_for(is_caught)
     assert ledger.outcomes[Conduct.READ, "answered"] == 0
 
 
@@ -180,6 +188,14 @@ def test_each_thing_that_must_not_be_fails_its_check(changes: dict[str, Any], cr
 
 def test_an_error_during_a_kill_is_nobodys_fault() -> None:
     assert soaked(ledger=Ledger(excused=[Excused(9.5, 10.2, "engine_died")])).is_clean
+
+
+def test_a_kill_is_dated_before_anyone_can_notice_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[float] = []
+    monkeypatch.setattr(soak_watch.os, "kill", lambda pid, number: killed.append(time.monotonic()))
+    processes: Any = SimpleNamespace(engine=lambda: 1)
+    (at,) = asyncio.run(kill_engine(processes, [0.0]))
+    assert at <= killed[0]
 
 
 def test_a_kill_is_followed_through_the_polls_and_takes_them_out_of_the_figures() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server_process import Server, running_server, wait_for
+from server_process import SLOW, Server, running_server, wait_for
 
 CACHE = {"kv_cache": "two-tier", "tail_length": 32, "num_blocks": 64, "store_blocks": 256}
 IN_USE = ("kv_cache_tail_tokens", "kv_cache_store_tokens", "kv_cache_tail_bytes", "kv_cache_store_bytes")
@@ -39,10 +39,7 @@ def test_what_the_store_has_already_is_counted_apart(server: Server) -> None:
 
 
 def test_while_a_request_runs_both_tiers_are_in_use(default_model_path: Path) -> None:
-    options = {"checkpoint": str(default_model_path), "max_context": 2048}  # noop might be done before anyone looks
-    with running_server(
-        default_model_path, backend="cpu", backend_options=options, engine={"cache": CACHE}
-    ) as server:
+    with running_server(default_model_path, backend_options=SLOW, engine={"cache": CACHE}) as server:
         body = {"prompt": PROMPT, "max_tokens": 1800, "stream": True, "ignore_eos": True}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
             next(answer.iter_lines())

@@ -124,6 +124,7 @@ MUTATIONS = (
         f"{SCHEDULER}._take_token",
         "length >= sequence.min_length or is_forced",
         "True",
+        first_seed=130,
     ),
     # -- swapping
     Mutation(
@@ -131,14 +132,21 @@ MUTATIONS = (
         f"{SWAPS}.copy",
         "guard for guard in guards if guard is not None",
         "guard for guard in guards if False",
+        first_seed=340,
     ),
-    Mutation("swap-out before its step", f"{ROSTER}.suspend", "after_step=step - 1", "after_step=-1"),
+    Mutation(
+        "swap-out before its step",
+        f"{ROSTER}.suspend",
+        "after_step=step - 1",
+        "after_step=-1",
+        first_seed=150,
+    ),
     Mutation(
         "swap-in beside the step that still uses the blocks",
         f"{PLANNER}._resume",
         "after_step=draft.step - 1",
         "after_step=-1",
-        first_seed=3500,
+        first_seed=3840,
     ),
     Mutation(
         "step writes to blocks that are being copied",
@@ -151,6 +159,7 @@ MUTATIONS = (
         f"{SCHEDULER}._finish_swaps",
         "failed = swap_id in result.failed_swaps",
         "failed = False",
+        first_seed=130,
     ),
     Mutation("swap slots leak", f"{SWAPS}.give_back", "self._free_full if", "[] if"),
     # -- overlap
@@ -160,6 +169,7 @@ MUTATIONS = (
         f"{ROSTER}.remove",
         "and self.is_in_flight(sequence)",
         "and False",
+        first_seed=310,
     ),
     Mutation(
         "token of an ended request delivered",
@@ -172,7 +182,7 @@ MUTATIONS = (
         f"{SCHEDULER}.schedule",
         "self._untold_tables = draft.tables",
         "self._untold_tables = []",
-        first_seed=128_000,
+        first_seed=128_130,
     ),
     # -- budgets, turns, priorities
     Mutation(
@@ -206,18 +216,21 @@ MUTATIONS = (
         "weft.scheduling.preemption:choose_victims",
         "            s.priority,",
         "            -s.priority,",
+        first_seed=360,
     ),
     Mutation(
         "more victims than needed",
         "weft.scheduling.preemption:choose_victims",
         "if _holds_some(victim, shortage - freed):",
         "if True:",
+        first_seed=630,
     ),
     Mutation(
         "age overtakes CRITICAL",
         "weft.scheduling.policy:_aged",
         "if sequence.priority == Priority.CRITICAL",
         "if False",
+        first_seed=550,
     ),
     Mutation(
         "request waits for what it was to compute itself",

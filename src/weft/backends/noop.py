@@ -17,6 +17,7 @@ the step before sampled for it (unless `grammars_may_overlap`): a plan that does
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -178,7 +179,8 @@ class _Step:
 
 
 class NoopBackend:
-    """See the module. `random_source` None runs every step at its result and every swap at once."""
+    """See the module. `random_source` None runs every step at its result and every swap at once. A step that computes
+    something takes `seconds_per_step` at least: who must be seen while it runs cannot be over before anyone looks."""
 
     def __init__(
         self,
@@ -191,6 +193,7 @@ class NoopBackend:
         swap_seconds_per_block: float = 1e-4,
         eager_blocks: int | None = None,
         grammars_may_overlap: bool = False,
+        seconds_per_step: float = 0.0,
     ) -> None:
         self._vocabulary_size = vocabulary_size
         self._max_context = max_context
@@ -200,6 +203,7 @@ class NoopBackend:
         self._costs = (recompute_seconds_per_token, swap_seconds_per_block)
         self._eager_blocks = eager_blocks
         self._grammars_may_overlap = grammars_may_overlap
+        self._seconds_per_step = seconds_per_step
         self._rows: dict[int, _Row] = {}
         self._waiting_steps: deque[_Step] = deque()
         self._waiting_swaps: list[tuple[SwapTask, bool]] = []
@@ -294,6 +298,8 @@ class NoopBackend:
                 row.sampled_by = step
 
     def _finish(self, step: _Step) -> StepResult:
+        if self._seconds_per_step and step.plan.rows:
+            time.sleep(self._seconds_per_step)
         while not step.is_over:
             self._run_something(must=True)
         step.is_told = True

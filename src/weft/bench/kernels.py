@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-import numpy as np
-
-from weft.backends.cpu.threads import thread_count
+from weft.bench.machine_speed import SpeedProbe
 from weft.bench.report import machine, print_json, print_line, print_table
 from weft.errors import WeftError
 
@@ -49,16 +47,15 @@ def main(threads: int | None, json: bool) -> None:
             "weft was installed without its C++ kernels, so there are none to measure: install a C++ compiler and weft again"
         ) from None
     before = _kernels.in_use()
-    pool = _kernels.Pool(thread_count(threads))
-    # Any bytes will do for codes; these are small numbers where they are read as scales.
-    data = np.full(_DATA_BYTES, 0x11, np.uint8)
-    read = data.size / _kernels.measure_read(data, pool, _SECONDS)
+    probe = SpeedProbe(threads, _DATA_BYTES)
+    pool, data = probe.pool, probe.data
+    read = probe.reading(_SECONDS)
     peaks: dict[str, float] = {}
     timings = []
     try:
         for name in _kernels.available():
             _kernels.use(name)
-            peaks[name] = 2 * _kernels.measure_products(pool, _SECONDS)
+            peaks[name] = 2 * probe.products(_SECONDS)
             # Without instructions for products of bytes many rows take seconds, and say nothing new.
             counts = _ROWS if peaks[name] else _ROWS[:3]
             for (layer, layout, outputs, inputs), rows in itertools.product(_LAYERS, counts):

@@ -1,28 +1,30 @@
 """`weft bench peers`: the same work on weft and on every engine it is compared with, in turn, on this machine.
 
 Each engine is started anew for each workload and the engines take turns within it, so that a ratio is of figures
-taken minutes apart. One that is slow to start is kept, and frozen while others are measured.
+taken minutes apart. One that is slow to start is kept, and frozen while others are measured. Around every run the
+bench looks at what the machine gives; one that others disturbed is repeated.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from weft.bench.machine_speed import Gauge, Speed, open_gauge
+from weft.bench.peers_cells import START, Cell, Kept, Try, plain_name
 from weft.bench.peers_engines import ENGINES, OURS, PEERS, Engine, Launch, Workshop
 from weft.bench.peers_environment import PeerError, Say, peers_directory
 from weft.bench.peers_process import Outcome, RunningEngine, free_port, settle
-from weft.bench.peers_report import START, Cell, Report, draw, print_report, write_report
+from weft.bench.peers_report import NO_PROBE, Report, draw, print_report, write_report
 from weft.bench.report import machine
 from weft.bench.serve_load import WORKLOADS, Phase, Text, workloads
-from weft.bench.serve_machine import DISTURBED, MachineUse
+from weft.bench.serve_machine import DISTURBED, MachineUse, take_snapshot, use_of
 from weft.errors import InvalidRequestError
 from weft.loading.checkpoint import open_checkpoint
 from weft.loading.pull import pull
@@ -32,6 +34,10 @@ SLOW_START = 20.0
 """Seconds; an engine that takes longer to start is kept between workloads."""
 START_PROMPT = 16
 """Tokens of the first request that an engine gets."""
+QUIET_LOOKS = 8
+"""How often the machine is looked at, a pause before each, before a disturbed run is repeated all the same."""
+QUIET_PAUSE = 1.0
+"""Seconds."""
 
 
 def main(
@@ -40,6 +46,7 @@ def main(
     work: str | None,
     home: Path | None,
     keep: Path | None,
+    rounds: int,
     repeats: int,
     json_path: Path | None,
     plot_path: Path | None,
@@ -66,15 +73,17 @@ def main(
 
     before = machine()
     with _ended_by_signals():
-        bench = Bench(engines, columns, Kept(keep), repeats, open_text, _say)
+        gauge = open_gauge()
+        bench = Bench(engines, columns, Kept(keep), rounds, repeats, open_text, _say, gauge)
         try:
             bench.prepare(shop)
+            gauge.calibrate()
+            _say(f"this machine {gauge.best or NO_PROBE}")
             bench.run()
         finally:
             bench.end()
-    report = Report(
-        before, model.name, tuple(engines), tuple(columns), tuple(bench.cells.values()), bench.problems
-    )
+    cells = tuple(bench.cells.values())
+    report = Report(before, model.name, tuple(engines), tuple(columns), cells, bench.problems, gauge.best)
     print_report(report)
     if json_path is not None:
         write_report(report, json_path)
@@ -103,31 +112,6 @@ def choose_work(work: str | None) -> list[str]:
     return [name for name in known if name in wanted]
 
 
-class Kept:
-    """Finished cells as files, so that a run that was stopped goes on where it was; without a folder nothing is kept."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-
-    def load(self, engine: str, work: str) -> Cell | None:
-        if self._folder is None:
-            return None
-        try:
-            return Cell.from_document(json.loads(self._path(self._folder, engine, work).read_text()))
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
-
-    def save(self, cell: Cell) -> None:
-        if self._folder is not None:
-            path = self._path(self._folder, cell.engine, cell.work)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(dataclasses.asdict(cell)) + "\n")
-
-    @staticmethod
-    def _path(folder: Path, engine: str, work: str) -> Path:
-        return folder / f"{_plain(engine)}.{work}.json"
-
-
 @dataclass
 class Bench:
     """Runs every cell of the table that is not there yet. Owns the engines that are kept running."""
@@ -135,16 +119,23 @@ class Bench:
     engines: Sequence[Engine]
     columns: Sequence[str]
     kept: Kept
+    rounds: int
     repeats: int
     open_text: Callable[[int], Text]
     say: Say
-    cells: dict[tuple[str, str], Cell] = field(default_factory=dict)
+    gauge: Gauge
     problems: dict[str, str] = field(default_factory=dict)
     """Why an engine is not in the table, or not in all of it."""
+    _tries: dict[tuple[str, str], list[Try]] = field(default_factory=dict)
     _launchers: dict[str, Callable[[int], Launch]] = field(default_factory=dict)
     _running: dict[str, RunningEngine] = field(default_factory=dict)
     _started: set[str] = field(default_factory=set)
     _logs: Callable[[str], Path] | None = None
+
+    @property
+    def cells(self) -> dict[tuple[str, str], Cell]:
+        """All that was measured, compared with the best that the machine has given until now."""
+        return {place: Cell(tuple(tries), self.gauge.best) for place, tries in self._tries.items()}
 
     def prepare(self, shop: Workshop) -> None:
         """Installs and converts before anything is measured: a download beside a run would disturb it."""
@@ -156,29 +147,30 @@ class Bench:
                 self._give_up(engine, error)
 
     def run(self) -> None:
+        self._take_kept()
         for group in groups(self.columns):
-            for engine in self.engines:
-                wanted = [name for name in group if name == START or name in engine.work]
-                if not wanted or engine.name in self.problems:
-                    continue
-                found = [self.kept.load(engine.name, name) for name in wanted]
-                if all(cell is not None and not cell.is_disturbed for cell in found):
-                    self._add([cell for cell in found if cell is not None])
-                    continue
-                try:
-                    self._add(self._quiet_cells(engine, wanted))
-                except PeerError as error:
-                    self._give_up(engine, error)
+            for number in range(self.rounds):
+                for engine in self.engines:
+                    wanted = _wanted(engine, group)
+                    if not wanted or engine.name in self.problems or self._is_done(engine, wanted, number):
+                        continue
+                    try:
+                        self._run_round(engine, wanted, number)
+                    except PeerError as error:
+                        self._give_up(engine, error)
 
     def end(self) -> None:
         for engine in self._running.values():
             engine.end()
         self._running.clear()
 
-    def _add(self, cells: Sequence[Cell]) -> None:
-        for cell in cells:
-            self.cells[cell.engine, cell.work] = cell
-            self.kept.save(cell)
+    def _take_kept(self) -> None:
+        for engine in self.engines:
+            for name in _wanted(engine, self.columns):
+                cell = self.kept.load(engine.name, name)
+                if cell is not None and engine.name not in self.problems:
+                    self._tries[engine.name, name] = list(cell.tries)
+                    self.gauge.remember(cell.best)
 
     def _give_up(self, engine: Engine, error: PeerError) -> None:
         self.problems[engine.name] = str(error)
@@ -187,17 +179,42 @@ class Bench:
         if running is not None:
             running.end()
 
-    def _quiet_cells(self, engine: Engine, names: Sequence[str]) -> list[Cell]:
-        """Measured again while others use the machine; in the end the least disturbed of what there is."""
-        tries: list[list[Cell]] = []
-        while not tries or (_disturbance(tries[-1]) > DISTURBED and len(tries) <= self.repeats):
-            measure = self._start_cell if names[0] == START else self._work_cells
-            tries.append(measure(engine, names, len(tries)))
-            for cell in tries[-1]:
-                self.say(cell.line())
-        return min(tries, key=_disturbance)
+    def _is_done(self, engine: Engine, names: Sequence[str], number: int) -> bool:
+        """Whether every column has a quiet try in this round."""
+        return all(
+            any(not one.troubles(self.gauge.best) for one in self._tries_of(engine, name, number))
+            for name in names
+        )
 
-    def _start_cell(self, engine: Engine, names: Sequence[str], attempt: int) -> list[Cell]:
+    def _tries_of(self, engine: Engine, name: str, number: int) -> list[Try]:
+        return [one for one in self._tries.get((engine.name, name), ()) if one.round == number]
+
+    def _run_round(self, engine: Engine, names: Sequence[str], number: int) -> None:
+        """Measures until it was quiet, or has been repeated often enough; every try is kept."""
+        measure = self._try_start if names[0] == START else self._try_work
+        first = max(len(self._tries_of(engine, name, number)) for name in names)
+        for attempt in range(first, first + 1 + self.repeats):
+            if attempt > first:
+                self._wait_for_quiet()
+            for one in measure(engine, names, number, attempt):
+                self._tries.setdefault((one.engine, one.work), []).append(one)
+                self.kept.save(self.cells[one.engine, one.work])
+                self.say(one.line(self.gauge.best))
+            if self._is_done(engine, names, number):
+                return
+
+    def _wait_for_quiet(self) -> None:
+        """A neighbour that is loud now may be done in some seconds; one that is not is not waited for."""
+        self.say(f"waiting for a quiet machine, {QUIET_LOOKS * QUIET_PAUSE:g} s or a little more")
+        for _ in range(QUIET_LOOKS):
+            before = take_snapshot()
+            settle(QUIET_PAUSE)
+            others = _others(use_of(before, take_snapshot(), frozenset())) or 0.0
+            speed, best = self.gauge.look(), self.gauge.best
+            if others <= DISTURBED and not (speed and best and speed.shortfalls(best)):
+                return
+
+    def _try_start(self, engine: Engine, names: Sequence[str], number: int, attempt: int) -> list[Try]:
         """The second start: the first brings files into memory and fills the peers' own caches."""
         if engine.name not in self._started:
             running, *_ = self._start(engine)
@@ -207,32 +224,53 @@ class Bench:
         if previous is not None:
             previous.end()
             settle()
+        before = self.gauge.look()
         running, seconds, use = self._start(engine)
+        try:
+            speed = _slower(before, self._look_beside(running))
+        except BaseException:
+            running.end()
+            raise
         self._let_go(engine, running, seconds)
-        return [Cell(engine.name, START, attempt, seconds, _others(use), use.loudest)]
+        return [Try(engine.name, START, number, attempt, seconds, _others(use), use.loudest, speed)]
 
-    def _work_cells(self, engine: Engine, names: Sequence[str], attempt: int) -> list[Cell]:
-        # Other text at every try: an engine that was kept has seen the last.
-        phases: list[Phase] = workloads(names, self.open_text(attempt))
+    def _try_work(self, engine: Engine, names: Sequence[str], number: int, attempt: int) -> list[Try]:
+        # Other text at every try, since an engine that was kept has seen the last; the same for all engines of a round.
+        phases: list[Phase] = workloads(names, self.open_text(number + self.rounds * attempt))
         running = self._running.pop(engine.name, None)
         seconds = SLOW_START
         if running is None:
             running, seconds, _ = self._start(engine)
         running.thaw()
+        outcomes: list[Outcome] = []
         try:
-            outcomes = running.run(phases)
+            looks = [self._look_beside(running)]
+            for outcome in running.run(phases):
+                outcomes.append(outcome)
+                looks.append(self._look_beside(running))
         except BaseException:
             running.end()
             raise
         self._let_go(engine, running, seconds)
         return [
-            _cell(engine, phase, attempt, outcome) for phase, outcome in zip(phases, outcomes, strict=True)
+            _work_try(engine, phase, number, attempt, outcome, _slower(before, after))
+            for phase, outcome, (before, after) in zip(phases, outcomes, pairwise(looks), strict=True)
         ]
+
+    def _look_beside(self, running: RunningEngine) -> Speed | None:
+        """With the engine stopped: threads that spin for a while after work would look like a neighbour."""
+        if self.gauge.is_blind:
+            return None
+        running.freeze()
+        try:
+            return self.gauge.look()
+        finally:
+            running.thaw()
 
     def _start(self, engine: Engine) -> tuple[RunningEngine, float, MachineUse]:
         assert self._logs is not None
         launch = self._launchers[engine.name](free_port())
-        running = RunningEngine(launch, self._logs(_plain(engine.name)))
+        running = RunningEngine(launch, self._logs(plain_name(engine.name)))
         try:
             seconds, use = running.first_token(self.open_text(0).take(START_PROMPT)[::-1])
         except BaseException:
@@ -261,16 +299,20 @@ def groups(columns: Sequence[str]) -> list[list[str]]:
     return found
 
 
-def _cell(engine: Engine, phase: Phase, attempt: int, outcome: Outcome) -> Cell:
+def _work_try(
+    engine: Engine, phase: Phase, number: int, attempt: int, outcome: Outcome, speed: Speed | None
+) -> Try:
     summary, use = outcome.summary, outcome.machine
     first, gap = summary.first_token, summary.gap
-    return Cell(
+    return Try(
         engine=engine.name,
         work=phase.name,
+        round=number,
         attempt=attempt,
         seconds=summary.seconds,
         others=_others(use),
         loudest=use.loudest,
+        speed=speed,
         tokens_per_second=summary.output_tokens_per_second,
         output_tokens=summary.output_tokens,
         cached_tokens=summary.cached_tokens,
@@ -288,12 +330,13 @@ def _others(use: MachineUse) -> float | None:
     return None if use.others is None else use.others / use.cores
 
 
-def _disturbance(cells: Sequence[Cell]) -> float:
-    return max(cell.others or 0.0 for cell in cells)
+def _slower(before: Speed | None, after: Speed | None) -> Speed | None:
+    return None if before is None or after is None else before.slower(after)
 
 
-def _plain(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in name)
+def _wanted(engine: Engine, columns: Sequence[str]) -> list[str]:
+    """The columns that the engine can do; every engine can start."""
+    return [name for name in columns if name == START or name in engine.work]
 
 
 def _say(line: str) -> None:

@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, sleep
@@ -86,9 +86,10 @@ class RunningEngine:
         seconds = perf_counter() - self._began
         return seconds, self._use(self._before)
 
-    def run(self, phases: Sequence[Phase]) -> list[Outcome]:
-        """Warms the engine up, and runs the phases one after the other."""
-        return [self._outcome(phase, 0 if number else _NUM_WARM_UP) for number, phase in enumerate(phases)]
+    def run(self, phases: Sequence[Phase]) -> Iterator[Outcome]:
+        """Warms the engine up, and runs the phases one after the other, each when the caller asks for the next."""
+        for number, phase in enumerate(phases):
+            yield self._outcome(phase, 0 if number else _NUM_WARM_UP)
 
     def _outcome(self, phase: Phase, num_warm_up: int) -> Outcome:
         if self._launch.port is not None:

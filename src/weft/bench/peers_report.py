@@ -8,63 +8,21 @@ import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from weft import __version__
+from weft.bench.machine_speed import PRODUCTS_SHARE, READING_SHARE, Speed
+from weft.bench.peers_cells import START, Cell, Try
 from weft.bench.peers_engines import OURS, Engine, Workshop
 from weft.bench.peers_environment import PLOT, PeerError, clean_environment, script
 from weft.bench.report import print_line, print_table
 from weft.bench.serve_machine import DISTURBED
 from weft.bench.serve_report import write_text
 
-START = "start"
+NO_PROBE = "was not probed: without weft's C++ kernels, what its neighbours take cannot be seen"
 _MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One engine on one workload, or its start. Times are in seconds, memory in bytes."""
-
-    engine: str
-    work: str
-    attempt: int
-    seconds: float
-    """Of the work from the first request to the last token; of a start, to the first token."""
-    others: float | None
-    """The share of the machine's CPU time that went to neither the engine nor the bench."""
-    loudest: tuple[str, ...] = ()
-    tokens_per_second: float | None = None
-    """Output tokens, over all the time, that of the prompts included."""
-    output_tokens: int = 0
-    cached_tokens: int = 0
-    """Of the prompts, where the engine says so."""
-    first_token_p50: float | None = None
-    first_token_p99: float | None = None
-    gap_p50: float | None = None
-    gap_p99: float | None = None
-    peak_rss: int | None = None
-    pss: int | None = None
-
-    @property
-    def is_disturbed(self) -> bool:
-        return (self.others or 0.0) > DISTURBED
-
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> Cell:
-        return cls(**{**document, "loudest": tuple(document["loudest"])})
-
-    def line(self) -> str:
-        """One line while the bench runs."""
-        said = (
-            f"{self.seconds:.2f} s"
-            if self.tokens_per_second is None
-            else f"{self.tokens_per_second:.1f} tokens/s"
-        )
-        if self.is_disturbed:
-            who = f" ({', '.join(self.loudest)})" if self.loudest else ""
-            said += f", DISTURBED: others used {self.others or 0.0:.0%} of the machine{who}"
-        return f"{self.work:12} {self.engine:32} {said}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +33,8 @@ class Report:
     columns: tuple[str, ...]
     cells: tuple[Cell, ...]
     problems: Mapping[str, str]
+    best: Speed | None
+    """The most that the machine gave during the run; None: it was not looked at."""
 
     def cell(self, engine: str, work: str) -> Cell | None:
         return next((cell for cell in self.cells if (cell.engine, cell.work) == (engine, work)), None)
@@ -90,17 +50,17 @@ class Report:
         ]
 
 
-Figure = Callable[[Cell], float | None]
+Figure = Callable[[Try], float | None]
 
 
 def ratios(report: Report, work: str, figure: Figure, is_better_high: bool) -> dict[str, float]:
     """How many times better weft is than each other engine; under 1 it is worse."""
     ours = report.cell(OURS, work)
-    mine = figure(ours) if ours else None
+    mine = figure(ours.figure) if ours else None
     found = {}
     for name in report.rows():
         cell = report.cell(name, work)
-        theirs = figure(cell) if cell and name != OURS else None
+        theirs = figure(cell.figure) if cell and name != OURS else None
         if mine and theirs:
             found[name] = mine / theirs if is_better_high else theirs / mine
     return found
@@ -108,31 +68,41 @@ def ratios(report: Report, work: str, figure: Figure, is_better_high: bool) -> d
 
 def print_report(report: Report) -> None:
     print_line(f"{report.machine}; {report.model}")
+    print_line(
+        f"At its best in this run the machine {report.best}" if report.best else f"The machine {NO_PROBE}"
+    )
     _print(
         report,
         "Output tokens/s, prefill included",
         report.work,
-        lambda cell: cell.tokens_per_second,
+        attrgetter("tokens_per_second"),
         "{:,.1f}",
         True,
     )
-    for title, text in (
-        ("First token p50 / p99, s", _pair("first_token_p50", "first_token_p99", 1.0, "{:.2f}")),
-        ("Gap between tokens p50 / p99, ms", _pair("gap_p50", "gap_p99", 1000.0, "{:.1f}")),
-        ("Peak resident memory, MiB / shared pages once", _pair("peak_rss", "pss", 1 / _MIB, "{:,.0f}")),
-    ):
-        _print_text(report, title, text)
+    _print_pairs(
+        report, "First token p50 / p99, s", ("first_token_p50", "first_token_p99"), 1, "{:.2f}", "p99"
+    )
+    _print_pairs(
+        report, "Gap between tokens p50 / p99, ms", ("gap_p50", "gap_p99"), 1, "{:.1f}", "p99", 1000.0
+    )
+    title = "Peak resident memory, MiB / shared pages once"
+    _print_pairs(report, title, ("peak_rss", "pss"), 0, "{:,.0f}", "peak", 1 / _MIB)
     if START in report.columns:
         _print(
             report,
             "Start to first token (second start), s",
             [START],
-            lambda cell: cell.seconds,
+            attrgetter("seconds"),
             "{:.2f}",
             False,
         )
+    _print_tries(report)
     if any(cell.is_disturbed for cell in report.cells):
-        print_line(f"* others used more than {DISTURBED:.0%} of the machine each time it was measured")
+        print_line(
+            f"* disturbed each time it was measured: others used more than {DISTURBED:.0%} of the CPU time, or, right "
+            f"before or after, the machine read from memory at less than {READING_SHARE:.0%} of its best in this run "
+            f"or multiplied at less than {PRODUCTS_SHARE:.0%}"
+        )
     for name, problem in report.problems.items():
         print_line(f"{name}: not measured, or not in full: {problem}")
 
@@ -145,35 +115,54 @@ def _print(
 
     def text(engine: str, name: str) -> str:
         cell = report.cell(engine, name)
-        value = figure(cell) if cell else None
+        value = figure(cell.figure) if cell else None
         if cell is None or value is None:
             return ""
         ratio = by_work[name].get(engine)
         return form.format(value) + ("*" if cell.is_disturbed else "") + (f" ({ratio:.2f}x)" if ratio else "")
 
     rows = [[engine, *(text(engine, name) for name in work)] for engine in report.rows()]
-    best = [f"{min(found.values()):.2f}x" if (found := by_work[name]) else "" for name in work]
+    best = [_best(by_work[name]) for name in work]
     print_table(
         f"{title} (weft is so many times better)", ("engine", *work), [*rows, ["weft / best peer", *best]]
     )
 
 
-def _print_text(report: Report, title: str, text: Callable[[Cell], str]) -> None:
-    def of(engine: str, work: str) -> str:
+def _print_pairs(
+    report: Report, title: str, names: tuple[str, str], counts: int, form: str, word: str, scale: float = 1.0
+) -> None:
+    """A table of two figures of each cell; below, weft beside the best of the others in the one that `counts`."""
+    if not report.work:
+        return
+
+    def text(engine: str, work: str) -> str:
         cell = report.cell(engine, work)
-        return text(cell) if cell else ""
-
-    rows = [[engine, *(of(engine, work) for work in report.work)] for engine in report.rows()]
-    if report.work:
-        print_table(title, ("engine", *report.work), rows)
-
-
-def _pair(first: str, second: str, scale: float, form: str) -> Callable[[Cell], str]:
-    def text(cell: Cell) -> str:
-        values = (getattr(cell, first), getattr(cell, second))
+        values = [getattr(cell.figure, name) for name in names] if cell else []
         return " / ".join("-" if value is None else form.format(scale * value) for value in values)
 
-    return text
+    rows = [[engine, *(text(engine, work) for work in report.work)] for engine in report.rows()]
+    best = [_best(ratios(report, work, attrgetter(names[counts]), False)) for work in report.work]
+    print_table(title, ("engine", *report.work), [*rows, [f"weft / best peer, {word}", *best]])
+
+
+def _best(found: Mapping[str, float]) -> str:
+    return f"{min(found.values()):.2f}x" if found else ""
+
+
+def _print_tries(report: Report) -> None:
+    """How far tries went apart, where anything was tried more than once."""
+    if all(len(cell.tries) == 1 for cell in report.cells):
+        return
+
+    def text(engine: str, work: str) -> str:
+        cell = report.cell(engine, work)
+        if cell is None:
+            return ""
+        return f"{cell.spread:.2f} ({len(cell.quiet)}/{len(cell.tries)})"
+
+    rows = [[engine, *(text(engine, work) for work in report.columns)] for engine in report.rows()]
+    title = "Of the tries that count, the fastest by the slowest (quiet tries / all)"
+    print_table(title, ("engine", *report.columns), rows)
 
 
 def document(report: Report) -> dict[str, Any]:
@@ -184,21 +173,39 @@ def document(report: Report) -> dict[str, Any]:
         "model": report.model,
         "engines": {engine.name: engine.version or f"weft {__version__}" for engine in report.engines},
         "problems": dict(report.problems),
-        "cells": [{**dataclasses.asdict(cell), "is_disturbed": cell.is_disturbed} for cell in report.cells],
+        "speed": {
+            "best": None if report.best is None else dataclasses.asdict(report.best),
+            "reading_share": READING_SHARE,
+            "products_share": PRODUCTS_SHARE,
+        },
+        "cells": [_cell_document(cell) for cell in report.cells],
         "ratios": {
-            "tokens_per_second": {
-                work: ratios(report, work, lambda cell: cell.tokens_per_second, True) for work in report.work
+            **{
+                name: {
+                    work: ratios(report, work, attrgetter(name), name == "tokens_per_second")
+                    for work in report.work
+                }
+                for name in ("tokens_per_second", "first_token_p99", "gap_p99", "peak_rss")
             },
-            "first_token_p99": {
-                work: ratios(report, work, lambda cell: cell.first_token_p99, False) for work in report.work
-            },
-            "gap_p99": {work: ratios(report, work, lambda cell: cell.gap_p99, False) for work in report.work},
-            "peak_rss": {
-                work: ratios(report, work, lambda cell: cell.peak_rss, False) for work in report.work
-            },
-            "start": ratios(report, START, lambda cell: cell.seconds, False),
+            "start": ratios(report, START, attrgetter("seconds"), False),
         },
     }
+
+
+def _cell_document(cell: Cell) -> dict[str, Any]:
+    """The try that counts, and the short of every one."""
+    tries = [
+        {
+            **{
+                name: getattr(one, name)
+                for name in ("round", "attempt", "seconds", "tokens_per_second", "others")
+            },
+            "speed": None if one.speed is None else dataclasses.asdict(one.speed),
+            "troubles": one.troubles(cell.best),
+        }
+        for one in cell.tries
+    ]
+    return {**dataclasses.asdict(cell.figure), "is_disturbed": cell.is_disturbed, "tries": tries}
 
 
 def write_report(report: Report, path: Path) -> None:
@@ -211,9 +218,9 @@ def draw(report: Report, path: Path, shop: Workshop) -> None:
     for work in report.work:
         found = [cell for name in report.rows() if (cell := report.cell(name, work))]
         bars = [
-            {"engine": cell.engine, "value": cell.tokens_per_second, "is_disturbed": cell.is_disturbed}
+            {"engine": cell.engine, "value": cell.figure.tokens_per_second, "is_disturbed": cell.is_disturbed}
             for cell in found
-            if cell.tokens_per_second is not None
+            if cell.figure.tokens_per_second is not None
         ]
         columns.append({"name": work, "bars": bars})
     chart = {"title": f"{report.model} on {report.machine}", "engines": report.rows(), "columns": columns}

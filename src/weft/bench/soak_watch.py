@@ -154,11 +154,12 @@ async def kill_engine(processes: ServerProcesses, at: list[float]) -> list[float
         await asyncio.sleep(max(0.0, moment - time.monotonic()))
         while (pid := processes.engine()) is None:
             await asyncio.sleep(0.1)
+        now = time.monotonic()  # before: whoever notices must not have noticed too early
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-        done.append(time.monotonic())
+        done.append(now)
     return done
 
 

@@ -264,6 +264,9 @@ def bench_peers(
     keep: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep each result there, and go on from what is there.")
     ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How often each is measured, in turn; the median counts.")
+    ] = 1,
     repeats: Annotated[
         int, typer.Option(min=0, metavar="N", help="How often a run that others disturbed is repeated.")
     ] = 2,
@@ -280,7 +283,14 @@ def bench_peers(
     from weft.bench.peers import main as run_peers
 
     is_complete = run_peers(
-        peers=peers, work=work, home=home, keep=keep, repeats=repeats, json_path=json, plot_path=plot
+        peers=peers,
+        work=work,
+        home=home,
+        keep=keep,
+        rounds=rounds,
+        repeats=repeats,
+        json_path=json,
+        plot_path=plot,
     )
     if not is_complete:
         raise typer.Exit(1)

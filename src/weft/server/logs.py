@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -120,10 +121,11 @@ class ServerLog:
 
     def close(self) -> None:
         if self._writer.is_alive():
-            self._put(None)
-            self._writer.join(_LAST_LINES_SECONDS)
+            with suppress(queue.Full):  # nobody reads what was written
+                self._lines.put(None, timeout=_LAST_LINES_SECONDS)
+                self._writer.join(_LAST_LINES_SECONDS)
 
-    def _put(self, line: Callable[[], str] | None) -> None:
+    def _put(self, line: Callable[[], str]) -> None:
         if self.format == "off":
             return
         try:

@@ -1,0 +1,68 @@
+"""Engines, tries and benches for the tests of `weft bench peers`: an engine is a small script, the machine's speed is made up."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from weft.bench.machine_speed import Gauge, Speed
+from weft.bench.peers import Bench
+from weft.bench.peers_cells import Cell, Kept, Try
+from weft.bench.peers_engines import Engine, Launch, Workshop
+from weft.bench.serve_load import WORKLOADS, Text
+
+# Answers every phase at once, with one token a millisecond; writes down that it was asked.
+DRIVER = """
+import json, sys
+diary = open(sys.argv[1], "a")
+for line in sys.stdin:
+    phase = json.loads(line)
+    print(sys.argv[2], len(phase["items"]), file=diary, flush=True)
+    answer = [
+        {"began": item["at"], "tokens": [item["at"] + 0.001 * (n + 1) for n in range(item["max_tokens"])],
+         "ended": item["at"] + 0.001 * item["max_tokens"]}
+        for item in phase["items"]
+    ]
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def driver(name: str, diary: Path, work: tuple[str, ...] = WORKLOADS, program: str = DRIVER) -> Engine:
+    command = (sys.executable, "-c", program, str(diary), name)
+    return Engine(name, name, "1", lambda _: lambda port: Launch(command, None, dict(os.environ)), work)
+
+
+def some_text(run: int = 0) -> Text:
+    return Text(lambda _: list(range(60_000)), run)
+
+
+def make_bench(
+    tmp_path: Path,
+    engines: Sequence[Engine],
+    columns: Sequence[str],
+    rounds: int = 1,
+    repeats: int = 0,
+    keep: Path | None = None,
+    probe: Callable[[], Speed] | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Bench:
+    bench = Bench(engines, columns, Kept(keep), rounds, repeats, some_text, say, Gauge(probe))
+    bench.prepare(Workshop(tmp_path, tmp_path / "model.gguf", 0, lambda _: None))
+    return bench
+
+
+def asked(diary: Path) -> list[str]:
+    """Who was asked, without the two requests that warm up and the one that a start is measured by."""
+    return [line for line in diary.read_text().splitlines() if line.split()[1] not in ("1", "2")]
+
+
+def one_try(engine: str, work: str, **fields: object) -> Try:
+    usual = {"round": 0, "attempt": 0, "seconds": 1.0, "others": 0.0, "tokens_per_second": 100.0}
+    return Try(engine, work, **{**usual, **fields})  # type: ignore[arg-type]
+
+
+def cell(engine: str, work: str, **fields: object) -> Cell:
+    """Of a single try."""
+    return Cell((one_try(engine, work, **fields),), None)
