@@ -33,7 +33,7 @@ struct OwnedRows {
 
   OwnedRows(const float* rows, int64_t count, int64_t columns, bool with_outliers) : view(memory.at_least(count, columns, with_outliers)) {
     for (int64_t row = 0; row < count; row++) kernels().quantise_row(rows + row * columns, columns, view, row);
-    if (with_outliers) gather_outliers(view, count);
+    memory.gather_outliers(count);
   }
 };
 
@@ -53,13 +53,17 @@ nb::tuple quantise(Array<const float, 2> rows, bool with_outliers) {
   const OwnedRows quantised(rows.data(), static_cast<int64_t>(count), static_cast<int64_t>(rows.shape(1)), with_outliers);
   const QuantisedRows& view = quantised.view;
   const size_t groups = static_cast<size_t>(view.groups), blocks = static_cast<size_t>(view.blocks);
-  const size_t taken = with_outliers ? static_cast<size_t>(view.outlier_begins[count]) : 0;
+  size_t taken = 0;
+  for (size_t row = 0; with_outliers && row < count; row++) taken += static_cast<size_t>(view.outlier_counts[row]);
   auto places = new_array<uint32_t>({taken, 2});
   auto values = new_array<float>({taken});
-  for (size_t i = 0; i < taken; i++) {
-    places.data()[2 * i] = view.outliers[i].row;
-    places.data()[2 * i + 1] = view.outliers[i].input;
-    values.data()[i] = view.outliers[i].value;
+  for (size_t row = 0, at = 0; with_outliers && row < count; row++) {
+    const Outlier* outlier = view.outliers + static_cast<int64_t>(row) * view.outlier_room;
+    for (const Outlier* end = outlier + view.outlier_counts[row]; outlier < end; outlier++, at++) {
+      places.data()[2 * at] = static_cast<uint32_t>(row);
+      places.data()[2 * at + 1] = outlier->input;
+      values.data()[at] = outlier->value;
+    }
   }
   auto codes = new_array<int8_t>({count, groups * group_inputs});
   auto scales = new_array<float>({count, blocks});

@@ -43,7 +43,7 @@ double measure_linear(int layout_number, int64_t outputs, int64_t inputs, Array<
     for (int64_t at = 0; at < rows * groups; at += outlier_every) row_values[at / groups * inputs + at % groups * group_inputs] = 1e5f;
   }
   for (int64_t row = 0; row < rows; row++) kernels().quantise_row(row_values + row * inputs, inputs, quantised, row);
-  if (outlier_every > 0) gather_outliers(quantised, rows);
+  activations.gather_outliers(rows);
   LinearTask task{nullptr, quantised, row_values, inputs, 0, rows, 0, 0, out.at_least(rows * outputs), outputs, false, 1.0f};
   const int64_t chunks = std::min<int64_t>(strips, 8 * pool.threads());
   nb::gil_scoped_release release;

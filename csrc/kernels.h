@@ -73,7 +73,7 @@ inline int64_t strip_bytes(Layout layout, int64_t inputs) {
 // One value far larger than the others of its row would leave those of its block hardly any codes. Such an outlier is taken out of its
 // block, where its code is 0, and is multiplied by itself, as a float.
 struct Outlier {
-  uint32_t row, input;
+  uint32_t input;
   float value;
 };
 
@@ -103,6 +103,12 @@ struct RowGroup {
 // the second: a tile finds everything at fixed distances from one place.
 constexpr int64_t panel_rows = 12;
 
+// An input that is an outlier in some rows of a panel, and its value there; 0 in the others. So its weights are unpacked once for all rows.
+struct PanelOutlier {
+  uint32_t input;
+  float values[panel_rows];
+};
+
 struct QuantisedRows {
   int64_t groups, blocks;
   RowGroup* data;   // [panels, groups, 12]
@@ -116,11 +122,13 @@ struct QuantisedRows {
   }
 
   // Outliers of row r, inputs ascending: from outliers + r * outlier_room on, as many as outlier_counts[r]; null: none are taken out.
-  // For products they lie without gaps, those of row r from outlier_begins[r] to outlier_begins[r + 1].
   Outlier* outliers = nullptr;
   int32_t* outlier_counts = nullptr;    // [rows]
-  int64_t* outlier_begins = nullptr;    // [rows + 1]
   int64_t outlier_room = 0;
+
+  // The same for products: those of panel p, inputs ascending, from panel_begins[p] to panel_begins[p + 1].
+  PanelOutlier* panel_outliers = nullptr;
+  int64_t* panel_begins = nullptr;      // [panels + 1]
 };
 
 // More values than this cannot be so many times their mean.

@@ -201,24 +201,29 @@ __attribute__((noinline)) void multiply_bytes(const QuantisedRows& rows_in_bytes
   }
 }
 
-// The outliers of a tile; the weights of the strip were just read. All in one loop: how often a loop for each row goes
-// round would be guessed wrong too often.
+// The outliers of the tile's panel; the weights of the strip were just read. To add 0 where a row has none takes less than to ask.
 template <Layout layout, int rows>
 void add_outliers(const QuantisedRows& from, int64_t first_row, const uint8_t* strip, Totals<rows>& totals) {
-  const Outlier* end = from.outliers + from.outlier_begins[first_row + rows];
-  for (const Outlier* outlier = from.outliers + from.outlier_begins[first_row]; outlier < end; outlier++) {
+  const int64_t panel = first_row / panel_rows, at = first_row % panel_rows;
+  const PanelOutlier *outlier = from.panel_outliers + from.panel_begins[panel], *end = from.panel_outliers + from.panel_begins[panel + 1];
+  if (outlier == end) return;
+  Totals<rows> sums = totals;   // in registers
+  for (; outlier < end; outlier++) {
     const uint8_t* group = strip + int64_t{outlier->input / group_inputs} * Group<layout>::bytes;
     for (int part = 0; part < parts; part++) {
-      Vec& total = totals.at[outlier->row - first_row][part];
-      total = vec::fma(vec::all(outlier->value), Group<layout>::weights_of(group, outlier->input % group_inputs, part), total);
+      const Vec weights = Group<layout>::weights_of(group, outlier->input % group_inputs, part);
+#pragma GCC unroll 12
+      for (int row = 0; row < rows; row++)
+        sums.at[row][part] = vec::fma(vec::all(outlier->values[at + row]), weights, sums.at[row][part]);
     }
   }
+  totals = sums;
 }
 
 template <Layout layout, int rows>
 void multiply_strip(const LinearTask& task, int64_t first_row, const uint8_t* strip, Totals<rows>& totals) {
   multiply_bytes<layout>(task.quantised, first_row, strip, totals);
-  if (task.quantised.outliers) add_outliers<layout>(task.quantised, first_row, strip, totals);
+  if (task.quantised.panel_outliers) add_outliers<layout>(task.quantised, first_row, strip, totals);
   const uint8_t* behind_groups = strip + task.quantised.groups * Group<layout>::bytes;
   for (int row = 0; row < rows; row++)
     for (int part = 0; part < parts; part++) totals.at[row][part] = Group<layout>::of_total(totals.at[row][part], behind_groups, part);

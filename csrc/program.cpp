@@ -209,7 +209,7 @@ void Program::ready_rows(int64_t rows, int64_t columns, bool quantised, Get&& ge
   ready_.make_room(rows, columns, quantised);
   for (Worker& worker : workers_) worker.scratch.at_least(columns);
   each_row(pool_, rows, [&](int64_t row, int worker) { ready_.put(row, workers_[static_cast<size_t>(worker)].scratch.data(), get); });
-  if (quantised) gather_outliers(ready_.quantised, rows);
+  if (quantised) ready_.activations.gather_outliers(rows);
 }
 
 // Of rows that are ready.
@@ -264,7 +264,7 @@ void Program::linear_of_block(const Instruction& instruction, int64_t first, int
     for (int64_t row = 0; row < count; row++)
       ready.put(row, worker.scratch.data(),
                 [&](int64_t at, float* scratch) { return input_of_linear(instruction, first + at, scratch); });
-    if (weight.quantised()) gather_outliers(ready.quantised, count);
+    if (weight.quantised()) ready.activations.gather_outliers(count);
   }
   kernels().linear(ready.times(weight, count, row_of(instruction.output, first) + instruction.column,
                                strides_[static_cast<size_t>(instruction.output)], instruction.add, instruction.scale));

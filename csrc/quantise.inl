@@ -122,7 +122,7 @@ inline float outlier_bound(const float* row, int64_t columns) {
 }
 
 // Takes the outliers out of a group, which is then in `rest`; returns how many they are.
-inline int32_t take_outliers(const float* values, float bound, uint32_t row, uint32_t first_input, float* rest, Outlier* out) {
+inline int32_t take_outliers(const float* values, float bound, uint32_t first_input, float* rest, Outlier* out) {
   for (int i = 0; i < group_inputs; i += vec::lanes) {   // whole vectors: to read one of which a part was just written takes long
     const vec::Vec value = vec::load(values + i);
     vec::store(rest + i, vec::where_less(vec::all(bound), vec::magnitude(value), vec::all(0.0f), value));
@@ -130,7 +130,7 @@ inline int32_t take_outliers(const float* values, float bound, uint32_t row, uin
   int32_t count = 0;
   for (uint32_t left = above(values, bound); left != 0; left &= left - 1) {
     const auto i = static_cast<uint32_t>(__builtin_ctz(left));
-    out[count++] = Outlier{row, first_input + i, values[i]};
+    out[count++] = Outlier{first_input + i, values[i]};
   }
   return count;
 }
@@ -149,7 +149,7 @@ void quantise_row(const float* row, int64_t columns, const QuantisedRows& out, i
     float largest = quantising::largest_magnitude(values, groups), scale = 0.0f;
     if (largest > bound) {
       for (int group = 0; group < groups; group++)
-        taken += quantising::take_outliers(values + group * group_inputs, bound, static_cast<uint32_t>(out_row),
+        taken += quantising::take_outliers(values + group * group_inputs, bound,
                                            static_cast<uint32_t>((first_group + group) * group_inputs), rest + group * group_inputs,
                                            outliers + taken);
       values = rest;
