@@ -10,7 +10,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +19,7 @@ from weft.backends.batch import Rows, SampledEntries, ScoredPrompt
 from weft.backends.cpu import sampler as numpy_sampler
 from weft.backends.cpu.kernels import has_kernels, instruction_set
 from weft.backends.cpu.sampler import NOT_A_NUMBER, Sampled
+from weft.backends.cpu.step_thread import Step, StepThread
 from weft.backends.cpu.swap import SwapSpace
 from weft.backends.cpu.threads import thread_count
 from weft.backends.grammar import Masks, RowGrammars
@@ -104,7 +104,7 @@ class CpuBackend:
         self._eos_token_ids = eos_token_ids
         self._compiler = grammars
         self._cache: np.ndarray | TwoTierCache
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-cpu")
+        self._thread = StepThread("weft-cpu")
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
         config = self._decoder.config
@@ -173,11 +173,11 @@ class CpuBackend:
     def check_grammar(self, grammar: Grammar) -> None:
         self._compiler.compile(grammar)
 
-    def submit(self, plan: IterationPlan) -> Future[StepResult]:
-        return self._worker.submit(self._run, plan)
+    def submit(self, plan: IterationPlan) -> Step:
+        return self._thread.submit(self._run, plan)
 
     def close(self) -> None:
-        self._worker.shutdown(wait=True)
+        self._thread.close()
         self._grammars.close()
 
     def _run(self, plan: IterationPlan) -> StepResult:
@@ -201,7 +201,9 @@ class CpuBackend:
         scored = self._rows.scored_prompts(plan)
         entries = self._rows.sampled_entries(plan)
         num_sampled = len(entries.rows)
-        logits, hidden = self._forward.step(self._rows.indices(plan, scored), self._cache, num_sampled)
+        indices = self._rows.indices(plan, scored)
+        self._thread.tell()
+        logits, hidden = self._forward.step(indices, self._cache, num_sampled)
         if scored:
             logits = logits.copy()  # what scores prompts makes logits in the same place
         prompt_logprobs, errors = self._score_prompts(scored, hidden)
