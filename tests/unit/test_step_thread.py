@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from weft.backends.cpu.step_thread import StepThread
-from weft.plan import IterationPlan, StepResult
+from weft.plan import StepResult
 
 WAIT = 10.0
 
 
-def plan(step: int) -> IterationPlan:
-    return IterationPlan(step, 0, (), (), (), (), ())
-
-
-def numbered(plan: IterationPlan) -> StepResult:
-    return StepResult(tokens=[plan.step])
+def numbered(number: int) -> Callable[[], StepResult]:
+    return lambda: StepResult(tokens=[number])
 
 
 def test_steps_run_in_the_order_in_which_they_came_and_each_has_its_own_result() -> None:
     thread = StepThread("steps")
-    steps = [thread.submit(numbered, plan(number)) for number in range(50)]
+    steps = [thread.submit(numbered(number)) for number in range(50)]
     assert [step.result().tokens for step in steps] == [[number] for number in range(50)]
     assert steps[0].result().tokens == [0], "a result can be asked for again"
     thread.close()
@@ -33,18 +30,18 @@ def test_a_step_is_told_once_the_one_behind_it_begins_to_compute_and_not_while_t
     thread = StepThread("steps")
     may_begin, is_preparing, may_compute, may_end = (threading.Event() for _ in range(4))
 
-    def first(plan: IterationPlan) -> StepResult:
+    def first() -> StepResult:
         assert may_begin.wait(WAIT)
-        return numbered(plan)
+        return StepResult(tokens=[1])
 
-    def second(plan: IterationPlan) -> StepResult:
+    def second() -> StepResult:
         is_preparing.set()
         assert may_compute.wait(WAIT)
         thread.tell()
         assert may_end.wait(WAIT)
-        return numbered(plan)
+        return StepResult(tokens=[2])
 
-    one, two = thread.submit(first, plan(1)), thread.submit(second, plan(2))
+    one, two = thread.submit(first), thread.submit(second)
     may_begin.set()
     assert is_preparing.wait(WAIT)
     assert one._is_told.locked(), "the next step is being prepared"
@@ -58,10 +55,10 @@ def test_a_step_is_told_once_the_one_behind_it_begins_to_compute_and_not_while_t
 def test_a_step_that_raises_raises_where_it_is_waited_for_and_holds_up_nobody() -> None:
     thread = StepThread("steps")
 
-    def broken(plan: IterationPlan) -> StepResult:
+    def broken() -> StepResult:
         raise SystemExit("a mistake that is no Exception")
 
-    steps = [thread.submit(run, plan(number)) for number, run in enumerate((numbered, broken, numbered))]
+    steps = [thread.submit(run) for run in (numbered(0), broken, numbered(2))]
     assert steps[0].result().tokens == [0]
     with pytest.raises(SystemExit, match="a mistake"):
         steps[1].result()
@@ -71,8 +68,8 @@ def test_a_step_that_raises_raises_where_it_is_waited_for_and_holds_up_nobody() 
 
 def test_closing_waits_for_what_was_submitted_and_a_forgotten_one_ends_by_itself() -> None:
     closed, forgotten = StepThread("closed"), StepThread("forgotten")
-    steps = [closed.submit(numbered, plan(number)) for number in range(20)]
-    forgotten.submit(numbered, plan(0)).result()
+    steps = [closed.submit(numbered(number)) for number in range(20)]
+    forgotten.submit(numbered(0)).result()
     closed.close()
     assert all(not step._is_told.locked() for step in steps)
     del forgotten

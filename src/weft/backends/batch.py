@@ -1,5 +1,7 @@
 """The rows of a backend on the host, and from a plan and those rows the index arrays of one step.
 
+A step is prepared while the one before it computes: all but the tokens it begins with, which that one may still sample.
+
 A request keeps its row while it runs. Everything is written by absolute index, so a plan that is made again after a
 failure simply overwrites what the failed one left.
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,6 +50,16 @@ class ScoredPrompt:
     indices: np.ndarray  # int64 [N], into the step's tokens: each one's logits score the token after it
     tokens: np.ndarray  # int64 [N]: the tokens to score
     top_count: int
+
+
+class PreparedStep(NamedTuple):
+    """What a step computes and samples. Its tokens are not in it before `Rows.read_tokens`."""
+
+    indices: StepIndices
+    token_places: np.ndarray  # int64 [T], into the rows' tokens as one
+    entries: SampledEntries
+    sampled_places: np.ndarray  # int64 [S], into the same: where the sampled tokens go
+    scored: Sequence[ScoredPrompt] = ()
 
 
 class _Selection:
@@ -131,14 +144,15 @@ class Rows:
         _include(self.told, row, params.logprobs is not None)
         _include(self.scored, row, params.prompt_logprobs is not None)
 
-    def indices(self, plan: IterationPlan, scored: Sequence[ScoredPrompt] = ()) -> StepIndices:
+    def prepare(self, plan: IterationPlan) -> PreparedStep:
         """The arrays of one step. Logits are wanted where the plan samples, then for the prompts to be scored.
 
         counts      2        1   3
         tokens      a4 a5    b9  c0 c1 c2        query_starts 0 2 3 6, positions 4 5 9 0 1 2
         """
+        scored = self.scored_prompts(plan)
         if plan.num_decodes == len(plan.rows) and not scored:
-            return self._decode_indices(plan)
+            return self._prepare_decodes(plan)
         rows, starts, counts = (
             np.array(column, np.int64) for column in (plan.rows, plan.starts, plan.counts)
         )
@@ -149,36 +163,50 @@ class Rows:
         context_lengths = starts + counts
         blocks = int(-(-context_lengths.max(initial=0) // self.block_size))
         token_blocks = self.tables[token_rows, positions // self.block_size]
-        return StepIndices(
-            token_ids=self.tokens[token_rows, positions].astype(np.int64),
+        samples = np.array(plan.samples, np.bool_)
+        indices = StepIndices(
+            token_ids=np.empty(len(positions), np.int64),
             positions=positions,
             cells=token_blocks * self.block_size + positions % self.block_size,
             query_starts=query_starts,
             context_lengths=context_lengths,
             block_tables=self.tables[rows, :blocks],
             logit_indices=np.concatenate(
-                [query_starts[1:][np.array(plan.samples, np.bool_)] - 1, *(piece.indices for piece in scored)]
+                [query_starts[1:][samples] - 1, *(piece.indices for piece in scored)]
             ),
             store=self._store_indices(plan, rows, blocks),
         )
+        selected = self._select(tuple(compress(plan.rows, plan.samples)))
+        entries = _entries(list(compress(plan.request_ids, plan.samples)), context_lengths[samples], selected)
+        token_places = token_rows * self.tokens.shape[1] + positions
+        sampled_places = selected.token_offsets + entries.positions
+        return PreparedStep(indices, token_places, entries, sampled_places, scored)
 
-    def _decode_indices(self, plan: IterationPlan) -> StepIndices:
+    def _prepare_decodes(self, plan: IterationPlan) -> PreparedStep:
         """The same where every entry is one token that samples: nearly all steps, so in as few calls as there can be."""
         selected, block_size = self._select(plan.rows), self.block_size
         positions = np.array(plan.starts, np.int64)
+        context_lengths = positions + 1
         blocks = self._flat_tables.take(selected.table_offsets + positions // block_size)
         longest = max(plan.starts, default=-1) // block_size + 1
         counting = self._counting[: len(plan.rows) + 1]
-        return StepIndices(
-            token_ids=self._flat_tokens.take(selected.token_offsets + positions).astype(np.int64),
+        indices = StepIndices(
+            token_ids=np.empty(len(plan.rows), np.int64),
             positions=positions,
             cells=blocks * block_size + positions % block_size,
             query_starts=counting,
-            context_lengths=positions + 1,
+            context_lengths=context_lengths,
             block_tables=self.tables[selected.rows, :longest],
             logit_indices=counting[:-1],
             store=self._store_indices(plan, selected.rows, longest),
         )
+        entries = _entries(list(plan.request_ids), context_lengths, selected)
+        token_places = selected.token_offsets + positions
+        return PreparedStep(indices, token_places, entries, token_places + 1)
+
+    def read_tokens(self, step: PreparedStep) -> None:
+        """The tokens that a step begins with, once the step before has sampled its own."""
+        step.indices.token_ids[:] = self._flat_tokens[step.token_places]
 
     def _store_indices(self, plan: IterationPlan, rows: np.ndarray, longest: int) -> StoreIndices | None:
         """What a step reads from the store and puts there, where no row has more than the `longest` blocks."""
@@ -220,27 +248,22 @@ class Rows:
                 )
         return pieces
 
-    def sampled_entries(self, plan: IterationPlan) -> SampledEntries:
-        request_ids, rows = list(plan.request_ids), plan.rows
-        positions = np.array(plan.starts, np.int64) + np.array(plan.counts, np.int64)
-        if plan.num_samples < len(rows):
-            request_ids, rows = list(compress(request_ids, plan.samples)), tuple(compress(rows, plan.samples))
-            positions = positions[np.array(plan.samples, np.bool_)]
-        selected = self._select(rows)
-        return SampledEntries(
-            request_ids=request_ids,
-            rows=selected.rows,
-            positions=positions,
-            output_indices=positions - selected.prompt_lengths,
-            seeds=selected.seeds,
-            temperatures=selected.temperatures,
-            is_plain=selected.is_plain,
-            top_counts=selected.top_counts,
-        )
-
-    def record(self, entries: SampledEntries, tokens: np.ndarray) -> None:
+    def record(self, step: PreparedStep, tokens: np.ndarray) -> None:
         """Write sampled tokens where the next step reads them."""
-        self.tokens[entries.rows, entries.positions] = tokens
+        self._flat_tokens[step.sampled_places] = tokens
+
+
+def _entries(request_ids: list[RequestId], positions: np.ndarray, selected: _Selection) -> SampledEntries:
+    return SampledEntries(
+        request_ids=request_ids,
+        rows=selected.rows,
+        positions=positions,
+        output_indices=positions - selected.prompt_lengths,
+        seeds=selected.seeds,
+        temperatures=selected.temperatures,
+        is_plain=selected.is_plain,
+        top_counts=selected.top_counts,
+    )
 
 
 def _include(rows: set[int], row: int, belongs: bool) -> None:

@@ -1,7 +1,8 @@
 """The CPU backend: rows, paged KV cache and swap space of one model, and the thread that runs steps over them.
 
-A plan is carried out from start to end in one worker thread, in the order of submission, so no state here needs a
-lock. The caller plans the next step meanwhile: BLAS lets go of the interpreter while it computes.
+A plan is carried out in one thread, in the order of submission. The caller plans and prepares the next step meanwhile:
+kernels let go of the interpreter while they compute. That needs no lock: what a plan writes into rows as it is submitted
+is of rows that no step in flight has.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from weft.backends.batch import Rows, SampledEntries, ScoredPrompt
+from weft.backends.batch import PreparedStep, Rows, SampledEntries, ScoredPrompt
 from weft.backends.cpu import sampler as numpy_sampler
 from weft.backends.cpu.kernels import has_kernels, instruction_set
 from weft.backends.cpu.sampler import NOT_A_NUMBER, Sampled
@@ -174,21 +176,22 @@ class CpuBackend:
         self._compiler.compile(grammar)
 
     def submit(self, plan: IterationPlan) -> Step:
-        return self._thread.submit(self._run, plan)
+        self._rows.update(plan)
+        step = self._rows.prepare(plan) if plan.rows else None
+        return self._thread.submit(partial(self._run, plan, step))
 
     def close(self) -> None:
         self._thread.close()
         self._grammars.close()
 
-    def _run(self, plan: IterationPlan) -> StepResult:
-        """One plan, in the worker thread. Never raises: a swap that ran must be reported whatever the step does."""
+    def _run(self, plan: IterationPlan, step: PreparedStep | None) -> StepResult:
+        """One plan, in the thread. Never raises: a swap that ran must be reported whatever the step does."""
         self._swaps.accept(plan)
         self._swaps.run_ready(last_step_over=plan.step - 1)
         try:
             self._swaps.check_over(plan.after_swaps)
-            self._rows.update(plan)
             self._grammars.start(plan.row_starts)
-            result = self._compute(plan) if plan.rows else StepResult()
+            result = StepResult() if step is None else self._compute(step)
         except Exception as error:
             result = StepResult(error=f"{type(error).__name__}: {error}")
         self._swaps.run_ready(last_step_over=plan.step)
@@ -197,13 +200,12 @@ class CpuBackend:
             return result
         return dataclasses.replace(result, finished_swaps=finished, failed_swaps=failed)
 
-    def _compute(self, plan: IterationPlan) -> StepResult:
-        scored = self._rows.scored_prompts(plan)
-        entries = self._rows.sampled_entries(plan)
+    def _compute(self, step: PreparedStep) -> StepResult:
+        scored, entries = step.scored, step.entries
         num_sampled = len(entries.rows)
-        indices = self._rows.indices(plan, scored)
+        self._rows.read_tokens(step)
         self._thread.tell()
-        logits, hidden = self._forward.step(indices, self._cache, num_sampled)
+        logits, hidden = self._forward.step(step.indices, self._cache, num_sampled)
         if scored:
             logits = logits.copy()  # what scores prompts makes logits in the same place
         prompt_logprobs, errors = self._score_prompts(scored, hidden)
@@ -211,7 +213,7 @@ class CpuBackend:
             return StepResult(prompt_logprobs=prompt_logprobs, errors=errors)
         masks = self._grammars.masks(entries.rows)
         sampled = self._sampler.sample(logits, entries, self._rows, self._eos_token_ids, masks)
-        self._rows.record(entries, sampled.tokens)
+        self._rows.record(step, sampled.tokens)
         self._grammars.advance(entries.rows, sampled.tokens)
         errors.update({entries.request_ids[entry]: error for entry, error in sampled.errors.items()})
         return StepResult(sampled.tokens.tolist(), sampled.logprobs, prompt_logprobs, errors)

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from weft.plan import IterationPlan, StepResult
+from weft.plan import StepResult
 
 
 class Step:
@@ -56,8 +56,8 @@ class StepThread:
         self._end = weakref.finalize(self, _end, self._steps, thread)
         thread.start()
 
-    def submit(self, run: Callable[[IterationPlan], StepResult], plan: IterationPlan) -> Step:
-        step = Step(lambda step: self._run(step, run, plan))
+    def submit(self, run: Callable[[], StepResult]) -> Step:
+        step = Step(lambda step: self._run(step, run))
         self._steps.put(step)
         return step
 
@@ -73,10 +73,10 @@ class StepThread:
             (step, outcome), self._untold = self._untold, None
             step.tell(outcome)
 
-    def _run(self, step: Step, run: Callable[[IterationPlan], StepResult], plan: IterationPlan) -> None:
+    def _run(self, step: Step, run: Callable[[], StepResult]) -> None:
         outcome: StepResult | BaseException
         try:
-            outcome = run(plan)
+            outcome = run()
         except BaseException as error:
             outcome = error
         self.tell()  # where it had nothing to compute
