@@ -82,6 +82,40 @@ def test_a_step_of_decodes_alone_has_the_arrays_that_it_has_as_a_step_of_any_kin
                     assert found.tolist() == values.tolist() and found.dtype == values.dtype, name
 
 
+def test_decodes_that_go_on_have_the_arrays_that_they_have_when_they_are_gathered_anew() -> None:
+    """Over ends of blocks, with a block that is another inside its span, a row that begins anew, and two that trade places."""
+    random = np.random.default_rng(1)
+    rows, twin = (Rows(num_rows=4, max_context=64, block_size=4) for _ in range(2))
+    lengths, order = [5, 9, 9, 12], [2, 0, 3, 1]
+    tables = [tuple(random.permutation(90)[:16].tolist()) for _ in lengths]
+    begun = tuple(start(row, tuple(range(n)), tables[row]) for row, n in enumerate(lengths))
+    changes: dict[int, dict[str, object]] = {
+        0: {"row_starts": begun},
+        10: {"table_rows": (3,), "table_indices": (5,), "table_blocks": (95,)},
+        14: {"row_starts": (start(0, tuple(range(19)), tables[1], temperature=0.5),)},
+    }
+    for number in range(24):
+        if number == 19:
+            order = [1, 0, 3, 2]
+        entries = [(row, lengths[row] - 1, 1, True) for row in order]
+        decodes = plan(entries, decodes=len(order), **changes.get(number, {}))
+        tokens = random.integers(99, size=len(order))
+        twin._last = twin._selected = None
+        steps = []
+        for each in (rows, twin):
+            each.update(decodes)
+            step = each.prepare(decodes)
+            each.read_tokens(step)
+            each.record(step, tokens)
+            steps.append(step)
+        found, expected = steps
+        for one, other in ((found.indices, expected.indices), (found.entries, expected.entries)):
+            for name, values in vars(other).items():
+                assert np.array_equal(getattr(one, name), values), (number, name)
+        for row in order:
+            lengths[row] += 1
+
+
 def test_blocks_of_the_store_have_tables_of_their_own_and_moves_come_on_top() -> None:
     """Ids from 20 on are those of the store; the tail is one block of 4."""
     rows = Rows(num_rows=3, max_context=32, block_size=4, full_blocks=20, tail_blocks=1)

@@ -77,6 +77,15 @@ class _Selection:
         self.top_counts = state.top_counts[self.rows]
 
 
+class _Decodes(NamedTuple):
+    """A step of decodes alone, and what the next must be to differ from it by one position of each row and no more."""
+
+    step: PreparedStep
+    rows: tuple[int, ...]
+    next_starts: tuple[int, ...]
+    num_next: int  # steps until the first row comes to the end of its block
+
+
 class Rows:
     """Tokens, block tables and sampling parameters of the requests that run."""
 
@@ -110,12 +119,14 @@ class Rows:
         self._flat_tokens = self.tokens.reshape(-1)
         self._flat_tables = self.tables.reshape(-1)
         self._selected: _Selection | None = None
+        self._last: _Decodes | None = None  # the last step, until something is written into rows
 
     def update(self, plan: IterationPlan) -> None:
         """Take over what the plan changes."""
         for start in plan.row_starts:
             self._start(start)
         if plan.table_rows:
+            self._last = None
             self.tables[list(plan.table_rows), list(plan.table_indices)] = plan.table_blocks
         if plan.moved_rows:
             assert self._full_blocks is not None, "only blocks of a two-tier cache move"
@@ -124,7 +135,7 @@ class Rows:
 
     def _start(self, start: RowStart) -> None:
         row, params = start.row, start.params
-        self._selected = None
+        self._selected = self._last = None
         self.tokens[row, : len(start.tokens)] = start.tokens
         if self._full_blocks is None:
             self.tables[row, : len(start.blocks)] = start.blocks
@@ -184,11 +195,22 @@ class Rows:
 
     def _prepare_decodes(self, plan: IterationPlan) -> PreparedStep:
         """The same where every entry is one token that samples: nearly all steps, so in as few calls as there can be."""
+        last = self._last
+        if last is not None and last.num_next and plan.starts == last.next_starts and plan.rows == last.rows:
+            step, num_next = _one_further(last.step), last.num_next - 1
+        else:
+            step, num_next = self._gather_decodes(plan), 0
+            if self._full_blocks is None:  # else blocks move beside
+                num_next = self.block_size - 1 - max([start % self.block_size for start in plan.starts])
+        self._last = _Decodes(step, plan.rows, tuple([start + 1 for start in plan.starts]), num_next)
+        return step
+
+    def _gather_decodes(self, plan: IterationPlan) -> PreparedStep:
         selected, block_size = self._select(plan.rows), self.block_size
         positions = np.array(plan.starts, np.int64)
         context_lengths = positions + 1
         blocks = self._flat_tables.take(selected.table_offsets + positions // block_size)
-        longest = max(plan.starts, default=-1) // block_size + 1
+        longest = max(plan.starts) // block_size + 1
         counting = self._counting[: len(plan.rows) + 1]
         indices = StepIndices(
             token_ids=np.empty(len(plan.rows), np.int64),
@@ -251,6 +273,32 @@ class Rows:
     def record(self, step: PreparedStep, tokens: np.ndarray) -> None:
         """Write sampled tokens where the next step reads them."""
         self._flat_tokens[step.sampled_places] = tokens
+
+
+def _one_further(step: PreparedStep) -> PreparedStep:
+    """The same decodes at the next position of each row, inside the same blocks. Arrays that stay are shared."""
+    indices, entries = step.indices, step.entries
+    context_lengths = indices.context_lengths + 1
+    next_indices = StepIndices(
+        token_ids=np.empty(len(context_lengths), np.int64),
+        positions=indices.context_lengths,
+        cells=indices.cells + 1,
+        query_starts=indices.query_starts,
+        context_lengths=context_lengths,
+        block_tables=indices.block_tables,
+        logit_indices=indices.logit_indices,
+    )
+    next_entries = SampledEntries(
+        request_ids=entries.request_ids,
+        rows=entries.rows,
+        positions=context_lengths,
+        output_indices=entries.output_indices + 1,
+        seeds=entries.seeds,
+        temperatures=entries.temperatures,
+        is_plain=entries.is_plain,
+        top_counts=entries.top_counts,
+    )
+    return PreparedStep(next_indices, step.sampled_places, next_entries, step.sampled_places + 1)
 
 
 def _entries(request_ids: list[RequestId], positions: np.ndarray, selected: _Selection) -> SampledEntries:

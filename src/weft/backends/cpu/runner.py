@@ -208,14 +208,15 @@ class CpuBackend:
         logits, hidden = self._forward.step(step.indices, self._cache, num_sampled)
         if scored:
             logits = logits.copy()  # what scores prompts makes logits in the same place
-        prompt_logprobs, errors = self._score_prompts(scored, hidden)
+        prompt_logprobs, errors = self._score_prompts(scored, hidden) if scored else ({}, {})
         if not num_sampled:
             return StepResult(prompt_logprobs=prompt_logprobs, errors=errors)
         masks = self._grammars.masks(entries.rows)
         sampled = self._sampler.sample(logits, entries, self._rows, self._eos_token_ids, masks)
         self._rows.record(step, sampled.tokens)
         self._grammars.advance(entries.rows, sampled.tokens)
-        errors.update({entries.request_ids[entry]: error for entry, error in sampled.errors.items()})
+        for entry, error in sampled.errors.items():
+            errors[entries.request_ids[entry]] = error
         return StepResult(sampled.tokens.tolist(), sampled.logprobs, prompt_logprobs, errors)
 
     def _score_prompts(
