@@ -186,19 +186,25 @@ class CpuBackend:
 
     def _run(self, plan: IterationPlan, step: PreparedStep | None) -> StepResult:
         """One plan, in the thread. Never raises: a swap that ran must be reported whatever the step does."""
-        self._swaps.accept(plan)
-        self._swaps.run_ready(last_step_over=plan.step - 1)
-        try:
-            self._swaps.check_over(plan.after_swaps)
-            self._grammars.start(plan.row_starts)
-            result = StepResult() if step is None else self._compute(step)
-        except Exception as error:
-            result = StepResult(error=f"{type(error).__name__}: {error}")
-        self._swaps.run_ready(last_step_over=plan.step)
-        finished, failed = self._swaps.take_reports()
+        swaps = self._swaps
+        if swaps.is_idle and not plan.swap_out and not plan.swap_in:
+            return self._attempt(plan, step)
+        swaps.accept(plan)
+        swaps.run_ready(last_step_over=plan.step - 1)
+        result = self._attempt(plan, step)
+        swaps.run_ready(last_step_over=plan.step)
+        finished, failed = swaps.take_reports()
         if not finished and not failed:
             return result
         return dataclasses.replace(result, finished_swaps=finished, failed_swaps=failed)
+
+    def _attempt(self, plan: IterationPlan, step: PreparedStep | None) -> StepResult:
+        try:
+            self._swaps.check_over(plan.after_swaps)
+            self._grammars.start(plan.row_starts)
+            return StepResult() if step is None else self._compute(step)
+        except Exception as error:
+            return StepResult(error=f"{type(error).__name__}: {error}")
 
     def _compute(self, step: PreparedStep) -> StepResult:
         scored, entries = step.scored, step.entries
