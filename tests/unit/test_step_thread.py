@@ -72,6 +72,8 @@ def test_closing_waits_for_what_was_submitted_and_a_forgotten_one_ends_by_itself
     forgotten.submit(numbered(0)).result()
     closed.close()
     assert all(not step._is_told.locked() for step in steps)
+    with pytest.raises(RuntimeError, match="closed"):
+        closed.submit(numbered(20))
     del forgotten
     gc.collect()
     names = {thread.name for thread in threading.enumerate()}

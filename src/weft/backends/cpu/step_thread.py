@@ -57,6 +57,8 @@ class StepThread:
         thread.start()
 
     def submit(self, run: Callable[[], StepResult]) -> Step:
+        if not self._end.alive:
+            raise RuntimeError("the backend is closed and runs no more steps")
         step = Step(lambda step: self._run(step, run))
         self._steps.put(step)
         return step
