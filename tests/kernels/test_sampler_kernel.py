@@ -73,7 +73,7 @@ class Step:
         )
         self.rows = Rows(count, CONTEXT, 16)
         self.rows.update(plan)
-        self.entries: SampledEntries = self.rows.sampled_entries(plan)
+        self.entries: SampledEntries = self.rows.prepare(plan).entries
 
     def only(self, entry: int) -> Step:
         one = slice(entry, entry + 1)

@@ -65,7 +65,7 @@ class Step:
         rows = Rows(max(self.rows) + 1, CONTEXT, 16)
         rows.update(plan)
         with np.errstate(all="ignore"):
-            return twin.sample(logits, rows.sampled_entries(plan), rows, EOS, masks)
+            return twin.sample(logits, rows.prepare(plan).entries, rows, EOS, masks)
 
 
 class OnDevice:

@@ -64,7 +64,9 @@ class Both:
 
     def check(self, plan: IterationPlan, batch: DeviceBatch) -> None:
         """The batch says what the twin says of the plan, and padding is marked as such."""
-        expected = self.twin.indices(plan)
+        step = self.twin.prepare(plan)
+        self.twin.read_tokens(step)
+        expected = step.indices
         tokens, entries, samples = len(expected.token_ids), len(plan.rows), plan.num_samples
         assert (batch.token_ids[:tokens].cpu().numpy() == expected.token_ids).all()
         assert (batch.positions[:tokens].cpu().numpy() == expected.positions).all()
@@ -76,7 +78,7 @@ class Both:
         assert (batch.context_lengths[:entries].cpu().numpy() == expected.context_lengths).all()
         assert (batch.context_lengths[entries:].cpu().numpy() == 0).all()
         assert (batch.logit_indices[:samples].cpu().numpy() == expected.logit_indices).all()
-        entries_sampling = self.twin.sampled_entries(plan)
+        entries_sampling = step.entries
         rows, positions = self.rows.sampled(batch.sampled)
         assert (rows[:samples].cpu().numpy() == entries_sampling.rows).all()
         assert (rows[samples:].cpu().numpy() == -1).all()

@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from weft.backends.batch import Rows
+from weft.backends.batch import Rows, SampledEntries
+from weft.ops.base import StepIndices
 from weft.plan import IterationPlan, RowStart
 from weft.request import RequestId, SamplingParams
 
@@ -23,6 +24,16 @@ def start(row: int, tokens: tuple[int, ...], blocks: tuple[int, ...], **params: 
     return RowStart(row, RequestId(100 + row), tokens, 2, SamplingParams(**params), row, blocks)  # type: ignore[arg-type]
 
 
+def indices(rows: Rows, plan: IterationPlan) -> StepIndices:
+    step = rows.prepare(plan)
+    rows.read_tokens(step)
+    return step.indices
+
+
+def entries_of(rows: Rows, plan: IterationPlan) -> SampledEntries:
+    return rows.prepare(plan).entries
+
+
 def test_a_mixed_step_becomes_flat_tokens_with_positions_cells_and_tables() -> None:
     rows = Rows(num_rows=4, max_context=32, block_size=4)
     mixed = plan(
@@ -35,7 +46,7 @@ def test_a_mixed_step_becomes_flat_tokens_with_positions_cells_and_tables() -> N
         ),
     )
     rows.update(mixed)
-    step = rows.indices(mixed)
+    step = indices(rows, mixed)
     assert step.token_ids.tolist() == [15, 20, 21, 22, 34, 35]
     assert step.positions.tolist() == [5, 0, 1, 2, 4, 5]
     assert step.cells.tolist() == [3 * 4 + 1, 20, 21, 22, 9 * 4, 9 * 4 + 1]
@@ -44,7 +55,7 @@ def test_a_mixed_step_becomes_flat_tokens_with_positions_cells_and_tables() -> N
     assert step.block_tables.tolist() == [[7, 3], [5, 0], [1, 9]]
     assert step.logit_indices.tolist() == [0, 5]
     assert step.cells.dtype == np.int64
-    entries = rows.sampled_entries(mixed)
+    entries = entries_of(rows, mixed)
     assert entries.request_ids == [102, 103]
     assert entries.positions.tolist() == [6, 6] and entries.output_indices.tolist() == [4, 4]
 
@@ -63,12 +74,46 @@ def test_a_step_of_decodes_alone_has_the_arrays_that_it_has_as_a_step_of_any_kin
     rows.update(plan([(0, 0, 1, False)], row_starts=starts))
     for count in range(1, 10):
         entries = [(int(row), lengths[row] - 1, 1, True) for row in random.permutation(9)[:count]]
-        decodes, anything = rows.indices(plan(entries, decodes=count)), rows.indices(plan(entries))
+        decodes, anything = indices(rows, plan(entries, decodes=count)), indices(rows, plan(entries))
         for part, other in ((anything, decodes), (anything.store, decodes.store)):
             for name, values in {} if part is None else vars(part).items():
                 if isinstance(values, np.ndarray):
                     found = getattr(other, name)
                     assert found.tolist() == values.tolist() and found.dtype == values.dtype, name
+
+
+def test_decodes_that_go_on_have_the_arrays_that_they_have_when_they_are_gathered_anew() -> None:
+    """Over ends of blocks, with a block that is another inside its span, a row that begins anew, and two that trade places."""
+    random = np.random.default_rng(1)
+    rows, twin = (Rows(num_rows=4, max_context=64, block_size=4) for _ in range(2))
+    lengths, order = [5, 9, 9, 12], [2, 0, 3, 1]
+    tables = [tuple(random.permutation(90)[:16].tolist()) for _ in lengths]
+    begun = tuple(start(row, tuple(range(n)), tables[row]) for row, n in enumerate(lengths))
+    changes: dict[int, dict[str, object]] = {
+        0: {"row_starts": begun},
+        10: {"table_rows": (3,), "table_indices": (5,), "table_blocks": (95,)},
+        14: {"row_starts": (start(0, tuple(range(19)), tables[1], temperature=0.5),)},
+    }
+    for number in range(24):
+        if number == 19:
+            order = [1, 0, 3, 2]
+        entries = [(row, lengths[row] - 1, 1, True) for row in order]
+        decodes = plan(entries, decodes=len(order), **changes.get(number, {}))
+        tokens = random.integers(99, size=len(order))
+        twin._last = twin._selected = None
+        steps = []
+        for each in (rows, twin):
+            each.update(decodes)
+            step = each.prepare(decodes)
+            each.read_tokens(step)
+            each.record(step, tokens)
+            steps.append(step)
+        found, expected = steps
+        for one, other in ((found.indices, expected.indices), (found.entries, expected.entries)):
+            for name, values in vars(other).items():
+                assert np.array_equal(getattr(one, name), values), (number, name)
+        for row in order:
+            lengths[row] += 1
 
 
 def test_blocks_of_the_store_have_tables_of_their_own_and_moves_come_on_top() -> None:
@@ -80,7 +125,7 @@ def test_blocks_of_the_store_have_tables_of_their_own_and_moves_come_on_top() ->
         row_starts=(start(2, long, (21, 20, 9, 7)), start(0, (4, 5, 6, 7), (3,))),
     )
     rows.update(first)
-    step = rows.indices(first)
+    step = indices(rows, first)
     assert step.store is not None
     assert step.block_tables[0, 2:].tolist() == [9, 7] and step.block_tables[1, 0] == 3
     assert step.store.tables.tolist() == [[1, 0, 0], [0, 0, 0]]
@@ -94,7 +139,7 @@ def test_blocks_of_the_store_have_tables_of_their_own_and_moves_come_on_top() ->
     }
     second = plan([(2, 15, 1, True), (0, 3, 5, True)], **moved)
     rows.update(second)
-    step = rows.indices(second)
+    step = indices(rows, second)
     assert step.store is not None
     assert step.store.tables.tolist() == [[1, 0, 4], [2, 0, 0]]
     assert step.store.moved_from.tolist() == [9] and step.store.moved_to.tolist() == [4]
@@ -105,9 +150,19 @@ def test_a_sampled_token_is_the_input_of_the_next_decode() -> None:
     rows = Rows(num_rows=2, max_context=8, block_size=4)
     first = plan([(1, 0, 2, True)], row_starts=(start(1, (4, 5), (0,)),))
     rows.update(first)
-    rows.record(rows.sampled_entries(first), np.array([77]))
+    rows.record(rows.prepare(first), np.array([77]))
     second = plan([(1, 2, 1, True)], decodes=1)
-    assert rows.indices(second).token_ids.tolist() == [77]
+    assert indices(rows, second).token_ids.tolist() == [77]
+
+
+def test_a_step_that_was_prepared_before_begins_with_what_was_sampled_since() -> None:
+    rows = Rows(num_rows=2, max_context=8, block_size=4)
+    first = plan([(1, 0, 2, True)], row_starts=(start(1, (4, 5), (0,)),))
+    rows.update(first)
+    before, behind = rows.prepare(first), rows.prepare(plan([(1, 2, 1, True)], decodes=1))
+    rows.record(before, np.array([77]))
+    rows.read_tokens(behind)
+    assert behind.indices.token_ids.tolist() == [77]
 
 
 def test_new_table_entries_land_at_their_index_and_the_last_token_of_the_context_has_a_place() -> None:
@@ -115,8 +170,8 @@ def test_new_table_entries_land_at_their_index_and_the_last_token_of_the_context
     rows.update(plan([(0, 0, 4, False)], row_starts=(start(0, (1,) * 7, (3,)),)))
     last = plan([(0, 7, 1, True)], decodes=1, table_rows=(0,), table_indices=(1,), table_blocks=(6,))
     rows.update(last)
-    assert rows.indices(last).cells.tolist() == [6 * 4 + 3]
-    rows.record(rows.sampled_entries(last), np.array([9]))
+    assert indices(rows, last).cells.tolist() == [6 * 4 + 3]
+    rows.record(rows.prepare(last), np.array([9]))
     assert rows.tokens[0, 8] == 9
 
 
@@ -127,10 +182,10 @@ def test_a_row_given_to_another_request_forgets_the_one_before() -> None:
     )
     again = plan([(0, 0, 2, True)], row_starts=(start(0, (8, 9), (2,), temperature=0.0),))
     rows.update(again)
-    entries = rows.sampled_entries(again)
+    entries = entries_of(rows, again)
     assert entries.is_plain.tolist() == [True] and entries.temperatures.tolist() == [0.0]
     assert entries.top_counts.tolist() == [-1]
-    assert rows.indices(again).cells.tolist() == [8, 9]
+    assert indices(rows, again).cells.tolist() == [8, 9]
 
 
 def test_what_a_row_says_is_gathered_anew_when_another_request_enters_it() -> None:
@@ -139,12 +194,12 @@ def test_what_a_row_says_is_gathered_anew_when_another_request_enters_it() -> No
     rows.update(
         step := dataclasses.replace(step, row_starts=(start(0, (1, 2), (5,)), start(1, (3, 4), (6,))))
     )
-    before = rows.sampled_entries(step)
+    before = entries_of(rows, step)
     rows.update(plan([(1, 0, 1, False)], row_starts=(start(1, (7, 8), (2,), temperature=0.5, top_k=3),)))
-    after = rows.sampled_entries(step)
+    after = entries_of(rows, step)
     assert before.temperatures.tolist() == [1.0, 1.0] and after.temperatures.tolist() == [1.0, 0.5]
     assert after.is_plain.tolist() == [True, False]
-    assert rows.indices(step).token_ids.tolist() == [2, 8] and rows.indices(step).cells.tolist() == [21, 9]
+    assert indices(rows, step).token_ids.tolist() == [2, 8] and indices(rows, step).cells.tolist() == [21, 9]
 
 
 def test_logits_are_wanted_for_prompts_to_be_scored_after_those_that_sample() -> None:
@@ -156,9 +211,9 @@ def test_logits_are_wanted_for_prompts_to_be_scored_after_those_that_sample() ->
     assert [(p.request_id, p.first, p.tokens.tolist(), p.top_count) for p in pieces] == [
         (101, 1, [11, 12, 13], 2)
     ]
-    assert rows.indices(first, pieces).logit_indices.tolist() == [1, 2, 3, 4]
+    assert indices(rows, first).logit_indices.tolist() == [1, 2, 3, 4]
     # The last token of the prompt is scored by the one before it; what follows it is sampled, not scored.
     second = plan([(1, 3, 2, True)])
     assert [(p.first, p.tokens.tolist()) for p in rows.scored_prompts(second)] == [(4, [14])]
-    assert rows.indices(second, rows.scored_prompts(second)).logit_indices.tolist() == [1, 0]
+    assert indices(rows, second).logit_indices.tolist() == [1, 0]
     assert rows.scored_prompts(plan([(1, 5, 1, True)])) == []

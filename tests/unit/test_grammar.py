@@ -268,7 +268,7 @@ def masked_sample(
     for index, tokens in enumerate(allowed.values()):
         bits[index, tokens] = 1
     masks = Masks(np.array(list(allowed), np.int64), np.packbits(bits, axis=1, bitorder="little"))
-    return sample(logits, state.sampled_entries(plan), state, eos, masks)
+    return sample(logits, state.prepare(plan).entries, state, eos, masks)
 
 
 SHAPES = [

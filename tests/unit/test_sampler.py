@@ -46,7 +46,7 @@ def draw(
     )
     state = Rows(max(rows) + 1, 64, 16)
     state.update(plan)
-    return sample(logits, state.sampled_entries(plan), state, eos)
+    return sample(logits, state.prepare(plan).entries, state, eos)
 
 
 def random_logits(count: int, seed: int = 0, scale: float = 2.0) -> np.ndarray:

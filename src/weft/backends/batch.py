@@ -1,5 +1,7 @@
 """The rows of a backend on the host, and from a plan and those rows the index arrays of one step.
 
+A step is prepared while the one before it computes: all but the tokens it begins with, which that one may still sample.
+
 A request keeps its row while it runs. Everything is written by absolute index, so a plan that is made again after a
 failure simply overwrites what the failed one left.
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,6 +52,16 @@ class ScoredPrompt:
     top_count: int
 
 
+class PreparedStep(NamedTuple):
+    """What a step computes and samples. Its tokens are not in it before `Rows.read_tokens`."""
+
+    indices: StepIndices
+    token_places: np.ndarray  # int64 [T], into the rows' tokens as one
+    entries: SampledEntries
+    sampled_places: np.ndarray  # int64 [S], into the same: where the sampled tokens go
+    scored: Sequence[ScoredPrompt] = ()
+
+
 class _Selection:
     """What the rows of a step say, gathered once: mostly the next step is over the same rows."""
 
@@ -62,6 +75,15 @@ class _Selection:
         self.temperatures = state.temperatures[self.rows]
         self.is_plain = state.is_plain[self.rows]
         self.top_counts = state.top_counts[self.rows]
+
+
+class _Decodes(NamedTuple):
+    """A step of decodes alone, and what the next must be to differ from it by one position of each row and no more."""
+
+    step: PreparedStep
+    rows: tuple[int, ...]
+    next_starts: tuple[int, ...]
+    num_next: int  # steps until the first row comes to the end of its block
 
 
 class Rows:
@@ -97,12 +119,14 @@ class Rows:
         self._flat_tokens = self.tokens.reshape(-1)
         self._flat_tables = self.tables.reshape(-1)
         self._selected: _Selection | None = None
+        self._last: _Decodes | None = None  # the last step, until something is written into rows
 
     def update(self, plan: IterationPlan) -> None:
         """Take over what the plan changes."""
         for start in plan.row_starts:
             self._start(start)
         if plan.table_rows:
+            self._last = None
             self.tables[list(plan.table_rows), list(plan.table_indices)] = plan.table_blocks
         if plan.moved_rows:
             assert self._full_blocks is not None, "only blocks of a two-tier cache move"
@@ -111,7 +135,7 @@ class Rows:
 
     def _start(self, start: RowStart) -> None:
         row, params = start.row, start.params
-        self._selected = None
+        self._selected = self._last = None
         self.tokens[row, : len(start.tokens)] = start.tokens
         if self._full_blocks is None:
             self.tables[row, : len(start.blocks)] = start.blocks
@@ -131,14 +155,15 @@ class Rows:
         _include(self.told, row, params.logprobs is not None)
         _include(self.scored, row, params.prompt_logprobs is not None)
 
-    def indices(self, plan: IterationPlan, scored: Sequence[ScoredPrompt] = ()) -> StepIndices:
+    def prepare(self, plan: IterationPlan) -> PreparedStep:
         """The arrays of one step. Logits are wanted where the plan samples, then for the prompts to be scored.
 
         counts      2        1   3
         tokens      a4 a5    b9  c0 c1 c2        query_starts 0 2 3 6, positions 4 5 9 0 1 2
         """
+        scored = self.scored_prompts(plan)
         if plan.num_decodes == len(plan.rows) and not scored:
-            return self._decode_indices(plan)
+            return self._prepare_decodes(plan)
         rows, starts, counts = (
             np.array(column, np.int64) for column in (plan.rows, plan.starts, plan.counts)
         )
@@ -149,36 +174,61 @@ class Rows:
         context_lengths = starts + counts
         blocks = int(-(-context_lengths.max(initial=0) // self.block_size))
         token_blocks = self.tables[token_rows, positions // self.block_size]
-        return StepIndices(
-            token_ids=self.tokens[token_rows, positions].astype(np.int64),
+        samples = np.array(plan.samples, np.bool_)
+        indices = StepIndices(
+            token_ids=np.empty(len(positions), np.int64),
             positions=positions,
             cells=token_blocks * self.block_size + positions % self.block_size,
             query_starts=query_starts,
             context_lengths=context_lengths,
             block_tables=self.tables[rows, :blocks],
             logit_indices=np.concatenate(
-                [query_starts[1:][np.array(plan.samples, np.bool_)] - 1, *(piece.indices for piece in scored)]
+                [query_starts[1:][samples] - 1, *(piece.indices for piece in scored)]
             ),
             store=self._store_indices(plan, rows, blocks),
         )
+        selected = self._select(tuple(compress(plan.rows, plan.samples)))
+        entries = _entries(list(compress(plan.request_ids, plan.samples)), context_lengths[samples], selected)
+        token_places = token_rows * self.tokens.shape[1] + positions
+        sampled_places = selected.token_offsets + entries.positions
+        return PreparedStep(indices, token_places, entries, sampled_places, scored)
 
-    def _decode_indices(self, plan: IterationPlan) -> StepIndices:
+    def _prepare_decodes(self, plan: IterationPlan) -> PreparedStep:
         """The same where every entry is one token that samples: nearly all steps, so in as few calls as there can be."""
+        last = self._last
+        if last is not None and last.num_next and plan.starts == last.next_starts and plan.rows == last.rows:
+            step, num_next = _one_further(last.step), last.num_next - 1
+        else:
+            step, num_next = self._gather_decodes(plan), 0
+            if self._full_blocks is None:  # else blocks move beside
+                num_next = self.block_size - 1 - max([start % self.block_size for start in plan.starts])
+        self._last = _Decodes(step, plan.rows, tuple([start + 1 for start in plan.starts]), num_next)
+        return step
+
+    def _gather_decodes(self, plan: IterationPlan) -> PreparedStep:
         selected, block_size = self._select(plan.rows), self.block_size
         positions = np.array(plan.starts, np.int64)
+        context_lengths = positions + 1
         blocks = self._flat_tables.take(selected.table_offsets + positions // block_size)
-        longest = max(plan.starts, default=-1) // block_size + 1
+        longest = max(plan.starts) // block_size + 1
         counting = self._counting[: len(plan.rows) + 1]
-        return StepIndices(
-            token_ids=self._flat_tokens.take(selected.token_offsets + positions).astype(np.int64),
+        indices = StepIndices(
+            token_ids=np.empty(len(plan.rows), np.int64),
             positions=positions,
             cells=blocks * block_size + positions % block_size,
             query_starts=counting,
-            context_lengths=positions + 1,
+            context_lengths=context_lengths,
             block_tables=self.tables[selected.rows, :longest],
             logit_indices=counting[:-1],
             store=self._store_indices(plan, selected.rows, longest),
         )
+        entries = _entries(list(plan.request_ids), context_lengths, selected)
+        token_places = selected.token_offsets + positions
+        return PreparedStep(indices, token_places, entries, token_places + 1)
+
+    def read_tokens(self, step: PreparedStep) -> None:
+        """The tokens that a step begins with, once the step before has sampled its own."""
+        step.indices.token_ids[:] = self._flat_tokens[step.token_places]
 
     def _store_indices(self, plan: IterationPlan, rows: np.ndarray, longest: int) -> StoreIndices | None:
         """What a step reads from the store and puts there, where no row has more than the `longest` blocks."""
@@ -220,27 +270,48 @@ class Rows:
                 )
         return pieces
 
-    def sampled_entries(self, plan: IterationPlan) -> SampledEntries:
-        request_ids, rows = list(plan.request_ids), plan.rows
-        positions = np.array(plan.starts, np.int64) + np.array(plan.counts, np.int64)
-        if plan.num_samples < len(rows):
-            request_ids, rows = list(compress(request_ids, plan.samples)), tuple(compress(rows, plan.samples))
-            positions = positions[np.array(plan.samples, np.bool_)]
-        selected = self._select(rows)
-        return SampledEntries(
-            request_ids=request_ids,
-            rows=selected.rows,
-            positions=positions,
-            output_indices=positions - selected.prompt_lengths,
-            seeds=selected.seeds,
-            temperatures=selected.temperatures,
-            is_plain=selected.is_plain,
-            top_counts=selected.top_counts,
-        )
-
-    def record(self, entries: SampledEntries, tokens: np.ndarray) -> None:
+    def record(self, step: PreparedStep, tokens: np.ndarray) -> None:
         """Write sampled tokens where the next step reads them."""
-        self.tokens[entries.rows, entries.positions] = tokens
+        self._flat_tokens[step.sampled_places] = tokens
+
+
+def _one_further(step: PreparedStep) -> PreparedStep:
+    """The same decodes at the next position of each row, inside the same blocks. Arrays that stay are shared."""
+    indices, entries = step.indices, step.entries
+    context_lengths = indices.context_lengths + 1
+    next_indices = StepIndices(
+        token_ids=np.empty(len(context_lengths), np.int64),
+        positions=indices.context_lengths,
+        cells=indices.cells + 1,
+        query_starts=indices.query_starts,
+        context_lengths=context_lengths,
+        block_tables=indices.block_tables,
+        logit_indices=indices.logit_indices,
+    )
+    next_entries = SampledEntries(
+        request_ids=entries.request_ids,
+        rows=entries.rows,
+        positions=context_lengths,
+        output_indices=entries.output_indices + 1,
+        seeds=entries.seeds,
+        temperatures=entries.temperatures,
+        is_plain=entries.is_plain,
+        top_counts=entries.top_counts,
+    )
+    return PreparedStep(next_indices, step.sampled_places, next_entries, step.sampled_places + 1)
+
+
+def _entries(request_ids: list[RequestId], positions: np.ndarray, selected: _Selection) -> SampledEntries:
+    return SampledEntries(
+        request_ids=request_ids,
+        rows=selected.rows,
+        positions=positions,
+        output_indices=positions - selected.prompt_lengths,
+        seeds=selected.seeds,
+        temperatures=selected.temperatures,
+        is_plain=selected.is_plain,
+        top_counts=selected.top_counts,
+    )
 
 
 def _include(rows: set[int], row: int, belongs: bool) -> None:

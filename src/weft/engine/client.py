@@ -16,18 +16,16 @@ from typing import Any
 from weft import errors
 from weft.config import ServingEngineConfig
 from weft.engine import wire
+from weft.engine.connection import Connection
 from weft.engine.launch import LaunchedEngine, launch_engine
 from weft.errors import EngineStoppedError, WeftError
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
 from weft.request import GenerationResult, InferenceRequest, RequestId, TokenLogprobs, TokenOutput
 
-_READ_BYTES = 1 << 18
 _RESTART_SECONDS = (0.0, 0.5, 2.0, 5.0, 10.0)
 """Waits before a restart, by how many there were since the engine last ran for a minute."""
 _METRICS_SECONDS = 5.0
-_TURN_SECONDS = 2e-3
-"""Messages are taken for so long at a time; then everyone else in the event loop has a turn."""
 
 
 class EngineState(enum.Enum):
@@ -205,14 +203,11 @@ class EngineClient:
         self._launch_engine = partial(launch_engine, backend, dict(options), config)
         self._launched = launched
         self._capacity = config.stream_buffer
-        self._turn = max(1, self._capacity // 2)
-        """After so many tokens whoever reads them has a turn: one read of the socket may hold more than a reader may be
-        behind."""
         self._on_change = on_change
         self._answers: dict[int, tuple[Answer, bool]] = {}
         self._numbers = itertools.count()
         self._metrics: dict[int, asyncio.Future[ServingMetrics]] = {}
-        self._writer: asyncio.StreamWriter | None = None
+        self._connection: Connection | None = None
         self._process = None if launched is None else launched.process
         self._watch: asyncio.Task[None] | None = None
         self._failure: WeftError | None = None
@@ -259,11 +254,9 @@ class EngineClient:
         self._send(wire.Submit(tuple(answer.id for answer in answers), request))
         # After it was sent: what cannot be written down is raised, and leaves nothing behind.
         self._answers.update({answer.id: (answer, wants_logprobs) for answer in answers})
-        assert self._writer is not None
+        assert self._connection is not None
         try:
-            await self._writer.drain()
-        except OSError:
-            pass  # the process is gone; `_keep_running` finds out and tells the answers
+            await self._connection.drain()
         except asyncio.CancelledError:
             for answer in answers:  # nobody will have a hold on them
                 answer.cancel()
@@ -308,33 +301,24 @@ class EngineClient:
         self._launched_at = asyncio.get_running_loop().time()
         launched, self._launched = self._launched or self._launch_engine(), None
         self._process = launched.process
-        reader, self._writer = await asyncio.open_unix_connection(sock=launched.connection)
         self._failure = None
-        self._messages = _messages(reader)
-        async for message in self._messages:
-            self._take(message)
-            if self.state is EngineState.READY or self._failure is not None:
-                break
+        connection = Connection(self._take, tokens_per_turn=max(1, self._capacity // 2))
+        await connection.open(launched.connection)
+        self._connection = connection
+        await connection.heard.wait()
         if self.state is not EngineState.READY:
             await self._end_process(1.0)
             raise self._failure or EngineDiedError("the engine's process ended before it was ready")
         self._launch_seconds = asyncio.get_running_loop().time() - self._launched_at
 
     async def _keep_running(self) -> None:
-        """Takes messages until the process ends, tells everyone, starts another, for ever."""
+        """Waits until the process ends, tells everyone, starts another, for ever."""
         loop = asyncio.get_running_loop()
         tries = 0
         while True:
-            began = turn_ends = loop.time()
-            num_taken = 0
-            async for message in self._messages:
-                self._take(message)
-                if isinstance(message, wire.Step):
-                    num_taken += len(message.tokens) + len(message.outputs)
-                if num_taken >= self._turn or loop.time() > turn_ends:
-                    num_taken = 0
-                    await asyncio.sleep(0)
-                    turn_ends = loop.time() + _TURN_SECONDS
+            began = loop.time()
+            assert self._connection is not None
+            await self._connection.gone.wait()
             self._launched_at = loop.time()
             self._change(EngineState.STARTING)
             await self._end_process(1.0)
@@ -351,8 +335,8 @@ class EngineClient:
 
     async def _end_process(self, patience: float) -> None:
         process, self._process = self._process, None
-        if self._writer is not None:
-            self._writer.close()
+        if self._connection is not None:
+            self._connection.close()
         if process is None:
             return
         try:
@@ -369,8 +353,8 @@ class EngineClient:
     # ------------------------------------------------------------------ messages
 
     def _send(self, message: wire.Message) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(wire.framed(message))
+        if self._connection is not None:
+            self._connection.send(message)
 
     def _cancel(self, answer: Answer, reason: str | None) -> None:
         if answer.id in self._answers:
@@ -421,17 +405,6 @@ class EngineClient:
             if not future.done():
                 future.set_exception(error)
         self.on_progress()
-
-
-async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[wire.FromEngine]:
-    """Until the other side is gone."""
-    frames = wire.Frames()
-    try:
-        while received := await reader.read(_READ_BYTES):
-            for content in frames.feed(received):
-                yield wire.from_engine.decode(content)
-    except (OSError, ValueError):  # gone, or no longer to be understood, which is as good as gone
-        return
 
 
 def _refusal(message: wire.Refused) -> WeftError:

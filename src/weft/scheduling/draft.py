@@ -68,11 +68,7 @@ class Draft:
         sequences = [*decodes, *[entry[0] for entry in prefills]] if prefills else decodes
         row_starts = [_row_start(s) for s in sequences if not s.row_known]
         moves = self._move(kv_cache) if self.moving else ()  # after the row starts, which do not show them
-        tables = [
-            (s.allocation.row, index, block)
-            for s, index, block in self.tables
-            if s.row_known and s.state is RequestState.RUNNING and s.allocation is not None
-        ]
+        tables = self._known_tables() if self.tables else ()
         starts = []
         counts = [1] * len(decodes)
         samples = [True] * len(decodes)
@@ -98,13 +94,14 @@ class Draft:
             counts=tuple(counts),
             samples=tuple(samples),
             row_starts=tuple(row_starts),
-            table_rows=tuple([t[0] for t in tables]),  # type: ignore[misc]
-            table_indices=tuple([t[1] for t in tables]),
-            table_blocks=tuple([t[2] for t in tables]),
-            moved_rows=tuple([row for row, _ in moves]),
-            moved_indices=tuple([move.entry for _, move in moves]),
-            moved_from=tuple([move.origin for _, move in moves]),
-            moved_to=tuple([move.block for _, move in moves]),
+            # Mostly there are none, and this is made for every step.
+            table_rows=tuple([row for row, _, _ in tables]) if tables else (),
+            table_indices=tuple([index for _, index, _ in tables]) if tables else (),
+            table_blocks=tuple([block for _, _, block in tables]) if tables else (),
+            moved_rows=tuple([row for row, _ in moves]) if moves else (),
+            moved_indices=tuple([move.entry for _, move in moves]) if moves else (),
+            moved_from=tuple([move.origin for _, move in moves]) if moves else (),
+            moved_to=tuple([move.block for _, move in moves]) if moves else (),
             swap_out=tuple(self.swap_out),
             swap_in=tuple(self.swap_in),
             after_swaps=kv_cache.take_dependencies(),
@@ -112,6 +109,17 @@ class Draft:
             freed=kv_cache.take_dead(),
         )
         return plan, sequences
+
+    def _known_tables(self) -> list[tuple[int, int, int]]:
+        """Row, index and block of each new table entry, of rows that the backend knows and that go on."""
+        return [
+            (s.allocation.row, index, block)
+            for s, index, block in self.tables
+            if s.row_known
+            and s.state is RequestState.RUNNING
+            and s.allocation is not None
+            and s.allocation.row is not None
+        ]
 
     def _move(self, kv_cache: KvCacheManager) -> list[tuple[int, Move]]:
         """The moves of this step with their rows. Only now are they final, so that what one of them brings into the store

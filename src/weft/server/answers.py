@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from weft.engine.client import Answer, EngineClient
 from weft.errors import WeftError
@@ -24,8 +24,7 @@ tokens with twenty logprobs each, would otherwise hold everyone else up for a se
 _EFFORT_PER_PIECE = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What was added to one answer."""
 
     choice: Choice

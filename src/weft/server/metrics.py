@@ -33,6 +33,7 @@ _TOKEN_SECONDS = (
     5.0,
 )
 _REQUEST_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+_MOST_GAPS = 256
 
 
 class ServerMetrics:
@@ -81,6 +82,8 @@ class ServerMetrics:
             "Time since the last delivery, per token delivered.",
             _TOKEN_SECONDS,
         )
+        self._gaps: list[float] = []
+        """Those that the histogram above does not have yet: many together cost a fraction of what each does alone."""
         self._latency = histogram("e2e_request_latency_seconds", "From the whole request to the last token.")
         self._queue = histogram("request_queue_time_seconds", "Waiting for the first turn.")
         self._prefill = histogram("request_prefill_time_seconds", "From the first turn to the first token.")
@@ -112,7 +115,14 @@ class ServerMetrics:
 
     def delivery(self, seconds: float, num_tokens: int) -> None:
         """Some tokens, so long after those before them."""
-        self._between.observe(seconds / num_tokens)
+        self._gaps.append(seconds / num_tokens)
+        if len(self._gaps) >= _MOST_GAPS:
+            self._tell_gaps()
+
+    def _tell_gaps(self) -> None:
+        for gap in self._gaps:
+            self._between.observe(gap)
+        self._gaps.clear()
 
     def answered(self, results: Sequence[GenerationResult], prompts: int, seconds: float) -> None:
         """A request whose answers are complete; `prompts` is how many it had."""
@@ -142,6 +152,7 @@ class ServerMetrics:
         self._key_tokens.labels(**self._labels, key=key).inc(num_tokens)
 
     async def text(self, engine: EngineClient) -> bytes:
+        self._tell_gaps()
         self._restarts.follow(engine.restarts)
         num_held = self.count_held()
         self._held.set(num_held)

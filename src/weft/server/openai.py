@@ -118,10 +118,12 @@ class Shape:
         logprobs = None
         if self.wants_logprobs and piece.tokens:
             logprobs = self._logprobs(piece.tokens, piece.logprobs, offsets)
-        content: dict[str, Any] = {"text": piece.text}
-        if self.form == "chat":
-            content = {"delta": {"content": piece.text}}
-        return {"index": piece.choice.index, **content, "logprobs": logprobs, "finish_reason": None}
+        return self.text(piece.choice.index, piece.text, logprobs)
+
+    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A chunk of an answer that is all text."""
+        content: dict[str, Any] = {"delta": {"content": text}} if self.form == "chat" else {"text": text}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
 
     def closing(self, index: int, result: GenerationResult, parts: AnswerParts | None) -> dict[str, Any]:
         """The last chunk of an answer, which says why it ended."""

@@ -19,6 +19,20 @@ from weft.server.errors import ApiError
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 
+class _Connection(h11.Connection):
+    """As h11's own; but a piece of a stream, of which there may be one for every token, goes through no state machine."""
+
+    _is_chunked = False
+
+    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
+        if type(event) is h11.Data and self._is_chunked and self.our_state is h11.SEND_BODY:
+            return [b"%x\r\n" % len(event.data), event.data, b"\r\n"] if event.data else []
+        sent = super().send_with_data_passthrough(event)
+        if type(event) is h11.Response and sent is not None:
+            self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in b"".join(sent).lower()
+        return sent
+
+
 class TimedProtocol(H11Protocol):
     """A request has `header_seconds` for its headers and `body_seconds` for all of it, counted from its first byte."""
 
@@ -26,6 +40,8 @@ class TimedProtocol(H11Protocol):
         self, config: Config, state: ServerState, *, header_seconds: float, body_seconds: float
     ) -> None:
         super().__init__(config, state, app_state={})
+        assert config.h11_max_incomplete_event_size is not None, "the server bounds headers"
+        self.conn = _Connection(h11.SERVER, config.h11_max_incomplete_event_size)
         self._header_seconds = header_seconds
         self._body_seconds = body_seconds
         self._timer: asyncio.TimerHandle | None = None

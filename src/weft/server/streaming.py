@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from weft.errors import WeftError
 from weft.request import GenerationResult
 from weft.server.answers import Choices, Piece
+from weft.server.chunks import Chunks, event
 from weft.server.errors import ApiError, as_api_error
 from weft.server.metrics import ServerMetrics
 from weft.server.openai import Shape, TokenOffsets
@@ -78,6 +78,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._choices = choices
         self._shape = shape
+        self._chunks = Chunks(shape, include_usage=include_usage)
         self._metrics = metrics
         self._rounds = rounds
         self._include_usage = include_usage
@@ -112,11 +113,11 @@ class EventStream(Response):
             outcome = error
         # The status went out long ago: an error is one more event, and the stream has no [DONE].
         if isinstance(outcome, ApiError):
-            last = _event(outcome.body)
+            last = event(outcome.body)
         else:
             last = b"data: [DONE]\n\n"
             if self._include_usage:
-                last = _event(self._shape.chunk([], usage=self._shape.usage(self._choices))) + last
+                last = event(self._shape.chunk([], usage=self._shape.usage(self._choices))) + last
         await send({"type": "http.response.body", "body": last, "more_body": False})
         return outcome
 
@@ -124,43 +125,44 @@ class EventStream(Response):
         choices = self._choices
         while not choices.is_over:
             await choices.wait()
-            await self._rounds.turn()
+            if EventStream.open_streams > 1:
+                await self._rounds.turn()
             pieces = choices.take()
             if pieces:
                 self._measure(pieces)
-                await send(_body(b"".join(_event(self._chunk([one])) for one in self._events(pieces))))
+                await send(_body(self._events(pieces)))
             if not choices.is_over:
                 rest = min(_SECONDS_PER_EVENT * EventStream.open_streams, _LONGEST_REST)
                 if rest > _SHORTEST_REST:
                     await asyncio.sleep(rest)
         return choices.results
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        if self._include_usage:
-            return self._shape.chunk(choices, usage=None)
-        return self._shape.chunk(choices)
-
-    def _events(self, pieces: list[Piece]) -> list[dict[str, Any]]:
-        shape = self._shape
-        events: list[dict[str, Any]] = []
+    def _events(self, pieces: list[Piece]) -> bytes:
+        shape, chunks = self._shape, self._chunks
+        events: list[bytes] = []
         for piece in pieces:
-            index = piece.choice.index
-            offsets = self._offsets.get(index)
+            choice = piece.choice
+            offsets = self._offsets.get(choice.index)
             if offsets is None:
-                offsets = self._offsets[index] = TokenOffsets(shape.tokenizer, self._open(index, events))
-            events += shape.pieces(piece, offsets)
-            if piece.choice.result is not None:
-                events.append(shape.closing(index, piece.choice.result, piece.choice.parts))
-        return events
+                offsets = self._offsets[choice.index] = TokenOffsets(
+                    shape.tokenizer, self._open(choice.index, events)
+                )
+            if piece.deltas is not None or shape.wants_logprobs:
+                events += map(chunks.event, shape.pieces(piece, offsets))
+            elif piece.text:
+                events.append(chunks.text(choice.index, piece.text))
+            if choice.result is not None:
+                events.append(chunks.event(shape.closing(choice.index, choice.result, choice.parts)))
+        return b"".join(events)
 
-    def _open(self, index: int, events: list[dict[str, Any]]) -> int:
+    def _open(self, index: int, events: list[bytes]) -> int:
         """What comes before the first token; returns where the text stands then."""
         if self._shape.form == "chat":
-            events.append(self._shape.opening(index))
+            events.append(self._chunks.event(self._shape.opening(index)))
             return 0
         echo = self._shape.echo(index)
         if echo.text:
-            events.append({"index": index, "text": echo.text, "logprobs": None, "finish_reason": None})
+            events.append(self._chunks.text(index, echo.text))
         return len(echo.text)
 
     def _measure(self, pieces: list[Piece]) -> None:
@@ -171,10 +173,6 @@ class EventStream(Response):
         elif num_tokens:
             self._metrics.delivery(now - self._last, num_tokens)
         self._last = now
-
-
-def _event(content: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 def _body(content: bytes) -> Message:

@@ -1,7 +1,8 @@
 """The CPU backend: rows, paged KV cache and swap space of one model, and the thread that runs steps over them.
 
-A plan is carried out from start to end in one worker thread, in the order of submission, so no state here needs a
-lock. The caller plans the next step meanwhile: BLAS lets go of the interpreter while it computes.
+A plan is carried out in one thread, in the order of submission. The caller plans and prepares the next step meanwhile:
+kernels let go of the interpreter while they compute. That needs no lock: what a plan writes into rows as it is submitted
+is of rows that no step in flight has.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from weft.backends.batch import Rows, SampledEntries, ScoredPrompt
+from weft.backends.batch import PreparedStep, Rows, SampledEntries, ScoredPrompt
 from weft.backends.cpu import sampler as numpy_sampler
 from weft.backends.cpu.kernels import has_kernels, instruction_set
 from weft.backends.cpu.sampler import NOT_A_NUMBER, Sampled
+from weft.backends.cpu.step_thread import Step, StepThread
 from weft.backends.cpu.swap import SwapSpace
 from weft.backends.cpu.threads import thread_count
 from weft.backends.grammar import Masks, RowGrammars
@@ -104,7 +106,7 @@ class CpuBackend:
         self._eos_token_ids = eos_token_ids
         self._compiler = grammars
         self._cache: np.ndarray | TwoTierCache
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-cpu")
+        self._thread = StepThread("weft-cpu")
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
         config = self._decoder.config
@@ -173,45 +175,54 @@ class CpuBackend:
     def check_grammar(self, grammar: Grammar) -> None:
         self._compiler.compile(grammar)
 
-    def submit(self, plan: IterationPlan) -> Future[StepResult]:
-        return self._worker.submit(self._run, plan)
+    def submit(self, plan: IterationPlan) -> Step:
+        self._rows.update(plan)
+        step = self._rows.prepare(plan) if plan.rows else None
+        return self._thread.submit(partial(self._run, plan, step))
 
     def close(self) -> None:
-        self._worker.shutdown(wait=True)
+        self._thread.close()
         self._grammars.close()
 
-    def _run(self, plan: IterationPlan) -> StepResult:
-        """One plan, in the worker thread. Never raises: a swap that ran must be reported whatever the step does."""
-        self._swaps.accept(plan)
-        self._swaps.run_ready(last_step_over=plan.step - 1)
-        try:
-            self._swaps.check_over(plan.after_swaps)
-            self._rows.update(plan)
-            self._grammars.start(plan.row_starts)
-            result = self._compute(plan) if plan.rows else StepResult()
-        except Exception as error:
-            result = StepResult(error=f"{type(error).__name__}: {error}")
-        self._swaps.run_ready(last_step_over=plan.step)
-        finished, failed = self._swaps.take_reports()
+    def _run(self, plan: IterationPlan, step: PreparedStep | None) -> StepResult:
+        """One plan, in the thread. Never raises: a swap that ran must be reported whatever the step does."""
+        swaps = self._swaps
+        if swaps.is_idle and not plan.swap_out and not plan.swap_in:
+            return self._attempt(plan, step)
+        swaps.accept(plan)
+        swaps.run_ready(last_step_over=plan.step - 1)
+        result = self._attempt(plan, step)
+        swaps.run_ready(last_step_over=plan.step)
+        finished, failed = swaps.take_reports()
         if not finished and not failed:
             return result
         return dataclasses.replace(result, finished_swaps=finished, failed_swaps=failed)
 
-    def _compute(self, plan: IterationPlan) -> StepResult:
-        scored = self._rows.scored_prompts(plan)
-        entries = self._rows.sampled_entries(plan)
+    def _attempt(self, plan: IterationPlan, step: PreparedStep | None) -> StepResult:
+        try:
+            self._swaps.check_over(plan.after_swaps)
+            self._grammars.start(plan.row_starts)
+            return StepResult() if step is None else self._compute(step)
+        except Exception as error:
+            return StepResult(error=f"{type(error).__name__}: {error}")
+
+    def _compute(self, step: PreparedStep) -> StepResult:
+        scored, entries = step.scored, step.entries
         num_sampled = len(entries.rows)
-        logits, hidden = self._forward.step(self._rows.indices(plan, scored), self._cache, num_sampled)
+        self._rows.read_tokens(step)
+        self._thread.tell()
+        logits, hidden = self._forward.step(step.indices, self._cache, num_sampled)
         if scored:
             logits = logits.copy()  # what scores prompts makes logits in the same place
-        prompt_logprobs, errors = self._score_prompts(scored, hidden)
+        prompt_logprobs, errors = self._score_prompts(scored, hidden) if scored else ({}, {})
         if not num_sampled:
             return StepResult(prompt_logprobs=prompt_logprobs, errors=errors)
         masks = self._grammars.masks(entries.rows)
         sampled = self._sampler.sample(logits, entries, self._rows, self._eos_token_ids, masks)
-        self._rows.record(entries, sampled.tokens)
+        self._rows.record(step, sampled.tokens)
         self._grammars.advance(entries.rows, sampled.tokens)
-        errors.update({entries.request_ids[entry]: error for entry, error in sampled.errors.items()})
+        for entry, error in sampled.errors.items():
+            errors[entries.request_ids[entry]] = error
         return StepResult(sampled.tokens.tolist(), sampled.logprobs, prompt_logprobs, errors)
 
     def _score_prompts(

@@ -49,6 +49,11 @@ class SwapSpace:
         self._outcomes: dict[int, str | None] = {}  # None: it went well
         self._unreported: list[int] = []
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no swap waits and none has to be reported: mostly, and asked between any two steps."""
+        return not self._waiting and not self._unreported
+
     def accept(self, plan: IterationPlan) -> None:
         """Take over the swaps of a plan."""
         for task in plan.swap_out:

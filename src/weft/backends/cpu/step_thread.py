@@ -1,0 +1,100 @@
+"""The thread that runs the steps of the CPU backend, one behind the other, and when it tells that one is over.
+
+Whoever waits for a step is woken to apply it and to plan another, and takes the interpreter for that. Woken at the end of
+the step, it would take it from this thread, which has the next step to prepare, and the cores would wait for both. So a
+step with another behind it is told when that one begins to compute, for which nobody needs the interpreter.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from weft.plan import StepResult
+
+
+class Step:
+    """A step under way; a `StepHandle`."""
+
+    __slots__ = ("_is_told", "_outcome", "_run")
+
+    def __init__(self, run: Callable[[Step], None]) -> None:
+        self._run: Callable[[Step], None] | None = run
+        self._outcome: StepResult | BaseException | None = None
+        self._is_told = threading.Lock()
+        self._is_told.acquire()
+
+    def run(self) -> None:
+        """In the thread."""
+        assert self._run is not None, "a step runs once"
+        self._run(self)
+        self._run = None  # whoever keeps a step keeps no more than its outcome
+
+    def tell(self, outcome: StepResult | BaseException) -> None:
+        """In the thread."""
+        self._outcome = outcome
+        self._is_told.release()
+
+    def result(self) -> StepResult:
+        with self._is_told:
+            assert self._outcome is not None
+            if isinstance(self._outcome, BaseException):
+                raise self._outcome
+            return self._outcome
+
+
+class StepThread:
+    """Runs steps in the order in which they are submitted."""
+
+    def __init__(self, name: str) -> None:
+        self._steps: SimpleQueue[Step | None] = SimpleQueue()
+        self._untold: tuple[Step, StepResult | BaseException] | None = None
+        thread = threading.Thread(target=_work, args=(self._steps,), name=name, daemon=True)
+        # Also where nobody closes it: when it is forgotten, or before the interpreter ends under a step.
+        self._end = weakref.finalize(self, _end, self._steps, thread)
+        thread.start()
+
+    def submit(self, run: Callable[[], StepResult]) -> Step:
+        if not self._end.alive:
+            raise RuntimeError("the backend is closed and runs no more steps")
+        step = Step(lambda step: self._run(step, run))
+        self._steps.put(step)
+        return step
+
+    def close(self) -> None:
+        """Waits for what was submitted."""
+        self._end()
+
+    # -- in the thread
+
+    def tell(self) -> None:
+        """Tells of the step before; called by one that is about to compute."""
+        if self._untold is not None:
+            (step, outcome), self._untold = self._untold, None
+            step.tell(outcome)
+
+    def _run(self, step: Step, run: Callable[[], StepResult]) -> None:
+        outcome: StepResult | BaseException
+        try:
+            outcome = run()
+        except BaseException as error:
+            outcome = error
+        self.tell()  # where it had nothing to compute
+        self._untold = step, outcome
+        if self._steps.empty():
+            self.tell()
+
+
+def _work(steps: SimpleQueue[Step | None]) -> None:
+    """Holds no thread object and no backend: they can be forgotten while it waits."""
+    while (step := steps.get()) is not None:
+        step.run()
+        del step
+
+
+def _end(steps: SimpleQueue[Step | None], thread: threading.Thread) -> None:
+    steps.put(None)
+    if thread is not threading.current_thread():
+        thread.join()
