@@ -66,6 +66,24 @@ def test_a_step_that_raises_raises_where_it_is_waited_for_and_holds_up_nobody() 
     thread.close()
 
 
+def test_a_step_that_runs_while_the_thread_is_closed_is_told() -> None:
+    thread = StepThread("steps")
+    may_end = threading.Event()
+
+    def waiting() -> StepResult:
+        assert may_end.wait(WAIT)
+        return StepResult(tokens=[1])
+
+    step = thread.submit(waiting)
+    closing = threading.Thread(target=thread.close)
+    closing.start()
+    while thread._end.alive:
+        pass  # until the end is in the queue, or about to be
+    may_end.set()
+    closing.join(WAIT)
+    assert not step._is_told.locked() and step.result().tokens == [1]
+
+
 def test_closing_waits_for_what_was_submitted_and_a_forgotten_one_ends_by_itself() -> None:
     closed, forgotten = StepThread("closed"), StepThread("forgotten")
     steps = [closed.submit(numbered(number)) for number in range(20)]

@@ -50,6 +50,7 @@ class StepThread:
 
     def __init__(self, name: str) -> None:
         self._steps: SimpleQueue[Step | None] = SimpleQueue()
+        self._num_submitted = self._num_over = 0
         self._untold: tuple[Step, StepResult | BaseException] | None = None
         thread = threading.Thread(target=_work, args=(self._steps,), name=name, daemon=True)
         # Also where nobody closes it: when it is forgotten, or before the interpreter ends under a step.
@@ -60,6 +61,7 @@ class StepThread:
         if not self._end.alive:
             raise RuntimeError("the backend is closed and runs no more steps")
         step = Step(lambda step: self._run(step, run))
+        self._num_submitted += 1
         self._steps.put(step)
         return step
 
@@ -83,7 +85,8 @@ class StepThread:
             outcome = error
         self.tell()  # where it had nothing to compute
         self._untold = step, outcome
-        if self._steps.empty():
+        self._num_over += 1
+        if self._num_over == self._num_submitted:  # what lies in the queue may be the end, and that tells nobody
             self.tell()
 
 
