@@ -86,7 +86,7 @@ class StepThread:
         self.tell()  # where it had nothing to compute
         self._untold = step, outcome
         self._num_over += 1
-        if self._num_over == self._num_submitted:  # what lies in the queue may be the end, and that tells nobody
+        if self._num_over == self._num_submitted:  # an end in the queue tells nobody
             self.tell()
 
 
