@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from weft.server.rounds import Rounds
+from weft.server.streaming import EventStream
 
 
 def busy(seconds: float) -> None:
@@ -26,6 +27,48 @@ def test_whoever_is_alone_does_not_wait() -> None:
         raise AssertionError("it waited")
 
     asyncio.run(run())
+
+
+class Plenty:
+    """Answers of which there is more whenever some was taken, and taking takes its time."""
+
+    has_more = True
+
+    def __init__(self) -> None:
+        self.left = 40
+        self.results: list[object] = []
+
+    @property
+    def is_over(self) -> bool:
+        return self.left == 0
+
+    async def wait(self) -> None:
+        pass
+
+    def take(self) -> list[object]:
+        self.left -= 1
+        busy(0.002)
+        return []
+
+
+def test_one_stream_of_many_answers_lets_everyone_else_have_turns() -> None:
+    num_turns = 0
+
+    async def run() -> None:
+        async def others() -> None:
+            nonlocal num_turns
+            while True:
+                await asyncio.sleep(0)
+                num_turns += 1
+
+        stream = EventStream.__new__(EventStream)
+        stream._choices, stream._rounds = Plenty(), Rounds()  # type: ignore[assignment]
+        beside = asyncio.create_task(others())
+        await stream._send_pieces(None)  # type: ignore[arg-type]  # nothing is sent
+        beside.cancel()
+
+    asyncio.run(run())
+    assert num_turns >= 10, "80 ms of work, and a round is 4"
 
 
 def test_everyone_gets_a_turn_in_the_order_of_asking() -> None:

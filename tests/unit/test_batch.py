@@ -82,6 +82,16 @@ def test_a_step_of_decodes_alone_has_the_arrays_that_it_has_as_a_step_of_any_kin
                     assert found.tolist() == values.tolist() and found.dtype == values.dtype, name
 
 
+def test_decodes_over_two_tiers_are_gathered_at_every_step() -> None:
+    rows = Rows(num_rows=1, max_context=64, block_size=4, full_blocks=20, tail_blocks=2)
+    for position in (12, 13, 14):
+        begun = (start(0, tuple(range(13)), (25, 24, 3, 4)),) if position == 12 else ()
+        decodes = plan([(0, position, 1, True)], decodes=1, row_starts=begun)
+        rows.update(decodes)
+        found = rows.prepare(decodes).indices
+        assert found.store is not None and found.context_lengths.tolist() == [position + 1]
+
+
 def test_decodes_that_go_on_have_the_arrays_that_they_have_when_they_are_gathered_anew() -> None:
     """Over ends of blocks, with a block that is another inside its span, a row that begins anew, and two that trade places."""
     random = np.random.default_rng(1)

@@ -61,8 +61,7 @@ class Connection(asyncio.Protocol):
     def _take_turn(self) -> None:
         turn_ends, num_taken = self._loop.time() + _TURN_SECONDS, 0
         try:
-            for content in self._contents:
-                message = wire.from_engine.decode(content)
+            while (message := self._next_message()) is not None:
                 self._take(message)
                 self.heard.set()
                 if isinstance(message, wire.Step):
@@ -71,11 +70,21 @@ class Connection(asyncio.Protocol):
                     self._transport.pause_reading()
                     self._loop.call_soon(self._go_on)
                     return
-        except (ValueError, msgspec.MsgspecError):  # no longer to be understood, which is as good as gone
+        except BaseException:
+            self._transport.abort()  # what was taken would come again with the next bytes
+            raise
+
+    def _next_message(self) -> wire.FromEngine | None:
+        """None: all that came is taken, or it is no longer to be understood, which is as good as gone."""
+        try:
+            content = next(self._contents, None)
+            return None if content is None else wire.from_engine.decode(content)
+        except (ValueError, msgspec.MsgspecError):
             self._transport.abort()
+            return None
 
     def _go_on(self) -> None:
-        if not self.gone.is_set():
+        if not self._transport.is_closing():
             self._transport.resume_reading()
             self._take_turn()
 

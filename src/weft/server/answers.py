@@ -231,6 +231,11 @@ class Choices:
     def num_reasoning_tokens(self) -> int:
         return sum(choice.num_reasoning_tokens for choice in self._choices)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether there may be something to take already: much comes at once, and is not taken at once."""
+        return self._arrived.is_set()
+
     async def wait(self) -> None:
         """Until there may be something to take."""
         await self._arrived.wait()

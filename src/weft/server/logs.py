@@ -121,9 +121,10 @@ class ServerLog:
 
     def close(self) -> None:
         if self._writer.is_alive():
+            give_up_at = time.monotonic() + _LAST_LINES_SECONDS
             with suppress(queue.Full):  # nobody reads what was written
                 self._lines.put(None, timeout=_LAST_LINES_SECONDS)
-                self._writer.join(_LAST_LINES_SECONDS)
+                self._writer.join(max(0.0, give_up_at - time.monotonic()))
 
     def _put(self, line: Callable[[], str]) -> None:
         if self.format == "off":

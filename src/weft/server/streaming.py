@@ -124,8 +124,9 @@ class EventStream(Response):
     async def _send_pieces(self, send: Send) -> list[GenerationResult]:
         choices = self._choices
         while not choices.is_over:
+            has_more = choices.has_more
             await choices.wait()
-            if EventStream.open_streams > 1:
+            if has_more or EventStream.open_streams > 1:
                 await self._rounds.turn()
             pieces = choices.take()
             if pieces:

@@ -189,6 +189,7 @@ class CpuBackend:
         swaps = self._swaps
         if swaps.is_idle and not plan.swap_out and not plan.swap_in:
             return self._attempt(plan, step)
+        self._thread.tell()  # copies may take long
         swaps.accept(plan)
         swaps.run_ready(last_step_over=plan.step - 1)
         result = self._attempt(plan, step)

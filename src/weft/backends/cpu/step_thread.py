@@ -1,7 +1,7 @@
 """The thread that runs the steps of the CPU backend, one behind the other, and when it tells that one is over.
 
 Whoever waits for a step is woken to apply it and to plan another, and takes the interpreter for that. Woken at the end of
-the step, it would take it from this thread, which has the next step to prepare, and the cores would wait for both. So a
+the step, it would take it from this thread, which has the next step to begin, and the cores would wait for both. So a
 step with another behind it is told when that one begins to compute, for which nobody needs the interpreter.
 """
 
@@ -50,7 +50,6 @@ class StepThread:
 
     def __init__(self, name: str) -> None:
         self._steps: SimpleQueue[Step | None] = SimpleQueue()
-        self._num_submitted = self._num_over = 0
         self._untold: tuple[Step, StepResult | BaseException] | None = None
         thread = threading.Thread(target=_work, args=(self._steps,), name=name, daemon=True)
         # Also where nobody closes it: when it is forgotten, or before the interpreter ends under a step.
@@ -61,7 +60,6 @@ class StepThread:
         if not self._end.alive:
             raise RuntimeError("the backend is closed and runs no more steps")
         step = Step(lambda step: self._run(step, run))
-        self._num_submitted += 1
         self._steps.put(step)
         return step
 
@@ -85,8 +83,7 @@ class StepThread:
             outcome = error
         self.tell()  # where it had nothing to compute
         self._untold = step, outcome
-        self._num_over += 1
-        if self._num_over == self._num_submitted:  # an end in the queue tells nobody
+        if self._steps.empty() or not self._end.alive:  # what is behind it may be the end, which tells nobody
             self.tell()
 
 
