@@ -86,6 +86,9 @@ class SchedulerConfig:
     dynamic_batching: bool = True
     """New requests join while others generate. Off: a batch is formed, closed, and run to its end."""
     prefix_caching: bool = True
+    max_draft_tokens: int = 11
+    """Tokens that are guessed from the sequence's own text and checked in one step, at most; 0: none. They change how many
+    steps an answer takes, never the answer. Only where the backend checks drafts (the CPU's does)."""
     preemption: PreemptionMode = PreemptionMode.AUTO
     ageing_rate: float = 0.1
     """Priority levels that a waiting request gains per second (policies PRIORITY and ADAPTIVE)."""
@@ -106,6 +109,7 @@ class SchedulerConfig:
         _check_count("max_tokens_per_step", self.max_tokens_per_step, self.sequences_per_step)
         _check_count("max_prefill_tokens", self.max_prefill_tokens, 1, self.max_tokens_per_step)
         _check_count("max_chunk_tokens", self.max_chunk_tokens, 1)
+        _check_count("max_draft_tokens", self.max_draft_tokens, 0, 64)
         _check("ageing_rate", self.ageing_rate, 0.0)
         _check("target_inter_token_latency", self.target_inter_token_latency, 1e-6)
         _check("session_lifetime", self.session_lifetime, 0.0)

@@ -36,6 +36,9 @@ class BackendInfo:
     grammars_may_overlap: bool = False
     """Whether a row with a grammar may be in a step while the one that samples its last token is still in flight: the
     backend knows that token in time for the next mask. Else such a row sits out one step."""
+    fixed_cost_rows: float = 0.0
+    """How many rows cost as much as what a step costs whatever it computes: mostly reading the weights. It says how many
+    drafts are worth their rows. 0: the backend checks no drafts."""
     store_blocks: int = 0
     """Quantised blocks of a two-tier cache: their ids follow those of the full blocks. 0: a plain cache."""
     store_swap_blocks: int = 0
@@ -102,11 +105,12 @@ class PrefillTask(NamedTuple):
 
 
 class DecodeTask(NamedTuple):
-    """A view of a plan entry, for people: one token of a running sequence."""
+    """A view of a plan entry, for people: one token of a running sequence, and what is guessed to follow it."""
 
     request_id: RequestId
     row: int
     position: int
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +118,8 @@ class IterationPlan:
     """One step. Entry i computes positions starts[i] .. starts[i]+counts[i]-1 of rows[i].
 
     The first `num_decodes` entries compute one token each and sample; their input may be the token that the step
-    before samples, which only the device knows yet: the backend takes it from its own row. The others are
-    prefills and sample where samples[i] says so, from their last position.
+    before samples, which only the device knows yet: the backend takes it from its own row. Then come decodes with
+    drafts, one for each of `drafts`. The others are prefills and sample where samples[i] says so, from their last position.
     """
 
     step: int
@@ -125,6 +129,11 @@ class IterationPlan:
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     samples: tuple[bool, ...]
+    drafts: tuple[tuple[int, ...], ...] = ()
+    """Tokens guessed to follow the first of their entry, which every token before is known of: the entry computes that one
+    and these, and samples behind each. A sample stands for nothing unless all drafts before it were sampled too; the
+    backend need not care, since whatever comes next is told by absolute index. No other step holds such a row before
+    this one is over."""
     row_starts: tuple[RowStart, ...] = ()
     table_rows: tuple[int, ...] = ()
     """New block-table entries of rows already known: table[table_rows[i]][table_indices[i]] = table_blocks[i]."""
@@ -156,23 +165,27 @@ class IterationPlan:
 
     @property
     def num_samples(self) -> int:
-        return self.num_decodes + sum(self.samples[self.num_decodes :])
+        return self.num_decodes + sum(self.samples[self.num_decodes :]) + sum(map(len, self.drafts))
+
+    @property
+    def first_prefill(self) -> int:
+        """The number of entries that decode, with or without drafts: prefills come behind them."""
+        return self.num_decodes + len(self.drafts)
 
     @property
     def num_prefills(self) -> int:
-        return len(self.rows) - self.num_decodes
+        return len(self.rows) - self.first_prefill
 
     @property
     def prefill_tasks(self) -> list[PrefillTask]:
-        first = self.num_decodes
+        first = self.first_prefill
         columns = (self.request_ids, self.rows, self.starts, self.counts, self.samples)
         return [PrefillTask(*entry) for entry in zip(*(c[first:] for c in columns), strict=True)]
 
     @property
     def decode_tasks(self) -> list[DecodeTask]:
-        last = self.num_decodes
-        columns = (self.request_ids, self.rows, self.starts)
-        return [DecodeTask(*entry) for entry in zip(*(c[:last] for c in columns), strict=True)]
+        columns = (self.request_ids, self.rows, self.starts, ((),) * self.num_decodes + self.drafts)
+        return [DecodeTask(*entry) for entry in zip(*(c[: self.first_prefill] for c in columns), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +193,7 @@ class StepResult:
     """What a step gave. Swaps report here too, each exactly once, in whatever step's result comes next."""
 
     tokens: Sequence[int] = ()
-    """One for every entry that samples, in the order of the entries."""
+    """One for every entry that samples, in the order of the entries; of one with drafts, one for each of its positions."""
     logprobs: Sequence[TokenLogprobs | None] | None = None
     """One for each of the tokens, None where its request asked for none; None for all where nobody asked."""
     prompt_logprobs: Mapping[RequestId, tuple[int, Sequence[TokenLogprobs]]] = field(default_factory=dict)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +59,17 @@ class PreparedStep(NamedTuple):
     entries: SampledEntries
     sampled_places: np.ndarray  # int64 [S], into the same: where the sampled tokens go
     scored: Sequence[ScoredPrompt] = ()
+    drafts: tuple[tuple[int, ...], ...] = ()
+    first_draft: int = 0  # the first sample of the first entry with drafts
+
+    def stands(self, sample: int, tokens: np.ndarray) -> bool:
+        """Whether what was sampled there counts: all drafts before it were sampled too."""
+        first = self.first_draft
+        for drafts in self.drafts:
+            if first <= sample <= first + len(drafts):
+                return tuple(tokens[first:sample].tolist()) == drafts[: sample - first]
+            first += 1 + len(drafts)
+        return True
 
 
 class _Selection:
@@ -128,6 +138,9 @@ class Rows:
         if plan.table_rows:
             self._last = None
             self.tables[list(plan.table_rows), list(plan.table_indices)] = plan.table_blocks
+        for entry, drafts in enumerate(plan.drafts, plan.num_decodes):
+            first = plan.starts[entry] + 1
+            self.tokens[plan.rows[entry], first : first + len(drafts)] = drafts
         if plan.moved_rows:
             assert self._full_blocks is not None, "only blocks of a two-tier cache move"
             moved_to = np.array(plan.moved_to, np.int64) - self._full_blocks
@@ -174,7 +187,8 @@ class Rows:
         context_lengths = starts + counts
         blocks = int(-(-context_lengths.max(initial=0) // self.block_size))
         token_blocks = self.tables[token_rows, positions // self.block_size]
-        samples = np.array(plan.samples, np.bool_)
+        sampled = self._sampled_indices(plan, query_starts)
+        selected = self._select(tuple(token_rows[sampled].tolist()))
         indices = StepIndices(
             token_ids=np.empty(len(positions), np.int64),
             positions=positions,
@@ -182,16 +196,26 @@ class Rows:
             query_starts=query_starts,
             context_lengths=context_lengths,
             block_tables=self.tables[rows, :blocks],
-            logit_indices=np.concatenate(
-                [query_starts[1:][samples] - 1, *(piece.indices for piece in scored)]
-            ),
+            logit_indices=np.concatenate([sampled, *(piece.indices for piece in scored)]),
             store=self._store_indices(plan, rows, blocks),
         )
-        selected = self._select(tuple(compress(plan.rows, plan.samples)))
-        entries = _entries(list(compress(plan.request_ids, plan.samples)), context_lengths[samples], selected)
+        sampling = np.searchsorted(query_starts, sampled, side="right") - 1
+        request_ids = [plan.request_ids[entry] for entry in sampling.tolist()]
+        entries = _entries(request_ids, positions[sampled] + 1, selected)
         token_places = token_rows * self.tokens.shape[1] + positions
         sampled_places = selected.token_offsets + entries.positions
-        return PreparedStep(indices, token_places, entries, sampled_places, scored)
+        return PreparedStep(
+            indices, token_places, entries, sampled_places, scored, plan.drafts, plan.num_decodes
+        )
+
+    def _sampled_indices(self, plan: IterationPlan, query_starts: np.ndarray) -> np.ndarray:
+        """Of the step's tokens, those behind which one is sampled."""
+        last = query_starts[1:][np.array(plan.samples, np.bool_)] - 1
+        if not plan.drafts:
+            return last
+        decodes, drafted = plan.num_decodes, slice(plan.num_decodes, plan.first_prefill + 1)
+        first, end = query_starts[drafted][[0, -1]].tolist()
+        return np.concatenate([last[:decodes], np.arange(first, end), last[plan.first_prefill :]])
 
     def _prepare_decodes(self, plan: IterationPlan) -> PreparedStep:
         """The same where every entry is one token that samples: nearly all steps, so in as few calls as there can be."""

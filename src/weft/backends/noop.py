@@ -193,6 +193,7 @@ class NoopBackend:
         swap_seconds_per_block: float = 1e-4,
         eager_blocks: int | None = None,
         grammars_may_overlap: bool = False,
+        fixed_cost_rows: float = 0.0,
         seconds_per_step: float = 0.0,
     ) -> None:
         self._vocabulary_size = vocabulary_size
@@ -203,6 +204,7 @@ class NoopBackend:
         self._costs = (recompute_seconds_per_token, swap_seconds_per_block)
         self._eager_blocks = eager_blocks
         self._grammars_may_overlap = grammars_may_overlap
+        self._fixed_cost_rows = fixed_cost_rows
         self._seconds_per_step = seconds_per_step
         self._rows: dict[int, _Row] = {}
         self._waiting_steps: deque[_Step] = deque()
@@ -248,6 +250,7 @@ class NoopBackend:
             swap_seconds_per_block=self._costs[1],
             eager_blocks=self._eager_blocks,
             grammars_may_overlap=self._grammars_may_overlap,
+            fixed_cost_rows=self._fixed_cost_rows,
         )
         return self.info
 
@@ -268,6 +271,13 @@ class NoopBackend:
         # Taken over now, beside a step that may still be running: a row in flight must not be among them.
         for row_start in plan.row_starts:
             self._rows[row_start.row] = _Row(row_start, self.info.num_blocks)
+        for entry, drafts in enumerate(plan.drafts, plan.num_decodes):
+            row_tokens, start = self._rows[plan.rows[entry]].tokens, plan.starts[entry]
+            assert plan.counts[entry] == 1 + len(drafts), (
+                f"drafts {drafts} for {plan.counts[entry]} positions"
+            )
+            assert len(row_tokens) > start, f"drafts behind a token at {start} that nobody knows"
+            row_tokens[start + 1 :] = drafts
         for row, index, block in zip(plan.table_rows, plan.table_indices, plan.table_blocks, strict=True):
             assert block < self.info.num_blocks, f"store block {block} is told as a full one"
             _enter(self._rows[row].blocks, index, block)
@@ -406,7 +416,9 @@ class NoopBackend:
             if row.params.prompt_logprobs is not None and start + 1 < row.prompt_length:
                 scored = self._score_prompt(row, start + 1, min(start + count + 1, row.prompt_length))
                 step.prompt_logprobs[plan.request_ids[entry]] = (start + 1, scored)
-            if plan.samples[entry]:
+            if plan.first_prefill > entry >= plan.num_decodes:
+                self._sample_behind_drafts(row, start, count, step)
+            elif plan.samples[entry]:
                 self._sample(row, start + count, step)
 
     def _write(self, row: _Row, layer: int, start: int, count: int, broken: bool) -> None:
@@ -431,6 +443,15 @@ class NoopBackend:
         for origin, block in zip(plan.moved_from, plan.moved_to, strict=True):
             if origin != -1:
                 self._blocks[block][cells] = map(_quantised, self._blocks[origin][cells])
+
+    def _sample_behind_drafts(self, row: _Row, start: int, count: int, step: _Step) -> None:
+        """All that is sampled goes over the drafts, right or wrong, as a backend may do that does not compare."""
+        first = len(step.tokens)
+        for length in range(start + 1, start + count + 1):
+            known = list(row.tokens)
+            self._sample(row, length, step)
+            row.tokens = known
+        row.tokens[start + 1 :] = step.tokens[first:]
 
     def _sample(self, row: _Row, length: int, step: _Step) -> None:
         cells = self._context(row, self._num_layers - 1, length)

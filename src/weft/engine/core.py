@@ -55,8 +55,14 @@ class EngineCore:
         return True
 
     def run_overlapped(self) -> bool:
-        """Plan and submit the next step, then wait for the one before it. False: there was nothing to do."""
-        plan = self._plan() if self._may_plan() else None
+        """Plan and submit the next step, then wait for the one before it. False: there was nothing to do.
+
+        Where the next step follows from the tokens of this one, it is planned once they are here, before anyone is told of
+        them: nobody waits for tokens as long as the device waits for work.
+        """
+        if self._flights and not self._may_plan():
+            self._finish_oldest()
+        plan = self._plan()
         if plan is not None:
             self._flights.append(self._submit(plan))
         if not self._flights:

@@ -28,8 +28,9 @@ from weft.request import (
     TokenOutput,
 )
 from weft.scheduling.kv_cache import KvCacheManagerStats
-from weft.scheduling.scheduler import ContinuousBatchScheduler, SchedulerStats
+from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
+from weft.scheduling.stats import SchedulerStats
 from weft.scheduling.views import slots
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ class Draft:
     __slots__ = (
         "budget",
         "decodes",
+        "drafts",
         "moving",
         "preempted",
         "prefills",
@@ -33,6 +34,8 @@ class Draft:
         self.decodes: list[Sequence] = []
         self.prefills: list[tuple[Sequence, int, int, bool]] = []
         """Sequence, start, count, samples."""
+        self.drafts: dict[Sequence, tuple[int, ...]] = {}
+        """Of decodes: what is guessed to follow."""
         self.tables = tables
         """Sequence, index in its block table, block."""
         self.moving: list[Sequence] = []
@@ -64,8 +67,10 @@ class Draft:
 
     def freeze(self, kv_cache: KvCacheManager) -> tuple[IterationPlan, list[Sequence]]:
         """The plan and the sequences of its entries. Advances every sequence in it to after this step."""
-        step, decodes, prefills = self.step, self.decodes, self.prefills
-        sequences = [*decodes, *[entry[0] for entry in prefills]] if prefills else decodes
+        step, decodes, prefills, drafts = self.step, self.decodes, self.prefills, self.drafts
+        if drafts:
+            decodes = [s for s in decodes if s not in drafts]
+        sequences = [*decodes, *drafts, *[entry[0] for entry in prefills]] if prefills or drafts else decodes
         row_starts = [_row_start(s) for s in sequences if not s.row_known]
         moves = self._move(kv_cache) if self.moving else ()  # after the row starts, which do not show them
         tables = self._known_tables() if self.tables else ()
@@ -80,6 +85,15 @@ class Draft:
             sequence.last_step = step
         for sequence in decodes if row_starts else ():
             sequence.row_known = True
+        for sequence, guessed in drafts.items():
+            start, count = sequence.scheduled, 1 + len(guessed)
+            starts.append(start)
+            counts.append(count)
+            samples.append(True)
+            sequence.scheduled = start + count
+            sequence.target = start + count + 1
+            sequence.last_step = step
+            sequence.row_known = True
         for sequence, start, count, sampling in prefills:
             starts.append(start)
             counts.append(count)
@@ -93,6 +107,7 @@ class Draft:
             starts=tuple(starts),
             counts=tuple(counts),
             samples=tuple(samples),
+            drafts=tuple(drafts.values()),
             row_starts=tuple(row_starts),
             # Mostly there are none, and this is made for every step.
             table_rows=tuple([row for row, _, _ in tables]) if tables else (),

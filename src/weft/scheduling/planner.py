@@ -8,6 +8,7 @@ from weft.plan import BackendInfo
 from weft.request import RequestState
 from weft.scheduling.blocks import Blocks
 from weft.scheduling.draft import Draft
+from weft.scheduling.guessing import Speculation
 from weft.scheduling.policy import AdmissionPolicy, StepCostModel
 from weft.scheduling.preemption import choose_victims, is_below, work_lost
 from weft.scheduling.roster import Roster
@@ -37,6 +38,7 @@ class Planner:
         self._policy = policy
         self._cost_model = cost_model
         self._clock = clock
+        self.speculation = Speculation(config, info)
         self._last_prefill_step = -1
         self._batch_is_open = True
 
@@ -49,7 +51,8 @@ class Planner:
             else:
                 self._plan_mixed(draft, self._roster.running, may_admit=True)
             if draft.decodes or draft.prefills or len(draft.preempted) == num_victims:
-                return
+                break
+        self.speculation.add_drafts(draft, self._roster.kv_cache)
 
     def plan_only(self, draft: Draft, sequences: list[Sequence]) -> None:
         """Plans a step over these alone."""

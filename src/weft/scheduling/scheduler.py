@@ -27,6 +27,7 @@ from weft.request import (
 )
 from weft.scheduling.blocks import BlockKey
 from weft.scheduling.budget import TokenBudget
+from weft.scheduling.checks import check_request
 from weft.scheduling.draft import Draft
 from weft.scheduling.kv_cache import KvCacheManager
 from weft.scheduling.planner import Planner
@@ -34,6 +35,7 @@ from weft.scheduling.policy import AdmissionPolicy, StepCostModel
 from weft.scheduling.queue import RequestQueue
 from weft.scheduling.roster import Roster
 from weft.scheduling.sequence import Phase, Sequence
+from weft.scheduling.stats import SchedulerStats
 from weft.tiers import longest_sequence
 
 
@@ -45,22 +47,6 @@ class Flight:
     sequences: list[Sequence]
     registered: list[tuple[int, BlockKey]]
     is_retry: bool
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Totals since the start."""
-
-    steps: int = 0
-    tokens_computed: int = 0
-    prompt_tokens: int = 0
-    prompt_tokens_cached: int = 0
-    tokens_generated: int = 0
-    preemptions_by_recompute: int = 0
-    preemptions_by_swap: int = 0
-    steps_failed: int = 0
-    swaps_failed: int = 0
-    ttft_targets_missed: int = 0
 
 
 class ContinuousBatchScheduler:
@@ -85,6 +71,8 @@ class ContinuousBatchScheduler:
         self._results: list[GenerationResult] = []
         self._untold_tables: list[tuple[Sequence, int, int]] = []
         """Block-table entries made by planning that led to no plan."""
+        self._is_worth_waiting = False
+        """Whether guesses about sequences in flight are worth more than planning ahead."""
         self._next_order = 0
         self._next_step = 0
 
@@ -120,38 +108,17 @@ class ContinuousBatchScheduler:
 
     @property
     def may_plan_ahead(self) -> bool:
-        """Not while a failed step is tried again in halves: each half must be seen to succeed on its own."""
-        return not self._retries and not (self._in_flight and self._in_flight[-1].is_retry)
+        """Not while a failed step is tried again in halves: each half must be seen to succeed on its own. Not behind a step
+        with drafts, of which nobody knows how far it gets; nor where such a step should be next."""
+        if self._is_worth_waiting or self._retries:
+            return False
+        return not self._in_flight or not (self._in_flight[-1].is_retry or self._in_flight[-1].plan.drafts)
 
     # ------------------------------------------------------------------ requests come and go
 
     def check(self, request: InferenceRequest) -> None:
         """Raises InvalidRequestError for what can never run, saying both numbers. Any thread may call it."""
-        prompt, params, vocabulary = request.prompt, request.params, self.info.vocabulary_size
-        for token in (min(prompt), max(prompt)):
-            if not 0 <= token < vocabulary:
-                raise InvalidRequestError(
-                    f"prompt holds token id {token}; allowed: 0 to {vocabulary - 1}", field="prompt"
-                )
-        beyond = [token for token in params.logit_bias if token >= vocabulary]
-        if beyond:
-            raise InvalidRequestError(
-                f"logit_bias names token id {beyond[0]}; allowed: 0 to {vocabulary - 1}", field="logit_bias"
-            )
-        longest = self._longest(request)
-        if len(prompt) >= longest:
-            raise InvalidRequestError(
-                f"prompt has {len(prompt)} tokens; allowed: at most {longest - 1}, so that one new token fits; "
-                f"this model's maximum context length is {longest} tokens here; shorten it",
-                field="prompt",
-                code="context_length_exceeded",
-            )
-        if not self.config.chunked_prefill and len(prompt) > self.config.longest_whole_prompt:
-            raise InvalidRequestError(
-                f"prompt has {len(prompt)} tokens; allowed: at most {self.config.longest_whole_prompt} in one step; "
-                "shorten it, or turn chunked_prefill on",
-                field="prompt",
-            )
+        check_request(request, self.info.vocabulary_size, self._longest(request), self.config)
 
     def prepare(self, sequence: Sequence) -> None:
         """Checks it and computes its block keys: the long part of taking a long prompt in. It touches nothing but the
@@ -168,6 +135,7 @@ class ContinuousBatchScheduler:
             sequence.stop_ids |= self.info.eos_token_ids
         sequence.sits_out = request.params.grammar is not None and not self.info.grammars_may_overlap
         self._roster.prefixes.extend_keys(sequence)
+        self._planner.speculation.begin(sequence)
         sequence.is_prepared = True
 
     def _longest(self, request: InferenceRequest) -> int:
@@ -322,11 +290,13 @@ class ContinuousBatchScheduler:
         num_told = len(self._outputs)
         self._take_prompt_logprobs(result)
         self._commit_decodes(flight, result, now)
+        self._commit_drafts(flight, result, now)
         self._commit_prefills(flight, result, now)
         self.stats.tokens_generated += len(self._outputs) - num_told
         self._finish_swaps(result)
         self._roster.settle(plan.step)
         self._account(plan, seconds)
+        self._is_worth_waiting = self._planner.speculation.is_worth_waiting(self.running)
 
     def _commit_decodes(self, flight: Flight, result: StepResult, now: float) -> None:
         """The loop that runs for every token of every stream: what is usual is done here, the rest elsewhere."""
@@ -357,15 +327,41 @@ class ContinuousBatchScheduler:
                 value, top = logprob
             if computed % block_size == 0:
                 self._roster.prefixes.register_generated(sequence)
+            if sequence.guesser is not None:
+                sequence.guesser.learn()
             outputs.append(
                 new(TokenOutput, (sequence.request_id, token, "", value, False, None, length, top))
             )
         self._count_gaps(now - last_token_at, num_alike)
 
-    def _commit_prefills(self, flight: Flight, result: StepResult, now: float) -> None:
+    def _commit_drafts(self, flight: Flight, result: StepResult, now: float) -> None:
+        """Takes what was sampled behind drafts that turned out right. The rest is as if it had not been computed."""
         plan = flight.plan
         sampled = plan.num_decodes
-        for entry in range(plan.num_decodes, len(plan.rows)):
+        for entry, drafts in enumerate(plan.drafts, plan.num_decodes):
+            sequence, start = flight.sequences[entry], plan.starts[entry]
+            logprobs = (
+                None if result.logprobs is None else result.logprobs[sampled : sampled + 1 + len(drafts)]
+            )
+            num_taken = 0
+            for token in result.tokens[sampled : sampled + 1 + len(drafts)]:
+                num_taken += 1
+                self._commit(sequence, plan.step, start + num_taken)
+                logprob = None if logprobs is None else logprobs[num_taken - 1]
+                self._take_token(sequence, token, logprob, now)
+                is_right = num_taken <= len(drafts) and token == drafts[num_taken - 1]
+                if sequence.finish_reason is not None or not is_right:
+                    break
+            if sequence.finish_reason is None:
+                sequence.scheduled, sequence.target = sequence.computed, len(sequence.tokens)
+            self.stats.tokens_drafted += len(drafts)
+            self.stats.drafts_accepted += num_taken - 1
+            sampled += 1 + len(drafts)
+
+    def _commit_prefills(self, flight: Flight, result: StepResult, now: float) -> None:
+        plan = flight.plan
+        sampled = plan.first_prefill + sum(map(len, plan.drafts))
+        for entry in range(plan.first_prefill, len(plan.rows)):
             sequence = flight.sequences[entry]
             self._commit(sequence, plan.step, plan.starts[entry] + plan.counts[entry])
             if plan.samples[entry]:
@@ -400,6 +396,8 @@ class ContinuousBatchScheduler:
         sequence.last_token_at = now
         if sequence.phase is Phase.PREFILL:
             sequence.enter(Phase.DECODE, now)
+        if sequence.guesser is not None:
+            sequence.guesser.learn()
         computed = sequence.computed
         if computed and computed % self.info.block_size == 0 and sequence.state is RequestState.RUNNING:
             self._roster.prefixes.register_generated(sequence)
@@ -432,7 +430,7 @@ class ContinuousBatchScheduler:
             prompts = zip(plan.starts[first:], plan.counts[first:], strict=True)
             pairs = sum(count * start + count * (count + 1) // 2 for start, count in prompts)
             self.cost_model.learn(
-                prefill_tokens=num_tokens - first,
+                prefill_tokens=sum(plan.counts[plan.first_prefill :]),
                 tokens=num_tokens,
                 context=sum(plan.starts) + num_tokens,
                 pairs=sum(plan.starts[:first]) + first + pairs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, IntEnum
+from typing import TYPE_CHECKING
 
 from weft.request import (
     MAX_TOKENS,
@@ -15,6 +16,9 @@ from weft.request import (
 )
 from weft.scheduling.allocation import KvCacheAllocation
 from weft.scheduling.blocks import BlockKey, extend_keys, root_key
+
+if TYPE_CHECKING:
+    from weft.scheduling.guessing import Guesser
 
 NEVER = 1 << 62
 """A step that does not come: the admission step of a sequence that is not resident."""
@@ -58,6 +62,7 @@ class Sequence:
         "error",
         "finish_reason",
         "first_token_at",
+        "guesser",
         "has_promised",
         "is_prepared",
         "keys",
@@ -109,6 +114,8 @@ class Sequence:
         self.row_known = False
         self.sits_out = False
         """Whether the host must know its last token before the next one is sampled: it has a grammar."""
+        self.guesser: Guesser | None = None
+        """None: nothing is guessed for it."""
         self.swap_id: int | None = None
         self.admitted_step = NEVER
         self.last_step = -1

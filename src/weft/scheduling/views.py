@@ -70,7 +70,7 @@ class ScheduledBatch:
 
     @property
     def batch_type(self) -> BatchType:
-        return _batch_type(self.plan.num_decodes > 0, self.plan.num_prefills > 0)
+        return _batch_type(self.plan.first_prefill > 0, self.plan.num_prefills > 0)
 
     @property
     def requests(self) -> list[PrefillTask | DecodeTask]:
@@ -79,16 +79,17 @@ class ScheduledBatch:
     @property
     def stats(self) -> BatchStats:
         plan = self.plan
-        prefill = plan.num_tokens - plan.num_decodes
-        return BatchStats(len(plan.rows), plan.num_tokens, prefill, plan.num_decodes, plan.num_samples)
+        prefill = sum(plan.counts[plan.first_prefill :])
+        decode = plan.num_tokens - prefill
+        return BatchStats(len(plan.rows), plan.num_tokens, prefill, decode, plan.num_samples)
 
     @property
     def tokens(self) -> Iterator[BatchToken]:
         plan = self.plan
         for entry, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
-            request_id, row, is_decode = plan.request_ids[entry], plan.rows[entry], entry < plan.num_decodes
+            request_id, row, is_decode = plan.request_ids[entry], plan.rows[entry], entry < plan.first_prefill
             for position in range(start, start + count):
-                samples = plan.samples[entry] and position == start + count - 1
+                samples = plan.samples[entry] and (is_decode or position == start + count - 1)
                 yield BatchToken(request_id, row, position, is_decode, samples)
 
     def micro_batches(self, max_tokens: int) -> list[MicroBatch]:

@@ -65,7 +65,7 @@ class PlanWatch:
 
     def _check_budgets(self, plan: IterationPlan) -> None:
         config = self._scheduler.config
-        prompts = plan.counts[plan.num_decodes :]
+        prompts = plan.counts[plan.first_prefill :]
         require(len(set(plan.rows)) == len(plan.rows), "a row is twice in one step")
         require(len(plan.rows) <= config.sequences_per_step, "more sequences in a step than allowed")
         require(plan.num_tokens <= config.max_tokens_per_step, "token budget overrun")
@@ -74,7 +74,7 @@ class PlanWatch:
         if config.chunked_prefill:
             require(all(c <= config.max_chunk_tokens for c in prompts), "a chunk is too long")
         if config.prefer_pure_decode:
-            require(not (plan.num_decodes and prompts), "a mixed step although pure decode is preferred")
+            require(not (plan.first_prefill and prompts), "a mixed step although pure decode is preferred")
 
     def _check_turns(self, plan: IterationPlan) -> None:
         """At most 2 x ceil(running / sequences per step) steps between a running sequence's tokens."""
@@ -127,7 +127,7 @@ class PlanWatch:
     def _could_give_way(self, sequence: Sequence, plan: IterationPlan) -> bool:
         has_run = self._last_ran.get(sequence.request_id, -1) >= sequence.admitted_step
         was_finishing = sequence.is_finishing and sequence.last_step < plan.step
-        is_final = sequence.request_id in plan.request_ids[plan.num_decodes :]
+        is_final = sequence.request_id in plan.request_ids[plan.first_prefill :]
         # Blocks that it had before this plan and that nobody else can have shared: their content is not cached. Where there
         # are two tiers either may have been the short one: only who has some of both could have helped for sure.
         kv_cache, allocation = self._scheduler.kv_cache, sequence.allocation
@@ -170,7 +170,7 @@ class PlanWatch:
         for row, origin, block in zip(plan.moved_rows, plan.moved_from, plan.moved_to, strict=True):
             if origin != -1:
                 self._salts[block] = scheduler.sequences[by_row[row]].request.cache_salt
-        for request_id, start, _ in entries[plan.num_decodes :]:
+        for request_id, start, _ in entries[plan.first_prefill :]:
             sequence = scheduler.sequences[request_id]
             assert sequence.allocation is not None
             read = {*sequence.allocation.blocks, *_in_full(sequence)[: start // block_size]}
@@ -183,7 +183,7 @@ class PlanWatch:
         """Dynamic batching off: nobody new joins once a member of the batch generates."""
         if not any(s.preemptions == 0 for s in self._started(plan)):
             return
-        decoding = set(plan.request_ids[: plan.num_decodes])
+        decoding = set(plan.request_ids[: plan.first_prefill])
         for sequence in self._scheduler.running:
             generates = sequence.target > sequence.prompt_length and sequence.last_step < plan.step
             require(

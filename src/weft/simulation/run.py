@@ -37,6 +37,8 @@ class Outcome:
     swaps_failed: int = 0
     steps_failed: int = 0
     tokens_cached: int = 0
+    tokens_drafted: int = 0
+    drafts_accepted: int = 0
     migrations: int = 0
     migrations_shared: int = 0
 
@@ -94,6 +96,7 @@ class Simulation:
             swap_seconds_per_block=scenario.swap_seconds_per_block,
             eager_blocks=scenario.eager_blocks,
             grammars_may_overlap=scenario.grammars_may_overlap,
+            fixed_cost_rows=scenario.fixed_cost_rows,
         )
         config = scenario.engine
         if log_path is not None:
@@ -189,6 +192,8 @@ class Simulation:
         outcome.swaps_failed += stats.swaps_failed
         outcome.steps_failed += stats.steps_failed
         outcome.tokens_cached += stats.prompt_tokens_cached
+        outcome.tokens_drafted += stats.tokens_drafted
+        outcome.drafts_accepted += stats.drafts_accepted
         two_tier = scheduler.kv_cache.two_tier()
         if two_tier is not None:
             outcome.migrations += two_tier.migrations

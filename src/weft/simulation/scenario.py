@@ -43,6 +43,7 @@ class Scenario:
     swap_seconds_per_block: float
     eager_blocks: int | None
     grammars_may_overlap: bool
+    fixed_cost_rows: float
     fault_rates: tuple[float, float, float, float]
     """Per submit, per step, per request and step, per swap."""
     max_step_seconds: float
@@ -51,6 +52,10 @@ class Scenario:
 
 def draw(seed: int) -> Scenario:
     """A scenario small enough to be quick and tight enough to hurt: tiny blocks, tiny pools, few rows."""
+    return _draw_drafts(random.Random(f"drafts {seed}"), _draw_plain(seed))
+
+
+def _draw_plain(seed: int) -> Scenario:
     rng = random.Random(seed)
     scheduler = _draw_scheduler(rng)
     # What was added later is drawn from a source of its own: a seed that once found a mistake draws the same today.
@@ -82,6 +87,7 @@ def draw(seed: int) -> Scenario:
         swap_seconds_per_block=1e-4,
         eager_blocks=later.choice((None, 0, num_blocks // 4)),
         grammars_may_overlap=latest.random() < 0.1,
+        fixed_cost_rows=0.0,
         fault_rates=_draw_fault_rates(rng),
         max_step_seconds=rng.choice((0.01, 0.1)),
         arrivals=_draw_grammars(
@@ -208,6 +214,30 @@ def _draw_grammars(rng: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[A
             )
         drawn.append(arrival)
     return tuple(drawn)
+
+
+def _draw_drafts(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The same scenario, or one whose backend checks drafts, with a language of so few words that guesses are often right and
+    often wrong."""
+    if rng.random() < 0.6:
+        return scenario
+    vocabulary_size = rng.choice((2, 3, 5))
+    engine = scenario.engine
+    scheduler = dataclasses.replace(engine.scheduler, max_draft_tokens=rng.choice((1, 3, 11)))
+    return dataclasses.replace(
+        scenario,
+        engine=dataclasses.replace(engine, scheduler=scheduler),
+        vocabulary_size=vocabulary_size,
+        eos_token_ids=frozenset([0]) if rng.random() < 0.2 else frozenset(),
+        fixed_cost_rows=rng.choice((2.0, 8.0, 1000.0)),
+        arrivals=tuple(_in_few_words(arrival, vocabulary_size) for arrival in scenario.arrivals),
+    )
+
+
+def _in_few_words(arrival: Arrival, vocabulary_size: int) -> Arrival:
+    request = arrival.request
+    prompt = tuple(token % vocabulary_size for token in request.prompt)
+    return dataclasses.replace(arrival, request=dataclasses.replace(request, prompt=prompt))
 
 
 class DrawnFaults:

@@ -1,0 +1,163 @@
+"""Guesses what a sequence goes on with from what stands in it already, and says which guesses a step should check.
+
+A step reads all the weights whatever it computes: while few sequences run, a few tokens more cost little. And text comes back:
+code that is edited, words of the question in the answer, lists, the loops of a small model. So the tokens that followed the
+same words the last time are computed along, as drafts. What is sampled behind each of them shows whether it was right; from
+the first wrong one on they count for nothing. Answers are the same token for token: they only take fewer steps.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from weft.config import SchedulerConfig
+from weft.plan import BackendInfo
+from weft.scheduling.draft import Draft
+from weft.scheduling.kv_cache import KvCacheManager
+from weft.scheduling.sequence import Phase, Sequence
+
+MATCHED_LENGTHS = (8, 4, 2)
+"""How many of the last tokens must have stood together before, the longest first."""
+
+LOOKED_BACK = 8192
+"""Tokens that are searched: a few microseconds."""
+
+FIRST_CHANCE = 0.5
+LEARNING_RATE = 0.2
+
+GAP_ROWS = 1.0
+"""What it costs to plan a step only once the one before it is over, as a number of rows that could be computed meanwhile."""
+
+_TOKEN_BYTES = array("i").itemsize
+
+
+class Guesser:
+    """Follows the tokens of one sequence. Every token that comes tells how good its guesses are, checked by a step or not."""
+
+    __slots__ = ("_bytes", "_next", "_tokens", "chance")
+
+    def __init__(self, tokens: list[int]) -> None:
+        """`tokens` belong to the sequence and grow."""
+        self._tokens = tokens
+        self._bytes = bytearray(
+            array("i", tokens).tobytes()
+        )  # the same, in a form that can be searched at once
+        self._next = self._find()
+        self.chance = FIRST_CHANCE
+        """That the next guess is right, by how the last ones did."""
+
+    @property
+    def has_guess(self) -> bool:
+        return self._next >= 0
+
+    def learn(self) -> None:
+        """Takes in the tokens that have come since."""
+        tokens, source = self._tokens, self._next
+        known = len(self._bytes) // _TOKEN_BYTES
+        new = tokens[known:]
+        self._bytes += array("i", new).tobytes()
+        for token in new:
+            if source >= 0:
+                is_right = tokens[source] == token
+                self.chance += LEARNING_RATE * (is_right - self.chance)
+                source = source + 1 if is_right else -1
+        self._next = source if source >= 0 else self._find()
+
+    def guesses(self, count: int) -> tuple[int, ...]:
+        """The next `count` tokens, if all goes on as it did."""
+        if self._next < 0:
+            return ()
+        found = self._tokens[self._next : self._next + count]
+        # What reaches the end of the sequence goes on with itself: a loop.
+        return tuple((found * (count // len(found) + 1))[:count])
+
+    def _find(self) -> int:
+        """Where the last tokens stood before: the index behind them. -1: nowhere."""
+        text = self._bytes
+        lowest = max(0, len(text) - LOOKED_BACK * _TOKEN_BYTES)
+        for length in MATCHED_LENGTHS:
+            size = length * _TOKEN_BYTES
+            if size >= len(text):
+                continue
+            last, end = text[-size:], len(text) - _TOKEN_BYTES
+            while (found := text.rfind(last, lowest, end)) >= 0:
+                if found % _TOKEN_BYTES == 0:
+                    return (found + size) // _TOKEN_BYTES
+                end = found + size - 1
+        return -1
+
+
+class Speculation:
+    """How many guesses are worth a place in a step.
+
+    Let n sequences run, and let a step cost as much beside its rows as `fixed` rows do. A token that was guessed right saves its
+    share of a later step, (fixed + n) / n rows, and costs one row whether it is right or not: it is worth that if its chance
+    is above n / (fixed + n). One sequence alone guesses boldly; where many run, only who repeats itself surely does.
+    """
+
+    def __init__(self, config: SchedulerConfig, info: BackendInfo) -> None:
+        self._most = config.max_draft_tokens if info.fixed_cost_rows else 0
+        self._fixed = info.fixed_cost_rows
+        self._block_size = info.block_size
+        self._has_tiers = info.store_blocks > 0
+
+    def begin(self, sequence: Sequence) -> None:
+        """Gives a sequence a guesser, if it may have one: what a grammar allows is known for one token at a time."""
+        if self._most and sequence.request.params.grammar is None:
+            sequence.guesser = Guesser(sequence.tokens)
+
+    def add_drafts(self, draft: Draft, kv_cache: KvCacheManager) -> None:
+        """Lets decodes go on with what they are guessed to say, in whatever room is left. Nobody gives way for it."""
+        num_running = len(draft.decodes)
+        for sequence in draft.decodes if self._most else ():
+            guesser = sequence.guesser
+            if guesser is None or sequence.target > len(sequence.tokens):
+                continue  # its last token is being sampled
+            count = min(
+                len(self._chances(guesser, num_running)),
+                sequence.limit - sequence.target - 1,
+                draft.budget.tokens,
+            )
+            if count > 0 and (count := self._take_blocks(draft, kv_cache, sequence, count)) > 0:
+                draft.budget.tokens -= count
+                draft.drafts[sequence] = guesser.guesses(count)
+
+    def _take_blocks(self, draft: Draft, kv_cache: KvCacheManager, sequence: Sequence, count: int) -> int:
+        """How many of `count` drafts a decode has blocks for, or gets them."""
+        allocation, start = sequence.allocation, sequence.scheduled
+        assert allocation is not None
+        if self._has_tiers:
+            # NOTE: what moves behind the tail is final, and drafts may be wrong: none of them may complete a block.
+            count = min(count, self._block_size - 2 - start % self._block_size)
+        first = len(allocation.blocks)
+        needed = kv_cache.needed(first, allocation.stored, start + 1 + count)
+        if not needed.full:
+            return count
+        if not kv_cache.extend(allocation, needed, sequence.keys):
+            return first * self._block_size - start - 1
+        draft.note_tables(sequence, first)
+        return count
+
+    def is_worth_waiting(self, running: list[Sequence]) -> bool:
+        """Whether to let the step in flight end before another is planned, since guesses need its tokens."""
+        if not self._most:
+            return False
+        decoding = [s for s in running if s.phase is Phase.DECODE]
+        saved = 0.0
+        for sequence in decoding:
+            if sequence.guesser is not None:
+                chances = self._chances(sequence.guesser, len(decoding))
+                saved += sum(chances) * (self._fixed + len(decoding)) / len(decoding) - len(chances)
+        return saved > GAP_ROWS
+
+    def _chances(self, guesser: Guesser, num_running: int) -> list[float]:
+        """Of each guess worth checking beside so many others, that it and all before it are right."""
+        if not guesser.has_guess:
+            return []
+        lowest = num_running / (self._fixed + num_running)
+        chances: list[float] = []
+        chance = guesser.chance
+        while chance > lowest and len(chances) < self._most:
+            chances.append(chance)
+            chance *= guesser.chance
+        return chances
