@@ -114,6 +114,10 @@ class ServingMetrics:
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
+    drafted_tokens: int
+    """Guessed and checked."""
+    accepted_drafts: int
+    """Those of them that were right."""
     steps: int
     preemptions: int
     requests_per_second: float

@@ -420,6 +420,8 @@ class ServingEngine:
                 prompt_tokens=totals.prompt_tokens,
                 cached_tokens=totals.prompt_tokens_cached,
                 generated_tokens=totals.tokens_generated,
+                drafted_tokens=totals.tokens_drafted,
+                accepted_drafts=totals.drafts_accepted,
                 steps=totals.steps,
                 preemptions=totals.preemptions_by_recompute + totals.preemptions_by_swap,
                 requests_per_second=sum(self._ended.values()) / uptime,

@@ -71,6 +71,8 @@ class ServerMetrics:
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were answered.")
         self._cached_tokens = counter("prefix_cache_hits", "Those that were found in the cache.")
         self._generated_tokens = counter("generation_tokens", "Tokens that were generated.")
+        self._drafted = _Total(counter("spec_decode_num_draft_tokens", "Guessed tokens that were checked."))
+        self._accepted = _Total(counter("spec_decode_num_accepted_tokens", "Those that were right."))
         self._first_token = histogram(
             "time_to_first_token_seconds", "From the whole request to its first token.", _TOKEN_SECONDS
         )
@@ -170,6 +172,8 @@ class ServerMetrics:
             self._waiting.set(figures.requests_pending + figures.requests_preempted + num_held)
             self._cache_usage.set(figures.cache_utilisation)
             self._preemptions.follow(figures.preemptions)
+            self._drafted.follow(figures.drafted_tokens)
+            self._accepted.follow(figures.accepted_drafts)
             if self._tiers is not None and figures.two_tier is not None:
                 self._tiers.show(figures.two_tier)
         return generate_latest(self._registry)
