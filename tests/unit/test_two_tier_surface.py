@@ -182,7 +182,15 @@ class _Engine:
         if self.is_down:
             raise WeftError("down")
         counts = dict.fromkeys(
-            ("requests_running", "requests_pending", "requests_preempted", "preemptions"), 0
+            (
+                "requests_running",
+                "requests_pending",
+                "requests_preempted",
+                "preemptions",
+                "drafted_tokens",
+                "accepted_drafts",
+            ),
+            0,
         )
         return SimpleNamespace(**counts, cache_utilisation=0.0, two_tier=self.figures)
 
