@@ -80,11 +80,12 @@ class _Selection:
         self.rows = np.array(rows, np.int64)
         self.token_offsets = self.rows * state.tokens.shape[1]
         self.table_offsets = self.rows * state.tables.shape[1]
-        self.prompt_lengths = state.prompt_lengths[self.rows]
-        self.seeds = state.seeds[self.rows]
-        self.temperatures = state.temperatures[self.rows]
+        numbers = state.numbers.take(self.rows, axis=1)  # each of the four without gaps
+        self.prompt_lengths = numbers[0]
+        self.seeds = numbers[1].view(np.uint64)
+        self.temperatures = numbers[2].view(np.float64)
+        self.top_counts = numbers[3]
         self.is_plain = state.is_plain[self.rows]
-        self.top_counts = state.top_counts[self.rows]
 
 
 class _Decodes(NamedTuple):
@@ -114,11 +115,15 @@ class Rows:
         self.tokens = np.zeros((num_rows, max_context + 1), np.int32)
         self.tables = np.zeros((num_rows, -(-max_context // block_size)), np.int64)
         self.store_tables = np.zeros_like(self.tables if full_blocks is not None else self.tables[:, :0])
-        self.prompt_lengths = np.zeros(num_rows, np.int64)
-        self.seeds = np.zeros(num_rows, np.uint64)
-        self.temperatures = np.zeros(num_rows, np.float64)
+        self.numbers = np.zeros(
+            (4, num_rows), np.int64
+        )  # the next four: what a step reads of its rows is one look-up
+        self.prompt_lengths = self.numbers[0]
+        self.seeds = self.numbers[1].view(np.uint64)
+        self.temperatures = self.numbers[2].view(np.float64)
+        self.top_counts = self.numbers[3]
+        self.top_counts[:] = -1
         self.is_plain = np.ones(num_rows, np.bool_)
-        self.top_counts = np.full(num_rows, -1, np.int64)
         self.prompt_top_counts = np.full(num_rows, -1, np.int64)
         self.params: list[SamplingParams | None] = [None] * num_rows
         # Rows that last began with a request of the kind: where there are none, no step needs to look for them.
@@ -175,8 +180,8 @@ class Rows:
         tokens      a4 a5    b9  c0 c1 c2        query_starts 0 2 3 6, positions 4 5 9 0 1 2
         """
         scored = self.scored_prompts(plan)
-        if plan.num_decodes == len(plan.rows) and not scored:
-            return self._prepare_decodes(plan)
+        if plan.first_prefill == len(plan.rows) and not scored:
+            return self._gather_drafts(plan) if plan.drafts else self._prepare_decodes(plan)
         rows, starts, counts = (
             np.array(column, np.int64) for column in (plan.rows, plan.starts, plan.counts)
         )
@@ -249,6 +254,40 @@ class Rows:
         entries = _entries(list(plan.request_ids), context_lengths, selected)
         token_places = selected.token_offsets + positions
         return PreparedStep(indices, token_places, entries, token_places + 1)
+
+    def _gather_drafts(self, plan: IterationPlan) -> PreparedStep:
+        """Where some have drafts too: every token samples, and nothing else can be done before the step is due. Lists are made
+        into arrays at the end: of a handful of numbers each call of numpy would cost more than all of them."""
+        block_size, columns = self.block_size, (plan.request_ids, plan.rows, plan.starts, plan.counts)
+        request_ids: list[RequestId] = []
+        rows: list[int] = []
+        positions: list[int] = []
+        query_starts = [0]
+        for request_id, row, start, count in zip(*columns, strict=True):
+            request_ids += [request_id] * count
+            rows += [row] * count
+            positions += range(start, start + count)
+            query_starts.append(len(positions))
+        selected, at = self._select(tuple(rows)), np.array(positions, np.int64)
+        ends = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
+        longest = -(-max(ends) // block_size)
+        blocks = self._flat_tables.take(selected.table_offsets + at // block_size)
+        entry_rows = np.array(plan.rows, np.int64)
+        indices = StepIndices(
+            token_ids=np.empty(len(positions), np.int64),
+            positions=at,
+            cells=blocks * block_size + at % block_size,
+            query_starts=np.array(query_starts, np.int64),
+            context_lengths=np.array(ends, np.int64),
+            block_tables=self.tables[entry_rows, :longest],
+            logit_indices=np.arange(len(positions)),
+            store=self._store_indices(plan, entry_rows, longest),
+        )
+        entries = _entries(request_ids, at + 1, selected)
+        token_places = selected.token_offsets + at
+        return PreparedStep(
+            indices, token_places, entries, token_places + 1, (), plan.drafts, plan.num_decodes
+        )
 
     def read_tokens(self, step: PreparedStep) -> None:
         """The tokens that a step begins with, once the step before has sampled its own."""

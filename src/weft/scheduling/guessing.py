@@ -23,9 +23,9 @@ LOOKED_BACK = 8192
 """Tokens that are searched: a few microseconds."""
 
 FIRST_CHANCE = 0.5
-LEARNING_RATE = 0.2
+LEARNING_RATE = 0.1
 
-GAP_ROWS = 1.0
+GAP_ROWS = 2.5
 """What it costs to plan a step only once the one before it is over, as a number of rows that could be computed meanwhile."""
 
 _TOKEN_BYTES = array("i").itemsize

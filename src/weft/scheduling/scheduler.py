@@ -312,6 +312,7 @@ class ContinuousBatchScheduler:
             if not is_usual or token in sequence.stop_ids:
                 self._commit(sequence, plan.step, start + 1)
                 self._take_token(sequence, token, logprob, now)
+                _learn(sequence)
                 continue
             tokens.append(token)
             sequence.computed = computed = start + 1
@@ -327,8 +328,7 @@ class ContinuousBatchScheduler:
                 value, top = logprob
             if computed % block_size == 0:
                 self._roster.prefixes.register_generated(sequence)
-            if sequence.guesser is not None:
-                sequence.guesser.learn()
+            _learn(sequence)
             outputs.append(
                 new(TokenOutput, (sequence.request_id, token, "", value, False, None, length, top))
             )
@@ -354,6 +354,7 @@ class ContinuousBatchScheduler:
                     break
             if sequence.finish_reason is None:
                 sequence.scheduled, sequence.target = sequence.computed, len(sequence.tokens)
+                _learn(sequence)
             self.stats.tokens_drafted += len(drafts)
             self.stats.drafts_accepted += num_taken - 1
             sampled += 1 + len(drafts)
@@ -367,6 +368,7 @@ class ContinuousBatchScheduler:
             if plan.samples[entry]:
                 logprob = None if result.logprobs is None else result.logprobs[sampled]
                 self._take_token(sequence, result.tokens[sampled], logprob, now)
+                _learn(sequence)
                 sampled += 1
 
     def _commit(self, sequence: Sequence, step: int, end: int) -> None:
@@ -396,8 +398,6 @@ class ContinuousBatchScheduler:
         sequence.last_token_at = now
         if sequence.phase is Phase.PREFILL:
             sequence.enter(Phase.DECODE, now)
-        if sequence.guesser is not None:
-            sequence.guesser.learn()
         computed = sequence.computed
         if computed and computed % self.info.block_size == 0 and sequence.state is RequestState.RUNNING:
             self._roster.prefixes.register_generated(sequence)
@@ -485,3 +485,8 @@ class ContinuousBatchScheduler:
         """Raises AssertionError where blocks, rows, swap space, requests or steps do not add up."""
         self._roster.check_integrity()
         assert all(a.plan.step + 1 == b.plan.step for a, b in pairwise(self._in_flight)), "a step is missing"
+
+
+def _learn(sequence: Sequence) -> None:
+    if sequence.guesser is not None:
+        sequence.guesser.learn()
