@@ -78,7 +78,7 @@ PLAIN = [
     ["model=1.gguf", "--port", "0"],
     ["--port", "9000", "--host=0.0.0.0", "default"],
     ["--name", "small", "--context=512", "--memory", "4GiB", "--threads", "2", "--quantize=int8"],
-    ["--kv-cache", "two-tier", "--tail-length=128", "--store-bits", "4"],
+    ["--kv-cache", "two-tier", "--tail-length=128", "--store-bits", "4", "--drafts=0"],
     ["--api-key", "a", "--api-key=b", "--api-key-file", "keys.toml"],
     ["--chat-template", "chat.jinja", "--config", "weft.toml"],
 ]

@@ -111,12 +111,12 @@ class Engine:
     work: tuple[str, ...] = WORKLOADS
 
 
-def _weft(workshop: Workshop) -> Callable[[int], Launch]:
-    return lambda port: Launch(
-        (sys.executable, "-m", "weft.cli.main", "serve", str(workshop.model), "--port", str(port)),
-        port,
-        engine_environment(),
-    )
+def _weft(*options: str) -> Callable[[Workshop], Callable[[int], Launch]]:
+    def prepare(workshop: Workshop) -> Callable[[int], Launch]:
+        command = (sys.executable, "-m", "weft.cli.main", "serve", str(workshop.model), *options)
+        return lambda port: Launch((*command, "--port", str(port)), port, engine_environment())
+
+    return prepare
 
 
 def _llama(slots: int, model: Callable[[Workshop], Path]) -> Callable[[Workshop], Callable[[int], Launch]]:
@@ -176,7 +176,8 @@ def _as_shipped(workshop: Workshop) -> Path:
 _XLLAMACPP = LLAMA.requirements[0]
 
 ENGINES = (
-    Engine(OURS, OURS, "", _weft),
+    Engine(OURS, OURS, "", _weft()),
+    Engine("weft without drafts", "weft-without-drafts", "", _weft("--drafts", "0")),
     Engine("llama.cpp Q4_0, 8 slots", "llama.cpp", _XLLAMACPP, _llama(8, Workshop.q4_0), ("W1", "W8")),
     Engine("llama.cpp Q4_0, 16 slots", "llama.cpp", _XLLAMACPP, _llama(16, Workshop.q4_0), ("W32",)),
     Engine("llama.cpp Q4_0, 32 slots", "llama.cpp", _XLLAMACPP, _llama(32, Workshop.q4_0)),

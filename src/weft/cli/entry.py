@@ -25,6 +25,7 @@ SERVE_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--kv-cache": ("engine.cache.kv_cache", str),
     "--tail-length": ("engine.cache.tail_length", int),
     "--store-bits": ("engine.cache.store_bits", int),
+    "--drafts": ("engine.scheduler.max_draft_tokens", int),
     "--device": ("backend", str),
     "--threads": ("threads", int),
     "--quantize": ("quantize", str),

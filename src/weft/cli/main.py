@@ -311,6 +311,10 @@ def serve(
     kv_cache: KvCache = None,
     tail_length: TailLength = None,
     store_bits: StoreBits = None,
+    drafts: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Tokens guessed and checked in a step; 0: none; default: 11."),
+    ] = None,
     device: Annotated[
         str | None, typer.Option(metavar="auto|cpu|cuda", help="Default: a card, where there is one.")
     ] = None,
@@ -348,6 +352,7 @@ def serve(
         "engine.cache.kv_cache": kv_cache,
         "engine.cache.tail_length": tail_length,
         "engine.cache.store_bits": store_bits,
+        "engine.scheduler.max_draft_tokens": drafts,
         "backend": device,
         "threads": threads,
         "quantize": quantize,

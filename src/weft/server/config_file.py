@@ -33,6 +33,7 @@ _FLAGS = {
     "engine.cache.kv_cache": "--kv-cache",
     "engine.cache.tail_length": "--tail-length",
     "engine.cache.store_bits": "--store-bits",
+    "engine.scheduler.max_draft_tokens": "--drafts",
 }
 """Those that are not called like their key."""
 _UNITS = ("", "k", "m", "g", "t")

@@ -51,8 +51,10 @@ _EAGER_CACHE_BYTES = 256 << 20
 
 _SCORED_AT_ONCE = 64
 
-# Two cores with VNNI take 3.4 ms for one row of the default model, 6.1 for 8 of one sequence, 7.0 for one of 8.
-_FIXED_COST_ROWS = 7.0
+# `BackendInfo.fixed_cost_rows`. Two cores with VNNI take 3.4 ms for one row of the default model, 6.1 for 8 of one sequence,
+# 7.0 for one of 8; without it rows take twice as long, and reading the weights does not.
+_FIXED_COST_ROWS = {"avx512vnni": 7.0}
+_FIXED_COST_ROWS_OF_OTHERS = 3.0
 
 # What a small machine does in a second: only their ratio matters, and only to the choice between recompute and swap.
 _OPERATIONS_PER_SECOND = 1e11
@@ -173,7 +175,7 @@ class CpuBackend:
             # Of both tiers: the scheduler lets the store have the same share of its blocks.
             eager_blocks=min(num_blocks, _EAGER_CACHE_BYTES * num_blocks // cache_bytes),
             grammars_may_overlap=True,
-            fixed_cost_rows=_FIXED_COST_ROWS,
+            fixed_cost_rows=_FIXED_COST_ROWS.get(instruction_set() or "", _FIXED_COST_ROWS_OF_OTHERS),
         )
 
     def check_grammar(self, grammar: Grammar) -> None:
