@@ -130,7 +130,9 @@ def test_wshare_warm_runs_on_what_wshare_left_behind() -> None:
 def test_names_that_nobody_knows_are_refused_with_those_that_there_are() -> None:
     with pytest.raises(InvalidRequestError, match=r"no workload 'W9'; there are start, W1"):
         choose_work("W9")
-    with pytest.raises(InvalidRequestError, match=r"no peer 'tgi'; there are weft-without-drafts, llama\.cpp"):
+    with pytest.raises(
+        InvalidRequestError, match=r"no peer 'tgi'; there are weft-without-drafts, llama\.cpp"
+    ):
         choose_engines("tgi")
     assert {engine.peer for engine in choose_engines("vllm")} == {"weft", "vllm"}
     assert choose_engines(None) == list(ENGINES)

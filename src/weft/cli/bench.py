@@ -323,6 +323,22 @@ def bench_kernels(
     run(threads=threads, json=json)
 
 
+@bench_app.command("drafts")
+def bench_drafts(
+    model: Annotated[str, typer.Option("--model", "-m", help="What is asked.")] = "default",
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="How often everything is asked.")] = 2,
+    json: AsJson = False,
+) -> None:
+    """Time one stream with and without drafts.
+
+    By what is asked, on this machine; answers are compared. Exit code 1: one was another with drafts.
+    """
+    from weft.bench.drafts import main as run
+
+    if not run(model, rounds, json):
+        raise typer.Exit(1)
+
+
 @bench_app.command("gpu")
 def bench_gpu(
     shape: Annotated[

@@ -313,7 +313,7 @@ def serve(
     store_bits: StoreBits = None,
     drafts: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Tokens guessed and checked in a step; 0: none; default: 11."),
+        typer.Option(metavar="N", help="Tokens guessed in a step; 0: none; default: 11."),
     ] = None,
     device: Annotated[
         str | None, typer.Option(metavar="auto|cpu|cuda", help="Default: a card, where there is one.")
@@ -333,8 +333,7 @@ def serve(
     MODEL is 'default' (SmolLM2-135M-Instruct), 'hf:owner/name', or a path to a GGUF file or a folder with safetensors.
     To try it in a browser open /docs.
 
-    A flag counts before a variable (WEFT_SERVE_ and the name of the setting; WEFT_API_KEY for keys), a variable before
-    the file.
+    Flags come before variables (WEFT_SERVE_..., WEFT_API_KEY) and the file.
 
     SIGTERM and Ctrl-C let what is under way end; once more quits at once.
     """

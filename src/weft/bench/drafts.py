@@ -1,0 +1,153 @@
+"""`weft bench drafts`: what checking guessed tokens gives one stream, by the kind of what is asked, and whether answers stay
+the same.
+
+Two engines of the same model take turns at every question, one of them without drafts, since a machine that others use too is
+not the same from one minute to the next. Only the time after the first token counts: prompts have no drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table
+from weft.llm import LLM
+from weft.request import GenerationResult, SamplingParams
+
+TEMPERATURES = (0.0, 0.8)
+ROUNDS = 2
+MAX_TOKENS = 160
+
+_CODE = """\
+def area(shape):
+    if shape.kind == "circle":
+        return 3.14159 * shape.radius ** 2
+    if shape.kind == "square":
+        return shape.side ** 2
+    if shape.kind == "rectangle":
+        return shape.width * shape.height
+    raise ValueError(shape.kind)
+"""
+_TEXT = (
+    "The harbour was quiet that morning. Fishing boats lay side by side along the wall, and gulls walked on the nets that had "
+    "been hung up to dry. Old Martin sat on a box in front of the ice house and mended what the crabs had torn. He had done "
+    "that every day for thirty years, and he did not look up when the ferry came in."
+)
+
+QUESTIONS = {
+    "short questions": (
+        "What is the capital of Japan?",
+        "Why is the sky blue?",
+        "How do plants make food?",
+        "Who wrote Hamlet?",
+        "What is a black hole?",
+        "How does a bicycle stay upright?",
+    ),
+    "free writing": (
+        "Write a short story about a lighthouse keeper.",
+        "Write a letter to a friend about a trip to the mountains.",
+        "Explain how to bake bread to a child.",
+        "Describe a city of the future.",
+    ),
+    "lists and tables": (
+        "List the numbers from 1 to 40 in words.",
+        "Write a table of countries and their capitals in Markdown with 12 rows.",
+        "Write ten JSON objects with name, age and city.",
+    ),
+    "code": (
+        f"Rename the function area to compute_area and give back the whole code:\n{_CODE}",
+        f"Add type hints to this code and print all of it:\n{_CODE}",
+        "Write a Python class for a bank account with deposit, withdraw and balance.",
+    ),
+    "text at hand": (
+        f"Correct the spelling of this text and repeat it:\n{_TEXT}",
+        f"Repeat this text in capital letters:\n{_TEXT}",
+        f"Summarise this text in three sentences:\n{_TEXT}",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One kind of question at one temperature."""
+
+    kind: str
+    temperature: float
+    tokens: int
+    """After the first of each answer."""
+    seconds_without: float
+    seconds_with: float
+    drafted: int
+    accepted: int
+    is_same: bool
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds_without / self.seconds_with
+
+
+def main(model: str = "default", rounds: int = ROUNDS, json: bool = False) -> bool:
+    """Prints what was measured. False: an answer was another with drafts."""
+    with LLM(model) as bold, LLM(model, max_draft_tokens=0) as plain:
+        gains = [
+            measure(bold, plain, kind, questions, temperature, rounds)
+            for temperature in TEMPERATURES
+            for kind, questions in QUESTIONS.items()
+        ]
+    is_same = all(gain.is_same for gain in gains)
+    check = Check(
+        "answers with drafts", "the same" if is_same else "some are others", "token for token", is_same
+    )
+    if json:
+        print_json({"machine": machine(), "gains": gains, "checks": [check]})
+        return is_same
+    print_table(
+        f"One stream without and with drafts, tokens/s after the first ({rounds} rounds)",
+        ("what is asked", "temperature", "tokens", "without", "with", "ratio", "drafts a token", "right"),
+        [_row(gain) for gain in gains],
+    )
+    print_checks([check])
+    print_line(machine())
+    return is_same
+
+
+def measure(
+    bold: LLM, plain: LLM, kind: str, questions: tuple[str, ...], temperature: float, rounds: int
+) -> Gain:
+    """Asks everything of both, in turn, whoever was second first the next time."""
+    stats = bold.engine.scheduler.stats
+    drafted, accepted = stats.tokens_drafted, stats.drafts_accepted
+    seconds = {bold: 0.0, plain: 0.0}
+    tokens, is_same = 0, True
+    for number in range(rounds):
+        for question in questions:
+            answers: dict[LLM, GenerationResult] = {}
+            for llm in (bold, plain) if number % 2 else (plain, bold):
+                params = SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=number)
+                answers[llm] = llm.chat([{"role": "user", "content": question}], params)
+                seconds[llm] += answers[llm].decode_time
+            tokens += answers[bold].decode_steps
+            is_same = is_same and answers[bold].tokens == answers[plain].tokens
+    return Gain(
+        kind,
+        temperature,
+        tokens,
+        seconds[plain],
+        seconds[bold],
+        stats.tokens_drafted - drafted,
+        stats.drafts_accepted - accepted,
+        is_same,
+    )
+
+
+def _row(gain: Gain) -> tuple[Any, ...]:
+    return (
+        gain.kind,
+        f"{gain.temperature:g}",
+        f"{gain.tokens:,}",
+        f"{gain.tokens / gain.seconds_without:.0f}",
+        f"{gain.tokens / gain.seconds_with:.0f}",
+        f"{gain.ratio:.2f}",
+        f"{gain.drafted / max(1, gain.tokens):.2f}",
+        f"{gain.accepted / max(1, gain.drafted):.0%}",
+    )
