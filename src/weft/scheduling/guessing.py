@@ -92,7 +92,8 @@ class Speculation:
 
     Let n sequences run, and let a step cost as much beside its rows as `fixed` rows do. A token that was guessed right saves its
     share of a later step, (fixed + n) / n rows, and costs one row whether it is right or not: it is worth that if its chance
-    is above n / (fixed + n). One sequence alone guesses boldly; where many run, only who repeats itself surely does.
+    is above n / (fixed + n). One sequence alone guesses boldly; where many run, only who repeats itself surely does. Beside
+    prompts nobody does: they fill a step by themselves, and somebody waits for their first token.
     """
 
     def __init__(self, config: SchedulerConfig, info: BackendInfo) -> None:
@@ -106,20 +107,21 @@ class Speculation:
         if self._most and sequence.request.params.grammar is None:
             sequence.guesser = Guesser(sequence.tokens)
 
-    def add_drafts(self, draft: Draft, kv_cache: KvCacheManager) -> None:
-        """Lets decodes go on with what they are guessed to say, in whatever room is left. Nobody gives way for it."""
+    def add_drafts(self, draft: Draft, kv_cache: KvCacheManager, room: int) -> None:
+        """Lets decodes go on with what they are guessed to say, while there is room for so many tokens in the step. Nobody gives
+        way for it."""
         num_running = len(draft.decodes)
-        for sequence in draft.decodes if self._most else ():
+        for sequence in draft.decodes if self._most and not draft.prefills else ():
             guesser = sequence.guesser
             if guesser is None or sequence.target > len(sequence.tokens):
                 continue  # its last token is being sampled
             count = min(
                 len(self._chances(guesser, num_running)),
                 sequence.limit - sequence.target - 1,
-                draft.budget.tokens,
+                room,
             )
             if count > 0 and (count := self._take_blocks(draft, kv_cache, sequence, count)) > 0:
-                draft.budget.tokens -= count
+                room -= count
                 draft.drafts[sequence] = guesser.guesses(count)
 
     def _take_blocks(self, draft: Draft, kv_cache: KvCacheManager, sequence: Sequence, count: int) -> int:
@@ -140,18 +142,17 @@ class Speculation:
 
     def is_worth_waiting(self, running: list[Sequence]) -> bool:
         """Whether to let the step in flight end before another is planned, since guesses need its tokens."""
-        if not self._most:
+        if not self._most or any(s.phase is not Phase.DECODE for s in running):
             return False
-        decoding = [s for s in running if s.phase is Phase.DECODE]
         saved = 0.0
-        for sequence in decoding:
+        for sequence in running:
             if sequence.guesser is not None:
-                chances = self._chances(sequence.guesser, len(decoding))
-                saved += sum(chances) * (self._fixed + len(decoding)) / len(decoding) - len(chances)
+                chances = self._chances(sequence.guesser, len(running))
+                saved += sum(chances) * (self._fixed + len(running)) / len(running) - len(chances)
         return saved > GAP_ROWS
 
     def _chances(self, guesser: Guesser, num_running: int) -> list[float]:
-        """Of each guess worth checking beside so many others, that it and all before it are right."""
+        """Of each guess worth checking where so many run, that it and all before it are right."""
         if not guesser.has_guess:
             return []
         lowest = num_running / (self._fixed + num_running)

@@ -52,7 +52,7 @@ class Planner:
                 self._plan_mixed(draft, self._roster.running, may_admit=True)
             if draft.decodes or draft.prefills or len(draft.preempted) == num_victims:
                 break
-        self.speculation.add_drafts(draft, self._roster.kv_cache)
+        self.speculation.add_drafts(draft, self._roster.kv_cache, self._room_for_drafts(draft))
 
     def plan_only(self, draft: Draft, sequences: list[Sequence]) -> None:
         """Plans a step over these alone."""
@@ -197,6 +197,16 @@ class Planner:
             # one that is above somebody does not: it may push that one out instead.
             turn = max(turn, len(self._roster.running))
         return step - max(sequence.last_step, sequence.admitted_step - 1) <= turn
+
+    def _room_for_drafts(self, draft: Draft) -> int:
+        """Tokens that may come into the step beside its decodes. ADAPTIVE: within the time that a step may take."""
+        room, model = draft.budget.tokens, self._cost_model
+        if self._config.policy is PriorityPolicy.ADAPTIVE and model.is_ready:
+            context = sum(s.scheduled for s in draft.decodes)
+            longest = max((s.scheduled for s in draft.decodes), default=0)
+            target = self._config.target_inter_token_latency
+            room = min(room, model.affordable_tokens(len(draft.decodes), context, target, longest))
+        return room
 
     # ------------------------------------------------------------------ prompts under way
 

@@ -10,7 +10,8 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice, pairwise, repeat
+from itertools import islice, pairwise, repeat, takewhile
+from operator import eq
 
 from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig
@@ -340,23 +341,20 @@ class ContinuousBatchScheduler:
         sampled = plan.num_decodes
         for entry, drafts in enumerate(plan.drafts, plan.num_decodes):
             sequence, start = flight.sequences[entry], plan.starts[entry]
-            logprobs = (
-                None if result.logprobs is None else result.logprobs[sampled : sampled + 1 + len(drafts)]
-            )
-            num_taken = 0
-            for token in result.tokens[sampled : sampled + 1 + len(drafts)]:
-                num_taken += 1
-                self._commit(sequence, plan.step, start + num_taken)
-                logprob = None if logprobs is None else logprobs[num_taken - 1]
-                self._take_token(sequence, token, logprob, now)
-                is_right = num_taken <= len(drafts) and token == drafts[num_taken - 1]
-                if sequence.finish_reason is not None or not is_right:
+            tokens = result.tokens[sampled : sampled + 1 + len(drafts)]
+            num_right = sum(takewhile(bool, map(eq, drafts, tokens)))
+            gap = (now - sequence.last_token_at) / (1 + num_right)
+            for index, token in enumerate(tokens[: 1 + num_right]):
+                self._commit(sequence, plan.step, start + index + 1)
+                logprob = None if result.logprobs is None else result.logprobs[sampled + index]
+                self._take_token(sequence, token, logprob, now, gap)
+                if sequence.finish_reason is not None:
                     break
-            if sequence.finish_reason is None:
+            else:
                 sequence.scheduled, sequence.target = sequence.computed, len(sequence.tokens)
                 _learn(sequence)
             self.stats.tokens_drafted += len(drafts)
-            self.stats.drafts_accepted += num_taken - 1
+            self.stats.drafts_accepted += num_right
             sampled += 1 + len(drafts)
 
     def _commit_prefills(self, flight: Flight, result: StepResult, now: float) -> None:
@@ -381,8 +379,16 @@ class ContinuousBatchScheduler:
             if request_id in self.sequences:
                 self.sequences[request_id].prompt_logprobs.update(enumerate(logprobs, first))
 
-    def _take_token(self, sequence: Sequence, token: int, logprob: TokenLogprobs | None, now: float) -> None:
-        """Appends a sampled token, tells it, and ends the request where it is the last one."""
+    def _take_token(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprob: TokenLogprobs | None,
+        now: float,
+        gap: float | None = None,
+    ) -> None:
+        """Appends a sampled token, tells it, and ends the request where it is the last one. `gap`: its share of the time since
+        the token before, where several come together."""
         if sequence.finish_reason is not None:
             return  # it ended while the step was in flight: the token is discarded
         sequence.tokens.append(token)
@@ -390,7 +396,7 @@ class ContinuousBatchScheduler:
         if logprob is not None:
             sequence.logprobs.append(logprob)
         if sequence.first_token_at is not None:
-            self._count_gaps(now - sequence.last_token_at, 1)
+            self._count_gaps(now - sequence.last_token_at if gap is None else gap, 1)
         else:
             sequence.first_token_at = now
             target = sequence.request.ttft_target
