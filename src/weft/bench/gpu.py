@@ -90,6 +90,7 @@ class Options:
             max_prefill_tokens=self.step_tokens,
             max_chunk_tokens=self.step_tokens,
             prefix_caching=False,
+            max_draft_tokens=0,  # random weights go round in circles, which would be guessed
         )
 
 

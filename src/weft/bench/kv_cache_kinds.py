@@ -87,5 +87,6 @@ def engine_config(pool: KvCachePoolConfig, sequences: int) -> ServingEngineConfi
         max_tokens_per_step=STEP_TOKENS + sequences,
         max_prefill_tokens=STEP_TOKENS,
         max_chunk_tokens=STEP_TOKENS,
+        max_draft_tokens=0,  # all get on by one token a step
     )
     return ServingEngineConfig(scheduler=scheduler, cache=pool)
