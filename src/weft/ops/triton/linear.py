@@ -85,15 +85,15 @@ def _products(
     products, squares = _of_no_token(), _of_no_token()
     if NORM:
         factors = tl.load(norm_weight + place, mask=place < INPUTS, other=0.0).to(tl.float32)
-    else:
-        # Every thread reads the inputs that it multiplies: nothing is made of them first that could be shared.
+    elif TOKENS > 1:
+        # Every thread reads the inputs that it multiplies: to share out those of several tokens takes longer.
         place = tl.broadcast_to(place[None, :], weights.shape)
     for token in tl.static_range(TOKENS):
-        source = input + tl.minimum(token, last_token) * input_stride
+        source = input if token == 0 else input + tl.minimum(token, last_token) * input_stride
         values = tl.load(source + place, mask=place < INPUTS, other=0.0).to(tl.float32)
         if NORM:
             squares += (values * values,)
-            values = (values * factors)[None, :]
+            values *= factors
         products += (weights * values,)
     return products, squares
 

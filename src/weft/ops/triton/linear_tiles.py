@@ -52,9 +52,12 @@ def gemv_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | 
     if tokens > 1:
         return _few_tokens_tile(tokens, outputs, inputs, has_norm)
     if inputs <= 1024:
-        tile = Tile(1, 8, 512, 4) if outputs > 4096 else Tile(1, 8, 1024, 8)
+        if outputs <= 4096:
+            tile = Tile(1, 8, 1024, 8)
+        else:
+            tile = Tile(1, 8, 512, 4) if outputs > _MANY_OUTPUTS else Tile(1, 4, 512, 2)
     elif inputs == 2048:
-        tile = Tile(1, 4, 2048, 8)
+        tile = Tile(1, 4, 2048, 8) if has_norm or outputs > 2048 else Tile(1, 8, 1024, 8)
     elif has_norm:
         tile = Tile(1, 2, 4096, 4) if outputs > 8192 else Tile(1, 2, 1024, 4, release=0)
     elif inputs > 8192:
@@ -72,12 +75,12 @@ def _few_tokens_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> 
     if tokens > 4 or outputs * inputs > _SMALL_WEIGHT or (has_norm and tokens > 2):
         return None
     if has_norm:
-        tile = Tile(2, 4, 512, 2, ahead=inputs, release=0)
-    elif tokens == 2:
-        tile = Tile(2, 4, 1024, 8)
+        tile = Tile(2, 4, 512, 2, release=0)
+    elif inputs <= 2048:
+        tile = Tile(2, 8, 1024, 8)
     else:
-        tile = Tile(4, 8, 1024, 8, ahead=inputs)
-    return _fitted(tile, inputs, 256)
+        tile = Tile(2, 4, 1024, 4) if tokens == 2 else Tile(4, 2, 1024, 2)
+    return _fitted(replace(tile, tokens=power_of_two(tokens), ahead=inputs), inputs, 256)
 
 
 @cache
