@@ -96,9 +96,14 @@ compile_and_launch = JITFunction.run
 def run_and_look(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
     kernel = compile_and_launch(self, *args, grid=grid, warmup=warmup, **options)
     compiled[kernel.hash] = kernel.metadata.shared
-    name = self.fn.__name__
-    waits = "griddepcontrol.wait" in kernel.asm["ptx"]
-    assert waits or "DEPENDENT" not in self.arg_names, f"{name} does not wait for the kernel in front"
+    name, code = self.fn.__name__, kernel.asm["ptx"]
+    if "DEPENDENT" in self.arg_names:
+        waits, lets = code.find("griddepcontrol.wait"), code.find("griddepcontrol.launch_dependents")
+        assert waits >= 0, f"{name} does not wait for the kernel in front"
+        assert lets >= 0, f"{name} never lets the kernel behind it begin"
+        assert waits < lets or name == "_rms_norm", (
+            f"{name} lets the kernel behind it begin before it has waited"
+        )
     return kernel
 
 

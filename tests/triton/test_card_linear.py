@@ -13,15 +13,15 @@ from weft.ops.reference import Linear as ReferenceLinear
 from weft.ops.reference import ReferenceOps
 from weft.ops.triton.device import Device
 from weft.ops.triton.linear import Product
-from weft.ops.triton.linear_tiles import Tile, gemv_tile, skinny_tile
+from weft.ops.triton.linear_tiles import MOST_SKINNY, Tile, gemv_tile, skinny_tile
 from weft.ops.triton.weights import Linear, interleave_halves
 
 REFERENCE = ReferenceOps()
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 3e-2}
 EPSILON = 1e-3
 
-# 1: one row at a time; 3 and 16: a tile, the second one full; 33 and 70: tiles, or cuBLAS
-TOKENS = [1, 3, 16, 33, 70]
+# 1, 2 and 3: without tensor cores, the last one padded; 5 and 16: a tile, the second one full; 33 and 70: tiles, or cuBLAS
+TOKENS = [1, 2, 3, 5, 16, 33, 70]
 
 # Tiles that do not fit into the sizes, and sizes that tiles fit into.
 SIZES = [(40, 72), (64, 128)]
@@ -133,6 +133,7 @@ def test_a_product_in_bfloat16(tokens: int, device: Device) -> None:
         Tile(16, 32, 64, 8, 1),
         Tile(8, 32, 64, 4, 2, ahead=32),
         Tile(16, 16, 64, 4, 2, together=2),
+        Tile(16, 16, 32, 4, 2, release=2),
     ],
 )
 def test_a_tile_may_have_any_size(tile: Tile, norm_inside: bool, early: bool, device: Device) -> None:
@@ -143,7 +144,7 @@ def test_a_tile_may_have_any_size(tile: Tile, norm_inside: bool, early: bool, de
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 32, 33, 64, 65, 256])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 16, 17, 32, 33, 64, 65, 256])
 def test_tiles_of_every_shape_fit_a_multiprocessor(tokens: int, has_norm: bool) -> None:
     shapes = [
         (151936, 1024),
@@ -155,18 +156,34 @@ def test_tiles_of_every_shape_fit_a_multiprocessor(tokens: int, has_norm: bool) 
         (24, 40),
     ]
     for outputs, inputs in shapes:
-        assert gemv_tile(outputs, inputs, has_norm).inputs < 2 * inputs
-        if (tile := skinny_tile(tokens, outputs, inputs, has_norm)) is not None:
+        if (tile := gemv_tile(tokens, outputs, inputs, has_norm)) is not None:
+            assert tokens <= tile.tokens <= 4
+            assert tile.inputs < 2 * inputs
+        if tokens <= MOST_SKINNY and (tile := skinny_tile(tokens, outputs, inputs, has_norm)) is not None:
             assert tile.tokens >= tokens
             assert 16 <= tile.inputs < 2 * max(inputs, 16)
             assert (tile.outputs + tile.tokens) * tile.inputs * 2 * tile.stages < 200 << 10
 
 
-@pytest.mark.parametrize("tile", [Tile(1, 2, 128, 4), Tile(1, 8, 32, 4, ahead=64)])
-def test_one_row_may_be_taken_in_pieces_of_any_size(tile: Tile, device: Device) -> None:
-    case = Case(1, 36, 128, device, norm=True, gate="silu_mul")
-    case.product.run_gemv(case.input, case.output, tile)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize(
+    "tile", [Tile(1, 2, 128, 4), Tile(1, 8, 32, 4, ahead=64), Tile(1, 4, 64, 8, release=0)]
+)
+def test_a_row_or_a_few_may_be_taken_in_pieces_of_any_size(
+    tile: Tile, tokens: int, norm: bool, device: Device
+) -> None:
+    case = Case(tokens, 36, 128, device, norm=norm, gate="silu_mul")
+    case.product.run_gemv(case.input, case.output, replace(tile, tokens=tokens))
     case.check()
+
+
+def test_what_stands_behind_the_last_of_a_few_rows_is_left_alone(device: Device) -> None:
+    case = Case(4, 36, 128, device, bias=True, added=True)
+    before = case.output[3].clone()
+    case.product.run_gemv(case.input[:3], case.output[:3], Tile(4, 4, 64, 4))
+    assert torch.equal(case.output[3], before)
+    assert not torch.equal(case.output[2], before)
 
 
 def test_a_row_of_an_invariant_product_has_the_same_bits_in_any_company(device: Device) -> None:
@@ -181,7 +198,10 @@ def test_a_row_of_an_invariant_product_has_the_same_bits_in_any_company(device: 
 
 @pytest.mark.parametrize("inputs", [576, 896, 1536, 2560, 3072, 4096, 11008, 14336])
 def test_a_row_of_a_real_model_needs_no_masks(inputs: int) -> None:
-    tiles = [gemv_tile(4096, inputs, True), *(skinny_tile(tokens, 4096, inputs, False) for tokens in (8, 24))]
+    tiles = [
+        gemv_tile(1, 4096, inputs, True),
+        *(skinny_tile(tokens, 4096, inputs, False) for tokens in (8, 24)),
+    ]
     assert all(inputs % tile.inputs == 0 for tile in tiles[1:] if tile is not None)
     assert tiles[0] is not None and (inputs % tiles[0].inputs == 0 or inputs in (576, 896))
 

@@ -266,10 +266,32 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
 @triton.jit
 def let_next_begin(DEPENDENT: tl.constexpr):
     """The kernel behind this one may be loaded when every program has come here; what it reads of this one it still
-    waits for. Always after `wait_for_previous`: so a kernel that has begun knows that the one before the last is done,
-    and may read what that one wrote before it waits itself."""
+    waits for. After `wait_for_previous`: so a kernel that has begun knows that the one before the last is done, and may
+    read what that one wrote before it waits itself. Only a norm does it before, since what stands behind a norm reads
+    nothing but weights before it waits."""
     if DEPENDENT:
         gdc_launch_dependents()
+
+
+@triton.jit
+def let_next_begin_if(now, DEPENDENT: tl.constexpr):
+    """`let_next_begin` once `now` is true, in a loop that is pipelined: a branch would break that."""
+    if DEPENDENT:
+        tl.inline_asm_elementwise(
+            """
+            {
+                .reg .pred now;
+                setp.ne.u32 now, $1, 0;
+                @now griddepcontrol.launch_dependents;
+                mov.u32 $0, 0;
+            }
+            """,
+            "=r,r",
+            [now.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

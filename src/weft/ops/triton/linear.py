@@ -1,6 +1,6 @@
 """Products of rows with weights, with what stands before and behind them done on the way: norm, bias, gate, add.
 
-one row        `_gemv`: every program reads a few rows of the weight and sums in float32
+one row        `_gemv`: every program reads a few rows of the weight and sums in float32; for small weights up to four rows
 a few rows     `_tile`: a tile of the weight times all the rows, on tensor cores; weights are read once
 more           cuBLAS, with norm and gate as kernels of their own; for some shapes with few rows too: see `linear_tiles`
 
@@ -22,7 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton import rows
-from weft.ops.triton.device import Device, dot, fetch_rows, let_next_begin, pieces, wait_for_previous
+from weft.ops.triton.device import (
+    Device,
+    dot,
+    fetch_rows,
+    let_next_begin,
+    let_next_begin_if,
+    pieces,
+    wait_for_previous,
+)
 from weft.ops.triton.linear_tiles import MOST_SKINNY, Tile, gemv_tile, invariant_tile, skinny_tile
 from weft.ops.triton.rows import GATE_CODES, GateKind, gated
 from weft.ops.triton.weights import Linear
@@ -56,16 +64,64 @@ def _fetch_ahead(
 
 
 @triton.jit
+def _of_no_token():
+    """What is computed for each of a few tokens is a tuple: this one grows by a value for each."""
+    return ()
+
+
+@triton.jit
+def _products(
+    weights,
+    input,
+    input_stride,
+    last_token,
+    norm_weight,
+    place,
+    INPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """For every token, weights [outputs, inputs] times its inputs at these places; with a norm, the inputs' squares too."""
+    products, squares = _of_no_token(), _of_no_token()
+    if NORM:
+        factors = tl.load(norm_weight + place, mask=place < INPUTS, other=0.0).to(tl.float32)
+    elif TOKENS > 1:
+        # Every thread reads the inputs that it multiplies: to share out those of several tokens takes longer.
+        place = tl.broadcast_to(place[None, :], weights.shape)
+    for token in tl.static_range(TOKENS):
+        source = input if token == 0 else input + tl.minimum(token, last_token) * input_stride
+        values = tl.load(source + place, mask=place < INPUTS, other=0.0).to(tl.float32)
+        if NORM:
+            squares += (values * values,)
+            values *= factors
+        products += (weights * values,)
+    return products, squares
+
+
+@triton.jit
+def _summed(left, right):
+    """Of every token."""
+    sums = _of_no_token()
+    for index in tl.static_range(len(left)):
+        sums += (left[index] + right[index],)
+    return sums
+
+
+@triton.jit(do_not_specialize=["last_token"])
 def _gemv(
     input,
     norm_weight,
     weight,
     bias,
     output,
+    last_token,
     outputs,
     epsilon,
     scale,
+    input_stride,
+    output_stride,
     INPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     EVEN: tl.constexpr,
@@ -74,8 +130,10 @@ def _gemv(
     BIAS: tl.constexpr,
     ADDED: tl.constexpr,
     AHEAD: tl.constexpr,
+    RELEASE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Tokens behind the last one are computed as that one again, and not stored."""
     program = tl.program_id(0)
     row = program * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, STEP)
@@ -84,35 +142,43 @@ def _gemv(
     weights = _load(places, is_row & (column[None, :] < INPUTS), EVEN).to(tl.float32)
     _fetch_ahead(weight, program * ROWS, outputs, INPUTS, ROWS, STEP, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
-    let_next_begin(DEPENDENT)
+    if RELEASE < 0:
+        let_next_begin(DEPENDENT)
+    before = _of_no_token()
     if ADDED:
-        before = tl.load(output + row, mask=row < outputs, other=0.0).to(tl.float32)
-    values = tl.load(input + column, mask=column < INPUTS, other=0.0).to(tl.float32)
-    squares = values * values
-    if NORM:
-        values *= tl.load(norm_weight + column, mask=column < INPUTS, other=0.0).to(tl.float32)
-    products = weights * values[None, :]
+        for token in tl.static_range(TOKENS):
+            there = (row < outputs) & (token <= last_token)
+            before += (tl.load(output + token * output_stride + row, mask=there, other=0.0),)
+    products, squares = _products(
+        weights, input, input_stride, last_token, norm_weight, column, INPUTS, TOKENS, NORM
+    )
     for start in range(STEP, INPUTS, STEP):
         place = start + column
         weights = _load(places + start, is_row & (place[None, :] < INPUTS), EVEN).to(tl.float32)
-        values = tl.load(input + place, mask=place < INPUTS, other=0.0).to(tl.float32)
+        more, more_squares = _products(
+            weights, input, input_stride, last_token, norm_weight, place, INPUTS, TOKENS, NORM
+        )
+        products = _summed(products, more)
+        squares = _summed(squares, more_squares)
+    if RELEASE >= 0:
+        let_next_begin(DEPENDENT)
+    for token in tl.static_range(TOKENS):
+        sums = tl.sum(products[token], 1)
         if NORM:
-            squares += values * values
-            values *= tl.load(norm_weight + place, mask=place < INPUTS, other=0.0).to(tl.float32)
-        products += weights * values[None, :]
-    sums = tl.sum(products, 1)
-    if NORM:
-        sums *= tl.rsqrt(tl.sum(squares, 0) / INPUTS + epsilon)
-    if BIAS:
-        sums += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)
-    if GATE:
-        gate, up = tl.split(tl.reshape(sums, (ROWS // 2, 2)))
-        pair = program * (ROWS // 2) + tl.arange(0, ROWS // 2)
-        tl.store(output + pair, gated(gate, up, GATE).to(output.dtype.element_ty), mask=pair < outputs // 2)
-    else:
-        if ADDED:
-            sums = before + sums * scale
-        tl.store(output + row, sums.to(output.dtype.element_ty), mask=row < outputs)
+            sums *= tl.rsqrt(tl.sum(squares[token], 0) / INPUTS + epsilon)
+        if BIAS:
+            sums += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)
+        row_out = output + token * output_stride
+        if GATE:
+            gate, up = tl.split(tl.reshape(sums, (ROWS // 2, 2)))
+            pair = program * (ROWS // 2) + tl.arange(0, ROWS // 2)
+            there = (pair < outputs // 2) & (token <= last_token)
+            tl.store(row_out + pair, gated(gate, up, GATE).to(output.dtype.element_ty), mask=there)
+        else:
+            if ADDED:
+                sums = before[token].to(tl.float32) + sums * scale
+            there = (row < outputs) & (token <= last_token)
+            tl.store(row_out + row, sums.to(output.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -151,6 +217,7 @@ def _tile(
     ADDED: tl.constexpr,
     EARLY: tl.constexpr,
     AHEAD: tl.constexpr,
+    RELEASE: tl.constexpr,
     TOGETHER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -175,12 +242,15 @@ def _tile(
         early = _load(places, is_row & (column[None, :] < INPUTS), EVEN)
     _fetch_ahead(weight, program * ROWS, outputs, INPUTS, ROWS, FIRST, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
-    let_next_begin(DEPENDENT)
+    if RELEASE < 0:
+        let_next_begin(DEPENDENT)
     rows_out = output + token[None, :].to(tl.int64) * output_stride
     if ADDED:
         before = tl.load(rows_out + row[:, None], mask=is_row & is_token, other=0.0)
     for start in tl.range(FIRST, INPUTS, STEP, num_stages=STAGES):
         place = start + column
+        if RELEASE > 0:
+            let_next_begin_if(start >= INPUTS - RELEASE * STEP, DEPENDENT)
         weights = _load(places + start, is_row & (place[None, :] < INPUTS), EVEN)
         if EVEN:
             values = tl.load(inputs + start, mask=is_token, other=0.0)
@@ -188,6 +258,8 @@ def _tile(
             values = tl.load(inputs + start, mask=is_token & (place[:, None] < INPUTS), other=0.0)
         values, squares = _factored(values, squares, norm_weight, place, NORM, INPUTS)
         sums = dot(weights, values, sums)
+    if RELEASE >= 0:
+        let_next_begin(DEPENDENT)
     if EARLY:
         values = tl.load(inputs, mask=is_token & (column[:, None] < INPUTS), other=0.0)
         values, squares = _factored(values, squares, norm_weight, column, NORM, INPUTS)
@@ -245,21 +317,16 @@ class Product:
     ) -> None:
         """`normed` and `ungated` take what a norm and a gate need in between where they are kernels of their own; `padded`
         are the same four with the rows behind them that `padded_rows` says, whatever these hold."""
-        tokens, layer, has_norm = input.shape[0], self.layer, self.norm is not None
-        if tokens == 1 and not self.invariant:
-            self.run_gemv(input, output, gemv_tile(layer.outputs, layer.inputs, has_norm))
-        elif (tile := self._tile(tokens)) is not None:
+        tokens, layer, has_norm = len(input), self.layer, self.norm is not None
+        sizes = (tokens, layer.outputs, layer.inputs)
+        if self.invariant:
+            self.run_tile(input, output, invariant_tile(*sizes, layer.weight.dtype), normed)
+        elif tokens <= MOST_SKINNY and (tile := gemv_tile(*sizes, has_norm)) is not None:
+            self.run_gemv(input, output, tile)
+        elif tokens <= MOST_SKINNY and (tile := skinny_tile(*sizes, has_norm)) is not None:
             self.run_tile(input, output, tile, normed)
         else:
             self.run_apart(input, output, normed, ungated, padded)
-
-    def _tile(self, tokens: int) -> Tile | None:
-        """None: by cuBLAS."""
-        layer, has_norm = self.layer, self.norm is not None
-        sizes = (tokens, layer.outputs, layer.inputs)
-        if self.invariant:
-            return invariant_tile(*sizes, layer.weight.dtype)
-        return skinny_tile(*sizes, has_norm) if tokens <= MOST_SKINNY else None
 
     @cached_property
     def _kind(self) -> tuple[object, ...]:
@@ -274,16 +341,18 @@ class Product:
         return self.layer.weight.T
 
     def run_gemv(self, input: Tensor, output: Tensor, tile: Tile) -> None:
-        layer = self.layer
+        layer, last_token = self.layer, len(input) - 1
         weight, epsilon = (layer.weight, 0.0) if self.norm is None else self.norm
         bias = layer.weight if layer.bias is None else layer.bias
+        sizes = (last_token, layer.outputs, epsilon, self.scale, input.stride(0), output.stride(0))
         self.device.launch(
             _gemv,
             (pieces(layer.outputs, tile.outputs), 1, 1),
-            (input, weight, layer.weight, bias, output, layer.outputs, epsilon, self.scale),
-            (self._kind, tile, output.dtype, input.data_ptr() % 16),
+            (input, weight, layer.weight, bias, output, *sizes),
+            (self._kind, tile, output.dtype, sizes[-2:], input.data_ptr() % 16),
             lambda: {
                 "INPUTS": layer.inputs,
+                "TOKENS": tile.tokens,
                 "ROWS": tile.outputs,
                 "STEP": tile.inputs,
                 "EVEN": layer.outputs % tile.outputs == 0 and layer.inputs % tile.inputs == 0,
@@ -292,6 +361,7 @@ class Product:
                 "BIAS": layer.bias is not None,
                 "ADDED": self.added,
                 "AHEAD": tile.ahead,
+                "RELEASE": tile.release,
                 "num_warps": tile.warps,
             },
         )
@@ -372,6 +442,7 @@ class Product:
                 "ADDED": self.added,
                 "EARLY": tile.early,
                 "AHEAD": tile.ahead,
+                "RELEASE": tile.release,
                 "TOGETHER": tile.together,
                 "num_warps": tile.warps,
             },

@@ -14,7 +14,9 @@ import torch
 from weft.ops.triton.device import INTERPRETED, pieces, power_of_two
 
 MOST_SKINNY = 64
+"""More tokens are multiplied by cuBLAS."""
 _MANY_OUTPUTS = 32768
+_SMALL_WEIGHT = 4 << 20
 _LARGE_WEIGHT = 64 << 20
 _MANY_TILES = 200
 """More than there are multiprocessors."""
@@ -33,6 +35,9 @@ class Tile:
     """Whether a first piece of the weights is asked for before the kernel in front has ended."""
     ahead: int = 0
     """So many inputs of every output's weights, behind that first piece, are fetched into the card's cache at that time."""
+    release: int = -1
+    """When the kernel behind may begin: so many pieces before this one's end; -1: at once. What that one asks for ahead
+    then comes while this one ends and memory is idle, not while it needs all of it."""
     together: int = 1
     """So many tiles of tokens take a tile of weights in turn while the cache has it."""
     norm_inside: bool = True
@@ -40,39 +45,63 @@ class Tile:
 
 
 @cache
-def gemv_tile(outputs: int, inputs: int, has_norm: bool) -> Tile:
-    """8 KiB of weights in flight for every program, or whole rows where there are many. With a norm in front there is more to do for every piece
-    of a row, and programs with few rows hide it better."""
+def gemv_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
+    """The tile for one token; and for up to four where the weight is so small that what tensor cores need around them takes
+    longer than to multiply without them. 8 KiB of weights are in flight for every program, or whole rows where there are
+    many. With a norm in front there is more to do for every piece of a row, and programs with few rows hide it better."""
+    if tokens > 1:
+        return _few_tokens_tile(tokens, outputs, inputs, has_norm)
     if inputs <= 1024:
-        tile = Tile(1, 8, 512, 4) if outputs > 4096 else Tile(1, 8, 1024, 8)
+        if outputs <= 4096:
+            tile = Tile(1, 8, 1024, 8)
+        else:
+            tile = Tile(1, 8, 512, 4) if outputs > _MANY_OUTPUTS else Tile(1, 4, 512, 2)
     elif inputs == 2048:
-        tile = Tile(1, 4, 2048, 8)
+        tile = Tile(1, 4, 2048, 8) if has_norm or outputs > 2048 else Tile(1, 8, 1024, 8)
     elif has_norm:
-        tile = Tile(1, 2, 4096 if outputs > 8192 else 1024, 4)
-    elif outputs > _MANY_OUTPUTS or inputs > 8192:
+        tile = Tile(1, 2, 4096, 4) if outputs > 8192 else Tile(1, 2, 1024, 4, release=0)
+    elif inputs > 8192:
         tile = Tile(1, 2, 1024, 4)
+    elif outputs > _MANY_OUTPUTS:
+        tile = Tile(1, 2, 4096, 4)
+    elif outputs > 2048:
+        tile = Tile(1, 2, 1024, 4, release=0)
     else:
-        tile = Tile(1, 4, 1024, 8, ahead=inputs if outputs <= 2048 else 0)
+        tile = Tile(1, 4, 1024, 8, ahead=inputs)
     return _fitted(tile, inputs, 256)
+
+
+def _few_tokens_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
+    if tokens > 4 or outputs * inputs > _SMALL_WEIGHT or (has_norm and tokens > 2):
+        return None
+    if has_norm:
+        tile = Tile(2, 4, 512, 2, release=0)
+    elif inputs <= 2048:
+        tile = Tile(2, 8, 1024, 8)
+    else:
+        tile = Tile(2, 4, 1024, 4) if tokens == 2 else Tile(4, 2, 1024, 2)
+    return _fitted(replace(tile, tokens=power_of_two(tokens), ahead=inputs), inputs, 256)
 
 
 @cache
 def skinny_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
     """The tile for a few tokens, or None where cuBLAS is faster, norm and gate as kernels of their own included. Measured
-    with 8, 16, 32 and 64 tokens."""
+    with 2, 4, 8, 16, 32 and 64 tokens."""
     is_large = outputs * inputs > _LARGE_WEIGHT
     if tokens <= 16:
         few = 8 if tokens <= 8 else 16
         if has_norm:
             if is_large:
-                tile = Tile(16, 64, 128, 4, 4, early=False, norm_inside=False)
+                tile = Tile(16, 64, 128, 4, 4, early=False, ahead=256, release=2, norm_inside=False)
             else:
-                tile = Tile(16, 64, 256, 4, 4, early=False, ahead=512, norm_inside=inputs <= 2048)
+                tile = Tile(16, 64, 256, 4, 4, early=False, ahead=512, release=2, norm_inside=inputs <= 2048)
         elif outputs <= 2048:
-            tile = Tile(few, 64, 256, 4, 4) if inputs <= 2048 else Tile(few, 32, 512, 4, 3)
-            tile = replace(tile, early=False, ahead=inputs)
+            if inputs <= 2048:
+                tile = Tile(few, 64, 256, 4, 4, early=False, ahead=512, release=4)
+            else:
+                tile = Tile(few, 32, 512, 4, 3, early=False, ahead=inputs)
         elif outputs <= _MANY_OUTPUTS:
-            tile = Tile(few, 32, 512, 4, 4, early=False, ahead=512)
+            tile = Tile(few, 32, 512, 4, 4, early=False, ahead=512, release=2)
         else:
             tile = Tile(16, 64, 128, 4, 4, early=inputs > 1024)
         return _fitted(tile, inputs)
@@ -84,7 +113,7 @@ def skinny_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile 
         if outputs <= _MANY_OUTPUTS and inputs > 8192:
             return None
         return _fitted(Tile(32, 64, 128, 4, 4), inputs)
-    if tokens <= MOST_SKINNY and outputs > _MANY_OUTPUTS and is_large and not has_norm:
+    if outputs > _MANY_OUTPUTS and is_large and not has_norm:
         return Tile(64, 128, 64, 4, 4)
     return None
 

@@ -78,8 +78,10 @@ def _rms_norm(
     column = tl.arange(0, BLOCK)
     mask = column < columns
     factors = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    wait_for_previous(DEPENDENT)
+    # A norm takes no longer than the product behind it takes to begin and to ask for its first weights. That product reads
+    # nothing else before it waits, for this one and so for all in front of it: see `let_next_begin`.
     let_next_begin(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     source = row
     if SELECTED:
