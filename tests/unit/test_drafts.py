@@ -233,6 +233,7 @@ def test_a_stop_inside_drafts_that_were_right_ends_the_answer_and_nothing_behind
     script.run()
     assert any(99 in drafts for plan in script.plans for drafts in plan.drafts)
     assert script.told() == list(loop[: loop.index(99) + 1])
+    assert script.scheduler.stats.drafts_accepted == len(script.told()) - len(script.plans)
     assert script.results[0].finish_reason is (
         FinishReason.STOP if kind == "stop" else FinishReason.END_OF_SEQUENCE
     )
