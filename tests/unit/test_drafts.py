@@ -123,7 +123,9 @@ class Script:
         prompt_length = len(self.texts[request_id]) - len(self.answer(request_id))
         lengths = [output.sequence_length for output in outputs if output.token_id is not None]
         assert lengths == [prompt_length + 1 + index for index in range(len(tokens))]
-        assert [output.logprob for output in outputs if output.token_id is not None] == [-t / 8 for t in tokens]
+        assert [output.logprob for output in outputs if output.token_id is not None] == [
+            -t / 8 for t in tokens
+        ]
         assert [output.is_final for output in outputs] == [False] * (len(outputs) - 1) + [True]
         result = self.results[request_id]
         assert list(result.tokens) == tokens and result.logprobs is not None
@@ -164,9 +166,7 @@ def test_a_plan_tells_decodes_first_then_decodes_with_drafts_then_prompts_and_it
     assert [task.request_id for task in plan.prefill_tasks] == [third.request_id]
     batch = ScheduledBatch(plan)
     assert batch.batch_type is BatchType.MIXED
-    assert batch.stats == BatchStats(
-        sequences=3, tokens=17, prefill_tokens=4, decode_tokens=13, samples=13
-    )
+    assert batch.stats == BatchStats(sequences=3, tokens=17, prefill_tokens=4, decode_tokens=13, samples=13)
     tokens = list(batch.tokens)
     assert [token.position for token in tokens] == [
         lengths[0] - 1,
@@ -256,7 +256,9 @@ def test_max_tokens_is_exact(max_tokens: int) -> None:
     script.run()
     assert script.told() == list((LOOP * 4)[:max_tokens])
     assert script.results[0].finish_reason is FinishReason.LENGTH
-    ends = [start + count for plan in script.plans for start, count in zip(plan.starts, plan.counts, strict=True)]
+    ends = [
+        start + count for plan in script.plans for start, count in zip(plan.starts, plan.counts, strict=True)
+    ]
     assert max(ends) < sequence.limit, "nothing is computed that no token could be sampled behind"
 
 
@@ -359,7 +361,9 @@ def test_a_failed_step_with_drafts_is_rolled_back_and_tried_again_without_them()
     script.collect()
     assert (sequence.computed, list(sequence.tokens)) == before
     assert sequence.scheduled == sequence.computed and sequence.target == len(sequence.tokens)
-    assert sequence.allocation is not None and len(sequence.allocation.blocks) == 3, "no place for drafts is kept"
+    assert sequence.allocation is not None and len(sequence.allocation.blocks) == 3, (
+        "no place for drafts is kept"
+    )
     again = script.step()
     assert again.row_starts[0].tokens == (*LOOP, *LOOP, 1) and not again.drafts
     script.run()
@@ -438,4 +442,3 @@ def test_a_block_with_a_wrong_draft_in_it_is_not_found() -> None:
     script.add((*LOOP, *LOOP, 1, 2, 50, 51, 52, 53, 54, 55, 56, 57), (9,))
     script.run()
     assert script.results[2].cached_token_count == 16
-

@@ -84,8 +84,13 @@ class PlanWatch:
         for task in plan.decode_tasks[plan.num_decodes :]:
             sequence, name = scheduler.sequences[task.request_id], f"request {task.request_id}"
             end = task.position + 1 + len(task.drafts)
-            require(0 < len(task.drafts) <= scheduler.config.max_draft_tokens, f"{name} has too many drafts or none")
-            require(task.position + 1 == len(sequence.tokens), f"{name} has drafts behind a token nobody knows")
+            require(
+                0 < len(task.drafts) <= scheduler.config.max_draft_tokens,
+                f"{name} has too many drafts or none",
+            )
+            require(
+                task.position + 1 == len(sequence.tokens), f"{name} has drafts behind a token nobody knows"
+            )
             require(end < sequence.limit, f"{name} has drafts up to {end}, and ends at {sequence.limit}")
             require(sequence.request.params.grammar is None, f"{name} has drafts and a grammar")
 
