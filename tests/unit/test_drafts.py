@@ -330,12 +330,15 @@ def test_over_two_tiers_no_draft_completes_a_block() -> None:
 
 def test_no_step_is_planned_behind_one_with_drafts_and_one_may_be_behind_any_other() -> None:
     script = Script()
-    script.add(LOOP * 2, (*LOOP, 50, 51, 52, 53, 54))
+    sequence = script.add(LOOP * 2, (*LOOP, 50, 51, 52, 53, 54))
     first = script.plan()
     assert script.scheduler.may_plan_ahead, "of a prompt it is known how far it gets"
     script.apply(first)
     plan = script.plan()
     assert plan.drafts and not script.scheduler.may_plan_ahead
+    assert sequence.scheduled == 10 + plan.counts[0] and sequence.target == sequence.scheduled + 1, (
+        "if all are right"
+    )
     script.apply(plan)
 
 

@@ -91,6 +91,8 @@ def test_bytes_that_match_across_the_borders_of_tokens_are_no_match() -> None:
     ), "the case is none"
     assert not Guesser([*shifted, *pair]).has_guess
     assert Guesser([*pair, 9, *shifted, *pair]).guesses(1) == (9,)
+    # The zeros of the token behind the pair make three places that match, and the fourth is the right one.
+    assert Guesser([7, 0, 0, 1 << 24, 9, 0, 0]).guesses(1) == (1 << 24,)
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 1], [1, 2], [1, 2, 3], [1, 2, 1]])
