@@ -48,8 +48,9 @@ class RandomFaults:
         return "lost" if self._random.random() < 0.1 else None
 
 
-def record(path: Path, seed: int = 1, **options: Any) -> ServingEngine:
-    """A crowded run with arrivals, priorities, deadlines, cancels, preemption and faults, by a seed."""
+def record(path: Path, seed: int = 1, words: int = 50_000, **options: Any) -> ServingEngine:
+    """A crowded run with arrivals, priorities, deadlines, cancels, preemption and faults, by a seed. Of few `words` the
+    backend checks drafts, since they are often right."""
     source = random.Random(seed)
     clock = VirtualClock()
     config = ServingEngineConfig(
@@ -67,15 +68,19 @@ def record(path: Path, seed: int = 1, **options: Any) -> ServingEngine:
         log_path=str(path),
     )
     backend = NoopBackend(
-        random_source=random.Random(seed), faults=RandomFaults(seed), eos_token_ids=frozenset({3})
+        vocabulary_size=words,
+        random_source=random.Random(seed),
+        faults=RandomFaults(seed),
+        eos_token_ids=frozenset({3}) if words > 50 else frozenset(),
+        fixed_cost_rows=0.0 if words > 50 else 100.0,
     )
     engine = ServingEngine(backend, config, clock=clock, seed=seed)
     for turn in range(300):
         if turn < 200 and turn % 4 == 0:
             length = source.randrange(1, 30)
             wanted = InferenceRequest(
-                tuple(7 * position % 50 for position in range(length)),
-                SamplingParams(max_tokens=source.randrange(1, 24), logit_bias={4: 1.5}, stop=("x",)),
+                tuple(7 * position % min(words, 50) for position in range(length)),
+                SamplingParams(max_tokens=source.randrange(1, 24), logit_bias={1: 1.5}, stop=("x",)),
                 priority=Priority(source.randrange(4)),
                 deadline=source.choice([None, None, 3.0]),
                 ttft_target=source.choice([None, 0.5]),
@@ -123,6 +128,23 @@ def test_other_runs_replay_too(tmp_path: Path, seed: int, mode: PreemptionMode) 
         path, seed, preemption=mode, policy=list(PriorityPolicy)[seed % 4], prefer_pure_decode=seed == 3
     )
     assert replay(str(path)).requests == sum(engine._ended.values())
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_a_run_with_drafts_replays_and_a_log_with_other_drafts_is_refused(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "run.jsonl"
+    engine = record(path, seed, words=2)
+    stats = engine.stats()[0]
+    assert 0 < stats.drafts_accepted < stats.tokens_drafted and stats.steps_failed
+    report = replay(str(path))
+    assert report.requests == sum(engine._ended.values()) and report.steps >= stats.steps
+    lines = path.read_text().splitlines()
+    changed = next(n for n, line in enumerate(lines) if '"drafts": [[' in line)
+    event = json.loads(lines[changed])
+    event["plan"]["drafts"][0][0] ^= 1
+    path.write_text("\n".join([*lines[:changed], json.dumps(event), *lines[changed + 1 :]]) + "\n")
+    with pytest.raises(ReplayDifference, match=rf"line {changed + 1}: planned drafts"):
+        replay(str(path))
 
 
 def test_a_run_with_real_threads_and_the_real_clock_replays(tmp_path: Path) -> None:

@@ -61,3 +61,24 @@ def test_17_the_same_seed_gives_the_same_text_under_load(real_server: Server) ->
     assert together[3]["text"] == alone["text"]
     [other] = ask_all(real_server, [{**body, "seed": 1}])
     assert other["text"] != alone["text"]
+
+
+def test_answers_that_repeat_their_prompt_are_guessed_and_the_metrics_say_how_often(
+    real_server: Server,
+) -> None:
+    names = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "generation_tokens")
+    totals = [f"{name}_total" for name in names]
+    before = real_server.metrics(*totals)
+    colours = "red, blue, green, amber, grey, black, white, brown, "
+    body = {"prompt": colours * 3, "max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+    [whole] = ask_all(real_server, [body])
+    drafted, accepted, generated = (
+        now - then for now, then in zip(real_server.metrics(*totals), before, strict=True)
+    )
+    assert generated == 40 and 0 < accepted < generated and accepted <= drafted
+    # A stop string is cut at the same place, though the tokens behind it came along with it.
+    stopped = [{**body, "stop": [word]} for word in ("green", "y, bl", ", white")]
+    for asked, answer in zip(stopped, [ask_all(real_server, [one])[0] for one in stopped], strict=True):
+        assert asked["stop"][0] in whole["text"], "the case is none"
+        assert answer["text"] == whole["text"].partition(asked["stop"][0])[0]
+        assert answer["finish_reason"] == "stop"

@@ -32,6 +32,8 @@ SCHEDULER = "weft.scheduling.scheduler:ContinuousBatchScheduler"
 KV_CACHE = "weft.scheduling.kv_cache:KvCacheManager"
 POOL = "weft.scheduling.blocks:BlockPool"
 SWAPS = "weft.scheduling.swap_space:SwapSpace"
+SPECULATION = "weft.scheduling.guessing:Speculation"
+NOOP = "weft.backends.noop:NoopBackend"
 
 MUTATIONS = (
     # -- blocks and keys
@@ -307,6 +309,106 @@ MUTATIONS = (
         "result.logprobs[sampled]",
         "result.logprobs[0]",
     ),
+    # -- drafts
+    Mutation(
+        "one draft too many is taken",
+        f"{SCHEDULER}._commit_drafts",
+        "or not is_right",
+        "or not (is_right or num_taken == 1)",
+    ),
+    Mutation(
+        "wrong drafts still count as computed",
+        f"{SCHEDULER}._commit_drafts",
+        "sequence.scheduled, sequence.target = sequence.computed, len(sequence.tokens)",
+        "sequence.target = len(sequence.tokens)",
+    ),
+    Mutation(
+        "tokens behind wrong drafts are still expected",
+        f"{SCHEDULER}._commit_drafts",
+        "sequence.scheduled, sequence.target = sequence.computed, len(sequence.tokens)",
+        "sequence.scheduled = sequence.computed",
+    ),
+    Mutation(
+        "all drafts count as computed, right or wrong",
+        f"{SCHEDULER}._commit_drafts",
+        "start + num_taken)",
+        "start + 1 + len(drafts))",
+    ),
+    Mutation(
+        "the samples of a sequence with drafts are another's",
+        f"{SCHEDULER}._commit_drafts",
+        "sampled += 1 + len(drafts)",
+        "sampled += len(drafts)",
+    ),
+    Mutation(
+        "a first token beside drafts is another's",
+        f"{SCHEDULER}._commit_prefills",
+        "plan.first_prefill + sum(map(len, plan.drafts))",
+        "plan.first_prefill",
+    ),
+    Mutation(
+        "logprobs behind drafts are those of the first",
+        f"{SCHEDULER}._commit_drafts",
+        "logprobs[num_taken - 1]",
+        "logprobs[0]",
+    ),
+    Mutation(
+        "drafts go past the end of the answer",
+        f"{SPECULATION}.add_drafts",
+        "sequence.limit - sequence.target - 1",
+        "sequence.limit - sequence.target",
+    ),
+    Mutation(
+        "budget ignored by drafts",
+        f"{SPECULATION}.add_drafts",
+        "draft.budget.tokens -= count",
+        "pass",
+        first_seed=440,
+    ),
+    Mutation(
+        "drafts behind a token that is being sampled",
+        f"{SPECULATION}.add_drafts",
+        " or sequence.target > len(sequence.tokens)",
+        "",
+    ),
+    Mutation(
+        "drafts for which there are no blocks",
+        f"{SPECULATION}._take_blocks",
+        "return first * self._block_size - start - 1",
+        "return count",
+        first_seed=330,
+    ),
+    Mutation(
+        "blocks of drafts are never told",
+        f"{SPECULATION}._take_blocks",
+        "draft.note_tables(sequence, first)",
+        "pass",
+    ),
+    Mutation("drafts for a grammar", f"{SPECULATION}.begin", "grammar is None", "grammar is not Ellipsis"),
+    Mutation(
+        "step is planned behind one with drafts",
+        "weft.engine.core:EngineCore._may_plan",
+        "self.scheduler.may_plan_ahead and",
+        "(self.scheduler.may_plan_ahead or self._flights[-1].plan.drafts) and",
+    ),
+    Mutation(
+        "drafts are told with those that have none",
+        "weft.scheduling.draft:Draft.freeze",
+        "[*decodes, *drafts,",
+        "[*drafts, *decodes,",
+    ),
+    Mutation(
+        "drafts are written one position off",
+        f"{NOOP}.submit",
+        "row_tokens[start + 1 :] = drafts",
+        "row_tokens[start + 2 :] = drafts",
+    ),
+    Mutation(
+        "samples behind drafts are written one position off",
+        f"{NOOP}._sample_behind_drafts",
+        "row.tokens[start + 1 :] =",
+        "row.tokens[start + 2 :] =",
+    ),
 )
 
 TIER_MUTATIONS = (
@@ -355,6 +457,12 @@ TIER_MUTATIONS = (
         "weft.scheduling.draft:_row_start",
         "blocks=tuple(allocation.blocks)",
         "blocks=tuple([*allocation.arriving, *allocation.blocks[len(allocation.arriving) :]])",
+    ),
+    Mutation(
+        "draft completes a block",
+        f"{SPECULATION}._take_blocks",
+        "self._block_size - 2 - start",
+        "self._block_size - 1 - start",
     ),
     # -- who holds the full block, and until when
     Mutation(

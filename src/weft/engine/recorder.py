@@ -22,7 +22,7 @@ from weft.request import Grammar, InferenceRequest, Priority, RequestId, Samplin
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
-LOG_VERSION = 3
+LOG_VERSION = 4
 
 
 class _ReadingsClock:

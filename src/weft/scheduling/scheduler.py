@@ -109,11 +109,16 @@ class ContinuousBatchScheduler:
 
     @property
     def may_plan_ahead(self) -> bool:
-        """Not while a failed step is tried again in halves: each half must be seen to succeed on its own. Not behind a step
-        with drafts, of which nobody knows how far it gets; nor where such a step should be next."""
-        if self._is_worth_waiting or self._retries:
+        """Not while a failed step is tried again. Not behind a step with drafts, of which nobody knows how far it gets; nor
+        where such a step should be next."""
+        if self._is_worth_waiting or self.is_retrying:
             return False
-        return not self._in_flight or not (self._in_flight[-1].is_retry or self._in_flight[-1].plan.drafts)
+        return not self._in_flight or not self._in_flight[-1].plan.drafts
+
+    @property
+    def is_retrying(self) -> bool:
+        """Whether a failed step is tried again in halves: each half must be seen to succeed on its own."""
+        return bool(self._retries) or (bool(self._in_flight) and self._in_flight[-1].is_retry)
 
     # ------------------------------------------------------------------ requests come and go
 

@@ -45,10 +45,12 @@ class PlanWatch:
 
     def look(self, plan: IterationPlan) -> None:
         self._check_budgets(plan)
-        if self._scheduler.may_plan_ahead:
-            self._check_turns(plan)
-        else:
+        if plan.drafts:
+            self._check_drafts(plan)
+        if self._scheduler.is_retrying:
             self.forget_turns()
+        else:
+            self._check_turns(plan)
         if plan.preempted:
             self._check_victims(plan)
         self._check_order(plan)
@@ -75,6 +77,22 @@ class PlanWatch:
             require(all(c <= config.max_chunk_tokens for c in prompts), "a chunk is too long")
         if config.prefer_pure_decode:
             require(not (plan.first_prefill and prompts), "a mixed step although pure decode is preferred")
+
+    def _check_drafts(self, plan: IterationPlan) -> None:
+        """Whatever they turn out to be, every one of them could be part of the answer, and every token before is known."""
+        scheduler = self._scheduler
+        for task in plan.decode_tasks[plan.num_decodes :]:
+            sequence, name = scheduler.sequences[task.request_id], f"request {task.request_id}"
+            end = task.position + 1 + len(task.drafts)
+            require(
+                0 < len(task.drafts) <= scheduler.config.max_draft_tokens,
+                f"{name} has too many drafts or none",
+            )
+            require(
+                task.position + 1 == len(sequence.tokens), f"{name} has drafts behind a token nobody knows"
+            )
+            require(end < sequence.limit, f"{name} has drafts up to {end}, and ends at {sequence.limit}")
+            require(sequence.request.params.grammar is None, f"{name} has drafts and a grammar")
 
     def _check_turns(self, plan: IterationPlan) -> None:
         """At most 2 x ceil(running / sequences per step) steps between a running sequence's tokens."""

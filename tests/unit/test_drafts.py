@@ -1,0 +1,447 @@
+"""Steps with drafts, from the plan to what is told: the answer is the one without them, in fewer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft.clock import VirtualClock
+from weft.config import PreemptionMode, SchedulerConfig
+from weft.plan import BackendInfo, DecodeTask, IterationPlan, StepResult
+from weft.request import (
+    FinishReason,
+    GenerationResult,
+    InferenceRequest,
+    RequestId,
+    RequestState,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOutput,
+)
+from weft.scheduling.scheduler import ContinuousBatchScheduler
+from weft.scheduling.sequence import Sequence
+from weft.scheduling.views import BatchStats, BatchType, ScheduledBatch
+
+JUNK = 777
+"""Sampled behind a draft that is wrong."""
+LOOP = (1, 2, 3, 4, 5)
+
+
+class Script:
+    """A scheduler whose backend says what was written down for each request, and nonsense behind a wrong draft."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        max_context: int = 512,
+        eos: frozenset[int] = frozenset(),
+        tiers: dict[str, int] | None = None,
+        **options: Any,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.info = BackendInfo(
+            vocabulary_size=1000,
+            max_context=max_context,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            swap_blocks=64,
+            bytes_per_block=8,
+            eos_token_ids=eos,
+            fixed_cost_rows=1000.0,
+            **(tiers or {}),
+        )
+        config = SchedulerConfig(**{"max_running": 8, **options})
+        self.scheduler = ContinuousBatchScheduler(config, self.info, self.clock)
+        self.texts: dict[int, tuple[int, ...]] = {}
+        self.outputs: dict[int, list[TokenOutput]] = {}
+        self.results: dict[int, GenerationResult] = {}
+        self.plans: list[IterationPlan] = []
+
+    def add(
+        self, prompt: tuple[int, ...], answer: tuple[int, ...], chance: float = 0.95, **params: Any
+    ) -> Sequence:
+        request_id = RequestId(len(self.texts))
+        fields = {"max_tokens": len(answer), "logprobs": 0, **params}
+        sequence = Sequence(InferenceRequest(prompt, SamplingParams(**fields)), request_id, seed=1)
+        self.texts[request_id] = prompt + answer
+        self.scheduler.add(sequence)
+        if sequence.guesser is not None:
+            sequence.guesser.chance = chance
+        return sequence
+
+    def plan(self) -> IterationPlan:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        self.plans.append(plan)
+        return plan
+
+    def result(self, plan: IterationPlan) -> StepResult:
+        tokens: list[int] = []
+        drafts = ((),) * plan.num_decodes + plan.drafts + ((),) * plan.num_prefills
+        for entry, request_id in enumerate(plan.request_ids):
+            if not plan.samples[entry]:
+                continue
+            text = (*self.texts[request_id], *([JUNK] * 64))
+            first = plan.starts[entry] + plan.counts[entry] - len(drafts[entry])
+            for number in range(len(drafts[entry]) + 1):
+                is_right = drafts[entry][:number] == text[first : first + number]
+                tokens.append(text[first + number] if is_right else JUNK)
+        logprobs = [TokenLogprobs(-token / 8) for token in tokens]
+        return StepResult(tokens=tokens, logprobs=logprobs, finished_swaps=_swaps(plan))
+
+    def apply(self, plan: IterationPlan) -> None:
+        self.clock.advance(0.01)
+        self.scheduler.apply(plan, self.result(plan), 0.01)
+        self.collect()
+
+    def collect(self) -> None:
+        self.scheduler.check_integrity()
+        outputs, results = self.scheduler.take_outputs()
+        for output in outputs:
+            self.outputs.setdefault(output.request_id, []).append(output)
+        self.results.update((result.request_id, result) for result in results)
+
+    def step(self) -> IterationPlan:
+        plan = self.plan()
+        self.apply(plan)
+        return plan
+
+    def run(self) -> Script:
+        for _ in range(500):
+            if not self.scheduler.has_work:
+                return self
+            self.step()
+        raise AssertionError("requests are left that never end")
+
+    def told(self, request_id: int = 0) -> list[int]:
+        """The tokens that were told, which must be those of the result, with their own logprobs and lengths."""
+        outputs = self.outputs[request_id]
+        tokens = [output.token_id for output in outputs if output.token_id is not None]
+        prompt_length = len(self.texts[request_id]) - len(self.answer(request_id))
+        lengths = [output.sequence_length for output in outputs if output.token_id is not None]
+        assert lengths == [prompt_length + 1 + index for index in range(len(tokens))]
+        assert [output.logprob for output in outputs if output.token_id is not None] == [
+            -t / 8 for t in tokens
+        ]
+        assert [output.is_final for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        result = self.results[request_id]
+        assert list(result.tokens) == tokens and result.logprobs is not None
+        assert [one.logprob for one in result.logprobs] == [-token / 8 for token in tokens]
+        return tokens
+
+    def answer(self, request_id: int = 0) -> tuple[int, ...]:
+        result = self.results[request_id]
+        return self.texts[request_id][result.prompt_token_count :]
+
+
+def _swaps(plan: IterationPlan) -> tuple[int, ...]:
+    return tuple(task.swap_id for task in (*plan.swap_out, *plan.swap_in))
+
+
+# ---------------------------------------------------------------------- what a plan holds
+
+
+def test_a_plan_tells_decodes_first_then_decodes_with_drafts_then_prompts_and_its_views_say_so() -> None:
+    script = Script(max_chunk_tokens=4)
+    script.add(tuple(range(30, 40)), tuple(range(40, 60)))
+    script.add(LOOP * 3, LOOP * 4)
+    while not all(s.generated for s in script.scheduler.running) or len(script.scheduler.running) < 2:
+        script.step()
+    lengths = {s.request_id: len(s.tokens) for s in script.scheduler.running}
+    third = script.add(tuple(range(20, 30)), (9,))
+    plan = script.plan()
+    assert plan.request_ids == (0, 1, 2) and plan.num_decodes == 1 and plan.first_prefill == 2
+    assert plan.starts == (lengths[0] - 1, lengths[1] - 1, 0)
+    (drafts,) = plan.drafts
+    assert len(drafts) == 11 and drafts == script.texts[1][lengths[1] : lengths[1] + 11]
+    assert plan.counts == (1, 12, 4) and plan.samples == (True, True, False)
+    assert plan.num_tokens == 17 and plan.num_samples == 13 and plan.num_prefills == 1
+    assert plan.decode_tasks == [
+        DecodeTask(RequestId(0), plan.rows[0], lengths[0] - 1),
+        DecodeTask(RequestId(1), plan.rows[1], lengths[1] - 1, drafts),
+    ]
+    assert [task.request_id for task in plan.prefill_tasks] == [third.request_id]
+    batch = ScheduledBatch(plan)
+    assert batch.batch_type is BatchType.MIXED
+    assert batch.stats == BatchStats(sequences=3, tokens=17, prefill_tokens=4, decode_tokens=13, samples=13)
+    tokens = list(batch.tokens)
+    assert [token.position for token in tokens] == [
+        lengths[0] - 1,
+        *range(lengths[1] - 1, lengths[1] + 11),
+        *range(4),
+    ]
+    assert [token.is_decode for token in tokens] == [True] * 13 + [False] * 4
+    assert [token.samples for token in tokens] == [True] * 13 + [False] * 4
+    assert len(script.result(plan).tokens) == plan.num_samples
+
+
+def test_a_step_of_decodes_with_drafts_alone_is_a_step_of_decodes() -> None:
+    script = Script()
+    script.add(LOOP * 2, LOOP * 4)
+    script.step()
+    plan = script.plan()
+    assert plan.num_decodes == 0 and len(plan.drafts) == 1
+    assert ScheduledBatch(plan).batch_type is BatchType.DECODE
+
+
+# ---------------------------------------------------------------------- what comes of it
+
+
+@pytest.mark.parametrize("num_right", range(12))
+def test_as_many_tokens_are_told_as_drafts_were_right_and_one_more(num_right: int) -> None:
+    script = Script()
+    answer = (*(LOOP * 4)[: 1 + num_right], 50, 51, 52)
+    sequence = script.add(LOOP * 2, answer)
+    script.step()
+    plan = script.step()
+    assert plan.counts == (12,) if len(answer) > 12 else (len(answer) - 1,)
+    assert sequence.generated == list(answer[: 2 + num_right]), "the right ones, and what follows the last"
+    assert sequence.computed == sequence.scheduled == 10 + 1 + num_right
+    assert sequence.target == len(sequence.tokens)
+    stats = script.scheduler.stats
+    assert (stats.tokens_drafted, stats.drafts_accepted) == (len(plan.drafts[0]), num_right)
+    assert stats.tokens_generated == 2 + num_right
+    script.run()
+    assert script.told() == list(answer)
+
+
+def test_the_answer_is_the_same_with_and_without_drafts_and_takes_fewer_steps() -> None:
+    answer = (*LOOP, *LOOP[:3], 60, *LOOP[3:], *LOOP, 61, 60, *LOOP[3:], *LOOP)
+    steps = []
+    for most in (0, 1, 11):
+        script = Script(max_draft_tokens=most)
+        script.add(LOOP * 2, answer)
+        script.run()
+        assert script.told() == list(answer)
+        steps.append(len(script.plans))
+    assert steps[0] == len(answer) and steps[0] > steps[1] > steps[2]
+
+
+@pytest.mark.parametrize("kind", ["stop", "eos"])
+@pytest.mark.parametrize("behind", [0, 1, 3])
+def test_a_stop_inside_drafts_that_were_right_ends_the_answer_and_nothing_behind_it_is_told(
+    kind: str, behind: int
+) -> None:
+    """The stop is guessed too, since it stands in the prompt, and so is what followed it there."""
+    loop = (*LOOP[: 4 - behind], 99, *LOOP[4 - behind :])
+    script = Script(eos=frozenset({99}) if kind == "eos" else frozenset())
+    stops = () if kind == "eos" else (99,)
+    script.add(loop * 2, loop * 2, stop_token_ids=stops, max_tokens=50)
+    script.run()
+    assert any(99 in drafts for plan in script.plans for drafts in plan.drafts)
+    assert script.told() == list(loop[: loop.index(99) + 1])
+    assert script.scheduler.stats.drafts_accepted == len(script.told()) - len(script.plans)
+    assert script.results[0].finish_reason is (
+        FinishReason.STOP if kind == "stop" else FinishReason.END_OF_SEQUENCE
+    )
+    used = script.scheduler.kv_cache.stats()
+    assert (used.rows_used, used.blocks_used) == (0, 0)
+
+
+def test_before_min_tokens_a_stop_inside_drafts_ends_nothing() -> None:
+    script = Script()
+    loop = (1, 99, 3)
+    script.add(loop * 3, loop * 5, stop_token_ids=(99,), min_tokens=7)
+    script.run()
+    assert script.told() == list((loop * 5)[:8]), "the first stop after the seventh token"
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 16))
+def test_max_tokens_is_exact(max_tokens: int) -> None:
+    script = Script()
+    sequence = script.add(LOOP * 2, LOOP * 4, max_tokens=max_tokens)
+    script.run()
+    assert script.told() == list((LOOP * 4)[:max_tokens])
+    assert script.results[0].finish_reason is FinishReason.LENGTH
+    ends = [
+        start + count for plan in script.plans for start, count in zip(plan.starts, plan.counts, strict=True)
+    ]
+    assert max(ends) < sequence.limit, "nothing is computed that no token could be sampled behind"
+
+
+def test_the_longest_context_is_reached_and_not_passed() -> None:
+    script = Script(max_context=24, num_blocks=3, block_size=8)
+    script.add(LOOP * 2, LOOP * 10, max_tokens=50)
+    script.run()
+    assert script.told() == list((LOOP * 10)[:14])
+    assert max(plan.starts[0] + plan.counts[0] for plan in script.plans) == 23
+
+
+@pytest.mark.parametrize("budget", [8, 9, 12, 19])
+def test_the_token_budget_is_kept(budget: int) -> None:
+    script = Script(max_tokens_per_step=budget, max_prefill_tokens=8, max_running=4)
+    for number in range(4):
+        loop = tuple(10 * (number + 1) + digit for digit in range(5))
+        script.add(loop * 2, loop * 4)
+    script.run()
+    assert max(plan.num_tokens for plan in script.plans) == budget
+    assert any(plan.drafts for plan in script.plans)
+    for number in range(4):
+        assert script.told(number) == list(script.answer(number))
+
+
+def test_where_memory_is_short_drafts_stay_inside_the_blocks_there_are_and_nobody_gives_way() -> None:
+    # Prompts of 10 in 3 blocks of 4 each: two places are left in each, and no block.
+    script = Script(num_blocks=6, block_size=4, prefix_caching=False)
+    first = script.add(LOOP * 2, LOOP[:2])
+    second = script.add(tuple(10 + t for t in LOOP * 2), tuple(10 + t for t in LOOP[:2]))
+    script.step()
+    for sequence in (first, second):
+        sequence.limit += 40  # they would like to say much more
+        script.texts[sequence.request_id] += (JUNK,)
+    plan = script.plan()
+    assert script.scheduler.kv_cache.available.full == 0
+    assert plan.starts == (10, 10) and plan.counts == (2, 2) and [len(d) for d in plan.drafts] == [1, 1]
+    assert not plan.preempted and script.scheduler.stats.preemptions_by_recompute == 0
+
+
+def test_drafts_take_new_blocks_where_there_are_some_and_what_was_wrong_costs_none_the_next_time() -> None:
+    script = Script(block_size=4)
+    sequence = script.add(LOOP * 2, (1, 2, *(JUNK + n for n in range(20))))
+    script.step()
+    plan = script.step()
+    assert plan.counts == (12,) and plan.starts == (10,) and plan.table_indices == (3, 4, 5)
+    assert sequence.allocation is not None and len(sequence.allocation.blocks) == 6
+    held = list(sequence.allocation.blocks)
+    while len(sequence.tokens) < 23:
+        plan = script.step()
+        assert plan.table_rows == () and sequence.allocation.blocks == held
+    script.run()
+    assert script.told() == list(script.answer())
+
+
+def test_over_two_tiers_no_draft_completes_a_block() -> None:
+    tiers = {"store_blocks": 32, "tail_blocks": 1, "bytes_per_store_block": 4, "store_swap_blocks": 32}
+    script = Script(block_size=8, tiers=tiers)
+    script.add(LOOP * 2, LOOP * 10)
+    script.run()
+    assert script.told() == list(LOOP * 10)
+    entries = [(plan.starts[0], plan.counts[0]) for plan in script.plans[1:]]
+    assert any(count > 1 for _, count in entries)
+    assert all(count == 1 or start % 8 + count <= 7 for start, count in entries)
+    assert any(count > 1 and start % 8 + count == 7 for start, count in entries), "as many as there can be"
+
+
+# ---------------------------------------------------------------------- steps in flight
+
+
+def test_no_step_is_planned_behind_one_with_drafts_and_one_may_be_behind_any_other() -> None:
+    script = Script()
+    sequence = script.add(LOOP * 2, (*LOOP, 50, 51, 52, 53, 54))
+    first = script.plan()
+    assert script.scheduler.may_plan_ahead, "of a prompt it is known how far it gets"
+    script.apply(first)
+    plan = script.plan()
+    assert plan.drafts and not script.scheduler.may_plan_ahead
+    assert sequence.scheduled == 10 + plan.counts[0] and sequence.target == sequence.scheduled + 1, (
+        "if all are right"
+    )
+    script.apply(plan)
+
+
+def test_a_sequence_whose_last_token_is_being_sampled_gets_no_drafts() -> None:
+    script = Script()
+    script.add(LOOP * 2, LOOP * 3)
+    prompt = script.plan()
+    behind = script.plan()
+    assert behind.drafts == () and behind.num_decodes == 1
+    script.apply(prompt)
+    script.apply(behind)
+    assert script.plan().drafts
+
+
+def test_a_failed_step_with_drafts_is_rolled_back_and_tried_again_without_them() -> None:
+    script = Script(block_size=4)
+    sequence = script.add(LOOP * 2, LOOP * 4)
+    script.step()
+    before = (sequence.computed, list(sequence.tokens))
+    plan = script.plan()
+    assert plan.drafts
+    script.scheduler.fail(StepResult(error="nobody's"))
+    script.collect()
+    assert (sequence.computed, list(sequence.tokens)) == before
+    assert sequence.scheduled == sequence.computed and sequence.target == len(sequence.tokens)
+    assert sequence.allocation is not None and len(sequence.allocation.blocks) == 3, (
+        "no place for drafts is kept"
+    )
+    again = script.step()
+    assert again.row_starts[0].tokens == (*LOOP, *LOOP, 1) and not again.drafts
+    script.run()
+    assert script.told() == list(LOOP * 4)
+    assert any(plan.drafts for plan in script.plans[3:])
+
+
+def test_an_error_of_one_request_in_a_step_with_drafts_ends_that_one_alone() -> None:
+    script = Script()
+    script.add(LOOP * 2, LOOP * 4)
+    other = tuple(10 + token for token in LOOP)
+    script.add(other * 2, other * 4)
+    script.step()
+    plan = script.plan()
+    assert len(plan.drafts) == 2
+    script.scheduler.fail(StepResult(errors={RequestId(0): "its own"}))
+    script.run()
+    assert script.results[0].state is RequestState.FAILED and script.results[0].tokens == (1,)
+    assert script.told(1) == list(other * 4)
+
+
+@pytest.mark.parametrize("how", ["cancel", "finish"])
+def test_a_request_that_ends_while_its_drafts_are_in_flight_is_told_nothing_of_them(how: str) -> None:
+    script = Script()
+    sequence = script.add(LOOP * 2, LOOP * 4)
+    script.step()
+    script.step()
+    told = list(sequence.generated)
+    plan = script.plan()
+    assert plan.drafts
+    if how == "cancel":
+        assert script.scheduler.cancel(sequence.request_id)
+    else:
+        assert script.scheduler.finish(sequence.request_id, 2)
+        told = told[:2]
+    script.apply(plan)
+    assert list(script.results[0].tokens) == told
+    assert [o.is_final for o in script.outputs[0]].count(True) == 1 and script.outputs[0][-1].is_final
+    assert not script.scheduler.has_work
+    used = script.scheduler.kv_cache.stats()
+    assert (used.rows_used, used.blocks_used) == (0, 0)
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+def test_sequences_that_had_drafts_are_preempted_and_come_back(mode: PreemptionMode) -> None:
+    script = Script(num_blocks=14, block_size=4, preemption=mode)
+    for number in range(3):
+        loop = tuple(10 * (number + 1) + digit for digit in range(5))
+        script.add(loop * 2, (*loop * 3, 500 + number, *loop * 2))
+    script.run()
+    stats = script.scheduler.stats
+    swaps, recomputes = stats.preemptions_by_swap, stats.preemptions_by_recompute
+    assert (swaps if mode is PreemptionMode.SWAP else recomputes) > 0
+    assert stats.drafts_accepted > 0
+    for number in range(3):
+        assert script.told(number) == list(script.answer(number))
+
+
+def test_a_block_that_drafts_filled_is_found_by_a_later_request() -> None:
+    script = Script(block_size=4)
+    script.add(LOOP * 2, LOOP * 3)
+    script.run()
+    assert script.scheduler.stats.drafts_accepted > 8
+    script.add(LOOP * 4, (9,))
+    script.run()
+    assert script.results[1].cached_token_count == 16, "of 20, four blocks: the last token is computed"
+
+
+def test_a_block_with_a_wrong_draft_in_it_is_not_found() -> None:
+    script = Script(block_size=4)
+    script.add(LOOP * 2, (1, 2, 50, 51, 52, 53, 54, 55, 56))
+    script.run()
+    script.add(LOOP * 4, (9,))
+    script.run()
+    assert script.results[1].cached_token_count == 12, "the prompt, 1 and 2; behind them stood other tokens"
+    script.add((*LOOP, *LOOP, 1, 2, 50, 51, 52, 53, 54, 55, 56, 57), (9,))
+    script.run()
+    assert script.results[2].cached_token_count == 16
