@@ -125,7 +125,7 @@ def test_in_company_every_request_gets_the_same(
 ) -> None:
     """Bold: as if rows cost nothing, so that every sequence has drafts at nearly every step."""
     if boldness == "bold":
-        monkeypatch.setattr(runner, "_FIXED_COST_ROWS", 1e6)
+        guess_boldly(monkeypatch)
     engine = make_engine(model, None, blocks=256, max_running=32)
     plans = watched(engine)
     assert_same(run(engine, requests[:count]), plain[:count])
@@ -136,6 +136,12 @@ def test_in_company_every_request_gets_the_same(
         assert_guessed(engine)
     assert engine.stats()[0].drafts_accepted > 0
     engine.stop()
+
+
+def guess_boldly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if rows cost nothing."""
+    monkeypatch.setattr(runner, "_FIXED_COST_ROWS", {})
+    monkeypatch.setattr(runner, "_FIXED_COST_ROWS_OF_OTHERS", 1e6)
 
 
 def watched(engine: ServingEngine) -> list[IterationPlan]:
@@ -158,7 +164,7 @@ def test_in_chunks_and_after_preemption_every_request_gets_the_same(
     mode: PreemptionMode,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runner, "_FIXED_COST_ROWS", 1e6)
+    guess_boldly(monkeypatch)
     engine = make_engine(
         model,
         None,
@@ -208,7 +214,7 @@ def test_over_two_tiers_every_request_gets_the_same(
     engine = make_engine(model, bits)
     assert_same([run(engine, [request])[0] for request in some], expected)
     assert_guessed(engine)
-    monkeypatch.setattr(runner, "_FIXED_COST_ROWS", 1e6)
+    guess_boldly(monkeypatch)
     engine = make_engine(model, bits, blocks=24, store_blocks=40, swap_blocks=64, max_chunk_tokens=16)
     assert_same(run(engine, some), expected)
     assert_guessed(engine)

@@ -313,8 +313,8 @@ MUTATIONS = (
     Mutation(
         "one draft too many is taken",
         f"{SCHEDULER}._commit_drafts",
-        "or not is_right",
-        "or not (is_right or num_taken == 1)",
+        "tokens[: 1 + num_right]",
+        "tokens[: 2 + num_right]",
     ),
     Mutation(
         "wrong drafts still count as computed",
@@ -331,7 +331,7 @@ MUTATIONS = (
     Mutation(
         "all drafts count as computed, right or wrong",
         f"{SCHEDULER}._commit_drafts",
-        "start + num_taken)",
+        "start + index + 1)",
         "start + 1 + len(drafts))",
     ),
     Mutation(
@@ -341,16 +341,10 @@ MUTATIONS = (
         "sampled += len(drafts)",
     ),
     Mutation(
-        "a first token beside drafts is another's",
-        f"{SCHEDULER}._commit_prefills",
-        "plan.first_prefill + sum(map(len, plan.drafts))",
-        "plan.first_prefill",
-    ),
-    Mutation(
         "logprobs behind drafts are those of the first",
         f"{SCHEDULER}._commit_drafts",
-        "logprobs[num_taken - 1]",
-        "logprobs[0]",
+        "result.logprobs[sampled + index]",
+        "result.logprobs[sampled]",
     ),
     Mutation(
         "drafts go past the end of the answer",
@@ -361,7 +355,7 @@ MUTATIONS = (
     Mutation(
         "budget ignored by drafts",
         f"{SPECULATION}.add_drafts",
-        "draft.budget.tokens -= count",
+        "room -= count",
         "pass",
         first_seed=440,
     ),

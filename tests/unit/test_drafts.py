@@ -144,38 +144,51 @@ def _swaps(plan: IterationPlan) -> tuple[int, ...]:
 # ---------------------------------------------------------------------- what a plan holds
 
 
-def test_a_plan_tells_decodes_first_then_decodes_with_drafts_then_prompts_and_its_views_say_so() -> None:
+def test_a_plan_tells_decodes_first_then_decodes_with_drafts_and_its_views_say_so() -> None:
     script = Script(max_chunk_tokens=4)
     script.add(tuple(range(30, 40)), tuple(range(40, 60)))
     script.add(LOOP * 3, LOOP * 4)
     while not all(s.generated for s in script.scheduler.running) or len(script.scheduler.running) < 2:
         script.step()
     lengths = {s.request_id: len(s.tokens) for s in script.scheduler.running}
-    third = script.add(tuple(range(20, 30)), (9,))
     plan = script.plan()
-    assert plan.request_ids == (0, 1, 2) and plan.num_decodes == 1 and plan.first_prefill == 2
-    assert plan.starts == (lengths[0] - 1, lengths[1] - 1, 0)
+    assert plan.request_ids == (0, 1) and plan.num_decodes == 1 and plan.first_prefill == 2
+    assert plan.starts == (lengths[0] - 1, lengths[1] - 1)
     (drafts,) = plan.drafts
     assert len(drafts) == 11 and drafts == script.texts[1][lengths[1] : lengths[1] + 11]
-    assert plan.counts == (1, 12, 4) and plan.samples == (True, True, False)
-    assert plan.num_tokens == 17 and plan.num_samples == 13 and plan.num_prefills == 1
+    assert plan.counts == (1, 12) and plan.samples == (True, True)
+    assert plan.num_tokens == 13 and plan.num_samples == 13 and plan.num_prefills == 0
     assert plan.decode_tasks == [
         DecodeTask(RequestId(0), plan.rows[0], lengths[0] - 1),
         DecodeTask(RequestId(1), plan.rows[1], lengths[1] - 1, drafts),
     ]
-    assert [task.request_id for task in plan.prefill_tasks] == [third.request_id]
+    assert plan.prefill_tasks == []
     batch = ScheduledBatch(plan)
-    assert batch.batch_type is BatchType.MIXED
-    assert batch.stats == BatchStats(sequences=3, tokens=17, prefill_tokens=4, decode_tokens=13, samples=13)
+    assert batch.batch_type is BatchType.DECODE
+    assert batch.stats == BatchStats(sequences=2, tokens=13, prefill_tokens=0, decode_tokens=13, samples=13)
     tokens = list(batch.tokens)
     assert [token.position for token in tokens] == [
         lengths[0] - 1,
         *range(lengths[1] - 1, lengths[1] + 11),
-        *range(4),
     ]
-    assert [token.is_decode for token in tokens] == [True] * 13 + [False] * 4
-    assert [token.samples for token in tokens] == [True] * 13 + [False] * 4
+    assert all(token.is_decode and token.samples for token in tokens)
     assert len(script.result(plan).tokens) == plan.num_samples
+
+
+def test_beside_a_prompt_nothing_is_drafted() -> None:
+    script = Script(max_chunk_tokens=4)
+    script.add(LOOP * 2, LOOP * 6)
+    script.step()
+    while not script.step().drafts:
+        pass
+    script.add(tuple(range(20, 30)), (9,))
+    plans = [script.step() for _ in range(3)]
+    assert [plan.num_prefills for plan in plans] == [1, 1, 1]
+    assert not any(plan.drafts for plan in plans)
+    while not script.step().drafts:
+        pass
+    script.run()
+    assert script.told() == list(script.answer())
 
 
 def test_a_step_of_decodes_with_drafts_alone_is_a_step_of_decodes() -> None:
@@ -222,16 +235,16 @@ def test_the_answer_is_the_same_with_and_without_drafts_and_takes_fewer_steps() 
 
 @pytest.mark.parametrize("kind", ["stop", "eos"])
 @pytest.mark.parametrize("behind", [0, 1, 3])
-def test_a_stop_inside_drafts_that_were_right_ends_the_answer_and_nothing_behind_it_is_told(
-    kind: str, behind: int
-) -> None:
-    """The stop is guessed too, since it stands in the prompt, and so is what followed it there."""
+def test_nothing_is_drafted_from_a_stop_on_and_nothing_behind_it_is_told(kind: str, behind: int) -> None:
+    """The stop could be guessed, since it stands in the prompt, and so could what followed it there."""
     loop = (*LOOP[: 4 - behind], 99, *LOOP[4 - behind :])
     script = Script(eos=frozenset({99}) if kind == "eos" else frozenset())
     stops = () if kind == "eos" else (99,)
     script.add(loop * 2, loop * 2, stop_token_ids=stops, max_tokens=50)
     script.run()
-    assert any(99 in drafts for plan in script.plans for drafts in plan.drafts)
+    drafts = [guessed for plan in script.plans for guessed in plan.drafts]
+    assert not any(99 in guessed for guessed in drafts)
+    assert max(map(len, drafts), default=0) == max(0, 3 - behind)
     assert script.told() == list(loop[: loop.index(99) + 1])
     assert script.scheduler.stats.drafts_accepted == len(script.told()) - len(script.plans)
     assert script.results[0].finish_reason is (

@@ -60,13 +60,14 @@ class EngineCore:
         Where the next step follows from the tokens of this one, it is planned once they are here, before anyone is told of
         them: nobody waits for tokens as long as the device waits for work.
         """
-        if self._flights and not self._may_plan():
+        must_wait = bool(self._flights) and not self._may_plan()
+        if must_wait:
             self._finish_oldest()
         plan = self._plan()
         if plan is not None:
             self._flights.append(self._submit(plan))
         if not self._flights:
-            return False
+            return must_wait
         if plan is None or len(self._flights) > 1:
             self._finish_oldest()
         return True

@@ -9,6 +9,8 @@ the first wrong one on they count for nothing. Answers are the same token for to
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
+from itertools import takewhile
 
 from weft.config import SchedulerConfig
 from weft.plan import BackendInfo
@@ -63,13 +65,14 @@ class Guesser:
                 source = source + 1 if is_right else -1
         self._next = source if source >= 0 else self._find()
 
-    def guesses(self, count: int) -> tuple[int, ...]:
-        """The next `count` tokens, if all goes on as it did."""
-        if self._next < 0:
+    def guesses(self, count: int, stop_ids: Collection[int] = ()) -> tuple[int, ...]:
+        """The next `count` tokens, if all goes on as it did; less where a stop is among them, behind which nothing is said."""
+        if self._next < 0 or count <= 0:
             return ()
         found = self._tokens[self._next : self._next + count]
         # What reaches the end of the sequence goes on with itself: a loop.
-        return tuple((found * (count // len(found) + 1))[:count])
+        looped = (found * (count // len(found) + 1))[:count]
+        return tuple(takewhile(lambda token: token not in stop_ids, looped))
 
     def _find(self) -> int:
         """Where the last tokens stood before: the index behind them. -1: nowhere."""
@@ -120,9 +123,10 @@ class Speculation:
                 sequence.limit - sequence.target - 1,
                 room,
             )
-            if count > 0 and (count := self._take_blocks(draft, kv_cache, sequence, count)) > 0:
+            guessed = guesser.guesses(count, sequence.stop_ids)
+            if guessed and (count := self._take_blocks(draft, kv_cache, sequence, len(guessed))) > 0:
                 room -= count
-                draft.drafts[sequence] = guesser.guesses(count)
+                draft.drafts[sequence] = guessed[:count]
 
     def _take_blocks(self, draft: Draft, kv_cache: KvCacheManager, sequence: Sequence, count: int) -> int:
         """How many of `count` drafts a decode has blocks for, or gets them."""

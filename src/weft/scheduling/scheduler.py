@@ -109,8 +109,7 @@ class ContinuousBatchScheduler:
 
     @property
     def may_plan_ahead(self) -> bool:
-        """Not while a failed step is tried again. Not behind a step with drafts, of which nobody knows how far it gets; nor
-        where such a step should be next."""
+        """Not while a failed step is tried again, nor behind a step with drafts, nor where one should be next."""
         if self._is_worth_waiting or self.is_retrying:
             return False
         return not self._in_flight or not self._in_flight[-1].plan.drafts
@@ -253,6 +252,9 @@ class ContinuousBatchScheduler:
 
     def schedule(self) -> IterationPlan | None:
         """Plans one step over everything that waits and runs. None: there is nothing to do just now."""
+        assert not (self._in_flight and self._in_flight[-1].plan.drafts), (
+            "nobody knows how far its drafts get"
+        )
         self._expire()
         config, roster = self.config, self._roster
         budget = TokenBudget(config.max_tokens_per_step, config.max_prefill_tokens, config.sequences_per_step)
@@ -318,7 +320,7 @@ class ContinuousBatchScheduler:
             if not is_usual or token in sequence.stop_ids:
                 self._commit(sequence, plan.step, start + 1)
                 self._take_token(sequence, token, logprob, now)
-                _learn(sequence)
+                sequence.learn()
                 continue
             tokens.append(token)
             sequence.computed = computed = start + 1
@@ -334,7 +336,7 @@ class ContinuousBatchScheduler:
                 value, top = logprob
             if computed % block_size == 0:
                 self._roster.prefixes.register_generated(sequence)
-            _learn(sequence)
+            sequence.learn()
             outputs.append(
                 new(TokenOutput, (sequence.request_id, token, "", value, False, None, length, top))
             )
@@ -342,13 +344,13 @@ class ContinuousBatchScheduler:
 
     def _commit_drafts(self, flight: Flight, result: StepResult, now: float) -> None:
         """Takes what was sampled behind drafts that turned out right. The rest is as if it had not been computed."""
-        plan = flight.plan
-        sampled = plan.num_decodes
+        plan, sampled = flight.plan, flight.plan.num_decodes
         for entry, drafts in enumerate(plan.drafts, plan.num_decodes):
             sequence, start = flight.sequences[entry], plan.starts[entry]
             tokens = result.tokens[sampled : sampled + 1 + len(drafts)]
             num_right = sum(takewhile(bool, map(eq, drafts, tokens)))
             gap = (now - sequence.last_token_at) / (1 + num_right)
+            index = 0
             for index, token in enumerate(tokens[: 1 + num_right]):
                 self._commit(sequence, plan.step, start + index + 1)
                 logprob = None if result.logprobs is None else result.logprobs[sampled + index]
@@ -357,9 +359,9 @@ class ContinuousBatchScheduler:
                     break
             else:
                 sequence.scheduled, sequence.target = sequence.computed, len(sequence.tokens)
-                _learn(sequence)
+                sequence.learn()
             self.stats.tokens_drafted += len(drafts)
-            self.stats.drafts_accepted += num_right
+            self.stats.drafts_accepted += index
             sampled += 1 + len(drafts)
 
     def _commit_prefills(self, flight: Flight, result: StepResult, now: float) -> None:
@@ -371,7 +373,7 @@ class ContinuousBatchScheduler:
             if plan.samples[entry]:
                 logprob = None if result.logprobs is None else result.logprobs[sampled]
                 self._take_token(sequence, result.tokens[sampled], logprob, now)
-                _learn(sequence)
+                sequence.learn()
                 sampled += 1
 
     def _commit(self, sequence: Sequence, step: int, end: int) -> None:
@@ -496,8 +498,3 @@ class ContinuousBatchScheduler:
         """Raises AssertionError where blocks, rows, swap space, requests or steps do not add up."""
         self._roster.check_integrity()
         assert all(a.plan.step + 1 == b.plan.step for a, b in pairwise(self._in_flight)), "a step is missing"
-
-
-def _learn(sequence: Sequence) -> None:
-    if sequence.guesser is not None:
-        sequence.guesser.learn()

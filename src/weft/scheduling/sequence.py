@@ -164,6 +164,11 @@ class Sequence:
         """Computes the keys of all full blocks of the tokens known so far."""
         extend_keys(self.keys, self.root, self.tokens, block_size)
 
+    def learn(self) -> None:
+        """Lets whoever guesses what comes next see what came."""
+        if self.guesser is not None:
+            self.guesser.learn()
+
     def enter(self, phase: Phase, now: float) -> None:
         """Books the time since the last change on the phase that ends."""
         self.phase_times[self.phase] += now - self.since
