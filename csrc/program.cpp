@@ -18,14 +18,6 @@ constexpr int64_t most_rows_per_chunk = 22 * panel_rows;
 
 // Rows that are taken together where little is done to each: handing out work costs as much as a few of them.
 constexpr int64_t rows_together = 4;
-// With a panel of rows for each thread, or more, blocks of some panels go through several instructions at a time: what a block writes is
-// in the second-level cache when it is read again, and nobody waits for anybody in between. That was worth 5 to 8% of a step. With fewer
-// rows every thread would read all weights for too little.
-constexpr int64_t rows_worth_a_block = panel_rows;
-constexpr int64_t most_rows_per_block = 3 * panel_rows;
-
-int64_t ceil_divide(int64_t value, int64_t by) { return (value + by - 1) / by; }
-
 // Calls work(row, worker) for every row.
 template <typename Work>
 void each_row(Pool& pool, int64_t rows, Work&& work) {
@@ -67,9 +59,17 @@ StoreLayer Program::store_of(int layer) const {
 
 const float* Program::forward(const Step& step, const Cache& cache) {
   prepare(step, cache);
-  const bool in_blocks = step.tokens >= pool_.threads() * rows_worth_a_block;
+  cut_into_pieces();
+  const bool by_request = share_out_requests();
+  if (!by_request) {
+    share_out_attention();
+    share_out_rows();
+  }
+  const auto goes_in_blocks = [&](const Instruction& instruction) {
+    return !blocks_.empty() && (instruction.is_by_row() || (by_request && instruction.kind == Instruction::Kind::attention));
+  };
   for (size_t i = 0, end; i < logits_begin_; i = end) {
-    for (end = i; in_blocks && end < logits_begin_ && instructions_[end].is_by_row(); end++) {}
+    for (end = i; end < logits_begin_ && goes_in_blocks(instructions_[end]); end++) {}
     if (end > i) {
       run_in_blocks(i, end);
     } else {
@@ -109,7 +109,6 @@ void Program::prepare(const Step& step, const Cache& cache) {
       }
     });
   }
-  share_out_attention();
 }
 
 void Program::run(const Instruction& instruction, int64_t rows) {
@@ -120,31 +119,35 @@ void Program::run(const Instruction& instruction, int64_t rows) {
 
 // Each block of rows goes through all these instructions in one piece: between them nobody waits for anybody.
 void Program::run_in_blocks(size_t first, size_t end) {
-  const int64_t rows = step_.tokens, threads = pool_.threads();
-  const int64_t blocks = ceil_divide(ceil_divide(rows, most_rows_per_block), threads) * threads;
+  const int64_t rows = step_.tokens;
+  int64_t most_rows = 0;
+  for (const Block& block : blocks_) most_rows = std::max(most_rows, block.end - block.first);
   // All memory is made here: a thread that finds it too small could not say so.
   for (size_t i = first; i < end; i++) {
     const Instruction& instruction = instructions_[i];
     if (instruction.input >= 0) rows_of(instruction.input, rows);
     rows_of(instruction.output, rows);
+    if (instruction.kind == Instruction::Kind::attention) make_room_for_attention(instruction);
     for (Worker& worker : workers_) {
       worker.scratch.at_least(std::max(shape_.head_size, instruction.weight.inputs));
       if (instruction.kind == Instruction::Kind::linear && !instruction.again)
-        worker.ready.make_room(ceil_divide(rows, blocks), instruction.weight.inputs, instruction.weight.quantised());
+        worker.ready.make_room(most_rows, instruction.weight.inputs, instruction.weight.quantised());
     }
   }
-  pool_.run(blocks, [&](int64_t block, int number) {
+  pool_.run(static_cast<int64_t>(blocks_.size()), [&](int64_t index, int number) {
     Worker& worker = workers_[static_cast<size_t>(number)];
-    const int64_t from = rows * block / blocks, to = rows * (block + 1) / blocks;
+    const Block& block = blocks_[static_cast<size_t>(index)];
     for (size_t i = first; i < end; i++) {
       const Instruction& instruction = instructions_[i];
       const Stopwatch watch(measured_ ? &worker.seconds[static_cast<size_t>(instruction.kind)] : nullptr);
-      if (instruction.kind == Instruction::Kind::linear) linear_of_block(instruction, from, to - from, worker);
-      else for (int64_t row = from; row < to; row++) carry_out_row(instruction, row, worker);
+      if (instruction.kind == Instruction::Kind::linear) linear_of_block(instruction, block.first, block.end - block.first, worker);
+      else if (instruction.kind == Instruction::Kind::attention) attend_chunk(instruction, chunks_[static_cast<size_t>(index)], worker);
+      else for (int64_t row = block.first; row < block.end; row++) carry_out_row(instruction, row, worker);
     }
   });
   for (Worker& worker : workers_) {
-    for (size_t kind = 0; kind < Instruction::kinds; kind++) seconds_[kind] += worker.seconds[kind] / static_cast<double>(threads);
+    for (size_t kind = 0; kind < Instruction::kinds; kind++)
+      seconds_[kind] += worker.seconds[kind] / static_cast<double>(pool_.threads());
     worker.seconds.fill(0.0);
   }
 }

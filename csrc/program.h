@@ -2,7 +2,8 @@
 //
 // A buffer holds one row of floats for each token of the step, or for each token after which logits are wanted. Every instruction is one
 // or two phases of the pool; inside a phase rows or strips are shared out, between phases everybody has finished. In steps of many rows all
-// instructions between two attentions are one phase: there blocks of rows are shared out, and each goes through all of them.
+// instructions between two attentions are one phase: there blocks of rows are shared out, and each goes through all of them. Where no
+// request waits for another, a block is some whole requests, and attention is part of that phase too: then all up to the selection is one.
 #pragma once
 
 #include <array>
@@ -16,6 +17,8 @@
 #include "pool.h"
 
 namespace weft {
+
+inline int64_t ceil_divide(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 // What is done to the rows on their way into a product.
 enum class Before : int { nothing = 0, rms_norm = 1, silu_mul = 2, gelu_tanh_mul = 3 };
@@ -104,7 +107,10 @@ class Program {
   }
   int64_t columns(int buffer) const { return columns_[buffer]; }
   int buffers() const { return static_cast<int>(columns_.size()); }
-  void append(Instruction instruction) { instructions_.push_back(std::move(instruction)); }
+  void append(Instruction instruction) {
+    has_mixture_ |= instruction.kind == Instruction::Kind::mixture;
+    instructions_.push_back(std::move(instruction));
+  }
   // What was appended after this makes logits of the rows in `rows_buffer`.
   void begin_logits(int rows_buffer) {
     rows_buffer_ = rows_buffer;
@@ -142,6 +148,10 @@ class Program {
     int64_t first, end;
   };
 
+  struct Block {   // of rows that go through several instructions on one thread
+    int64_t first, end;
+  };
+
   struct Segment {   // of the context of one attention task
     int64_t task, segment;
   };
@@ -176,7 +186,12 @@ class Program {
     return buffers_[static_cast<size_t>(buffer)].data() + row * strides_[static_cast<size_t>(buffer)];
   }
   void prepare(const Step& step, const Cache& cache);
+  void cut_into_pieces();
   void share_out_attention();
+  void share_out_rows();
+  bool share_out_requests();
+  int64_t cost_of_row(int64_t row) const;
+  bool reads_what_another_writes();
   void run(const Instruction& instruction, int64_t rows);
   void run_in_blocks(size_t first, size_t end);
   void carry_out(const Instruction& instruction, int64_t rows);
@@ -187,6 +202,10 @@ class Program {
   void rope_and_write(const Instruction& instruction, int64_t token, Worker& worker);
   void move_blocks(int layer);
   void attention(const Instruction& instruction);
+  void make_room_for_attention(const Instruction& instruction);
+  AttendTask attend_task(const Instruction& instruction, int64_t task) const;
+  void attend_chunk(const Instruction& instruction, const Chunk& chunk, Worker& worker);
+  bool attend_in_segments(const Instruction& instruction);
   void mixture(const Instruction& instruction, int64_t rows);
   void select_rows(const Instruction& instruction);
 
@@ -195,14 +214,13 @@ class Program {
   void product(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale);
   CacheLayer layer_of(int layer) const;
   StoreLayer store_of(int layer) const;
-  template <typename TaskOf>
-  bool attend_in_segments(int64_t tasks, TaskOf&& task_of);
 
   Pool& pool_;
   AttentionShape shape_;
   std::vector<Rope> ropes_;
   std::vector<Pattern> patterns_;
   std::vector<Instruction> instructions_;
+  bool has_mixture_ = false;
   size_t logits_begin_ = 0;
   int rows_buffer_ = -1, logits_buffer_ = -1;
 
@@ -217,7 +235,10 @@ class Program {
   Cache cache_{};
   std::vector<Aligned<float>> cosines_, sines_;   // by rope: [tokens, pairs]
   std::vector<Piece> pieces_;
-  std::vector<Chunk> chunks_;
+  std::vector<Chunk> chunks_;   // where attention is done in blocks: one for each of them
+  std::vector<Block> blocks_;
+  std::vector<int64_t> costs_;        // by request, in products
+  std::vector<int64_t> written_by_;   // by block of the cache: 1 + the request that writes it in this step, or 0
   std::vector<Segment> segments_;
   Aligned<float> partials_;
 

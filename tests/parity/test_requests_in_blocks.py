@@ -1,0 +1,121 @@
+"""Steps in which a thread takes some whole requests through all layers, and steps in which it must not: every request gets the bits that
+it gets alone, on one thread."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_two_tier_program as two_tier
+from native_decoder import NativeDecoder
+from small_models import VOCABULARY, build_model, logits_in_a_batch, save
+from test_architectures import CASES
+
+from weft.ops.base import StepIndices
+
+REQUESTS = 32
+# Rows of such a step lie between 12 and 36 for each thread.
+THREADS = [2, 1]
+
+
+def random_texts(lengths: list[int]) -> list[list[int]]:
+    rng = np.random.default_rng(11)
+    return [rng.integers(1, VOCABULARY, length).tolist() for length in lengths]
+
+
+def decoders(name: str, folder: Path, quantize: str | None = None) -> list[NativeDecoder]:
+    """One that has company and two threads, and one for requests alone."""
+    checkpoint = save(build_model(CASES[name]), folder)
+    return [
+        NativeDecoder(
+            "huggingface", checkpoint.config, checkpoint.sources, threads=threads, quantize=quantize
+        )
+        for threads in THREADS
+    ]
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3, longrope, part of the head", "mixtral", "olmo2"])
+def test_many_requests_with_one_token_or_several_get_the_bits_they_get_alone(
+    name: str, quantize: str | None, tmp_path: Path
+) -> None:
+    """With windows, groups of heads, norms of queries and keys; a mixture of experts is never cut by requests."""
+    together, alone = decoders(name, tmp_path, quantize)
+    rng = np.random.default_rng(12)
+    before = rng.integers(1, 60, REQUESTS)
+    steps = [rng.choice([1, 1, 1, 2, 5], REQUESTS) for _ in range(4)] + [np.ones(REQUESTS, np.int64)] * 4
+    texts = random_texts((before + sum(steps)).tolist())
+    ours = logits_in_a_batch(together, texts, [before.tolist(), *(step.tolist() for step in steps)], 16)
+    for text, logits in zip(texts, ours, strict=True):
+        (expected,) = logits_in_a_batch(alone, [text], [[len(text)]], 16)
+        assert np.array_equal(logits, expected)
+
+
+@pytest.mark.parametrize("readers_first", [True, False])
+def test_a_request_that_reads_what_another_writes_in_the_same_step_waits_for_it(
+    readers_first: bool, tmp_path: Path
+) -> None:
+    """A prefix hit in a block that its owner fills in this very step. The cache is full of NaN before, and the threads sleep now
+    and then, so that one of them is late."""
+    together, alone = decoders("llama", tmp_path)
+    size, pairs = 4, 8
+    texts = random_texts([size + 2] * pairs)
+    writers = [(text[:size], 0, [number]) for number, text in enumerate(texts)]
+    readers = [(text[size:], size, [number, pairs + number]) for number, text in enumerate(texts)]
+    requests = readers + writers if readers_first else writers + readers
+    expected = [logits_in_a_batch(alone, [text], [[len(text)]], size)[0] for text in texts]
+    for _ in range(20):
+        cache = together.new_cache(2 * pairs, size)
+        cache[...] = np.nan
+        time.sleep(0.002)
+        rows = together.forward(step_of(requests, size), cache)
+        logits = iter(np.split(together.logits(rows), np.cumsum([len(tokens) for tokens, *_ in requests])))
+        for tokens, first, table in requests:
+            wanted = expected[table[0]][first : first + len(tokens)]
+            assert np.array_equal(next(logits), wanted)
+
+
+def step_of(requests: list[tuple[list[int], int, list[int]]], block_size: int) -> StepIndices:
+    """A step of requests that are tokens, the position of the first, and blocks."""
+    counts = [len(tokens) for tokens, *_ in requests]
+    positions = [np.arange(first, first + len(tokens)) for tokens, first, _ in requests]
+    tables = np.zeros((len(requests), max(len(table) for *_, table in requests)), np.int64)
+    for row, (*_, table) in enumerate(requests):
+        tables[row, : len(table)] = table
+    places = zip(tables, positions, strict=True)
+    return StepIndices(
+        token_ids=np.concatenate([tokens for tokens, *_ in requests]),
+        positions=np.concatenate(positions),
+        cells=np.concatenate(
+            [table[at // block_size] * block_size + at % block_size for table, at in places]
+        ),
+        query_starts=np.concatenate([[0], np.cumsum(counts)]),
+        context_lengths=np.array([at[-1] + 1 for at in positions]),
+        block_tables=tables,
+        logit_indices=np.arange(sum(counts)),
+    )
+
+
+def test_one_long_context_beside_many_short_ones_leaves_all_bits_as_they_are(tmp_path: Path) -> None:
+    together, alone = decoders("llama", tmp_path)
+    texts = random_texts([1500, *[6] * (REQUESTS - 1)])
+    plan = [[1495, *[1] * (REQUESTS - 1)], *[[1] * REQUESTS] * 5]
+    for text, ours in zip(texts, logits_in_a_batch(together, texts, plan, 16), strict=True):
+        (expected,) = logits_in_a_batch(alone, [text], [[len(text)]], 16)
+        assert np.array_equal(ours, expected)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_requests_of_a_two_tier_cache_get_the_bits_they_get_alone_whether_or_not_a_step_moves_blocks(
+    bits: int, tmp_path: Path
+) -> None:
+    together, alone = decoders("llama", tmp_path)
+    before = np.random.default_rng(13).permutation(np.arange(REQUESTS) // 8 * 8 + 9)
+    texts = random_texts((before + 12).tolist())
+    # Blocks are full, and move, in one step of eight.
+    plan = [before.tolist(), *[[1] * REQUESTS] * 12]
+    for text, ours in zip(texts, two_tier.logits_in_a_batch(together, texts, plan, bits), strict=True):
+        (expected,) = two_tier.logits_in_a_batch(alone, [text], [[len(text)]], bits)
+        assert np.array_equal(ours, expected)
