@@ -92,7 +92,7 @@ bool Program::share_out_requests() {
     const size_t first_piece = piece;
     while (request < step_.requests && (thread == threads - 1 || taken + costs_[static_cast<size_t>(request)] / 2 <= goal))
       taken += costs_[static_cast<size_t>(request++)];
-    if (taken - before > most) return false;
+    if (request == first || taken - before > most) return false;   // nobody is left without a request
     while (piece < pieces_.size() && pieces_[piece].request < request) piece++;
     blocks_.push_back(Block{step_.query_starts[first], step_.query_starts[request]});
     chunks_.push_back(Chunk{static_cast<int64_t>(first_piece) * shape_.kv_heads, static_cast<int64_t>(piece) * shape_.kv_heads});

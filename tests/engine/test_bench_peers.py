@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from peer_cases import DRIVER, asked, cell, driver, make_bench
 from weft.bench import peers, peers_environment
 from weft.bench.peers import Bench, choose_engines, choose_work, groups
 from weft.bench.peers_cells import START
-from weft.bench.peers_engines import ENGINES, PEERS, Engine, Launch, Workshop
+from weft.bench.peers_engines import ENGINES, OURS_OTHERWISE, PEERS, Engine, Launch, Workshop
 from weft.bench.peers_environment import Environment, PeerError, last_error, python_of, run_logged
 from weft.bench.peers_process import RunningEngine, driver_records, free_port
 from weft.bench.peers_report import Report, document, print_report, ratios
@@ -310,7 +311,12 @@ def test_ratios_say_how_many_times_better_weft_is() -> None:
 def test_the_tables_show_the_best_peer_marks_what_was_disturbed_and_names_what_is_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    print_report(some_report())
+    """Weft set up otherwise is in them, but is no peer, however fast."""
+    report = some_report()
+    otherwise = driver(OURS_OTHERWISE, Path("diary"))
+    faster = cell(OURS_OTHERWISE, "W8", tokens_per_second=80.0, first_token_p99=0.5)
+    report = dataclasses.replace(report, engines=(*report.engines, otherwise), cells=(*report.cells, faster))
+    print_report(report)
     said = capsys.readouterr().out
     assert "50.0* (2.00x)" in said and "25.0 (4.00x)" in said
     assert (

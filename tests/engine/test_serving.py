@@ -960,6 +960,44 @@ def test_an_interrupt_while_waiting_for_a_step_loses_nothing() -> None:
     assert list(result.tokens) == alone[: len(result.tokens)] and len(result.tokens) >= 2
 
 
+def test_an_interrupt_with_a_step_in_flight_behind_which_nothing_may_be_planned_loses_nothing() -> None:
+    """Two steps are in flight then, the second of them with drafts: both must be over before another is planned."""
+
+    class Interrupted(NoopBackend):
+        presses = 0
+
+        def _finish(self, step: Any) -> StepResult:
+            if self.presses and step.plan.num_prefills:
+                self.presses -= 1
+                raise KeyboardInterrupt
+            return super()._finish(step)
+
+    backend = Interrupted(vocabulary_size=3, fixed_cost_rows=1000.0)
+    scheduler = SchedulerConfig(prefer_pure_decode=True, max_running=8)
+    engine = ServingEngine(backend, ServingEngineConfig(scheduler=scheduler), clock=VirtualClock())
+    params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
+    wanted = [InferenceRequest((0, 1, 2) * 4, params) for _ in range(3)]
+    ids = [engine.submit(wanted[0])]
+    num_with_drafts_behind = 0
+    for number in range(200):
+        if number in (5, 9):
+            ids.append(engine.submit(wanted[len(ids)]))
+            backend.presses = 1
+        try:
+            if not engine.run_iteration():
+                break
+        except KeyboardInterrupt:
+            flights = engine._core._flights
+            num_with_drafts_behind += len(flights) > 1 and bool(flights[-1].plan.drafts)
+    assert num_with_drafts_behind, "the case was met"
+    for one, request_id in zip(wanted, ids, strict=True):
+        result = engine.get_result(request_id)
+        assert result is not None and result.state is RequestState.COMPLETED, result
+        limit = len(one.prompt) + 40
+        seed = one.params.seed or 0
+        assert list(result.tokens) == generate_alone(one.prompt, seed, one.params, limit, backend.info)
+
+
 def test_finish_ends_a_request_as_complete_after_the_tokens_that_count() -> None:
     engine = make_engine()
     seen: list[TokenOutput] = []

@@ -53,6 +53,22 @@ def test_many_requests_with_one_token_or_several_get_the_bits_they_get_alone(
         assert np.array_equal(logits, expected)
 
 
+def test_with_about_as_many_threads_as_requests_nobody_is_left_without_one(tmp_path: Path) -> None:
+    """Seven requests of one length on eight threads: one of them would have none. Steps of other sizes come between, so that what
+    they left is there to be mistaken for work."""
+    checkpoint = save(build_model(CASES["llama"]), tmp_path)
+    together, alone = (
+        NativeDecoder("huggingface", checkpoint.config, checkpoint.sources, threads=threads)
+        for threads in (8, 1)
+    )
+    for count in (12, 7, 16, 7, 9, 7, 8, 7):
+        texts = random_texts([14] * count)
+        ours = logits_in_a_batch(together, texts, [[14] * count], 16)
+        for text, logits in zip(texts, ours, strict=True):
+            (expected,) = logits_in_a_batch(alone, [text], [[14]], 16)
+            assert np.array_equal(logits, expected)
+
+
 @pytest.mark.parametrize("readers_first", [True, False])
 def test_a_request_that_reads_what_another_writes_in_the_same_step_waits_for_it(
     readers_first: bool, tmp_path: Path

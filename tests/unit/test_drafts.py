@@ -210,7 +210,7 @@ def test_as_many_tokens_are_told_as_drafts_were_right_and_one_more(num_right: in
     sequence = script.add(LOOP * 2, answer)
     script.step()
     plan = script.step()
-    assert plan.counts == (12,) if len(answer) > 12 else (len(answer) - 1,)
+    assert plan.counts == (min(12, len(answer) - 1),)
     assert sequence.generated == list(answer[: 2 + num_right]), "the right ones, and what follows the last"
     assert sequence.computed == sequence.scheduled == 10 + 1 + num_right
     assert sequence.target == len(sequence.tokens)

@@ -15,7 +15,7 @@ from typing import Any
 from weft import __version__
 from weft.bench.machine_speed import PRODUCTS_SHARE, READING_SHARE, Speed
 from weft.bench.peers_cells import START, Cell, Try
-from weft.bench.peers_engines import OURS, Engine, Workshop
+from weft.bench.peers_engines import OURS, OURS_OTHERWISE, Engine, Workshop
 from weft.bench.peers_environment import PLOT, PeerError, clean_environment, script
 from weft.bench.report import print_line, print_table
 from weft.bench.serve_machine import DISTURBED
@@ -146,7 +146,8 @@ def _print_pairs(
 
 
 def _best(found: Mapping[str, float]) -> str:
-    return f"{min(found.values()):.2f}x" if found else ""
+    peers = [ratio for name, ratio in found.items() if name != OURS_OTHERWISE]
+    return f"{min(peers):.2f}x" if peers else ""
 
 
 def _print_tries(report: Report) -> None:

@@ -60,14 +60,15 @@ class EngineCore:
         Where the next step follows from the tokens of this one, it is planned once they are here, before anyone is told of
         them: nobody waits for tokens as long as the device waits for work.
         """
-        must_wait = bool(self._flights) and not self._may_plan()
-        if must_wait:
+        has_waited = False
+        while self._flights and not self._may_plan():  # more than one where an interrupt came between
             self._finish_oldest()
+            has_waited = True
         plan = self._plan()
         if plan is not None:
             self._flights.append(self._submit(plan))
         if not self._flights:
-            return must_wait
+            return has_waited
         if plan is None or len(self._flights) > 1:
             self._finish_oldest()
         return True

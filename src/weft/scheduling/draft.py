@@ -17,7 +17,7 @@ class Draft:
     __slots__ = (
         "budget",
         "decodes",
-        "drafts",
+        "guesses",
         "moving",
         "preempted",
         "prefills",
@@ -34,7 +34,7 @@ class Draft:
         self.decodes: list[Sequence] = []
         self.prefills: list[tuple[Sequence, int, int, bool]] = []
         """Sequence, start, count, samples."""
-        self.drafts: dict[Sequence, tuple[int, ...]] = {}
+        self.guesses: dict[Sequence, tuple[int, ...]] = {}
         """Of decodes: what is guessed to follow."""
         self.tables = tables
         """Sequence, index in its block table, block."""
@@ -67,7 +67,7 @@ class Draft:
 
     def freeze(self, kv_cache: KvCacheManager) -> tuple[IterationPlan, list[Sequence]]:
         """The plan and the sequences of its entries. Advances every sequence in it to after this step."""
-        step, decodes, prefills, drafts = self.step, self.decodes, self.prefills, self.drafts
+        step, decodes, prefills, drafts = self.step, self.decodes, self.prefills, self.guesses
         if drafts:
             decodes = [s for s in decodes if s not in drafts]
         sequences = [*decodes, *drafts, *[entry[0] for entry in prefills]] if prefills or drafts else decodes

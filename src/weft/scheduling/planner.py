@@ -52,7 +52,8 @@ class Planner:
                 self._plan_mixed(draft, self._roster.running, may_admit=True)
             if draft.decodes or draft.prefills or len(draft.preempted) == num_victims:
                 break
-        self.speculation.add_drafts(draft, self._roster.kv_cache, self._room_for_drafts(draft))
+        room = self._room_for_drafts(draft.decodes, draft.budget.tokens)
+        self.speculation.add_drafts(draft, self._roster.kv_cache, room)
 
     def plan_only(self, draft: Draft, sequences: list[Sequence]) -> None:
         """Plans a step over these alone."""
@@ -198,15 +199,24 @@ class Planner:
             turn = max(turn, len(self._roster.running))
         return step - max(sequence.last_step, sequence.admitted_step - 1) <= turn
 
-    def _room_for_drafts(self, draft: Draft) -> int:
-        """Tokens that may come into the step beside its decodes. ADAPTIVE: within the time that a step may take."""
-        room, model = draft.budget.tokens, self._cost_model
-        if self._config.policy is PriorityPolicy.ADAPTIVE and model.is_ready:
-            context = sum(s.scheduled for s in draft.decodes)
-            longest = max((s.scheduled for s in draft.decodes), default=0)
-            target = self._config.target_inter_token_latency
-            room = min(room, model.affordable_tokens(len(draft.decodes), context, target, longest))
-        return room
+    def is_worth_waiting(self) -> bool:
+        """Whether to let the step in flight end before another is planned, since guesses need its tokens. Not where prompts are
+        next, or where there is no room for guesses."""
+        roster = self._roster
+        if roster.queue and roster.kv_cache.free_rows:
+            return False
+        return self.speculation.is_worth_waiting(roster.running) and bool(
+            self._room_for_drafts(roster.running, self._config.max_tokens_per_step - len(roster.running))
+        )
+
+    def _room_for_drafts(self, decodes: list[Sequence], room: int) -> int:
+        """How many of `room` tokens may come into a step beside these decodes. ADAPTIVE: those that fit the time it may take."""
+        if self._config.policy is not PriorityPolicy.ADAPTIVE or not self._cost_model.is_ready:
+            return max(0, room)
+        context = sum(s.scheduled for s in decodes)
+        longest = max((s.scheduled for s in decodes), default=0)
+        target = self._config.target_inter_token_latency
+        return max(0, min(room, self._cost_model.affordable_tokens(len(decodes), context, target, longest)))
 
     # ------------------------------------------------------------------ prompts under way
 

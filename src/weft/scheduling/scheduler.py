@@ -304,7 +304,7 @@ class ContinuousBatchScheduler:
         self._finish_swaps(result)
         self._roster.settle(plan.step)
         self._account(plan, seconds)
-        self._is_worth_waiting = self._planner.speculation.is_worth_waiting(self.running)
+        self._is_worth_waiting = self._planner.is_worth_waiting()
 
     def _commit_decodes(self, flight: Flight, result: StepResult, now: float) -> None:
         """The loop that runs for every token of every stream: what is usual is done here, the rest elsewhere."""

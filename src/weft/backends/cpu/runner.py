@@ -19,7 +19,7 @@ import numpy as np
 
 from weft.backends.batch import PreparedStep, Rows, SampledEntries, ScoredPrompt
 from weft.backends.cpu import sampler as numpy_sampler
-from weft.backends.cpu.kernels import has_kernels, instruction_set
+from weft.backends.cpu.kernels import NUMPY, has_kernels, instruction_set
 from weft.backends.cpu.sampler import NOT_A_NUMBER, Sampled
 from weft.backends.cpu.step_thread import Step, StepThread
 from weft.backends.cpu.swap import SwapSpace
@@ -51,9 +51,10 @@ _EAGER_CACHE_BYTES = 256 << 20
 
 _SCORED_AT_ONCE = 64
 
-# `BackendInfo.fixed_cost_rows`. Two cores with VNNI take 3.4 ms for one row of the default model, 6.1 for 8 of one sequence,
-# 7.0 for one of 8; without it rows take twice as long, and reading the weights does not.
-_FIXED_COST_ROWS = {"avx512vnni": 7.0}
+# `BackendInfo.fixed_cost_rows`, by instruction set. Two cores with VNNI take 3.4 ms for one row of the default model, 6.1 for 8 of
+# one sequence, 7.0 for one of 8; without it rows take twice as long, and reading the weights does not. None of numpy: there a row has
+# other bits beside others, and answers would change with drafts.
+_FIXED_COST_ROWS = {"avx512vnni": 7.0, "numpy": 0.0}
 _FIXED_COST_ROWS_OF_OTHERS = 3.0
 
 # What a small machine does in a second: only their ratio matters, and only to the choice between recompute and swap.
@@ -108,6 +109,7 @@ class CpuBackend:
         self._decoder = decoder
         self._forward: Forward = decoder if native is None else native.forward
         self._sampler: Sampler = numpy_sampler if native is None else native.sampler
+        self._kernels = NUMPY if native is None else instruction_set() or NUMPY
         self._eos_token_ids = eos_token_ids
         self._compiler = grammars
         self._cache: np.ndarray | TwoTierCache
@@ -175,7 +177,7 @@ class CpuBackend:
             # Of both tiers: the scheduler lets the store have the same share of its blocks.
             eager_blocks=min(num_blocks, _EAGER_CACHE_BYTES * num_blocks // cache_bytes),
             grammars_may_overlap=True,
-            fixed_cost_rows=_FIXED_COST_ROWS.get(instruction_set() or "", _FIXED_COST_ROWS_OF_OTHERS),
+            fixed_cost_rows=_FIXED_COST_ROWS.get(self._kernels, _FIXED_COST_ROWS_OF_OTHERS),
         )
 
     def check_grammar(self, grammar: Grammar) -> None:
