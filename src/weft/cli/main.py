@@ -313,7 +313,7 @@ def serve(
     store_bits: StoreBits = None,
     drafts: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Tokens guessed in a step; 0: none; default: 11."),
+        typer.Option(metavar="N", help="Tokens guessed at a time; 0: none; default: 11."),
     ] = None,
     device: Annotated[
         str | None, typer.Option(metavar="auto|cpu|cuda", help="Default: a card, where there is one.")
@@ -333,7 +333,7 @@ def serve(
     MODEL is 'default' (SmolLM2-135M-Instruct), 'hf:owner/name', or a path to a GGUF file or a folder with safetensors.
     To try it in a browser open /docs.
 
-    Flags come before variables (WEFT_SERVE_..., WEFT_API_KEY) and the file.
+    Flags count before variables (WEFT_SERVE_..., WEFT_API_KEY), then the file.
 
     SIGTERM and Ctrl-C let what is under way end; once more quits at once.
     """
