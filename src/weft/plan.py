@@ -129,11 +129,6 @@ class IterationPlan:
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     samples: tuple[bool, ...]
-    drafts: tuple[tuple[int, ...], ...] = ()
-    """Tokens guessed to follow the first of their entry, which every token before is known of: the entry computes that one
-    and these, and samples behind each. A sample stands for nothing unless all drafts before it were sampled too; the
-    backend need not care, since whatever comes next is told by absolute index. No other step holds such a row before
-    this one is over."""
     row_starts: tuple[RowStart, ...] = ()
     table_rows: tuple[int, ...] = ()
     """New block-table entries of rows already known: table[table_rows[i]][table_indices[i]] = table_blocks[i]."""
@@ -158,6 +153,11 @@ class IterationPlan:
     preempted: tuple[RequestId, ...] = ()
     freed: tuple[int, ...] = ()
     """Blocks whose content is dead from this step on. A backend that looks for mistakes poisons them."""
+    drafts: tuple[tuple[int, ...], ...] = ()
+    """Tokens guessed to follow the first of their entry, which every token before is known of: the entry computes that one
+    and these, and samples behind each. A sample stands for nothing unless all drafts before it were sampled too; the
+    backend need not care, since whatever comes next is told by absolute index. No other step holds such a row before
+    this one is over."""
 
     @property
     def num_tokens(self) -> int:
