@@ -144,6 +144,10 @@ class TierMachine(RuleBasedStateMachine):
         still_read = held[behind_tail(start + 1, self.tail) :]
         assert all(block < self.manager.pool.num_blocks for block in still_read), "read in full and not held"
         copied = {move.block: move.origin for move in moves if move.origin != -1}
+        waited_for = self.manager.take_dependencies()
+        for task, _ in [swap for step in self.in_flight for swap in step.swaps]:
+            touches = not set(task.blocks).isdisjoint((*begun, *copied))
+            assert not touches or task.swap_id in waited_for, "a block is taken from a copy that is under way"
         self.in_flight.append(Step(self.next_step, holder, end, writes, begun, copied, registered))
         holder.content, holder.scheduled, holder.last_step = content, end, self.next_step
         self.next_step += 1
@@ -214,12 +218,12 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule()
     def fail(self) -> None:
-        """The oldest step and all behind it come to nothing; their copies are made all the same."""
+        """The oldest step and all behind it come to nothing; their copies are made all the same, each before the steps that
+        wait for it."""
         for step in self.in_flight:
             self.memory.update(dict.fromkeys((*step.begun, *step.moves), "garbage"))
             for block, key in step.registered:
                 self.manager.pool_of(block).forget(block, key)
-        for step in self.in_flight:
             for task, is_out in step.swaps:
                 self.copy(task, is_out)
         self.in_flight.clear()
