@@ -115,9 +115,8 @@ class Rows:
         self.tokens = np.zeros((num_rows, max_context + 1), np.int32)
         self.tables = np.zeros((num_rows, -(-max_context // block_size)), np.int64)
         self.store_tables = np.zeros_like(self.tables if full_blocks is not None else self.tables[:, :0])
-        self.numbers = np.zeros(
-            (4, num_rows), np.int64
-        )  # the next four: what a step reads of its rows is one look-up
+        # The next four in one: what a step reads of its rows is one look-up.
+        self.numbers = np.zeros((4, num_rows), np.int64)
         self.prompt_lengths = self.numbers[0]
         self.seeds = self.numbers[1].view(np.uint64)
         self.temperatures = self.numbers[2].view(np.float64)

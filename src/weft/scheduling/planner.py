@@ -52,8 +52,9 @@ class Planner:
                 self._plan_mixed(draft, self._roster.running, may_admit=True)
             if draft.decodes or draft.prefills or len(draft.preempted) == num_victims:
                 break
-        room = self._room_for_drafts(draft.decodes, draft.budget.tokens)
-        self.speculation.add_drafts(draft, self._roster.kv_cache, room)
+        if self.speculation.may_have_drafts(draft):
+            room = self._room_for_drafts(draft.decodes, draft.budget.tokens)
+            self.speculation.add_drafts(draft, self._roster.kv_cache, room)
 
     def plan_only(self, draft: Draft, sequences: list[Sequence]) -> None:
         """Plans a step over these alone."""

@@ -252,9 +252,7 @@ class ContinuousBatchScheduler:
 
     def schedule(self) -> IterationPlan | None:
         """Plans one step over everything that waits and runs. None: there is nothing to do just now."""
-        assert not (self._in_flight and self._in_flight[-1].plan.drafts), (
-            "nobody knows how far its drafts get"
-        )
+        assert not (self._in_flight and self._in_flight[-1].plan.drafts), "it gets nobody knows how far"
         self._expire()
         config, roster = self.config, self._roster
         budget = TokenBudget(config.max_tokens_per_step, config.max_prefill_tokens, config.sequences_per_step)
@@ -336,7 +334,8 @@ class ContinuousBatchScheduler:
                 value, top = logprob
             if computed % block_size == 0:
                 self._roster.prefixes.register_generated(sequence)
-            sequence.learn()
+            if sequence.guesser is not None:
+                sequence.guesser.learn()
             outputs.append(
                 new(TokenOutput, (sequence.request_id, token, "", value, False, None, length, top))
             )
