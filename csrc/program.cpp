@@ -65,8 +65,10 @@ const float* Program::forward(const Step& step, const Cache& cache) {
     share_out_attention();
     share_out_rows();
   }
+  const bool all_selected = selects_all();
   const auto goes_in_blocks = [&](const Instruction& instruction) {
-    return !blocks_.empty() && (instruction.is_by_row() || (by_request && instruction.kind == Instruction::Kind::attention));
+    return !blocks_.empty() &&
+           (instruction.is_by_row(all_selected) || (by_request && instruction.kind == Instruction::Kind::attention));
   };
   for (size_t i = 0, end; i < logits_begin_; i = end) {
     for (end = i; end < logits_begin_ && goes_in_blocks(instructions_[end]); end++) {}
@@ -180,6 +182,7 @@ void Program::carry_out_row(const Instruction& instruction, int64_t row, Worker&
     case Instruction::Kind::rope_and_write: rope_and_write(instruction, row, worker); break;
     case Instruction::Kind::add: kernels().add_scaled(output, input, instruction.scale, columns, output); break;
     case Instruction::Kind::scale_and_cap: kernels().scale_and_cap(output, columns, instruction.scale, instruction.cap); break;
+    case Instruction::Kind::select_rows: std::memcpy(output, input, static_cast<size_t>(columns) * sizeof(float)); break;   // of all
     default: break;
   }
 }
@@ -361,6 +364,14 @@ void Program::mixture(const Instruction& instruction, int64_t rows) {
       kernels().add_scaled(target, result + row * columns, expert_row_shares_[static_cast<size_t>(row)], columns, target);
     });
   }
+}
+
+// In their order.
+bool Program::selects_all() const {
+  if (step_.selected != step_.tokens) return false;
+  for (int64_t row = 0; row < step_.selected; row++)
+    if (step_.logit_indices[row] != row) return false;
+  return true;
 }
 
 void Program::select_rows(const Instruction& instruction) {

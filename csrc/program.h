@@ -3,7 +3,8 @@
 // A buffer holds one row of floats for each token of the step, or for each token after which logits are wanted. Every instruction is one
 // or two phases of the pool; inside a phase rows or strips are shared out, between phases everybody has finished. In steps of many rows all
 // instructions between two attentions are one phase: there blocks of rows are shared out, and each goes through all of them. Where no
-// request waits for another, a block is some whole requests, and attention is part of that phase too: then all up to the selection is one.
+// request waits for another, a block is some whole requests, and attention is part of that phase too: then all up to the selection is one,
+// and in a step that selects every row all up to the logits.
 #pragma once
 
 #include <array>
@@ -66,10 +67,11 @@ struct Instruction {
   Vector norm{}, query_norm{}, key_norm{};
   std::shared_ptr<Experts> experts;
 
-  // What it makes of a row depends on nothing but that row: it needs to wait for no other.
-  bool is_by_row() const {
-    const bool has_others = kind == Kind::attention || kind == Kind::mixture || kind == Kind::select_rows;
-    return !has_others && !after_selection;
+  // What it makes of a row depends on nothing but that row: it needs to wait for no other. Where all rows are selected, a selected row
+  // is the row itself.
+  bool is_by_row(bool all_selected) const {
+    if (kind == Kind::attention || kind == Kind::mixture) return false;
+    return all_selected || (kind != Kind::select_rows && !after_selection);
   }
 };
 
@@ -190,6 +192,7 @@ class Program {
   void share_out_attention();
   void share_out_rows();
   bool share_out_requests();
+  bool selects_all() const;
   int64_t cost_of_row(int64_t row) const;
   bool reads_what_another_writes();
   void run(const Instruction& instruction, int64_t rows);

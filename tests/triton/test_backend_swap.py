@@ -53,6 +53,7 @@ def test_blocks_come_back_as_they_left_wherever_they_lay(
     space.launch(plan_of(out=(task(1, blocks, slots),)), None)
     assert reports(space, 1) == ({1}, {})
     cache.fill_(-1)
+    device.synchronize()  # swaps have a stream of their own, which waits for steps, not for this
     space.launch(plan_of(back=(task(2, (7, 6, 5, 4, 3, 2), slots, (1,)),)), None)
     assert reports(space, 1) == ({2}, {})
     assert (cache[[7, 6, 5, 4, 3, 2]] == before[list(blocks)]).all()

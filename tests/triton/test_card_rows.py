@@ -56,12 +56,14 @@ def test_a_norm_is_that_of_the_reference(columns: int, dtype: torch.dtype, devic
     agree(output, REFERENCE.rms_norm(values, weight, 1e-2), dtype)
 
 
-def test_a_norm_takes_the_rows_it_is_told(device: Device) -> None:
-    values, weight, indices = draw(5, 48), draw(48), np.array([4, 1])
-    output = device.empty(2, 48, dtype=torch.float32)
-    chosen = torch.from_numpy(indices).int().to(device.torch_device)
-    rows.rms_norm(put(values, device), put(weight, device), 1e-5, output, device, chosen)
-    agree(output, REFERENCE.rms_norm(values[indices], weight, 1e-5))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [64, 1100])
+def test_selected_rows_are_those_that_were_named(columns: int, dtype: torch.dtype, device: Device) -> None:
+    values, indices = put(draw(5, columns), device, dtype), [4, 1, 1]
+    output = spread(device.empty(3, columns, dtype=dtype))
+    chosen = torch.tensor(indices, dtype=torch.int32, device=device.torch_device)
+    rows.select(spread(values), chosen, output, device)
+    assert torch.equal(output, values[indices])
 
 
 def test_a_norm_can_be_added_to_what_is_there(device: Device) -> None:

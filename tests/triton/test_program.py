@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_decoders import CONFIGS, PLAIN, PLAN, TEXTS, logits_of, reference_logits, relative_error
+from small_decoders import (
+    CONFIGS,
+    PLAIN,
+    PLAN,
+    TEXTS,
+    decoder_of,
+    logits_of,
+    reference_logits,
+    relative_error,
+)
 
+from weft.ops.recording import SelectRows
 from weft.ops.triton.device import Device
+from weft.ops.triton.ops import TritonOps
+from weft.ops.triton.program import record
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -25,3 +37,14 @@ def test_in_bfloat16_a_model_is_near_the_reference(device: Device) -> None:
 def test_an_invariant_model_computes_what_the_reference_does(device: Device) -> None:
     ours = logits_of(PLAIN, device, invariant=True)
     assert relative_error(ours, reference_logits(PLAIN, TEXTS, PLAN)) < 2e-5
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_selected_shares_its_place_with_no_other_buffer(name: str, device: Device) -> None:
+    """Where all rows are selected, others stand in that place: whoever shared it would write over them."""
+    ops = TritonOps(device, torch.float32)
+    program = record(decoder_of(CONFIGS[name], ops), ops, max_tokens=64, max_sampled=64)
+    assert ops.recording is not None
+    selected = [step.output for step in ops.recording.operations if isinstance(step, SelectRows)]
+    places = list(program._places.values())
+    assert [places.count(program._places[buffer]) for buffer in selected] == [1, 1]

@@ -7,7 +7,7 @@ import torch
 from small_decoders import CONFIGS, PLAIN, decoder_of
 
 from weft.models.config import ModelConfig
-from weft.ops.recording import NO_STEP, Add, Buffer, Embed, Norm, Operation, Product
+from weft.ops.recording import NO_STEP, Add, Buffer, Embed, Norm, Operation, Product, SelectRows
 from weft.ops.triton.device import Device
 from weft.ops.triton.ops import TritonOps
 from weft.ops.triton.steps import (
@@ -32,8 +32,10 @@ def recorded(config: ModelConfig, device: Device) -> tuple[list[Operation], Buff
 def test_a_plain_layer_is_four_products_around_attention(device: Device) -> None:
     operations, rows = recorded(PLAIN, device)
     steps = steps_of(operations, {rows})
-    layer: list[type[Step]] = [ProductStep, AttentionStep, ProductStep, ProductStep, ProductStep]
-    assert [type(step) for step in steps] == [Embed, *layer, *layer, NormStep]
+    until_attention: list[type[Step]] = [ProductStep, AttentionStep]
+    after_it: list[type[Step]] = [ProductStep, ProductStep, ProductStep]
+    layer, last_layer = until_attention + after_it, [*until_attention, SelectRows, SelectRows, *after_it]
+    assert [type(step) for step in steps] == [Embed, *layer, *last_layer, NormStep]
     taken_in = [
         (bool(step.norm), bool(step.gate), step.added) for step in steps if isinstance(step, ProductStep)
     ]
@@ -45,7 +47,7 @@ def test_a_plain_layer_is_four_products_around_attention(device: Device) -> None
     )
     assert taken_in == [qkv, out, gate_up, down] * 2
     last = steps[-1]
-    assert isinstance(last, NormStep) and last.selected and last.output is rows
+    assert isinstance(last, NormStep) and last.output is rows
 
 
 def test_a_norm_behind_a_product_takes_the_add_in(device: Device) -> None:
@@ -70,9 +72,11 @@ def test_a_place_is_not_used_again_while_its_content_is_needed(name: str, device
     steps = steps_of(operations, {rows})
     slots = assigned_slots(steps, {rows})
     holds: dict[int, Buffer] = {}
+    uncopied = {step.output: step.input for step in steps if isinstance(step, SelectRows)}
+    assert len(uncopied) == 2
     for step in steps:
         made, read = set(buffers_made(step)), set(buffers_read(step))
-        for buffer in read:
+        for buffer in read | {uncopied[buffer] for buffer in read if buffer in uncopied}:
             assert holds[slots.places[buffer]] is buffer
         assert len({slots.places[buffer] for buffer in made | read}) == len(made | read)
         for buffer in made:
@@ -84,5 +88,7 @@ def test_a_place_is_not_used_again_while_its_content_is_needed(name: str, device
 def test_layers_use_the_same_places_again(device: Device) -> None:
     operations, rows = recorded(PLAIN, device)
     steps = steps_of(operations, {rows})
-    half = len(steps) // 2
-    assert len(assigned_slots(steps, {rows}).columns) == len(assigned_slots(steps[:half], {rows}).columns)
+    selected = [step for step in steps if isinstance(step, SelectRows)]
+    one_layer = steps[: 1 + (len(steps) - 2 - len(selected)) // 2]
+    layers = steps[: steps.index(selected[0])]
+    assert len(assigned_slots(layers, set()).columns) == len(assigned_slots(one_layer, set()).columns)

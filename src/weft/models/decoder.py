@@ -78,12 +78,16 @@ class Decoder:
             qkv = ops.linear(self._norm(hidden, layer.attention_norm), layer.wqkv)
             queries = ops.rope_and_write(prepared, qkv, cache, index, layer.pattern, layer.qk_norm)
             attended = ops.paged_attention(prepared, queries, cache, index, layer.pattern)
+            if layer is self._layers[-1]:
+                # Of the other tokens nothing is needed any more but their K and V.
+                attended = ops.select_logit_rows(prepared, attended)
+                hidden = ops.select_logit_rows(prepared, hidden)
             output = self._norm(ops.linear(attended, layer.wo), layer.attention_post_norm)
             hidden = ops.add(hidden, output, config.residual_scale)
             output = self._feed_forward(self._norm(hidden, layer.feed_forward_norm), layer.feed_forward)
             output = self._norm(output, layer.feed_forward_post_norm)
             hidden = ops.add(hidden, output, config.residual_scale)
-        return self._norm(ops.select_logit_rows(prepared, hidden), self._final_norm)
+        return self._norm(hidden, self._final_norm)
 
     def step(self, step: StepIndices, cache: Any, sampled: int) -> tuple[Any, Any]:
         """One step: the logits of the first `sampled` of the rows that `forward` returns, and the other rows."""

@@ -98,21 +98,25 @@ class CudaProgram:
                 step.layer.interleave_gate()
         slots = assigned_slots(steps, {rows, logits})
 
-        # A buffer is a slot, cut to a row for each token, for each row of logits wanted, or for each one sampled.
-        self._cuts: dict[tuple[int, str], int] = {}
-        kinds = {buffer: "tokens" for step in first_part for buffer in buffers_made(step)}
-        kinds[rows] = "selected"
+        # A buffer is a slot, cut to a row for each token, for each row of logits wanted, or for each one sampled. What is
+        # selected has a place for itself: where all rows are, the rows that it is made of stand in for it.
+        self._cuts: dict[tuple[int, str, Buffer | None], int] = {}
+        selection = next(at for at, step in enumerate(first_part) if isinstance(step, SelectRows))
+        kinds = {buffer: "tokens" for step in first_part[:selection] for buffer in buffers_made(step)}
+        for step in first_part[selection:]:
+            kinds |= {buffer: "selected" for buffer in buffers_made(step) if buffer not in kinds}
         kinds |= {buffer: "sampled" for step in second_part for buffer in buffers_made(step)}
+        alone = {step.output: step.output for step in steps if isinstance(step, SelectRows)}
         self._places = {
-            buffer: self._cuts.setdefault((slot, kinds[buffer]), len(self._cuts))
+            buffer: self._cuts.setdefault((slot, kinds[buffer], alone.get(buffer)), len(self._cuts))
             for buffer, slot in slots.places.items()
         }
-        self._sampled_rows = self._cuts.setdefault((slots.places[rows], "sampled"), len(self._cuts))
+        self._sampled_rows = self._cuts.setdefault((slots.places[rows], "sampled", None), len(self._cuts))
         self._selected_rows = self._places[rows]
         self._logits = self._places[logits]
         height = {"tokens": max_tokens, "selected": max_tokens, "sampled": max_sampled}
         heights = [0] * len(slots.columns)
-        for slot, kind in self._cuts:
+        for slot, kind, _ in self._cuts:
             heights[slot] = max(heights[slot], height[kind])
         embedding = next(step for step in steps if isinstance(step, Embed))
         dtype = embedding.table.weight.dtype
@@ -122,8 +126,10 @@ class CudaProgram:
         ]
         self._stretches = StretchGraphs(device)
         self._forward = [
-            self._launch_stretch(number, steps) for number, steps in enumerate(stretches(first_part))
+            self._launch_stretch(number, steps)
+            for number, steps in enumerate(stretches(first_part[:selection]))
         ]
+        self._finish = [self._launch(step) for step in first_part[selection:]]
         # What the second part reads of the first are the sampled rows alone.
         self._places[rows] = self._sampled_rows
         self._make_logits = [self._launch(step) for step in second_part]
@@ -139,6 +145,9 @@ class CudaProgram:
         run.from_graphs = batch.longest_query > 1 and self._stretches.serve(run.padded_tokens)
         for launch in self._forward:
             launch(run)
+        if selected:
+            for launch in self._finish:
+                launch(run)
         if batch.sampled:
             for launch in self._make_logits:
                 launch(run)
@@ -158,7 +167,7 @@ class CudaProgram:
 
     def _cut(self, tokens: int, selected: int, sampled: int) -> list[Tensor]:
         counts = {"tokens": tokens, "selected": selected, "sampled": sampled}
-        return [self._slots[slot][: counts[kind]] for slot, kind in self._cuts]
+        return [self._slots[slot][: counts[kind]] for slot, kind, _ in self._cuts]
 
     def _launch_stretch(self, number: int, steps: Sequence[Step]) -> Launch:
         launches = [self._launch(step) for step in steps]
@@ -201,8 +210,8 @@ class CudaProgram:
             case ScaleAndCap(values, scale, cap):
                 place = self._places[values]
                 return lambda run: rows.scale_and_cap(run.buffers[place], scale, cap, device)
-            case SelectRows():
-                raise AssertionError("rows are always selected for a norm")
+            case SelectRows(input, output):
+                return self._launch_select(self._places[input], self._places[output])
 
     def _launch_product(self, step: ProductStep) -> Launch:
         product = Product(
@@ -231,19 +240,23 @@ class CudaProgram:
     def _launch_norm(self, step: NormStep) -> Launch:
         source, target = self._places[step.input], self._places[step.output]
 
+        return lambda run: rows.rms_norm(
+            run.buffers[source],
+            step.weight,
+            step.epsilon,
+            run.buffers[target],
+            self._device,
+            step.added,
+            step.scale,
+        )
+
+    def _launch_select(self, source: int, target: int) -> Launch:
         def launch(run: _Run) -> None:
-            if len(output := run.buffers[target]):
-                indices = run.batch.logit_indices if step.selected else None
-                rows.rms_norm(
-                    run.buffers[source],
-                    step.weight,
-                    step.epsilon,
-                    output,
-                    self._device,
-                    indices,
-                    step.added,
-                    step.scale,
-                )
+            batch = run.batch
+            if batch.sampled == batch.tokens == len(batch.logit_indices):  # every token, in their order
+                run.buffers[target], run.padded[target] = run.buffers[source], run.padded[source]
+            else:
+                rows.select(run.buffers[source], batch.logit_indices, run.buffers[target], self._device)
 
         return launch
 

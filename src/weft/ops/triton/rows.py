@@ -1,4 +1,4 @@
-"""Kernels that work on rows of activations one by one: look up, normalise, gate, add, scale.
+"""Kernels that work on rows of activations one by one: look up, select, normalise, gate, add, scale.
 
 Every one sums in float32 and in an order that depends on the width of a row alone, so that a row has the same bits in
 any company. Launches take views whose rows may lie apart; within a row values lie together.
@@ -60,18 +60,49 @@ def embed(ids: Tensor, table: Tensor, scale: float, output: Tensor, device: Devi
 
 
 @triton.jit
+def _select(
+    input,
+    indices,
+    output,
+    columns,
+    input_stride,
+    output_stride,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_previous(DEPENDENT)
+    let_next_begin(DEPENDENT)
+    row = tl.program_id(0)
+    source = tl.load(indices + row).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    values = tl.load(input + source * input_stride + column, mask=mask)
+    tl.store(output + row.to(tl.int64) * output_stride + column, values, mask=mask)
+
+
+def select(input: Tensor, indices: Tensor, output: Tensor, device: Device) -> None:
+    """output[i] = input[indices[i]]"""
+    columns, strides = input.shape[1], (input.stride(0), output.stride(0))
+    device.launch(
+        _select,
+        (output.shape[0], pieces(columns, _ELEMENTS), 1),
+        (input, indices, output, columns, *strides),
+        (columns, strides, input.dtype, indices.data_ptr() % 16),
+        lambda: {"BLOCK": _ELEMENTS, "num_warps": 4},
+    )
+
+
+@triton.jit
 def _rms_norm(
     input,
     weight,
     output,
-    indices,
     columns,
     epsilon,
     scale,
     input_stride,
     output_stride,
     BLOCK: tl.constexpr,
-    SELECTED: tl.constexpr,
     ADDED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -83,10 +114,7 @@ def _rms_norm(
     let_next_begin(DEPENDENT)
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    source = row
-    if SELECTED:
-        source = tl.load(indices + row).to(tl.int64)
-    values = tl.load(input + source * input_stride + column, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(input + row * input_stride + column, mask=mask, other=0.0).to(tl.float32)
     mean_square = tl.sum(values * values, 0) / columns
     values = values * tl.rsqrt(mean_square + epsilon) * factors
     place = output + row * output_stride + column
@@ -101,21 +129,18 @@ def rms_norm(
     epsilon: float,
     output: Tensor,
     device: Device,
-    indices: Tensor | None = None,
     added: bool = False,
     scale: float = 1.0,
 ) -> None:
-    """The norm of every row, or of those that `indices` names; with `added`, output += norm * scale."""
+    """The norm of every row; with `added`, output += norm * scale."""
     columns, strides = input.shape[1], (input.stride(0), output.stride(0))
-    is_selected = indices is not None
-    indices = output if indices is None else indices
     block = power_of_two(columns)
     device.launch(
         _rms_norm,
         (output.shape[0], 1, 1),
-        (input, weight, output, indices, columns, epsilon, scale, *strides),
-        (columns, strides, weight.dtype, input.dtype, is_selected, added, indices.data_ptr() % 16),
-        lambda: {"BLOCK": block, "SELECTED": is_selected, "ADDED": added, "num_warps": _warps(block)},
+        (input, weight, output, columns, epsilon, scale, *strides),
+        (columns, strides, weight.dtype, input.dtype, added),
+        lambda: {"BLOCK": block, "ADDED": added, "num_warps": _warps(block)},
     )
 
 

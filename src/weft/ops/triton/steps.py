@@ -1,7 +1,7 @@
 """A recorded forward pass as the steps that a device carries out, and the buffers they work in.
 
 The gate is taken into the product in front of it and the norm into the one behind it, an add into the product or the
-norm that makes what is added, rows are normalised as they are selected, and attention turns its queries itself.
+norm that makes what is added, and attention turns its queries itself.
 """
 
 from __future__ import annotations
@@ -44,14 +44,12 @@ class ProductStep:
 
 @dataclass(frozen=True, eq=False)
 class NormStep:
-    """The norm of the rows, or of those after which logits are wanted, stored in `output`, or added to it times
-    `scale`."""
+    """The norm of the rows, stored in `output`, or added to it times `scale`."""
 
     input: Buffer
     weight: Any
     epsilon: float
     output: Buffer
-    selected: bool = False
     added: bool = False
     scale: float = 1.0
 
@@ -90,12 +88,7 @@ def steps_of(operations: Sequence[Operation], kept: set[Buffer]) -> list[Step]:
             ):
                 pass
             case Norm(input, weight, epsilon, output):
-                selected = isinstance(last, SelectRows) and last.output is input and only_for_next(input)
-                if selected:
-                    assert isinstance(last, SelectRows)
-                    steps.pop()
-                    input = last.input
-                steps.append(NormStep(input, weight, epsilon, output, selected))
+                steps.append(NormStep(input, weight, epsilon, output))
             case Product(input, layer, output):
                 norm = norms.get(input)
                 if norm is not None and only_for_next(input):
@@ -127,7 +120,7 @@ def stretches(steps: Sequence[Step]) -> Iterator[list[Step]]:
     """The steps in turn, those together whose launches depend on the number of rows alone."""
     stretch: list[Step] = []
     for step in steps:
-        if isinstance(step, ProductStep | Add) or (isinstance(step, NormStep) and not step.selected):
+        if isinstance(step, ProductStep | Add | NormStep):
             stretch.append(step)
         else:
             if stretch:
@@ -172,6 +165,9 @@ def assigned_slots(steps: Sequence[Step], kept: set[Buffer]) -> Slots:
     for index, step in enumerate(steps):
         for buffer in (*buffers_read(step), *buffers_made(step)):
             last_used[buffer] = index
+    for step in steps:
+        if isinstance(step, SelectRows):  # where all rows are selected, they are not copied
+            last_used[step.input] = max(last_used[step.input], last_used[step.output])
     slots = Slots({}, [])
     free: dict[int, list[int]] = defaultdict(list)
     for index, step in enumerate(steps):
@@ -181,7 +177,6 @@ def assigned_slots(steps: Sequence[Step], kept: set[Buffer]) -> Slots:
                     slots.columns.append(buffer.columns)
                     free[buffer.columns].append(len(slots.columns) - 1)
                 slots.places[buffer] = free[buffer.columns].pop()
-        for buffer in {*buffers_read(step), *buffers_made(step)}:
-            if last_used[buffer] == index and buffer not in kept:
-                free[buffer.columns].append(slots.places[buffer])
+        for buffer in [buffer for buffer, last in last_used.items() if last == index and buffer not in kept]:
+            free[buffer.columns].append(slots.places[buffer])
     return slots
