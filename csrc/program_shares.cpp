@@ -6,10 +6,12 @@
 namespace weft {
 namespace {
 
-// With a panel of rows for each thread, or more, blocks of some panels go through several instructions at a time: what a block writes is
-// in the second-level cache when it is read again, and nobody waits for anybody in between. That was worth 5 to 8% of a step. With fewer
-// rows every thread would read all weights for too little.
-constexpr int64_t rows_worth_a_block = panel_rows;
+// With so many rows for each thread, or more, blocks of them go through several instructions at a time: what a block writes is in the
+// second-level cache when it is read again, and nobody waits for anybody in between. That was worth 5 to 8% of a step of many rows. Of few
+// it is worth more, since all that one core writes and another reads takes its time where they share no cache: 15 to 30% of a step of 4 to
+// 20 rows on such a pair of cores, and nothing on a pair that does share one. But every thread reads all weights, at its share of the
+// memory's speed: the more threads there are, the more rows each must have.
+inline int64_t rows_worth_a_block(int64_t threads) { return std::clamp<int64_t>(threads, 2, panel_rows); }
 constexpr int64_t most_rows_per_block = 3 * panel_rows;
 
 // To read a byte of K and V takes about as long as so many products of a weight and a row: it tells what a request costs.
@@ -61,7 +63,7 @@ void Program::share_out_attention() {
 void Program::share_out_rows() {
   blocks_.clear();
   const int64_t rows = step_.tokens, threads = pool_.threads();
-  if (rows < threads * rows_worth_a_block) return;
+  if (rows < threads * rows_worth_a_block(threads)) return;
   const int64_t count = ceil_divide(ceil_divide(rows, most_rows_per_block), threads) * threads;
   for (int64_t block = 0; block < count; block++) blocks_.push_back(Block{rows * block / count, rows * (block + 1) / count});
 }
@@ -71,7 +73,7 @@ void Program::share_out_rows() {
 // whoever was slower just then; to wait once was worth 2 to 4% of a decode of 24 to 64 rows, and 4 to 6% beside a busy neighbour.
 bool Program::share_out_requests() {
   const int64_t rows = step_.tokens, threads = pool_.threads();
-  if (rows < threads * rows_worth_a_block || rows > threads * most_rows_per_block) return false;
+  if (rows < threads * rows_worth_a_block(threads) || rows > threads * most_rows_per_block) return false;
   if (has_mixture_ || step_.moves > 0 || reads_what_another_writes()) return false;
 
   int64_t total = 0;
