@@ -145,8 +145,8 @@ inline uint32_t find_scales(Eight largest, float* factors, float* scales) {
 
 #endif
 
-inline int32_t start_of(int32_t sum) { return sum * ((1 << 16) - w4_middle) + (1 << 15); }
-inline int32_t correction_of(int32_t sum) { return -128 * sum; }
+constexpr int32_t start_of(int32_t sum) { return sum * ((1 << 16) - w4_middle) + (1 << 15); }
+constexpr int32_t correction_of(int32_t sum) { return -128 * sum; }
 
 // The codes of up to so many groups, which lie one panel's rows apart, and what goes with them. Products of values and factors are rounded
 // to nearest, ties to even.
@@ -179,14 +179,13 @@ inline __m512i add_parts(__m512i a, __m512i b, __m512i c, __m512i d) {
   return _mm512_add_epi32(_mm512_mask_blend_epi32(0xf0f0, even, odd), _mm512_shuffle_i32x4(crossed, crossed, 0xb1));
 }
 
-struct AllGroups {
+struct AllGroups {   // a number of groups that the compiler knows
   constexpr operator int() const { return groups_together; }
 };
 
 template <typename Count>
-inline void write_codes_of(const float* values, float* factors, Count groups, RowGroup* into) {
+inline void write_codes_of(const float* values, const float* factors, Count groups, RowGroup* into) {
   __m512i sums[blocks_together];
-  asm("" : "+m"(*(float(*)[8])factors));
 #pragma GCC unroll 8
   for (int block = 0; block < blocks_together; block++) {
     sums[block] = _mm512_setzero_si512();
@@ -207,19 +206,20 @@ inline void write_codes_of(const float* values, float* factors, Count groups, Ro
   }
   const __m512i sum = add_parts(add_neighbours(sums[0], sums[1]), add_neighbours(sums[2], sums[3]), add_neighbours(sums[4], sums[5]),
                                 add_neighbours(sums[6], sums[7]));
-  const __m512i starts = _mm512_add_epi32(_mm512_mullo_epi32(sum, _mm512_set1_epi32(start_of(1) - start_of(0))), _mm512_set1_epi32(start_of(0)));
+  const __m512i for_each_one = _mm512_mullo_epi32(sum, _mm512_set1_epi32(start_of(1) - start_of(0)));
+  const __m512i starts = _mm512_add_epi32(for_each_one, _mm512_set1_epi32(start_of(0)));
   const __m512i corrections = _mm512_mullo_epi32(sum, _mm512_set1_epi32(correction_of(1)));
   const __m512i pairs = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   int32_t both[groups_together][2];
   _mm512_storeu_si512(both, _mm512_permutex2var_epi32(starts, pairs, corrections));
   _mm512_storeu_si512(both + 8, _mm512_permutex2var_epi32(starts, _mm512_add_epi32(pairs, _mm512_set1_epi32(8)), corrections));
-  asm("" : "+m"(both));   // read again, not shuffled out of the registers
+  asm("" : "+m"(both));   // as with the scales in quantise_row
 #pragma GCC unroll 16
   for (int group = 0; group < groups_together; group++)
     if (group < groups) std::memcpy(&into[group * panel_rows].start, both[group], sizeof both[group]);
 }
 
-inline void write_codes(const float* values, float* factors, int groups, RowGroup* into) {
+inline void write_codes(const float* values, const float* factors, int groups, RowGroup* into) {
   if (groups == groups_together) write_codes_of(values, factors, AllGroups{}, into);
   else write_codes_of(values, factors, groups, into);
 }
@@ -340,36 +340,39 @@ inline int32_t take_outliers(float* values, float bound, uint32_t first_input, O
   return count;
 }
 
+// How many of the blocks, or groups, from the first on go together.
+inline int taken_together(int64_t all, int64_t first, int most) { return static_cast<int>(all - first < most ? all - first : most); }
+
 }  // namespace quantising
 
 void quantise_row(const RowInput& input, int64_t columns, float* scratch, const QuantisedRows& out, int64_t out_row) {
   using namespace quantising;
   float *values = scratch, *kept = scratch + out.blocks * block_inputs, sum = 0.0f;
-  with_values(input, columns, [&](auto value) { sum = write_values(columns, value, values, kept); });
+  with_values(input, columns, [&](auto make) { sum = write_values(columns, make, values, kept); });
   // The magnitude that all outliers are above: infinite or NaN where a value of the row is, and then there are none.
   const float bound = out.outliers ? sum / static_cast<float>(columns) * static_cast<float>(outlier_ratio) : NAN;
   Outlier* outliers = out.outliers ? out.outliers + out_row * out.outlier_room : nullptr;
   int32_t taken = 0;
-  for (int64_t first = 0; first < out.blocks; first += blocks_together, values += blocks_together * block_inputs) {
-    const int64_t left = out.blocks - first, groups_left = out.groups - first * block_groups;
-    const int blocks = static_cast<int>(left < blocks_together ? left : blocks_together);
-    const int groups = static_cast<int>(groups_left < groups_together ? groups_left : groups_together);
+  // First the factors of all blocks, then all codes: each of the two waits for what comes before it once, and not for every eight blocks.
+  for (int64_t first = 0; first < out.blocks; first += blocks_together) {
+    const int blocks = taken_together(out.blocks, first, blocks_together);
     const uint32_t all = (1u << blocks) - 1;
-    Eight largest = joined(kept + first * kept_lanes);
-    for (uint32_t with_outliers = above(largest, bound) & all; with_outliers != 0; with_outliers &= with_outliers - 1) {
-      const int block = __builtin_ctz(with_outliers);
+    float *of_blocks = kept + first * kept_lanes, *factors = of_blocks, scales[blocks_together];   // the factors take the maxima's place
+    Eight largest = joined(of_blocks);
+    for (uint32_t left = above(largest, bound) & all; left != 0; left &= left - 1) {
+      const int64_t block = first + __builtin_ctz(left);
       float of_rest[kept_lanes];
-      taken += take_outliers(values + block * block_inputs, bound, static_cast<uint32_t>((first + block) * block_inputs), outliers + taken,
-                             of_rest);
-      largest = with(largest, block, of_rest);
+      taken += take_outliers(values + block * block_inputs, bound, static_cast<uint32_t>(block * block_inputs), outliers + taken, of_rest);
+      largest = with(largest, __builtin_ctz(left), of_rest);
     }
-    float factors[blocks_together], scales[blocks_together];
-    for (uint32_t bare = find_scales(largest, factors, scales) & all; bare != 0; bare &= bare - 1)
-      std::memset(values + __builtin_ctz(bare) * block_inputs, 0, block_inputs * sizeof(float));
-    write_codes(values, factors, groups, out.group_of(out_row, first * block_groups));
-    float* scale = out.scale_of(out_row, first);
-    for (int block = 0; block < blocks; block++) scale[block * panel_rows] = scales[block];
+    for (uint32_t left = find_scales(largest, factors, scales) & all; left != 0; left &= left - 1)
+      std::memset(values + (first + __builtin_ctz(left)) * block_inputs, 0, block_inputs * sizeof(float));
+    asm("" : "+m"(scales));   // read from memory: to take single lanes out of a register costs more
+    for (int block = 0; block < blocks; block++) *out.scale_of(out_row, first + block) = scales[block];
   }
+  for (int64_t first = 0; first < out.groups; first += groups_together)
+    write_codes(values + first * group_inputs, kept + first / block_groups * kept_lanes, taken_together(out.groups, first, groups_together),
+                out.group_of(out_row, first));
   if (out.outliers) out.outlier_counts[out_row] = taken;
 }
 
