@@ -32,7 +32,9 @@ struct OwnedRows {
   QuantisedRows view;
 
   OwnedRows(const float* rows, int64_t count, int64_t columns, bool with_outliers) : view(memory.at_least(count, columns, with_outliers)) {
-    for (int64_t row = 0; row < count; row++) kernels().quantise_row(rows + row * columns, columns, view, row);
+    Aligned<float> scratch;
+    scratch.at_least(quantise_scratch(columns));
+    for (int64_t row = 0; row < count; row++) kernels().quantise_row({rows + row * columns}, columns, scratch.data(), view, row);
     memory.gather_outliers(count);
   }
 };

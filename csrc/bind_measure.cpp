@@ -35,14 +35,15 @@ double measure_linear(int layout_number, int64_t outputs, int64_t inputs, Array<
   if (layers < 1 || rows < 1) throw nb::value_error("there must be a layer and a row to measure");
   const int64_t groups = (inputs + group_inputs - 1) / group_inputs;
   Activations activations;
-  Aligned<float> values, out;
+  Aligned<float> values, out, scratch;
   const QuantisedRows quantised = activations.at_least(rows, inputs, outlier_every > 0);
   float* row_values = values.at_least(rows * inputs);
   for (int64_t i = 0; i < rows * inputs; i++) row_values[i] = static_cast<float>(i % 255 - 127);
   if (outlier_every > 0) {
     for (int64_t at = 0; at < rows * groups; at += outlier_every) row_values[at / groups * inputs + at % groups * group_inputs] = 1e5f;
   }
-  for (int64_t row = 0; row < rows; row++) kernels().quantise_row(row_values + row * inputs, inputs, quantised, row);
+  scratch.at_least(quantise_scratch(inputs));
+  for (int64_t row = 0; row < rows; row++) kernels().quantise_row({row_values + row * inputs}, inputs, scratch.data(), quantised, row);
   activations.gather_outliers(rows);
   LinearTask task{nullptr, quantised, row_values, inputs, 0, rows, 0, 0, out.at_least(rows * outputs), outputs, false, 1.0f};
   const int64_t chunks = std::min<int64_t>(strips, 8 * pool.threads());

@@ -36,21 +36,15 @@ void rms_norm(const ConstRows& rows, const Vector& weight, float epsilon, const 
   same_length(weight.shape(0), rows.shape(1), "the weight");
   same_shape(rows, out, "out");
   for (size_t row = 0; row < rows.shape(0); row++)
-    kernels().rms_norm(row_of(rows, row), weight.data(), columns_of(rows), epsilon, row_of(out, row));
+    kernels().make_row({row_of(rows, row), Before::rms_norm, weight.data(), epsilon}, columns_of(rows), row_of(out, row));
 }
 
-void silu_mul(const ConstRows& gate, const ConstRows& up, const Rows& out) {
+template <Before before>
+void gate_mul(const ConstRows& gate, const ConstRows& up, const Rows& out) {
   same_shape(gate, up, "up");
   same_shape(gate, out, "out");
   for (size_t row = 0; row < gate.shape(0); row++)
-    kernels().silu_mul(row_of(gate, row), row_of(up, row), columns_of(gate), row_of(out, row));
-}
-
-void gelu_tanh_mul(const ConstRows& gate, const ConstRows& up, const Rows& out) {
-  same_shape(gate, up, "up");
-  same_shape(gate, out, "out");
-  for (size_t row = 0; row < gate.shape(0); row++)
-    kernels().gelu_tanh_mul(row_of(gate, row), row_of(up, row), columns_of(gate), row_of(out, row));
+    kernels().make_row({row_of(gate, row), before, row_of(up, row)}, columns_of(gate), row_of(out, row));
 }
 
 void add_scaled(const ConstRows& left, const ConstRows& right, float scale, const Rows& out) {
@@ -93,8 +87,8 @@ void route(const ConstRows& logits, bool normalise, const Array<int32_t, 2>& cho
 void bind_rows(nb::module_& module) {
   using namespace nb::literals;
   module.def("rms_norm", rms_norm, "rows"_a, "weight"_a, "epsilon"_a, "out"_a);
-  module.def("silu_mul", silu_mul, "gate"_a, "up"_a, "out"_a);
-  module.def("gelu_tanh_mul", gelu_tanh_mul, "gate"_a, "up"_a, "out"_a);
+  module.def("silu_mul", gate_mul<Before::silu_mul>, "gate"_a, "up"_a, "out"_a);
+  module.def("gelu_tanh_mul", gate_mul<Before::gelu_tanh_mul>, "gate"_a, "up"_a, "out"_a);
   module.def("add_scaled", add_scaled, "left"_a, "right"_a, "scale"_a, "out"_a);
   module.def("scale_and_cap", scale_and_cap, "rows"_a, "scale"_a, "cap"_a);
   module.def("rotate", rotate, "heads"_a, "cosine"_a, "sine"_a, "interleaved"_a, "out"_a);

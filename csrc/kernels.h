@@ -131,6 +131,22 @@ struct QuantisedRows {
   int64_t* panel_begins = nullptr;      // [panels + 1]
 };
 
+// What is done to a row on its way into a product, and what with: the weights of a norm, or what goes through a gate.
+enum class Before : int { nothing = 0, rms_norm = 1, silu_mul = 2, gelu_tanh_mul = 3 };
+
+struct RowInput {
+  const float* row;
+  Before before = Before::nothing;
+  const float* other = nullptr;
+  float epsilon = 0.0f;
+};
+
+// Floats that quantise_row needs for itself: the row in whole blocks, and four for each of them, in eights.
+constexpr int64_t quantise_scratch(int64_t columns) {
+  const int64_t blocks = (columns + block_inputs - 1) / block_inputs;
+  return blocks * block_inputs + (blocks + 7) / 8 * 8 * 4;
+}
+
 // More values than this cannot be so many times their mean.
 constexpr int64_t most_outliers(int64_t columns) { return columns / outlier_ratio + 1; }
 
@@ -278,15 +294,15 @@ struct RowScan {
 struct Kernels {
   const char* name;
 
+  // quantise.inl
+  void (*quantise_row)(const RowInput& input, int64_t columns, float* scratch, const QuantisedRows& out, int64_t out_row);
+
   // linear.inl
-  void (*quantise_row)(const float* row, int64_t columns, const QuantisedRows& out, int64_t out_row);
   void (*linear)(const LinearTask& task);
   void (*unpack_row)(const Weight& weight, int64_t output, float* out);   // one output's weights as floats: an embedding
 
   // rows.inl; `out` may be the input
-  void (*rms_norm)(const float* row, const float* weight, int64_t columns, float epsilon, float* out);
-  void (*silu_mul)(const float* gate, const float* up, int64_t columns, float* out);
-  void (*gelu_tanh_mul)(const float* gate, const float* up, int64_t columns, float* out);
+  void (*make_row)(const RowInput& input, int64_t columns, float* out);
   void (*add_scaled)(const float* left, const float* right, float scale, int64_t columns, float* out);
   void (*scale_and_cap)(float* row, int64_t columns, float scale, float cap);   // cap 0: none
   // One head of a token: pair i turned by (cosine[i], sine[i]); features past the pairs stay.

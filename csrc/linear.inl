@@ -1,7 +1,6 @@
-// Linear layers: activations to bytes, products with weights in any layout, and single rows of weights as floats.
+// Linear layers: products with weights in any layout, and single rows of weights as floats.
 #include "half.h"
 #include "linear_tiles.inl"
-#include "quantise.inl"
 
 namespace weft::WEFT_ISA {
 namespace {

@@ -28,6 +28,10 @@ void each_row(Pool& pool, int64_t rows, Work&& work) {
   });
 }
 
+void normalise(const float* row, const float* weight, int64_t columns, float epsilon, float* out) {
+  kernels().make_row(RowInput{row, Before::rms_norm, weight, epsilon}, columns, out);
+}
+
 class Stopwatch {
  public:
   explicit Stopwatch(double* into) : into_(into) {
@@ -131,7 +135,7 @@ void Program::run_in_blocks(size_t first, size_t end) {
     rows_of(instruction.output, rows);
     if (instruction.kind == Instruction::Kind::attention) make_room_for_attention(instruction);
     for (Worker& worker : workers_) {
-      worker.scratch.at_least(std::max(shape_.head_size, instruction.weight.inputs));
+      worker.scratch.at_least(std::max(shape_.head_size, quantise_scratch(instruction.weight.inputs)));
       if (instruction.kind == Instruction::Kind::linear && !instruction.again)
         worker.ready.make_room(most_rows, instruction.weight.inputs, instruction.weight.quantised());
     }
@@ -178,7 +182,7 @@ void Program::carry_out_row(const Instruction& instruction, int64_t row, Worker&
       kernels().unpack_row(instruction.weight, step_.token_ids[row], output);
       if (instruction.scale != 1.0f) kernels().scale_and_cap(output, columns, instruction.scale, 0.0f);
       break;
-    case Instruction::Kind::norm: kernels().rms_norm(input, instruction.norm.data, columns, instruction.epsilon, output); break;
+    case Instruction::Kind::norm: normalise(input, instruction.norm.data, columns, instruction.epsilon, output); break;
     case Instruction::Kind::rope_and_write: rope_and_write(instruction, row, worker); break;
     case Instruction::Kind::add: kernels().add_scaled(output, input, instruction.scale, columns, output); break;
     case Instruction::Kind::scale_and_cap: kernels().scale_and_cap(output, columns, instruction.scale, instruction.cap); break;
@@ -194,27 +198,21 @@ void Program::Ready::make_room(int64_t rows, int64_t row_columns, bool in_bytes)
   else floats.at_least(rows * columns);
 }
 
-// `get(row, scratch)` gives a row as floats, in the scratch or where it lies.
-template <typename Get>
-void Program::Ready::put(int64_t row, float* scratch, Get&& get) {
-  if (is_quantised) {
-    kernels().quantise_row(get(row, scratch), columns, quantised, row);
-    return;
-  }
-  float* into = floats.data() + row * columns;
-  const float* values = get(row, into);
-  if (values != into) std::memcpy(into, values, static_cast<size_t>(columns) * sizeof(float));
+void Program::Ready::put(int64_t row, const RowInput& input, float* scratch) {
+  if (is_quantised) kernels().quantise_row(input, columns, scratch, quantised, row);
+  else kernels().make_row(input, columns, floats.data() + row * columns);
 }
 
 LinearTask Program::Ready::times(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale) const {
   return LinearTask{&weight, quantised, floats.data(), columns, 0, rows, 0, weight.strips(), out, out_stride, add, scale};
 }
 
+// `get(row)` says how a row is made.
 template <typename Get>
 void Program::ready_rows(int64_t rows, int64_t columns, bool quantised, Get&& get) {
   ready_.make_room(rows, columns, quantised);
-  for (Worker& worker : workers_) worker.scratch.at_least(columns);
-  each_row(pool_, rows, [&](int64_t row, int worker) { ready_.put(row, workers_[static_cast<size_t>(worker)].scratch.data(), get); });
+  for (Worker& worker : workers_) worker.scratch.at_least(quantise_scratch(columns));
+  each_row(pool_, rows, [&](int64_t row, int worker) { ready_.put(row, get(row), workers_[static_cast<size_t>(worker)].scratch.data()); });
   if (quantised) ready_.activations.gather_outliers(rows);
 }
 
@@ -239,16 +237,10 @@ void Program::product(const Weight& weight, int64_t rows, float* out, int64_t ou
   });
 }
 
-const float* Program::input_of_linear(const Instruction& instruction, int64_t row, float* scratch) const {
+RowInput Program::input_of_linear(const Instruction& instruction, int64_t row) const {
   const float* values = row_of(instruction.input, row);
-  const int64_t columns = instruction.weight.inputs;
-  switch (instruction.before) {
-    case Before::nothing: return values;
-    case Before::rms_norm: kernels().rms_norm(values, instruction.norm.data, columns, instruction.epsilon, scratch); break;
-    case Before::silu_mul: kernels().silu_mul(values, values + columns, columns, scratch); break;
-    case Before::gelu_tanh_mul: kernels().gelu_tanh_mul(values, values + columns, columns, scratch); break;
-  }
-  return scratch;
+  const bool gated = instruction.before == Before::silu_mul || instruction.before == Before::gelu_tanh_mul;
+  return RowInput{values, instruction.before, gated ? values + instruction.weight.inputs : instruction.norm.data, instruction.epsilon};
 }
 
 void Program::linear(const Instruction& instruction, int64_t rows) {
@@ -256,7 +248,7 @@ void Program::linear(const Instruction& instruction, int64_t rows) {
   rows_of(instruction.input, rows);
   if (!instruction.again)
     ready_rows(rows, weight.inputs, weight.quantised(),
-               [&](int64_t row, float* scratch) { return input_of_linear(instruction, row, scratch); });
+               [&](int64_t row) { return input_of_linear(instruction, row); });
   product(weight, rows, rows_of(instruction.output, rows) + instruction.column, strides_[static_cast<size_t>(instruction.output)],
           instruction.add, instruction.scale);
 }
@@ -267,9 +259,7 @@ void Program::linear_of_block(const Instruction& instruction, int64_t first, int
   Ready& ready = worker.ready;
   if (!instruction.again) {
     ready.make_room(count, weight.inputs, weight.quantised());
-    for (int64_t row = 0; row < count; row++)
-      ready.put(row, worker.scratch.data(),
-                [&](int64_t at, float* scratch) { return input_of_linear(instruction, first + at, scratch); });
+    for (int64_t row = 0; row < count; row++) ready.put(row, input_of_linear(instruction, first + row), worker.scratch.data());
     if (weight.quantised()) ready.activations.gather_outliers(count);
   }
   kernels().linear(ready.times(weight, count, row_of(instruction.output, first) + instruction.column,
@@ -283,13 +273,13 @@ void Program::rope_and_write(const Instruction& instruction, int64_t token, Work
   const int64_t pairs = static_cast<int64_t>(turn.frequencies.size());
   const int64_t size = shape_.head_size;
   const Kernels& table = kernels();
-  const auto normalise = [&](float* heads, int64_t count, const Vector& weight) {
+  const auto normalise_heads = [&](float* heads, int64_t count, const Vector& weight) {
     if (!weight.data) return;
     if (weight.size == size) {
       for (int64_t head = 0; head < count; head++)
-        table.rms_norm(heads + head * size, weight.data, size, instruction.epsilon, heads + head * size);
+        normalise(heads + head * size, weight.data, size, instruction.epsilon, heads + head * size);
     } else {
-      table.rms_norm(heads, weight.data, count * size, instruction.epsilon, heads);
+      normalise(heads, weight.data, count * size, instruction.epsilon, heads);
     }
   };
   const int64_t cell = step_.cells[token], within = cell % layer.block_size, tile = within / key_tile * key_tile;
@@ -300,8 +290,8 @@ void Program::rope_and_write(const Instruction& instruction, int64_t token, Work
   const float* values = keys + shape_.kv_heads * size;
   const float* cosine = cosines_[rope].data() + token * pairs;
   const float* sine = sines_[rope].data() + token * pairs;
-  normalise(queries, shape_.heads, instruction.query_norm);
-  normalise(keys, shape_.kv_heads, instruction.key_norm);
+  normalise_heads(queries, shape_.heads, instruction.query_norm);
+  normalise_heads(keys, shape_.kv_heads, instruction.key_norm);
   for (int64_t head = 0; head < shape_.heads + shape_.kv_heads; head++)
     table.rotate(queries + head * size, size, pairs, turn.interleaved, cosine, sine, queries + head * size);
   uint16_t* halves = reinterpret_cast<uint16_t*>(worker.scratch.data());
@@ -322,7 +312,7 @@ void Program::mixture(const Instruction& instruction, int64_t rows) {
   const int64_t stride = strides_[instruction.input], out_stride = strides_[instruction.output];
 
   float* shares = expert_logits_.at_least(rows * count);
-  ready_rows(rows, columns, router.quantised(), [&](int64_t row, float*) { return input + row * stride; });
+  ready_rows(rows, columns, router.quantised(), [&](int64_t row) { return RowInput{input + row * stride}; });
   product(router, rows, shares, count, false, 1.0f);
   expert_chosen_.resize(static_cast<size_t>(rows * per_token));
   float* chosen_shares = expert_shares_.at_least(rows * per_token);
@@ -348,15 +338,14 @@ void Program::mixture(const Instruction& instruction, int64_t rows) {
     const int64_t inner = gate.outputs;
     float* gate_up = expert_inner_.at_least(mine * 2 * inner);
     float* result = expert_out_.at_least(mine * columns);
-    const auto gathered = [&](int64_t row, float*) { return input + expert_rows_[static_cast<size_t>(row)] * stride; };
+    const auto gathered = [&](int64_t row) { return RowInput{input + expert_rows_[static_cast<size_t>(row)] * stride}; };
     ready_rows(mine, columns, gate.quantised(), gathered);
     product(gate, mine, gate_up, 2 * inner, false, 1.0f);
     if (up.quantised() != gate.quantised()) ready_rows(mine, columns, up.quantised(), gathered);
     product(up, mine, gate_up + inner, 2 * inner, false, 1.0f);
-    ready_rows(mine, inner, down.quantised(), [&](int64_t row, float* scratch) {
+    ready_rows(mine, inner, down.quantised(), [&](int64_t row) {
       const float* values = gate_up + row * 2 * inner;
-      kernels().silu_mul(values, values + inner, inner, scratch);
-      return static_cast<const float*>(scratch);
+      return RowInput{values, Before::silu_mul, values + inner};
     });
     product(down, mine, result, columns, false, 1.0f);
     each_row(pool_, mine, [&](int64_t row, int) {

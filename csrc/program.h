@@ -21,9 +21,6 @@ namespace weft {
 
 inline int64_t ceil_divide(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-// What is done to the rows on their way into a product.
-enum class Before : int { nothing = 0, rms_norm = 1, silu_mul = 2, gelu_tanh_mul = 3 };
-
 struct Vector {
   const float* data = nullptr;
   int64_t size = 0;
@@ -167,8 +164,7 @@ class Program {
     bool is_quantised = false;
 
     void make_room(int64_t rows, int64_t row_columns, bool in_bytes);
-    template <typename Get>
-    void put(int64_t row, float* scratch, Get&& get);
+    void put(int64_t row, const RowInput& input, float* scratch);
     LinearTask times(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale) const;
   };
 
@@ -199,7 +195,7 @@ class Program {
   void run_in_blocks(size_t first, size_t end);
   void carry_out(const Instruction& instruction, int64_t rows);
   void carry_out_row(const Instruction& instruction, int64_t row, Worker& worker);
-  const float* input_of_linear(const Instruction& instruction, int64_t row, float* scratch) const;
+  RowInput input_of_linear(const Instruction& instruction, int64_t row) const;
   void linear(const Instruction& instruction, int64_t rows);
   void linear_of_block(const Instruction& instruction, int64_t first, int64_t count, Worker& worker);
   void rope_and_write(const Instruction& instruction, int64_t token, Worker& worker);

@@ -4,33 +4,88 @@
 namespace weft::WEFT_ISA {
 namespace {
 
-void rms_norm(const float* row, const float* weight, int64_t columns, float epsilon, float* out) {
-  const float sum = vec::sum_row(columns, [&](vec::Vec squares, int64_t i, auto n) {
-    const vec::Vec x = vec::load(row + i, n);
-    return vec::fma(x, x, squares);
-  });
-  const vec::Vec factor = vec::all(1.0f / std::sqrt(sum / static_cast<float>(columns) + epsilon));
-  vec::for_each(columns, [&](int64_t k, auto n) {
-    vec::store(out + k, vec::load(row + k, n) * factor * vec::load(weight + k, n), n);
-  });
-}
-
 // x / (1 + e^-t): with t = x it is silu.
-inline vec::Vec times_sigmoid(vec::Vec x, vec::Vec t) { return x / (vec::all(1.0f) + vec::exp(vec::all(0.0f) - t)); }
+class TimesSigmoid {
+ public:
+  template <int count>
+  __attribute__((always_inline)) void operator()(vec::Vec (&x)[count], const vec::Vec (&t)[count]) const {
+    vec::Vec powers[count];
+    vec::each_of<count>([&](int k) { powers[k] = -t[k]; });
+    exp_(powers);
+    vec::each_of<count>([&](int k) { x[k] = x[k] / (one_ + powers[k]); });
+  }
 
-void silu_mul(const float* gate, const float* up, int64_t columns, float* out) {
-  vec::for_each(columns, [&](int64_t i, auto n) {
-    const vec::Vec x = vec::load(gate + i, n);
-    vec::store(out + i, times_sigmoid(x, x) * vec::load(up + i, n), n);
-  });
+ private:
+  const vec::Exponential exp_{};
+  const vec::Vec one_ = vec::in_register(vec::all(1.0f));
+};
+
+template <int count, typename Lanes>
+inline void load_each(const float* from, Lanes n, vec::Vec (&into)[count]) {
+  vec::each_of<count>([&](int k) { into[k] = vec::load(from + k * vec::lanes, n); });
 }
 
-// 0.5 x (1 + tanh(t / 2)) is x times the sigmoid of t, and that loses nothing where tanh comes near -1.
-void gelu_tanh_mul(const float* gate, const float* up, int64_t columns, float* out) {
-  vec::for_each(columns, [&](int64_t i, auto n) {
-    const vec::Vec x = vec::load(gate + i, n);
-    const vec::Vec t = vec::all(2.0f * 0.7978845608028654f) * vec::fma(vec::all(0.044715f) * x * x, x, x);
-    vec::store(out + i, times_sigmoid(x, t) * vec::load(up + i, n), n);
+template <int count, typename Lanes>
+inline void multiply_each(vec::Vec (&x)[count], const float* with, Lanes n) {
+  vec::each_of<count>([&](int k) { x[k] = x[k] * vec::load(with + k * vec::lanes, n); });
+}
+
+// Calls use(make), where make(i, n, into) makes some vectors of the row from its element i on, of n lanes each. A last one of fewer lanes
+// comes alone, with zeros behind them unless the row has a NaN.
+template <typename Use>
+inline void with_values(const RowInput& input, int64_t columns, Use&& use) {
+  const float *row = input.row, *other = input.other;
+  switch (input.before) {
+    case Before::nothing: return use([=](int64_t i, auto n, auto& into) { load_each(row + i, n, into); });
+    case Before::rms_norm: {
+      const float sum = vec::sum_row(columns, [&](vec::Vec squares, int64_t i, auto n) {
+        const vec::Vec x = vec::load(row + i, n);
+        return vec::fma(x, x, squares);
+      });
+      const vec::Vec factor = vec::all(1.0f / std::sqrt(sum / static_cast<float>(columns) + input.epsilon));
+      return use([=](int64_t i, auto n, auto& into) {
+        load_each(row + i, n, into);
+        for (vec::Vec& x : into) x = x * factor;
+        multiply_each(into, other + i, n);
+      });
+    }
+    case Before::silu_mul: {
+      const TimesSigmoid times_sigmoid;
+      return use([&](int64_t i, auto n, auto& into) {
+        load_each(row + i, n, into);
+        times_sigmoid(into, into);
+        multiply_each(into, other + i, n);
+      });
+    }
+    case Before::gelu_tanh_mul: {
+      // 0.5 x (1 + tanh(t / 2)) is x times the sigmoid of t, and that loses nothing where tanh comes near -1.
+      const TimesSigmoid times_sigmoid;
+      return use([&](int64_t i, auto n, auto& into) {
+        std::remove_reference_t<decltype(into)> t;
+        load_each(row + i, n, into);
+        for (int k = 0; k < static_cast<int>(sizeof into / sizeof into[0]); k++)
+          t[k] = vec::all(2.0f * 0.7978845608028654f) * vec::fma(vec::all(0.044715f) * into[k] * into[k], into[k], into[k]);
+        times_sigmoid(into, t);
+        multiply_each(into, other + i, n);
+      });
+    }
+  }
+}
+
+void make_row(const RowInput& input, int64_t columns, float* out) {
+  with_values(input, columns, [&](auto make) {
+    constexpr int some = vec::chains_at_once;
+    int64_t i = 0;
+    for (; i + some * vec::lanes <= columns; i += some * vec::lanes) {
+      vec::Vec values[some];
+      make(i, vec::Full{}, values);
+      vec::each_of<some>([&](int k) { vec::store(out + i + k * vec::lanes, values[k]); });
+    }
+    vec::for_each(columns - i, [&](int64_t k, auto n) {
+      vec::Vec values[1];
+      make(i + k, n, values);
+      vec::store(out + i + k, values[0], n);
+    });
   });
 }
 

@@ -337,6 +337,14 @@ inline float sum(const Vec (&parts)[sum_parts]) {
   return sums[0];
 }
 
+// Of four sums that were made side by side.
+inline float sum_of_four(const Vec (&sums)[4 * sum_parts]) {
+  Vec joined[sum_parts];
+  for (int part = 0; part < sum_parts; part++)
+    joined[part] = (sums[part] + sums[sum_parts + part]) + (sums[2 * sum_parts + part] + sums[3 * sum_parts + part]);
+  return sum(joined);
+}
+
 // The sum of a row of which each(sum, i, n) adds n elements from i on to the lanes of a sum. Four sums side by side, since one would wait
 // for each addition; which elements meet in which depends on the columns alone.
 template <typename Each>
@@ -353,10 +361,7 @@ inline float sum_row(int64_t columns, Each each) {
     Vec& sum = sums[k / lanes % sum_parts];
     sum = each(sum, i + k, n);
   });
-  Vec joined[sum_parts];
-  for (int part = 0; part < sum_parts; part++)
-    joined[part] = (sums[part] + sums[sum_parts + part]) + (sums[2 * sum_parts + part] + sums[3 * sum_parts + part]);
-  return sum(joined);
+  return sum_of_four(sums);
 }
 
 inline float first(Vec a) {
@@ -389,24 +394,54 @@ inline Vec counted_from(int64_t first) {
   return all(static_cast<float>(first)) + load(steps);
 }
 
-// e^(x - n ln 2), where n is the whole number next to x / ln 2: between 0.7 and 1.42.
-inline Vec exp_of_rest(Vec x, Vec n) {
-  const Vec r = fnma(n, all(-2.12194440e-4f), fnma(n, all(0.693359375f), x));   // ln 2 in two parts, the first exact in few bits
-  Vec p = fma(all(0.0013814467f), r, all(0.008368781f));
-  p = fma(p, r, all(0.041668393f));
-  p = fma(p, r, all(0.1666652f));
-  p = fma(p, r, all(0.49999994f));
-  return fma(p, r * r, r) + all(1.0f);
-}
-
 constexpr float one_by_log_2 = 1.44269504f;
 
-// To about 1 ulp; subnormal and infinite results and NaN as they should be.
+// Vectors that take every step of a calculation together: a processor looks ahead only so far, and in one long chain of steps it finds
+// too little to do. As many as there are registers for.
+constexpr int chains_at_once = lanes == 16 ? 4 : 2;
+
+// Calls step(0) to step(count - 1). Of a loop the compiler may make a copy in memory before it unrolls it.
+template <int count, typename Step>
+__attribute__((always_inline)) inline void each_of(Step&& step) {
+  if constexpr (count > 0) {
+    each_of<count - 1>(step);
+    step(count - 1);
+  }
+}
+
+// e^x to about 1 ulp; subnormal and infinite results and NaN as they should be. One of these is made before a loop: its numbers stay in
+// registers then, where the compiler would load a dozen of them for every vector.
+class Exponential {
+ public:
+  template <int count>
+  __attribute__((always_inline)) void operator()(Vec (&x)[count]) const {
+    Vec n[count], p[count];
+    // Beyond these the result is 0 or infinite. The bound first: max and min pass on a NaN that comes second.
+    each_of<count>([&](int k) { x[k] = max(least_, min(most_, x[k])); });
+    each_of<count>([&](int k) { n[k] = round(x[k] * one_by_log_2_); });
+    each_of<count>([&](int k) { x[k] = fnma(n[k], first_log_2_, x[k]); });
+    each_of<count>([&](int k) { x[k] = fnma(n[k], second_log_2_, x[k]); });   // e^x is now between 0.7 and 1.42
+    each_of<count>([&](int k) { p[k] = fma(fifth_, x[k], fourth_); });
+    each_of<count>([&](int k) { p[k] = fma(p[k], x[k], third_); });
+    each_of<count>([&](int k) { p[k] = fma(p[k], x[k], second_); });
+    each_of<count>([&](int k) { p[k] = fma(p[k], x[k], first_); });
+    each_of<count>([&](int k) { p[k] = fma(p[k], x[k] * x[k], x[k]) + one_; });
+    each_of<count>([&](int k) { x[k] = times_power_of_two(p[k], n[k]); });
+  }
+
+ private:
+  static Vec kept(float x) { return in_register(all(x)); }
+
+  const Vec least_ = kept(-104.0f), most_ = kept(89.0f), one_ = kept(1.0f), one_by_log_2_ = kept(one_by_log_2);
+  const Vec first_log_2_ = kept(0.693359375f), second_log_2_ = kept(-2.12194440e-4f);   // two parts, the first exact in few bits
+  const Vec first_ = kept(0.49999994f), second_ = kept(0.1666652f), third_ = kept(0.041668393f), fourth_ = kept(0.008368781f),
+            fifth_ = kept(0.0013814467f);
+};
+
 inline Vec exp(Vec x) {
-  // Beyond these the result is 0 or infinite. The bound first: max and min pass on a NaN that comes second.
-  x = max(all(-104.0f), min(all(89.0f), x));
-  const Vec n = round(x * all(one_by_log_2));
-  return times_power_of_two(exp_of_rest(x, n), n);
+  Vec one[1] = {x};
+  Exponential()(one);
+  return one[0];
 }
 
 // 2^x for x up to 0 (or NaN), to about 2 ulp and in half the time: the weights of a softmax. What would be less than 2^-125 is 0, since a

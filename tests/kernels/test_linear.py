@@ -81,7 +81,7 @@ def product(layout: int, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("with_outliers_taken_out", [False, True])
-@pytest.mark.parametrize("inputs", [1, 31, 32, 33, 64, 65, 96, 250, 576])
+@pytest.mark.parametrize("inputs", [1, 31, 32, 33, 64, 65, 96, 250, 512, 545, 576, 1100])
 def test_activations_become_bytes_as_numpy_rounds_them(
     name: str, inputs: int, with_outliers_taken_out: bool
 ) -> None:
