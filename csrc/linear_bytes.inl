@@ -79,9 +79,21 @@ using Whole = Bytes;   // the sums of a block of W4 groups
 
 constexpr int32_t start_top = 1 << 15;   // keeps the lower half of a start from borrowing of the upper one
 
+#if defined(WEFT_AVX512)
+// Looked up by the lowest four bits: code - 8 and 1.
+inline Bytes factors_of_codes(Bytes codes) {
+  return _mm512_permutexvar_epi32(codes, _mm512_set_epi32(0x10007, 0x10006, 0x10005, 0x10004, 0x10003, 0x10002, 0x10001, 0x10000, 0x1ffff,
+                                                          0x1fffe, 0x1fffd, 0x1fffc, 0x1fffb, 0x1fffa, 0x1fff9, 0x1fff8));
+}
+#else
+inline Bytes factors_of_codes(Bytes codes) {
+  const Bytes code = add32(both(codes, all_fours(15)), all_fours(-w4_middle));
+  return either(both(code, all_fours(0xffff)), all_fours(1 << 16));
+}
+#endif
+
 inline vec::Vec weights_at(Bytes codes, uint32_t bit, const uint8_t* scales_and_offsets) {
-  const Bytes code = add32(both(shifted_down(codes, bit), all_fours(15)), all_fours(-w4_middle));
-  return to_floats(multiply_and_add_pairs(either(both(code, all_fours(0xffff)), all_fours(1 << 16)), load(scales_and_offsets)));
+  return to_floats(multiply_and_add_pairs(factors_of_codes(shifted_down(codes, bit)), load(scales_and_offsets)));
 }
 
 #endif

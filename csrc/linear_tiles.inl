@@ -216,18 +216,28 @@ inline void add_products(const QuantisedRows& rows_in_bytes, int64_t first_row, 
   }
 }
 
-// The outliers of the tile's panel; the weights of the strip were just read. To add 0 where a row has none takes less than to ask.
+// The weights of the strip were just read. To add 0 where one of four rows has no outlier takes less than to ask. A tile begins with the
+// first of four rows, or ends with the last of the same four.
 template <Layout layout, int rows>
 inline void add_outliers(const QuantisedRows& from, int64_t first_row, const uint8_t* strip, Totals<rows>& totals) {
-  const int64_t panel = first_row / panel_rows, at = first_row % panel_rows;
-  const PanelOutlier *outlier = from.panel_outliers + from.panel_begins[panel], *end = from.panel_outliers + from.panel_begins[panel + 1];
-  for (; outlier < end; outlier++) {
-    const uint8_t* group = strip + int64_t{outlier->input / group_inputs} * Group<layout>::bytes;
-    each<parts>([&](auto part) {
-      const Vec weights = Group<layout>::weights_of(group, outlier->input % group_inputs, part);
-      each<rows>([&](auto row) { totals.at[row][part] = vec::fma(vec::all(outlier->values[at + row]), weights, totals.at[row][part]); });
-    });
-  }
+  constexpr int together = outlier_rows;
+  const int64_t* begins = from.shared_begins + first_row / together;
+  const int64_t at = first_row % together;
+  each<(rows + together - 1) / together>([&](auto four) {
+    constexpr int first = four * together, count = rows - first < together ? rows - first : together;
+    const SharedOutlier *outlier = from.shared_outliers + begins[four], *end = from.shared_outliers + begins[four + 1];
+    for (; outlier < end; outlier++) {
+      const uint8_t* group = strip + int64_t{outlier->input / group_inputs} * Group<layout>::bytes;
+      const float* values = outlier->values + at;
+      each<parts>([&](auto part) {
+        const Vec weights = Group<layout>::weights_of(group, outlier->input % group_inputs, part);
+        each<count>([&](auto row) {
+          Vec& total = totals.at[first + row][part];
+          total = vec::fma(vec::all(values[row]), weights, total);
+        });
+      });
+    }
+  });
 }
 
 // The bias, and where the result goes. The last strip may have fewer outputs than lanes.
@@ -254,7 +264,7 @@ template <Layout layout, int rows, int fetched>
 inline void multiply_portion(const LinearTask& task, int64_t first_row, int64_t first_output, const uint8_t* strip, const uint8_t* ahead) {
   Totals<rows> totals;
   add_products<layout, rows, fetched>(task.quantised, first_row, strip, ahead, totals);
-  if (task.quantised.panel_outliers) add_outliers<layout>(task.quantised, first_row, strip, totals);
+  if (task.quantised.shared_outliers) add_outliers<layout>(task.quantised, first_row, strip, totals);
   const uint8_t* behind_groups = strip + task.quantised.groups * Group<layout>::bytes;
   each<rows>([&](auto row) {
     each<parts>([&](auto part) { totals.at[row][part] = Group<layout>::of_total(totals.at[row][part], behind_groups, part); });
@@ -293,13 +303,20 @@ void multiply_count(const LinearTask& task, int64_t count, int64_t first_row, in
   if constexpr (rows > 1) multiply_count<layout, rows - 1>(task, count, first_row, first_strip, end_strip);
 }
 
+// A tile never goes beyond its panel. One that begins in the middle of four rows ends with them: outliers come in lists for four.
+template <Layout layout>
+constexpr int64_t rows_fitting(int64_t row) {
+  if (!is_quantised(layout)) return most_rows<layout>();
+  return row % outlier_rows == 0 ? most_rows<layout>() - row % most_rows<layout>() : outlier_rows - row % outlier_rows;
+}
+
 template <Layout layout>
 void multiply_strips(const LinearTask& task, int64_t first_strip, int64_t end_strip) {
   constexpr int most = most_rows<layout>();
-  static_assert(panel_rows % most == 0 || !is_quantised(layout));
+  static_assert((panel_rows % most == 0 && most % outlier_rows == 0) || !is_quantised(layout));
+  static_assert(rows_of_first_portion % outlier_rows == 0);
   for (int64_t row = task.first_row; row < task.end_row;) {
-    const int64_t left = task.end_row - row, fitting = most - (is_quantised(layout) ? row % most : 0);
-    const int64_t count = left < fitting ? left : fitting;   // never beyond the row's panel
+    const int64_t left = task.end_row - row, fitting = rows_fitting<layout>(row), count = left < fitting ? left : fitting;
     multiply_count<layout, most>(task, count, row, first_strip, end_strip);
     row += count;
   }
