@@ -19,55 +19,40 @@ class Activations {
       view_.outlier_room = most_outliers(columns);
       view_.outliers = outliers_.at_least(rows * view_.outlier_room);
       view_.outlier_counts = outlier_counts_.at_least(rows);
-      view_.panel_outliers = panel_outliers_.at_least(rows * view_.outlier_room);
-      view_.panel_begins = panel_begins_.at_least(panels + 1);
-      marks_.at_least(groups);
+      view_.shared_outliers = shared_outliers_.at_least(rows * view_.outlier_room);
+      view_.shared_begins = shared_begins_.at_least((rows + outlier_rows - 1) / outlier_rows + 1);
     }
     return view_;
   }
 
-  // Once all these rows are filled, for products: puts the outliers of each panel together.
+  // Once all these rows are filled, for products: puts the outliers of every four rows together.
   void gather_outliers(int64_t rows) {
     if (!view_.outliers) return;
-    int64_t begin = 0;
-    for (int64_t first = 0; first < rows; first += panel_rows) {
-      view_.panel_begins[first / panel_rows] = begin;
-      begin = gather_panel(first, first + panel_rows < rows ? first + panel_rows : rows, begin);
+    int64_t count = 0, *begin = view_.shared_begins;
+    for (int64_t first = 0; first < rows; first += outlier_rows) {
+      *begin++ = count;
+      count += merge_outliers(first, first + outlier_rows < rows ? outlier_rows : rows - first, view_.shared_outliers + count);
     }
-    view_.panel_begins[(rows + panel_rows - 1) / panel_rows] = begin;
+    *begin = count;
   }
 
  private:
-  struct Mark {   // of a group
-    uint32_t inputs;   // a bit for each that is an outlier
-    int64_t begin;     // where the first of them lies among those of the panels
-  };
-
-  template <typename Visit>
-  void each_outlier(int64_t first, int64_t end, Visit&& visit) const {
-    for (int64_t row = first; row < end; row++) {
-      const Outlier* outlier = view_.outliers + row * view_.outlier_room;
-      for (int32_t left = view_.outlier_counts[row]; left > 0; left--, outlier++) visit(row, *outlier);
+  // Returns how many inputs there are.
+  int64_t merge_outliers(int64_t first_row, int64_t rows, SharedOutlier* out) const {
+    const Outlier *next[outlier_rows], *end[outlier_rows];
+    for (int64_t row = 0; row < rows; row++) {
+      next[row] = view_.outliers + (first_row + row) * view_.outlier_room;
+      end[row] = next[row] + view_.outlier_counts[first_row + row];
     }
-  }
-
-  int64_t gather_panel(int64_t first, int64_t end, int64_t begin) {
-    Mark* marks = marks_.data();
-    for (int64_t group = 0; group < view_.groups; group++) marks[group].inputs = 0;
-    each_outlier(first, end, [&](int64_t, const Outlier& outlier) {
-      marks[outlier.input / group_inputs].inputs |= 1u << outlier.input % group_inputs;
-    });
-    for (int64_t group = 0; group < view_.groups; group++) {
-      marks[group].begin = begin;
-      for (uint32_t left = marks[group].inputs; left != 0; left &= left - 1)
-        view_.panel_outliers[begin++] = PanelOutlier{static_cast<uint32_t>(group * group_inputs + __builtin_ctz(left)), {}};
+    for (int64_t count = 0;; count++, out++) {
+      uint32_t lowest = UINT32_MAX;
+      for (int64_t row = 0; row < rows; row++)
+        if (next[row] < end[row] && next[row]->input < lowest) lowest = next[row]->input;
+      if (lowest == UINT32_MAX) return count;
+      *out = SharedOutlier{lowest, {}};
+      for (int64_t row = 0; row < rows; row++)
+        if (next[row] < end[row] && next[row]->input == lowest) out->values[row] = next[row]++->value;
     }
-    each_outlier(first, end, [&](int64_t row, const Outlier& outlier) {
-      const Mark& mark = marks[outlier.input / group_inputs];
-      const uint32_t before = mark.inputs & ((1u << outlier.input % group_inputs) - 1);
-      view_.panel_outliers[mark.begin + __builtin_popcount(before)].values[row % panel_rows] = outlier.value;
-    });
-    return begin;
   }
 
   QuantisedRows view_{};
@@ -75,9 +60,8 @@ class Activations {
   Aligned<float> scales_;
   Aligned<int32_t> outlier_counts_;
   Aligned<Outlier> outliers_;
-  Aligned<PanelOutlier> panel_outliers_;
-  Aligned<int64_t> panel_begins_;
-  Aligned<Mark> marks_;
+  Aligned<SharedOutlier> shared_outliers_;
+  Aligned<int64_t> shared_begins_;
 };
 
 }  // namespace weft

@@ -103,10 +103,13 @@ struct RowGroup {
 // the second: a tile finds everything at fixed distances from one place.
 constexpr int64_t panel_rows = 12;
 
-// An input that is an outlier in some rows of a panel, and its value there; 0 in the others. So its weights are unpacked once for all rows.
-struct PanelOutlier {
+// An input that is an outlier in some of four rows, and its value there; 0 in the others. So its weights are unpacked once for all four. In
+// a prefill most outliers are of one row alone, but in some layers of nearly all; lists for two to four rows take the least time for both.
+constexpr int64_t outlier_rows = 4;
+
+struct SharedOutlier {
   uint32_t input;
-  float values[panel_rows];
+  float values[outlier_rows];
 };
 
 struct QuantisedRows {
@@ -126,9 +129,9 @@ struct QuantisedRows {
   int32_t* outlier_counts = nullptr;    // [rows]
   int64_t outlier_room = 0;
 
-  // The same for products: those of panel p, inputs ascending, from panel_begins[p] to panel_begins[p + 1].
-  PanelOutlier* panel_outliers = nullptr;
-  int64_t* panel_begins = nullptr;      // [panels + 1]
+  // The same for products: those of rows 4i .. 4i + 3, inputs ascending, from shared_begins[i] to shared_begins[i + 1].
+  SharedOutlier* shared_outliers = nullptr;
+  int64_t* shared_begins = nullptr;
 };
 
 // What is done to a row on its way into a product, and what with: the weights of a norm, or what goes through a gate.

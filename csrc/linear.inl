@@ -68,7 +68,7 @@ int64_t multiply_in_registers(int64_t repeats) {
   bytes::SumW4 sums[sums_at_once];
   bytes::Bytes codes = bytes::all_fours(0x01020304), activations = codes;
 #pragma GCC unroll 8
-  for (bytes::SumW4& sum : sums) sum.start(codes, activations, 0);
+  for (bytes::SumW4& sum : sums) sum.sums = codes;
   for (int64_t repeat = 0; repeat < repeats; repeat++) {
 #pragma GCC unroll 8
     for (int i = 0; i < sums_at_once; i++) {

@@ -2,6 +2,8 @@
 //
 // The blocks of an output (for floats: its inputs) are added up one after the other, by the same operations in tiles of any size. So a
 // result depends neither on the other rows nor on how the work was cut.
+#include <utility>
+
 #include "linear_bytes.inl"
 
 namespace weft::WEFT_ISA {
@@ -12,24 +14,34 @@ using vec::Vec;
 
 constexpr int parts = strip_outputs / vec::lanes;   // vectors of a strip
 
+// use(0), use(1) ... one after the other. Unlike in a loop, the compiler knows from the outset which one each is, and keeps what belongs
+// to it in a register.
+template <typename Use, int... i>
+inline void each_of(std::integer_sequence<int, i...>, Use&& use) {
+  (use(std::integral_constant<int, i>{}), ...);
+}
+template <int count, typename Use>
+inline void each(Use&& use) {
+  each_of(std::make_integer_sequence<int, count>{}, use);
+}
+
 template <int rows>
 struct Totals {
   Vec at[rows][parts];
   Totals() {
-    for (int row = 0; row < rows; row++)
-      for (int part = 0; part < parts; part++) at[row][part] = vec::all(0.0f);
+    each<rows>([&](auto row) { each<parts>([&](auto part) { at[row][part] = vec::all(0.0f); }); });
   }
 };
 
 inline const uint16_t* halves(const uint8_t* data) { return reinterpret_cast<const uint16_t*>(data); }
 
-// Rows of a tile: as many as leave the sums of a group in registers.
+// Rows of a tile: they share the weights of a strip, which come from memory once for all of them.
 template <Layout layout>
 constexpr int most_rows() {
 #if defined(WEFT_VNNI)
   return 12;
 #elif defined(WEFT_AVX512)
-  return layout == Layout::w8 ? 6 : 12;
+  return layout == Layout::w8 ? 4 : 12;
 #elif defined(WEFT_AVX2)
   return is_quantised(layout) ? 4 : 6;
 #else
@@ -37,13 +49,23 @@ constexpr int most_rows() {
 #endif
 }
 
+// Of so many rows everything stays in registers from the first product to the result: the sums of a group, of a block and of all. To keep
+// the last in memory takes a store for every block and row, which on Zen 4 costs more than a product of bytes. A quantised tile of more
+// rows is worked on in two portions.
+#if defined(WEFT_AVX512)
+constexpr int rows_in_registers = 9;
+#else
+constexpr int rows_in_registers = 4;
+#endif
+constexpr int rows_of_first_portion = 8;
+
 // Weights are asked for this long before they are used: the processor's own guess begins anew at every page and gives way to whatever
 // the rows need. With four rows and more this was worth up to 1.5 times the speed. Asking beyond the end does no harm.
 constexpr int64_t ahead_bytes = 6144;
 
 template <int count>
-inline void fetch_ahead(const uint8_t* from) {
-  for (int i = 0; i < count; i += 64) __builtin_prefetch(from + ahead_bytes + i);
+inline void fetch(const uint8_t* from) {
+  for (int i = 0; i < count; i += 64) __builtin_prefetch(from + i);
 }
 
 // One vector of weights of a float layout, `at` weights into the strip.
@@ -60,7 +82,7 @@ Totals<rows> multiply_floats(const LinearTask& task, int64_t first_row, const ui
   const float* from = task.rows + first_row * task.row_stride;
   constexpr int input_bytes = strip_outputs * (layout == Layout::f32 ? 4 : 2);
   for (int64_t input = 0; input < task.weight->inputs; input++) {
-    fetch_ahead<input_bytes>(strip + input * input_bytes);
+    fetch<input_bytes>(strip + input * input_bytes + ahead_bytes);
     Vec weights[parts];
     for (int part = 0; part < parts; part++) weights[part] = load_weights<layout>(strip, input * strip_outputs + vec::lanes * part);
 #pragma GCC unroll 12
@@ -146,119 +168,130 @@ template <Layout layout, int rows>
 struct Blocks {
   typename Group<layout>::Block at[rows][parts];
   Blocks() {
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++)
-      for (int part = 0; part < parts; part++) at[row][part] = Group<layout>::nothing();
+    each<rows>([&](auto row) { each<parts>([&](auto part) { at[row][part] = Group<layout>::nothing(); }); });
   }
 };
 
 // `from` is the tile's first row at this group.
-template <Layout layout, int rows>
-inline void add_group(const RowGroup* from, const uint8_t* group, int first_part, Blocks<layout, rows>& blocks) {
+template <Layout layout, int rows, int first_part>
+inline void add_group(const RowGroup* from, const uint8_t* group, Blocks<layout, rows>& blocks) {
   constexpr int together = Group<layout>::parts_together;
   typename Group<layout>::Sum sums[rows][together];
-#pragma GCC unroll 4
-  for (int step = 0; step < 4; step++) {
+  each<4>([&](auto step) {
     typename Group<layout>::Eight codes[together];
-    for (int part = 0; part < together; part++) codes[part] = Group<layout>::load(group, step, first_part + part);
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++)
-      for (int part = 0; part < together; part++)
-        add_eight(sums[row][part], step, codes[part], from[row].codes, Group<layout>::start(from[row]));
-  }
-  for (int part = 0; part < together; part++) {
+    each<together>([&](auto part) { codes[part] = Group<layout>::load(group, step, first_part + part); });
+    each<rows>([&](auto row) {
+      each<together>([&](auto part) { add_eight(sums[row][part], step, codes[part], from[row].codes, Group<layout>::start(from[row])); });
+    });
+  });
+  each<together>([&](auto part) {
     const Group<layout> weights(group, first_part + part);
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++) {
+    each<rows>([&](auto row) {
       auto& block = blocks.at[row][first_part + part];
       block = weights.join(block, sums[row][part], Group<layout>::start(from[row]));
-    }
-  }
+    });
+  });
 }
 
-// The totals stay in memory: registers are for the sums of groups and of blocks. A function of its own, so that the compiler cannot know
-// better.
-template <Layout layout, int rows>
-__attribute__((noinline)) void multiply_bytes(const QuantisedRows& rows_in_bytes, int64_t first_row, const uint8_t* group,
-                                              Totals<rows>& totals) {
+template <Layout layout, int rows, int fetched>
+inline void add_products(const QuantisedRows& rows_in_bytes, int64_t first_row, const uint8_t* group, const uint8_t* ahead,
+                         Totals<rows>& totals) {
   const RowGroup* from = rows_in_bytes.group_of(first_row, 0);
   const float* scales = rows_in_bytes.scale_of(first_row, 0);
   for (int64_t left = rows_in_bytes.groups; left > 0; left -= block_groups, scales += panel_rows) {
     Blocks<layout, rows> blocks;
 #pragma GCC unroll 8
-    for (int i = 0; i < block_groups; i++, group += Group<layout>::bytes, from += panel_rows) {
+    for (int i = 0; i < block_groups; i++, group += Group<layout>::bytes, ahead += fetched, from += panel_rows) {
       if (i == left) break;
-      fetch_ahead<Group<layout>::bytes>(group);
-      for (int part = 0; part < parts; part += Group<layout>::parts_together) add_group<layout, rows>(from, group, part, blocks);
+      fetch<fetched>(ahead);
+      constexpr int together = Group<layout>::parts_together;
+      each<parts / together>([&](auto turn) { add_group<layout, rows, turn * together>(from, group, blocks); });
     }
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++)
-      for (int part = 0; part < parts; part++) {
+    each<rows>([&](auto row) {
+      each<parts>([&](auto part) {
         Vec& total = totals.at[row][part];
         total = vec::fma(Group<layout>::of_block(blocks.at[row][part]), vec::all(scales[row]), total);
-      }
-    asm("" : "+m"(totals));
+      });
+    });
   }
 }
 
-// The outliers of the tile's panel; the weights of the strip were just read. To add 0 where a row has none takes less than to ask.
+// The weights of the strip were just read. To add 0 where one of four rows has no outlier takes less than to ask. A tile begins with the
+// first of four rows, or ends with the last of the same four.
 template <Layout layout, int rows>
-void add_outliers(const QuantisedRows& from, int64_t first_row, const uint8_t* strip, Totals<rows>& totals) {
-  const int64_t panel = first_row / panel_rows, at = first_row % panel_rows;
-  const PanelOutlier *outlier = from.panel_outliers + from.panel_begins[panel], *end = from.panel_outliers + from.panel_begins[panel + 1];
-  if (outlier == end) return;
-  Totals<rows> sums = totals;   // in registers
-  for (; outlier < end; outlier++) {
-    const uint8_t* group = strip + int64_t{outlier->input / group_inputs} * Group<layout>::bytes;
-    for (int part = 0; part < parts; part++) {
-      const Vec weights = Group<layout>::weights_of(group, outlier->input % group_inputs, part);
-#pragma GCC unroll 12
-      for (int row = 0; row < rows; row++)
-        sums.at[row][part] = vec::fma(vec::all(outlier->values[at + row]), weights, sums.at[row][part]);
+inline void add_outliers(const QuantisedRows& from, int64_t first_row, const uint8_t* strip, Totals<rows>& totals) {
+  constexpr int together = outlier_rows;
+  const int64_t* begins = from.shared_begins + first_row / together;
+  const int64_t at = first_row % together;
+  each<(rows + together - 1) / together>([&](auto four) {
+    constexpr int first = four * together, count = rows - first < together ? rows - first : together;
+    const SharedOutlier *outlier = from.shared_outliers + begins[four], *end = from.shared_outliers + begins[four + 1];
+    for (; outlier < end; outlier++) {
+      const uint8_t* group = strip + int64_t{outlier->input / group_inputs} * Group<layout>::bytes;
+      const float* values = outlier->values + at;
+      each<parts>([&](auto part) {
+        const Vec weights = Group<layout>::weights_of(group, outlier->input % group_inputs, part);
+        each<count>([&](auto row) {
+          Vec& total = totals.at[first + row][part];
+          total = vec::fma(vec::all(values[row]), weights, total);
+        });
+      });
     }
-  }
-  totals = sums;
-}
-
-template <Layout layout, int rows>
-void multiply_strip(const LinearTask& task, int64_t first_row, const uint8_t* strip, Totals<rows>& totals) {
-  multiply_bytes<layout>(task.quantised, first_row, strip, totals);
-  if (task.quantised.panel_outliers) add_outliers<layout>(task.quantised, first_row, strip, totals);
-  const uint8_t* behind_groups = strip + task.quantised.groups * Group<layout>::bytes;
-  for (int row = 0; row < rows; row++)
-    for (int part = 0; part < parts; part++) totals.at[row][part] = Group<layout>::of_total(totals.at[row][part], behind_groups, part);
+  });
 }
 
 // The bias, and where the result goes. The last strip may have fewer outputs than lanes.
 template <int rows>
-void finish(const LinearTask& task, const Totals<rows>& totals, int64_t first_row, int64_t first_output) {
-  for (int part = 0; part < parts; part++) {
+inline void finish(const LinearTask& task, const Totals<rows>& totals, int64_t first_row, int64_t first_output) {
+  each<parts>([&](auto part) {
     const int64_t output = first_output + part * vec::lanes, left = task.weight->outputs - output;
     const auto put = [&](auto count) {
-      for (int row = 0; row < rows; row++) {
+      each<rows>([&](auto row) {
         float* out = task.out + (first_row + row) * task.out_stride + output;
         Vec value = totals.at[row][part];
         if (task.weight->bias) value = value + vec::load(task.weight->bias + output, count);
         if (task.add) value = vec::fma(vec::all(task.scale), value, vec::load(out, count));
         vec::store(out, value, count);
-      }
+      });
     };
     if (left >= vec::lanes) put(vec::Full{});
     else if (left > 0) put(left);
-  }
+  });
 }
 
+// The rows of a portion times one strip. Meanwhile so many bytes for each group are asked for, from `ahead` on.
+template <Layout layout, int rows, int fetched>
+inline void multiply_portion(const LinearTask& task, int64_t first_row, int64_t first_output, const uint8_t* strip, const uint8_t* ahead) {
+  Totals<rows> totals;
+  add_products<layout, rows, fetched>(task.quantised, first_row, strip, ahead, totals);
+  if (task.quantised.shared_outliers) add_outliers<layout>(task.quantised, first_row, strip, totals);
+  const uint8_t* behind_groups = strip + task.quantised.groups * Group<layout>::bytes;
+  each<rows>([&](auto row) {
+    each<parts>([&](auto part) { totals.at[row][part] = Group<layout>::of_total(totals.at[row][part], behind_groups, part); });
+  });
+  finish(task, totals, first_row, first_output);
+}
+
+// Portions take turns strip by strip: a strip comes from memory once, and each asks for its share of what is read next. Everything has to
+// be one function: what belongs to a row is in a register only as long as nobody has its address.
 template <Layout layout, int rows>
-void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_strip, int64_t end_strip) {
+__attribute__((flatten)) void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_strip, int64_t end_strip) {
   const int64_t bytes = strip_bytes(layout, task.weight->inputs);
   const uint8_t* weights = task.weight->data + first_strip * bytes;
   for (int64_t strip = first_strip; strip < end_strip; strip++, weights += bytes) {
-    if constexpr (is_quantised(layout)) {
-      Totals<rows> totals;
-      multiply_strip<layout>(task, first_row, weights, totals);
-      finish(task, totals, first_row, strip * strip_outputs);
+    const int64_t output = strip * strip_outputs;
+    if constexpr (!is_quantised(layout)) {
+      finish(task, multiply_floats<layout, rows>(task, first_row, weights), first_row, output);
+    } else if constexpr (rows <= rows_in_registers) {
+      multiply_portion<layout, rows, Group<layout>::bytes>(task, first_row, output, weights, weights + ahead_bytes);
     } else {
-      finish(task, multiply_floats<layout, rows>(task, first_row, weights), first_row, strip * strip_outputs);
+      constexpr int first = rows_of_first_portion, second = rows - first;
+      constexpr int second_fetched = Group<layout>::bytes * second / rows, first_fetched = Group<layout>::bytes - second_fetched;
+      // While the first portion reads a strip, less than a strip is asked for: the rest must have been before.
+      const uint8_t* ahead = weights + ahead_bytes + task.quantised.groups * second_fetched;
+      multiply_portion<layout, first, first_fetched>(task, first_row, output, weights, ahead);
+      ahead += task.quantised.groups * first_fetched;
+      multiply_portion<layout, second, second_fetched>(task, first_row + first, output, weights, ahead);
     }
   }
 }
@@ -270,13 +303,20 @@ void multiply_count(const LinearTask& task, int64_t count, int64_t first_row, in
   if constexpr (rows > 1) multiply_count<layout, rows - 1>(task, count, first_row, first_strip, end_strip);
 }
 
+// A tile never goes beyond its panel. One that begins in the middle of four rows ends with them: outliers come in lists for four.
+template <Layout layout>
+constexpr int64_t rows_fitting(int64_t row) {
+  if (!is_quantised(layout)) return most_rows<layout>();
+  return row % outlier_rows == 0 ? most_rows<layout>() - row % most_rows<layout>() : outlier_rows - row % outlier_rows;
+}
+
 template <Layout layout>
 void multiply_strips(const LinearTask& task, int64_t first_strip, int64_t end_strip) {
   constexpr int most = most_rows<layout>();
-  static_assert(panel_rows % most == 0 || !is_quantised(layout));
+  static_assert((panel_rows % most == 0 && most % outlier_rows == 0) || !is_quantised(layout));
+  static_assert(rows_of_first_portion % outlier_rows == 0);
   for (int64_t row = task.first_row; row < task.end_row;) {
-    const int64_t left = task.end_row - row, fitting = most - (is_quantised(layout) ? row % most : 0);
-    const int64_t count = left < fitting ? left : fitting;   // never beyond the row's panel
+    const int64_t left = task.end_row - row, fitting = rows_fitting<layout>(row), count = left < fitting ? left : fitting;
     multiply_count<layout, most>(task, count, row, first_strip, end_strip);
     row += count;
   }
