@@ -253,9 +253,9 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t width, i
 #pragma GCC unroll 4
   for (int t = 0; t < Tiles; t++) at[t] = tiles[t];
   const auto keys = [&](int64_t f, int v) { return Keys<Element>(at[v / parts] + f / unit * key_tile + v % parts * vec::lanes); };
-  // Of queries and keys those are kept in registers that are fewer.
+  // Of queries and keys those are kept in registers that are fewer; keys, where queries need none.
   const auto add = [&](int64_t f) {
-    if constexpr (vectors <= Rows) {
+    if constexpr (vec::repeats_from_memory || vectors <= Rows) {
       vec::Vec key[unit][vectors];
 #pragma GCC unroll 16
       for (int v = 0; v < vectors; v++) {
@@ -267,17 +267,17 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t width, i
       for (int i = 0; i < unit; i++) {
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; r++) {
-          const vec::Vec query = vec::in_register(vec::all(queries[r * width + f + i]));
+          const vec::Repeated query = vec::repeated(queries + r * width + f + i);
 #pragma GCC unroll 16
           for (int v = 0; v < vectors; v++) sums[r][v] = vec::fma(query, key[i][v], sums[r][v]);
         }
       }
     } else {
-      vec::Vec query[unit][Rows];
+      vec::Repeated query[unit][Rows];
 #pragma GCC unroll 2
       for (int i = 0; i < unit; i++) {
 #pragma GCC unroll 8
-        for (int r = 0; r < Rows; r++) query[i][r] = vec::in_register(vec::all(queries[r * width + f + i]));
+        for (int r = 0; r < Rows; r++) query[i][r] = vec::repeated(queries + r * width + f + i);
       }
 #pragma GCC unroll 16
       for (int v = 0; v < vectors; v++) {
@@ -347,9 +347,9 @@ __attribute__((noinline)) void sum_tile(const float* weights, const Element* con
     const int64_t end = smaller(span.end, k / key_tile * key_tile + key_tile);
     for (; k < end; k++, value += stride) {
       if (ahead && (k & (pace.every - 1)) == 0) ahead->ask(pace.lines);
-      vec::Vec weight[Rows];
+      vec::Repeated weight[Rows];
 #pragma GCC unroll 8
-      for (int r = 0; r < Rows; r++) weight[r] = vec::all(weights[r * score_stride + k]);
+      for (int r = 0; r < Rows; r++) weight[r] = vec::repeated(weights + r * score_stride + k);
 #pragma GCC unroll 8
       for (int j = 0; j < loads; j++) {
         const Keys<Element> loaded(value + j * vec::lanes);

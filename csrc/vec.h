@@ -57,6 +57,17 @@ inline Vec in_register(Vec a) {
   return a;
 }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }    // a * b + c
+// One float for all lanes. It is multiplied from where it lies: to load it into a register first takes up to half as long as a
+// multiplication, and the compiler would do so wherever there are several.
+struct Repeated {
+  const float* at;
+};
+constexpr bool repeats_from_memory = true;
+inline Repeated repeated(const float* p) { return {p}; }
+inline Vec fma(Repeated a, Vec b, Vec c) {
+  asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(c) : "v"(b), "m"(*a.at));
+  return c;
+}
 inline Vec fnma(Vec a, Vec b, Vec c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }                // b where either is NaN, and so is min
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
@@ -148,6 +159,9 @@ inline Vec in_register(Vec a) {
   return a;
 }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }    // a * b + c
+using Repeated = Vec;   // one float for all lanes
+constexpr bool repeats_from_memory = false;
+inline Repeated repeated(const float* p) { return in_register(all(*p)); }
 inline Vec fnma(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }                // b where either is NaN, and so is min
 inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
@@ -231,6 +245,9 @@ inline void store(uint16_t* p, Vec a) { store(p, a, lanes); }
 
 inline Vec in_register(Vec a) { return a; }
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }   // rounded twice: the processor may have no better
+using Repeated = Vec;   // one float for all lanes
+constexpr bool repeats_from_memory = false;
+inline Repeated repeated(const float* p) { return all(*p); }
 inline Vec fnma(Vec a, Vec b, Vec c) { return c - a * b; }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }   // b where either is NaN, and so is min
 inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
