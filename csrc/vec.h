@@ -348,10 +348,21 @@ inline Vec joined(const Vec (&parts)[sum_parts]) {
 }
 
 inline float sum(const Vec (&parts)[sum_parts]) {
-  const Vec one = joined(parts), copies[4] = {one, one, one, one};
+  const Vec one = joined(parts);
+#if defined(WEFT_AVX512) || defined(WEFT_AVX2)
+#if defined(WEFT_AVX512)
+  const __m256 eight = _mm512_castps512_ps256(one) + _mm512_extractf32x8_ps(one, 1);
+#else
+  const __m256 eight = one;
+#endif
+  const __m256 four = eight + _mm256_permute_ps(eight, 0x4e), two = four + _mm256_permute_ps(four, 0xb1);
+  return _mm_cvtss_f32(_mm256_castps256_ps128(two)) + _mm_cvtss_f32(_mm256_extractf128_ps(two, 1));
+#else
+  const Vec copies[4] = {one, one, one, one};
   float sums[4];
   sum4(copies, sums);
   return sums[0];
+#endif
 }
 
 // The sum of a row of which each(sum, i, n) adds n elements from i on to the lanes of a sum. Four sums side by side, since one would wait
@@ -429,13 +440,22 @@ inline Vec exp(Vec x) {
 // 2^x for x up to 0 (or NaN), to about 2 ulp and in half the time: the weights of a softmax. What would be less than 2^-125 is 0, since a
 // subnormal weight is worth nothing and slows some processors down a hundredfold.
 inline Vec exp2_up_to_0(Vec x) {
+#if defined(WEFT_AVX512)
+  const Vec n = round(x), r = x - n;
+#else
   // Added to so large a number, n + 127 stands in its lowest bits: the exponent of 2^n.
   const Vec large = all(0x1.8p23f + 127.0f), sum = x + large, r = x - (sum - large);
+#endif
   Vec p = fma(all(0.0013264727f), r, all(0.009671513f));
   p = fma(p, r, all(0.055507336f));
   p = fma(p, r, all(0.24022242f));
   p = fma(p, r, all(0.693147f));
-  return where_less(x, all(-125.0f), all(0.0f), fma(p, r, all(1.0f)) * shifted_bits(sum));
+  p = fma(p, r, all(1.0f));
+#if defined(WEFT_AVX512)
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, all(-125.0f), _CMP_NLT_UQ), p, n);
+#else
+  return where_less(x, all(-125.0f), all(0.0f), p * shifted_bits(sum));
+#endif
 }
 
 // To about 2 ulp.
