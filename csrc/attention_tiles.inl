@@ -93,11 +93,6 @@ inline int64_t lines_of_tile(const AttendTask& task, bool values, bool is_stored
   return lines_of(key_tile * (bytes_of_vector(task, is_stored) + (is_stored && !values ? 4 : 0)));
 }
 
-// Asks for floats that will be read, or written.
-inline void ask_for(const float* at, int64_t count, bool to_write) {
-  for (int64_t i = 0; i < count; i += 16) to_write ? __builtin_prefetch(at + i, 1, 3) : __builtin_prefetch(at + i, 0, 3);
-}
-
 // --- ahead ---------------------------------------------------------------------------------------------------------------------------
 
 // The tiles that a worker reads for the first rows of its tasks, in the order in which it does, some kilobytes before it does. Blocks lie
