@@ -7,8 +7,7 @@
 namespace weft::WEFT_ISA {
 namespace {
 
-constexpr int64_t piece_keys = 64;
-constexpr int64_t piece_tiles = piece_keys / key_tile;
+constexpr int64_t segment_tiles = segment_keys / key_tile;
 constexpr int64_t block_rows = 48;   // rows worked on together, but at least the heads of one query
 // From one row of scores to the next: one vector more than there are, else all rows would share few sets of the cache.
 constexpr int64_t score_stride = segment_keys + 16;
@@ -29,7 +28,7 @@ inline int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / uni
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Positions of a segment, or of a piece, counted from its start.
+// Positions of a segment, counted from its start.
 struct Span {
   int64_t first, end;
   bool empty() const { return first >= end; }
@@ -202,11 +201,11 @@ struct Number {
   static constexpr int value = Value;
 };
 
-// Calls use(Number<n>) with n = rows, which is at most tile_rows.
-template <int Most = tile_rows, typename Use>
-inline void with_rows(int64_t rows, Use use) {
+// Calls use(Number<n>), where n is at most Most.
+template <int Most, typename Use>
+inline void with_number(int64_t n, Use use) {
   if constexpr (Most > 1) {
-    if (rows < Most) return with_rows<Most - 1>(rows, use);
+    if (n < Most) return with_number<Most - 1>(n, use);
   }
   use(Number<Most>{});
 }
@@ -217,7 +216,7 @@ inline void for_tiles(int64_t rows, Use use) {
   const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
   for (int64_t tile = 0; tile < tiles; tile++) {
     const int64_t row = tile * rows / tiles, end = (tile + 1) * rows / tiles;
-    with_rows(end - row, [&](auto count) { use(row, count); });
+    with_number<tile_rows>(end - row, [&](auto count) { use(row, count); });
   }
 }
 
@@ -240,7 +239,7 @@ struct Keys<Nibbles> {
 // scores[r, k] = queries[r] . keys[k] for the keys of some tiles. Not inlined: its callers would leave it too few registers for
 // addresses.
 template <int Rows, int Tiles, typename Element>
-__attribute__((noinline)) void score_tile(const float* queries, int64_t width, int64_t features, const Element* const* tiles, Ahead* ahead,
+__attribute__((noinline)) void score_tile(const float* queries, int64_t width, int64_t features, const void* const* tiles, Ahead* ahead,
                                           float* scores) {
   constexpr int parts = key_tile / vec::lanes, vectors = Tiles * parts, unit = Keys<Element>::features;
   vec::Vec sums[Rows][vectors];
@@ -251,11 +250,11 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t width, i
   }
   const Element* at[Tiles];
 #pragma GCC unroll 4
-  for (int t = 0; t < Tiles; t++) at[t] = tiles[t];
+  for (int t = 0; t < Tiles; t++) at[t] = static_cast<const Element*>(tiles[t]);
   const auto keys = [&](int64_t f, int v) { return Keys<Element>(at[v / parts] + f / unit * key_tile + v % parts * vec::lanes); };
-  // Of queries and keys those are kept in registers that are fewer.
+  // Of queries and keys those are kept in registers that are fewer; keys, where queries need none.
   const auto add = [&](int64_t f) {
-    if constexpr (vectors <= Rows) {
+    if constexpr (vec::repeats_from_memory || vectors <= Rows) {
       vec::Vec key[unit][vectors];
 #pragma GCC unroll 16
       for (int v = 0; v < vectors; v++) {
@@ -267,17 +266,17 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t width, i
       for (int i = 0; i < unit; i++) {
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; r++) {
-          const vec::Vec query = vec::in_register(vec::all(queries[r * width + f + i]));
+          const vec::Repeated query = vec::repeated(queries + r * width + f + i);
 #pragma GCC unroll 16
           for (int v = 0; v < vectors; v++) sums[r][v] = vec::fma(query, key[i][v], sums[r][v]);
         }
       }
     } else {
-      vec::Vec query[unit][Rows];
+      vec::Repeated query[unit][Rows];
 #pragma GCC unroll 2
       for (int i = 0; i < unit; i++) {
 #pragma GCC unroll 8
-        for (int r = 0; r < Rows; r++) query[i][r] = vec::in_register(vec::all(queries[r * width + f + i]));
+        for (int r = 0; r < Rows; r++) query[i][r] = vec::repeated(queries + r * width + f + i);
       }
 #pragma GCC unroll 16
       for (int v = 0; v < vectors; v++) {
@@ -307,80 +306,101 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t width, i
   }
 }
 
-// The same for any number of tiles, as many at once as there are registers for.
+// The same for any number of tiles, as many at once as there are registers for. `lines` are those of a tile.
 template <int Rows, typename Element>
-inline void score_tiles(const float* queries, int64_t width, int64_t features, const Element* const* tiles, int64_t count, Ahead* ahead,
-                        float* scores) {
+inline void score_tiles(const float* queries, int64_t width, int64_t features, const void* const* tiles, int64_t count, Ahead* ahead,
+                        int64_t lines, float* scores) {
   constexpr int room = tile_sums * vec::lanes / (Rows * key_tile), most = room >= 4 ? 4 : room >= 2 ? 2 : 1;
-  int64_t tile = 0;
-  const auto score = [&](auto number) {
-    score_tile<Rows, number.value>(queries, width, features, tiles + tile, ahead, scores + tile * key_tile);
-    tile += number.value;
-  };
-  while (tile + most <= count) score(Number<most>{});
-  if constexpr (most > 2) {
-    while (tile + 2 <= count) score(Number<2>{});
+  for (int64_t tile = 0, next; tile < count; tile = next) {
+    next = smaller(count, tile + most);
+    if (ahead) ahead->owe((next - tile) * lines);
+    with_number<most>(next - tile, [&](auto number) {
+      score_tile<Rows, number.value, Element>(queries, width, features, tiles + tile, ahead, scores + tile * key_tile);
+    });
+    if (ahead) ahead->ask_rest();
   }
-  while (tile < count) score(Number<1>{});
 }
+
+// Where the sum of a row goes, and what it is multiplied by on the way.
+struct Target {
+  float* at;
+  float factor;
+};
 
 // How often lines are asked for while values are summed: as evenly as whole lines allow.
 struct Pace {
   int64_t every, lines;   // so many lines every so many positions, a power of two
+  int64_t of_tile;        // lines
 };
 
-// sums[r] += weights[r, k] * values[k] for the positions of a span, in their order, for features of Vectors vectors. The values of a tile
-// lie `stride` elements apart. Of Nibbles half of the features lie `apart` floats behind the others.
+// sums[r] += weights[r, k] * values[k] for the positions of spans[r], in their order, for features of Vectors vectors. A later row's span
+// neither begins nor ends before that of an earlier one. Sums begin with starts[r], or where there are none with what stands there. The
+// values of a tile lie `stride` elements apart. Of Nibbles half of the features lie `apart` floats behind the others.
 template <int Rows, int Vectors, typename Element>
-__attribute__((noinline)) void sum_tile(const float* weights, const Element* const* tiles, int64_t stride, Span span, Ahead* ahead,
-                                        Pace pace, float* sums, int64_t width, int64_t apart) {
+__attribute__((noinline)) void sum_tile(const float* weights, const void* const* tiles, int64_t element, int64_t stride, const Span* spans,
+                                        const float* starts, Ahead* ahead, const Pace& pace, const Target* targets, int64_t apart) {
   constexpr int loads = Vectors / Keys<Element>::features;
-  const auto place = [&](int r, int j) { return sums + r * width + j % loads * vec::lanes + (j < loads ? 0 : apart); };
+  const auto place = [&](int r, int j) { return targets[r].at + element + j % loads * vec::lanes + (j < loads ? 0 : apart); };
   vec::Vec held[Rows][Vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
 #pragma GCC unroll 8
-    for (int j = 0; j < Vectors; j++) held[r][j] = vec::load(place(r, j));
+    for (int j = 0; j < Vectors; j++) held[r][j] = starts ? vec::all(starts[r]) : vec::load(place(r, j));
   }
-  for (int64_t k = span.first; k < span.end;) {
-    const Element* value = tiles[k / key_tile] + k % key_tile * stride;
-    const int64_t end = smaller(span.end, k / key_tile * key_tile + key_tile);
-    for (; k < end; k++, value += stride) {
-      if (ahead && (k & (pace.every - 1)) == 0) ahead->ask(pace.lines);
-      vec::Vec weight[Rows];
+  const auto add = [&](const Element* value, const float* weight, auto to) {
 #pragma GCC unroll 8
-      for (int r = 0; r < Rows; r++) weight[r] = vec::all(weights[r * score_stride + k]);
-#pragma GCC unroll 8
-      for (int j = 0; j < loads; j++) {
-        const Keys<Element> loaded(value + j * vec::lanes);
+    for (int j = 0; j < loads; j++) {
+      const Keys<Element> loaded(value + j * vec::lanes);
 #pragma GCC unroll 2
-        for (int i = 0; i < Keys<Element>::features; i++) {
-          const vec::Vec part = vec::in_register(loaded.feature(i));
+      for (int i = 0; i < Keys<Element>::features; i++) {
+        const vec::Vec part = vec::in_register(loaded.feature(i));
 #pragma GCC unroll 8
-          for (int r = 0; r < Rows; r++) held[r][i * loads + j] = vec::fma(weight[r], part, held[r][i * loads + j]);
+        for (int r = 0; r < Rows; r++) {
+          vec::Vec& sum = held[r][i * loads + j];
+          if (to(r)) sum = vec::fma(vec::repeated(weight + r * score_stride), part, sum);
         }
       }
     }
+  };
+  // Between these all rows see everything.
+  const int64_t end = spans[Rows - 1].end, all_begin = spans[Rows - 1].first, all_end = spans[0].end;
+  for (int64_t k = spans[0].first; k < end;) {
+    const Element* value = static_cast<const Element*>(tiles[k / key_tile]) + element + k % key_tile * stride;
+    const int64_t tile_end = smaller(end, k / key_tile * key_tile + key_tile);
+    if (ahead) ahead->owe(pace.of_tile);
+    while (k < tile_end) {
+      const int64_t stop = smaller(tile_end, all_end);
+      if (k < all_begin || k >= stop) {
+        add(value, weights + k, [&](int r) { return k >= spans[r].first && k < spans[r].end; });
+        k++, value += stride;
+        continue;
+      }
+      for (; k < stop; k++, value += stride) {
+        if (ahead && (k & (pace.every - 1)) == 0) ahead->ask(pace.lines);
+        add(value, weights + k, [](int) { return true; });
+      }
+    }
+    if (ahead) ahead->ask_rest();
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
 #pragma GCC unroll 8
-    for (int j = 0; j < Vectors; j++) vec::store(place(r, j), held[r][j]);
+    for (int j = 0; j < Vectors; j++) vec::store(place(r, j), held[r][j] * vec::all(targets[r].factor));
   }
 }
 
+// The same for all features. `lines` are those of a tile.
 template <int Rows, typename Element>
-inline void sum_rows(const float* weights, const Element* const* tiles, int64_t stride, Span span, Ahead* ahead, float* sums,
-                     int64_t width) {
+inline void sum_tiles(const float* weights, const void* const* tiles, int64_t stride, const Span* spans, const float* starts, Ahead* ahead,
+                      int64_t lines, const Target* targets, int64_t width) {
   constexpr int in_an_element = Keys<Element>::features;
-  const Element* at[piece_tiles];
   const int64_t elements = width / in_an_element, bytes = elements * static_cast<int64_t>(sizeof(Element));
-  const Pace pace = {bytes > 32 ? 1 : bytes > 16 ? 2 : 4, (bytes + 63) / 64};
+  const Pace pace = {bytes > 32 ? 1 : bytes > 16 ? 2 : 4, (bytes + 63) / 64, lines};
   int64_t element = 0;
   const auto sum = [&](auto vectors) {
-    for (int64_t tile = span.first / key_tile; tile * key_tile < span.end; tile++) at[tile] = tiles[tile] + element;
     // Asked for while the first features are summed.
-    sum_tile<Rows, vectors.value>(weights, at, stride, span, element == 0 ? ahead : nullptr, pace, sums + element, width, elements);
+    sum_tile<Rows, vectors.value, Element>(weights, tiles, element, stride, spans, starts, element == 0 ? ahead : nullptr, pace,
+                                           targets, elements);
     element += vectors.value / in_an_element * vec::lanes;
   };
   constexpr int most = tile_sums / Rows >= 8 ? 8 : 4;

@@ -320,7 +320,7 @@ struct Kernels {
 
   // attention.inl
   void (*attend)(const AttendTask& task, float* scratch);   // and those behind it
-  int64_t (*attend_scratch)(const AttendTask& task);   // how many floats of scratch one worker needs for it; at most some 100,000
+  int64_t (*attend_scratch)(const AttendTask& task);   // how many floats of scratch one worker needs for it; at most some 200,000
   // The same for a task of one query in two steps, for more threads than there are tasks: first each of its segments into a partial of
   // its own, then all partials, in the order of their segments, into task.out.
   void (*attend_segment)(const AttendTask& task, int64_t segment, float* partial, float* scratch);

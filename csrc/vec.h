@@ -57,6 +57,17 @@ inline Vec in_register(Vec a) {
   return a;
 }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }    // a * b + c
+// One float for all lanes. It is multiplied from where it lies: to load it into a register first takes up to half as long as a
+// multiplication, and the compiler would do so wherever there are several.
+struct Repeated {
+  const float* at;
+};
+constexpr bool repeats_from_memory = true;
+inline Repeated repeated(const float* p) { return {p}; }
+inline Vec fma(Repeated a, Vec b, Vec c) {
+  asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(c) : "v"(b), "m"(*a.at));
+  return c;
+}
 inline Vec fnma(Vec a, Vec b, Vec c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }                // b where either is NaN, and so is min
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
@@ -148,6 +159,9 @@ inline Vec in_register(Vec a) {
   return a;
 }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }    // a * b + c
+using Repeated = Vec;   // one float for all lanes
+constexpr bool repeats_from_memory = false;
+inline Repeated repeated(const float* p) { return in_register(all(*p)); }
 inline Vec fnma(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }                // b where either is NaN, and so is min
 inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
@@ -231,6 +245,9 @@ inline void store(uint16_t* p, Vec a) { store(p, a, lanes); }
 
 inline Vec in_register(Vec a) { return a; }
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }   // rounded twice: the processor may have no better
+using Repeated = Vec;   // one float for all lanes
+constexpr bool repeats_from_memory = false;
+inline Repeated repeated(const float* p) { return all(*p); }
 inline Vec fnma(Vec a, Vec b, Vec c) { return c - a * b; }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }   // b where either is NaN, and so is min
 inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
@@ -331,10 +348,21 @@ inline Vec joined(const Vec (&parts)[sum_parts]) {
 }
 
 inline float sum(const Vec (&parts)[sum_parts]) {
-  const Vec one = joined(parts), copies[4] = {one, one, one, one};
+  const Vec one = joined(parts);
+#if defined(WEFT_AVX512) || defined(WEFT_AVX2)
+#if defined(WEFT_AVX512)
+  const __m256 eight = _mm512_castps512_ps256(one) + _mm512_extractf32x8_ps(one, 1);
+#else
+  const __m256 eight = one;
+#endif
+  const __m256 four = eight + _mm256_permute_ps(eight, 0x4e), two = four + _mm256_permute_ps(four, 0xb1);
+  return _mm_cvtss_f32(_mm256_castps256_ps128(two)) + _mm_cvtss_f32(_mm256_extractf128_ps(two, 1));
+#else
+  const Vec copies[4] = {one, one, one, one};
   float sums[4];
   sum4(copies, sums);
   return sums[0];
+#endif
 }
 
 // Of four sums that were made side by side.
@@ -447,13 +475,22 @@ inline Vec exp(Vec x) {
 // 2^x for x up to 0 (or NaN), to about 2 ulp and in half the time: the weights of a softmax. What would be less than 2^-125 is 0, since a
 // subnormal weight is worth nothing and slows some processors down a hundredfold.
 inline Vec exp2_up_to_0(Vec x) {
+#if defined(WEFT_AVX512)
+  const Vec n = round(x), r = x - n;
+#else
   // Added to so large a number, n + 127 stands in its lowest bits: the exponent of 2^n.
   const Vec large = all(0x1.8p23f + 127.0f), sum = x + large, r = x - (sum - large);
+#endif
   Vec p = fma(all(0.0013264727f), r, all(0.009671513f));
   p = fma(p, r, all(0.055507336f));
   p = fma(p, r, all(0.24022242f));
   p = fma(p, r, all(0.693147f));
-  return where_less(x, all(-125.0f), all(0.0f), fma(p, r, all(1.0f)) * shifted_bits(sum));
+  p = fma(p, r, all(1.0f));
+#if defined(WEFT_AVX512)
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, all(-125.0f), _CMP_NLT_UQ), p, n);
+#else
+  return where_less(x, all(-125.0f), all(0.0f), p * shifted_bits(sum));
+#endif
 }
 
 // To about 2 ulp.

@@ -1,0 +1,230 @@
+// A block of rows that go through the context together, and where the keys and values lie that they see of a segment.
+#include "attention_tiles.inl"
+
+namespace weft::WEFT_ISA {
+namespace {
+
+struct Statistics {
+  float largest, sum;
+};
+
+// Some queries of a task with all their heads, and the scratch they are worked on in.
+struct Block {
+  const AttendTask& task;
+  Ahead* ahead;             // told of what is read, or null
+  int64_t first_query, rows;
+  int64_t width;            // the head's size in whole vectors; the features behind the last are zeros
+  float* queries;           // [tile_rows, width]: of the tile in work, times the scale and, but for a cap, what makes scores of base 2
+  float* scores;            // [tile_rows, score_stride]: of the tile and segment in work, then their weights
+  float* sums;              // [tile_rows, width]: likewise, the weighted sum of values
+  float *keys, *values;     // [segment_keys, width]: of the segment in work, where they are not read as they lie
+  Statistics* totals;       // [rows]: of the segments before
+
+  // Of the store.
+  int64_t stored;           // what lies before this position is read from there by all rows
+  float *key_scales, *key_zeros, *value_scales, *value_zeros;   // [segment_keys + 16]: of the segment in work
+  float* store_queries;     // [rows, width]: of all rows, as keys of the store meet them
+  float* query_sums;        // [rows]: of all features of those
+
+  Block(const AttendTask& whole, Ahead* fetching, int64_t first, int64_t count, float* scratch)
+      : task(whole), ahead(fetching), first_query(first), rows(count * whole.group), width(rounded_up(whole.cache.head_size, vec::lanes)),
+        stored(whole.stored_before(whole.first_position + first)) {
+    // Aligned: a vector that lies across two cache lines is loaded twice.
+    scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~uintptr_t{63});
+    scores = scratch;
+    sums = scores + tile_rows * score_stride;
+    queries = sums + tile_rows * width;
+    store_queries = queries + tile_rows * width;
+    key_scales = store_queries + rows * width;
+    key_zeros = key_scales + score_stride;
+    value_scales = key_zeros + score_stride;
+    value_zeros = value_scales + score_stride;
+    keys = value_zeros + score_stride;
+    values = keys + segment_keys * width;
+    totals = reinterpret_cast<Statistics*>(values + segment_keys * width);
+    query_sums = reinterpret_cast<float*>(totals + rows);
+  }
+
+  static int64_t scratch_floats(int64_t rows, int64_t width) {
+    return 16 + tile_rows * (score_stride + 2 * width) + rows * (width + 3) + 2 * segment_keys * width + 4 * score_stride;
+  }
+
+  int64_t first_segment(int64_t query) const { return task.window > 0 ? larger(position(query) + 1 - task.window, 0) / segment_keys : 0; }
+  int64_t last_segment(int64_t query) const { return position(query) / segment_keys; }
+  int64_t position(int64_t query) const { return task.first_position + first_query + query; }
+  Span seen_by_query(int64_t query, int64_t segment) const { return seen_from(task, position(query), segment); }
+  // A later row begins to see later and sees further.
+  Span seen_by_any(int64_t segment) const {
+    return {seen_by_query(0, segment).first, seen_by_query(rows / task.group - 1, segment).end};
+  }
+  int64_t stored_in(int64_t segment) const { return larger(0, smaller(stored - segment * segment_keys, segment_keys)); }
+
+  // Calls use(row, query, feature) for some rows; there its head begins among those of the query. Divides once, since a division takes as
+  // long as a dozen multiplications of vectors.
+  template <typename Use>
+  void for_rows(int64_t first, int64_t end, Use use) const {
+    int64_t query = first / task.group, head = first % task.group;
+    for (int64_t row = first; row < end; row++) {
+      use(row, query, head * task.cache.head_size);
+      if (++head == task.group) query++, head = 0;
+    }
+  }
+  const float* query(int64_t query, int64_t feature) const { return task.queries + (first_query + query) * task.query_stride + feature; }
+  float* out(int64_t query, int64_t feature) const { return task.out + (first_query + query) * task.out_stride + feature; }
+};
+
+// --- the tiles of a segment ------------------------------------------------------------------------------------------------------------
+
+inline Span common(Span a, Span b) { return {larger(a.first, b.first), smaller(a.end, b.end)}; }
+inline int64_t tiles_of(Span span) { return span.empty() ? 0 : (span.end + key_tile - 1) / key_tile - span.first / key_tile; }
+
+// What is read of a segment from the store, or what is not: keys or values, as they lie in memory or as floats in the scratch.
+struct Side {
+  Span wanted;       // by any row
+  bool is_stored, of_values;
+  bool as_floats;
+  int64_t stride;    // from one value to the next, in elements
+  int64_t lines;     // of a tile
+  const void* tiles[segment_tiles];
+};
+
+// Calls use(k, n, place, tile, tile_width) for runs of n positions of a span that lie together in one tile of a block: position k stands
+// at that place, and its tile, of that width, begins `tile` positions into the block.
+template <typename Use>
+inline void for_runs(const AttendTask& task, int64_t start, Span wanted, Use use) {
+  const int64_t block_size = task.cache.block_size;
+  Place place(task, start + wanted.first);
+  for (int64_t k = wanted.first; k < wanted.end;) {
+    const int64_t tile = place.within / key_tile * key_tile, tile_width = smaller(key_tile, block_size - tile);
+    const int64_t n = smaller(smaller(wanted.end - k, key_tile - k % key_tile), tile + tile_width - place.within);
+    use(k, n, place, tile, tile_width);
+    place.step(task, n);
+    k += n;
+  }
+}
+
+// Codes as floats: n keys of one feature, or the features of one value.
+inline void convert_keys(const StoreLayer& store, const uint8_t* tile, int64_t tile_width, int64_t f, int64_t n, float* out) {
+  const uint8_t* from = tile + (store.bits == 8 ? f : f / 2) * tile_width;
+  for (int64_t i = 0; i < n; i++)
+    out[i] = static_cast<float>(store.bits == 8 ? static_cast<int8_t>(from[i]) : from[i] >> (f % 2 * 4) & 15);
+}
+inline void convert_value(const StoreLayer& store, const uint8_t* from, float* out) {
+  const int64_t size = store.head_size, half = size / 2;
+  if (store.bits == 8) {
+    for (int64_t f = 0; f < size; f++) out[f] = static_cast<float>(static_cast<int8_t>(from[f]));
+  } else {
+    for (int64_t j = 0; j < half; j++) out[j] = static_cast<float>(from[j] & 15);
+    for (int64_t j = 0; j < half; j++) out[half + j] = static_cast<float>(from[j] >> 4);
+  }
+}
+
+// As floats in the scratch: for heads that are no whole vectors, blocks that are no whole tiles, and where a half is slow to read. Codes
+// stay codes, so that the sums are the same as of those that are read as they lie.
+inline void convert(const Block& block, int64_t start, Side& side) {
+  const AttendTask& task = block.task;
+  const CacheLayer& cache = task.cache;
+  const int64_t size = cache.head_size;
+  float* const floats = side.of_values ? block.values : block.keys;
+  side.stride = side.of_values ? block.width : size;
+  for (int64_t tile = 0; tile < segment_tiles; tile++) side.tiles[tile] = floats + tile * key_tile * side.stride;
+  for_runs(task, start, side.wanted, [&](int64_t k, int64_t n, const Place& place, int64_t first, int64_t tile_width) {
+    const uint16_t* halves = nullptr;
+    StoredHead head = {};
+    if (side.is_stored) {
+      head = task.store.head(task.store_table[place.block], task.kv_head);
+    } else {
+      halves = cache.keys + task.table[place.block] * cache.block_stride + task.kv_head * cache.head_stride;
+    }
+    if (side.of_values) {
+      for (int64_t i = 0; i < n; i++) {
+        float* row = floats + (k + i) * side.stride;
+        if (block.ahead) block.ahead->ask(lines_of(bytes_of_vector(task, side.is_stored)));
+        if (side.is_stored) {
+          convert_value(task.store, head.values() + (place.within + i) * head.vector_bytes, row);
+        } else {
+          const uint16_t* from = halves + cache.value_offset + (place.within + i) * size;
+          vec::for_each(size, [&](int64_t f, auto count) { vec::store(row + f, vec::load(from + f, count)); });
+        }
+      }
+    } else {
+      float* tile = floats + k / key_tile * key_tile * side.stride + k % key_tile;
+      for (int64_t f = 0; f < size; f++) {
+        if (block.ahead && f % 2 == 0) block.ahead->ask(1);
+        if (side.is_stored) {
+          convert_keys(task.store, head.keys() + first * head.vector_bytes + place.within - first, tile_width, f, n, tile + f * key_tile);
+        } else {
+          const uint16_t* from = halves + first * size + place.within - first + f * tile_width;
+          vec::for_each(n, [&](int64_t i, auto count) { vec::store(tile + f * key_tile + i, vec::load(from + i, count), count); });
+        }
+      }
+    }
+  });
+}
+
+inline void find_tiles(const Block& block, int64_t segment, Side& side) {
+  const AttendTask& task = block.task;
+  const int64_t size = task.cache.head_size, in_an_element = side.is_stored && task.store.bits == 4 ? Keys<Nibbles>::features : 1;
+  side.lines = lines_of_tile(task, side.of_values, side.is_stored);
+  side.as_floats = (!vec::reads_halves && block.rows > tile_rows) || !has_whole_tiles(task.cache) ||
+                   (side.of_values && size % (vec::lanes * in_an_element) != 0);
+  const int64_t start = segment * segment_keys, first = side.wanted.first / key_tile;
+  if (side.as_floats) {
+    if (block.ahead) block.ahead->owe(tiles_of(side.wanted) * side.lines);
+    convert(block, start, side);
+    if (block.ahead) block.ahead->ask_rest();
+    return;
+  }
+  side.stride = size / in_an_element;
+  Place place(task, start + first * key_tile);
+  for (int64_t tile = first; tile * key_tile < side.wanted.end; tile++, place.step(task, key_tile))
+    side.tiles[tile] = tile_at(task, place, side.of_values, side.is_stored);
+}
+
+// The keys, or the values, that any row of a block sees of a segment.
+struct Sides {
+  const Block& block;
+  int count = 0;
+  Side sides[2];     // from the store, then the others
+
+  Sides(const Block& whole, int64_t segment, bool of_values) : block(whole) {
+    const int64_t stored = block.stored_in(segment);
+    const Span seen = block.seen_by_any(segment);
+    const auto add = [&](Span wanted, bool is_stored) {
+      if (wanted.empty()) return;
+      Side& side = sides[count++];
+      side.wanted = wanted;
+      side.is_stored = is_stored;
+      side.of_values = of_values;
+      find_tiles(block, segment, side);
+    };
+    add(common(seen, {0, stored}), true);
+    add(common(seen, {stored, segment_keys}), false);
+  }
+
+  // Calls use(side, element, ahead) for each: an element of the kind that its tiles have, and who is to be asked while they are read, or
+  // null. `seen` is what is read of them.
+  template <typename Use>
+  void for_each(Span seen, Ahead* ahead, Use use) const {
+    for (int i = 0; i < count; i++) {
+      const Side& side = sides[i];
+      Ahead* const asked = side.as_floats ? nullptr : ahead;
+      if (side.as_floats) {
+        use(side, float{}, asked);
+      } else if (!side.is_stored) {
+        use(side, uint16_t{}, asked);
+      } else if (block.task.store.bits == 8) {
+        use(side, int8_t{}, asked);
+      } else {
+        use(side, Nibbles{}, asked);
+      }
+      if (!asked) continue;
+      // For what other rows will read.
+      asked->owe((tiles_of(side.wanted) - tiles_of(common(seen, side.wanted))) * side.lines);
+      asked->ask_rest();
+    }
+  }
+};
+
+}  // namespace
+}  // namespace weft::WEFT_ISA
