@@ -7,11 +7,11 @@ namespace weft {
 namespace {
 
 // With so many rows for each thread, or more, blocks of them go through several instructions at a time: what a block writes is in the
-// second-level cache when it is read again, and nobody waits for anybody in between. That was worth 5 to 8% of a step of many rows. Of few
-// it is worth more, since all that one core writes and another reads takes its time where they share no cache: 15 to 30% of a step of 4 to
-// 20 rows on such a pair of cores, and nothing on a pair that does share one. But every thread reads all weights, at its share of the
-// memory's speed: the more threads there are, the more rows each must have.
-inline int64_t rows_worth_a_block(int64_t threads) { return std::clamp<int64_t>(threads, 2, panel_rows); }
+// second-level cache when it is read again, and nobody waits for anybody in between. That was worth 5 to 8% of a step of many rows. Of 8 to
+// 20 rows it is worth 15 to 30% on two cores that share no cache, where all that one writes and the other reads takes its time, and little
+// on two that do. But every thread reads all weights, at its share of the memory's speed: to read one takes as long as to multiply it with
+// four rows or more, and the more threads there are, the longer.
+inline int64_t rows_worth_a_block(int64_t threads) { return std::clamp<int64_t>(2 * threads, 4, panel_rows); }
 constexpr int64_t most_rows_per_block = 3 * panel_rows;
 
 // To read a byte of K and V takes about as long as so many products of a weight and a row: it tells what a request costs.
