@@ -69,8 +69,9 @@ void Program::share_out_rows() {
 }
 
 // A block of whole requests for each thread, and a chunk with the attention of each, where a request depends on no other in this step and
-// all blocks cost about the same. Then everything up to the selection is one phase. In a model of 30 layers a step waited 60 times for
-// whoever was slower just then; to wait once was worth 2 to 4% of a decode of 24 to 64 rows, and 4 to 6% beside a busy neighbour.
+// all blocks cost about the same. Then everything up to the selection, or to the logits where all rows are selected, is one phase. In a
+// model of 30 layers a step waited 60 times for whoever was slower just then; to wait once was worth 2 to 4% of a decode of 24 to 64 rows,
+// and 4 to 6% beside a busy neighbour.
 bool Program::share_out_requests() {
   const int64_t rows = step_.tokens, threads = pool_.threads();
   if (rows < threads * rows_worth_a_block(threads) || rows > threads * most_rows_per_block) return false;

@@ -350,7 +350,9 @@ void quantise_row(const RowInput& input, int64_t columns, float* scratch, const 
   float *values = scratch, *kept = scratch + out.blocks * block_inputs, sum = 0.0f;
   with_values(input, columns, [&](auto make) { sum = write_values(columns, make, values, kept); });
   // The magnitude that all outliers are above: infinite or NaN where a value of the row is, and then there are none.
-  const float bound = out.outliers ? sum / static_cast<float>(columns) * static_cast<float>(outlier_ratio) : NAN;
+  // Among the smallest numbers there are, the mean is rounded so coarsely that most values could be above it; there are none there either.
+  float bound = out.outliers ? sum / static_cast<float>(columns) * static_cast<float>(outlier_ratio) : NAN;
+  if (bound < 0x1p-100f) bound = 0x1p-100f;
   Outlier* outliers = out.outliers ? out.outliers + out_row * out.outlier_room : nullptr;
   int32_t taken = 0;
   // First the factors of all blocks, then all codes: each of the two waits for what comes before it once, and not for every eight blocks.

@@ -125,6 +125,16 @@ def test_as_many_outliers_as_a_row_can_have_are_all_taken_out(name: str) -> None
 
 
 @pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("value", [1e-45, 2e-44, 1e-38])
+def test_the_smallest_numbers_there_are_have_no_outliers(name: str, value: float) -> None:
+    """Their mean is rounded to a number that half of them are above, and there is room for a twelfth."""
+    rows = np.zeros((3, 4096), np.float32)
+    rows[:, :1843] = value
+    _kernels.use(name)
+    assert _kernels.quantise(rows)[4].tolist() == []
+
+
+@pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_row_with_a_value_that_is_no_number_has_no_outliers(name: str, value: float) -> None:
     rows = np.full((2, 64), 0.01, np.float32)

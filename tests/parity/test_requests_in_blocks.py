@@ -4,13 +4,14 @@ it gets alone, on one thread."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import test_two_tier_program as two_tier
 from native_decoder import NativeDecoder
-from small_models import VOCABULARY, build_model, logits_in_a_batch, save
+from small_models import VOCABULARY, build_model, logits_in_a_batch, next_step, save
 from test_architectures import CASES
 
 from weft.ops.base import StepIndices
@@ -51,6 +52,29 @@ def test_many_requests_with_one_token_or_several_get_the_bits_they_get_alone(
     for text, logits in zip(texts, ours, strict=True):
         (expected,) = logits_in_a_batch(alone, [text], [[len(text)]], 16)
         assert np.array_equal(logits, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
+@pytest.mark.parametrize("counts", [[1] * 20, [30, 1, 1, 1, 9], [100, 40, 7]])
+def test_selected_rows_have_the_bits_that_they_have_among_all(
+    name: str, counts: list[int], tmp_path: Path
+) -> None:
+    """The last layer works on those alone: some, in another order, some twice, none, all."""
+    together, _ = decoders(name, tmp_path, "int4")
+    texts = random_texts(counts)
+    tables = np.arange(7 * len(texts)).reshape(len(texts), 7)
+    _, step = next_step(texts, counts, np.zeros(len(texts), np.int64), tables, 16)
+    total = sum(counts)
+
+    def rows_of(selected: np.ndarray) -> np.ndarray:
+        cache = together.new_cache(tables.size, 16)
+        return together.forward(replace(step, logit_indices=selected), cache)
+
+    whole = rows_of(np.arange(total))
+    assert whole.shape[0] == total
+    for selected in ([total - 1], range(0, total, 3), reversed(range(total)), [5, 2, 5], []):
+        chosen = np.array(list(selected), np.int64)
+        assert np.array_equal(rows_of(chosen), whole[chosen])
 
 
 def test_with_about_as_many_threads_as_requests_nobody_is_left_without_one(tmp_path: Path) -> None:

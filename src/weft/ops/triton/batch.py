@@ -26,7 +26,7 @@ class DeviceBatch:
     query_starts: Tensor  # int32 [requests + 1]
     context_lengths: Tensor  # int32 [requests], this step's tokens included
     tables: Tensor  # int32 [rows of the backend, blocks of a context]; of two tiers: full blocks, then those of the store
-    logit_indices: Tensor  # int32 [sampled], into the tokens
+    logit_indices: Tensor  # int32 [selected], into the tokens; the sampled ones come first
     decodes: int = 0
     """At least the first so many requests have one token each, token i being request i's; all of them where
     `longest_query` is 1."""
