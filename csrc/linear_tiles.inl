@@ -272,10 +272,17 @@ inline void multiply_portion(const LinearTask& task, int64_t first_row, int64_t 
   finish(task, totals, first_row, first_output);
 }
 
+// With the sanitizers' checks in it such a function would take the compiler minutes.
+#if defined(__SANITIZE_ADDRESS__)
+#define WEFT_IN_ONE_PIECE
+#else
+#define WEFT_IN_ONE_PIECE __attribute__((flatten))
+#endif
+
 // Portions take turns strip by strip: a strip comes from memory once, and each asks for its share of what is read next. Everything has to
 // be one function: what belongs to a row is in a register only as long as nobody has its address.
 template <Layout layout, int rows>
-__attribute__((flatten)) void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_strip, int64_t end_strip) {
+WEFT_IN_ONE_PIECE void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_strip, int64_t end_strip) {
   const int64_t bytes = strip_bytes(layout, task.weight->inputs);
   const uint8_t* weights = task.weight->data + first_strip * bytes;
   for (int64_t strip = first_strip; strip < end_strip; strip++, weights += bytes) {
