@@ -2,7 +2,7 @@
 //
 // A score is the sum over features of query times key, one feature after the other; a sum of values goes over positions one after the
 // other. Both stand in a lane of their own: neither depends on which rows or keys share a tile, nor on how many lanes a vector has.
-#include "vec.h"
+#include "vec_curves.h"
 
 namespace weft::WEFT_ISA {
 namespace {

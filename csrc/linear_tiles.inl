@@ -2,28 +2,16 @@
 //
 // The blocks of an output (for floats: its inputs) are added up one after the other, by the same operations in tiles of any size. So a
 // result depends neither on the other rows nor on how the work was cut.
-#include <utility>
-
 #include "linear_bytes.inl"
 
 namespace weft::WEFT_ISA {
 namespace {
 namespace tiles {
 
+using vec::each;
 using vec::Vec;
 
 constexpr int parts = strip_outputs / vec::lanes;   // vectors of a strip
-
-// use(0), use(1) ... one after the other. Unlike in a loop, the compiler knows from the outset which one each is, and keeps what belongs
-// to it in a register.
-template <typename Use, int... i>
-inline void each_of(std::integer_sequence<int, i...>, Use&& use) {
-  (use(std::integral_constant<int, i>{}), ...);
-}
-template <int count, typename Use>
-inline void each(Use&& use) {
-  each_of(std::make_integer_sequence<int, count>{}, use);
-}
 
 template <int rows>
 struct Totals {

@@ -1,5 +1,5 @@
 // Rows on their way into products: made of what is there, and turned to bytes.
-#include "vec.h"
+#include "vec_curves.h"
 
 namespace weft::WEFT_ISA {
 namespace {

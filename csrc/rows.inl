@@ -1,5 +1,5 @@
 // What is done to one row of activations: norms, gates, rotations.
-#include "vec.h"
+#include "vec_curves.h"
 
 namespace weft::WEFT_ISA {
 namespace {
@@ -10,9 +10,9 @@ class TimesSigmoid {
   template <int count>
   __attribute__((always_inline)) void operator()(vec::Vec (&x)[count], const vec::Vec (&t)[count]) const {
     vec::Vec powers[count];
-    vec::each_of<count>([&](int k) { powers[k] = -t[k]; });
+    vec::each<count>([&](int k) { powers[k] = -t[k]; });
     exp_(powers);
-    vec::each_of<count>([&](int k) { x[k] = x[k] / (one_ + powers[k]); });
+    vec::each<count>([&](int k) { x[k] = x[k] / (one_ + powers[k]); });
   }
 
  private:
@@ -22,12 +22,12 @@ class TimesSigmoid {
 
 template <int count, typename Lanes>
 inline void load_each(const float* from, Lanes n, vec::Vec (&into)[count]) {
-  vec::each_of<count>([&](int k) { into[k] = vec::load(from + k * vec::lanes, n); });
+  vec::each<count>([&](int k) { into[k] = vec::load(from + k * vec::lanes, n); });
 }
 
 template <int count, typename Lanes>
 inline void multiply_each(vec::Vec (&x)[count], const float* with, Lanes n) {
-  vec::each_of<count>([&](int k) { x[k] = x[k] * vec::load(with + k * vec::lanes, n); });
+  vec::each<count>([&](int k) { x[k] = x[k] * vec::load(with + k * vec::lanes, n); });
 }
 
 // Calls use(make), where make(i, n, into) makes some vectors of the row from its element i on, of n lanes each. A last one of fewer lanes
@@ -79,7 +79,7 @@ void make_row(const RowInput& input, int64_t columns, float* out) {
     for (; i + some * vec::lanes <= columns; i += some * vec::lanes) {
       vec::Vec values[some];
       make(i, vec::Full{}, values);
-      vec::each_of<some>([&](int k) { vec::store(out + i + k * vec::lanes, values[k]); });
+      vec::each<some>([&](int k) { vec::store(out + i + k * vec::lanes, values[k]); });
     }
     vec::for_each(columns - i, [&](int64_t k, auto n) {
       vec::Vec values[1];
