@@ -1,9 +1,11 @@
 #include "program.h"
 
 #include <algorithm>
-#include <chrono>
+#include <atomic>
 #include <cmath>
 #include <cstring>
+
+#include "stopwatch.h"
 
 namespace weft {
 namespace {
@@ -32,22 +34,6 @@ void normalise(const float* row, const float* weight, int64_t columns, float eps
   kernels().make_row(RowInput{row, Before::rms_norm, weight, epsilon}, columns, out);
 }
 
-class Stopwatch {
- public:
-  explicit Stopwatch(double* into) : into_(into) {
-    if (into_) start_ = std::chrono::steady_clock::now();
-  }
-  ~Stopwatch() {
-    if (into_) *into_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-  }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-
- private:
-  double* into_;
-  std::chrono::steady_clock::time_point start_;
-};
-
 }  // namespace
 
 float* Program::rows_of(int buffer, int64_t rows) { return buffers_[buffer].at_least(rows * strides_[buffer]); }
@@ -61,7 +47,8 @@ StoreLayer Program::store_of(int layer) const {
   return layer_of_store(cache_.store, cache_.layers, layer, shape_.kv_heads, cache_.block_size, shape_.head_size, cache_.bits);
 }
 
-const float* Program::forward(const Step& step, const Cache& cache) {
+const float* Program::forward(const Step& step, const Cache& cache, int64_t sampled) {
+  has_heads_ = false;
   prepare(step, cache);
   cut_into_pieces();
   const bool by_request = share_out_requests();
@@ -77,7 +64,7 @@ const float* Program::forward(const Step& step, const Cache& cache) {
   for (size_t i = 0, end; i < logits_begin_; i = end) {
     for (end = i; end < logits_begin_ && goes_in_blocks(instructions_[end]); end++) {}
     if (end > i) {
-      run_in_blocks(i, end);
+      run_in_blocks(i, end, end == logits_begin_ && sampled == step.tokens && logits_begin_with_product());
     } else {
       const bool selected = instructions_[i].kind == Instruction::Kind::select_rows || instructions_[i].after_selection;
       run(instructions_[i], selected ? step.selected : step.tokens);
@@ -85,16 +72,6 @@ const float* Program::forward(const Step& step, const Cache& cache) {
     }
   }
   return buffers_[rows_buffer_].data();
-}
-
-const float* Program::logits(int64_t count) {
-  for (size_t i = logits_begin_; i < instructions_.size(); i++) run(instructions_[i], count);
-  return buffers_[logits_buffer_].data();
-}
-
-const float* Program::logits_of(const float* rows, int64_t count) {
-  std::memcpy(rows_of(rows_buffer_, count), rows, static_cast<size_t>(count * columns_[rows_buffer_]) * sizeof(float));
-  return logits(count);
 }
 
 void Program::prepare(const Step& step, const Cache& cache) {
@@ -123,9 +100,10 @@ void Program::run(const Instruction& instruction, int64_t rows) {
   carry_out(instruction, rows);
 }
 
-// Each block of rows goes through all these instructions in one piece: between them nobody waits for anybody.
-void Program::run_in_blocks(size_t first, size_t end) {
-  const int64_t rows = step_.tokens;
+// Each block of rows goes through all these instructions in one piece: between them nobody waits for anybody. With the head, whoever would
+// wait in the end multiplies its rows by that meanwhile. A thread loses a tenth of a step to a server beside it, and not both lose the same.
+void Program::run_in_blocks(size_t first, size_t end, bool with_head) {
+  const int64_t rows = step_.tokens, count = static_cast<int64_t>(blocks_.size());
   int64_t most_rows = 0;
   for (const Block& block : blocks_) most_rows = std::max(most_rows, block.end - block.first);
   // All memory is made here: a thread that finds it too small could not say so.
@@ -140,21 +118,39 @@ void Program::run_in_blocks(size_t first, size_t end) {
         worker.ready.make_room(most_rows, instruction.weight.inputs, instruction.weight.quantised());
     }
   }
-  pool_.run(static_cast<int64_t>(blocks_.size()), [&](int64_t index, int number) {
+  if (with_head) make_room_for_head();
+  std::atomic<int64_t> untaken{count}, unfinished{count};
+  pool_.run(count, [&](int64_t index, int number) {
+    untaken.fetch_sub(1);
     Worker& worker = workers_[static_cast<size_t>(number)];
-    const Block& block = blocks_[static_cast<size_t>(index)];
-    for (size_t i = first; i < end; i++) {
-      const Instruction& instruction = instructions_[i];
-      const Stopwatch watch(measured_ ? &worker.seconds[static_cast<size_t>(instruction.kind)] : nullptr);
-      if (instruction.kind == Instruction::Kind::linear) linear_of_block(instruction, block.first, block.end - block.first, worker);
-      else if (instruction.kind == Instruction::Kind::attention) attend_chunk(instruction, chunks_[static_cast<size_t>(index)], worker);
-      else for (int64_t row = block.first; row < block.end; row++) carry_out_row(instruction, row, worker);
+    carry_out_block(first, end, static_cast<size_t>(index), worker);
+    if (!with_head) return;
+    ready_head(static_cast<size_t>(index), worker);
+    unfinished.fetch_sub(1);
+    const Stopwatch watch(measured_ ? &worker.seconds[static_cast<size_t>(Instruction::Kind::linear)] : nullptr);
+    const int64_t strips = instructions_[logits_begin_].weight.strips(), at_once = strips_of_head_at_once();
+    int64_t& done = heads_[static_cast<size_t>(index)].strips_done;
+    for (int64_t next; done < strips && untaken.load() == 0 && unfinished.load() > 0; done = next) {
+      next = std::min(strips, done + at_once);
+      multiply_head(static_cast<size_t>(index), done, next);
     }
   });
   for (Worker& worker : workers_) {
     for (size_t kind = 0; kind < Instruction::kinds; kind++)
       seconds_[kind] += worker.seconds[kind] / static_cast<double>(pool_.threads());
     worker.seconds.fill(0.0);
+  }
+}
+
+// By one thread, where there is memory already.
+void Program::carry_out_block(size_t first, size_t end, size_t index, Worker& worker) {
+  const Block& block = blocks_[index];
+  for (size_t i = first; i < end; i++) {
+    const Instruction& instruction = instructions_[i];
+    const Stopwatch watch(measured_ ? &worker.seconds[static_cast<size_t>(instruction.kind)] : nullptr);
+    if (instruction.kind == Instruction::Kind::linear) linear_of_block(instruction, block.first, block.end - block.first, worker);
+    else if (instruction.kind == Instruction::Kind::attention) attend_chunk(instruction, chunks_[index], worker);
+    else for (int64_t row = block.first; row < block.end; row++) carry_out_row(instruction, row, worker);
   }
 }
 
@@ -255,15 +251,16 @@ void Program::linear(const Instruction& instruction, int64_t rows) {
 
 // By one thread, where there is memory already.
 void Program::linear_of_block(const Instruction& instruction, int64_t first, int64_t count, Worker& worker) {
+  if (!instruction.again) ready_block(instruction, first, count, worker.ready, worker);
+  kernels().linear(worker.ready.times(instruction.weight, count, row_of(instruction.output, first) + instruction.column,
+                                      strides_[static_cast<size_t>(instruction.output)], instruction.add, instruction.scale));
+}
+
+void Program::ready_block(const Instruction& instruction, int64_t first, int64_t count, Ready& ready, Worker& worker) {
   const Weight& weight = instruction.weight;
-  Ready& ready = worker.ready;
-  if (!instruction.again) {
-    ready.make_room(count, weight.inputs, weight.quantised());
-    for (int64_t row = 0; row < count; row++) ready.put(row, input_of_linear(instruction, first + row), worker.scratch.data());
-    if (weight.quantised()) ready.activations.gather_outliers(count);
-  }
-  kernels().linear(ready.times(weight, count, row_of(instruction.output, first) + instruction.column,
-                               strides_[static_cast<size_t>(instruction.output)], instruction.add, instruction.scale));
+  ready.make_room(count, weight.inputs, weight.quantised());
+  for (int64_t row = 0; row < count; row++) ready.put(row, input_of_linear(instruction, first + row), worker.scratch.data());
+  if (weight.quantised()) ready.activations.gather_outliers(count);
 }
 
 void Program::rope_and_write(const Instruction& instruction, int64_t token, Worker& worker) {

@@ -121,8 +121,9 @@ class Program {
     close_up(logits_buffer);
   }
 
-  // Runs the step; returns the rows that logits are made of, [selected, columns]. They are there until the next call.
-  const float* forward(const Step& step, const Cache& cache);
+  // Runs the step; returns the rows that logits are made of, [selected, columns]. They are there until the next call. Of the first `sampled`
+  // of them logits will be asked for next.
+  const float* forward(const Step& step, const Cache& cache, int64_t sampled);
   // Logits of the first `count` of those rows, or of rows given here.
   const float* logits(int64_t count);
   const float* logits_of(const float* rows, int64_t count);
@@ -168,6 +169,12 @@ class Program {
     LinearTask times(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale) const;
   };
 
+  // The first product of the logits, of one block of rows. Whoever is done with its block before the others begins with it.
+  struct Head {
+    Ready ready;
+    int64_t strips_done = 0;
+  };
+
   struct Worker {   // what a thread of the pool has for itself
     Aligned<float> scratch;
     std::vector<AttendTask> tasks;   // of the chunk in work
@@ -192,12 +199,20 @@ class Program {
   int64_t cost_of_row(int64_t row) const;
   bool reads_what_another_writes();
   void run(const Instruction& instruction, int64_t rows);
-  void run_in_blocks(size_t first, size_t end);
+  void run_in_blocks(size_t first, size_t end, bool with_head);
+  void carry_out_block(size_t first, size_t end, size_t index, Worker& worker);
   void carry_out(const Instruction& instruction, int64_t rows);
   void carry_out_row(const Instruction& instruction, int64_t row, Worker& worker);
   RowInput input_of_linear(const Instruction& instruction, int64_t row) const;
   void linear(const Instruction& instruction, int64_t rows);
   void linear_of_block(const Instruction& instruction, int64_t first, int64_t count, Worker& worker);
+  void ready_block(const Instruction& instruction, int64_t first, int64_t count, Ready& ready, Worker& worker);
+  bool logits_begin_with_product() const;
+  void make_room_for_head();
+  void ready_head(size_t index, Worker& worker);
+  void multiply_head(size_t index, int64_t first_strip, int64_t end_strip);
+  int64_t strips_of_head_at_once() const;
+  void finish_head();
   void rope_and_write(const Instruction& instruction, int64_t token, Worker& worker);
   void move_blocks(int layer);
   void attention(const Instruction& instruction);
@@ -238,6 +253,8 @@ class Program {
   std::vector<Block> blocks_;
   std::vector<int64_t> costs_;        // by request, in products
   std::vector<int64_t> written_by_;   // by block of the cache: 1 + the request that writes it in this step, or 0
+  std::vector<Head> heads_;           // by block
+  bool has_heads_ = false;            // the logits of this step are begun in `heads_`
   std::vector<Segment> segments_;
   Aligned<float> partials_;
 

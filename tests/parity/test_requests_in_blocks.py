@@ -77,6 +77,35 @@ def test_selected_rows_have_the_bits_that_they_have_among_all(
         assert np.array_equal(rows_of(chosen), whole[chosen])
 
 
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_logits_that_some_threads_begin_before_others_are_done_have_the_same_bits(
+    name: str, quantize: str | None, tmp_path: Path
+) -> None:
+    """Of a step that samples after every row. The words are many, so that logits are made in pieces, and threads more than
+    processors, so that some of these are made early. With a cap behind the product and without."""
+    case = CASES[name]
+    case = replace(case, options={**case.options, "vocab_size": 9000})
+    checkpoint = save(build_model(case), tmp_path)
+    decoder = NativeDecoder(
+        "huggingface", checkpoint.config, checkpoint.sources, threads=5, quantize=quantize
+    )
+    rng = np.random.default_rng(14)
+    for trial in range(30):
+        count = int(rng.integers(50, 60))
+        texts = rng.integers(1, 9000, (count, 1)).tolist()
+        _, step = next_step(texts, [1] * count, np.zeros(count, np.int64), np.arange(count)[:, None], 16)
+        cache = decoder.new_cache(count, 16)
+        logits, rest = decoder.step(step, cache, count)
+        assert logits.shape == (count, 9000) and not len(rest)
+        if trial % 3 == 0:  # nothing of this step is left behind for logits of other rows
+            rows = decoder.forward(step, cache).copy()
+            assert np.array_equal(decoder.logits(rows[::-1]), logits[::-1])
+        some, others = decoder.step(step, cache, 7)
+        assert np.array_equal(some, logits[:7]) and len(others) == count - 7
+        assert np.array_equal(logits, decoder.logits(decoder.forward(step, cache)))
+
+
 def test_with_about_as_many_threads_as_requests_nobody_is_left_without_one(tmp_path: Path) -> None:
     """Seven requests of one length on eight threads: one of them would have none. Steps of other sizes come between, so that what
     they left is there to be mistaken for work."""
