@@ -20,6 +20,7 @@ import numpy as np
 from weft.backends.batch import PreparedStep, Rows, SampledEntries, ScoredPrompt
 from weft.backends.cpu import sampler as numpy_sampler
 from weft.backends.cpu.kernels import NUMPY, has_kernels, instruction_set
+from weft.backends.cpu.memory_ahead import MemoryAhead
 from weft.backends.cpu.sampler import NOT_A_NUMBER, Sampled
 from weft.backends.cpu.step_thread import Step, StepThread
 from weft.backends.cpu.swap import SwapSpace
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 # load, but for this much that cached content may always have.
 _DEFAULT_CACHE_BYTES = 2 << 30
 _EAGER_CACHE_BYTES = 256 << 20
+# Memory that is there before it is used.
+_CACHE_BYTES_AHEAD = 128 << 20
 
 _SCORED_AT_ONCE = 64
 
@@ -113,6 +116,7 @@ class CpuBackend:
         self._eos_token_ids = eos_token_ids
         self._compiler = grammars
         self._cache: np.ndarray | TwoTierCache
+        self._memory: MemoryAhead
         self._thread = StepThread("weft-cpu")
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
@@ -134,6 +138,7 @@ class CpuBackend:
             sizes = PoolSizes(_choose_blocks(pool, block_bytes, config.max_context), 0)
             max_context = min(config.max_context, sizes.full * pool.block_size)
         num_blocks = sizes.full
+        self._block_size = pool.block_size
         swap_blocks = num_blocks // 2 if pool.swap_blocks is None else pool.swap_blocks
         store_swap_blocks = -(-swap_blocks * sizes.store // num_blocks)
         try:
@@ -148,6 +153,8 @@ class CpuBackend:
                 self._swaps = SwapSpace(full, swap_blocks)
                 self._rows = Rows(num_rows, max_context, pool.block_size)
             self._grammars = RowGrammars(self._compiler, num_rows, config.vocabulary_size)
+            self._memory = MemoryAhead(full, _CACHE_BYTES_AHEAD)
+            self._thread.take_ahead(self._memory)
         # numpy's word for more than an address space holds is ValueError
         except (MemoryError, ValueError) as error:
             store_too = (
@@ -219,6 +226,7 @@ class CpuBackend:
         scored, entries = step.scored, step.entries
         num_sampled = len(entries.rows)
         self._rows.read_tokens(step)
+        self._memory.use(int(step.indices.cells.max()) // self._block_size + 1)
         self._thread.tell()
         logits, hidden = self._forward.step(step.indices, self._cache, num_sampled)
         if scored:

@@ -10,9 +10,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
+from weft.backends.cpu.memory_ahead import MemoryAhead
 from weft.plan import StepResult
+
+_IDLE_SECONDS = 0.05
+"""After so long without a step the next one is not about to come."""
 
 
 class Step:
@@ -46,10 +50,10 @@ class Step:
 
 
 class StepThread:
-    """Runs steps in the order in which they are submitted."""
+    """Runs steps in the order in which they are submitted; while there are none it takes memory for those to come."""
 
     def __init__(self, name: str) -> None:
-        self._steps: SimpleQueue[Step | None] = SimpleQueue()
+        self._steps: SimpleQueue[Step | MemoryAhead | None] = SimpleQueue()
         self._untold: tuple[Step, StepResult | BaseException] | None = None
         thread = threading.Thread(target=_work, args=(self._steps,), name=name, daemon=True)
         # Also where nobody closes it: when it is forgotten, or before the interpreter ends under a step.
@@ -62,6 +66,10 @@ class StepThread:
         step = Step(lambda step: self._run(step, run))
         self._steps.put(step)
         return step
+
+    def take_ahead(self, memory: MemoryAhead) -> None:
+        """This is the memory of the steps to come; from now on it belongs to the thread."""
+        self._steps.put(memory)
 
     def close(self) -> None:
         """Waits for what was submitted."""
@@ -87,14 +95,31 @@ class StepThread:
             self.tell()
 
 
-def _work(steps: SimpleQueue[Step | None]) -> None:
+def _work(steps: SimpleQueue[Step | MemoryAhead | None]) -> None:
     """Holds no thread object and no backend: they can be forgotten while it waits."""
-    while (step := steps.get()) is not None:
-        step.run()
-        del step
+    memory: MemoryAhead | None = None
+    while (next_one := _next(steps, memory)) is not None:
+        if isinstance(next_one, Step):
+            next_one.run()
+        else:
+            memory = next_one
+        del next_one
 
 
-def _end(steps: SimpleQueue[Step | None], thread: threading.Thread) -> None:
+def _next(
+    steps: SimpleQueue[Step | MemoryAhead | None], memory: MemoryAhead | None
+) -> Step | MemoryAhead | None:
+    patience = _IDLE_SECONDS
+    while memory is not None and memory.is_wanting:
+        try:
+            return steps.get(timeout=patience)
+        except Empty:
+            memory.take_some()
+            patience = 0.0
+    return steps.get()
+
+
+def _end(steps: SimpleQueue[Step | MemoryAhead | None], thread: threading.Thread) -> None:
     steps.put(None)
     if thread is not threading.current_thread():
         thread.join()
