@@ -41,8 +41,8 @@ def test_an_embedding_is_its_row_of_the_table_scaled(
 ) -> None:
     table, ids = draw(7, columns), np.array([6, 0, 3, 3])
     output = spread(device.empty(4, columns, dtype=dtype))
-    rows.embed(
-        torch.from_numpy(ids).int().to(device.torch_device), put(table, device, dtype), 1.5, output, device
+    rows.look_up(
+        put(table, device, dtype), torch.from_numpy(ids).int().to(device.torch_device), output, device, 1.5
     )
     agree(output, table[ids] * 1.5, dtype)
 
@@ -62,7 +62,7 @@ def test_selected_rows_are_those_that_were_named(columns: int, dtype: torch.dtyp
     values, indices = put(draw(5, columns), device, dtype), [4, 1, 1]
     output = spread(device.empty(3, columns, dtype=dtype))
     chosen = torch.tensor(indices, dtype=torch.int32, device=device.torch_device)
-    rows.select(spread(values), chosen, output, device)
+    rows.look_up(spread(values), chosen, output, device)
     assert torch.equal(output, values[indices])
 
 

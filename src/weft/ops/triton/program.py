@@ -197,8 +197,8 @@ class CudaProgram:
                 return self._launch_norm(step)
             case Embed(table, scale, output):
                 place = self._places[output]
-                return lambda run: rows.embed(
-                    run.batch.token_ids, table.weight, scale, run.buffers[place], device
+                return lambda run: rows.look_up(
+                    table.weight, run.batch.token_ids, run.buffers[place], device, scale
                 )
             case AttentionStep():
                 return self._launch_attention(step)
@@ -256,7 +256,7 @@ class CudaProgram:
             if batch.sampled == batch.tokens == len(batch.logit_indices):  # every token, in their order
                 run.buffers[target], run.padded[target] = run.buffers[source], run.padded[source]
             else:
-                rows.select(run.buffers[source], batch.logit_indices, run.buffers[target], self._device)
+                rows.look_up(run.buffers[source], batch.logit_indices, run.buffers[target], self._device)
 
         return launch
 

@@ -1,4 +1,4 @@
-"""Kernels that work on rows of activations one by one: look up, select, normalise, gate, add, scale.
+"""Kernels that work on rows of activations one by one: look up, normalise, gate, add, scale.
 
 Every one sums in float32 and in an order that depends on the width of a row alone, so that a row has the same bits in
 any company. Launches take views whose rows may lie apart; within a row values lie together.
@@ -35,37 +35,13 @@ def gated(gate, up, GATE: tl.constexpr):
 
 
 @triton.jit
-def _embed(ids, table, output, columns, scale, output_stride, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    wait_for_previous(DEPENDENT)
-    let_next_begin(DEPENDENT)
-    row = tl.program_id(0)
-    token = tl.load(ids + row).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < columns
-    values = tl.load(table + token * columns + column, mask=mask).to(tl.float32) * scale
-    place = output + row.to(tl.int64) * output_stride + column
-    tl.store(place, values.to(output.dtype.element_ty), mask=mask)
-
-
-def embed(ids: Tensor, table: Tensor, scale: float, output: Tensor, device: Device) -> None:
-    """output[i] = table[ids[i]] * scale"""
-    columns, stride = table.shape[1], output.stride(0)
-    device.launch(
-        _embed,
-        (output.shape[0], pieces(columns, _ELEMENTS), 1),
-        (ids, table, output, columns, scale, stride),
-        (columns, stride, table.dtype, ids.data_ptr() % 16),
-        lambda: {"BLOCK": _ELEMENTS, "num_warps": 4},
-    )
-
-
-@triton.jit
-def _select(
-    input,
+def _look_up(
+    table,
     indices,
     output,
     columns,
-    input_stride,
+    scale,
+    table_stride,
     output_stride,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -76,18 +52,19 @@ def _select(
     source = tl.load(indices + row).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
-    values = tl.load(input + source * input_stride + column, mask=mask)
-    tl.store(output + row.to(tl.int64) * output_stride + column, values, mask=mask)
+    values = tl.load(table + source * table_stride + column, mask=mask).to(tl.float32) * scale
+    place = output + row.to(tl.int64) * output_stride + column
+    tl.store(place, values.to(output.dtype.element_ty), mask=mask)
 
 
-def select(input: Tensor, indices: Tensor, output: Tensor, device: Device) -> None:
-    """output[i] = input[indices[i]]"""
-    columns, strides = input.shape[1], (input.stride(0), output.stride(0))
+def look_up(table: Tensor, indices: Tensor, output: Tensor, device: Device, scale: float = 1.0) -> None:
+    """output[i] = table[indices[i]] * scale"""
+    columns, strides = table.shape[1], (table.stride(0), output.stride(0))
     device.launch(
-        _select,
+        _look_up,
         (output.shape[0], pieces(columns, _ELEMENTS), 1),
-        (input, indices, output, columns, *strides),
-        (columns, strides, input.dtype, indices.data_ptr() % 16),
+        (table, indices, output, columns, scale, *strides),
+        (columns, strides, table.dtype, indices.data_ptr() % 16),
         lambda: {"BLOCK": _ELEMENTS, "num_warps": 4},
     )
 
