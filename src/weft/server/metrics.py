@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -122,9 +123,15 @@ class ServerMetrics:
             self._tell_gaps()
 
     def _tell_gaps(self) -> None:
-        for gap in self._gaps:
-            self._between.observe(gap)
+        # What `observe` does for each, for all at once: it has no public name, and is a fifth of what an event costs.
+        gaps = sorted(self._gaps)
         self._gaps.clear()
+        first = 0
+        for bound, bucket in zip(self._between._upper_bounds, self._between._buckets, strict=True):
+            behind = bisect_right(gaps, bound, first)
+            bucket.inc(behind - first)
+            first = behind
+        self._between._sum.inc(sum(gaps))
 
     def answered(self, results: Sequence[GenerationResult], prompts: int, seconds: float) -> None:
         """A request whose answers are complete; `prompts` is how many it had."""
