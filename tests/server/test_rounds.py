@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
+import pytest
+
+from weft.server.answers import Piece
 from weft.server.rounds import Rounds
 from weft.server.streaming import EventStream
 
 
 def busy(seconds: float) -> None:
-    """Keeps the event loop to itself."""
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
+    """Keeps the event loop to itself, for so much of this thread's own time."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
         pass
 
 
@@ -32,27 +36,34 @@ def test_whoever_is_alone_does_not_wait() -> None:
 class Plenty:
     """Answers of which there is more whenever some was taken, and taking takes its time."""
 
-    has_more = True
-
     def __init__(self) -> None:
         self.left = 40
         self.results: list[object] = []
+        self.call: Callable[[], object] | None = None
 
     @property
     def is_over(self) -> bool:
         return self.left == 0
 
-    async def wait(self) -> None:
-        pass
+    def call_on_arrival(self, call: Callable[[], object] | None) -> None:
+        self.call = call
+        if call is not None:
+            call()
 
-    def take(self) -> list[object]:
+    def take(self) -> list[Piece]:
         self.left -= 1
         busy(0.002)
-        return []
+        if self.call is not None:
+            self.call()
+        return [Piece(None, "", (), (), is_last=self.is_over)]  # type: ignore[arg-type]
 
 
-def test_one_stream_of_many_answers_lets_everyone_else_have_turns() -> None:
+@pytest.mark.parametrize("open_streams", [1, 2])
+def test_one_stream_of_many_answers_lets_everyone_else_have_turns(
+    open_streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_turns = 0
+    monkeypatch.setattr(EventStream, "open_streams", open_streams)
 
     async def run() -> None:
         async def others() -> None:
@@ -63,12 +74,14 @@ def test_one_stream_of_many_answers_lets_everyone_else_have_turns() -> None:
 
         stream = EventStream.__new__(EventStream)
         stream._choices, stream._rounds = Plenty(), Rounds()  # type: ignore[assignment]
+        stream._loop, stream._rests_until, stream._resting = asyncio.get_running_loop(), 0.0, None
+        stream._measure = stream._events = lambda *_: b""  # type: ignore[assignment, method-assign]
         beside = asyncio.create_task(others())
         await stream._send_pieces(None)  # type: ignore[arg-type]  # nothing is sent
         beside.cancel()
 
     asyncio.run(run())
-    assert num_turns >= 4, "after 16, 8, 4 and 2 pieces, and then after every few"
+    assert num_turns >= 40, "after every piece"
 
 
 def test_everyone_gets_a_turn_in_the_order_of_asking() -> None:
@@ -83,6 +96,89 @@ def test_everyone_gets_a_turn_in_the_order_of_asking() -> None:
         return done
 
     assert asyncio.run(run()) == list(range(500))
+
+
+def test_work_without_a_task_has_its_turn_among_those_with_one() -> None:
+    async def run() -> list[int]:
+        rounds, done = Rounds(), []
+
+        async def work(number: int) -> None:
+            await rounds.turn()
+            done.append(number)
+
+        tasks = []
+        for number in range(0, 200, 2):
+            tasks.append(asyncio.create_task(work(number)))
+            await asyncio.sleep(0)
+            before = len(done)
+            rounds.call(lambda number=number: done.append(number + 1))  # type: ignore[misc]
+            assert len(done) == before, "later, not now"
+        await asyncio.gather(*tasks)
+        while len(done) < 200:
+            await asyncio.sleep(0)
+        return done
+
+    done = asyncio.run(run())
+    assert sorted(done) == list(range(200))
+    assert done[1::2] == sorted(done[1::2]), "nobody passes who asked the same way"
+
+
+def test_no_round_calls_more_than_it_has_time_for() -> None:
+    async def run() -> list[int]:
+        rounds, done = Rounds(), []
+
+        def work() -> None:
+            busy(0.002)
+            done.append(1)
+
+        for _ in range(100):
+            rounds.call(work)
+        per_round = []
+        while len(done) < 100:
+            before = len(done)
+            await asyncio.sleep(0)
+            per_round.append(len(done) - before)
+        return per_round
+
+    per_round = asyncio.run(run())
+    assert max(per_round) <= 17 and max(per_round[8:]) <= 4
+
+
+def test_a_round_that_took_too_long_is_learned_from_though_nobody_waits_for_the_next() -> None:
+    async def run() -> tuple[int, int]:
+        rounds, done = Rounds(), []
+
+        def work() -> None:
+            busy(0.002)
+            done.append(1)
+
+        num_done = []
+        for _ in range(2):
+            done.clear()
+            for _ in range(10):
+                rounds.call(work)
+            await asyncio.sleep(0)
+            num_done.append(len(done))
+            while len(done) < 10:
+                await asyncio.sleep(0)
+        return num_done[0], num_done[1]
+
+    first, second = asyncio.run(run())
+    assert first == 10 > second
+
+
+def test_work_that_raises_costs_nobody_else_a_turn() -> None:
+    async def run() -> None:
+        rounds, done = Rounds(), []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        rounds.call(lambda: 1 // 0)
+        for number in range(3):
+            rounds.call(lambda number=number: done.append(number))  # type: ignore[misc]
+        while len(done) < 3:
+            await asyncio.sleep(0)
+        await asyncio.wait_for(rounds.turn(), 60)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_newcomer_who_is_not_paced_passes_hundreds_who_are() -> None:
@@ -128,6 +224,7 @@ def test_nothing_is_scheduled_while_nobody_asks() -> None:
     async def run() -> None:
         rounds = Rounds()
         await rounds.turn()
+        rounds.call(lambda: None)
         for _ in range(3):
             await asyncio.sleep(0)
         assert not rounds._is_counting

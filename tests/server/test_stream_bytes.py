@@ -8,13 +8,17 @@ from typing import Any, get_args
 import h11
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from weft.engine.client import EngineClient
 from weft.errors import EngineStoppedError
+from weft.request import SamplingParams
 from weft.server.chunks import Chunks
 from weft.server.metrics import ServerMetrics
 from weft.server.openai import Form, Shape
-from weft.server.protocol import _Connection
+from weft.server.protocol import BodyWriter, _Connection
+from weft.text.answer_text import AnswerText
 from weft.text.tokenizer import Tokenizer
 
 TEXTS = ("", "a", ' "quoted" \\ / \n\t\x00\x7f', "naïve 日本 \U0001f600", '"",[]', "[]")
@@ -34,10 +38,15 @@ def test_a_chunk_in_pieces_is_the_chunk_encoded_whole(
             assert chunks.text(index, text) == chunks.event(choice) == whole
 
 
-def sent_by(connection: h11.Connection, http_version: bytes, headers: list[tuple[str, str]]) -> list[bytes]:
+def begin(connection: h11.Connection, http_version: bytes) -> None:
+    """A request has come, and waits for its answer."""
     connection.receive_data(b"GET / HTTP/" + http_version + b"\r\nhost: localhost\r\n\r\n")
     while not isinstance(connection.next_event(), h11.EndOfMessage):
         pass
+
+
+def sent_by(connection: h11.Connection, http_version: bytes, headers: list[tuple[str, str]]) -> list[bytes]:
+    begin(connection, http_version)
     pieces = (b"data: 1\n\n", b"", b"x" * 300)
     events = [
         h11.Response(status_code=200, headers=headers),
@@ -57,6 +66,60 @@ def test_a_connection_sends_what_h11_sends(http_version: bytes, headers: list[tu
             connection.start_next_cycle()
         lengths = [("content-length", "309")]
         assert sent_by(ours, http_version, lengths) == sent_by(theirs, http_version, lengths)
+
+
+class Wire(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+        self.has_closed = False
+
+    def write(self, data: Any) -> None:
+        self.written.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return self.has_closed
+
+
+@pytest.mark.parametrize("http_version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize("headers", [[], [("content-length", "309")]])
+def test_a_piece_written_past_asgi_is_what_h11_sends(
+    http_version: bytes, headers: list[tuple[str, str]]
+) -> None:
+    async def run() -> None:
+        ours, theirs, wire = _Connection(h11.SERVER), h11.Connection(h11.SERVER), Wire()
+        expected = b"".join(sent_by(theirs, http_version, headers)[1:4])
+        writer = BodyWriter(ours, wire, FlowControl(wire))
+        assert not writer.write(b"data: 1\n\n"), "there is no answer yet"
+        begin(ours, http_version)
+        ours.send(h11.Response(status_code=200, headers=headers))
+        if http_version == b"1.1" and not headers:
+            assert writer.write(b"data: 1\n\n") and writer.write(b"x" * 300)
+            assert b"".join(wire.written) == expected
+            ours.send(h11.EndOfMessage())
+        assert not writer.write(b"data: 1\n\n"), "not in chunks, or the answer is over"
+        assert len(wire.written) in (0, 2)
+
+    asyncio.run(run())
+
+
+def test_a_piece_waits_for_a_client_that_is_behind_and_for_none_that_is_gone() -> None:
+    async def run() -> None:
+        connection, wire = _Connection(h11.SERVER), Wire()
+        flow = FlowControl(wire)
+        writer = BodyWriter(connection, wire, flow)
+        begin(connection, b"1.1")
+        connection.send(h11.Response(status_code=200, headers=[]))
+        flow.pause_writing()
+        assert not writer.write(b"1")
+        flow.resume_writing()
+        assert writer.write(b"2") and len(wire.written) == 1
+        wire.has_closed = True
+        assert writer.write(b"3") and len(wire.written) == 1
+
+    asyncio.run(run())
 
 
 def test_nothing_is_sent_behind_the_end_of_an_answer() -> None:
@@ -83,3 +146,36 @@ def test_every_gap_between_tokens_is_in_the_histogram_whenever_somebody_looks(co
         text = asyncio.run(metrics.text(NoEngine())).decode()
     assert f'weft:inter_token_latency_seconds_count{{model_name="m"}} {2 * count:.1f}' in text
     assert f'weft:inter_token_latency_seconds_sum{{model_name="m"}} {2 * count * 0.25:.1f}' in text
+
+
+def test_gaps_told_together_fall_into_the_buckets_they_fall_into_one_by_one() -> None:
+    metrics, registry = ServerMetrics("m"), CollectorRegistry()
+    bounds = metrics._between._upper_bounds
+    name = "weft:inter_token_latency_seconds"
+    one_by_one = Histogram(name, "", ["model_name"], registry=registry, buckets=bounds).labels("m")
+    for gap in (
+        *bounds[-2::-1],
+        0.0,
+        1e-9,
+        0.017,
+        0.017,
+        4.9,
+        5.1,
+        1000.0,
+    ):  # the bounds themselves, and others
+        metrics.delivery(gap, 1)
+        one_by_one.observe(gap)
+    told = asyncio.run(metrics.text(NoEngine())).decode().splitlines()
+    expected = generate_latest(registry).decode().splitlines()
+    counted = [line for line in expected if line.startswith((f"{name}_bucket", f"{name}_count"))]
+    assert len(counted) == len(bounds) + 1
+    assert [line for line in told if line.startswith((f"{name}_bucket", f"{name}_count"))] == counted
+
+
+def test_text_that_comes_token_by_token_is_the_text_of_all_of_them(default_tokenizer: Tokenizer) -> None:
+    for text in TEXTS:
+        tokens = default_tokenizer.encode(text, add_bos=False)
+        one_by_one, together = (AnswerText(default_tokenizer, SamplingParams()) for _ in range(2))
+        pieces = [one_by_one.add_one(token) for token in tokens]
+        assert "".join(pieces) == together.add_all(tokens, None)
+        assert one_by_one.num_tokens == together.num_tokens == len(tokens)

@@ -58,6 +58,7 @@ class Choice:
         self._text = text
         self._reader = reader
         self._deltas: list[Delta] = []
+        self._is_plain = reader is None and not text.may_stop
         self._waited = waited
         """Seconds before the engine had it."""
 
@@ -69,12 +70,12 @@ class Choice:
     def take(self, effort: int) -> Piece | None:
         """What arrived since the last call, as much as `effort` allows; None for nothing. Raises what keeps the answer
         from being one."""
-        most = max(1, effort // self.effort_per_token)
-        if self._reader is not None or self._text.may_stop:
+        most = effort // self.effort_per_token or 1
+        if self._is_plain:
+            piece = self._read_all(self._answer.take_plainly(most))
+        else:
             outputs = self._answer.take(most)
             piece = self._read(outputs) if outputs else None
-        else:
-            piece = self._read_all(self._answer.take_plainly(most))
         if piece is not None and piece.is_last:
             self.result = self._end()
         return piece
@@ -103,6 +104,9 @@ class Choice:
         """The same where nothing but the engine ends an answer, all at once."""
         if not outputs:
             return None
+        last = outputs[-1]
+        if len(outputs) == 1 and isinstance(last, int):  # most pieces of a stream that is not paced
+            return Piece(self, self._text.add_one(last), (last,), ())
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
         for output in outputs:
@@ -112,7 +116,6 @@ class Choice:
                 tokens.append(output.token_id)
                 if output.logprob is not None:
                     logprobs.append(TokenLogprobs(output.logprob, output.top_logprobs))
-        last = outputs[-1]
         reason = None if isinstance(last, int) else last.finish_reason
         return Piece(self, self._text.add_all(tokens, reason), tokens, logprobs, is_last=reason is not None)
 
@@ -156,13 +159,25 @@ class Choice:
         return self._text.result(result)
 
 
+class _Arrival(asyncio.Event):
+    """Set when there may be something to take. Whoever takes without a task is called when it is."""
+
+    on_set: Callable[[], object] | None = None
+
+    def set(self) -> None:
+        if not self.is_set():
+            super().set()
+            if self.on_set is not None:
+                self.on_set()
+
+
 class Choices:
     """All answers to one HTTP request, numbered prompt by prompt. Whoever made it calls `cancel` in the end."""
 
     def __init__(self, engine: EngineClient, tokenizer: Tokenizer) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._arrived = asyncio.Event()
+        self._arrived = _Arrival()
         self._choices: list[Choice] = []
         self._is_submitted = False
         self._failure: ApiError | WeftError | None = None
@@ -231,14 +246,16 @@ class Choices:
     def num_reasoning_tokens(self) -> int:
         return sum(choice.num_reasoning_tokens for choice in self._choices)
 
-    @property
-    def has_more(self) -> bool:
-        """Whether there may be something to take already: much comes at once, and is not taken at once."""
-        return self._arrived.is_set()
-
     async def wait(self) -> None:
         """Until there may be something to take."""
         await self._arrived.wait()
+
+    def call_on_arrival(self, call: Callable[[], object] | None) -> None:
+        """The same without a task: `call` is called, now or later, whenever there may be something to take that there
+        was not before. It must not take: what arrives is still being handed out."""
+        self._arrived.on_set = call
+        if call is not None and self._arrived.is_set():
+            call()
 
     def check(self) -> None:
         """Raises where the engine refused the request."""
@@ -248,14 +265,15 @@ class Choices:
             choice.check()
 
     def take(self) -> list[Piece]:
-        """What arrived since the last call, or as much of it as may be done at a time: then `wait` returns at once.
+        """What arrived since the last call, or as much of it as may be done at a time: the rest counts as arriving now.
         Raises where one of the answers cannot be given: then none is."""
         self._arrived.clear()
         if self._failure is not None:
             raise self._failure
         pieces: list[Piece] = []
         effort = _EFFORT
-        for choice in self._choices[self._next :] + self._choices[: self._next]:
+        choices = self._choices
+        for choice in choices[self._next :] + choices[: self._next] if self._next else choices:
             if choice.result is not None:
                 continue
             if effort <= 0:

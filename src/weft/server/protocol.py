@@ -10,6 +10,7 @@ from http import HTTPStatus
 import h11
 import msgspec
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
@@ -18,19 +19,47 @@ from weft.server.errors import ApiError
 # uvicorn warns of every request that is no HTTP; whoever sends junk must not fill the log.
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
+WRITER = "weft.writer"
+"""Where in the state of a request's scope its connection's `BodyWriter` is."""
+
 
 class _Connection(h11.Connection):
     """As h11's own; but a piece of a stream, of which there may be one for every token, goes through no state machine."""
 
     _is_chunked = False
 
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether an answer is under way whose pieces are chunks of its body."""
+        return self._is_chunked and self.our_state is h11.SEND_BODY
+
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
-        if type(event) is h11.Data and self._is_chunked and self.our_state is h11.SEND_BODY:
+        if type(event) is h11.Data and self.takes_chunks:
             return [b"%x\r\n" % len(event.data), event.data, b"\r\n"] if event.data else []
         sent = super().send_with_data_passthrough(event)
         if type(event) is h11.Response and sent is not None:
             self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in b"".join(sent).lower()
         return sent
+
+
+class BodyWriter:
+    """Writes pieces of the answer under way straight to the connection. ASGI's `send`, through all that stands around the
+    application, costs more than a piece itself, and nobody there looks at more than the head of an answer. It knows
+    nothing that knows it in the end, so that both leave no garbage."""
+
+    def __init__(self, connection: _Connection, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._connection = connection
+        self._transport = transport
+        self._flow = flow
+
+    def write(self, piece: bytes) -> bool:
+        """Nothing, where the client is gone. False: it has to go by `send`, which waits until the client has read more,
+        or writes a body that is not in chunks."""
+        if self._flow.write_paused or not self._connection.takes_chunks:
+            return False
+        if not self._transport.is_closing():
+            self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return True
 
 
 class TimedProtocol(H11Protocol):
@@ -41,7 +70,7 @@ class TimedProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, state, app_state={})
         assert config.h11_max_incomplete_event_size is not None, "the server bounds headers"
-        self.conn = _Connection(h11.SERVER, config.h11_max_incomplete_event_size)
+        self.conn: _Connection = _Connection(h11.SERVER, config.h11_max_incomplete_event_size)
         self._header_seconds = header_seconds
         self._body_seconds = body_seconds
         self._timer: asyncio.TimerHandle | None = None
@@ -49,6 +78,7 @@ class TimedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.app_state[WRITER] = BodyWriter(self.conn, transport, self.flow)
         self._watch()
 
     def data_received(self, data: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 
 _SLICE_SECONDS = 0.004
 """One round of the event loop should take no longer: whoever is not paced (a new connection, a question for the
@@ -18,15 +19,13 @@ class Rounds:
     def __init__(self) -> None:
         self._per_round = float(_FIRST_GUESS)
         self._left = _FIRST_GUESS
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[asyncio.Future[None] | Callable[[], object]] = deque()
         self._is_counting = False
         self._began = 0.0
 
     async def turn(self) -> None:
         """Returns at once while the round has time, else in the first round that has, first come first served."""
-        if not self._is_counting:
-            self._is_counting, self._began = True, time.perf_counter()
-            asyncio.get_running_loop().call_soon(self._next_round)
+        self._count()
         if self._left > 0 and not self._waiting:
             self._left -= 1
             return
@@ -34,21 +33,45 @@ class Rounds:
         self._waiting.append(future)
         await future
 
+    def call(self, work: Callable[[], object]) -> None:
+        """Calls `work` later, in the first round that has time: a turn for who has no task that would have to be woken."""
+        self._count()
+        self._waiting.append(work)
+
+    def _count(self) -> None:
+        if not self._is_counting:
+            self._is_counting, self._began = True, time.thread_time()
+            asyncio.get_running_loop().call_soon(self._next_round)
+
     def _next_round(self) -> None:
-        now = time.perf_counter()
-        if now - self._began > _SLICE_SECONDS:
-            self._per_round = max(1.0, self._per_round * max(0.5, _SLICE_SECONDS / (now - self._began)))
+        self._learn()
+        self._left = int(self._per_round)
+        has_woken = False
+        try:
+            for _ in range(len(self._waiting)):  # whoever asks again meanwhile has had a turn
+                if not self._left:
+                    break
+                waiting = self._waiting.popleft()
+                if not isinstance(waiting, asyncio.Future):
+                    self._left -= 1
+                    waiting()
+                elif not waiting.done():  # whoever waited may be gone
+                    self._left -= 1
+                    waiting.set_result(None)
+                    has_woken = True
+        finally:
+            self._is_counting = has_woken or bool(self._waiting)
+            if self._is_counting:
+                asyncio.get_running_loop().call_soon(self._next_round)
+            else:
+                self._learn()  # all that was to be done is done
+
+    def _learn(self) -> None:
+        """How many a round has time for, from how long the last one took. The time of this thread: what others take from it
+        on a busy machine they take from a short round too."""
+        now = time.thread_time()
+        seconds, self._began = now - self._began, now
+        if seconds > _SLICE_SECONDS:
+            self._per_round = max(1.0, self._per_round * max(0.5, _SLICE_SECONDS / seconds))
         elif self._waiting:
             self._per_round += 1.0
-        self._began = now
-        self._left = int(self._per_round)
-        has_work = False
-        while self._waiting and self._left:
-            future = self._waiting.popleft()
-            if not future.done():  # whoever waited may be gone
-                future.set_result(None)
-                self._left -= 1
-                has_work = True
-        self._is_counting = has_work
-        if has_work:
-            asyncio.get_running_loop().call_soon(self._next_round)

@@ -17,6 +17,7 @@ from weft.server.chunks import Chunks, event
 from weft.server.errors import ApiError, as_api_error
 from weft.server.metrics import ServerMetrics
 from weft.server.openai import Shape, TokenOffsets
+from weft.server.protocol import WRITER, BodyWriter
 from weft.server.rounds import Rounds
 
 _SECONDS_PER_EVENT = 1e-4
@@ -84,11 +85,18 @@ class EventStream(Response):
         self._include_usage = include_usage
         self._on_end = on_end
         self._last = began
+        self._loop = asyncio.get_running_loop()
+        self._rests_until = 0.0
+        self._resting: asyncio.TimerHandle | None = None
+        self._writer: BodyWriter | None = None
+        self._stopped: asyncio.Future[bytes] | None = None
+        """Done when pieces cannot be written as they arrive any more, with what is left to send."""
         self._offsets: dict[int, TokenOffsets] = {}
         """Of each answer of which something was sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         EventStream.open_streams += 1
+        self._writer = scope.get("state", {}).get(WRITER)
         outcome: list[GenerationResult] | ApiError | None = None
         try:
             outcome = await unless_disconnected(receive, self._send_all(send))
@@ -122,21 +130,53 @@ class EventStream(Response):
         return outcome
 
     async def _send_pieces(self, send: Send) -> list[GenerationResult]:
+        """Pieces are written where they arrive (`_write`): a task that is woken for each costs more than they do. Here
+        is waited for the end, and sent what cannot be written at once."""
         choices = self._choices
         while not choices.is_over:
-            has_more = choices.has_more
-            await choices.wait()
-            if has_more or EventStream.open_streams > 1:
-                await self._rounds.turn()
-            pieces = choices.take()
-            if pieces:
-                self._measure(pieces)
-                await send(_body(self._events(pieces)))
-            if not choices.is_over:
-                rest = min(_SECONDS_PER_EVENT * EventStream.open_streams, _LONGEST_REST)
-                if rest > _SHORTEST_REST:
-                    await asyncio.sleep(rest)
+            self._stopped = self._loop.create_future()
+            choices.call_on_arrival(self._ask_for_turn)
+            try:
+                unsent = await self._stopped
+            finally:
+                choices.call_on_arrival(None)
+                if self._resting is not None:
+                    self._resting.cancel()
+                # An error that it was given knows this stream; it must not be known here in turn.
+                self._stopped = self._resting = None
+            if unsent:
+                await send(_body(unsent))
         return choices.results
+
+    def _ask_for_turn(self) -> None:
+        """Something arrived."""
+        rest = self._rests_until - time.monotonic()
+        if rest > 0:
+            self._resting = self._loop.call_later(rest, self._rounds.call, self._write)
+        elif EventStream.open_streams > 1:
+            self._rounds.call(self._write)
+        else:
+            self._loop.call_soon(self._write)
+
+    def _write(self) -> None:
+        """What has arrived, now that it is this stream's turn. An error is for who waits, not for who calls."""
+        if self._stopped is None or self._stopped.done():
+            return
+        now = time.monotonic()
+        rest = min(_SECONDS_PER_EVENT * EventStream.open_streams, _LONGEST_REST)
+        self._rests_until = now + rest if rest > _SHORTEST_REST else 0.0
+        try:
+            pieces = self._choices.take()
+            if not pieces:
+                return
+            self._measure(pieces, now)
+            content = self._events(pieces)
+            if content and not (self._writer is not None and self._writer.write(content)):
+                self._stopped.set_result(content)
+            elif pieces[-1].is_last and self._choices.is_over:
+                self._stopped.set_result(b"")
+        except Exception as error:
+            self._stopped.set_exception(error)
 
     def _events(self, pieces: list[Piece]) -> bytes:
         shape, chunks = self._shape, self._chunks
@@ -154,7 +194,7 @@ class EventStream(Response):
                 events.append(chunks.text(choice.index, piece.text))
             if choice.result is not None:
                 events.append(chunks.event(shape.closing(choice.index, choice.result, choice.parts)))
-        return b"".join(events)
+        return events[0] if len(events) == 1 else b"".join(events)
 
     def _open(self, index: int, events: list[bytes]) -> int:
         """What comes before the first token; returns where the text stands then."""
@@ -166,9 +206,8 @@ class EventStream(Response):
             events.append(self._chunks.text(index, echo.text))
         return len(echo.text)
 
-    def _measure(self, pieces: list[Piece]) -> None:
-        now = time.monotonic()
-        num_tokens = sum(len(piece.tokens) for piece in pieces)
+    def _measure(self, pieces: list[Piece], now: float) -> None:
+        num_tokens = len(pieces[0].tokens) if len(pieces) == 1 else sum(len(piece.tokens) for piece in pieces)
         if num_tokens and not self._offsets:
             self._metrics.first_token(now - self._last)
         elif num_tokens:

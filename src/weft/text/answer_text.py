@@ -66,6 +66,14 @@ class AnswerText:
         self._pieces.append(text)
         return text
 
+    def add_one(self, token: int) -> str:
+        """As `add_all` for one token that is not the last."""
+        assert self._stop is None and self._detokenizer is not None
+        self.num_tokens += 1
+        text = self._detokenizer.add(token)
+        self._pieces.append(text)
+        return text
+
     def cut(self) -> None:
         """Ends the answer with the last token that was added."""
         self.is_cut = True

@@ -1,0 +1,413 @@
+"""One stream of events: written where tokens arrive, whole and in order, however fast the client reads and however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import h11
+import pytest
+import uvicorn
+from in_process import InProcess, in_process
+from uvicorn.server import ServerState
+
+from weft.config import ServingEngineConfig
+from weft.engine import wire
+from weft.engine.client import Answer, EngineClient
+from weft.errors import WeftError
+from weft.request import (
+    FinishReason,
+    GenerationResult,
+    InferenceRequest,
+    RequestId,
+    RequestState,
+    SamplingParams,
+    TokenOutput,
+)
+from weft.server import streaming
+from weft.server.answers import Choices
+from weft.server.errors import ApiError
+from weft.server.metrics import ServerMetrics
+from weft.server.openai import Shape
+from weft.server.protocol import WRITER, TimedProtocol
+from weft.server.rounds import Rounds
+from weft.server.streaming import EventStream
+from weft.text.tokenizer import Tokenizer
+
+TEXT = "one two three four five six seven eight nine ten"
+
+
+class Engine(EngineClient):
+    """Hands out answers that the test fills."""
+
+    def __init__(self) -> None:
+        super().__init__("noop", {}, ServingEngineConfig())
+        self.cancelled: list[str | None] = []
+
+    async def submit(
+        self, request: InferenceRequest, arrived: asyncio.Event | None = None, *, wake_every: int = 1
+    ) -> list[Answer]:
+        assert arrived is not None
+        self.answer = Answer(self, 0, 100, arrived, len(request.prompt), wake_every)
+        return [self.answer]
+
+    def _cancel(self, answer: Answer, reason: str | None) -> None:
+        self.cancelled.append(reason)
+
+
+class Writer:
+    """Stands for the connection."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.is_paused = False
+
+    def write(self, piece: bytes) -> bool:
+        if not self.is_paused:
+            self.pieces.append(piece)
+        return not self.is_paused
+
+
+class Streamed:
+    """A stream under way, and both ways out of it."""
+
+    def __init__(self, stream: EventStream, engine: Engine, tokens: list[int]) -> None:
+        self.stream, self.engine, self.answer = stream, engine, engine.answer
+        self.tokens = tokens
+        self.writer = Writer()
+        self.sent: list[dict[str, Any]] = []
+        self.may_send = asyncio.Event()
+        self.may_send.set()
+        self.is_gone = asyncio.Event()
+        self.outcomes: list[Any] = []
+
+    async def receive(self) -> dict[str, Any]:
+        await self.is_gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        await self.may_send.wait()
+        self.sent.append(message)
+        self.writer.pieces.append(message.get("body", b""))  # all that is written, in order
+
+    async def put(self, count: int) -> None:
+        """So many tokens, each at a time of its own."""
+        for _ in range(count):
+            self.answer.put_token(self.tokens.pop(0))
+            await rounds()
+
+    async def end(self) -> None:
+        """The rest, and the end."""
+        await self.put(len(self.tokens))
+        self.answer.put(TokenOutput(RequestId(0), None, "", None, True, FinishReason.LENGTH, 0))
+        result = GenerationResult(
+            RequestId(0), (), "", RequestState.COMPLETED, FinishReason.LENGTH, None, 0, 0, 0, 0, 0,
+            prompt_token_count=1, cached_token_count=0, preemptions=0,
+        )  # fmt: skip
+        self.answer.end(wire.Ended(self.answer.num_tokens, result), wants_logprobs=False)
+
+    @property
+    def texts(self) -> list[str]:
+        """Of each event that was written, by either way."""
+        lines = b"".join(self.writer.pieces).decode().split("\n\n")
+        events = [json.loads(line[6:]) for line in lines if line and line != "data: [DONE]"]
+        return [one["choices"][0]["text"] for one in events if "choices" in one]
+
+
+async def rounds(count: int = 10) -> None:
+    """Whoever can go on does."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def streamed(tokenizer: Tokenizer) -> AsyncIterator[Streamed]:
+    engine = Engine()
+    choices = Choices(engine, tokenizer)
+    await choices.submit([InferenceRequest((1,), SamplingParams(max_tokens=100))])
+    stream = EventStream(
+        choices,
+        Shape("completion", "m", tokenizer),
+        ServerMetrics("m"),
+        rounds=Rounds(),
+        began=0.0,
+        include_usage=False,
+        headers={},
+        on_end=lambda outcome: found.outcomes.append(outcome),
+    )
+    found = Streamed(stream, engine, tokenizer.encode(TEXT, add_bos=False))
+    scope: Any = {"type": "http", "state": {WRITER: found.writer}}
+    task = asyncio.create_task(stream(scope, found.receive, found.send))
+    await rounds()
+    try:
+        yield found
+        await asyncio.wait_for(task, 60)
+    finally:
+        task.cancel()
+
+
+def run(tokenizer: Tokenizer, work: Callable[[Streamed], Any]) -> Streamed:
+    async def go() -> Streamed:
+        async with streamed(tokenizer) as found:
+            await work(found)
+        return found
+
+    return asyncio.run(go())
+
+
+def test_every_token_is_written_where_it_arrives(default_tokenizer: Tokenizer) -> None:
+    async def work(found: Streamed) -> None:
+        for number in range(1, 6):
+            await found.put(1)
+            assert len(found.texts) == number
+        await found.end()
+
+    found = run(default_tokenizer, work)
+    kinds = [message["type"] for message in found.sent]
+    assert kinds == ["http.response.start", "http.response.body"], "no piece went the long way"
+    assert "".join(found.texts) == TEXT
+    assert found.writer.pieces[-1] == b"data: [DONE]\n\n"
+    assert [len(outcome) for outcome in found.outcomes] == [1]
+
+
+def test_without_a_writer_all_of_it_goes_by_send(default_tokenizer: Tokenizer) -> None:
+    async def work(found: Streamed) -> None:
+        found.stream._writer = None
+        await found.end()
+
+    found = run(default_tokenizer, work)
+    assert "".join(found.texts) == TEXT
+    assert len(found.sent) == len(found.texts) + 2
+
+
+def test_a_client_that_is_behind_is_waited_for_and_gets_everything_in_order(
+    default_tokenizer: Tokenizer,
+) -> None:
+    async def work(found: Streamed) -> None:
+        await found.put(2)
+        found.may_send.clear()
+        found.writer.is_paused = True
+        await found.put(3)
+        found.writer.is_paused = False
+        await found.put(1)
+        assert len(found.texts) == 2, "what comes later must not pass what waits"
+        found.may_send.set()
+        await rounds()
+        assert len(found.texts) == 4, "one that waited, and all that came meanwhile"
+        await found.put(1)
+        assert len(found.texts) == 5
+        await found.end()
+
+    found = run(default_tokenizer, work)
+    assert "".join(found.texts) == TEXT
+    assert len(found.sent) == 3
+
+
+def test_a_turn_that_comes_while_something_waits_to_be_sent_takes_nothing(
+    default_tokenizer: Tokenizer,
+) -> None:
+    async def work(found: Streamed) -> None:
+        found.writer.is_paused = True
+        for _ in range(3):
+            found.answer.put_token(found.tokens.pop(0))
+            found.stream._write()
+        found.writer.is_paused = False
+        await rounds()
+        await found.end()
+
+    assert "".join(run(default_tokenizer, work).texts) == TEXT
+
+
+def test_a_client_that_reads_nothing_loses_its_answer(default_tokenizer: Tokenizer) -> None:
+    async def work(found: Streamed) -> None:
+        found.may_send.clear()
+        found.writer.is_paused = True
+        found.tokens = found.tokens * 20
+        await found.put(102)
+        assert found.engine.cancelled == ["slow reader"]
+        found.may_send.set()
+
+    found = run(default_tokenizer, work)
+    assert b"tokens behind" in found.writer.pieces[-1] and b"[DONE]" not in found.writer.pieces[-1]
+    assert isinstance(found.outcomes[0], ApiError)
+
+
+def test_tokens_that_come_while_a_stream_rests_make_one_event(
+    default_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "_SECONDS_PER_EVENT", 3600.0)
+    monkeypatch.setattr(streaming, "_LONGEST_REST", 3600.0)
+
+    async def work(found: Streamed) -> None:
+        await found.put(1)
+        assert len(found.texts) == 1, "the first at once"
+        await found.put(4)
+        assert len(found.texts) == 1
+        assert found.stream._resting is not None
+        found.stream._resting.cancel()
+        found.stream._rounds.call(found.stream._write)  # as if the hour were over
+        await rounds()
+        assert len(found.texts) == 2
+        monkeypatch.setattr(streaming, "_LONGEST_REST", 0.0)
+        found.stream._rests_until = 0.0
+        await found.end()
+
+    found = run(default_tokenizer, work)
+    assert "".join(found.texts) == TEXT
+
+
+def test_a_stream_that_has_rested_when_its_token_comes_needs_no_timer(
+    default_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "_SECONDS_PER_EVENT", 1e-9)
+    monkeypatch.setattr(streaming, "_SHORTEST_REST", 0.0)
+
+    async def work(found: Streamed) -> None:
+        for _ in range(5):
+            await found.put(1)
+            assert found.stream._rests_until > 0 and found.stream._resting is None
+        await found.end()
+
+    assert len(run(default_tokenizer, work).texts) > 5
+
+
+def test_an_error_on_the_way_is_the_last_event(default_tokenizer: Tokenizer) -> None:
+    async def work(found: Streamed) -> None:
+        await found.put(3)
+        found.answer.fail(WeftError("the engine is gone"))
+
+    found = run(default_tokenizer, work)
+    assert b"the engine is gone" in found.writer.pieces[-1] and b"[DONE]" not in found.writer.pieces[-1]
+    assert isinstance(found.outcomes[0], ApiError)
+
+
+def test_an_error_on_the_way_leaves_no_garbage(default_tokenizer: Tokenizer) -> None:
+    async def once() -> None:
+        async with streamed(default_tokenizer) as found:
+            await found.put(3)
+            found.answer.fail(WeftError("the engine is gone"))
+
+    async def run() -> Counter[str]:
+        await once()
+        gc.collect()
+        gc.disable()
+        try:
+            await once()
+            await rounds()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            return Counter(type(one).__name__ for one in gc.garbage)
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+
+    found = asyncio.run(run())
+    # What the test itself is made of goes in a circle; what an error holds must not be part of it.
+    assert not {"Future", "traceback", "frame"} & found.keys(), found
+
+
+def test_a_mistake_while_writing_ends_its_own_stream(default_tokenizer: Tokenizer) -> None:
+    seen: list[Streamed] = []
+
+    async def work(found: Streamed) -> None:
+        seen.append(found)
+        found.writer.write = None  # type: ignore[assignment, method-assign]
+        await found.put(1)
+
+    with pytest.raises(TypeError):
+        run(default_tokenizer, work)
+    [found] = seen
+    assert isinstance(found.outcomes[0], ApiError) and found.engine.cancelled
+
+
+def test_nothing_is_written_once_the_client_is_gone(default_tokenizer: Tokenizer) -> None:
+    async def work(found: Streamed) -> None:
+        await found.put(2)
+        found.answer.put_token(found.tokens.pop(0))  # its turn is asked for, and comes too late
+        found.is_gone.set()
+        await rounds()
+        written = len(found.writer.pieces)
+        await found.put(3)
+        assert len(found.writer.pieces) == written
+
+    found = run(default_tokenizer, work)
+    assert found.outcomes == [None] and found.engine.cancelled == ["the client is gone"]
+
+
+class Wire(asyncio.Transport):
+    """A connection without its socket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+async def body_and_messages(server: InProcess, http_version: str) -> tuple[list[tuple[bytes, bytes]], int]:
+    """The events of a stream without what differs between any two, and how many messages of ASGI they took."""
+    num_messages = 0
+
+    async def counting(scope: Any, receive: Any, send: Any) -> None:
+        async def count(message: Any) -> None:
+            nonlocal num_messages
+            num_messages += 1
+            await send(message)
+
+        await server._asgi(scope, receive, count)
+
+    config = uvicorn.Config(
+        counting, ws="none", lifespan="off", log_config=None, h11_max_incomplete_event_size=1 << 16
+    )
+    config.load()
+    state, transport = ServerState(), Wire()
+    protocol = TimedProtocol(config, state, header_seconds=10, body_seconds=10)
+    protocol.connection_made(transport)
+    body = b'{"prompt": [1, 2, 3], "max_tokens": 40, "seed": 1, "ignore_eos": true, "stream": true}'
+    head = (
+        f"POST /v1/completions HTTP/{http_version}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    protocol.data_received(head.encode() + body)
+    await asyncio.wait_for(asyncio.gather(*state.tasks), 60)
+    protocol.connection_lost(None)
+    received = h11.Connection(h11.CLIENT)
+    received.send(h11.Request(method="GET", target="/", headers=[("host", "localhost")]))
+    received.send(h11.EndOfMessage())
+    received.receive_data(transport.written)
+    received.receive_data(b"")
+    content = b""
+    while not isinstance(one := received.next_event(), h11.EndOfMessage):
+        content += one.data if isinstance(one, h11.Data) else b""
+    return re.findall(rb'"text":("(?:[^"\\]|\\.)*")|\[(DONE)\]', content), num_messages
+
+
+def test_over_http_pieces_of_a_stream_go_past_asgi_and_say_the_same(default_model_path: Path) -> None:
+    async def run() -> None:
+        async with in_process(default_model_path) as server:
+            short, num_short = await body_and_messages(server, "1.1")
+            long, num_long = await body_and_messages(server, "1.0")  # which has no chunks
+            assert num_short == 2 < num_long, "the head and the end"
+            for events in (short, long):
+                assert events[-1] == (b"", b"DONE")
+            texts = [b"".join(text[1:-1] for text, _ in events) for events in (short, long)]
+            assert texts[0] == texts[1] != b""
+
+    asyncio.run(run())
