@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+import time
 from pathlib import Path
 
 from weft.config import ServingEngineConfig
 from weft.engine import wire
 from weft.engine.client import EngineClient
 from weft.engine.outbox import Outbox, _merged
-from weft.request import FinishReason, InferenceRequest, RequestId, SamplingParams, TokenOutput
+from weft.engine.process import EngineProcess
+from weft.engine.serving import Callback
+from weft.request import (
+    FinishReason,
+    GenerationResult,
+    InferenceRequest,
+    RequestId,
+    RequestState,
+    SamplingParams,
+    TokenOutput,
+)
 from weft.server.answers import Choices
 from weft.text.tokenizer import Tokenizer
 
@@ -61,6 +73,44 @@ def test_sending_to_a_reader_that_is_gone_does_nothing() -> None:
         outbox.send(wire.Step((1,), (1,), (), ()))
         outbox.send(wire.Step((1,), (2,), (), ()))
         outbox.close(10.0)
+
+
+class QuickEngine:
+    """Has the first token, and the end, before whoever submits hears the request's id."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self.process = process
+
+    def submit_choices(self, request: InferenceRequest, take: Callback) -> tuple[RequestId, ...]:
+        def run() -> None:
+            take(TokenOutput(RequestId(7), 5, "", None, False, None, 4))
+            take(final(7))
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+        while self.thread.is_alive() and not self.process._named._waiters:  # type: ignore[attr-defined]
+            time.sleep(0.001)
+        return (RequestId(7),)
+
+    def get_result(self, request_id: RequestId) -> GenerationResult:
+        return GenerationResult(
+            request_id, (5, 9), "", RequestState.COMPLETED, FinishReason.LENGTH, None, 0, 0, 0, 0, 0,
+            prompt_token_count=3, cached_token_count=0, preemptions=0,
+        )  # fmt: skip
+
+
+def test_a_token_that_is_quicker_than_the_name_of_its_request_waits_for_it() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = EngineProcess(theirs)
+        engine = process._engine = QuickEngine(process)  # type: ignore[assignment]
+        process._submit(wire.Submit((3,), InferenceRequest((1, 2, 3))))
+        engine.thread.join(60)
+        assert (process._token_ids, process._tokens) == ([3], [5])
+        assert [output.request_id for output in process._outputs] == [3]
+        assert [ended.result.request_id for ended in process._ended] == [3]
+        assert not process._ids and not process._names, "what is over is forgotten"
+        process._outbox.close(10.0)
 
 
 def noop_client() -> EngineClient:

@@ -43,6 +43,9 @@ class EngineProcess:
         self._outbox = Outbox(connection)
         self._ids: dict[int, RequestId] = {}
         """Of what is not over, by the client's names."""
+        self._names: dict[RequestId, int] = {}
+        """The other way round."""
+        self._named = threading.Condition()
         self._compiling: dict[int, list[Order]] = {}
         """Requests that are not taken in yet, by the client's names, and what is to be done with each once it is."""
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="weft-compiler")
@@ -136,37 +139,41 @@ class EngineProcess:
             self._do(name, order)
 
     def _submit(self, message: wire.Submit) -> None:
-        names: dict[RequestId, int] = {}
-        are_known = threading.Event()
-
-        def take(output: TokenOutput) -> None:
-            are_known.wait()  # the first token may be quicker than the line that notes the names
-            self._take(output, names[output.request_id])
-
         try:
-            ids = self._engine.submit_choices(message.request, take)
+            ids = self._engine.submit_choices(message.request, self._take)
         except WeftError as error:
             field, code = getattr(error, "field", ""), getattr(error, "code", "")
             self._outbox.send(wire.Refused(message.ids, type(error).__name__, str(error), field, code))
             return
-        names.update(zip(ids, message.ids, strict=True))
         self._ids.update(zip(message.ids, ids, strict=True))
-        are_known.set()
+        with self._named:
+            self._names.update(zip(ids, message.ids, strict=True))
+            self._named.notify_all()
 
     # -- in the engine's thread
 
-    def _take(self, output: TokenOutput, name: int) -> None:
+    def _take(self, output: TokenOutput) -> None:
+        """The same for all requests: with something of its own each, most of the time went into fetching it from memory."""
+        name = self._names.get(output.request_id)
+        if name is None:
+            name = self._await_name(output.request_id)
         if output.token_id is not None and output.logprob is None and not output.is_final:
             self._token_ids.append(name)
             self._tokens.append(output.token_id)
             return
         self._outputs.append(output._replace(request_id=RequestId(name)))
         if output.is_final:
-            del self._ids[name]
+            del self._ids[name], self._names[output.request_id]
             result = self._engine.get_result(output.request_id)
             assert result is not None
             told = dataclasses.replace(result, request_id=RequestId(name), tokens=(), logprobs=None)
             self._ended.append(wire.Ended(len(result.tokens), told))
+
+    def _await_name(self, request_id: RequestId) -> int:
+        """The first token may be quicker than the line that notes the name."""
+        with self._named:
+            self._named.wait_for(lambda: request_id in self._names)
+            return self._names[request_id]
 
     def _flush(self) -> None:
         if self._tokens or self._outputs:
