@@ -65,6 +65,8 @@ class Engine(EngineClient):
 class Writer:
     """Stands for the connection."""
 
+    takes_chunks = True
+
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
         self.is_paused = False

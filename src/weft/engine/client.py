@@ -8,7 +8,6 @@ import dataclasses
 import enum
 import itertools
 import subprocess
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -63,7 +62,7 @@ class Answer:
         self._client = client
         self._capacity = capacity
         self._wake_every = min(wake_every, max(1, capacity // 2))
-        self._unread: deque[int | TokenOutput] = deque()
+        self._unread: list[int | TokenOutput] = []
         """A token that is no more than that as its id: hundreds of thousands of objects would keep the collector of
         garbage busy for a tenth of a second at a time."""
         self._length = prompt_length
@@ -92,11 +91,11 @@ class Answer:
         self.check()
         unread = self._unread
         if most is None or len(unread) <= most:
-            taken = list(unread)
-            unread.clear()
-            return taken
+            self._unread = []
+            return unread
+        self._unread = unread[most:]
         self.arrived.set()
-        return [unread.popleft() for _ in range(most)]
+        return unread[:most]
 
     def _output(self, unread: int | TokenOutput) -> TokenOutput:
         self._length += 1

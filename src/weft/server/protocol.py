@@ -52,10 +52,14 @@ class BodyWriter:
         self._transport = transport
         self._flow = flow
 
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether an answer is under way whose pieces are chunks: to be asked once its head is sent, before `write`."""
+        return self._connection.takes_chunks
+
     def write(self, piece: bytes) -> bool:
-        """Nothing, where the client is gone. False: it has to go by `send`, which waits until the client has read more,
-        or writes a body that is not in chunks."""
-        if self._flow.write_paused or not self._connection.takes_chunks:
+        """Nothing, where the client is gone. False: it has to go by `send`, which waits until the client has read more."""
+        if self._flow.write_paused:
             return False
         if not self._transport.is_closing():
             self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))

@@ -25,7 +25,8 @@ class Rounds:
 
     async def turn(self) -> None:
         """Returns at once while the round has time, else in the first round that has, first come first served."""
-        self._count()
+        if not self._is_counting:
+            self._count()
         if self._left > 0 and not self._waiting:
             self._left -= 1
             return
@@ -35,13 +36,13 @@ class Rounds:
 
     def call(self, work: Callable[[], object]) -> None:
         """Calls `work` later, in the first round that has time: a turn for who has no task that would have to be woken."""
-        self._count()
+        if not self._is_counting:
+            self._count()
         self._waiting.append(work)
 
     def _count(self) -> None:
-        if not self._is_counting:
-            self._is_counting, self._began = True, time.thread_time()
-            asyncio.get_running_loop().call_soon(self._next_round)
+        self._is_counting, self._began = True, time.thread_time()
+        asyncio.get_running_loop().call_soon(self._next_round)
 
     def _next_round(self) -> None:
         self._learn()

@@ -112,6 +112,8 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> list[GenerationResult] | ApiError:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        if self._writer is not None and not self._writer.takes_chunks:
+            self._writer = None
         outcome: list[GenerationResult] | ApiError
         try:
             outcome = await self._send_pieces(send)
