@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from weft.backends.cpu.memory_ahead import MemoryAhead
 from weft.plan import StepResult
 
-_IDLE_SECONDS = 0.05
+_IDLE_SECONDS = 0.01
 """After so long without a step the next one is not about to come."""
 
 
