@@ -7,11 +7,13 @@ cannot change a token, has one test of its own.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from weft.backends.cpu import runner
 from weft.backends.cpu.runner import CpuBackend, Native, open_native
 from weft.config import (
     KvCachePoolConfig,
@@ -129,6 +131,28 @@ def alone(model: Model, requests: list[InferenceRequest]) -> list[GenerationResu
     results = [run(engine, [request])[0] for request in requests]
     engine.stop()
     return results
+
+
+def test_memory_of_the_cache_is_taken_between_requests_behind_what_was_used(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = 3 << 20
+    monkeypatch.setattr(runner, "_CACHE_BYTES_AHEAD", ahead)
+    engine = make_engine(model, blocks=128)
+    memory = engine._backend._memory  # type: ignore[attr-defined]
+
+    def taken() -> int:
+        ends = time.monotonic() + 10.0
+        while memory.is_wanting:
+            assert time.monotonic() < ends
+            time.sleep(1e-3)
+        return memory._taken
+
+    assert taken() == ahead
+    run(engine, [InferenceRequest(tuple(range(100, 200)), SamplingParams(max_tokens=8, ignore_eos=True))])
+    block_bytes = engine.scheduler.info.bytes_per_block
+    assert taken() == ahead + 14 * block_bytes, "107 tokens in blocks of 8"
+    engine.stop()
 
 
 def test_tokens_equal_those_of_the_bare_decoder(

@@ -179,6 +179,39 @@ def test_every_token_is_written_where_it_arrives(default_tokenizer: Tokenizer) -
     assert [len(outcome) for outcome in found.outcomes] == [1]
 
 
+def test_what_arrives_before_a_request_is_handed_over_whole_is_not_lost(default_tokenizer: Tokenizer) -> None:
+    """The connection to the engine is full, and the answer is quicker than `submit` returns; who reads looks meanwhile."""
+
+    class Slow(Engine):
+        may_return = asyncio.Event()
+
+        async def submit(self, *arguments: Any, **options: Any) -> list[Answer]:
+            answers = await super().submit(*arguments, **options)
+            await self.may_return.wait()
+            return answers
+
+    async def run() -> None:
+        engine, tokens = Slow(), default_tokenizer.encode(TEXT, add_bos=False)
+        choices = Choices(engine, default_tokenizer)
+        request = InferenceRequest((1,), SamplingParams(max_tokens=100))
+        submitting = asyncio.create_task(choices.submit([request]))
+        await rounds()
+        for token in tokens:
+            engine.answer.put_token(token)
+        await choices.wait()
+        assert choices.take() == []
+        engine.may_return.set()
+        await submitting
+        await asyncio.wait_for(choices.wait(), 10.0)
+        assert "".join(piece.text for piece in choices.take()) == TEXT
+
+        quiet = Choices(Engine(), default_tokenizer)
+        await quiet.submit([request])
+        assert not quiet._arrived.is_set(), "the status of a stream waits for news, which may be a refusal"
+
+    asyncio.run(run())
+
+
 def test_without_a_writer_all_of_it_goes_by_send(default_tokenizer: Tokenizer) -> None:
     async def work(found: Streamed) -> None:
         found.stream._writer = None

@@ -144,6 +144,32 @@ def test_no_round_calls_more_than_it_has_time_for() -> None:
     assert max(per_round) <= 17 and max(per_round[8:]) <= 4
 
 
+def test_rounds_do_not_grow_by_work_that_they_had_room_for() -> None:
+    """Two streams for hours, and then hundreds at once."""
+
+    async def run() -> list[int]:
+        rounds, called, in_a_round = Rounds(), 0, []
+
+        def work() -> None:
+            nonlocal called
+            called += 1
+
+        for _ in range(1000):
+            rounds.call(work)
+            rounds.call(work)
+            await asyncio.sleep(0)
+        assert called == 2000
+        for _ in range(400):
+            rounds.call(work)
+        while called < 2400:
+            before = called
+            await asyncio.sleep(0)
+            in_a_round.append(called - before)
+        return in_a_round
+
+    assert max(asyncio.run(run())) < 100
+
+
 def test_a_round_that_took_too_long_is_learned_from_though_nobody_waits_for_the_next() -> None:
     async def run() -> tuple[int, int]:
         rounds, done = Rounds(), []

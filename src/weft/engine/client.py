@@ -76,6 +76,11 @@ class Answer:
         """Those that arrived, read or not."""
         return len(self._tokens)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to take, or to raise."""
+        return bool(self._unread) or self._failure is not None
+
     def check(self) -> None:
         """Raises what kept the request from going on: a copy, since an error that was raised holds all it went through."""
         if self._failure is not None:

@@ -205,6 +205,8 @@ class Choices:
                 self._choices.append(
                     Choice(len(self._choices), answer, text, reader, effort_per_token=effort, waited=waited)
                 )
+                if answer.has_news:  # it came before, and who looked for it did not know the answer yet
+                    self._arrived.set()
         self._is_submitted = True
 
     def submit_later(self, work: Callable[[], Awaitable[None]]) -> None:

@@ -74,5 +74,5 @@ class Rounds:
         seconds, self._began = now - self._began, now
         if seconds > _SLICE_SECONDS:
             self._per_round = max(1.0, self._per_round * max(0.5, _SLICE_SECONDS / seconds))
-        elif self._waiting:
+        elif self._waiting and not self._left:  # some were left over, though there was time
             self._per_round += 1.0

@@ -68,7 +68,8 @@ class StepThread:
         return step
 
     def take_ahead(self, memory: MemoryAhead) -> None:
-        """This is the memory of the steps to come; from now on it belongs to the thread."""
+        """This is the memory of the steps to come; from now on it belongs to the thread. Not while a step is under way: it
+        would take this for one behind it."""
         self._steps.put(memory)
 
     def close(self) -> None:
