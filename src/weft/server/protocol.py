@@ -23,6 +23,10 @@ WRITER = "weft.writer"
 """Where in the state of a request's scope its connection's `BodyWriter` is."""
 
 
+def _chunk(piece: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(piece), piece)
+
+
 class _Connection(h11.Connection):
     """As h11's own; but a piece of a stream, of which there may be one for every token, goes through no state machine."""
 
@@ -35,7 +39,7 @@ class _Connection(h11.Connection):
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
         if type(event) is h11.Data and self.takes_chunks:
-            return [b"%x\r\n" % len(event.data), event.data, b"\r\n"] if event.data else []
+            return [_chunk(event.data)] if event.data else []
         sent = super().send_with_data_passthrough(event)
         if type(event) is h11.Response and sent is not None:
             self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in b"".join(sent).lower()
@@ -62,7 +66,7 @@ class BodyWriter:
         if self._flow.write_paused:
             return False
         if not self._transport.is_closing():
-            self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            self._transport.write(_chunk(piece))
         return True
 
 
