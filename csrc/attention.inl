@@ -6,9 +6,12 @@
 // loads are far ahead of the multiplications that wait for each other. What a row does not see is never multiplied with a value, not even
 // as 0, since that may be NaN.
 //
-// What lies in the store is read as codes. A score is the product of query and codes, less the key's zero times the sum of the query, times
-// the key's scale; and a weight is multiplied by its value's scale before the codes are summed, less the sum of these products with the
-// zeros. So much is done in the order of the positions too, whatever rows or tiles there are.
+// Keys and values of the cache are codes, and so are queries and weights that meet them: a weight is multiplied by its value's scale first,
+// and those of a row and segment share one of their own. Sums of products are exact.
+//
+// What lies in the store is read as other codes, which have zeros too. A score is the product of query and codes, less the key's zero times
+// the sum of the query, times the key's scale; and from the sums of values those of the weights with the zeros are taken off. So much is
+// done in the order of the positions too, whatever rows or tiles there are.
 #include "attention_block.inl"
 
 namespace weft::WEFT_ISA {
@@ -19,17 +22,16 @@ constexpr float log_2 = 0.69314718f;
 
 // --- queries -----------------------------------------------------------------------------------------------------------------------------
 
-inline void scale_query(const Block& block, const float* from, float* to) {
-  const vec::Vec scale = vec::all(block.task.cap == 0.0f ? block.task.scale * vec::one_by_log_2 : block.task.scale);
-  vec::for_each(block.task.cache.head_size, [&](int64_t i, auto n) { vec::store(to + i, vec::load(from + i, n) * scale); });
-}
+inline float score_scale(const AttendTask& task) { return task.cap == 0.0f ? task.scale * vec::one_by_log_2 : task.scale; }
 
 // For the store: of all rows, once for all segments, since they may have to be turned.
 inline void prepare_store_queries(const Block& block) {
   const AttendTask& task = block.task;
+  const vec::Vec scale = vec::all(score_scale(task));
   block.for_rows(0, block.rows, [&](int64_t row, int64_t query, int64_t feature) {
     float* to = block.store_queries + row * block.width;
-    scale_query(block, block.query(query, feature), to);
+    const float* from = block.query(query, feature);
+    vec::for_each(task.cache.head_size, [&](int64_t i, auto n) { vec::store(to + i, vec::load(from + i, n) * scale); });
     if (rotates_keys(task.store)) rotate_vector(to, task.cache.head_size);
     const auto add = [&](vec::Vec sum, int64_t i, auto n) { return sum + vec::load(to + i, n); };
     block.query_sums[row] = vec::sum_row(task.cache.head_size, add);
@@ -38,9 +40,23 @@ inline void prepare_store_queries(const Block& block) {
 
 // For the cache: of one tile, where they stay at hand.
 inline void prepare_queries(const Block& block, int64_t first, int64_t end) {
+  const int64_t size = block.task.cache.head_size;
+  const int largest = largest_key_code(size);
   block.for_rows(first, end, [&](int64_t row, int64_t query, int64_t feature) {
-    scale_query(block, block.query(query, feature), block.queries + (row - first) * block.width);
+    int16_t* const to = block.queries + (row - first) * block.width;
+    const auto put = [&](int64_t f, const int16_t* codes) { std::memcpy(to + f, codes, vec::lanes * 2); };
+    block.query_factors[row - first] = quantise_codes(block.query(query, feature), size, largest, put) * score_scale(block.task);
   });
+}
+
+// --- scales ------------------------------------------------------------------------------------------------------------------------------
+
+// Of the keys and values of a whole tile of the cache, which begins at position k of the segment.
+inline void read_tile_scales(const Block& block, const uint16_t* scales, int64_t k) {
+  for (int64_t i = 0; i < key_tile; i += vec::lanes) {
+    vec::store(block.key_scales + k + i, vec::load_upper_halves(scales + i));
+    vec::store(block.value_scales + k + i, vec::load_upper_halves(scales + block.task.cache.block_size + i));
+  }
 }
 
 // --- scores and weights ------------------------------------------------------------------------------------------------------------------
@@ -56,22 +72,37 @@ inline void score_rows(const Block& block, const Sides& keys, int64_t row, Span 
     const int64_t kept = block.stored > 0 && !side.is_stored ? side.wanted.first - first * key_tile : 0;
     float others[Rows][key_tile];
     for (int64_t r = 0; r < Rows && kept > 0; r++) std::memcpy(others[r], scores + r * score_stride, static_cast<size_t>(kept) * 4);
-    score_tiles<Rows, decltype(element)>(side.is_stored ? block.store_queries + row * block.width : block.queries, block.width,
-                                         block.task.cache.head_size, side.tiles + first, tiles_of(part), ahead, side.lines, scores);
+    const int64_t size = block.task.cache.head_size;
+    if constexpr (std::is_same_v<decltype(element), int16_t>) {
+      score_codes<Rows>(block.queries, block.width, block.query_factors, size, side.tiles + first, tiles_of(part),
+                        block.key_scales + first * key_tile, ahead, side.lines, scores, [&](int64_t tile, int64_t count) {
+                          for (int64_t t = first + tile; t < first + tile + count && side.reads_scales_late; t++)
+                            read_tile_scales(block, side.scales[t], t * key_tile);
+                        });
+    } else {
+      score_tiles<Rows, decltype(element)>(block.store_queries + row * block.width, block.width, size, side.tiles + first, tiles_of(part),
+                                           ahead, side.lines, scores);
+    }
     for (int64_t r = 0; r < Rows && kept > 0; r++) std::memcpy(scores + r * score_stride, others[r], static_cast<size_t>(kept) * 4);
   });
 }
 
-// Scores become weights 2^(score - largest); those around a row's span, as far as any row sees and up to whole sums of lanes, become 0.
+// A weight that is less than this part of the largest is 0: it is worth nothing, and no product with a scale is subnormal, which slows
+// some processors down a hundredfold.
+constexpr float least_weight = 0x1p-40f;
+
+// Scores become weights 2^(score - largest), times the scales of the values; those around a row's span, as far as any row sees and up to
+// whole sums of lanes, become 0. `most` are the bits of the largest from the position `stored` on, or of NaN if there is one.
 // Step by step for all rows, since a single one would wait for each of its steps.
 template <int Rows>
-inline void weigh_rows(float* scores, const Span* spans, float cap, Statistics* statistics) {
+inline void weigh_rows(float* scores, const Span* spans, float cap, const float* scales, int64_t stored, Statistics* statistics,
+                       uint32_t* most) {
   constexpr int parts = vec::sum_parts;
   constexpr int64_t step = parts * vec::lanes;
   const int64_t first = spans[0].first / step * step, end = rounded_up(spans[Rows - 1].end, step);
   const int64_t all_begin = spans[Rows - 1].first, all_end = spans[0].end;   // between these all rows see everything
   const vec::Vec nothing = vec::all(-INFINITY);
-  vec::Vec best[Rows], base[Rows], sums[Rows][parts];
+  vec::Vec best[Rows], base[Rows], sums[Rows][parts], highest[Rows];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) best[r] = nothing;
   for (int64_t k = first; k < end; k += vec::lanes) {
@@ -97,49 +128,66 @@ inline void weigh_rows(float* scores, const Span* spans, float cap, Statistics* 
     base[r] = vec::all(largest == -INFINITY ? 0.0f : largest);
 #pragma GCC unroll 2
     for (int part = 0; part < parts; part++) sums[r][part] = vec::all(0.0f);
+    highest[r] = vec::all(0.0f);
   }
+  const vec::Vec least = vec::all(least_weight), zero = vec::all(0.0f);
   for (int64_t k = first; k < end; k += step) {
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
 #pragma GCC unroll 2
       for (int part = 0; part < parts; part++) {
         float* at = scores + r * score_stride + k + part * vec::lanes;
+        const int64_t position = k + part * vec::lanes;
         const vec::Vec weight = vec::exp2_up_to_0(vec::load(at) - base[r]);
-        vec::store(at, weight);
         sums[r][part] = sums[r][part] + weight;
+        vec::Vec scaled = vec::where_less(least, weight, weight * vec::load(scales + position), zero);
+        vec::store(at, scaled);
+        if (position < stored)
+          scaled = vec::where_less(vec::counted_from(position), vec::all(static_cast<float>(stored)), zero, scaled);
+        highest[r] = vec::larger_bits(highest[r], scaled);
       }
     }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < Rows; r++) statistics[r].sum = vec::sum(sums[r]);
+  for (int r = 0; r < Rows; r++) {
+    statistics[r].sum = vec::sum(sums[r]);
+    most[r] = vec::largest_bits(highest[r]);
+  }
 }
 
-// --- scales and zeros of the store -----------------------------------------------------------------------------------------------------
+// --- scales and zeros ------------------------------------------------------------------------------------------------------------------
 
-// Those of all that is read from the store of a segment, as floats.
-inline void read_scales(const Block& block, int64_t segment) {
-  const StoreLayer& store = block.task.store;
+// Those of all that is read of a segment, as floats; of the cache only where they are not read late.
+inline void read_scales(const Block& block, int64_t segment, const Sides& keys) {
+  const AttendTask& task = block.task;
+  const StoreLayer& store = task.store;
   const vec::Vec unit = vec::all(store.bits == 8 ? 1.0f : 1.0f / 16.0f), middle = vec::all(store.bits == 8 ? 0.0f : 8.0f);
-  const int64_t start = segment * segment_keys;
-  const Span wanted = common(block.seen_by_any(segment), {0, block.stored_in(segment)});
-  float *const key_scales = block.key_scales, *const key_zeros = block.key_zeros;
-  float *const value_scales = block.value_scales, *const value_zeros = block.value_zeros;
-  for_runs(block.task, start, wanted, [&](int64_t k, int64_t n, const Place& place, int64_t, int64_t) {
-    const StoredHead head = store.head(block.task.store_table[place.block], block.task.kv_head);
-    const auto read = [&](const uint8_t* bytes, auto load, float* out) {
-      uint8_t copy[key_tile] = {};
-      if (n < key_tile) {   // beside them the memory may end
-        std::memcpy(copy, bytes, static_cast<size_t>(n));
-        bytes = copy;
-      }
-      for (int64_t i = 0; i < key_tile; i += vec::lanes) vec::store(out + k + i, load(bytes + i));
-    };
-    const auto scale = [](const uint8_t* bytes) { return vec::load_scales(bytes); };
-    const auto zero = [&](const uint8_t* bytes) { return vec::fma(vec::load(reinterpret_cast<const int8_t*>(bytes)), unit, middle); };
-    read(head.scales(false) + place.within, scale, key_scales);
-    read(head.zeros(false) + place.within, zero, key_zeros);
-    read(head.scales(true) + place.within, scale, value_scales);
-    read(head.zeros(true) + place.within, zero, value_zeros);
+  const int64_t start = segment * segment_keys, stored = block.stored_in(segment);
+  const Span seen = block.seen_by_any(segment);
+  const auto read = [&](const auto* elements, int64_t k, int64_t n, auto load, float* out) {
+    std::decay_t<decltype(*elements)> copy[key_tile] = {};
+    if (n < key_tile) {   // beside them the memory may end
+      std::memcpy(copy, elements, static_cast<size_t>(n) * sizeof(*elements));
+      elements = copy;
+    }
+    for (int64_t i = 0; i < key_tile; i += vec::lanes) vec::store(out + k + i, load(elements + i));
+  };
+  const auto stored_scale = [](const uint8_t* bytes) { return vec::load_scales(bytes); };
+  const auto zero = [&](const uint8_t* bytes) { return vec::fma(vec::load(reinterpret_cast<const int8_t*>(bytes)), unit, middle); };
+  const auto scale = [](const uint16_t* halves) { return vec::load_upper_halves(halves); };
+  // In the order of the positions: what is written behind a run belongs to the next.
+  for_runs(task, start, common(seen, {0, stored}), [&](int64_t k, int64_t n, const Place& place, int64_t, int64_t) {
+    const StoredHead head = store.head(task.store_table[place.block], task.kv_head);
+    read(head.scales(false) + place.within, k, n, stored_scale, block.key_scales);
+    read(head.zeros(false) + place.within, k, n, zero, block.key_zeros);
+    read(head.scales(true) + place.within, k, n, stored_scale, block.value_scales);
+    read(head.zeros(true) + place.within, k, n, zero, block.value_zeros);
+  });
+  if (keys.read_scales_late()) return;
+  for_runs(task, start, common(seen, {stored, segment_keys}), [&](int64_t k, int64_t n, const Place& place, int64_t, int64_t) {
+    const CachedHead head = task.cache.head(task.table[place.block], task.kv_head);
+    read(head.scales(false) + place.within, k, n, scale, block.key_scales);
+    read(head.scales(true) + place.within, k, n, scale, block.value_scales);
   });
 }
 
@@ -157,29 +205,23 @@ inline void scale_scores(const Block& block, int64_t row, Span stored, float* sc
   }
 }
 
-// Weights become those of codes; returns the sum of their products with the zeros.
-inline float scale_weights(const Block& block, Span stored, float* weights) {
+// The sum of the products of weights and zeros.
+inline float sum_zeros(const Block& block, Span stored, const float* weights) {
   constexpr int64_t step = vec::sum_parts * vec::lanes;
-  const float *scales = block.value_scales, *zeros = block.value_zeros;
-  const vec::Vec nothing = vec::all(0.0f), smallest = vec::all(0x1p-126f);
+  const vec::Vec nothing = vec::all(0.0f);
   vec::Vec sums[vec::sum_parts];
   for (vec::Vec& sum : sums) sum = nothing;
   for (int64_t start = stored.first / step * step; start < stored.end; start += step) {
 #pragma GCC unroll 2
     for (int part = 0; part < vec::sum_parts; part++) {
       const int64_t k = start + part * vec::lanes;
-      const vec::Vec weight = vec::load(weights + k), scaled = weight * vec::load(scales + k);
-      // Never a subnormal one: see exp2_up_to_0.
-      const vec::Vec normal = vec::where_less(scaled, smallest, nothing, scaled), product = normal * vec::load(zeros + k);
-      if (k >= stored.first && k + vec::lanes <= stored.end) {
-        vec::store(weights + k, normal);
-        sums[part] = sums[part] + product;
-      } else {
-        const vec::Vec counted = vec::counted_from(k), first = vec::all(static_cast<float>(stored.first));
-        const vec::Vec end = vec::all(static_cast<float>(stored.end));
-        vec::store(weights + k, vec::where_less(counted, end, normal, weight));
-        sums[part] = sums[part] + vec::where_less(counted, first, nothing, vec::where_less(counted, end, product, nothing));
+      vec::Vec product = vec::load(weights + k) * vec::load(block.value_zeros + k);
+      if (k < stored.first || k + vec::lanes > stored.end) {
+        const vec::Vec counted = vec::counted_from(k);
+        product = vec::where_less(counted, vec::all(static_cast<float>(stored.end)), product, nothing);
+        product = vec::where_less(counted, vec::all(static_cast<float>(stored.first)), nothing, product);
       }
+      sums[part] = sums[part] + product;
     }
   }
   return vec::sum(sums);
@@ -188,16 +230,24 @@ inline float scale_weights(const Block& block, Span stored, float* weights) {
 // --- a whole segment -------------------------------------------------------------------------------------------------------------------
 
 template <int Rows>
-inline void sum_rows(const Block& block, const Sides& values, const Span* spans, const float* starts, const Target* targets, Ahead* whom) {
-  bool begun = false;
+inline void sum_rows(const Block& block, const Sides& values, const Span* spans, const float* starts, const uint32_t* most,
+                     const Target* targets, Ahead* whom) {
   const Span seen = {spans[0].first, spans[Rows - 1].end};
   values.for_each(seen, whom, [&](const Side& side, auto element, Ahead* ahead) {
-    if (common(seen, side.wanted).empty()) return;
-    Span parts[Rows];
-    for (int r = 0; r < Rows; r++) parts[r] = common(spans[r], side.wanted);
-    sum_tiles<Rows, decltype(element)>(block.scores, side.tiles, side.stride, parts, begun ? nullptr : starts, ahead, side.lines,
-                                       targets, block.width);
-    begun = true;
+    const Span all = common(seen, side.wanted);
+    if (all.empty()) return;
+    const float* const begins = starts;
+    starts = nullptr;   // what comes next goes on from what stands there
+    if constexpr (std::is_same_v<decltype(element), int16_t>) {
+      float factors[Rows];
+      code_weights<Rows>(block.scores, all.first, all.end, most, block.weights, factors);
+      sum_codes<Rows>(block.weights, factors, side.tiles, all.first / key_tile, (all.end + key_tile - 1) / key_tile, block.width, begins,
+                      ahead, side.lines, targets);
+    } else {
+      Span parts[Rows];
+      for (int r = 0; r < Rows; r++) parts[r] = common(spans[r], side.wanted);
+      sum_tiles<Rows, decltype(element)>(block.scores, side.tiles, side.stride, parts, begins, ahead, side.lines, targets, block.width);
+    }
   });
 }
 
@@ -207,7 +257,7 @@ template <typename Use>
 inline void work_segment(const Block& block, int64_t segment, bool finishes, Use use) {
   const int64_t stored = block.stored_in(segment);
   const Sides keys(block, segment, false);
-  if (stored > 0) read_scales(block, segment);
+  read_scales(block, segment, keys);
   const Sides values(block, segment, true);
   finishes &= stored == 0 && block.width == block.task.cache.head_size;
   for_tiles(block.rows, [&](int64_t first, auto count) {
@@ -216,6 +266,7 @@ inline void work_segment(const Block& block, int64_t segment, bool finishes, Use
     Span spans[rows];
     Statistics statistics[rows];
     float starts[rows];
+    uint32_t most[rows];
     Target targets[rows];
     block.for_rows(first, first + rows, [&](int64_t row, int64_t query, int64_t) {
       spans[row - first] = block.seen_by_query(query, segment);
@@ -227,17 +278,17 @@ inline void work_segment(const Block& block, int64_t segment, bool finishes, Use
       const Span from_store = common(spans[r], {0, stored});
       if (!from_store.empty()) scale_scores(block, first + r, from_store, block.scores + r * score_stride);
     }
-    weigh_rows<rows>(block.scores, spans, block.task.cap, statistics);
+    weigh_rows<rows>(block.scores, spans, block.task.cap, block.value_scales, stored, statistics, most);
     for (int r = 0; r < rows && stored > 0; r++) {
       const Span from_store = common(spans[r], {0, stored});
-      if (!from_store.empty()) starts[r] = 0.0f - scale_weights(block, from_store, block.scores + r * score_stride);
+      if (!from_store.empty()) starts[r] = 0.0f - sum_zeros(block, from_store, block.scores + r * score_stride);
     }
     block.for_rows(first, first + rows, [&](int64_t row, int64_t query, int64_t feature) {
       const int64_t r = row - first;
       const bool is_done = finishes && segment == block.first_segment(query) && segment == block.last_segment(query);
       targets[r] = is_done ? Target{block.out(query, feature), 1.0f / statistics[r].sum} : Target{block.sums + r * block.width, 1.0f};
     });
-    sum_rows<rows>(block, values, spans, starts, targets, ahead);
+    sum_rows<rows>(block, values, spans, starts, most, targets, ahead);
     block.for_rows(first, first + rows, [&](int64_t row, int64_t query, int64_t feature) {
       const int64_t r = row - first;
       const float* sums = block.sums + r * block.width;

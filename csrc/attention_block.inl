@@ -1,5 +1,5 @@
 // A block of rows that go through the context together, and where the keys and values lie that they see of a segment.
-#include "attention_tiles.inl"
+#include "attention_codes.inl"
 
 namespace weft::WEFT_ISA {
 namespace {
@@ -13,17 +13,23 @@ struct Block {
   const AttendTask& task;
   Ahead* ahead;             // told of what is read, or null
   int64_t first_query, rows;
-  int64_t width;            // the head's size in whole vectors; the features behind the last are zeros
-  float* queries;           // [tile_rows, width]: of the tile in work, times the scale and, but for a cap, what makes scores of base 2
-  float* scores;            // [tile_rows, score_stride]: of the tile and segment in work, then their weights
+  int64_t width;            // the head's size in whole vectors
+  float* scores;            // [tile_rows, score_stride]: of the tile and segment in work, then their weights times the values' scales
   float* sums;              // [tile_rows, width]: likewise, the weighted sum of values
-  float *keys, *values;     // [segment_keys, width]: of the segment in work, where they are not read as they lie
+  float *key_scales, *value_scales;   // [segment_keys + 16]: of the segment in work
   Statistics* totals;       // [rows]: of the segments before
+
+  // Of the cache.
+  int16_t* queries;         // [tile_rows, width]: codes of the tile in work
+  float* query_factors;     // [tile_rows]: what they are worth, times the task's scale and, but for a cap, what makes scores of base 2
+  int16_t* weights;         // [tile_rows, code_stride]: codes of the tile and segment in work
+  int16_t *keys, *values;   // [segment_keys, width]: of the segment in work, where they are not read as they lie
 
   // Of the store.
   int64_t stored;           // what lies before this position is read from there by all rows
-  float *key_scales, *key_zeros, *value_scales, *value_zeros;   // [segment_keys + 16]: of the segment in work
-  float* store_queries;     // [rows, width]: of all rows, as keys of the store meet them
+  float *key_zeros, *value_zeros;           // [segment_keys + 16]: of the segment in work
+  float *stored_keys, *stored_values;       // [segment_keys, width]: of the segment in work, where they are not read as they lie
+  float* store_queries;     // [rows, width]: of all rows, as keys of the store meet them; behind the last feature zeros
   float* query_sums;        // [rows]: of all features of those
 
   Block(const AttendTask& whole, Ahead* fetching, int64_t first, int64_t count, float* scratch)
@@ -31,22 +37,33 @@ struct Block {
         stored(whole.stored_before(whole.first_position + first)) {
     // Aligned: a vector that lies across two cache lines is loaded twice.
     scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~uintptr_t{63});
-    scores = scratch;
-    sums = scores + tile_rows * score_stride;
-    queries = sums + tile_rows * width;
-    store_queries = queries + tile_rows * width;
-    key_scales = store_queries + rows * width;
-    key_zeros = key_scales + score_stride;
-    value_scales = key_zeros + score_stride;
-    value_zeros = value_scales + score_stride;
-    keys = value_zeros + score_stride;
-    values = keys + segment_keys * width;
-    totals = reinterpret_cast<Statistics*>(values + segment_keys * width);
-    query_sums = reinterpret_cast<float*>(totals + rows);
+    const auto take = [&](int64_t floats) {
+      float* const taken = scratch;
+      scratch += rounded_up(floats, 16);
+      return taken;
+    };
+    const auto take_codes = [&](int64_t codes) { return reinterpret_cast<int16_t*>(take((codes + 1) / 2)); };
+    scores = take(tile_rows * score_stride);
+    sums = take(tile_rows * width);
+    key_scales = take(score_stride);
+    value_scales = take(score_stride);
+    totals = reinterpret_cast<Statistics*>(take(2 * rows));
+    queries = take_codes(tile_rows * width);
+    query_factors = take(tile_rows);
+    weights = take_codes(tile_rows * code_stride);
+    keys = take_codes(segment_keys * width);
+    values = take_codes(segment_keys * width);
+    key_zeros = take(score_stride);
+    value_zeros = take(score_stride);
+    stored_keys = take(segment_keys * width);
+    stored_values = take(segment_keys * width);
+    store_queries = take(rows * width);
+    query_sums = take(rows);
   }
 
+  // More than any of the above needs.
   static int64_t scratch_floats(int64_t rows, int64_t width) {
-    return 16 + tile_rows * (score_stride + 2 * width) + rows * (width + 3) + 2 * segment_keys * width + 4 * score_stride;
+    return 16 * 18 + tile_rows * (score_stride + code_stride + 2 * width + 1) + 4 * score_stride + rows * (width + 3) + 3 * segment_keys * width;
   }
 
   int64_t first_segment(int64_t query) const { return task.window > 0 ? larger(position(query) + 1 - task.window, 0) / segment_keys : 0; }
@@ -78,14 +95,18 @@ struct Block {
 inline Span common(Span a, Span b) { return {larger(a.first, b.first), smaller(a.end, b.end)}; }
 inline int64_t tiles_of(Span span) { return span.empty() ? 0 : (span.end + key_tile - 1) / key_tile - span.first / key_tile; }
 
-// What is read of a segment from the store, or what is not: keys or values, as they lie in memory or as floats in the scratch.
+// What is read of a segment from the store, or from the cache: keys or values, as they lie in memory or copied to the scratch.
 struct Side {
   Span wanted;       // by any row
   bool is_stored, of_values;
-  bool as_floats;
-  int64_t stride;    // from one value to the next, in elements
+  bool is_copied;    // from the store as floats
+  int64_t stride;    // of the store: from one value to the next, in elements
   int64_t lines;     // of a tile
   const void* tiles[segment_tiles];
+  // Of the cache's keys that one tile of rows reads as they lie: where the scales of a tile stand, those of its values a block's size behind
+  // them. They are read with the tile, since before that they are not at hand.
+  bool reads_scales_late;
+  const uint16_t* scales[segment_tiles];
 };
 
 // Calls use(k, n, place, tile, tile_width) for runs of n positions of a span that lie together in one tile of a block: position k stands
@@ -119,44 +140,53 @@ inline void convert_value(const StoreLayer& store, const uint8_t* from, float* o
   }
 }
 
-// As floats in the scratch: for heads that are no whole vectors, blocks that are no whole tiles, and where a half is slow to read. Codes
-// stay codes, so that the sums are the same as of those that are read as they lie.
-inline void convert(const Block& block, int64_t start, Side& side) {
+// For heads that are no whole vectors, blocks that are no whole tiles, and where bytes are slow to read. Codes stay codes, so that the sums
+// are the same as of those that are read as they lie.
+inline void copy_from_store(const Block& block, int64_t start, Side& side) {
   const AttendTask& task = block.task;
-  const CacheLayer& cache = task.cache;
-  const int64_t size = cache.head_size;
-  float* const floats = side.of_values ? block.values : block.keys;
+  const int64_t size = task.cache.head_size;
+  float* const floats = side.of_values ? block.stored_values : block.stored_keys;
   side.stride = side.of_values ? block.width : size;
   for (int64_t tile = 0; tile < segment_tiles; tile++) side.tiles[tile] = floats + tile * key_tile * side.stride;
   for_runs(task, start, side.wanted, [&](int64_t k, int64_t n, const Place& place, int64_t first, int64_t tile_width) {
-    const uint16_t* halves = nullptr;
-    StoredHead head = {};
-    if (side.is_stored) {
-      head = task.store.head(task.store_table[place.block], task.kv_head);
-    } else {
-      halves = cache.keys + task.table[place.block] * cache.block_stride + task.kv_head * cache.head_stride;
-    }
+    const StoredHead head = task.store.head(task.store_table[place.block], task.kv_head);
     if (side.of_values) {
       for (int64_t i = 0; i < n; i++) {
-        float* row = floats + (k + i) * side.stride;
-        if (block.ahead) block.ahead->ask(lines_of(bytes_of_vector(task, side.is_stored)));
-        if (side.is_stored) {
-          convert_value(task.store, head.values() + (place.within + i) * head.vector_bytes, row);
-        } else {
-          const uint16_t* from = halves + cache.value_offset + (place.within + i) * size;
-          vec::for_each(size, [&](int64_t f, auto count) { vec::store(row + f, vec::load(from + f, count)); });
-        }
+        if (block.ahead) block.ahead->ask(lines_of(head.vector_bytes));
+        convert_value(task.store, head.values() + (place.within + i) * head.vector_bytes, floats + (k + i) * side.stride);
       }
     } else {
       float* tile = floats + k / key_tile * key_tile * side.stride + k % key_tile;
       for (int64_t f = 0; f < size; f++) {
         if (block.ahead && f % 2 == 0) block.ahead->ask(1);
-        if (side.is_stored) {
-          convert_keys(task.store, head.keys() + first * head.vector_bytes + place.within - first, tile_width, f, n, tile + f * key_tile);
-        } else {
-          const uint16_t* from = halves + first * size + place.within - first + f * tile_width;
-          vec::for_each(n, [&](int64_t i, auto count) { vec::store(tile + f * key_tile + i, vec::load(from + i, count), count); });
-        }
+        convert_keys(task.store, head.keys() + first * head.vector_bytes + place.within - first, tile_width, f, n, tile + f * key_tile);
+      }
+    }
+  });
+}
+
+// Likewise. What no row sees, and what is behind the last feature, may stay whatever it is.
+inline void copy_from_cache(const Block& block, int64_t start, Side& side) {
+  const AttendTask& task = block.task;
+  const int64_t size = task.cache.head_size;
+  int16_t* const codes = side.of_values ? block.values : block.keys;
+  const int64_t tile_codes = key_tile * (side.of_values ? block.width : even(size));
+  for (int64_t tile = 0; tile < segment_tiles; tile++) side.tiles[tile] = codes + tile * tile_codes;
+  for_runs(task, start, side.wanted, [&](int64_t k, int64_t n, const Place& place, int64_t first, int64_t tile_width) {
+    const CachedHead head = task.cache.head(task.table[place.block], task.kv_head);
+    int16_t* const tile = codes + k / key_tile * tile_codes;
+    if (side.of_values) {
+      for (int64_t i = 0; i < n; i++) {
+        if (block.ahead) block.ahead->ask(lines_of(size * 2));
+        const int16_t* from = head.value(place.within + i);
+        int16_t* to = tile + (k + i) % key_tile / 2 * 2 * block.width + (k + i) % 2;
+        for (int64_t f = 0; f < size; f++) to[2 * f] = from[2 * f];
+      }
+    } else {
+      for (int64_t f = 0; f < size; f += 2) {
+        if (block.ahead) block.ahead->ask(1);
+        std::memcpy(tile + f * key_tile + k % key_tile * 2, head.keys(first) + f * tile_width + (place.within - first) * 2,
+                    static_cast<size_t>(n) * 4);
       }
     }
   });
@@ -166,19 +196,26 @@ inline void find_tiles(const Block& block, int64_t segment, Side& side) {
   const AttendTask& task = block.task;
   const int64_t size = task.cache.head_size, in_an_element = side.is_stored && task.store.bits == 4 ? Keys<Nibbles>::features : 1;
   side.lines = lines_of_tile(task, side.of_values, side.is_stored);
-  side.as_floats = (!vec::reads_halves && block.rows > tile_rows) || !has_whole_tiles(task.cache) ||
+  side.is_copied = (side.is_stored && !vec::reads_bytes && block.rows > tile_rows) || !has_whole_tiles(task.cache) ||
                    (side.of_values && size % (vec::lanes * in_an_element) != 0);
+  side.reads_scales_late = !side.is_stored && !side.of_values && !side.is_copied && block.rows <= tile_rows;
   const int64_t start = segment * segment_keys, first = side.wanted.first / key_tile;
-  if (side.as_floats) {
+  if (side.is_copied) {
     if (block.ahead) block.ahead->owe(tiles_of(side.wanted) * side.lines);
-    convert(block, start, side);
+    if (side.is_stored) {
+      copy_from_store(block, start, side);
+    } else {
+      copy_from_cache(block, start, side);
+    }
     if (block.ahead) block.ahead->ask_rest();
     return;
   }
   side.stride = size / in_an_element;
   Place place(task, start + first * key_tile);
-  for (int64_t tile = first; tile * key_tile < side.wanted.end; tile++, place.step(task, key_tile))
+  for (int64_t tile = first; tile * key_tile < side.wanted.end; tile++, place.step(task, key_tile)) {
     side.tiles[tile] = tile_at(task, place, side.of_values, side.is_stored);
+    if (side.reads_scales_late) side.scales[tile] = task.cache.head(task.table[place.block], task.kv_head).scales(false) + place.within;
+  }
 }
 
 // The keys, or the values, that any row of a block sees of a segment.
@@ -202,17 +239,20 @@ struct Sides {
     add(common(seen, {stored, segment_keys}), false);
   }
 
+  // The cache's are the last.
+  bool read_scales_late() const { return count > 0 && sides[count - 1].reads_scales_late; }
+
   // Calls use(side, element, ahead) for each: an element of the kind that its tiles have, and who is to be asked while they are read, or
   // null. `seen` is what is read of them.
   template <typename Use>
   void for_each(Span seen, Ahead* ahead, Use use) const {
     for (int i = 0; i < count; i++) {
       const Side& side = sides[i];
-      Ahead* const asked = side.as_floats ? nullptr : ahead;
-      if (side.as_floats) {
+      Ahead* const asked = side.is_copied ? nullptr : ahead;
+      if (!side.is_stored) {
+        use(side, int16_t{}, asked);
+      } else if (side.is_copied) {
         use(side, float{}, asked);
-      } else if (!side.is_stored) {
-        use(side, uint16_t{}, asked);
       } else if (block.task.store.bits == 8) {
         use(side, int8_t{}, asked);
       } else {

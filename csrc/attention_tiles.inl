@@ -1,4 +1,4 @@
-// The inner loops of attention: a few rows against some keys or values, and the memory that is asked for meanwhile.
+// The inner loops of attention over the store: a few rows against some keys or values; and the memory that is asked for meanwhile.
 //
 // A score is the sum over features of query times key, one feature after the other; a sum of values goes over positions one after the
 // other. Both stand in a lane of their own: neither depends on which rows or keys share a tile, nor on how many lanes a vector has.
@@ -54,8 +54,8 @@ struct Nibbles {
   uint8_t pair;
 };
 
-inline int64_t bytes_of_vector(const AttendTask& task, bool is_stored) {
-  return is_stored ? task.store.vector_bytes() : task.cache.head_size * 2;
+inline int64_t bytes_of_vector(const AttendTask& task, bool values, bool is_stored) {
+  return is_stored ? task.store.vector_bytes() : 2 * (values ? task.cache.head_size : even(task.cache.head_size));
 }
 
 // Where a position lies: which block of a table, and where in it. Stepped on from, since a division takes as long as ten multiplications.
@@ -72,25 +72,23 @@ struct Place {
 
 // The tile that begins at a place; only with whole tiles.
 inline const uint8_t* tile_at(const AttendTask& task, const Place& place, bool values, bool is_stored) {
-  const int64_t before = place.within * bytes_of_vector(task, is_stored);
   if (is_stored) {
     const StoredHead head = task.store.head(task.store_table[place.block], task.kv_head);
-    return (values ? head.values() : head.keys()) + before;
+    return (values ? head.values() : head.keys()) + place.within * head.vector_bytes;
   }
-  const CacheLayer& cache = task.cache;
-  const uint16_t* head = cache.keys + task.table[place.block] * cache.block_stride + task.kv_head * cache.head_stride;
-  return reinterpret_cast<const uint8_t*>(values ? head + cache.value_offset : head) + before;
+  const CachedHead head = task.cache.head(task.table[place.block], task.kv_head);
+  return reinterpret_cast<const uint8_t*>(values ? head.value(place.within) : head.keys(place.within));
 }
 
-// What is read with it: before the first keys of a block of the store, its scales and zeros.
-inline int64_t bytes_before(const AttendTask& task, const Place& place, bool values, bool is_stored) {
-  return is_stored && !values && place.within == 0 ? 4 * task.cache.block_size : 0;
+// What is read with it: before the first keys of a block its scales, and in the store its zeros, four bytes for each position.
+inline int64_t bytes_before(const AttendTask& task, const Place& place, bool values) {
+  return !values && place.within == 0 ? 4 * task.cache.block_size : 0;
 }
 
 inline int64_t lines_of(int64_t bytes) { return (bytes + 63) / 64; }
 // Of a tile, on average.
 inline int64_t lines_of_tile(const AttendTask& task, bool values, bool is_stored) {
-  return lines_of(key_tile * (bytes_of_vector(task, is_stored) + (is_stored && !values ? 4 : 0)));
+  return lines_of(key_tile * (bytes_of_vector(task, values, is_stored) + (values ? 0 : 4)));
 }
 
 // --- ahead ---------------------------------------------------------------------------------------------------------------------------
@@ -167,9 +165,9 @@ class Ahead {
     position_ = position;
     place_ = place;
     const bool is_stored = position < stored_;
-    const int64_t before = bytes_before(*task_, place, values_, is_stored);
+    const int64_t before = bytes_before(*task_, place, values_);
     at_ = tile_at(*task_, place, values_, is_stored) - before;
-    left_ = lines_of(before + key_tile * bytes_of_vector(*task_, is_stored));
+    left_ = lines_of(before + key_tile * bytes_of_vector(*task_, values_, is_stored));
   }
 
   void next() {
@@ -306,22 +304,27 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t width, i
   }
 }
 
-// The same for any number of tiles, as many at once as there are registers for. `lines` are those of a tile.
-template <int Rows, typename Element>
-inline void score_tiles(const float* queries, int64_t width, int64_t features, const void* const* tiles, int64_t count, Ahead* ahead,
-                        int64_t lines, float* scores) {
+// Calls use(tile, Number<tiles>) for as many tiles at once as there are registers for. `lines` are those of a tile.
+template <int Rows, typename Use>
+inline void for_some_tiles(int64_t count, Ahead* ahead, int64_t lines, Use use) {
   constexpr int room = tile_sums * vec::lanes / (Rows * key_tile), most = room >= 4 ? 4 : room >= 2 ? 2 : 1;
   for (int64_t tile = 0, next; tile < count; tile = next) {
     next = smaller(count, tile + most);
     if (ahead) ahead->owe((next - tile) * lines);
-    with_number<most>(next - tile, [&](auto number) {
-      score_tile<Rows, number.value, Element>(queries, width, features, tiles + tile, ahead, scores + tile * key_tile);
-    });
+    with_number<most>(next - tile, [&](auto number) { use(tile, number); });
     if (ahead) ahead->ask_rest();
   }
 }
 
-// Where the sum of a row goes, and what it is multiplied by on the way.
+template <int Rows, typename Element>
+inline void score_tiles(const float* queries, int64_t width, int64_t features, const void* const* tiles, int64_t count, Ahead* ahead,
+                        int64_t lines, float* scores) {
+  for_some_tiles<Rows>(count, ahead, lines, [&](int64_t tile, auto number) {
+    score_tile<Rows, number.value, Element>(queries, width, features, tiles + tile, ahead, scores + tile * key_tile);
+  });
+}
+
+// Where the sum of a row goes, and what it is multiplied by in the end.
 struct Target {
   float* at;
   float factor;
@@ -385,7 +388,7 @@ __attribute__((noinline)) void sum_tile(const float* weights, const void* const*
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
 #pragma GCC unroll 8
-    for (int j = 0; j < Vectors; j++) vec::store(place(r, j), held[r][j] * vec::all(targets[r].factor));
+    for (int j = 0; j < Vectors; j++) vec::store(place(r, j), held[r][j]);
   }
 }
 

@@ -198,7 +198,7 @@ class BoundProgram {
   // The logits of the first `sampled` selected rows, and the other selected rows.
   std::tuple<nb::object, nb::object> run(Indices token_ids, Indices positions, Indices cells, Indices query_starts, Indices context_lengths,
                                          Array<const int64_t, 2> block_tables, Indices logit_indices,
-                                         nb::ndarray<uint16_t, nb::ndim<6>, nb::c_contig, nb::device::cpu> cache, int64_t sampled,
+                                         nb::ndarray<uint16_t, nb::ndim<5>, nb::c_contig, nb::device::cpu> cache, int64_t sampled,
                                          std::optional<StoreArguments> two_tier) {
     require(program_.logits_buffer() >= 0, "the program is not whole: it makes no logits");
     const int64_t tokens = static_cast<int64_t>(token_ids.size());
@@ -208,10 +208,11 @@ class BoundProgram {
     require(static_cast<int64_t>(query_starts.size()) == requests + 1 && static_cast<int64_t>(block_tables.shape(0)) == requests,
             "query starts and block tables go with requests");
     require(sampled >= 0 && sampled <= selected, "more rows are sampled than selected");
-    require(static_cast<int64_t>(cache.shape(1)) > most_layer_ && static_cast<int64_t>(cache.shape(2)) == shape_.kv_heads && cache.shape(3) == 2 &&
-                static_cast<int64_t>(cache.shape(5)) == shape_.head_size,
+    const int64_t block_size = static_cast<int64_t>(cache.shape(3));
+    require(static_cast<int64_t>(cache.shape(1)) > most_layer_ && static_cast<int64_t>(cache.shape(2)) == shape_.kv_heads && block_size > 0 &&
+                static_cast<int64_t>(cache.shape(4)) == cache_room(block_size, shape_.head_size),
             "the cache does not have the shape of the model");
-    Cache whole{cache.data(), static_cast<int64_t>(cache.shape(0)), static_cast<int64_t>(cache.shape(1)), static_cast<int64_t>(cache.shape(4))};
+    Cache whole{cache.data(), static_cast<int64_t>(cache.shape(0)), static_cast<int64_t>(cache.shape(1)), block_size};
     Step step{tokens, requests, selected, token_ids.data(), positions.data(), cells.data(), query_starts.data(), context_lengths.data(),
                     block_tables.data(), logit_indices.data(), static_cast<int64_t>(block_tables.shape(1))};
     if (two_tier) take_store(*two_tier, step, whole);

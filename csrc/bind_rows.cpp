@@ -68,11 +68,6 @@ void rotate(const ConstRows& heads, const Vector& cosine, const Vector& sine, bo
                      row_of(out, row));
 }
 
-void to_half(const Vector& row, const Array<uint16_t, 1>& out) {
-  same_length(out.shape(0), row.shape(0), "out");
-  kernels().to_half(row.data(), static_cast<int64_t>(row.shape(0)), out.data());
-}
-
 void route(const ConstRows& logits, bool normalise, const Array<int32_t, 2>& chosen, const Rows& shares) {
   same_shape(chosen, shares, "shares");
   same_length(chosen.shape(0), logits.shape(0), "chosen");
@@ -93,7 +88,6 @@ void bind_rows(nb::module_& module) {
   module.def("scale_and_cap", scale_and_cap, "rows"_a, "scale"_a, "cap"_a);
   module.def("rotate", rotate, "heads"_a, "cosine"_a, "sine"_a, "interleaved"_a, "out"_a);
   module.def("route", route, "logits"_a, "normalise"_a, "chosen"_a, "shares"_a);
-  module.def("to_half", to_half, "row"_a, "out"_a);
 }
 
 }  // namespace weft

@@ -12,6 +12,7 @@
 #include "linear.inl"
 #include "rows.inl"
 #include "quantise.inl"
+#include "cache.inl"
 #include "store.inl"
 #include "attention.inl"
 #include "sampler.inl"
@@ -21,7 +22,7 @@ namespace weft::WEFT_ISA {
 extern const Kernels table;
 const Kernels table = {
     WEFT_ISA_NAME, quantise_row,  linear, unpack_row, make_row,   add_scaled,
-    scale_and_cap, rotate,        route,  to_half,    move_block, move_scratch, attend, attend_scratch, attend_segment, attend_merge,
+    scale_and_cap, rotate,        route,  write_cache, move_block, move_scratch, attend, attend_scratch, attend_segment, attend_merge,
     scan_scores,   mask_scores,   sum_exp, sum_weights, sum_weights_roughly, weigh_each, collect_scores, draw_scores,
     multiply_in_registers,
 };

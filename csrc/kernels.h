@@ -171,30 +171,69 @@ struct LinearTask {
 
 // --- attention ----------------------------------------------------------------------------------------------------------------------
 
-// One layer of the paged cache: what head h has of a block lies at keys + block * block_stride + h * head_stride, its values value_offset
-// behind its keys. Values are [block size, head size]. Keys lie in tiles of 16 positions (the last may be narrower), each [head size,
-// positions of the tile], so that a vector holds one feature of several keys. All distances count f16 elements. Reading is fastest
-// where all tiles are whole.
+// A vector of the cache, the key or the value that one token has of one kv head, is kept as whole numbers of 16 bits: value = code * scale.
+// Products of such pairs are added up two to a lane, without conversions and without rounding, and of a vector's largest features they
+// keep more than f16 does. A scale is the upper half of a float, rounded up; a vector that is not finite has the scale NaN and codes of 0.
+//
+// No sum of products leaves 32 bits: those of a query and a key are over all features, those of weights and values over one tile.
 constexpr int64_t key_tile = 16;
+constexpr int largest_value_code = 8191;
+constexpr int largest_weight_code = 16384;
+constexpr float lowest_cache_scale = 0x1p-60f;
 
-struct CacheLayer {
-  uint16_t* keys;
-  int64_t block_stride;
-  int64_t head_stride;
-  int64_t value_offset;
-  int64_t block_size;
-  int64_t head_size;
+constexpr int64_t even(int64_t n) { return n + n % 2; }
+// Of keys and queries.
+inline int largest_key_code(int64_t head_size) {
+  return static_cast<int>(__builtin_sqrt(static_cast<double>(INT32_MAX) / static_cast<double>(even(head_size))));
+}
+
+// What one kv head has of a block of the cache: for every position the scale of its key, then those of the values; the keys' codes and the
+// values'. Keys lie in tiles of 16 positions (the last may be narrower), each [pairs of features, positions of the tile, 2], so that a
+// vector holds a pair of features of several keys; values are [pairs of positions, head size, 2]. Of an odd size the last pair has a 0, and of
+// an odd number of positions a place that nobody uses.
+struct CachedHead {
+  uint16_t* data;
+  int64_t block_size, head_size;
+
+  uint16_t* scales(bool of_values) const { return data + (of_values ? block_size : 0); }
+  // Where the tile of a position begins, whose first is a whole number of tiles into the block, and how many positions it has.
+  int16_t* keys(int64_t tile) const { return codes() + tile * even(head_size); }
+  int64_t tile_width(int64_t tile) const { return block_size - tile < key_tile ? block_size - tile : key_tile; }
+  // The first feature of a position; the others follow at every second place.
+  int16_t* value(int64_t position) const { return codes() + block_size * even(head_size) + position / 2 * 2 * head_size + position % 2; }
+
+ private:
+  int16_t* codes() const { return reinterpret_cast<int16_t*>(data + 2 * block_size); }
 };
 
-// One layer of a cache that is [blocks, layers, kv heads, keys and values, block size * head size].
+// As many 16-bit elements as a kv head's part of a block has for each position.
+constexpr int64_t cache_room(int64_t block_size, int64_t head_size) {
+  return 2 + even(head_size) + (even(block_size) * head_size + block_size - 1) / block_size;
+}
+
+// One layer of the paged cache; distances count elements. Reading is fastest where all tiles are whole.
+struct CacheLayer {
+  uint16_t* data;
+  int64_t block_stride;
+  int64_t head_stride;
+  int64_t block_size;
+  int64_t head_size;
+
+  CachedHead head(int64_t block, int64_t kv_head) const {
+    return {data + block * block_stride + kv_head * head_stride, block_size, head_size};
+  }
+};
+
+// One layer of a cache that is [blocks, layers, kv heads, block size, cache_room].
 inline CacheLayer layer_of_cache(uint16_t* data, int64_t layers, int64_t layer, int64_t kv_heads, int64_t block_size, int64_t head_size) {
-  const int64_t half = block_size * head_size;
-  return {data + layer * kv_heads * 2 * half, layers * kv_heads * 2 * half, 2 * half, half, block_size, head_size};
+  const int64_t head = block_size * cache_room(block_size, head_size);
+  return {data + layer * kv_heads * head, layers * kv_heads * head, head, block_size, head_size};
 }
 
 // What one kv head has of a block of the store, in bytes: for every position the scale of its key, the zeros of the keys, the scales and
-// zeros of the values; then the keys' codes and the values'. Keys lie in tiles as in `CacheLayer`. A byte of 4-bit codes holds features 2j
-// (low) and 2j + 1 of a key, and of a value those that are half a head apart. Zeros, and codes of 8 bits, are kept less 128.
+// zeros of the values; then the keys' codes and the values'. Keys lie in tiles too, each [head size, positions of the tile]. A byte of 4-bit
+// codes holds features 2j (low) and 2j + 1 of a key, and of a value those that are half a head apart. Zeros, and codes of 8 bits, are kept
+// less 128.
 struct StoredHead {
   uint8_t* data;
   int64_t block_size, vector_bytes;
@@ -312,7 +351,9 @@ struct Kernels {
   void (*rotate)(const float* head, int64_t head_size, int64_t pairs, bool interleaved, const float* cosine, const float* sine, float* out);
   // The experts of one token, best first, and their shares of the softmax over all; normalised, the shares of the chosen add up to 1.
   void (*route)(const float* logits, int64_t experts, int64_t per_token, bool normalise, int32_t* chosen, float* shares);
-  void (*to_half)(const float* row, int64_t columns, uint16_t* out);
+
+  // cache.inl: key and value of one token and kv head, to a position of a block
+  void (*write_cache)(const float* key, const float* value, const CachedHead& head, int64_t position);
 
   // store.inl: what one kv head has of a block of the cache, to a block of the store; `move_scratch` floats of scratch
   void (*move_block)(const CacheLayer& cache, int64_t from, const StoreLayer& store, int64_t to, int64_t kv_head, float* scratch);

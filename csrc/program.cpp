@@ -113,7 +113,7 @@ void Program::run_in_blocks(size_t first, size_t end, bool with_head) {
     rows_of(instruction.output, rows);
     if (instruction.kind == Instruction::Kind::attention) make_room_for_attention(instruction);
     for (Worker& worker : workers_) {
-      worker.scratch.at_least(std::max(shape_.head_size, quantise_scratch(instruction.weight.inputs)));
+      worker.scratch.at_least(quantise_scratch(instruction.weight.inputs));
       if (instruction.kind == Instruction::Kind::linear && !instruction.again)
         worker.ready.make_room(most_rows, instruction.weight.inputs, instruction.weight.quantised());
     }
@@ -150,7 +150,7 @@ void Program::carry_out_block(size_t first, size_t end, size_t index, Worker& wo
     const Stopwatch watch(measured_ ? &worker.seconds[static_cast<size_t>(instruction.kind)] : nullptr);
     if (instruction.kind == Instruction::Kind::linear) linear_of_block(instruction, block.first, block.end - block.first, worker);
     else if (instruction.kind == Instruction::Kind::attention) attend_chunk(instruction, chunks_[index], worker);
-    else for (int64_t row = block.first; row < block.end; row++) carry_out_row(instruction, row, worker);
+    else for (int64_t row = block.first; row < block.end; row++) carry_out_row(instruction, row);
   }
 }
 
@@ -164,12 +164,11 @@ void Program::carry_out(const Instruction& instruction, int64_t rows) {
   }
   if (instruction.input >= 0) rows_of(instruction.input, rows);
   rows_of(instruction.output, rows);
-  for (Worker& worker : workers_) worker.scratch.at_least(shape_.head_size);
-  each_row(pool_, rows, [&](int64_t row, int worker) { carry_out_row(instruction, row, workers_[static_cast<size_t>(worker)]); });
+  each_row(pool_, rows, [&](int64_t row, int) { carry_out_row(instruction, row); });
 }
 
 // Where there is memory for the row already.
-void Program::carry_out_row(const Instruction& instruction, int64_t row, Worker& worker) {
+void Program::carry_out_row(const Instruction& instruction, int64_t row) {
   const float* input = instruction.input < 0 ? nullptr : row_of(instruction.input, row);
   float* output = row_of(instruction.output, row);
   const int64_t columns = columns_[static_cast<size_t>(instruction.output)];
@@ -179,7 +178,7 @@ void Program::carry_out_row(const Instruction& instruction, int64_t row, Worker&
       if (instruction.scale != 1.0f) kernels().scale_and_cap(output, columns, instruction.scale, 0.0f);
       break;
     case Instruction::Kind::norm: normalise(input, instruction.norm.data, columns, instruction.epsilon, output); break;
-    case Instruction::Kind::rope_and_write: rope_and_write(instruction, row, worker); break;
+    case Instruction::Kind::rope_and_write: rope_and_write(instruction, row); break;
     case Instruction::Kind::add: kernels().add_scaled(output, input, instruction.scale, columns, output); break;
     case Instruction::Kind::scale_and_cap: kernels().scale_and_cap(output, columns, instruction.scale, instruction.cap); break;
     case Instruction::Kind::select_rows: std::memcpy(output, input, static_cast<size_t>(columns) * sizeof(float)); break;   // of all
@@ -263,7 +262,7 @@ void Program::ready_block(const Instruction& instruction, int64_t first, int64_t
   if (weight.quantised()) ready.activations.gather_outliers(count);
 }
 
-void Program::rope_and_write(const Instruction& instruction, int64_t token, Worker& worker) {
+void Program::rope_and_write(const Instruction& instruction, int64_t token) {
   const CacheLayer layer = layer_of(instruction.layer);
   const Rope& turn = ropes_[static_cast<size_t>(patterns_[static_cast<size_t>(instruction.pattern)].rope)];
   const size_t rope = static_cast<size_t>(patterns_[static_cast<size_t>(instruction.pattern)].rope);
@@ -279,9 +278,7 @@ void Program::rope_and_write(const Instruction& instruction, int64_t token, Work
       normalise(heads, weight.data, count * size, instruction.epsilon, heads);
     }
   };
-  const int64_t cell = step_.cells[token], within = cell % layer.block_size, tile = within / key_tile * key_tile;
-  const int64_t distance = std::min(key_tile, layer.block_size - tile);
-  uint16_t* block = layer.keys + cell / layer.block_size * layer.block_stride;
+  const int64_t cell = step_.cells[token], block = cell / layer.block_size, position = cell % layer.block_size;
   float* queries = row_of(instruction.input, token);
   float* keys = queries + shape_.heads * size;
   const float* values = keys + shape_.kv_heads * size;
@@ -291,13 +288,8 @@ void Program::rope_and_write(const Instruction& instruction, int64_t token, Work
   normalise_heads(keys, shape_.kv_heads, instruction.key_norm);
   for (int64_t head = 0; head < shape_.heads + shape_.kv_heads; head++)
     table.rotate(queries + head * size, size, pairs, turn.interleaved, cosine, sine, queries + head * size);
-  uint16_t* halves = reinterpret_cast<uint16_t*>(worker.scratch.data());
-  for (int64_t head = 0; head < shape_.kv_heads; head++, block += layer.head_stride) {
-    table.to_half(keys + head * size, size, halves);
-    uint16_t* key = block + tile * size + within - tile;
-    for (int64_t feature = 0; feature < size; feature++) key[feature * distance] = halves[feature];
-    table.to_half(values + head * size, size, block + layer.value_offset + within * size);
-  }
+  for (int64_t head = 0; head < shape_.kv_heads; head++)
+    table.write_cache(keys + head * size, values + head * size, layer.head(block, head), position);
 }
 
 void Program::mixture(const Instruction& instruction, int64_t rows) {

@@ -72,7 +72,7 @@ struct Instruction {
   }
 };
 
-// The cache of all layers: [blocks, layers, kv heads, 2, block size, head size] in f16; inside, keys lie as `CacheLayer` says.
+// The cache of all layers: [blocks, layers, kv heads, block size, cache_room], as `CachedHead` says.
 struct Cache {
   uint16_t* data;
   int64_t blocks, layers, block_size;
@@ -202,7 +202,7 @@ class Program {
   void run_in_blocks(size_t first, size_t end, bool with_head);
   void carry_out_block(size_t first, size_t end, size_t index, Worker& worker);
   void carry_out(const Instruction& instruction, int64_t rows);
-  void carry_out_row(const Instruction& instruction, int64_t row, Worker& worker);
+  void carry_out_row(const Instruction& instruction, int64_t row);
   RowInput input_of_linear(const Instruction& instruction, int64_t row) const;
   void linear(const Instruction& instruction, int64_t rows);
   void linear_of_block(const Instruction& instruction, int64_t first, int64_t count, Worker& worker);
@@ -213,7 +213,7 @@ class Program {
   void multiply_head(size_t index, int64_t first_strip, int64_t end_strip);
   int64_t strips_of_head_at_once() const;
   void finish_head();
-  void rope_and_write(const Instruction& instruction, int64_t token, Worker& worker);
+  void rope_and_write(const Instruction& instruction, int64_t token);
   void move_blocks(int layer);
   void attention(const Instruction& instruction);
   void make_room_for_attention(const Instruction& instruction);

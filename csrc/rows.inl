@@ -143,9 +143,5 @@ void route(const float* logits, int64_t experts, int64_t per_token, bool normali
   for (int64_t place = 0; place < per_token && normalise; place++) shares[place] /= taken;
 }
 
-void to_half(const float* row, int64_t columns, uint16_t* out) {
-  vec::for_each(columns, [&](int64_t i, auto n) { vec::store(out + i, vec::load(row + i, n), n); });
-}
-
 }  // namespace
 }  // namespace weft::WEFT_ISA

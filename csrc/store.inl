@@ -77,18 +77,17 @@ int64_t move_scratch(int64_t head_size) { return (key_tile + 2) * head_size + 2 
 
 void move_block(const CacheLayer& cache, int64_t from, const StoreLayer& store, int64_t to, int64_t kv_head, float* scratch) {
   const int64_t size = cache.head_size, block_size = cache.block_size;
-  const uint16_t* keys = cache.keys + from * cache.block_stride + kv_head * cache.head_stride;
-  const uint16_t* values = keys + cache.value_offset;
+  const CachedHead in = cache.head(from, kv_head);
   const StoredHead out = store.head(to, kv_head);
   float* vectors = scratch;                        // [key_tile, size]
   float* spare = vectors + key_tile * size;        // [size]
   uint8_t* codes = reinterpret_cast<uint8_t*>(spare + size);
   for (int64_t tile = 0; tile < block_size; tile += key_tile) {
-    const int64_t count = block_size - tile < key_tile ? block_size - tile : key_tile;
-    for (int64_t f = 0; f < size; f++) {
-      float positions[key_tile];
-      vec::for_each(count, [&](int64_t i, auto n) { vec::store(positions + i, vec::load(keys + tile * size + f * count + i, n), n); });
-      for (int64_t i = 0; i < count; i++) vectors[i * size + f] = positions[i];
+    const int64_t count = in.tile_width(tile);
+    for (int64_t i = 0; i < count; i++) {
+      const int16_t* key = in.keys(tile) + 2 * i;
+      const float scale = bfloat_to_float(in.scales(false)[tile + i]);
+      for (int64_t f = 0; f < size; f++) vectors[i * size + f] = static_cast<float>(key[f / 2 * 2 * count + f % 2]) * scale;
     }
     for (int64_t i = 0; i < count; i++) {
       if (rotates_keys(store)) rotate_vector(vectors + i * size, size);
@@ -98,7 +97,9 @@ void move_block(const CacheLayer& cache, int64_t from, const StoreLayer& store, 
       place_codes(codes, size, store.bits, 1, out.keys() + tile * store.vector_bytes() + i, count);
     }
     for (int64_t i = tile; i < tile + count; i++) {
-      vec::for_each(size, [&](int64_t f, auto n) { vec::store(vectors + f, vec::load(values + i * size + f, n), n); });
+      const int16_t* in_value = in.value(i);
+      const float scale = bfloat_to_float(in.scales(true)[i]);
+      for (int64_t f = 0; f < size; f++) vectors[f] = static_cast<float>(in_value[2 * f]) * scale;
       const VectorBytes value = quantise_vector(vectors, size, store.bits, spare, codes);
       out.scales(true)[i] = value.scale;
       out.zeros(true)[i] = value.zero;

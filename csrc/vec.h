@@ -28,7 +28,7 @@ namespace vec {
 
 constexpr int lanes = 16;
 constexpr int sum_parts = 1;          // vectors that have the lanes of a sum
-constexpr bool reads_halves = true;   // a load of halves costs no more than one of floats
+constexpr bool reads_bytes = true;   // as floats, at little more cost than floats
 using Vec = __m512;
 
 inline __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
@@ -122,7 +122,7 @@ inline Vec load_scales(const uint8_t* p) {
 
 constexpr int lanes = 8;
 constexpr int sum_parts = 2;
-constexpr bool reads_halves = true;
+constexpr bool reads_bytes = true;
 using Vec = __m256;
 
 inline __m256i first_lanes(int64_t n) {
@@ -214,7 +214,7 @@ inline Vec load_scales(const uint8_t* p) {
 // Four floats in the compiler's own vectors: any processor with 128 bits (NEON, SSE2) computes on them, others get scalar code.
 constexpr int lanes = 4;
 constexpr int sum_parts = 1;
-constexpr bool reads_halves = false;
+constexpr bool reads_bytes = false;
 using Vec = float __attribute__((vector_size(16)));
 using Bits = int32_t __attribute__((vector_size(16)));
 using Unsigned = uint32_t __attribute__((vector_size(16)));

@@ -8,7 +8,7 @@ from numpy import ndarray
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
-Halves = NDArray[np.uint16]  # the bits of float16
+Codes = NDArray[np.uint16]
 Integers = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
@@ -263,10 +263,9 @@ def rotate(heads: Floats, cosine: Floats, sine: Floats, interleaved: bool, out: 
 def route(logits: Floats, normalise: bool, chosen: NDArray[np.int32], shares: Floats) -> None:
     """The experts [tokens, per token] of each token, best first, and their shares."""
 
-def to_half(row: Floats, out: Halves) -> None: ...
 def attend(
     queries: Floats,
-    cache: Halves,
+    cache: Codes,
     layer: int,
     table: Integers,
     first_position: int,
@@ -278,11 +277,19 @@ def attend(
     two_tier: tuple[Bytes, int, int, Integers] | None = None,
 ) -> None:
     """Attention of one request's queries [count, heads, head size], at consecutive positions, over one layer of a cache
-    [blocks, layers, 2, block size, kv heads, head size]. A window or a cap of 0 is none. `split` works through the
+    [blocks, layers, kv heads, block size, room]. A window or a cap of 0 is none. `split` works through the
     context of a single query in segments, as several threads would. `two_tier`: a store [blocks, layers, kv heads,
     bytes], its bits, the blocks of a tail, and the request's table of the store."""
 
-def move_block(cache: Halves, layer: int, moved_from: int, store: Bytes, moved_to: int, bits: int) -> None:
+def write_cache(key: Floats, value: Floats, cache: Codes, layer: int, kv_head: int, cell: int) -> None:
+    """Write what one token has of a kv head to one layer of a cache."""
+
+def cache_room(block_size: int, head_size: int) -> int:
+    """As many elements as a kv head's part of a block of the cache has for each position."""
+
+def move_block(
+    cache: Codes, layer: int, moved_from: int, store: Bytes, moved_to: int, head_size: int, bits: int
+) -> None:
     """Quantise a block of one layer into a block of the store."""
 
 # --- strings ----------------------------------------------------------------------------------------------------------

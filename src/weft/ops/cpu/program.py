@@ -168,7 +168,7 @@ class NativeForward:
             step.context_lengths,
             step.block_tables,
             step.logit_indices,
-            (cache.full if isinstance(cache, TwoTierCache) else cache).view(np.uint16),
+            cache.full if isinstance(cache, TwoTierCache) else cache,
             sampled,
             two_tier,
         )

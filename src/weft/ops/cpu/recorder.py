@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from weft import _kernels
 from weft.ops.base import AttentionShape, LinearRole, WeightSource
 from weft.ops.cpu.weights import Experts, Linear, Packing
 from weft.ops.recording import RecordingOps
@@ -43,9 +44,10 @@ class CpuOps(RecordingOps):
         return weight.nbytes
 
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> np.ndarray:
-        """Unlike in numpy, what one kv head reads of a block lies together, its keys feature by feature (`CacheLayer` in
+        """Unlike in numpy, what one kv head reads of a block lies together, in whole numbers with scales (`CachedHead` in
         csrc/kernels.h)."""
-        return _in_large_pages((blocks, layers, shape.kv_heads, 2, block_size, shape.head_size), np.float16)
+        room = _kernels.cache_room(block_size, shape.head_size)
+        return _in_large_pages((blocks, layers, shape.kv_heads, block_size, room), np.uint16)
 
     def new_store(
         self, blocks: int, layers: int, block_size: int, shape: AttentionShape, bits: int

@@ -1,0 +1,46 @@
+// What goes into the cache, and queries on their way to meet it: vectors in whole numbers, as kernels.h says.
+#include "vec_codes.h"
+
+namespace weft::WEFT_ISA {
+namespace {
+
+constexpr uint32_t bits_of_infinity = 0x7f800000;
+
+// Calls put(f, codes) for every vector of lanes, from feature f on; behind the last feature codes are 0. Returns the scale.
+template <typename Put>
+inline float quantise_codes(const float* values, int64_t size, int largest, Put put) {
+  vec::Vec most = vec::all(0.0f);
+  vec::for_each(size, [&](int64_t f, auto n) { most = vec::larger_bits(most, vec::magnitude(vec::load(values + f, n))); });
+  const uint32_t bits = vec::largest_bits(most);
+  const bool is_finite = bits < bits_of_infinity;
+  const float wanted = float_of_bits(bits) * (1.0f / static_cast<float>(largest));
+  const uint32_t upper = (bits_of_float(wanted < lowest_cache_scale ? lowest_cache_scale : wanted) + 0xffff) >> 16;
+  const float scale = is_finite ? float_of_bits(upper << 16) : NAN;
+  const vec::Vec by = vec::all(1.0f / scale);
+  vec::for_each(size, [&](int64_t f, auto n) {
+    int16_t codes[vec::lanes] = {};
+    if (is_finite) vec::store_codes(codes, vec::load(values + f, n) * by);
+    put(f, codes);
+  });
+  return scale;
+}
+
+inline uint16_t upper_half(float scale) { return static_cast<uint16_t>(bits_of_float(scale) >> 16); }
+
+// Other threads may write the neighbours at the same time: nothing but its own elements is written.
+void write_cache(const float* key, const float* value, const CachedHead& head, int64_t position) {
+  const int64_t size = head.head_size, tile = position / key_tile * key_tile, width = head.tile_width(tile);
+  int16_t* const key_at = head.keys(tile) + (position - tile) * 2;
+  int16_t* const value_at = head.value(position);
+  const float key_scale = quantise_codes(key, size, largest_key_code(size), [&](int64_t f, const int16_t* codes) {
+    for (int64_t i = 0; i < vec::lanes && f + i < size; i += 2) std::memcpy(key_at + (f + i) * width, codes + i, 4);
+  });
+  const float value_scale = quantise_codes(value, size, largest_value_code, [&](int64_t f, const int16_t* codes) {
+    for (int64_t i = 0; i < vec::lanes && f + i < size; i++) value_at[(f + i) * 2] = codes[i];
+  });
+  head.scales(false)[position] = upper_half(key_scale);
+  head.scales(true)[position] = upper_half(value_scale);
+}
+
+}  // namespace
+}  // namespace weft::WEFT_ISA
