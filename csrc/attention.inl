@@ -44,7 +44,7 @@ inline void prepare_queries(const Block& block, int64_t first, int64_t end) {
   const int largest = largest_key_code(size);
   block.for_rows(first, end, [&](int64_t row, int64_t query, int64_t feature) {
     int16_t* const to = block.queries + (row - first) * block.width;
-    const auto put = [&](int64_t f, const int16_t* codes) { std::memcpy(to + f, codes, vec::lanes * 2); };
+    const auto put = [&](int64_t f, int64_t, vec::Vec codes) { vec::store_codes(to + f, codes); };
     block.query_factors[row - first] = quantise_codes(block.query(query, feature), size, largest, put) * score_scale(block.task);
   });
 }
@@ -92,14 +92,14 @@ inline void score_rows(const Block& block, const Sides& keys, int64_t row, Span 
 constexpr float least_weight = 0x1p-40f;
 
 // Scores become weights 2^(score - largest), times the scales of the values; those around a row's span, as far as any row sees and up to
-// whole sums of lanes, become 0. `most` are the bits of the largest from the position `stored` on, or of NaN if there is one.
+// whole tiles, become 0. `most` are the bits of the largest from the position `stored` on, or of NaN if there is one.
 // Step by step for all rows, since a single one would wait for each of its steps.
 template <int Rows>
 inline void weigh_rows(float* scores, const Span* spans, float cap, const float* scales, int64_t stored, Statistics* statistics,
                        uint32_t* most) {
   constexpr int parts = vec::sum_parts;
   constexpr int64_t step = parts * vec::lanes;
-  const int64_t first = spans[0].first / step * step, end = rounded_up(spans[Rows - 1].end, step);
+  const int64_t first = spans[0].first / step * step, end = rounded_up(spans[Rows - 1].end, key_tile);
   const int64_t all_begin = spans[Rows - 1].first, all_end = spans[0].end;   // between these all rows see everything
   const vec::Vec nothing = vec::all(-INFINITY);
   vec::Vec best[Rows], base[Rows], sums[Rows][parts], highest[Rows];

@@ -85,7 +85,7 @@ inline void code_weights(const float* weights, int64_t begin, int64_t end, const
     by[r] = vec::all(most[r] < bits_of_infinity && largest > 0.0f ? static_cast<float>(largest_weight_code) / largest : 0.0f);
   }
   const vec::Vec first = vec::all(static_cast<float>(begin)), nothing = vec::all(0.0f);
-  for (int64_t k = begin / key_tile * key_tile; k < end; k += vec::lanes) {
+  for (int64_t k = begin / key_tile * key_tile; k < rounded_up(end, key_tile); k += vec::lanes) {
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
       vec::Vec weight = vec::load(weights + r * score_stride + k) * by[r];

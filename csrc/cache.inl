@@ -6,7 +6,8 @@ namespace {
 
 constexpr uint32_t bits_of_infinity = 0x7f800000;
 
-// Calls put(f, codes) for every vector of lanes, from feature f on; behind the last feature codes are 0. Returns the scale.
+// Calls put(f, n, codes) for every vector of lanes, from feature f on, of which n are wanted; codes are floats yet to be rounded, and 0
+// behind the last feature. Returns the scale.
 template <typename Put>
 inline float quantise_codes(const float* values, int64_t size, int largest, Put put) {
   vec::Vec most = vec::all(0.0f);
@@ -16,12 +17,8 @@ inline float quantise_codes(const float* values, int64_t size, int largest, Put 
   const float wanted = float_of_bits(bits) * (1.0f / static_cast<float>(largest));
   const uint32_t upper = (bits_of_float(wanted < lowest_cache_scale ? lowest_cache_scale : wanted) + 0xffff) >> 16;
   const float scale = is_finite ? float_of_bits(upper << 16) : NAN;
-  const vec::Vec by = vec::all(1.0f / scale);
-  vec::for_each(size, [&](int64_t f, auto n) {
-    int16_t codes[vec::lanes] = {};
-    if (is_finite) vec::store_codes(codes, vec::load(values + f, n) * by);
-    put(f, codes);
-  });
+  const vec::Vec by = vec::all(1.0f / scale), nothing = vec::all(0.0f);
+  vec::for_each(size, [&](int64_t f, auto n) { put(f, n, is_finite ? vec::load(values + f, n) * by : nothing); });
   return scale;
 }
 
@@ -32,11 +29,13 @@ void write_cache(const float* key, const float* value, const CachedHead& head, i
   const int64_t size = head.head_size, tile = position / key_tile * key_tile, width = head.tile_width(tile);
   int16_t* const key_at = head.keys(tile) + (position - tile) * 2;
   int16_t* const value_at = head.value(position);
-  const float key_scale = quantise_codes(key, size, largest_key_code(size), [&](int64_t f, const int16_t* codes) {
-    for (int64_t i = 0; i < vec::lanes && f + i < size; i += 2) std::memcpy(key_at + (f + i) * width, codes + i, 4);
+  const float key_scale = quantise_codes(key, size, largest_key_code(size), [&](int64_t f, int64_t n, vec::Vec wanted) {
+    int16_t codes[vec::lanes];
+    vec::store_codes(codes, wanted);
+    for (int64_t i = 0; i < n; i += 2) std::memcpy(key_at + (f + i) * width, codes + i, 4);
   });
-  const float value_scale = quantise_codes(value, size, largest_value_code, [&](int64_t f, const int16_t* codes) {
-    for (int64_t i = 0; i < vec::lanes && f + i < size; i++) value_at[(f + i) * 2] = codes[i];
+  const float value_scale = quantise_codes(value, size, largest_value_code, [&](int64_t f, int64_t n, vec::Vec wanted) {
+    vec::store_every_second_code(value_at + f * 2, wanted, n);
   });
   head.scales(false)[position] = upper_half(key_scale);
   head.scales(true)[position] = upper_half(value_scale);

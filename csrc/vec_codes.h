@@ -23,6 +23,10 @@ inline Vec to_floats(Whole a) { return _mm512_cvtepi32_ps(a); }
 inline void store_codes(int16_t* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a)));
 }
+// The first n, with an element between each two that stays as it is, which another thread may be writing.
+inline void store_every_second_code(int16_t* p, Vec a, int64_t n) {
+  _mm512_mask_storeu_epi16(p, static_cast<__mmask32>(0x55555555ull & ((1ull << 2 * n) - 1)), _mm512_cvtps_epi32(a));
+}
 inline Vec load_upper_halves(const uint16_t* p) {
   const __m512i halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(halves, 16));
@@ -143,6 +147,14 @@ inline Whole add_products(RepeatedPair a, CodePairs b, Whole c) {
   return c;
 }
 
+#endif
+
+#if !defined(WEFT_AVX512)
+inline void store_every_second_code(int16_t* p, Vec a, int64_t n) {
+  int16_t codes[lanes];
+  store_codes(codes, a);
+  for (int64_t i = 0; i < n; i++) p[2 * i] = codes[i];
+}
 #endif
 
 }  // namespace vec
