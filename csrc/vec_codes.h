@@ -3,6 +3,10 @@
 
 #include "vec.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace weft::WEFT_ISA {
 namespace {
 namespace vec {
@@ -98,18 +102,14 @@ inline Whole add_products(RepeatedPair a, CodePairs b, Whole c) { return _mm256_
 #else
 
 using Whole = Unsigned;   // of which some lanes may overflow: those that nobody reads
-struct CodePairs {
-  int16_t codes[2 * lanes];
-};
-struct RepeatedPair {
-  int32_t first, second;
-};
+using CodePairs = Bits;
+using RepeatedPair = CodePairs;
 constexpr bool repeats_pairs_from_memory = false;
 
 inline Whole no_sum() { return Whole{}; }
 inline CodePairs load_codes(const int16_t* p) {
   CodePairs a;
-  std::memcpy(&a, p, sizeof a);
+  std::memcpy(&a, p, 16);
   return a;
 }
 inline CodePairs in_register(CodePairs a) { return a; }
@@ -140,11 +140,18 @@ inline uint32_t largest_bits(Vec a) {
   for (int i = 0; i < lanes; i++) best = bits_of_float(a[i]) > best ? bits_of_float(a[i]) : best;
   return best;
 }
-inline RepeatedPair repeated_pair(const int16_t* p) { return {p[0], p[1]}; }
+inline RepeatedPair repeated_pair(const int16_t* p) {
+  int32_t pair;
+  std::memcpy(&pair, p, 4);
+  return Bits{pair, pair, pair, pair};
+}
 inline Whole add_products(RepeatedPair a, CodePairs b, Whole c) {
-  for (int i = 0; i < lanes; i++)
-    c[i] += static_cast<uint32_t>(a.first * b.codes[2 * i]) + static_cast<uint32_t>(a.second * b.codes[2 * i + 1]);
-  return c;
+#if defined(__SSE2__)
+  return c + (Whole)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  const auto first = [](CodePairs pairs) { return (Whole)((Bits)((Whole)pairs << 16) >> 16); };
+  return c + first(a) * first(b) + (Whole)(a >> 16) * (Whole)(b >> 16);
+#endif
 }
 
 #endif
