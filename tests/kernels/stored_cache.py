@@ -1,18 +1,92 @@
-"""How the C++ kernels lay out a block of the cache and one of the store, in numpy: from and to [..., positions, kv heads, features]."""
+"""What the C++ kernels keep in a block of the cache and in one of the store, in numpy: from and to [..., positions, kv heads, features].
+
+A vector is what one token has of one kv head, its key or its value. In the cache it is 16-bit whole numbers and a scale, which is the
+upper half of a float32; value = code * scale.
+"""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
+LARGEST_VALUE = 8191
+NOT_A_NUMBER = 0x7FC0
+# As codes and as a scale it shows where it is read: it is not a number.
+NEVER_WRITTEN = 0xFFFF
 
-def laid_out(cache: np.ndarray) -> np.ndarray:
-    """As the kernels read it: heads apart, and the keys of 16 positions at a time (or what is left) feature by feature."""
-    placed = np.moveaxis(cache, 4, 2).copy("C")
-    *heads, block_size, _ = placed[:, :, :, 0].shape
-    keys = placed[:, :, :, 0].copy()
-    tiles = [keys[..., start : start + 16, :].swapaxes(-1, -2) for start in range(0, block_size, 16)]
-    placed[:, :, :, 0] = np.concatenate([tile.reshape(*heads, -1) for tile in tiles], -1).reshape(keys.shape)
-    return placed
+
+def even(count: int) -> int:
+    return count + count % 2
+
+
+def largest_key(head_size: int) -> int:
+    """Of queries too: the sum of so many of their products is still a number of 32 bits."""
+    return min(32767, math.isqrt((2**31 - 1) // even(head_size)))
+
+
+def room(block_size: int, head_size: int) -> int:
+    """What a position takes, of one kv head."""
+    return 2 + even(head_size) + -(-even(block_size) * head_size // block_size)
+
+
+def encode(vectors: np.ndarray, largest: int) -> tuple[np.ndarray, np.ndarray]:
+    """int16 [..., features] and the bits of the scales, uint16 [...]. An infinite value, or one that is not a number, makes its
+    whole vector one that is not a number."""
+    is_finite = np.isfinite(vectors).all(axis=-1)
+    vectors = np.where(is_finite[..., None], vectors, 0).astype(np.float32)
+    most = np.abs(vectors).max(axis=-1)
+    wanted = np.maximum(most * (np.float32(1) / np.float32(largest)), np.float32(2.0**-100))
+    # Rounded up, so that no code is larger than the largest.
+    scales = ((wanted.view(np.uint32) + 0xFFFF) >> 16).astype(np.uint16)
+    codes = np.rint(vectors * (np.float32(1) / scale_of(scales))[..., None]).astype(np.int16)
+    return codes, np.where(is_finite, scales, np.uint16(NOT_A_NUMBER))
+
+
+def scale_of(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+class CodedCache:
+    """Some blocks of a cache, as codes [blocks, layers, 2, block size, kv heads, head size] and scales of all but the last."""
+
+    def __init__(self, blocks: int, layers: int, block_size: int, kv_heads: int, head_size: int) -> None:
+        self.codes = np.full((blocks, layers, 2, block_size, kv_heads, head_size), -1, np.int16)
+        self.scales = np.full(self.codes.shape[:-1], NEVER_WRITTEN, np.uint16)
+
+    def write(self, blocks: np.ndarray, layer: int, positions: np.ndarray, content: np.ndarray) -> None:
+        """Vectors [tokens, 2, kv heads, head size] to a place in a block for each token."""
+        for which, largest in enumerate((largest_key(content.shape[-1]), LARGEST_VALUE)):
+            place = (blocks, layer, which, positions)
+            self.codes[place], self.scales[place] = encode(content[:, which], largest)
+
+    def forget(self, blocks: np.ndarray) -> None:
+        self.codes[blocks], self.scales[blocks] = -1, NEVER_WRITTEN
+
+    @property
+    def values(self) -> np.ndarray:
+        return self.codes.astype(np.float32) * scale_of(self.scales)[..., None]
+
+    def laid_out(self) -> np.ndarray:
+        """As the kernels read it, uint16 [blocks, layers, kv heads, block size, room]: heads apart, and of each the scales, pairs
+        of features of the keys of 16 positions at a time (or what is left), and the values of pairs of positions."""
+        codes = np.moveaxis(self.codes.view(np.uint16), 4, 2)
+        scales = np.moveaxis(self.scales, 4, 2)
+        *heads, _, block_size, head_size = codes.shape
+        keys, values = codes[..., 0, :, :], codes[..., 1, :, :]
+        if head_size % 2:
+            beside = np.where(scales[..., 0, :, None] == NEVER_WRITTEN, NEVER_WRITTEN, 0).astype(np.uint16)
+            keys = np.concatenate([keys, beside], axis=-1)
+        tiles = [keys[..., start : start + 16, :] for start in range(0, block_size, 16)]
+        pairs = [tile.reshape(*tile.shape[:-1], -1, 2).swapaxes(-3, -2) for tile in tiles]
+        if block_size % 2:
+            beside = np.full_like(values[..., :1, :], NEVER_WRITTEN)
+            values = np.concatenate([values, beside], axis=-2)
+        values = values.reshape(*heads, -1, 2, head_size).swapaxes(-1, -2)
+        parts = [part.reshape(*heads, -1) for part in (scales, *pairs, values)]
+        there = sum(part.shape[-1] for part in parts)
+        unused = np.full((*heads, block_size * room(block_size, head_size) - there), NEVER_WRITTEN, np.uint16)
+        return np.concatenate([*parts, unused], axis=-1).reshape(*heads, block_size, -1)
 
 
 def new_store(

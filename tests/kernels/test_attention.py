@@ -1,17 +1,23 @@
-"""Attention of the C++ kernels against numpy in float64, on every instruction set that this machine has."""
+"""Attention of the C++ kernels against numpy, with the same codes and in float64 without any, on every instruction set that this
+machine has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import attention_twin as twin
 import numpy as np
 import pytest
-from stored_cache import laid_out
+from stored_cache import NEVER_WRITTEN, CodedCache, room
 
 _kernels = pytest.importorskip("weft._kernels")
 
 LAYERS, LAYER = 2, 1
+
+# Values are about 1. Sums are made in other orders, and now and then a weight gets another code, of 16384.
+ATOL = 2e-5
+PLAIN_ATOL = 3e-3
 
 
 # All but the portable code fuse multiplication and addition, and then make their sums in the same order.
@@ -47,50 +53,59 @@ class Case:
         shape = (self.count, self.kv_heads * self.group, self.head_size)
         return 2.0 * np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
-    def cache(self) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks in any order; what does not belong to the request is not a number."""
+
+class Request:
+    """What a case has in the cache, blocks in any order. Of its content what nobody sees was never written."""
+
+    def __init__(self, case: Case) -> None:
         rng = np.random.default_rng(2)
-        blocks = -(-self.context // self.block_size)
-        cache = np.full(
-            (blocks + 2, LAYERS, 2, self.block_size, self.kv_heads, self.head_size), np.nan, np.float16
-        )
-        table = rng.permutation(blocks + 2)[:blocks].astype(np.int64)
-        positions = np.arange(self.context)
-        content = rng.standard_normal((self.context, 2, self.kv_heads, self.head_size))
-        cache[table[positions // self.block_size], LAYER, :, positions % self.block_size] = content
-        return cache, table
+        blocks = -(-case.context // case.block_size)
+        self.case = case
+        self.table = rng.permutation(blocks + 2)[:blocks].astype(np.int64)
+        content = rng.standard_normal((case.context, 2, case.kv_heads, case.head_size))
+        self.content = content.astype(np.float32)
+        self.update()
+
+    def update(self) -> None:
+        """Fill the cache from the content."""
+        case = self.case
+        self.cache = CodedCache(len(self.table) + 2, LAYERS, case.block_size, case.kv_heads, case.head_size)
+        first = max(0, case.first - case.window + 1) if case.window else 0
+        positions = np.arange(first, case.context)
+        blocks = self.table[positions // case.block_size]
+        self.cache.write(blocks, LAYER, positions % case.block_size, self.content[first:])
+
+    def attend(self, queries: np.ndarray, first: int | None = None, split: bool = False) -> np.ndarray:
+        case, out = self.case, np.full_like(queries, 7.0)
+        scale = case.head_size**-0.5
+        position = case.first if first is None else first
+        cache = self.cache.laid_out()
+        _kernels.attend(queries, cache, LAYER, self.table, position, case.window, scale, case.cap, out, split)
+        return out
+
+    def expected(self, queries: np.ndarray) -> np.ndarray:
+        """With the codes that the kernels compute with."""
+        case = self.case
+        heads = twin.contexts(self.cache, LAYER, self.table)
+
+        def attend_one(query: np.ndarray, head: int, seen: slice) -> np.ndarray:
+            return twin.attend(query, heads[head // case.group], seen, case.head_size**-0.5, case.cap)
+
+        return twin.of_all(queries, case.first, case.window, attend_one)
+
+    def expected_plainly(self, queries: np.ndarray) -> np.ndarray:
+        """Without any codes."""
+        case = self.case
+
+        def attend_one(query: np.ndarray, head: int, seen: slice) -> np.ndarray:
+            vectors = self.content[seen, :, head // case.group]
+            return twin.attend_plainly(query, vectors, case.head_size**-0.5, case.cap)
+
+        return twin.of_all(queries, case.first, case.window, attend_one)
 
 
-def attend(
-    case: Case,
-    queries: np.ndarray,
-    cache: np.ndarray,
-    table: np.ndarray,
-    first: int | None = None,
-    split: bool = False,
-) -> np.ndarray:
-    out = np.full_like(queries, 7.0)
-    scale = case.head_size**-0.5
-    position = case.first if first is None else first
-    halves = laid_out(cache).view(np.uint16)
-    _kernels.attend(queries, halves, LAYER, table, position, case.window, scale, case.cap, out, split)
-    return out
-
-
-def expected(case: Case, queries: np.ndarray, cache: np.ndarray, table: np.ndarray) -> np.ndarray:
-    gathered = cache[table, LAYER].astype(np.float64)
-    keys, values = (gathered[:, i].reshape(-1, case.kv_heads, case.head_size) for i in range(2))
-    out = np.empty(queries.shape)
-    for query in range(case.count):
-        end = case.first + query + 1
-        seen = slice(max(0, end - case.window) if case.window else 0, end)
-        for head in range(queries.shape[1]):
-            scores = keys[seen, head // case.group] @ (queries[query, head] * case.head_size**-0.5)
-            if case.cap:
-                scores = case.cap * np.tanh(scores / case.cap)
-            weights = np.exp(scores - scores.max())
-            out[query, head] = weights @ values[seen, head // case.group] / weights.sum()
-    return out
+def bits(array: np.ndarray) -> np.ndarray:
+    return array.view(np.int32)
 
 
 CASES = {
@@ -109,8 +124,14 @@ CASES = {
     "a cap": Case(200, 10, cap=2.0),
     "a cap and a window": Case(530, 9, group=8, head_size=128, cap=30.0, window=280),
     "blocks of one": Case(130, 3, block_size=1),
+    "blocks of two": Case(130, 3, block_size=2, kv_heads=2),
     "blocks of seven": Case(270, 9, block_size=7, kv_heads=2),
+    "blocks of seven and heads of an odd size": Case(270, 9, block_size=7, head_size=13, kv_heads=2),
+    "blocks of eight": Case(300, 9, block_size=8),
+    "blocks of 24": Case(270, 40, block_size=24),
+    "blocks of 32": Case(270, 40, block_size=32, window=100),
     "blocks larger than a segment": Case(700, 3, block_size=300),
+    "heads of one": Case(270, 5, head_size=1, group=2),
     "heads of 8": Case(70, 5, head_size=8),
     "heads of 80": Case(260, 20, head_size=80, group=7),
     "heads of 72": Case(60, 20, head_size=72, group=2),
@@ -119,35 +140,44 @@ CASES = {
     "sixteen heads to one": Case(300, 4, group=16, head_size=128),
     "sixty heads to one": Case(260, 2, group=60, head_size=16),
 }
+ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@ALL
 def test_attention_is_the_weighted_mean_of_the_values_in_sight(case: Case) -> None:
-    queries, (cache, table) = case.queries(), case.cache()
-    np.testing.assert_allclose(
-        attend(case, queries, cache, table), expected(case, queries, cache, table), rtol=0, atol=4e-6
-    )
+    queries, request = case.queries(), Request(case)
+    np.testing.assert_allclose(request.attend(queries), request.expected(queries), rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@ALL
+def test_codes_are_about_as_precise_as_floats_of_16_bits(case: Case) -> None:
+    queries, request = case.queries(), Request(case)
+    out, plain = request.attend(queries), request.expected_plainly(queries)
+    np.testing.assert_allclose(out, plain, rtol=0, atol=PLAIN_ATOL)
+    request.content = request.content.astype(np.float16)
+    error, error_of_halves = out - plain, request.expected_plainly(queries) - plain
+    assert (error**2).mean() < 2.5**2 * (error_of_halves**2).mean()
+
+
+@ALL
 def test_a_query_is_the_same_bits_in_any_company_and_over_any_number_of_threads(case: Case) -> None:
-    queries, (cache, table) = case.queries(), case.cache()
-    together = attend(case, queries, cache, table)
+    queries, request = case.queries(), Request(case)
+    together = request.attend(queries)
     for query in range(case.count):
-        alone = attend(case, queries[query : query + 1], cache, table, case.first + query)
-        split = attend(case, queries[query : query + 1], cache, table, case.first + query, split=True)
-        np.testing.assert_array_equal(alone[0].view(np.int32), together[query].view(np.int32))
-        np.testing.assert_array_equal(split[0].view(np.int32), together[query].view(np.int32))
+        alone, split = (
+            request.attend(queries[query : query + 1], case.first + query, split) for split in (False, True)
+        )
+        np.testing.assert_array_equal(bits(alone[0]), bits(together[query]))
+        np.testing.assert_array_equal(bits(split[0]), bits(together[query]))
     for cut in {case.count // 3, case.count // 2, case.count - 1} - {0}:
-        front = attend(case, queries[:cut], cache, table)
-        back = attend(case, queries[cut:], cache, table, case.first + cut)
-        np.testing.assert_array_equal(np.concatenate([front, back]).view(np.int32), together.view(np.int32))
+        front, back = request.attend(queries[:cut]), request.attend(queries[cut:], case.first + cut)
+        np.testing.assert_array_equal(bits(np.concatenate([front, back])), bits(together))
 
 
 # Heads whose features fill vectors of 8 and of 16, of 8 alone, and neither; as many rows as there are in a tile, fewer and more.
 SHAPES = {
     f"heads of {size}, {group} to one": Case(280, 5, group=group, head_size=size)
-    for size in (8, 13, 24, 40, 64, 72, 80, 100, 128)
+    for size in (1, 8, 13, 24, 40, 64, 72, 80, 100, 128)
     for group in range(1, 8)
 }
 
@@ -155,62 +185,121 @@ SHAPES = {
 @pytest.mark.parametrize("instruction_set", FUSED[1:], indirect=True)
 @pytest.mark.parametrize("case", (CASES | SHAPES).values(), ids=(CASES | SHAPES).keys())
 def test_a_query_is_the_same_bits_on_every_instruction_set_with_fused_multiplication(case: Case) -> None:
-    queries, (cache, table) = case.queries(), case.cache()
-    ours = attend(case, queries, cache, table)
+    queries, request = case.queries(), Request(case)
+    ours = request.attend(queries)
     _kernels.use(FUSED[0])
-    np.testing.assert_array_equal(ours.view(np.int32), attend(case, queries, cache, table).view(np.int32))
+    np.testing.assert_array_equal(bits(ours), bits(request.attend(queries)))
 
 
-def test_what_is_infinite_or_not_a_number_reaches_only_those_who_see_it() -> None:
-    case = Case(290, 40, group=2)
-    queries, (cache, table) = case.queries(), case.cache()
-    clean = attend(case, queries, cache, table)
-    # The value of the token at 310, and the key of the one at 320: later queries see them, earlier ones do not.
-    cache[table[310 // 16], LAYER, 1, 310 % 16, 0, 5] = np.inf
-    cache[table[320 // 16], LAYER, 0, 320 % 16] = np.nan
-    out = attend(case, queries, cache, table)
-    np.testing.assert_array_equal(out[:20].view(np.int32), clean[:20].view(np.int32))
-    assert np.isinf(out[20:30, :, 5]).all()
-    np.testing.assert_array_equal(np.delete(out[20:30], 5, axis=2), np.delete(clean[20:30], 5, axis=2))
-    assert np.isnan(out[30:]).all()
+@ALL
+def test_what_nobody_sees_may_be_anything(case: Case) -> None:
+    queries, request = case.queries(), Request(case)
+    expected = request.attend(queries)
+    rng = np.random.default_rng(3)
+    cache = request.cache
+    never = cache.scales == NEVER_WRITTEN
+    cache.scales[never] = rng.integers(0, 1 << 16, never.sum())
+    cache.codes[never] = rng.integers(-(1 << 15), 1 << 15, (never.sum(), case.head_size))
+    np.testing.assert_array_equal(bits(request.attend(queries)), bits(expected))
 
 
-def test_a_query_that_is_not_a_number_spoils_no_other() -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
+def test_what_is_infinite_or_not_a_number_reaches_only_those_who_see_it(which: int, value: float) -> None:
+    case = Case(290, 40, kv_heads=2, group=2)
+    queries, request = case.queries(), Request(case)
+    clean = request.attend(queries)
+    request.content[310, which, 1, 5] = value
+    request.update()
+    out = request.attend(queries)
+    # Queries before it do not see it, nor do those of the other kv head; of a vector with such a value nothing is a number.
+    assert np.isnan(out[20:, 2:]).all()
+    np.testing.assert_array_equal(bits(out[:20]), bits(clean[:20]))
+    np.testing.assert_array_equal(bits(out[:, :2]), bits(clean[:, :2]))
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
+def test_what_is_not_a_number_is_forgotten_once_a_window_has_passed_it(which: int) -> None:
+    case = Case(300, 40, group=2, window=150)
+    queries, request = case.queries(), Request(case)
+    clean = request.attend(queries)
+    request.content[170, which] = np.nan  # the last query that sees it is the one at 319
+    request.update()
+    out = request.attend(queries)
+    assert np.isnan(out[:20]).all()
+    np.testing.assert_array_equal(bits(out[20:]), bits(clean[20:]))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_query_that_is_not_a_number_spoils_no_other(value: float) -> None:
     case = Case(270, 20, group=4)
-    queries, (cache, table) = case.queries(), case.cache()
-    clean = attend(case, queries, cache, table)
-    queries[7, 2, 3] = np.nan
-    out = attend(case, queries, cache, table)
+    queries, request = case.queries(), Request(case)
+    clean = request.attend(queries)
+    queries[7, 2, 3] = value
+    out = request.attend(queries)
     spoilt = np.isnan(out).any(axis=2)
     assert np.argwhere(spoilt).tolist() == [[7, 2]] and np.isnan(out[7, 2]).all()
-    np.testing.assert_array_equal(out[~spoilt], clean[~spoilt])
+    np.testing.assert_array_equal(bits(out[~spoilt]), bits(clean[~spoilt]))
 
 
 def test_a_segment_whose_scores_are_all_minus_infinity_weighs_nothing() -> None:
     case = Case(520, 1, group=1)
-    queries, (cache, table) = np.abs(case.queries()), case.cache()
-    cache[table[:16], LAYER, 0] = -np.inf  # positions 0 to 255
-    with np.errstate(invalid="ignore"):
-        wanted = expected(case, queries, cache, table)
+    queries, request = np.abs(case.queries()), Request(case)
+    request.content[:256, 0] = -3e38
+    request.update()
+    wanted = request.expected(queries)
+    np.testing.assert_allclose(wanted, request.expected_plainly(queries), atol=PLAIN_ATOL)
     for split in (False, True):
-        np.testing.assert_allclose(attend(case, queries, cache, table, split=split), wanted, atol=4e-6)
+        np.testing.assert_allclose(request.attend(queries, split=split), wanted, atol=ATOL)
 
 
 def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
     case = Case(600, 3)
-    queries, (cache, table) = 200.0 * case.queries(), case.cache()
-    wanted = expected(case, queries, cache, table)
-    np.testing.assert_allclose(attend(case, queries, cache, table), wanted, atol=2e-3)
+    queries, request = 200.0 * case.queries(), Request(case)
+    np.testing.assert_allclose(request.attend(queries), request.expected(queries), atol=2e-3)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-42, 1e-35, 1e-10])
+def test_a_query_of_next_to_nothing_gives_the_mean_of_the_values(size: float) -> None:
+    case = Case(300, 3)
+    queries, request = (size * case.queries()).astype(np.float32), Request(case)
+    wanted = [request.content[: 301 + query, 1].mean(axis=0) for query in range(3)]
+    np.testing.assert_allclose(request.attend(queries), np.broadcast_to(wanted, queries.shape), atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-6, 1e6, 1e30])
+def test_values_may_be_of_any_size(size: float) -> None:
+    case = Case(300, 5)
+    queries, request = case.queries(), Request(case)
+    request.content[:, 1] *= size
+    request.update()
+    out = request.attend(queries) / size
+    np.testing.assert_allclose(out, request.expected(queries) / size, atol=ATOL)
+    np.testing.assert_allclose(out, request.expected_plainly(queries) / size, atol=PLAIN_ATOL)
+
+
+def test_values_far_smaller_than_others_are_as_precise_as_the_whole_is() -> None:
+    case = Case(700, 5)
+    queries, request = case.queries(), Request(case)
+    sizes = 10.0 ** np.random.default_rng(4).uniform(-4, 0, case.context)
+    request.content[:, 1] *= sizes[:, None, None]
+    request.update()
+    out = request.attend(queries)
+    np.testing.assert_allclose(out, request.expected(queries), atol=ATOL)
+    np.testing.assert_allclose(out, request.expected_plainly(queries), atol=PLAIN_ATOL)
 
 
 def test_a_call_that_would_read_outside_the_cache_is_refused() -> None:
     case = Case(30, 2, kv_heads=2)
-    queries, (cache, table) = case.queries(), case.cache()
+    queries, request = case.queries(), Request(case)
     with pytest.raises(ValueError, match="3 blocks are needed, the table names 2"):
-        attend(case, queries, cache, table, first=31)
-    with pytest.raises(ValueError, match="the table names block 9, the cache has 4"):
-        attend(case, queries, cache, np.array([0, 9]))
+        request.attend(queries, first=31)
     with pytest.raises(ValueError, match="3 query heads cannot share 2 kv heads evenly"):
-        attend(case, queries[:, :3].copy(), cache, table)
+        request.attend(queries[:, :3].copy())
     with pytest.raises(ValueError, match="only one query at a time"):
-        attend(case, queries, cache, table, split=True)
+        request.attend(queries, split=True)
+    with pytest.raises(ValueError, match=rf"block size, {room(16, 62)}\]"):
+        request.attend(queries[:, :, :62].copy())
+    request.table = np.array([0, 9])
+    with pytest.raises(ValueError, match="the table names block 9, the cache has 4"):
+        request.attend(queries)
