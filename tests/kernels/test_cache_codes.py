@@ -1,0 +1,160 @@
+"""What the C++ kernels write into the cache, against its definition in numpy: the same codes and scales in the same places on every
+instruction set of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from stored_cache import LARGEST_VALUE, NEVER_WRITTEN, NOT_A_NUMBER, CodedCache, largest_key, room, scale_of
+
+from weft.ops.base import AttentionShape
+from weft.ops.cpu.recorder import CpuOps
+from weft.ops.cpu.weights import Packing
+
+_kernels = pytest.importorskip("weft._kernels")
+
+BLOCKS, LAYERS, LAYER, KV_HEADS = 3, 2, 1, 2
+
+BLOCK_SIZES = pytest.mark.parametrize("block_size", [1, 2, 7, 8, 16, 24, 32, 300])
+HEAD_SIZES = pytest.mark.parametrize("head_size", [1, 2, 8, 13, 64, 72, 80, 128, 256])
+
+
+@pytest.fixture(params=_kernels.available(), autouse=True)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _kernels.in_use()
+    _kernels.use(request.param)
+    yield request.param
+    _kernels.use(before)
+
+
+def delicate_vectors(count: int, head_size: int) -> np.ndarray:
+    """[count, head size] of ordinary vectors, and of some that make trouble, in any order."""
+    rng = np.random.default_rng([count, head_size])
+    sizes = np.exp(5.0 * rng.standard_normal((count, 1)))
+    vectors = (rng.standard_normal((count, head_size)) * sizes).astype(np.float32)
+    largest = largest_key(head_size)
+    some = rng.integers(-largest, largest + 1, head_size)
+    feature = rng.integers(head_size)
+    with np.errstate(over="ignore"):
+        troubles = np.array(
+            [
+                np.zeros(head_size),
+                np.full(head_size, -0.0),
+                np.full(head_size, np.finfo(np.float32).max),
+                -np.full(head_size, np.finfo(np.float32).max),
+                3e38 * rng.standard_normal(head_size).clip(-1, 1),
+                1e-45 * some,
+                1e-38 * some,
+                2.0**-100 * some,
+                2.0**-101 * some,
+                2.0**-88 * rng.standard_normal(head_size),
+                some,
+                some / 2,
+                some * LARGEST_VALUE / largest / 2,
+                # scales whose upper halves are whole, or nearly so
+                2.0**3 * largest * np.ones(head_size),
+                np.nextafter(np.float32(largest), np.float32(0)) * np.ones(head_size),
+                np.nextafter(np.float32(LARGEST_VALUE), np.float32(1e9)) * np.ones(head_size),
+                np.where(np.arange(head_size) == feature, 1e5, 1e-3 * rng.standard_normal(head_size)),
+                *(
+                    np.where(np.arange(head_size) == feature, value, rng.standard_normal(head_size))
+                    for value in (np.nan, -np.nan, np.inf, -np.inf)
+                ),
+                np.full(head_size, np.nan),
+                np.full(head_size, -np.inf),
+            ],
+            np.float32,
+        )
+    chosen = troubles[rng.permutation(len(troubles))][: count - count // 4]
+    vectors[: len(chosen)] = chosen
+    return rng.permutation(vectors)
+
+
+@BLOCK_SIZES
+@HEAD_SIZES
+def test_a_token_is_written_as_the_definition_says_and_its_neighbours_stay(
+    block_size: int, head_size: int
+) -> None:
+    rng = np.random.default_rng(block_size)
+    cells = BLOCKS * block_size
+    # More tokens than cells, of which some are written twice and some not at all.
+    tokens = max(24, min(cells, 60))
+    content = delicate_vectors(tokens * 2 * KV_HEADS, head_size).reshape(tokens, 2, KV_HEADS, head_size)
+    cache = np.full(
+        (BLOCKS, LAYERS, KV_HEADS, block_size, room(block_size, head_size)), NEVER_WRITTEN, np.uint16
+    )
+    expected = CodedCache(BLOCKS, LAYERS, block_size, KV_HEADS, head_size)
+    for token, cell in zip(content, rng.integers(0, cells, tokens), strict=True):
+        for head in range(KV_HEADS):
+            _kernels.write_cache(token[0, head].copy(), token[1, head].copy(), cache, LAYER, head, int(cell))
+        expected.write(np.array([cell // block_size]), LAYER, np.array([cell % block_size]), token[None])
+    np.testing.assert_array_equal(cache, expected.laid_out())
+
+
+@BLOCK_SIZES
+@HEAD_SIZES
+def test_a_cache_has_room_for_the_codes_and_the_scales(block_size: int, head_size: int) -> None:
+    assert _kernels.cache_room(block_size, head_size) == room(block_size, head_size)
+    shape = AttentionShape(heads=4, kv_heads=2, head_size=head_size, scale=1.0)
+    cache = CpuOps(Packing(None)).new_cache(5, 3, block_size, shape)
+    assert cache.dtype == np.uint16 and cache.shape == (5, 3, 2, block_size, room(block_size, head_size))
+
+
+def written(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [2, tokens, head size] and scales [2, tokens] of vectors [tokens, head size] that are keys and values too, from blocks
+    of one token: where nothing lies between a vector's codes but, of values, those of the token that would be beside it."""
+    tokens, head_size = vectors.shape
+    cache = np.zeros((tokens, 1, 1, 1, room(1, head_size)), np.uint16)
+    for cell, vector in enumerate(vectors):
+        _kernels.write_cache(vector, vector, cache, 0, 0, cell)
+    flat = cache.reshape(tokens, -1)
+    values = flat[:, -2 * head_size :: 2]
+    return np.stack([flat[:, 2 : 2 + head_size], values]).view(np.int16), scale_of(flat[:, :2].T)
+
+
+@HEAD_SIZES
+def test_what_is_written_is_within_half_a_code_of_what_it_was(head_size: int) -> None:
+    vectors = delicate_vectors(200, head_size)
+    finite = vectors[np.isfinite(vectors).all(axis=-1)]
+    codes, scales = written(finite)
+    error = np.abs(codes * scales[..., None].astype(np.float64) - finite)
+    # Half, and a little: a value is multiplied by one by the scale, and so rounded twice.
+    assert (error.max(-1) <= 0.505 * scales).all()
+    most = np.abs(finite.astype(np.float64)).max(-1)
+    for which, largest in enumerate((largest_key(head_size), LARGEST_VALUE)):
+        assert np.abs(codes[which]).max() <= largest
+        # A scale is rounded up by a 128th at most.
+        assert (scales[which] <= np.maximum(most / largest * (1 + 2.0**-7), 2.0**-100) * (1 + 1e-6)).all()
+
+
+@HEAD_SIZES
+def test_products_of_the_largest_codes_do_not_overflow(head_size: int) -> None:
+    largest = largest_key(head_size)
+    assert largest**2 * (head_size + head_size % 2) < 2**31
+    codes, _ = written(np.full((1, head_size), -1.0, np.float32))
+    assert -codes[0].min() <= largest and -codes[1].min() <= LARGEST_VALUE
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_vector_that_is_not_finite_is_not_a_number_as_a_whole_and_zeros_are_zeros(value: float) -> None:
+    key, zeros = np.ones(8, np.float32), np.zeros(8, np.float32)
+    key[3] = value
+    cache = np.full((1, 1, 1, 1, room(1, 8)), NEVER_WRITTEN, np.uint16)
+    _kernels.write_cache(key, zeros, cache, 0, 0, 0)
+    flat = cache.reshape(-1)
+    assert flat[0] == NOT_A_NUMBER and np.isfinite(scale_of(flat[1:2])).all()
+    assert (flat[2:10] == 0).all() and (flat[10:26:2] == 0).all() and (flat[11:26:2] == NEVER_WRITTEN).all()
+
+
+def test_a_write_past_the_cache_is_refused() -> None:
+    vector = np.zeros(8, np.float32)
+    cache = np.zeros((2, 2, 3, 4, room(4, 8)), np.uint16)
+    for layer, head, cell in ((2, 0, 0), (0, 3, 0), (0, 0, 8)):
+        with pytest.raises(ValueError, match="past the cache"):
+            _kernels.write_cache(vector, vector, cache, layer, head, cell)
+    with pytest.raises(ValueError):
+        _kernels.write_cache(vector[:7].copy(), vector[:7].copy(), cache, 0, 0, 0)
+    with pytest.raises(ValueError):
+        _kernels.write_cache(vector, vector[:7].copy(), cache, 0, 0, 0)
