@@ -86,9 +86,8 @@ class Cache:
         self.store = new_store(blocks + 2, LAYERS, case.kv_heads, case.block_size, case.head_size, self.bits)
         self.store[:] = 255
         for block in range(case.stored(case.context - 1)):
-            _kernels.move_block(
-                whole, LAYER, int(self.table[block]), self.store, int(self.store_table[block]), self.bits
-            )
+            moved_from, moved_to = int(self.table[block]), int(self.store_table[block])
+            _kernels.move_block(whole, LAYER, moved_from, self.store, moved_to, case.head_size, self.bits)
         # What the kernels move, as they keep it.
         kept = np.moveaxis(self.cache.values[self.table, LAYER], 1, 2)
         kept = kept.reshape(-1, *kept.shape[2:])[: case.context]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from stored_cache import laid_out, new_store, read_store
+from stored_cache import NEVER_WRITTEN, CodedCache, new_store, read_store
 
 from weft.ops.store_format import NOT_A_NUMBER, dequantise, dequantise_keys, quantise, quantise_keys, rotate
 
@@ -21,12 +21,10 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     _kernels.use(before)
 
 
-def delicate_block(block_size: int, head_size: int) -> np.ndarray:
-    """[2, block size, 2 kv heads, head size] of ordinary vectors, and of some that make trouble."""
+def delicate_vectors(count: int, head_size: int) -> np.ndarray:
+    """float32 [count, head size] of ordinary vectors, and of some that make trouble."""
     rng = np.random.default_rng(head_size)
-    vectors = rng.standard_normal((4 * block_size, head_size)) * np.exp(
-        3.0 * rng.standard_normal((4 * block_size, 1))
-    )
+    vectors = rng.standard_normal((count, head_size)) * np.exp(3.0 * rng.standard_normal((count, 1)))
     vectors[0] = 0.0
     vectors[1] = np.abs(vectors[1])
     vectors[2] = -np.abs(vectors[2])
@@ -34,28 +32,54 @@ def delicate_block(block_size: int, head_size: int) -> np.ndarray:
     vectors[4, 5] = np.nan
     vectors[5, 1] = np.inf
     vectors[6, 7] = -np.inf
-    vectors[7] = 6e-8  # the smallest half
+    vectors[7] = 6e-8  # far below the smallest scale
     vectors[8] = 3.0
-    vectors[9] = rng.integers(0, 255, head_size)  # codes and halves of codes
-    vectors[10] = rng.integers(0, 510, head_size) / 2
-    vectors[11] = rng.integers(-15, 15, head_size) / 2
-    vectors[12, 0] = -0.0
-    with np.errstate(over="ignore"):
-        halves = vectors[rng.permutation(len(vectors))].astype(np.float16)
-    return halves.reshape(2, block_size, 2, head_size)
+    vectors[9, 0] = -0.0
+    vectors[10] *= 1e7 / np.abs(vectors[10]).max()  # past the last code of the largest scale
+    vectors[11] *= 3.4e38 / np.abs(vectors[11]).max()
+    return vectors.astype(np.float32)
+
+
+def delicate_block(block_size: int, head_size: int) -> CodedCache:
+    """A block of two kv heads in a cache of three, with two layers."""
+    rng = np.random.default_rng([block_size, head_size])
+    cache = CodedCache(3, 2, block_size, 2, head_size)
+    vectors = delicate_vectors(4 * block_size, head_size)
+    content = rng.permutation(vectors).reshape(block_size, 2, 2, head_size)
+    cache.write(np.ones(block_size, np.int64), 1, np.arange(block_size), content)
+    # In a quarter of the places codes and halves of codes of the store to be, and a vector that was never written.
+    for which in range(2):
+        places = rng.permutation(2 * block_size)[: block_size // 2]
+        for place, (low, high, scale) in zip(places, rng.permutation(EXACT), strict=False):
+            at = (1, 1, which, *divmod(int(place), 2))
+            cache.codes[at] = rng.integers(low, high + 1, head_size)
+            cache.codes[at][:2] = low, high
+            cache.scales[at] = scale
+    return cache
+
+
+# From and up to which code, and the bits of a scale: of 1, of a half, and of what was never written.
+EXACT = (
+    (0, 255, 0x3F80),
+    (0, 510, 0x3F00),
+    (-255, 0, 0x3F80),
+    (-15, 15, 0x3F00),
+    (-4, 11, 0x3F80),
+    (-1, -1, NEVER_WRITTEN),
+)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("block_size", [4, 7, 8, 16, 24, 32])
 @pytest.mark.parametrize("head_size", [8, 64, 72, 80, 96, 128, 256])
 def test_a_moved_block_has_the_codes_of_the_definition(bits: int, block_size: int, head_size: int) -> None:
-    cache = np.zeros((3, 2, 2, block_size, 2, head_size), np.float16)
-    cache[1, 1] = delicate_block(block_size, head_size)
+    cache = delicate_block(block_size, head_size)
     store = new_store(4, 2, 2, block_size, head_size, bits)
     store[:] = 99
-    _kernels.move_block(laid_out(cache).view(np.uint16), 1, 1, store, 2, bits)
-    keys, values = cache[1, 1]
-    expected = np.stack([quantise_keys(keys, bits), quantise(values, bits)])
+    _kernels.move_block(cache.laid_out(), 1, 1, store, 2, head_size, bits)
+    with np.errstate(over="ignore"):
+        keys, values = cache.values[1, 1]
+        expected = np.stack([quantise_keys(keys, bits), quantise(values, bits)])
     np.testing.assert_array_equal(read_store(store, block_size, head_size, bits)[2, 1], expected)
     store[2, 1] = 99
     assert (store == 99).all(), "what does not belong to the block was written to"
@@ -63,8 +87,8 @@ def test_a_moved_block_has_the_codes_of_the_definition(bits: int, block_size: in
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_stored_values_are_within_a_code_of_what_they_were(bits: int) -> None:
-    vectors = delicate_block(16, 64)
-    finite = vectors[np.isfinite(vectors).all(axis=-1)].astype(np.float64)
+    vectors = delicate_vectors(64, 64).astype(np.float64)
+    finite = vectors[np.abs(vectors).max(axis=-1) <= 65504]
     stored = quantise(finite, bits)
     span = np.maximum(finite.max(-1), 0) - np.minimum(finite.min(-1), 0)
     # A scale is rounded up by an eighth at most, a value and the zero by half a code each; the smallest scale is 2^-18.
@@ -101,13 +125,15 @@ def test_a_vector_that_is_not_finite_is_not_a_number_as_a_whole_and_zeros_are_ze
 
 
 def test_a_move_past_the_cache_or_the_store_is_refused() -> None:
-    cache = laid_out(np.zeros((2, 1, 2, 8, 1, 9), np.float16)).view(np.uint16)
+    cache = CodedCache(2, 1, 8, 1, 9).laid_out()
     store = new_store(2, 1, 1, 8, 9, 8)
     with pytest.raises(ValueError, match="past the cache"):
-        _kernels.move_block(cache, 0, 2, store, 0, 8)
+        _kernels.move_block(cache, 0, 2, store, 0, 9, 8)
     with pytest.raises(ValueError, match="past the store"):
-        _kernels.move_block(cache, 0, 1, store, 2, 8)
+        _kernels.move_block(cache, 0, 1, store, 2, 9, 8)
     with pytest.raises(ValueError, match="heads of an even size"):
-        _kernels.move_block(cache, 0, 0, store, 0, 4)
+        _kernels.move_block(cache, 0, 0, store, 0, 9, 4)
     with pytest.raises(ValueError, match=r"the store must be \[blocks, layers, kv heads, 176\]"):
-        _kernels.move_block(cache, 0, 0, np.zeros((2, 1, 1, 175), np.uint8), 0, 8)
+        _kernels.move_block(cache, 0, 0, np.zeros((2, 1, 1, 175), np.uint8), 0, 9, 8)
+    with pytest.raises(ValueError, match="block size, 18\\]"):
+        _kernels.move_block(cache, 0, 0, store, 0, 8, 8)
