@@ -175,19 +175,6 @@ def test_of_equal_experts_the_first_is_chosen_and_of_none_that_is_a_number_some(
     assert np.isnan(shares[1]).all() and not np.isnan(shares[0]).any()
 
 
-def test_halves_are_rounded_to_the_nearest_and_ties_to_even() -> None:
-    edges = np.array(
-        [65504.0, 65519.99, 65520.0, 1e6, 2.0**-24, 2.0**-25, 1.5 * 2.0**-24, 2049.0, 2051.0, 6.1e-5],
-        np.float32,
-    )
-    row = np.concatenate([edges, -edges, SPECIAL, rows_of(1, 1000)[0], 1e-5 * rows_of(1, 1003)[0]])
-    for count in (*range(20), len(row)):
-        out = np.zeros(count, np.uint16)
-        _kernels.to_half(row[:count].copy(), out)
-        with np.errstate(over="ignore"):
-            np.testing.assert_array_equal(out.view(np.float16), row[:count].astype(np.float16))
-
-
 def test_a_row_is_the_same_bits_wherever_it_stands_and_whoever_else_is_there() -> None:
     # Three columns in front move a row's elements to other lanes and into other tails.
     for columns in COLUMNS:
@@ -236,8 +223,6 @@ def test_a_row_is_the_same_bits_on_every_instruction_set_with_fused_multiplicati
             chosen, shares = np.empty((8, per_token), np.int32), np.empty((8, per_token), np.float32)
             _kernels.route(left, True, chosen, shares)
             made += [chosen, shares]
-            _kernels.to_half(left[0].copy(), halves := np.empty(columns, np.uint16))
-            made.append(halves.astype(np.int32))
         # All that an exponential and a hyperbolic tangent may give, with results that are subnormal.
         wide = np.concatenate([SPECIAL[~np.isnan(SPECIAL)], np.linspace(-110, 110, 20001, dtype=np.float32)])
         for kernel in (_kernels.silu_mul, _kernels.gelu_tanh_mul):

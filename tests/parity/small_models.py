@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from array_source import ArraySource
+from spoilt_cache import spoil
 from weft.models.decoder import Decoder
 from weft.ops.base import StepIndices
 
@@ -130,7 +131,7 @@ class Reader:
         self.block_size = block_size
         blocks = -(-length // block_size)
         self.cache = decoder.new_cache(blocks + 3, block_size)
-        self.cache[...] = np.nan  # whatever is read without having been written shows
+        spoil(self.cache)
         self.table = np.random.default_rng(1).permutation(blocks + 3)[:blocks]
         self.position = 0
 
@@ -200,7 +201,7 @@ def logits_in_a_batch(
     for row, count in enumerate(needed):
         tables[row, :count], order = order[:count], order[count:]
     cache = decoder.new_cache(sum(needed) + 3, block_size)
-    cache[...] = np.nan
+    spoil(cache)
     done = np.zeros(len(texts), np.int64)
     pieces: list[list[np.ndarray]] = [[] for _ in texts]
     for counts in plan:

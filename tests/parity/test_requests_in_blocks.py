@@ -14,6 +14,7 @@ from native_decoder import NativeDecoder
 from small_models import VOCABULARY, build_model, logits_in_a_batch, next_step, save
 from test_architectures import CASES
 
+from spoilt_cache import spoil
 from weft.ops.base import StepIndices
 
 REQUESTS = 32
@@ -127,7 +128,7 @@ def test_with_about_as_many_threads_as_requests_nobody_is_left_without_one(tmp_p
 def test_a_request_that_reads_what_another_writes_in_the_same_step_waits_for_it(
     readers_first: bool, tmp_path: Path
 ) -> None:
-    """A prefix hit in a block that its owner fills in this very step. The cache is full of NaN before, and the threads sleep now
+    """A prefix hit in a block that its owner fills in this very step. The cache is spoilt before, and the threads sleep now
     and then, so that one of them is late."""
     together, alone = decoders("llama", tmp_path)
     size, pairs = 4, 8
@@ -138,7 +139,7 @@ def test_a_request_that_reads_what_another_writes_in_the_same_step_waits_for_it(
     expected = [logits_in_a_batch(alone, [text], [[len(text)]], size)[0] for text in texts]
     for _ in range(20):
         cache = together.new_cache(2 * pairs, size)
-        cache[...] = np.nan
+        spoil(cache)
         time.sleep(0.002)
         rows = together.forward(step_of(requests, size), cache)
         logits = iter(np.split(together.logits(rows), np.cumsum([len(tokens) for tokens, *_ in requests])))

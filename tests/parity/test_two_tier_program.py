@@ -14,6 +14,7 @@ from native_decoder import NativeDecoder
 from small_models import VOCABULARY, build_model, next_step, save
 from test_architectures import CASES, relative_error
 
+from spoilt_cache import spoil
 from weft import _kernels
 from weft.models.decoder import Decoder
 from weft.models.registry import build_decoder
@@ -53,8 +54,7 @@ def logits_in_a_batch(
         decoder.new_cache(sum(needed) + 3, block_size),
         decoder.new_store(sum(needed) + 3, block_size, bits),
     )
-    full = full.astype(np.float16)  # for numpy too: of halves the codes are nearly always the same
-    full[...] = np.nan
+    spoil(full)
     store[...] = 255
     cache: Any = TwoTierCache(full, store, bits, tail)
     done, moved = np.zeros(len(texts), np.int64), np.zeros(len(texts), np.int64)
@@ -78,7 +78,7 @@ def logits_in_a_batch(
         logits = decoder.logits(decoder.forward(step, cache))
         for index, row in enumerate(rows):
             pieces[row].append(logits[starts[index] : starts[index + 1]])
-            full[tables[row, : moved[row]]] = np.nan
+            spoil(full, tables[row, : moved[row]])
     return [np.concatenate(piece) for piece in pieces]
 
 
