@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 LARGEST_VALUE = 8191
+LOWEST_SCALE = np.float32(2.0**-60)
 NOT_A_NUMBER = 0x7FC0
 # As codes and as a scale it shows where it is read: it is not a number.
 NEVER_WRITTEN = 0xFFFF
@@ -36,7 +37,7 @@ def encode(vectors: np.ndarray, largest: int) -> tuple[np.ndarray, np.ndarray]:
     is_finite = np.isfinite(vectors).all(axis=-1)
     vectors = np.where(is_finite[..., None], vectors, 0).astype(np.float32)
     most = np.abs(vectors).max(axis=-1)
-    wanted = np.maximum(most * (np.float32(1) / np.float32(largest)), np.float32(2.0**-100))
+    wanted = np.maximum(most * (np.float32(1) / np.float32(largest)), LOWEST_SCALE)
     # Rounded up, so that no code is larger than the largest.
     scales = ((wanted.view(np.uint32) + 0xFFFF) >> 16).astype(np.uint16)
     codes = np.rint(vectors * (np.float32(1) / scale_of(scales))[..., None]).astype(np.int16)
