@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from stored_cache import CodedCache, encode, largest_key, scale_of
+from stored_cache import CodedCache
+
+from cache_codes import encode, largest_key, scale_of
 
 SEGMENT = 256
 LARGEST_WEIGHT = 16384

@@ -1,51 +1,15 @@
-"""What the C++ kernels keep in a block of the cache and in one of the store, in numpy: from and to [..., positions, kv heads, features].
-
-A vector is what one token has of one kv head, its key or its value. In the cache it is 16-bit whole numbers and a scale, which is the
-upper half of a float32; value = code * scale.
-"""
+"""How the C++ kernels lay out a block of the cache and one of the store, in numpy: from and to [..., positions, kv heads, features]."""
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-LARGEST_VALUE = 8191
-LOWEST_SCALE = np.float32(2.0**-60)
-NOT_A_NUMBER = 0x7FC0
-# As codes and as a scale it shows where it is read: it is not a number.
-NEVER_WRITTEN = 0xFFFF
-
-
-def even(count: int) -> int:
-    return count + count % 2
-
-
-def largest_key(head_size: int) -> int:
-    """Of queries too: the sum of so many of their products is still a number of 32 bits."""
-    return min(32767, math.isqrt((2**31 - 1) // even(head_size)))
+from cache_codes import LARGEST_VALUE, NEVER_WRITTEN, decode, encode, even, largest_key
 
 
 def room(block_size: int, head_size: int) -> int:
     """What a position takes, of one kv head."""
     return 2 + even(head_size) + -(-even(block_size) * head_size // block_size)
-
-
-def encode(vectors: np.ndarray, largest: int) -> tuple[np.ndarray, np.ndarray]:
-    """int16 [..., features] and the bits of the scales, uint16 [...]. An infinite value, or one that is not a number, makes its
-    whole vector one that is not a number."""
-    is_finite = np.isfinite(vectors).all(axis=-1)
-    vectors = np.where(is_finite[..., None], vectors, 0).astype(np.float32)
-    most = np.abs(vectors).max(axis=-1)
-    wanted = np.maximum(most * (np.float32(1) / np.float32(largest)), LOWEST_SCALE)
-    # Rounded up, so that no code is larger than the largest.
-    scales = ((wanted.view(np.uint32) + 0xFFFF) >> 16).astype(np.uint16)
-    codes = np.rint(vectors * (np.float32(1) / scale_of(scales))[..., None]).astype(np.int16)
-    return codes, np.where(is_finite, scales, np.uint16(NOT_A_NUMBER))
-
-
-def scale_of(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 class CodedCache:
@@ -66,7 +30,7 @@ class CodedCache:
 
     @property
     def values(self) -> np.ndarray:
-        return self.codes.astype(np.float32) * scale_of(self.scales)[..., None]
+        return decode(self.codes, self.scales)
 
     def laid_out(self) -> np.ndarray:
         """As the kernels read it, uint16 [blocks, layers, kv heads, block size, room]: heads apart, and of each the scales, pairs

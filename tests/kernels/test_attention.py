@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import attention_twin as twin
 import numpy as np
 import pytest
-from stored_cache import LARGEST_VALUE, NEVER_WRITTEN, CodedCache, largest_key, room
+from stored_cache import CodedCache, room
+
+from cache_codes import LARGEST_VALUE, NEVER_WRITTEN, largest_key
 
 _kernels = pytest.importorskip("weft._kernels")
 

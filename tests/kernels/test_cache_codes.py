@@ -7,17 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from stored_cache import (
-    LARGEST_VALUE,
-    LOWEST_SCALE,
-    NEVER_WRITTEN,
-    NOT_A_NUMBER,
-    CodedCache,
-    largest_key,
-    room,
-    scale_of,
-)
+from stored_cache import CodedCache, room
 
+from cache_codes import LARGEST_VALUE, LOWEST_SCALE, NEVER_WRITTEN, NOT_A_NUMBER, largest_key, scale_of
 from weft.ops.base import AttentionShape
 from weft.ops.cpu.recorder import CpuOps
 from weft.ops.cpu.weights import Packing

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from stored_cache import NEVER_WRITTEN, CodedCache, new_store, read_store
+from stored_cache import CodedCache, new_store, read_store
 
+from cache_codes import NEVER_WRITTEN
 from weft.ops.store_format import NOT_A_NUMBER, dequantise, dequantise_keys, quantise, quantise_keys, rotate
 
 _kernels = pytest.importorskip("weft._kernels")
