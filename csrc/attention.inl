@@ -3,15 +3,15 @@
 // The rows of a task are its queries' heads, query by query. A block of rows goes through the context segment by segment (kernels.h), and
 // through a segment in tiles of a few rows: their scores, then weights, then sums of values, which stay in registers from the first
 // position to the last. What the first tile has read of a segment is in the second-level cache for the others: that is near enough, since
-// loads are far ahead of the multiplications that wait for each other. What a row does not see is never multiplied with a value, not even
-// as 0, since that may be NaN.
+// loads are far ahead of the multiplications that wait for each other.
 //
 // Keys and values of the cache are codes, and so are queries and weights that meet them: a weight is multiplied by its value's scale first,
-// and those of a row and segment share one of their own. Sums of products are exact.
+// and those of a row and segment share one of their own. Sums of products are exact. What a row does not see has the weight 0; its scale,
+// which may be NaN, is not looked at.
 //
 // What lies in the store is read as other codes, which have zeros too. A score is the product of query and codes, less the key's zero times
 // the sum of the query, times the key's scale; and from the sums of values those of the weights with the zeros are taken off. So much is
-// done in the order of the positions too, whatever rows or tiles there are.
+// done in the order of the positions too, whatever rows or tiles there are. There a value that a row does not see is not even multiplied.
 #include "attention_block.inl"
 
 namespace weft::WEFT_ISA {
@@ -57,6 +57,40 @@ inline void read_tile_scales(const Block& block, const uint16_t* scales, int64_t
     vec::store(block.key_scales + k + i, vec::load_upper_halves(scales + i));
     vec::store(block.value_scales + k + i, vec::load_upper_halves(scales + block.task.cache.block_size + i));
   }
+}
+
+// Those of all that is read of a segment, as floats; of the cache only where they are not read late.
+inline void read_scales(const Block& block, int64_t segment, const Sides& keys) {
+  const AttendTask& task = block.task;
+  const StoreLayer& store = task.store;
+  const vec::Vec unit = vec::all(store.bits == 8 ? 1.0f : 1.0f / 16.0f), middle = vec::all(store.bits == 8 ? 0.0f : 8.0f);
+  const int64_t start = segment * segment_keys, stored = block.stored_in(segment);
+  const Span seen = block.seen_by_any(segment);
+  const auto read = [&](const auto* elements, int64_t k, int64_t n, auto load, float* out) {
+    std::decay_t<decltype(*elements)> copy[key_tile] = {};
+    if (n < key_tile) {   // beside them the memory may end
+      std::memcpy(copy, elements, static_cast<size_t>(n) * sizeof(*elements));
+      elements = copy;
+    }
+    for (int64_t i = 0; i < key_tile; i += vec::lanes) vec::store(out + k + i, load(elements + i));
+  };
+  const auto stored_scale = [](const uint8_t* bytes) { return vec::load_scales(bytes); };
+  const auto zero = [&](const uint8_t* bytes) { return vec::fma(vec::load(reinterpret_cast<const int8_t*>(bytes)), unit, middle); };
+  const auto scale = [](const uint16_t* halves) { return vec::load_upper_halves(halves); };
+  // In the order of the positions: what is written behind a run belongs to the next.
+  for_runs(task, start, common(seen, {0, stored}), [&](int64_t k, int64_t n, const Place& place, int64_t, int64_t) {
+    const StoredHead head = store.head(task.store_table[place.block], task.kv_head);
+    read(head.scales(false) + place.within, k, n, stored_scale, block.key_scales);
+    read(head.zeros(false) + place.within, k, n, zero, block.key_zeros);
+    read(head.scales(true) + place.within, k, n, stored_scale, block.value_scales);
+    read(head.zeros(true) + place.within, k, n, zero, block.value_zeros);
+  });
+  if (keys.read_scales_late()) return;
+  for_runs(task, start, common(seen, {stored, segment_keys}), [&](int64_t k, int64_t n, const Place& place, int64_t, int64_t) {
+    const CachedHead head = task.cache.head(task.table[place.block], task.kv_head);
+    read(head.scales(false) + place.within, k, n, scale, block.key_scales);
+    read(head.scales(true) + place.within, k, n, scale, block.value_scales);
+  });
 }
 
 // --- scores and weights ------------------------------------------------------------------------------------------------------------------
@@ -155,41 +189,7 @@ inline void weigh_rows(float* scores, const Span* spans, float cap, const float*
   }
 }
 
-// --- scales and zeros ------------------------------------------------------------------------------------------------------------------
-
-// Those of all that is read of a segment, as floats; of the cache only where they are not read late.
-inline void read_scales(const Block& block, int64_t segment, const Sides& keys) {
-  const AttendTask& task = block.task;
-  const StoreLayer& store = task.store;
-  const vec::Vec unit = vec::all(store.bits == 8 ? 1.0f : 1.0f / 16.0f), middle = vec::all(store.bits == 8 ? 0.0f : 8.0f);
-  const int64_t start = segment * segment_keys, stored = block.stored_in(segment);
-  const Span seen = block.seen_by_any(segment);
-  const auto read = [&](const auto* elements, int64_t k, int64_t n, auto load, float* out) {
-    std::decay_t<decltype(*elements)> copy[key_tile] = {};
-    if (n < key_tile) {   // beside them the memory may end
-      std::memcpy(copy, elements, static_cast<size_t>(n) * sizeof(*elements));
-      elements = copy;
-    }
-    for (int64_t i = 0; i < key_tile; i += vec::lanes) vec::store(out + k + i, load(elements + i));
-  };
-  const auto stored_scale = [](const uint8_t* bytes) { return vec::load_scales(bytes); };
-  const auto zero = [&](const uint8_t* bytes) { return vec::fma(vec::load(reinterpret_cast<const int8_t*>(bytes)), unit, middle); };
-  const auto scale = [](const uint16_t* halves) { return vec::load_upper_halves(halves); };
-  // In the order of the positions: what is written behind a run belongs to the next.
-  for_runs(task, start, common(seen, {0, stored}), [&](int64_t k, int64_t n, const Place& place, int64_t, int64_t) {
-    const StoredHead head = store.head(task.store_table[place.block], task.kv_head);
-    read(head.scales(false) + place.within, k, n, stored_scale, block.key_scales);
-    read(head.zeros(false) + place.within, k, n, zero, block.key_zeros);
-    read(head.scales(true) + place.within, k, n, stored_scale, block.value_scales);
-    read(head.zeros(true) + place.within, k, n, zero, block.value_zeros);
-  });
-  if (keys.read_scales_late()) return;
-  for_runs(task, start, common(seen, {stored, segment_keys}), [&](int64_t k, int64_t n, const Place& place, int64_t, int64_t) {
-    const CachedHead head = task.cache.head(task.table[place.block], task.kv_head);
-    read(head.scales(false) + place.within, k, n, scale, block.key_scales);
-    read(head.scales(true) + place.within, k, n, scale, block.value_scales);
-  });
-}
+// --- scales and zeros of the store -----------------------------------------------------------------------------------------------------
 
 // Products with codes become scores.
 inline void scale_scores(const Block& block, int64_t row, Span stored, float* scores) {
