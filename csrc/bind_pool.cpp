@@ -1,6 +1,7 @@
 #include <string>
 
 #include "bindings.h"
+#include "pages.h"
 #include "pool.h"
 
 namespace weft {
@@ -14,7 +15,11 @@ void bind_pool(nb::module_& module) {
           throw nb::value_error(("threads is " + std::to_string(threads) + "; allowed: 1 to " + std::to_string(most_threads)).c_str());
         new (pool) Pool(threads);
       }, nb::arg("threads"))
-      .def_prop_ro("threads", &Pool::threads);
+      .def_prop_ro("threads", &Pool::threads)
+      .def("take_pages", [](Pool& pool, Array<uint8_t, 1> bytes) {
+        nb::gil_scoped_release release;
+        take_pages(pool, bytes.data(), bytes.data() + bytes.size());
+      }, nb::arg("bytes"));
 }
 
 }  // namespace weft

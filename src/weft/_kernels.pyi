@@ -25,6 +25,8 @@ class Pool:
     def __init__(self, threads: int) -> None: ...
     @property
     def threads(self) -> int: ...
+    def take_pages(self, bytes: NDArray[np.uint8]) -> None:
+        """Has the system give this memory now, to all threads at once. What it holds stays; nobody may write to it meanwhile."""
 
 class LinearWeight:
     """A linear layer in one of the packed layouts (csrc/kernels.h). The bytes stay where they are."""

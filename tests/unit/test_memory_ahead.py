@@ -16,6 +16,19 @@ from weft.plan import StepResult
 
 ROW = 96 << 10
 MIB = 1 << 20
+LARGE_PAGE = 2 * MIB
+
+needs_smaps = pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists(), reason="only Linux tells what is resident"
+)
+
+
+def mapped_rows(count: int) -> tuple[mmap.mmap, np.ndarray]:
+    """Rows in small pages, of which as many are resident as were touched."""
+    mapped = mmap.mmap(-1, count * ROW, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        mapped.madvise(mmap.MADV_NOHUGEPAGE)
+    return mapped, np.frombuffer(mapped, np.float16).reshape(count, -1)
 
 
 def resident_bytes(memory: mmap.mmap) -> int:
@@ -37,43 +50,79 @@ def take_all(memory: MemoryAhead) -> int:
     return turns
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what is resident")
+@needs_smaps
 def test_as_much_is_taken_as_may_be_needed_next_and_no_more() -> None:
-    mapped = mmap.mmap(-1, 512 * ROW, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        mapped.madvise(mmap.MADV_NOHUGEPAGE)
-    rows = np.frombuffer(mapped, np.float16).reshape(512, -1)
-    memory = MemoryAhead(rows, 8 * MIB)
+    mapped, rows = mapped_rows(512)
+    memory = MemoryAhead(rows, first_bytes=8 * MIB, ahead_bytes=2 * MIB)
     assert resident_bytes(mapped) == 0
-    assert take_all(memory) == 4, "a large page at a time"
-    assert resident_bytes(mapped) == 8 * MIB
+    assert 4 <= take_all(memory) <= 5, "a large page at a time"
+    assert 8 * MIB <= resident_bytes(mapped) < 8 * MIB + LARGE_PAGE
     memory.use(8)
+    assert not memory.is_wanting, "of the first ones enough are left"
+    memory.use(80)
     take_all(memory)
-    assert resident_bytes(mapped) == 8 * MIB + 8 * ROW
+    assert 80 * ROW + 2 * MIB <= resident_bytes(mapped) < 80 * ROW + 2 * MIB + LARGE_PAGE
     memory.use(4)
     assert not memory.is_wanting, "what was used once is there"
     memory.use(512)
     assert not memory.is_wanting, "all are in use"
+    assert resident_bytes(mapped) == 512 * ROW
+
+
+@needs_smaps
+def test_what_a_step_needs_is_there_before_it() -> None:
+    mapped, rows = mapped_rows(512)
+    memory = MemoryAhead(rows, first_bytes=0, ahead_bytes=64 * MIB)
+    memory.use(50)
+    assert 50 * ROW <= resident_bytes(mapped) < 50 * ROW + LARGE_PAGE
+    assert memory.is_wanting, "what lies behind has time"
+
+
+class Noted(MemoryAhead):
+    """Notes which pieces are taken, as addresses, and in which thread."""
+
+    def __init__(self, first: int, ahead: int, threads: int = 1) -> None:
+        self.pieces: list[tuple[int, int]] = []
+        self.threads: list[str] = []
+        self.array = np.zeros((64, ROW // 4), np.float32)
+        super().__init__(self.array, first, ahead, self.note, threads)
+
+    def note(self, memory: np.ndarray) -> None:
+        self.pieces.append((memory.ctypes.data, memory.ctypes.data + memory.size))
+        self.threads.append(threading.current_thread().name)
+
+
+def test_pieces_follow_one_another_to_the_end_and_no_large_page_is_in_two() -> None:
+    memory = Noted(first=LARGE_PAGE, ahead=LARGE_PAGE)
+    for num_rows in range(0, 65, 5):
+        memory.use(num_rows)
+        take_all(memory)
+    memory.use(64)
+    take_all(memory)
+    ends = [end for _, end in memory.pieces]
+    start = memory.array.ctypes.data
+    assert [begin for begin, _ in memory.pieces] == [start, *ends[:-1]]
+    assert all(end % LARGE_PAGE == 0 for end in ends[:-1])
+    assert ends[-1] == start + memory.array.nbytes
+
+
+def test_a_step_that_is_short_of_a_page_takes_one_for_each_thread() -> None:
+    memory = Noted(first=0, ahead=0, threads=2)
+    memory.use(1)
+    [(begin, end)] = memory.pieces
+    assert 2 * LARGE_PAGE <= end - begin < 3 * LARGE_PAGE
+    memory.use((end - begin) // ROW)
+    assert len(memory.pieces) == 1, "these are there"
+    memory.use((end - begin) // ROW + 1)
+    assert len(memory.pieces) == 2
 
 
 def test_an_array_smaller_than_what_is_to_be_ahead_is_taken_whole_and_nothing_in_it_changes() -> None:
     rows = np.random.default_rng(0).standard_normal((100, 3, 1111)).astype(np.float16)
     before = rows.copy()
-    memory = MemoryAhead(rows, 64 * MIB)
+    memory = MemoryAhead(rows, 64 * MIB, 64 * MIB)
     take_all(memory)
     assert np.array_equal(rows, before)
-
-
-class Noted(MemoryAhead):
-    """Notes in which thread it is asked, and how often."""
-
-    def __init__(self, ahead: int) -> None:
-        super().__init__(np.zeros((64, ROW // 4), np.float32), ahead)
-        self.threads: list[str] = []
-
-    def take_some(self) -> None:
-        self.threads.append(threading.current_thread().name)
-        super().take_some()
 
 
 def until(holds: object) -> None:
@@ -85,23 +134,26 @@ def until(holds: object) -> None:
 
 
 def test_the_thread_of_the_steps_takes_it_while_there_are_none() -> None:
-    thread, memory = StepThread("steps"), Noted(4 * MIB)
+    thread, memory = StepThread("steps"), Noted(first=1, ahead=64 * ROW)
     thread.take_ahead(memory)
     until(lambda: not memory.is_wanting)
-    assert memory.threads == ["steps"] * 2
+    assert len(memory.pieces) == 1
+    in_step: list[int] = []
 
     def step() -> StepResult:
-        memory.use(10)
+        memory.use(LARGE_PAGE // ROW + 1)
+        in_step.append(len(memory.pieces))
         return StepResult()
 
     thread.submit(step).result()
     until(lambda: not memory.is_wanting)
     thread.close()
-    assert set(memory.threads) == {"steps"} and len(memory.threads) == 3
+    assert in_step == [2] and len(memory.pieces) > 2
+    assert set(memory.threads) == {"steps"}
 
 
 def test_steps_that_wait_and_the_end_come_before_it() -> None:
-    thread, memory = StepThread("steps"), Noted(64 * ROW)
+    thread, memory = StepThread("steps"), Noted(first=64 * ROW, ahead=0)
     may_go_on = threading.Event()
 
     def first() -> StepResult:

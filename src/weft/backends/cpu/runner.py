@@ -42,6 +42,7 @@ from weft.text.grammar import GrammarCompiler
 from weft.tiers import PoolSizes, choose_sizes, longest_context
 
 if TYPE_CHECKING:
+    from weft._kernels import Pool
     from weft.ops.cpu.weights import Quantize
 
 # What the cache takes without a wish: a number, not a share of the machine, so that a model behaves alike everywhere.
@@ -49,8 +50,9 @@ if TYPE_CHECKING:
 # load, but for this much that cached content may always have.
 _DEFAULT_CACHE_BYTES = 2 << 30
 _EAGER_CACHE_BYTES = 256 << 20
-# Memory that is there before it is used.
-_CACHE_BYTES_AHEAD = 128 << 20
+# Memory that is there before it is used: from the start on, for some thirty requests of ordinary length, and behind what is in use.
+_FIRST_CACHE_BYTES = 192 << 20
+_CACHE_BYTES_AHEAD = 64 << 20
 
 _SCORED_AT_ONCE = 64
 
@@ -92,10 +94,11 @@ class Sampler(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Native:
-    """What computes in C++."""
+    """What computes in C++, and the threads that do."""
 
     forward: Forward
     sampler: Sampler
+    pool: Pool
 
 
 class CpuBackend:
@@ -113,6 +116,7 @@ class CpuBackend:
         self._forward: Forward = decoder if native is None else native.forward
         self._sampler: Sampler = numpy_sampler if native is None else native.sampler
         self._kernels = NUMPY if native is None else instruction_set() or NUMPY
+        self._pool = None if native is None else native.pool
         self._eos_token_ids = eos_token_ids
         self._compiler = grammars
         self._cache: np.ndarray | TwoTierCache
@@ -153,7 +157,7 @@ class CpuBackend:
                 self._swaps = SwapSpace(full, swap_blocks)
                 self._rows = Rows(num_rows, max_context, pool.block_size)
             self._grammars = RowGrammars(self._compiler, num_rows, config.vocabulary_size)
-            self._memory = MemoryAhead(full, _CACHE_BYTES_AHEAD)
+            self._memory = self._memory_of(full)
             self._thread.take_ahead(self._memory)
         # numpy's word for more than an address space holds is ValueError
         except (MemoryError, ValueError) as error:
@@ -198,6 +202,12 @@ class CpuBackend:
     def close(self) -> None:
         self._thread.close()
         self._grammars.close()
+
+    def _memory_of(self, cache: np.ndarray) -> MemoryAhead:
+        if self._pool is None:
+            return MemoryAhead(cache, _FIRST_CACHE_BYTES, _CACHE_BYTES_AHEAD)
+        take, threads = self._pool.take_pages, self._pool.threads
+        return MemoryAhead(cache, _FIRST_CACHE_BYTES, _CACHE_BYTES_AHEAD, take, threads)
 
     def _run(self, plan: IterationPlan, step: PreparedStep | None) -> StepResult:
         """One plan, in the thread. Never raises: a swap that ran must be reported whatever the step does."""
@@ -324,7 +334,7 @@ def open_native(
 
     pool = _kernels.Pool(threads)
     forward = record(lambda: decoder.forward(NO_STEP, None), decoder.logits, ops, keep, pool)
-    return decoder, Native(forward, NativeSampler(pool))
+    return decoder, Native(forward, NativeSampler(pool), pool)
 
 
 def _check_quantize(quantize: str | None, checkpoint: Checkpoint, is_native: bool) -> None:

@@ -1,0 +1,16 @@
+// Memory that the system has promised but not given yet: a page is found and cleared when it is first written to, by the thread that does.
+#pragma once
+
+#include <cstdint>
+
+#include "pool.h"
+
+namespace weft {
+
+constexpr int64_t large_page = 2 << 20;
+
+// Makes it give these pages now, to all threads of the pool at once, each a large page at a time. What they hold stays; nobody may write to them
+// meanwhile.
+void take_pages(Pool& pool, uint8_t* begin, uint8_t* end);
+
+}  // namespace weft
