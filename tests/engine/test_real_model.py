@@ -136,7 +136,7 @@ def alone(model: Model, requests: list[InferenceRequest]) -> list[GenerationResu
 def test_memory_of_the_cache_is_taken_between_requests_behind_what_was_used(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ahead = 3 << 20
+    ahead, large_page = 3 << 20, 2 << 20
     monkeypatch.setattr(runner, "_CACHE_BYTES_AHEAD", ahead)
     engine = make_engine(model, blocks=128)
     memory = engine._backend._memory  # type: ignore[attr-defined]
@@ -148,10 +148,11 @@ def test_memory_of_the_cache_is_taken_between_requests_behind_what_was_used(
             time.sleep(1e-3)
         return memory._taken
 
-    assert taken() == ahead
+    assert ahead <= taken() < ahead + large_page
     run(engine, [InferenceRequest(tuple(range(100, 200)), SamplingParams(max_tokens=8, ignore_eos=True))])
     block_bytes = engine.scheduler.info.bytes_per_block
-    assert taken() == ahead + 14 * block_bytes, "107 tokens in blocks of 8"
+    used = 14 * block_bytes  # 107 tokens in blocks of 8
+    assert used + ahead <= taken() < used + ahead + large_page
     engine.stop()
 
 

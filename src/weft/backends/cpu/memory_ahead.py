@@ -27,13 +27,12 @@ class MemoryAhead:
     def __init__(
         self,
         rows: np.ndarray,
-        first_bytes: int,
         ahead_bytes: int,
         take: Callable[[np.ndarray], None] = touch,
         threads: int = 1,
     ) -> None:
-        """So many bytes are to be there from the first on, and so many behind those in use. `take` takes a piece, with so
-        many threads if it has as many large pages. Nobody may write to the array at the same time."""
+        """So many bytes behind those in use are to be there. `take` takes a piece, with so many threads if it has as many
+        large pages. Nobody may write to the array at the same time."""
         self._bytes = rows.reshape(-1).view(np.uint8)
         self._address = self._bytes.ctypes.data
         self._row_bytes = self._bytes.size // len(rows)
@@ -41,7 +40,7 @@ class MemoryAhead:
         self._take = take
         self._bytes_in_step = threads * _LARGE_PAGE_BYTES
         self._taken = 0
-        self._wanted = min(first_bytes, self._bytes.size)
+        self._wanted = min(ahead_bytes, self._bytes.size)
 
     @property
     def is_wanting(self) -> bool:

@@ -50,9 +50,8 @@ if TYPE_CHECKING:
 # load, but for this much that cached content may always have.
 _DEFAULT_CACHE_BYTES = 2 << 30
 _EAGER_CACHE_BYTES = 256 << 20
-# Memory that is there before it is used: from the start on, for some thirty requests of ordinary length, and behind what is in use.
-_FIRST_CACHE_BYTES = 192 << 20
-_CACHE_BYTES_AHEAD = 64 << 20
+# Memory that is there before it is used.
+_CACHE_BYTES_AHEAD = 128 << 20
 
 _SCORED_AT_ONCE = 64
 
@@ -205,9 +204,8 @@ class CpuBackend:
 
     def _memory_of(self, cache: np.ndarray) -> MemoryAhead:
         if self._pool is None:
-            return MemoryAhead(cache, _FIRST_CACHE_BYTES, _CACHE_BYTES_AHEAD)
-        take, threads = self._pool.take_pages, self._pool.threads
-        return MemoryAhead(cache, _FIRST_CACHE_BYTES, _CACHE_BYTES_AHEAD, take, threads)
+            return MemoryAhead(cache, _CACHE_BYTES_AHEAD)
+        return MemoryAhead(cache, _CACHE_BYTES_AHEAD, self._pool.take_pages, self._pool.threads)
 
     def _run(self, plan: IterationPlan, step: PreparedStep | None) -> StepResult:
         """One plan, in the thread. Never raises: a swap that ran must be reported whatever the step does."""
