@@ -14,7 +14,7 @@
 namespace weft {
 namespace {
 
-// One call for many small pages: to fault them in one by one takes two threads ten times as long.
+// One call for many small pages: to fault them in one by one takes two threads eight to ten times as long.
 bool populate(uint8_t* begin, uint8_t* end, uintptr_t page) {
 #if defined(__linux__)
   const uintptr_t from = reinterpret_cast<uintptr_t>(begin) / page * page;
