@@ -14,6 +14,8 @@
 
 namespace weft {
 
+constexpr std::size_t large_page = 2 << 20;
+
 template <typename Type>
 class Aligned {
  public:
@@ -49,8 +51,6 @@ class Aligned {
   Type* data() const { return data_; }
 
  private:
-  static constexpr std::size_t large_page = 2 << 20;
-
   Type* data_ = nullptr;
   int64_t size_ = 0;
 };

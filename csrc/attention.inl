@@ -41,11 +41,10 @@ inline void prepare_store_queries(const Block& block) {
 // For the cache: of one tile, where they stay at hand.
 inline void prepare_queries(const Block& block, int64_t first, int64_t end) {
   const int64_t size = block.task.cache.head_size;
-  const int largest = largest_key_code(size);
   block.for_rows(first, end, [&](int64_t row, int64_t query, int64_t feature) {
     int16_t* const to = block.queries + (row - first) * block.width;
     const auto put = [&](int64_t f, int64_t, vec::Vec codes) { vec::store_codes(to + f, codes); };
-    block.query_factors[row - first] = quantise_codes(block.query(query, feature), size, largest, put) * score_scale(block.task);
+    block.query_factors[row - first] = quantise_key(block.query(query, feature), size, put) * score_scale(block.task);
   });
 }
 
@@ -272,7 +271,7 @@ inline void work_segment(const Block& block, int64_t segment, bool finishes, Use
       spans[row - first] = block.seen_by_query(query, segment);
       starts[row - first] = 0.0f;
     });
-    prepare_queries(block, first, first + rows);
+    if (keys.reads_cache()) prepare_queries(block, first, first + rows);
     score_rows<rows>(block, keys, first, {spans[0].first, spans[rows - 1].end}, ahead);
     for (int r = 0; r < rows && stored > 0; r++) {
       const Span from_store = common(spans[r], {0, stored});

@@ -240,6 +240,7 @@ struct Sides {
   }
 
   // The cache's are the last.
+  bool reads_cache() const { return count > 0 && !sides[count - 1].is_stored; }
   bool read_scales_late() const { return count > 0 && sides[count - 1].reads_scales_late; }
 
   // Calls use(side, element, ahead) for each: an element of the kind that its tiles have, and who is to be asked while they are read, or

@@ -58,7 +58,7 @@ __attribute__((noinline)) void score_code_tile(const int16_t* queries, int64_t w
     const vec::Vec factor = vec::all(factors[r]);
 #pragma GCC unroll 16
     for (int v = 0; v < vectors; v++)
-      vec::store(scores + r * score_stride + v * vec::lanes, vec::to_floats(sums[r][v]) * (vec::load(scales + v * vec::lanes) * factor));
+      vec::store(scores + r * score_stride + v * vec::lanes, vec::to_floats(sums[r][v]) * vec::load(scales + v * vec::lanes) * factor);
   }
 }
 
@@ -73,7 +73,8 @@ inline void score_codes(const int16_t* queries, int64_t width, const float* fact
   });
 }
 
-// Weights of some tiles as codes, 0 before the position `begin`. What a code of a row is worth goes to `factors`; `most` is the bits of the
+// Weights of some tiles as codes, 0 before the position `begin`. What is less than a 32,768th of a row's largest in the segment becomes 0:
+// all of those together are less than 0.8% of the row. What a code of a row is worth goes to `factors`; `most` is the bits of the
 // largest weight of each row.
 template <int Rows>
 inline void code_weights(const float* weights, int64_t begin, int64_t end, const uint32_t* most, int16_t* codes, float* factors) {

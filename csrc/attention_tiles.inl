@@ -336,6 +336,8 @@ struct Pace {
   int64_t of_tile;        // lines
 };
 
+// Factors of targets are not looked at: a row that reads from the store has others to be added to.
+//
 // sums[r] += weights[r, k] * values[k] for the positions of spans[r], in their order, for features of Vectors vectors. A later row's span
 // neither begins nor ends before that of an earlier one. Sums begin with starts[r], or where there are none with what stands there. The
 // values of a tile lie `stride` elements apart. Of Nibbles half of the features lie `apart` floats behind the others.

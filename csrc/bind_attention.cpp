@@ -26,6 +26,7 @@ using StoreArguments = std::tuple<Store, int64_t, int64_t, Array<const int64_t, 
 
 CacheLayer layer_of(const Codes& cache, size_t layer, int64_t head_size) {
   const int64_t block_size = static_cast<int64_t>(cache.shape(3));
+  check(head_size > 0, "a head has a size");
   check(block_size > 0 && static_cast<int64_t>(cache.shape(4)) == cache_room(block_size, head_size),
         "for heads of " + std::to_string(head_size) + " the cache must be [blocks, layers, kv heads, block size, " +
             (block_size > 0 ? std::to_string(cache_room(block_size, head_size)) : "room") + "]");
@@ -133,7 +134,10 @@ void bind_attention(nb::module_& module) {
              "split"_a = false, "two_tier"_a.none() = nb::none());
   module.def("move_block", move_block, "cache"_a, "layer"_a, "moved_from"_a, "store"_a, "moved_to"_a, "head_size"_a, "bits"_a);
   module.def("write_cache", write_cache, "key"_a, "value"_a, "cache"_a, "layer"_a, "kv_head"_a, "cell"_a);
-  module.def("cache_room", cache_room, "block_size"_a, "head_size"_a);
+  module.def("cache_room", [](int64_t block_size, int64_t head_size) {
+    check(block_size > 0 && head_size > 0, "a block and a head have a size");
+    return cache_room(block_size, head_size);
+  }, "block_size"_a, "head_size"_a);
 }
 
 }  // namespace weft

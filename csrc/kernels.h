@@ -172,20 +172,20 @@ struct LinearTask {
 // --- attention ----------------------------------------------------------------------------------------------------------------------
 
 // A vector of the cache, the key or the value that one token has of one kv head, is kept as whole numbers of 16 bits: value = code * scale.
-// Products of such pairs are added up two to a lane, without conversions and without rounding, and of a vector's largest features they
-// keep more than f16 does. A scale is the upper half of a float, rounded up; a vector that is not finite has the scale NaN and codes of 0.
+// Products of such pairs are added up two to a lane, without conversions and without rounding. A scale is the upper half of a float, rounded
+// up; a vector that is not finite has the scale NaN and codes of 0.
 //
-// No sum of products leaves 32 bits: those of a query and a key are over all features, those of weights and values over one tile.
+// No sum of products leaves 32 bits. Those of weights and values are over one tile. Those of a query and a key, over all features or some,
+// are at most the product of their lengths: so keys and queries may be as long as this, and a feature that stands out, as the biases of some
+// models make them, leaves the others their digits.
 constexpr int64_t key_tile = 16;
+constexpr int largest_code_of_keys = 32767;
+constexpr float longest_key = 46000.0f;   // before its codes are rounded; the root of 2^31 is 46,341
 constexpr int largest_value_code = 8191;
 constexpr int largest_weight_code = 16384;
 constexpr float lowest_cache_scale = 0x1p-60f;
 
 constexpr int64_t even(int64_t n) { return n + n % 2; }
-// Of keys and queries.
-inline int largest_key_code(int64_t head_size) {
-  return static_cast<int>(__builtin_sqrt(static_cast<double>(INT32_MAX) / static_cast<double>(even(head_size))));
-}
 
 // What one kv head has of a block of the cache: for every position the scale of its key, then those of the values; the keys' codes and the
 // values'. Keys lie in tiles of 16 positions (the last may be narrower), each [pairs of features, positions of the tile, 2], so that a

@@ -3,11 +3,10 @@
 
 #include <cstdint>
 
+#include "aligned.h"
 #include "pool.h"
 
 namespace weft {
-
-constexpr int64_t large_page = 2 << 20;
 
 // Makes it give these pages now, to all threads of the pool at once, each a large page at a time. What they hold stays; nobody may write to them
 // meanwhile.

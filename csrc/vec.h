@@ -37,7 +37,6 @@ inline Vec all(float x) { return _mm512_set1_ps(x); }
 inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
 inline Vec load(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline Vec load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
-inline Vec load(const uint16_t* p, int64_t n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
 // Each of the first n of lanes / 2 floats twice: a a b b ...
 inline Vec load_twice(const float* p, int64_t n) {
   const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
@@ -45,12 +44,6 @@ inline Vec load_twice(const float* p, int64_t n) {
 }
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
 inline void store(float* p, Vec a, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), a); }
-inline void store(uint16_t* p, Vec a) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-inline void store(uint16_t* p, Vec a, int64_t n) {
-  _mm256_mask_storeu_epi16(p, first_lanes(n), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
 
 // Loaded once: the compiler may else load a again for each use, and loads are scarce.
 inline Vec in_register(Vec a) {
@@ -134,25 +127,12 @@ inline Vec all(float x) { return _mm256_set1_ps(x); }
 inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
 inline Vec load(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline Vec load(const float* p, int64_t n) { return _mm256_maskload_ps(p, first_lanes(n)); }
-inline Vec load(const uint16_t* p, int64_t n) {
-  uint16_t padded[lanes] = {};
-  std::memcpy(padded, p, static_cast<size_t>(n) * 2);
-  return load(padded);
-}
 // Each of the first n of lanes / 2 floats twice: a a b b ...
 inline Vec load_twice(const float* p, int64_t n) {
   return _mm256_permutevar8x32_ps(load(p, n), _mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0));
 }
 inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a); }
 inline void store(float* p, Vec a, int64_t n) { _mm256_maskstore_ps(p, first_lanes(n), a); }
-inline void store(uint16_t* p, Vec a) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-inline void store(uint16_t* p, Vec a, int64_t n) {
-  uint16_t padded[lanes];
-  store(padded, a);
-  std::memcpy(p, padded, static_cast<size_t>(n) * 2);
-}
 
 // Loaded once: the compiler may else load a again for each use, and loads are scarce.
 inline Vec in_register(Vec a) {
@@ -225,24 +205,19 @@ inline Vec load(const float* p, int64_t n) {
   std::memcpy(&a, p, static_cast<size_t>(n) * 4);
   return a;
 }
-inline Vec load(const uint16_t* p, int64_t n) {
+inline Vec load(const float* p) { return load(p, lanes); }
+inline Vec load(const uint16_t* p) {
   Vec a = {};
-  for (int64_t i = 0; i < n; i++) a[i] = half_to_float(p[i]);
+  for (int i = 0; i < lanes; i++) a[i] = half_to_float(p[i]);
   return a;
 }
-inline Vec load(const float* p) { return load(p, lanes); }
-inline Vec load(const uint16_t* p) { return load(p, lanes); }
 // Each of the first n of lanes / 2 floats twice: a a b b ...
 inline Vec load_twice(const float* p, int64_t n) {
   const float a = n > 0 ? p[0] : 0.0f, b = n > 1 ? p[1] : 0.0f;
   return Vec{a, a, b, b};
 }
 inline void store(float* p, Vec a, int64_t n) { std::memcpy(p, &a, static_cast<size_t>(n) * 4); }
-inline void store(uint16_t* p, Vec a, int64_t n) {
-  for (int64_t i = 0; i < n; i++) p[i] = float_to_half(a[i]);
-}
 inline void store(float* p, Vec a) { store(p, a, lanes); }
-inline void store(uint16_t* p, Vec a) { store(p, a, lanes); }
 
 inline Vec in_register(Vec a) { return a; }
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }   // rounded twice: the processor may have no better
@@ -329,9 +304,7 @@ struct Full {
   operator int64_t() const { return lanes; }
 };
 inline Vec load(const float* p, Full) { return load(p); }
-inline Vec load(const uint16_t* p, Full) { return load(p); }
 inline void store(float* p, Vec a, Full) { store(p, a); }
-inline void store(uint16_t* p, Vec a, Full) { store(p, a); }
 
 // Calls each(i, n) for every vector of a row: n lanes from element i on, Full but for a tail.
 template <typename Each>

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from stored_cache import CodedCache
 
-from cache_codes import encode, largest_key, scale_of
+from cache_codes import encode_keys, scale_of
 
 SEGMENT = 256
 LARGEST_WEIGHT = 16384
@@ -96,10 +96,9 @@ def _base(largest: np.floating) -> np.floating:
 
 
 def _scores(query: np.ndarray, codes: np.ndarray, scales: np.ndarray, scale: np.float32) -> np.ndarray:
-    query_codes, query_scale = encode(query, largest_key(query.size))
-    return (codes @ query_codes.astype(np.float64)).astype(np.float32) * (
-        scales * (scale_of(query_scale) * scale)
-    )
+    query_codes, query_scale = encode_keys(query)
+    products = (codes @ query_codes.astype(np.float64)).astype(np.float32)
+    return products * scales * (scale_of(query_scale) * scale)
 
 
 def _sums(weights: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:

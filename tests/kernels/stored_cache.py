@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cache_codes import LARGEST_VALUE, NEVER_WRITTEN, decode, encode, even, largest_key
+from cache_codes import ENCODERS, NEVER_WRITTEN, decode, even
 
 
 def room(block_size: int, head_size: int) -> int:
@@ -21,9 +21,9 @@ class CodedCache:
 
     def write(self, blocks: np.ndarray, layer: int, positions: np.ndarray, content: np.ndarray) -> None:
         """Vectors [tokens, 2, kv heads, head size] to a place in a block for each token."""
-        for which, largest in enumerate((largest_key(content.shape[-1]), LARGEST_VALUE)):
+        for which, encode in enumerate(ENCODERS):
             place = (blocks, layer, which, positions)
-            self.codes[place], self.scales[place] = encode(content[:, which], largest)
+            self.codes[place], self.scales[place] = encode(content[:, which])
 
     def forget(self, blocks: np.ndarray) -> None:
         self.codes[blocks], self.scales[blocks] = -1, NEVER_WRITTEN

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from stored_cache import CodedCache, room
 
-from cache_codes import LARGEST_VALUE, LOWEST_SCALE, NEVER_WRITTEN, NOT_A_NUMBER, largest_key, scale_of
+from cache_codes import (
+    LARGEST_KEY,
+    LARGEST_VALUE,
+    LONGEST_KEY,
+    LOWEST_SCALE,
+    NEVER_WRITTEN,
+    NOT_A_NUMBER,
+    largest_key,
+    scale_of,
+)
 from weft.ops.base import AttentionShape
 from weft.ops.cpu.recorder import CpuOps
 from weft.ops.cpu.weights import Packing
@@ -35,7 +44,7 @@ def delicate_vectors(count: int, head_size: int) -> np.ndarray:
     rng = np.random.default_rng([count, head_size])
     sizes = np.exp(5.0 * rng.standard_normal((count, 1)))
     vectors = (rng.standard_normal((count, head_size)) * sizes).astype(np.float32)
-    largest = largest_key(head_size)
+    largest = int(largest_key(head_size))
     some = rng.integers(-largest, largest + 1, head_size)
     feature = rng.integers(head_size)
     with np.errstate(over="ignore"):
@@ -124,12 +133,15 @@ def test_what_is_written_is_within_half_a_code_of_what_it_was(head_size: int) ->
     # Half, and a little: a value is multiplied by one by the scale, and so rounded twice.
     assert (error.max(-1) <= 0.505 * scales).all()
     most = np.abs(finite.astype(np.float64)).max(-1)
-    for which, largest in enumerate((largest_key(head_size), LARGEST_VALUE)):
-        assert np.abs(codes[which]).max() <= largest
+    lengths = np.sqrt((finite.astype(np.float64) ** 2).sum(-1))
+    wanted = (np.maximum(most / LARGEST_KEY, lengths / LONGEST_KEY), most / LARGEST_VALUE)
+    for which, largest in enumerate((LARGEST_KEY, LARGEST_VALUE)):
+        assert np.abs(codes[which].astype(np.int64)).max() <= largest
         # A scale is rounded up by a 128th at most.
         assert (
-            scales[which] <= np.maximum(most / largest * (1 + 2.0**-7), float(LOWEST_SCALE)) * (1 + 1e-6)
+            scales[which] <= np.maximum(wanted[which] * (1 + 2.0**-7), float(LOWEST_SCALE)) * (1 + 1e-6)
         ).all()
+    assert (codes[0].astype(np.int64) ** 2).sum(-1).max() < 2**31
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -1,7 +1,7 @@
 """Takes memory for the cache from the system before it is needed: while nothing runs, or by all threads at once before a step.
 
 A page that is touched for the first time has to be found and cleared, by the thread that touches it, and the others wait for that one:
-2 to 9 ms for a large page where a host has to find it too. Between requests nobody waits; what they did not leave time for
+4 to 5 ms for a large page where a host has to find it too. Between requests nobody waits; what they did not leave time for
 is taken before the step that needs it, each thread a part.
 """
 
@@ -13,6 +13,7 @@ import numpy as np
 
 _PAGE_BYTES = 4096
 _LARGE_PAGE_BYTES = 2 << 20
+_MOST_PAGES_IN_STEP = 8
 
 
 def touch(memory: np.ndarray) -> None:
@@ -38,7 +39,7 @@ class MemoryAhead:
         self._row_bytes = self._bytes.size // len(rows)
         self._ahead_bytes = ahead_bytes
         self._take = take
-        self._bytes_in_step = threads * _LARGE_PAGE_BYTES
+        self._bytes_in_step = min(threads, _MOST_PAGES_IN_STEP) * _LARGE_PAGE_BYTES
         self._taken = 0
         self._wanted = min(ahead_bytes, self._bytes.size)
 

@@ -93,7 +93,7 @@ class Sampler(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Native:
-    """What computes in C++, and the threads that do."""
+    """What computes in C++, and the threads that do: for one backend at a time."""
 
     forward: Forward
     sampler: Sampler
@@ -234,8 +234,8 @@ class CpuBackend:
         scored, entries = step.scored, step.entries
         num_sampled = len(entries.rows)
         self._rows.read_tokens(step)
+        self._thread.tell()  # before memory is taken, which may take long
         self._memory.use(int(step.indices.cells.max()) // self._block_size + 1)
-        self._thread.tell()
         logits, hidden = self._forward.step(step.indices, self._cache, num_sampled)
         if scored:
             logits = logits.copy()  # what scores prompts makes logits in the same place
