@@ -128,7 +128,7 @@ class Ahead {
 
  private:
   static constexpr int64_t line = 64;                              // in bytes
-  static constexpr int64_t first_distance = 128, distance = 512;   // in lines
+  static constexpr int64_t first_distance = 128, distance = 1536;   // in lines
 
   void start() {
     if (!task_) return;
