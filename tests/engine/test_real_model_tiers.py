@@ -108,11 +108,15 @@ def test_what_is_behind_the_tail_is_read_quantised_and_changes_little(
     plain = run(engine, requests)
     engine.stop()
     assert_equal(alone.results[:2], plain[:2])  # never longer than their tails
+    distances = []
     for ours, theirs in zip(alone.results[3:], plain[3:], strict=True):
         first, full = logprobs(ours)[0], logprobs(theirs)[0]
         assert first != full, "the store was not read"
-        # Activations in bytes alone move a logprob by a tenth: what is a little different tips some of their codes.
-        assert abs(first - full) < {8: 0.25, 4: 1.0}[alone.bits]
+        distances.append(abs(first - full))
+    # Of several: activations in bytes alone move a single logprob by a tenth, where something tips one of their codes.
+    assert (
+        np.mean(distances) < {8: 0.1, 4: 1.0}[alone.bits] and max(distances) < {8: 0.25, 4: 1.0}[alone.bits]
+    )
 
 
 def test_numpy_reads_the_same_from_both_tiers(

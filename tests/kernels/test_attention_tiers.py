@@ -3,7 +3,6 @@ that this machine has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import attention_twin as twin
@@ -15,6 +14,7 @@ from weft.ops.store_format import dequantise, dequantise_keys, quantise, quantis
 from weft.tiers import stored_blocks
 
 _kernels = pytest.importorskip("weft._kernels")
+pytestmark = pytest.mark.usefixtures("instruction_set")
 
 LAYERS, LAYER = 2, 1
 
@@ -23,14 +23,6 @@ PLAIN_ATOL = 3e-3
 
 # All but the portable code fuse multiplication and addition, and then make their sums in the same order.
 FUSED = [name for name in _kernels.available() if name != "portable"]
-
-
-@pytest.fixture(params=_kernels.available(), autouse=True)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _kernels.in_use()
-    _kernels.use(request.param)
-    yield request.param
-    _kernels.use(before)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@ instruction set of this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from stored_cache import CodedCache, room
@@ -24,19 +22,12 @@ from weft.ops.cpu.recorder import CpuOps
 from weft.ops.cpu.weights import Packing
 
 _kernels = pytest.importorskip("weft._kernels")
+pytestmark = pytest.mark.usefixtures("instruction_set")
 
 BLOCKS, LAYERS, LAYER, KV_HEADS = 3, 2, 1, 2
 
 BLOCK_SIZES = pytest.mark.parametrize("block_size", [1, 2, 7, 8, 16, 24, 32, 300])
 HEAD_SIZES = pytest.mark.parametrize("head_size", [1, 2, 8, 13, 64, 72, 80, 128, 256])
-
-
-@pytest.fixture(params=_kernels.available(), autouse=True)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _kernels.in_use()
-    _kernels.use(request.param)
-    yield request.param
-    _kernels.use(before)
 
 
 def delicate_vectors(count: int, head_size: int) -> np.ndarray:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 _kernels = pytest.importorskip("weft._kernels")
+pytestmark = pytest.mark.usefixtures("instruction_set")
 
 # One lane, parts of vectors of 4, 8 and 16, whole ones, and more than the four that a norm adds side by side.
 COLUMNS = [1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 130, 576, 1000]
@@ -18,14 +19,6 @@ SPECIAL = np.array(
 
 # All but the portable code fuse multiplication and addition, and then make their sums in the same order.
 FUSED = [name for name in _kernels.available() if name != "portable"]
-
-
-@pytest.fixture(params=_kernels.available(), autouse=True)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _kernels.in_use()
-    _kernels.use(request.param)
-    yield request.param
-    _kernels.use(before)
 
 
 def rows_of(count: int, columns: int, seed: int = 0) -> np.ndarray:

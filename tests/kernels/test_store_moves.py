@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from stored_cache import CodedCache, new_store, read_store
@@ -12,14 +10,7 @@ from cache_codes import NEVER_WRITTEN
 from weft.ops.store_format import NOT_A_NUMBER, dequantise, dequantise_keys, quantise, quantise_keys, rotate
 
 _kernels = pytest.importorskip("weft._kernels")
-
-
-@pytest.fixture(params=_kernels.available(), autouse=True)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _kernels.in_use()
-    _kernels.use(request.param)
-    yield request.param
-    _kernels.use(before)
+pytestmark = pytest.mark.usefixtures("instruction_set")
 
 
 def delicate_vectors(count: int, head_size: int) -> np.ndarray:
