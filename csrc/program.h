@@ -196,7 +196,7 @@ class Program {
   void share_out_rows();
   bool share_out_requests();
   bool selects_all() const;
-  int64_t cost_of_row(int64_t row) const;
+  int64_t cost_of(const Piece& piece) const;
   bool reads_what_another_writes();
   void run(const Instruction& instruction, int64_t rows);
   void run_in_blocks(size_t first, size_t end, bool with_head);

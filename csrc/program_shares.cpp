@@ -17,8 +17,9 @@ constexpr int64_t most_rows_per_block = 3 * panel_rows;
 // rows on two threads, 1 to 8% up to 144).
 constexpr int64_t most_rows_of_requests = 6 * panel_rows;
 
-// To read a byte of K and V takes about as long as so many products of a weight and a row: it tells what a request costs.
-constexpr int64_t products_per_byte = 8;
+// To read a byte of K and V takes about as long as so many products of a weight and a row, and to attend to it from each row that shares
+// the reading as long as so many: it tells what a request costs.
+constexpr int64_t products_per_byte = 8, products_per_byte_and_row = 3;
 // A thread whose requests cost this many percent more than the mean would keep the others waiting for longer than all phases do.
 constexpr int64_t most_percent_over_mean = 15;
 
@@ -81,11 +82,10 @@ bool Program::share_out_requests() {
   if (has_mixture_ || step_.moves > 0 || reads_what_another_writes()) return false;
 
   int64_t total = 0;
-  costs_.clear();
-  for (int64_t request = 0; request < step_.requests; request++) {
-    int64_t cost = 0;
-    for (int64_t row = step_.query_starts[request]; row < step_.query_starts[request + 1]; row++) cost += cost_of_row(row);
-    costs_.push_back(cost);
+  costs_.assign(static_cast<size_t>(step_.requests), 0);
+  for (const Piece& piece : pieces_) {
+    const int64_t cost = cost_of(piece);
+    costs_[static_cast<size_t>(piece.request)] += cost;
     total += cost;
   }
   blocks_.clear();
@@ -107,17 +107,18 @@ bool Program::share_out_requests() {
 }
 
 // In products, up to the selection.
-int64_t Program::cost_of_row(int64_t row) const {
-  const int64_t bytes = shape_.kv_heads * shape_.head_size * 2 * static_cast<int64_t>(sizeof(uint16_t)), context = step_.positions[row] + 1;
-  int64_t cost = 0;
+int64_t Program::cost_of(const Piece& piece) const {
+  const int64_t bytes = shape_.kv_heads * shape_.head_size * 2 * static_cast<int64_t>(sizeof(uint16_t));
+  const int64_t context = step_.positions[piece.first] + piece.count;
+  int64_t products = 0, read = 0;
   for (const Instruction& instruction : instructions_) {
     if (instruction.kind == Instruction::Kind::select_rows) break;
-    if (instruction.kind == Instruction::Kind::linear) cost += instruction.weight.inputs * instruction.weight.outputs;
+    if (instruction.kind == Instruction::Kind::linear) products += instruction.weight.inputs * instruction.weight.outputs;
     if (instruction.kind != Instruction::Kind::attention) continue;
     const int64_t window = patterns_[static_cast<size_t>(instruction.pattern)].window;
-    cost += (window > 0 ? std::min(window, context) : context) * bytes * products_per_byte;
+    read += (window > 0 ? std::min(window + piece.count - 1, context) : context) * bytes;
   }
-  return cost;
+  return piece.count * products + read * (products_per_byte + piece.count * products_per_byte_and_row);
 }
 
 // A prefix hit may be a block that its owner fills in this very step.
