@@ -50,20 +50,25 @@ StoreLayer Program::store_of(int layer) const {
 const float* Program::forward(const Step& step, const Cache& cache, int64_t sampled) {
   has_heads_ = false;
   prepare(step, cache);
+  blocks_.clear();
   cut_into_pieces();
-  const bool by_request = share_out_requests();
-  if (!by_request) {
+  const bool by_request = share_out_requests(), flows = !by_request && share_out_flow();
+  if (!by_request && !flows) {
+    blocks_.clear();
+    cut_into_pieces();
     share_out_attention();
     share_out_rows();
   }
   const bool all_selected = selects_all();
   const auto goes_in_blocks = [&](const Instruction& instruction) {
     return !blocks_.empty() &&
-           (instruction.is_by_row(all_selected) || (by_request && instruction.kind == Instruction::Kind::attention));
+           (instruction.is_by_row(all_selected) || ((by_request || flows) && instruction.kind == Instruction::Kind::attention));
   };
   for (size_t i = 0, end; i < logits_begin_; i = end) {
     for (end = i; end < logits_begin_ && goes_in_blocks(instructions_[end]); end++) {}
-    if (end > i) {
+    if (end > i && flows) {
+      run_flow(i, end);
+    } else if (end > i) {
       run_in_blocks(i, end, end == logits_begin_ && sampled == step.tokens && logits_begin_with_product());
     } else {
       const bool selected = instructions_[i].kind == Instruction::Kind::select_rows || instructions_[i].after_selection;
@@ -103,22 +108,9 @@ void Program::run(const Instruction& instruction, int64_t rows) {
 // Each block of rows goes through all these instructions in one piece: between them nobody waits for anybody. With the head, whoever would
 // wait in the end multiplies its rows by that meanwhile. A thread loses a tenth of a step to a server beside it, and not both lose the same.
 void Program::run_in_blocks(size_t first, size_t end, bool with_head) {
-  const int64_t rows = step_.tokens, count = static_cast<int64_t>(blocks_.size());
-  int64_t most_rows = 0;
-  for (const Block& block : blocks_) most_rows = std::max(most_rows, block.end - block.first);
-  // All memory is made here: a thread that finds it too small could not say so.
-  for (size_t i = first; i < end; i++) {
-    const Instruction& instruction = instructions_[i];
-    if (instruction.input >= 0) rows_of(instruction.input, rows);
-    rows_of(instruction.output, rows);
-    if (instruction.kind == Instruction::Kind::attention) make_room_for_attention(instruction);
-    for (Worker& worker : workers_) {
-      worker.scratch.at_least(quantise_scratch(instruction.weight.inputs));
-      if (instruction.kind == Instruction::Kind::linear && !instruction.again)
-        worker.ready.make_room(most_rows, instruction.weight.inputs, instruction.weight.quantised());
-    }
-  }
+  make_room_for_blocks(first, end);
   if (with_head) make_room_for_head();
+  const int64_t count = static_cast<int64_t>(blocks_.size());
   std::atomic<int64_t> untaken{count}, unfinished{count};
   pool_.run(count, [&](int64_t index, int number) {
     untaken.fetch_sub(1);
@@ -135,6 +127,28 @@ void Program::run_in_blocks(size_t first, size_t end, bool with_head) {
       multiply_head(static_cast<size_t>(index), done, next);
     }
   });
+  add_seconds_of_workers();
+}
+
+// All memory is made here: a thread that finds it too small could not say so.
+void Program::make_room_for_blocks(size_t first, size_t end) {
+  const int64_t rows = step_.tokens;
+  int64_t most_rows = 0;
+  for (const Block& block : blocks_) most_rows = std::max(most_rows, block.end - block.first);
+  for (size_t i = first; i < end; i++) {
+    const Instruction& instruction = instructions_[i];
+    if (instruction.input >= 0) rows_of(instruction.input, rows);
+    rows_of(instruction.output, rows);
+    if (instruction.kind == Instruction::Kind::attention) make_room_for_attention(instruction);
+    for (Worker& worker : workers_) {
+      worker.scratch.at_least(quantise_scratch(instruction.weight.inputs));
+      if (instruction.kind == Instruction::Kind::linear && !instruction.again)
+        worker.ready.make_room(most_rows, instruction.weight.inputs, instruction.weight.quantised());
+    }
+  }
+}
+
+void Program::add_seconds_of_workers() {
   for (Worker& worker : workers_) {
     for (size_t kind = 0; kind < Instruction::kinds; kind++)
       seconds_[kind] += worker.seconds[kind] / static_cast<double>(pool_.threads());

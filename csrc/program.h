@@ -8,8 +8,10 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "activations.h"
@@ -152,6 +154,22 @@ class Program {
     int64_t first, end;
   };
 
+  // How far blocks have got that go through the layers each at its own pace.
+  struct Flow {
+    struct Stage {   // instructions that follow each other: one attention, or all up to the next
+      size_t first, end;
+    };
+    struct Progress {
+      size_t done = 0;   // stages
+      bool is_taken = false;
+    };
+    std::vector<Stage> stages;
+    std::mutex mutex;   // of what follows
+    std::vector<Progress> blocks;
+    size_t unfinished = 0;
+    std::atomic<int64_t> changes{0};
+  };
+
   struct Segment {   // of the context of one attention task
     int64_t task, segment;
   };
@@ -195,11 +213,18 @@ class Program {
   void share_out_attention();
   void share_out_rows();
   bool share_out_requests();
+  bool share_out_flow();
+  int64_t nearest_cut(int64_t row) const;
   bool selects_all() const;
   int64_t cost_of(const Piece& piece) const;
   bool reads_what_another_writes();
   void run(const Instruction& instruction, int64_t rows);
   void run_in_blocks(size_t first, size_t end, bool with_head);
+  void make_room_for_blocks(size_t first, size_t end);
+  void add_seconds_of_workers();
+  void run_flow(size_t first, size_t end);
+  void go_with_flow(Worker& worker);
+  int64_t take_from_flow() const;
   void carry_out_block(size_t first, size_t end, size_t index, Worker& worker);
   void carry_out(const Instruction& instruction, int64_t rows);
   void carry_out_row(const Instruction& instruction, int64_t row);
@@ -252,6 +277,8 @@ class Program {
   std::vector<Chunk> chunks_;   // where attention is done in blocks: one for each of them
   std::vector<Block> blocks_;
   std::vector<int64_t> costs_;        // by request, in products
+  std::vector<size_t> waits_from_;    // by block: the first of those before it whose K and V it reads
+  Flow flow_;
   std::vector<int64_t> written_by_;   // by block of the cache: 1 + the request that writes it in this step, or 0
   std::vector<Head> heads_;           // by block
   bool has_heads_ = false;            // the logits of this step are begun in `heads_`

@@ -17,6 +17,10 @@ constexpr int64_t most_rows_per_block = 3 * panel_rows;
 // rows on two threads, 1 to 8% up to 144).
 constexpr int64_t most_rows_of_requests = 6 * panel_rows;
 
+// Blocks that are not of whole requests, where there are so many for each thread that none is left without one (program_flow.cpp).
+constexpr int64_t blocks_worth_a_flow = 2;
+constexpr int64_t most_rows_of_flow = 4 * panel_rows;
+
 // To read a byte of K and V takes about as long as so many products of a weight and a row, and to attend to it from each row that shares
 // the reading as long as so many: it tells what a request costs.
 constexpr int64_t products_per_byte = 8, products_per_byte_and_row = 3;
@@ -30,13 +34,16 @@ constexpr int64_t shares_per_thread = 2;
 
 }  // namespace
 
-// In the order of the requests.
+// In the order of the requests. Where there are blocks already, a piece is of one of them.
 void Program::cut_into_pieces() {
   pieces_.clear();
+  size_t block = 0;
   for (int64_t request = 0; request < step_.requests; request++) {
     const int64_t end = step_.query_starts[request + 1];
     for (int64_t first = step_.query_starts[request], next; first < end; first = next) {
       next = std::min(end, first + queries_per_piece);
+      while (block < blocks_.size() && blocks_[block].end <= first) block++;
+      if (block < blocks_.size()) next = std::min(next, blocks_[block].end);
       // Queries that read different blocks from the store are not worked on together: there a piece ends.
       if (cache_.store) next = std::min(next, first + cache_.block_size - (step_.positions[first] + 1) % cache_.block_size);
       pieces_.push_back(Piece{request, first, next - first});
@@ -102,6 +109,43 @@ bool Program::share_out_requests() {
     while (piece < pieces_.size() && pieces_[piece].request < request) piece++;
     blocks_.push_back(Block{step_.query_starts[first], step_.query_starts[request]});
     chunks_.push_back(Chunk{static_cast<int64_t>(first_piece) * shape_.kv_heads, static_cast<int64_t>(piece) * shape_.kv_heads});
+  }
+  return true;
+}
+
+// The row nearest to this one at which rows can be parted: where a request begins, or a block of the cache. So nobody reads of a block of
+// the cache while another writes to it.
+int64_t Program::nearest_cut(int64_t row) const {
+  const int64_t* starts = step_.query_starts;
+  const int64_t* next = std::upper_bound(starts, starts + step_.requests, row);   // where the next request begins, or the end
+  const int64_t into_block = step_.positions[row] % cache_.block_size;
+  const int64_t before = std::max(next[-1], row - into_block), after = std::min(*next, before == row ? row : row - into_block + cache_.block_size);
+  return row - before <= after - row ? before : after;
+}
+
+// Blocks of rows that go through the layers each at its own pace (program_flow.cpp), and a chunk with the attention of each. Only of many
+// rows, and where no row reads of another request's.
+bool Program::share_out_flow() {
+  const int64_t rows = step_.tokens, count = ceil_divide(rows, most_rows_per_block);
+  if (count < pool_.threads() * blocks_worth_a_flow || has_mixture_ || step_.moves > 0 || reads_what_another_writes()) return false;
+  blocks_.clear();
+  for (int64_t block = 1, first = 0; block <= count; block++) {
+    const int64_t end = block == count ? rows : nearest_cut(rows * block / count);
+    if (end - first > most_rows_of_flow) return false;   // blocks of the cache are too large to part rows well
+    if (end > first) blocks_.push_back(Block{first, end});
+    first = end;
+  }
+  cut_into_pieces();
+  chunks_.clear();
+  waits_from_.clear();
+  size_t piece = 0, holder = 0;
+  for (const Block& block : blocks_) {
+    const size_t first_piece = piece;
+    while (piece < pieces_.size() && pieces_[piece].first < block.end) piece++;
+    chunks_.push_back(Chunk{static_cast<int64_t>(first_piece) * shape_.kv_heads, static_cast<int64_t>(piece) * shape_.kv_heads});
+    const int64_t request_begins = step_.query_starts[pieces_[first_piece].request];
+    while (blocks_[holder].end <= request_begins) holder++;
+    waits_from_.push_back(holder);
   }
   return true;
 }

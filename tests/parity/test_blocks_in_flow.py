@@ -1,0 +1,100 @@
+"""Steps of so many rows that blocks of them go through the layers each at its own pace: every request gets the bits that it gets alone,
+on one thread, whoever is late. Small models have small layers, and there are more threads than processors: some are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_two_tier_program as two_tier
+from native_decoder import NativeDecoder
+from small_models import build_model, logits_in_a_batch, save
+from test_architectures import CASES
+from test_requests_in_blocks import random_texts, step_of
+
+from spoilt_cache import spoil
+
+
+def decoder_of(name: str, folder: Path, threads: int, quantize: str | None = None) -> NativeDecoder:
+    checkpoint = save(build_model(CASES[name]), folder)
+    return NativeDecoder(
+        "huggingface", checkpoint.config, checkpoint.sources, threads=threads, quantize=quantize
+    )
+
+
+def assert_as_alone(
+    together: NativeDecoder, alone: NativeDecoder, plan: list[list[int]], block_size: int
+) -> None:
+    """`plan`: how many tokens of each request are in each step."""
+    texts = random_texts(np.sum(plan, axis=0).tolist())
+    for text, ours in zip(texts, logits_in_a_batch(together, texts, plan, block_size), strict=True):
+        (expected,) = logits_in_a_batch(alone, [text], [[len(text)]], block_size)
+        assert np.array_equal(ours, expected)
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3, longrope, part of the head", "mixtral", "olmo2"])
+def test_prompts_long_and_short_beside_decodes_get_the_bits_they_get_alone(
+    name: str, quantize: str | None, tmp_path: Path
+) -> None:
+    alone = decoder_of(name, tmp_path, 1, quantize)
+    together = decoder_of(name, tmp_path, 3, quantize)
+    # First chunks that end within a block of the cache; then rests of prompts beside decodes, one of them longer than all blocks.
+    plan = [
+        [90, 37, 1, 64, 5, 40, 1],
+        [1, 130, 1, 1, 100, 16, 31],
+        [1, 1, 250, 1, 1, 1, 1],
+        [1, 1, 1, 33, 1, 1, 199],
+    ]
+    assert_as_alone(together, alone, plan, 16)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+@pytest.mark.parametrize("block_size", [1, 7, 16, 32, 96, 256])
+def test_blocks_of_the_cache_of_any_size_part_a_prompt_or_do_not(
+    threads: int, block_size: int, tmp_path: Path
+) -> None:
+    alone, together = decoder_of("llama", tmp_path, 1), decoder_of("llama", tmp_path, threads)
+    assert_as_alone(together, alone, [[400, 10, 1], [1, 100, 300]], block_size)
+
+
+def test_nobody_reads_what_is_not_written_yet(tmp_path: Path) -> None:
+    """Of one long prompt every block reads what all before it write. The cache is spoilt each time."""
+    alone, together = decoder_of("llama", tmp_path, 1), decoder_of("llama", tmp_path, 5)
+    (text,) = random_texts([480])
+    (expected,) = logits_in_a_batch(alone, [text], [[480]], 16)
+    step = step_of([(text, 0, list(range(30)))], 16)
+    for _ in range(40):
+        cache = together.new_cache(30, 16)
+        spoil(cache)
+        assert np.array_equal(together.logits(together.forward(step, cache)), expected)
+
+
+def test_a_prompt_that_reads_what_another_writes_in_the_same_step_waits_for_it(tmp_path: Path) -> None:
+    """The second has the first two blocks of the first one's, which fills them in this very step."""
+    alone, together = decoder_of("llama", tmp_path, 1), decoder_of("llama", tmp_path, 4)
+    texts = random_texts([300, 200])
+    texts[1][:32] = texts[0][:32]
+    expected = [logits_in_a_batch(alone, [text], [[len(text)]], 16)[0] for text in texts]
+    blocks = list(range(19))
+    requests = [(texts[1][32:], 32, [0, 1, *range(19, 30)]), (texts[0], 0, blocks)]
+    for order in (requests, requests[::-1]):
+        for _ in range(10):
+            cache = together.new_cache(30, 16)
+            spoil(cache)
+            rows = together.logits(together.forward(step_of(order, 16), cache))
+            first, second = np.split(rows, [len(order[0][0])])
+            late, early = (first, second) if order is requests else (second, first)
+            assert np.array_equal(late, expected[1][32:])
+            assert np.array_equal(early, expected[0])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_prompts_of_a_two_tier_cache_get_the_bits_they_get_alone(bits: int, tmp_path: Path) -> None:
+    alone, together = decoder_of("llama", tmp_path, 1), decoder_of("llama", tmp_path, 3)
+    texts = random_texts([260, 9, 90, 33])
+    plan = [[100, 3, 40, 1], [150, 1, 49, 1], [1, 1, 1, 30], [9, 4, 0, 1]]
+    for text, ours in zip(texts, two_tier.logits_in_a_batch(together, texts, plan, bits), strict=True):
+        (expected,) = two_tier.logits_in_a_batch(alone, [text], [[len(text)]], bits)
+        assert np.array_equal(ours, expected)
