@@ -96,3 +96,38 @@ def test_closing_waits_for_what_was_submitted_and_a_forgotten_one_ends_by_itself
     gc.collect()
     names = {thread.name for thread in threading.enumerate()}
     assert not names & {"closed", "forgotten"}
+
+
+def test_who_submits_a_step_that_the_cores_wait_for_goes_on_when_it_computes() -> None:
+    thread = StepThread("steps")
+    events: list[str] = []
+    may_end = threading.Event()
+
+    def computing() -> StepResult:
+        events.append("begins")
+        thread.tell()
+        assert may_end.wait(WAIT)
+        return StepResult(tokens=[1])
+
+    step = thread.submit(computing)
+    events.append("submitted")
+    assert events == ["begins", "submitted"]
+    may_end.set()
+    assert step.result().tokens == [1]
+    assert thread.submit(numbered(2)).result().tokens == [2], "nor does one that computes nothing keep anybody"
+    thread.close()
+
+
+def test_who_submits_a_step_behind_another_or_one_that_does_not_begin_goes_on_at_once() -> None:
+    thread = StepThread("steps")
+    may_begin = threading.Event()
+
+    def slow() -> StepResult:
+        assert may_begin.wait(WAIT)
+        return StepResult(tokens=[1])
+
+    one, two = thread.submit(slow), thread.submit(numbered(2))
+    assert one._is_told.locked()
+    may_begin.set()
+    assert [one.result().tokens, two.result().tokens] == [[1], [2]]
+    thread.close()

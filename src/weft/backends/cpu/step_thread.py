@@ -2,7 +2,8 @@
 
 Whoever waits for a step is woken to apply it and to plan another, and takes the interpreter for that. Woken at the end of
 the step, it would take it from this thread, which has the next step to begin, and the cores would wait for both. So a
-step with another behind it is told when that one begins to compute, for which nobody needs the interpreter.
+step with another behind it is told when that one begins to compute, for which nobody needs the interpreter. And whoever
+submits a step for which the cores wait already lets it begin before going on: what else there is to do can be done meanwhile.
 """
 
 from __future__ import annotations
@@ -18,17 +19,37 @@ from weft.plan import StepResult
 _IDLE_SECONDS = 0.01
 """After so long without a step the next one is not about to come."""
 
+_BEGINNING_SECONDS = 0.001
+"""How long a step may take to begin before whoever submitted it goes on all the same: it has something else to do first."""
+
 
 class Step:
     """A step under way; a `StepHandle`."""
 
-    __slots__ = ("_is_told", "_outcome", "_run")
+    __slots__ = ("_has_begun", "_is_beginning", "_is_told", "_outcome", "_run")
 
     def __init__(self, run: Callable[[Step], None]) -> None:
         self._run: Callable[[Step], None] | None = run
         self._outcome: StepResult | BaseException | None = None
         self._is_told = threading.Lock()
         self._is_told.acquire()
+        self._has_begun = False
+        self._is_beginning = threading.Lock()
+        self._is_beginning.acquire()
+
+    @property
+    def is_told(self) -> bool:
+        return self._outcome is not None
+
+    def begin(self) -> None:
+        """In the thread, when it computes, or is over without that."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._is_beginning.release()
+
+    def wait_until_it_begins(self) -> None:
+        """By one thread."""
+        self._is_beginning.acquire(timeout=_BEGINNING_SECONDS)
 
     def run(self) -> None:
         """In the thread."""
@@ -54,6 +75,8 @@ class StepThread:
 
     def __init__(self, name: str) -> None:
         self._steps: SimpleQueue[Step | MemoryAhead | None] = SimpleQueue()
+        self._newest: Step | None = None
+        self._running: Step | None = None
         self._untold: tuple[Step, StepResult | BaseException] | None = None
         thread = threading.Thread(target=_work, args=(self._steps,), name=name, daemon=True)
         # Also where nobody closes it: when it is forgotten, or before the interpreter ends under a step.
@@ -64,7 +87,11 @@ class StepThread:
         if not self._end.alive:
             raise RuntimeError("the backend is closed and runs no more steps")
         step = Step(lambda step: self._run(step, run))
+        is_awaited = self._newest is None or self._newest.is_told
+        self._newest = step
         self._steps.put(step)
+        if is_awaited:
+            step.wait_until_it_begins()
         return step
 
     def take_ahead(self, memory: MemoryAhead) -> None:
@@ -79,18 +106,22 @@ class StepThread:
     # -- in the thread
 
     def tell(self) -> None:
-        """Tells of the step before; called by one that is about to compute."""
+        """Tells of the step before, and that this one begins; called by one that is about to compute."""
+        if self._running is not None:
+            self._running.begin()
         if self._untold is not None:
             (step, outcome), self._untold = self._untold, None
             step.tell(outcome)
 
     def _run(self, step: Step, run: Callable[[], StepResult]) -> None:
         outcome: StepResult | BaseException
+        self._running = step
         try:
             outcome = run()
         except BaseException as error:
             outcome = error
         self.tell()  # where it had nothing to compute
+        self._running = None
         self._untold = step, outcome
         if self._steps.empty() or not self._end.alive:  # what is behind it may be the end, which tells nobody
             self.tell()
