@@ -39,7 +39,7 @@ constexpr int most_rows() {
 
 // Of so many rows everything stays in registers from the first product to the result: the sums of a group, of a block and of all. To keep
 // the last in memory takes a store for every block and row, which on Zen 4 costs more than a product of bytes. A quantised tile of more
-// rows is worked on in two portions.
+// rows is worked on in two portions, neither of them of less than four rows, which would use what is unpacked of the weights too little.
 #if defined(WEFT_AVX512)
 constexpr int rows_in_registers = 9;
 #else
@@ -280,7 +280,7 @@ WEFT_IN_ONE_PIECE void multiply_rows(const LinearTask& task, int64_t first_row, 
     } else if constexpr (rows <= rows_in_registers) {
       multiply_portion<layout, rows, Group<layout>::bytes>(task, first_row, output, weights, weights + ahead_bytes);
     } else {
-      constexpr int first = rows_of_first_portion, second = rows - first;
+      constexpr int first = rows - rows_of_first_portion >= outlier_rows ? rows_of_first_portion : outlier_rows, second = rows - first;
       constexpr int second_fetched = Group<layout>::bytes * second / rows, first_fetched = Group<layout>::bytes - second_fetched;
       // While the first portion reads a strip, less than a strip is asked for: the rest must have been before.
       const uint8_t* ahead = weights + ahead_bytes + task.quantised.groups * second_fetched;
