@@ -132,12 +132,22 @@ def test_names_that_nobody_knows_are_refused_with_those_that_there_are() -> None
     with pytest.raises(InvalidRequestError, match=r"no workload 'W9'; there are start, W1"):
         choose_work("W9")
     with pytest.raises(
-        InvalidRequestError, match=r"no peer 'tgi'; there are weft-without-drafts, llama\.cpp"
+        InvalidRequestError, match=r"no peer 'tgi'; there are weft-without-drafts, weft-in-process, llama"
     ):
         choose_engines("tgi")
     assert {engine.peer for engine in choose_engines("vllm")} == {"weft", "vllm"}
-    assert choose_engines(None) == list(ENGINES)
-    assert PEERS == ("weft-without-drafts", "llama.cpp", "openvino", "onnxruntime", "vllm")
+    assert (
+        *("weft-without-drafts", "weft-in-process", "llama.cpp"),
+        *("openvino", "openvino-f16", "onnxruntime", "vllm"),
+    ) == PEERS
+
+
+def test_an_engine_that_is_not_usual_is_measured_where_it_is_named() -> None:
+    assert choose_engines(None) == [engine for engine in ENGINES if engine.peer != "openvino-f16"]
+    assert [engine.name for engine in choose_engines("openvino-f16")] == [
+        "weft",
+        "OpenVINO GenAI int4, 16-bit cache",
+    ]
 
 
 # --- a running engine ---------------------------------------------------------------------------------------------

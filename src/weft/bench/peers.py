@@ -93,8 +93,10 @@ def main(
 
 
 def choose_engines(peers: str | None) -> list[Engine]:
-    """weft, and the engines of the named peers; all of them where none is named."""
-    names = PEERS if peers is None else tuple(name.strip() for name in peers.split(",") if name.strip())
+    """weft, and the engines of the named peers; the usual ones where none is named."""
+    if peers is None:
+        return [engine for engine in ENGINES if engine.is_usual]
+    names = tuple(name.strip() for name in peers.split(",") if name.strip())
     for name in names:
         if name not in (*PEERS, OURS):
             raise InvalidRequestError(f"no peer {name!r}; there are {', '.join(PEERS)}", field="--peers")

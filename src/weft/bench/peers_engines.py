@@ -27,7 +27,9 @@ CONTEXT = 1024
 """Tokens that a request may have; the longest of the workloads takes 768."""
 OURS = "weft"
 OURS_OTHERWISE = "weft without drafts"
-"""Measured beside it, but no peer."""
+OURS_IN_PROCESS = "weft in process"
+NO_PEERS = (OURS, OURS_OTHERWISE, OURS_IN_PROCESS)
+"""The last two are measured beside the first."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,10 @@ class Engine:
     prepare: Callable[[Workshop], Callable[[int], Launch]] = field(repr=False)
     """Installs and converts what is missing, and gives what starts the engine on a port."""
     work: tuple[str, ...] = WORKLOADS
+    is_in_process: bool = False
+    """It is fed by a driver in its own process, and not asked over HTTP."""
+    is_usual: bool = True
+    """Measured where `--peers` is not given."""
 
 
 def _weft(*options: str) -> Callable[[Workshop], Callable[[int], Launch]]:
@@ -119,6 +125,11 @@ def _weft(*options: str) -> Callable[[Workshop], Callable[[int], Launch]]:
         return lambda port: Launch((*command, "--port", str(port)), port, engine_environment())
 
     return prepare
+
+
+def _weft_in_process(workshop: Workshop) -> Callable[[int], Launch]:
+    command = (sys.executable, "-m", "weft.bench.peers_drive", str(workshop.model))
+    return lambda _: Launch(command, None, engine_environment())
 
 
 def _llama(slots: int, model: Callable[[Workshop], Path]) -> Callable[[Workshop], Callable[[int], Launch]]:
@@ -130,10 +141,13 @@ def _llama(slots: int, model: Callable[[Workshop], Path]) -> Callable[[Workshop]
     return prepare
 
 
-def _openvino(workshop: Workshop) -> Callable[[int], Launch]:
-    path = workshop.openvino()
-    command = (workshop.python(OPENVINO), str(script("drive_openvino")), str(path), str(workshop.end_id))
-    return lambda _: Launch(command, None, clean_environment())
+def _openvino(*options: str) -> Callable[[Workshop], Callable[[int], Launch]]:
+    def prepare(workshop: Workshop) -> Callable[[int], Launch]:
+        python, path = workshop.python(OPENVINO), workshop.openvino()
+        command = (python, str(script("drive_openvino")), str(path), str(workshop.end_id), *options)
+        return lambda _: Launch(command, None, clean_environment())
+
+    return prepare
 
 
 def _onnxruntime(workshop: Workshop) -> Callable[[int], Launch]:
@@ -180,17 +194,27 @@ _XLLAMACPP = LLAMA.requirements[0]
 ENGINES = (
     Engine(OURS, OURS, "", _weft()),
     Engine(OURS_OTHERWISE, "weft-without-drafts", "", _weft("--drafts", "0")),
+    Engine(OURS_IN_PROCESS, "weft-in-process", "", _weft_in_process, is_in_process=True),
     Engine("llama.cpp Q4_0, 8 slots", "llama.cpp", _XLLAMACPP, _llama(8, Workshop.q4_0), ("W1", "W8")),
     Engine("llama.cpp Q4_0, 16 slots", "llama.cpp", _XLLAMACPP, _llama(16, Workshop.q4_0), ("W32",)),
     Engine("llama.cpp Q4_0, 32 slots", "llama.cpp", _XLLAMACPP, _llama(32, Workshop.q4_0)),
     Engine("llama.cpp, weft's file", "llama.cpp", _XLLAMACPP, _llama(8, _as_shipped), ("W1", "W8")),
-    Engine("OpenVINO GenAI int4", "openvino", OPENVINO.requirements[0], _openvino),
+    Engine("OpenVINO GenAI int4", "openvino", OPENVINO.requirements[0], _openvino(), is_in_process=True),
+    Engine(
+        "OpenVINO GenAI int4, 16-bit cache",
+        "openvino-f16",
+        OPENVINO.requirements[0],
+        _openvino("f16"),
+        is_in_process=True,
+        is_usual=False,
+    ),
     Engine(
         "onnxruntime-genai int4, static",
         "onnxruntime",
         ONNXRUNTIME.requirements[0],
         _onnxruntime,
         ("W1", "W8", "W32"),
+        is_in_process=True,
     ),
     Engine("vLLM CPU f32", "vllm", VLLM.requirements[0], _vllm),
 )

@@ -301,7 +301,8 @@ def driver_records(phase: Phase, line: bytes) -> list[Record]:
             Record(
                 due=None if phase.clients else item.at,
                 began=float(request["began"]),
-                chunk_times=tuple(request["tokens"]),
+                # Tokens of one step come at one time: for whoever reads them that is one arrival, as over HTTP.
+                chunk_times=tuple(dict.fromkeys(request["tokens"])),
                 ended=float(request["ended"]),
                 asked_tokens=item.max_tokens,
                 output_tokens=len(request["tokens"]),

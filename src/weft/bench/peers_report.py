@@ -15,13 +15,15 @@ from typing import Any
 from weft import __version__
 from weft.bench.machine_speed import PRODUCTS_SHARE, READING_SHARE, Speed
 from weft.bench.peers_cells import START, Cell, Try
-from weft.bench.peers_engines import OURS, OURS_OTHERWISE, Engine, Workshop
+from weft.bench.peers_engines import NO_PEERS, OURS, OURS_IN_PROCESS, Engine, Workshop
 from weft.bench.peers_environment import PLOT, PeerError, clean_environment, script
 from weft.bench.report import print_line, print_table
 from weft.bench.serve_machine import DISTURBED
 from weft.bench.serve_report import write_text
 
 NO_PROBE = "was not probed: without weft's C++ kernels, what its neighbours take cannot be seen"
+_BAR = "weft / best peer"
+_IN_PROCESS = "weft in process / best in process"
 _MIB = 1 << 20
 
 
@@ -49,21 +51,34 @@ class Report:
             engine.name for engine in self.engines if any(cell.engine == engine.name for cell in self.cells)
         ]
 
+    def peers(self, in_process: bool = False) -> list[str]:
+        """Those of them that are not weft; all, or the ones alone that are driven in their own process."""
+        driven = {engine.name for engine in self.engines if engine.is_in_process or not in_process}
+        return [name for name in self.rows() if name in driven and name not in NO_PEERS]
+
 
 Figure = Callable[[Try], float | None]
 
 
-def ratios(report: Report, work: str, figure: Figure, is_better_high: bool) -> dict[str, float]:
+def ratios(
+    report: Report, work: str, figure: Figure, is_better_high: bool, ours: str = OURS
+) -> dict[str, float]:
     """How many times better weft is than each other engine; under 1 it is worse."""
-    ours = report.cell(OURS, work)
-    mine = figure(ours.figure) if ours else None
+    our_cell = report.cell(ours, work)
+    mine = figure(our_cell.figure) if our_cell else None
     found = {}
     for name in report.rows():
         cell = report.cell(name, work)
-        theirs = figure(cell.figure) if cell and name != OURS else None
+        theirs = figure(cell.figure) if cell and name != ours else None
         if mine and theirs:
             found[name] = mine / theirs if is_better_high else theirs / mine
     return found
+
+
+def ratios_in_process(report: Report, work: str, figure: Figure, is_better_high: bool) -> dict[str, float]:
+    """How many times better weft is than each peer where neither has HTTP to pay for."""
+    found = ratios(report, work, figure, is_better_high, OURS_IN_PROCESS)
+    return {name: found[name] for name in report.peers(in_process=True) if name in found}
 
 
 def print_report(report: Report) -> None:
@@ -97,6 +112,12 @@ def print_report(report: Report) -> None:
             False,
         )
     _print_tries(report)
+    if report.peers(in_process=True) and OURS_IN_PROCESS in report.rows():
+        print_line(
+            f"{_BAR} is the bar: weft over HTTP, with server and client on the same cores, beside the best of all peers, "
+            f"however they are run. {_IN_PROCESS} is no bar: neither side has HTTP to pay for, weft driven like a library "
+            f"beside the best of {', '.join(report.peers(in_process=True))}."
+        )
     if any(cell.is_disturbed for cell in report.cells):
         print_line(
             f"* disturbed each time it was measured: others used more than {DISTURBED:.0%} of the CPU time, or, right "
@@ -122,10 +143,8 @@ def _print(
         return form.format(value) + ("*" if cell.is_disturbed else "") + (f" ({ratio:.2f}x)" if ratio else "")
 
     rows = [[engine, *(text(engine, name) for name in work)] for engine in report.rows()]
-    best = [_best(by_work[name]) for name in work]
-    print_table(
-        f"{title} (weft is so many times better)", ("engine", *work), [*rows, ["weft / best peer", *best]]
-    )
+    below = _best_rows(report, work, figure, is_better_high)
+    print_table(f"{title} (weft is so many times better)", ("engine", *work), [*rows, *below])
 
 
 def _print_pairs(
@@ -141,13 +160,30 @@ def _print_pairs(
         return " / ".join("-" if value is None else form.format(scale * value) for value in values)
 
     rows = [[engine, *(text(engine, work) for work in report.work)] for engine in report.rows()]
-    best = [_best(ratios(report, work, attrgetter(names[counts]), False)) for work in report.work]
-    print_table(title, ("engine", *report.work), [*rows, [f"weft / best peer, {word}", *best]])
+    below = _best_rows(report, report.work, attrgetter(names[counts]), False, f", {word}")
+    print_table(title, ("engine", *report.work), [*rows, *below])
 
 
-def _best(found: Mapping[str, float]) -> str:
-    peers = [ratio for name, ratio in found.items() if name != OURS_OTHERWISE]
-    return f"{min(peers):.2f}x" if peers else ""
+def _best_rows(
+    report: Report, work: list[str], figure: Figure, is_better_high: bool, of: str = ""
+) -> list[list[str]]:
+    """weft beside the best peer, which is the bar; and, where that was measured, like beside like, without HTTP."""
+
+    def best(found: Mapping[str, float], peers: list[str]) -> str:
+        of_peers = [ratio for name, ratio in found.items() if name in peers]
+        return f"{min(of_peers):.2f}x" if of_peers else ""
+
+    rows = [
+        [
+            f"{_BAR}{of}",
+            *(best(ratios(report, name, figure, is_better_high), report.peers()) for name in work),
+        ]
+    ]
+    driven = report.peers(in_process=True)
+    beside = [best(ratios_in_process(report, name, figure, is_better_high), driven) for name in work]
+    if any(beside):
+        rows.append([f"{_IN_PROCESS}{of}", *beside])
+    return rows
 
 
 def _print_tries(report: Report) -> None:
@@ -180,17 +216,21 @@ def document(report: Report) -> dict[str, Any]:
             "products_share": PRODUCTS_SHARE,
         },
         "cells": [_cell_document(cell) for cell in report.cells],
-        "ratios": {
-            **{
-                name: {
-                    work: ratios(report, work, attrgetter(name), name == "tokens_per_second")
-                    for work in report.work
-                }
-                for name in ("tokens_per_second", "first_token_p99", "gap_p99", "peak_rss")
-            },
-            "start": ratios(report, START, attrgetter("seconds"), False),
-        },
+        "ratios": _ratios_document(report, ratios),
+        "ratios_in_process": _ratios_document(report, ratios_in_process),
     }
+
+
+def _ratios_document(
+    report: Report, compare: Callable[[Report, str, Figure, bool], dict[str, float]]
+) -> dict[str, Any]:
+    by_figure = {
+        name: {
+            work: compare(report, work, attrgetter(name), name == "tokens_per_second") for work in report.work
+        }
+        for name in ("tokens_per_second", "first_token_p99", "gap_p99", "peak_rss")
+    }
+    return {**by_figure, "start": compare(report, START, attrgetter("seconds"), False)}
 
 
 def _cell_document(cell: Cell) -> dict[str, Any]:

@@ -251,7 +251,11 @@ def bench_serve(
 def bench_peers(
     peers: Annotated[
         str | None,
-        typer.Option(metavar="P,P,...", help="llama.cpp, openvino, onnxruntime, vllm; default: all."),
+        typer.Option(
+            metavar="P,P,...",
+            help="llama.cpp, openvino, openvino-f16, onnxruntime, vllm, weft-in-process, weft-without-drafts; "
+            "default: all but openvino-f16.",
+        ),
     ] = None,
     work: Annotated[
         str | None,

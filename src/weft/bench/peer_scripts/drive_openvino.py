@@ -1,4 +1,7 @@
-"""Drives OpenVINO GenAI with continuous batching: MODEL, END (the id that ends an answer, which is ignored)."""
+"""Drives OpenVINO GenAI with continuous batching: MODEL, END (the id that ends an answer, which is ignored), PRECISION.
+
+The last is of K and V, such as f16; without it OpenVINO chooses, which is 8 bits.
+"""
 
 import json
 import os
@@ -13,13 +16,16 @@ ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what libraries print is no answer
 
 
-def main(model, end):
+def main(model, end, precision=None):
     scheduler = genai.SchedulerConfig()
-    scheduler.cache_size = 1  # GB: 80,000 tokens of the default model, more than any workload holds at once
+    scheduler.cache_size = (
+        1  # GB: 40,000 tokens of the default model or more, and no workload holds as many at once
+    )
     scheduler.max_num_seqs = 64
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = True
-    pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU")
+    options = {"KV_CACHE_PRECISION": precision} if precision else {}
+    pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", options)
     for line in sys.stdin:
         print(json.dumps(run(pipeline, json.loads(line), end)), file=ANSWERS, flush=True)
 
@@ -67,4 +73,4 @@ def add(pipeline, item, number, end):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
