@@ -15,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter, sleep
 from typing import Any
 
-from weft import InferenceRequest, SamplingParams, ServingEngine, ServingEngineConfig, TokenOutput
 from weft.backends import registry
+from weft.config import ServingEngineConfig
+from weft.engine.serving import ServingEngine
+from weft.request import InferenceRequest, SamplingParams, TokenOutput
 from weft.server.settings import ServerSettings
 
 
