@@ -114,7 +114,9 @@ def test_who_submits_a_step_that_the_cores_wait_for_goes_on_when_it_computes() -
     assert events == ["begins", "submitted"]
     may_end.set()
     assert step.result().tokens == [1]
-    assert thread.submit(numbered(2)).result().tokens == [2], "nor does one that computes nothing keep anybody"
+    assert thread.submit(numbered(2)).result().tokens == [2], (
+        "nor does one that computes nothing keep anybody"
+    )
     thread.close()
 
 

@@ -194,7 +194,7 @@ _XLLAMACPP = LLAMA.requirements[0]
 ENGINES = (
     Engine(OURS, OURS, "", _weft()),
     Engine(OURS_OTHERWISE, "weft-without-drafts", "", _weft("--drafts", "0")),
-    Engine(OURS_IN_PROCESS, "weft-in-process", "", _weft_in_process, is_in_process=True),
+    Engine(OURS_IN_PROCESS, "weft-in-process", "", _weft_in_process, is_in_process=True, is_usual=False),
     Engine("llama.cpp Q4_0, 8 slots", "llama.cpp", _XLLAMACPP, _llama(8, Workshop.q4_0), ("W1", "W8")),
     Engine("llama.cpp Q4_0, 16 slots", "llama.cpp", _XLLAMACPP, _llama(16, Workshop.q4_0), ("W32",)),
     Engine("llama.cpp Q4_0, 32 slots", "llama.cpp", _XLLAMACPP, _llama(32, Workshop.q4_0)),
