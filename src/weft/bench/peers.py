@@ -34,6 +34,8 @@ SLOW_START = 20.0
 """Seconds; an engine that takes longer to start is kept between workloads."""
 START_PROMPT = 16
 """Tokens of the first request that an engine gets."""
+IDLE_SECONDS = 1.0
+"""What an engine has for itself before its first work: no server is started in the moment of its first rush."""
 QUIET_LOOKS = 8
 """How often the machine is looked at, a pause before each, before a disturbed run is repeated all the same."""
 QUIET_PAUSE = 1.0
@@ -247,6 +249,7 @@ class Bench:
         outcomes: list[Outcome] = []
         try:
             looks = [self._look_beside(running)]
+            settle(IDLE_SECONDS)
             for outcome in running.run(phases):
                 outcomes.append(outcome)
                 looks.append(self._look_beside(running))
