@@ -48,7 +48,7 @@ class RandomFaults:
         return "lost" if self._random.random() < 0.1 else None
 
 
-def record(path: Path, seed: int = 1, words: int = 50_000, **options: Any) -> ServingEngine:
+def record(path: Path, seed: int = 9, words: int = 50_000, **options: Any) -> ServingEngine:
     """A crowded run with arrivals, priorities, deadlines, cancels, preemption and faults, by a seed. Of few `words` the
     backend checks drafts, since they are often right."""
     source = random.Random(seed)
@@ -130,7 +130,7 @@ def test_other_runs_replay_too(tmp_path: Path, seed: int, mode: PreemptionMode) 
     assert replay(str(path)).requests == sum(engine._ended.values())
 
 
-@pytest.mark.parametrize("seed", [7, 14])
+@pytest.mark.parametrize("seed", [14, 36])
 def test_a_run_with_drafts_replays_and_a_log_with_other_drafts_is_refused(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "run.jsonl"
     engine = record(path, seed, words=2)

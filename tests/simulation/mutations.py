@@ -27,6 +27,7 @@ class Mutation(NamedTuple):
 
 ROSTER = "weft.scheduling.roster:Roster"
 PLANNER = "weft.scheduling.planner:Planner"
+STEP_SIZE = "weft.scheduling.prompts:StepSize"
 PREFIX = "weft.scheduling.prefix:PrefixSharing"
 SCHEDULER = "weft.scheduling.scheduler:ContinuousBatchScheduler"
 KV_CACHE = "weft.scheduling.kv_cache:KvCacheManager"
@@ -184,7 +185,7 @@ MUTATIONS = (
         f"{SCHEDULER}.schedule",
         "self._untold_tables = draft.tables",
         "self._untold_tables = []",
-        first_seed=128_130,
+        first_seed=5_940,
     ),
     # -- budgets, turns, priorities
     Mutation(
@@ -205,7 +206,35 @@ MUTATIONS = (
         "self.sequences -= count",
         "pass",
     ),
-    Mutation("chunk limit ignored", f"{PLANNER}._chunk", ", self._config.max_chunk_tokens)", ")"),
+    Mutation("chunk limit ignored", f"{STEP_SIZE}.chunk", "self._config.max_chunk_tokens, ", ""),
+    Mutation(
+        "prompts stop where decodes take all of the time",
+        f"{STEP_SIZE}._affordable",
+        "return tokens if draft.prefills else max(tokens, self._block_size)",
+        "return tokens",
+    ),
+    Mutation(
+        "prompts have less than no time where a step takes longer than its target",
+        f"{STEP_SIZE}.begin_prompts",
+        "max(0.0, self._spare_seconds(draft.decodes))",
+        "self._spare_seconds(draft.decodes)",
+    ),
+    Mutation(
+        "requests that were passed over are lost", f"{PLANNER}._plan_prompts", "queue.put_back(entry)", "pass"
+    ),
+    Mutation(
+        "victim is admitted again in the plan that it gave way in",
+        f"{PLANNER}._plan_prompts",
+        "self._roster.is_in_flight(first) or first.request_id in draft.preempted",
+        "False",
+        first_seed=930,
+    ),
+    Mutation(
+        "prompt goes on that gave way in this plan",
+        f"{PLANNER}._continue_prefill",
+        "if sequence.state is not RequestState.RUNNING:",
+        "if False:",
+    ),
     Mutation("no rotation", f"{ROSTER}.rotate", "if skipped and", "if False and"),
     Mutation(
         "victim's task stays in the plan",
@@ -521,7 +550,7 @@ TIER_MUTATIONS = (
         f"{PREFIX}.next_hit",
         "if index - allocation.stored >= self._pool.num_blocks - 1",
         "if False",
-        first_seed=18_300,
+        first_seed=5_940,
     ),
     Mutation(
         "swap loses store blocks",

@@ -190,12 +190,36 @@ def test_affordable_tokens_fill_the_target_and_do_not_exceed_it() -> None:
     model = StepCostModel()
     train(model, 200, random.Random(5))
     start = 1000
-    tokens = model.affordable_tokens(10, 5000 + start, 0.1, start)
-    pairs = 5000 + tokens * start + tokens * (tokens + 1) // 2
-    assert machine(10 + tokens, 5000 + start + tokens, pairs) == pytest.approx(0.1, rel=0.02)
-    assert model.affordable_tokens(10, 5000, 0.001, 0) == 0, (
+    tokens = model.affordable_tokens(start, 0.1 - model.decode_seconds(10, 5000))
+    pairs = 5010 + tokens * start + tokens * (tokens + 1) // 2
+    assert machine(10 + tokens, 5010 + start + tokens, pairs) == pytest.approx(0.1, rel=0.02)
+    assert model.affordable_tokens(0, -0.001) == 0, (
         "no time is left: no prompt token, never a negative number"
     )
+
+
+@pytest.mark.parametrize("odd_step", [0, 4, 9])
+def test_one_step_that_took_long_by_chance_does_not_make_all_others_seem_long(odd_step: int) -> None:
+    model, source = StepCostModel(), random.Random(8)
+    ratios = []
+    for step in range(60):
+        decodes, start, prefill = step // 3, source.randrange(0, 400), source.randrange(16, 200)
+        behind = 200 * decodes
+        tokens, context = decodes + prefill, behind + start + prefill
+        pairs = behind + prefill * start + prefill * (prefill + 1) // 2
+        seconds = machine(tokens, context, pairs) * source.uniform(0.95, 1.05) + 0.25 * (step == odd_step)
+        if step > odd_step + 20:
+            ratios.append(model.predict(tokens, context, pairs) / seconds)
+        model.learn(prefill, tokens, context, pairs, seconds)
+    assert sum(ratios) / len(ratios) == pytest.approx(1.0, abs=0.2)
+
+
+@pytest.mark.parametrize("start", [0, 1, 700, 6000])
+def test_what_is_affordable_is_what_a_chunk_costs_to_the_token(start: int) -> None:
+    model = StepCostModel()
+    train(model, 200, random.Random(6))
+    tokens = model.affordable_tokens(start, 0.05)
+    assert model.chunk_seconds(start, tokens) <= 0.05 < model.chunk_seconds(start, tokens + 1)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +242,8 @@ def test_degenerate_steps_leave_finite_costs_that_are_never_negative(
         model.learn(prefill, tokens, context, context, seconds)
     assert all(math.isfinite(c) and c >= 0 for c in model.coefficients)
     assert math.isfinite(model.predict(100, 100, 100))
-    assert model.affordable_tokens(1, 1, 0.2, 0) >= 0
+    assert model.affordable_tokens(0, 0.2) >= 0
+    assert model.chunk_seconds(100, 100) >= 0
 
 
 def test_a_model_that_learned_nothing_is_not_ready() -> None:

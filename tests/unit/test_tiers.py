@@ -370,7 +370,7 @@ def most_running(cache: KvCachePoolConfig) -> int:
         prompt = tuple(range(number, number + 3840))
         scheduler.add(Sequence(request(prompt, max_tokens=256), RequestId(number), 0))
     most = 0
-    while scheduler.stats.tokens_generated < 60 * 64:
+    while scheduler.stats.tokens_generated < 60 * 128:
         plan = scheduler.schedule()
         assert plan is not None
         scheduler.apply(plan, backend.submit(plan).result())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.clock import Clock
-from weft.config import PriorityPolicy, SchedulerConfig
+from weft.config import SchedulerConfig
 from weft.plan import BackendInfo
 from weft.request import RequestState
 from weft.scheduling.blocks import Blocks
@@ -11,6 +11,7 @@ from weft.scheduling.draft import Draft
 from weft.scheduling.guessing import Speculation
 from weft.scheduling.policy import AdmissionPolicy, StepCostModel
 from weft.scheduling.preemption import choose_victims, is_below, work_lost
+from weft.scheduling.prompts import PromptOrder, StepSize
 from weft.scheduling.roster import Roster
 from weft.scheduling.sequence import Phase, Sequence
 
@@ -36,8 +37,9 @@ class Planner:
         self._info = info
         self._roster = roster
         self._policy = policy
-        self._cost_model = cost_model
         self._clock = clock
+        self._size = StepSize(config, info, cost_model)
+        self._order = PromptOrder(policy, self._size)
         self.speculation = Speculation(config, info)
         self._last_prefill_step = -1
         self._batch_is_open = True
@@ -53,7 +55,7 @@ class Planner:
             if draft.decodes or draft.prefills or len(draft.preempted) == num_victims:
                 break
         if self.speculation.may_have_drafts(draft):
-            room = self._room_for_drafts(draft.decodes, draft.budget.tokens)
+            room = self._size.room_for_drafts(draft.decodes, draft.budget.tokens)
             self.speculation.add_drafts(draft, self._roster.kv_cache, room)
 
     def plan_only(self, draft: Draft, sequences: list[Sequence]) -> None:
@@ -82,8 +84,8 @@ class Planner:
                 continue  # preempted while this plan was made
             if _is_decode(sequence):
                 self._take_decodes(draft, [sequence])
-            else:
-                self._continue_prefills(draft, [sequence])
+            elif draft.budget.for_prefill:
+                self._continue_prefill(draft, sequence)
 
     def _plan_pure(self, draft: Draft) -> None:
         """Either prompts or decodes: a full round of decodes, then one step of prompts if there are any."""
@@ -101,14 +103,33 @@ class Planner:
             self._take_decodes(draft, still_running[: draft.budget.sequences])
 
     def _plan_prompts(self, draft: Draft, prefills: list[Sequence], may_admit: bool) -> None:
-        """Prompts under way and new ones take turns at being first."""
-        self._size_prefill(draft, prefills)
-        if may_admit and self._arrivals_go_first(draft.step, prefills):
-            self._admit(draft)
-            may_admit = False
-        self._continue_prefills(draft, prefills)
-        if may_admit:
-            self._admit(draft)
+        """Whoever is due first goes first, until something needed is used up: a prompt under way, or the next of the queue."""
+        self._size.begin_prompts(draft)
+        queue, key = self._roster.queue, self._order.key
+        under_way = sorted(prefills, key=key, reverse=True) if len(prefills) > 1 else prefills[:]
+        passed: list[object] = []
+        floor = -1
+        while draft.budget.for_prefill:
+            may_admit = may_admit and len(passed) < MAX_LOOKED_PAST
+            first = self._first_to_admit(floor) if may_admit else None
+            most = self._most_before(under_way, first) if first is not None else 0
+            if under_way and not most:
+                self._continue_prefill(draft, under_way.pop())
+            elif first is None:
+                break
+            elif self._roster.is_in_flight(first) or first.request_id in draft.preempted:
+                # A victim of this very plan, or in flight. What is behind it must outrank it to pass.
+                floor = max(floor, first.priority)
+                passed.append(queue.set_aside())
+            elif first.allocation is not None:
+                may_admit = self._resume(draft, first)
+            else:
+                started = self._start(draft, first, most)
+                may_admit = started is not False
+                if started is None:
+                    passed.append(queue.set_aside())
+        for entry in passed:
+            queue.put_back(entry)
 
     def _split(
         self, sequences: list[Sequence], places: int
@@ -207,63 +228,35 @@ class Planner:
         if roster.queue and roster.kv_cache.free_rows:
             return False
         return self.speculation.is_worth_waiting(roster.running) and bool(
-            self._room_for_drafts(roster.running, self._config.max_tokens_per_step - len(roster.running))
+            self._size.room_for_drafts(roster.running, self._config.max_tokens_per_step - len(roster.running))
         )
-
-    def _room_for_drafts(self, decodes: list[Sequence], room: int) -> int:
-        """How many of `room` tokens may come into a step beside these decodes. ADAPTIVE: those that fit the time it may take."""
-        if self._config.policy is not PriorityPolicy.ADAPTIVE or not self._cost_model.is_ready:
-            return max(0, room)
-        context = sum(s.scheduled for s in decodes)
-        longest = max((s.scheduled for s in decodes), default=0)
-        target = self._config.target_inter_token_latency
-        return max(0, min(room, self._cost_model.affordable_tokens(len(decodes), context, target, longest)))
 
     # ------------------------------------------------------------------ prompts under way
 
-    def _size_prefill(self, draft: Draft, prefills: list[Sequence]) -> None:
-        """ADAPTIVE: no more prompt tokens than the learned cost of a step allows beside the decodes."""
-        if self._config.policy is not PriorityPolicy.ADAPTIVE or not self._config.chunked_prefill:
+    def _continue_prefill(self, draft: Draft, sequence: Sequence) -> None:
+        """Gives a prompt under way its next chunk, if it can go on."""
+        if sequence.state is not RequestState.RUNNING:
+            return  # preempted while this plan was made
+        self._adopt_hits(draft, sequence)
+        allocation, block_size, start = sequence.allocation, self._info.block_size, sequence.scheduled
+        assert allocation is not None
+        held = len(allocation.blocks) * block_size - start
+        # NOTE: until it has run since it was admitted, nobody may push it out: it must neither wait for another
+        # nor keep memory it cannot go on with, or the two would block each other for good.
+        has_run = sequence.last_step >= sequence.admitted_step
+        if held == 0 and has_run and self._roster.prefixes.must_wait(sequence, len(allocation.blocks)):
             return
-        smallest = self._info.block_size
-        if not self._cost_model.is_ready:
-            # Not two alike: from steps of one size nothing can be learned about size.
-            affordable = smallest * (1 + 2 * (draft.step % 3))
-        else:
-            # All prompts under way are counted, though not all may fit: a step too short harms nobody.
-            context = sum(s.scheduled for s in (*draft.decodes, *prefills))
-            target = self._config.target_inter_token_latency
-            start = max((s.scheduled for s in prefills), default=0)  # the dearest of the prompts under way
-            affordable = self._cost_model.affordable_tokens(len(draft.decodes), context, target, start)
-        draft.budget.prefill_tokens = min(draft.budget.prefill_tokens, max(affordable, smallest))
-
-    def _continue_prefills(self, draft: Draft, prefills: list[Sequence]) -> None:
-        """Gives the prompts under way their next chunk, the one that waited longest first."""
-        for sequence in prefills:
-            if not draft.budget.for_prefill:
-                break
-            if sequence.state is not RequestState.RUNNING:
-                continue  # preempted while this plan was made
-            self._adopt_hits(draft, sequence)
-            allocation, block_size = sequence.allocation, self._info.block_size
-            assert allocation is not None
-            held = len(allocation.blocks) * block_size - sequence.scheduled
-            # NOTE: until it has run since it was admitted, nobody may push it out: it must neither wait for another
-            # nor keep memory it cannot go on with, or the two would block each other for good.
-            has_run = sequence.last_step >= sequence.admitted_step
-            if held == 0 and has_run and self._roster.prefixes.must_wait(sequence, len(allocation.blocks)):
-                continue
-            count = self._chunk(draft, sequence.target - sequence.scheduled)
-            if not count:
-                continue
-            # Take what memory there is; only where there is none at all must someone give way.
-            kv_cache, start = self._roster.kv_cache, sequence.scheduled
-            room = kv_cache.affordable(len(allocation.blocks), allocation.stored, start, kv_cache.available)
-            count = min(count, room or block_size - start % block_size)
-            if self._grow(draft, sequence, self._needed(sequence, count)):
-                self._add_prefill(draft, sequence, count)
-            elif not has_run and not self._may_sit_out(draft, sequence):
-                self._preempt(draft, sequence)
+        count = self._size.chunk(draft, start, sequence.target - start)
+        if not count:
+            return
+        # Take what memory there is; only where there is none at all must someone give way.
+        kv_cache = self._roster.kv_cache
+        room = kv_cache.affordable(len(allocation.blocks), allocation.stored, start, kv_cache.available)
+        count = min(count, room or block_size - start % block_size)
+        if self._grow(draft, sequence, self._needed(sequence, count)):
+            self._add_prefill(draft, sequence, count)
+        elif not has_run and not self._may_sit_out(draft, sequence):
+            self._preempt(draft, sequence)
 
     def _adopt_hits(self, draft: Draft, sequence: Sequence) -> None:
         """Takes over blocks that another sequence has filled, or fills in this step, since the last chunk."""
@@ -278,15 +271,6 @@ class Planner:
             sequence.scheduled += block_size
         draft.note_tables(sequence, first)
 
-    def _chunk(self, draft: Draft, remaining: int) -> int:
-        """How many of the remaining tokens go into this step. 0: wait for a step with more room."""
-        room = draft.budget.for_prefill
-        if self._config.chunked_prefill:
-            return min(remaining, room, self._config.max_chunk_tokens)
-        if remaining > room and remaining <= self._config.longest_whole_prompt:
-            return 0
-        return min(remaining, room)  # a replay after preemption may be longer than a step: then it is split
-
     def _add_prefill(self, draft: Draft, sequence: Sequence, count: int) -> None:
         start = sequence.scheduled
         sequence.scheduled = end = start + count
@@ -294,7 +278,7 @@ class Planner:
         if samples:
             sequence.target += 1
         sequence.last_step = draft.step
-        draft.budget.take_prefill(count)
+        self._size.take_chunk(draft, start, count)
         draft.prefills.append((sequence, start, count, samples))
         draft.registered += self._roster.prefixes.register(sequence, start, end)
 
@@ -311,15 +295,6 @@ class Planner:
         first = self._roster.queue.peek()
         return self._batch_is_open or (first is not None and first.state is RequestState.PREEMPTED)
 
-    def _arrivals_go_first(self, step: int, prefills: list[Sequence]) -> bool:
-        """New prompts and those under way take turns at the budget; only who outranks them all does not wait."""
-        first = self._roster.queue.peek()
-        if step % 2 == 0 or not prefills:
-            return True
-        return (
-            first is not None and self._policy.preempts and all(s.priority < first.priority for s in prefills)
-        )
-
     def _first_outranks_someone(self) -> bool:
         """Whether the next request to admit may push a running one out."""
         first = self._roster.queue.peek()
@@ -327,36 +302,27 @@ class Planner:
             return False
         return any(s.priority < first.priority for s in self._roster.running)
 
-    def _admit(self, draft: Draft) -> None:
-        """Admits in the order of the policy until something needed is used up."""
-        queue = self._roster.queue
-        passed: list[object] = []
-        floor = -1
-        while len(passed) < MAX_LOOKED_PAST and draft.budget.for_prefill:
-            sequence = queue.peek()
-            if sequence is None or sequence.priority <= floor:
-                break
-            if not self._batch_is_open and sequence.state is RequestState.PENDING:
-                break
-            if self._roster.is_in_flight(sequence) or sequence.request_id in draft.preempted:
-                # A victim of this very plan, or in flight. What is behind it must outrank it to pass.
-                floor = max(floor, sequence.priority)
-                passed.append(queue.set_aside())
-                continue
-            if sequence.allocation is not None:
-                admitted: bool | None = self._resume(draft, sequence)
-            else:
-                admitted = self._start(draft, sequence)
-            if admitted is None:
-                passed.append(queue.set_aside())
-            elif not admitted:
-                break
-        for entry in passed:
-            queue.put_back(entry)
+    def _first_to_admit(self, floor: int) -> Sequence | None:
+        """The next of the queue, if it may join. Where somebody was passed over, it must be above `floor` to pass too."""
+        first = self._roster.queue.peek()
+        if first is None or first.priority <= floor:
+            return None
+        return first if self._batch_is_open or first.state is not RequestState.PENDING else None
 
-    def _start(self, draft: Draft, sequence: Sequence) -> bool | None:
-        """Gives a waiting sequence a row, its prefix hits and its first chunk. False: no room; None: not yet, since
-        another is about to compute what it needs next."""
+    def _most_before(self, under_way: list[Sequence], first: Sequence) -> int:
+        """How many tokens the next of the queue may take before the last of those under way goes on. 0: none."""
+        key, due = self._order.key, self._order.key(under_way[-1]) if under_way else None
+        if due is None or key(first) < due:
+            return self._config.max_tokens_per_step
+        # It stands in the way of who is due behind it, since only who has started can be passed.
+        is_in_the_way = self._config.chunked_prefill and any(
+            key(sequence) < due for sequence in self._roster.queue.near_front(MAX_LOOKED_PAST)
+        )
+        return self._info.block_size if is_in_the_way else 0
+
+    def _start(self, draft: Draft, sequence: Sequence, most: int) -> bool | None:
+        """Gives a waiting sequence a row, its prefix hits and a first chunk of at most so many tokens. False: no room; None: not
+        yet, since another is about to compute what it needs next."""
         kv_cache, prefixes, block_size = self._roster.kv_cache, self._roster.prefixes, self._info.block_size
         if not kv_cache.free_rows and not self._policy.preempts:
             return False
@@ -364,7 +330,7 @@ class Planner:
         if prefixes.must_wait(sequence, len(hits)):
             return None
         start = len(hits) * block_size
-        count = self._chunk(draft, sequence.target - start)
+        count = min(most, self._size.chunk(draft, start, sequence.target - start))
         if not count:
             return False
         kv_cache.share(hits)  # held while room is made, or a victim's going would count them as room

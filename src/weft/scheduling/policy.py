@@ -1,4 +1,4 @@
-"""The order of admission, and the learned cost of a step from which ADAPTIVE sizes its prompts.
+"""The order of admission, and the learned cost of a step, from which prompts are ordered and ADAPTIVE sizes them.
 
 A policy is a key per sequence that does not change while it waits, so the queue is a plain heap. Ageing is no
 exception: base + rate * (now - arrival) grows equally fast for everyone, so the order is that of
@@ -67,6 +67,10 @@ class AdmissionPolicy:
     def key(self, sequence: Sequence) -> PolicyKey:
         return self._key(sequence, self._config)
 
+    def key_when_due(self, sequence: Sequence, due: float) -> PolicyKey:
+        """The order of prompts that are due at some time: as there, age makes up for priority where priorities rank."""
+        return _aged(sequence, self._config, due) if self.preempts else (due, sequence.order)
+
     def key_of_promoted(self, sequence: Sequence) -> PolicyKey:
         """Before all others; where priorities rank, behind CRITICAL ones unless it is one itself."""
         return (0.5,) if self.preempts and sequence.priority != Priority.CRITICAL else (-1.0,)
@@ -114,34 +118,60 @@ class StepCostModel:
     def coefficients(self) -> tuple[float, ...]:
         """Seconds a step, a token, a context token, a pair; solved for when asked, which is when a prompt is planned."""
         if self._coefficients is None:
-            solved = zip(self._solve(), self.SCALES, strict=True)
-            self._coefficients = tuple(max(value, 0.0) / scale for value, scale in solved)
+            solved = zip(self._solve_above_zero(), self.SCALES, strict=True)
+            self._coefficients = tuple(value / scale for value, scale in solved)
         return self._coefficients
 
     def predict(self, tokens: int, context: int, pairs: int) -> float:
         base, per_token, per_context, per_pair = self.coefficients
         return base + per_token * tokens + per_context * context + per_pair * pairs
 
-    def affordable_tokens(self, decodes: int, context: int, seconds: float, start: int) -> int:
-        """How many prompt tokens fit beside the decodes into a step of `seconds`.
+    @property
+    def base_seconds(self) -> float:
+        """What a step takes whatever it computes."""
+        return self.coefficients[0]
 
-        `context` is what all sequences of the step have behind them; each new token adds itself to it, and attends
-        over `start` positions and the new ones before it.
-        """
+    def decode_seconds(self, count: int, context: int) -> float:
+        """A step of so many decodes, which have `context` tokens behind them in all."""
+        return self.predict(count, context + count, context + count)
+
+    def chunk_seconds(self, start: int, count: int) -> float:
+        """What `count` tokens of one sequence, from `start` on, add to a step."""
         _, per_token, per_context, per_pair = self.coefficients
-        spare = seconds - self.predict(decodes, context, pairs=context)
+        pairs = count * start + count * (count + 1) / 2
+        return per_token * count + per_context * (start + count) + per_pair * pairs
+
+    def affordable_tokens(self, start: int, seconds: float) -> int:
+        """How many tokens of one sequence, from `start` on, may be added to a step for so many seconds."""
+        _, per_token, per_context, per_pair = self.coefficients
+        spare = seconds - per_context * start
         if spare <= 0:
             return 0
-        each = per_token + per_context + per_pair * start
+        each = per_token + per_context + per_pair * (start + 0.5)
         if each <= 0:
             return 1 << 30
         # The root of each * n + per_pair / 2 * n**2 = spare, in the form that allows per_pair = 0.
         return int(2 * spare / (each + (each**2 + 2 * per_pair * spare) ** 0.5))
 
-    def _solve(self) -> list[float]:
-        """Gauss elimination of the normal equations, kept regular by a small ridge."""
-        size = len(self._products)
-        lines = [[*self._moments[i], self._products[i]] for i in range(size)]
+    def _solve_above_zero(self) -> list[float]:
+        """The best costs of which none is below zero. What comes out below counts for nothing and the others are solved for
+        anew: kept as they were, they would make up for something that is gone, and every step seem to take longer."""
+        used = list(range(len(self._products)))
+        while True:
+            solution = self._solve(used)
+            lowest = min(range(len(used)), key=solution.__getitem__)
+            if solution[lowest] >= 0:
+                break
+            del used[lowest]
+        values = [0.0] * len(self._products)
+        for index, value in zip(used, solution, strict=True):
+            values[index] = value
+        return values
+
+    def _solve(self, used: list[int]) -> list[float]:
+        """Gauss elimination of the normal equations of these features, kept regular by a small ridge."""
+        size = len(used)
+        lines = [[*[self._moments[i][j] for j in used], self._products[i]] for i in used]
         for i in range(size):
             lines[i][i] += 1e-6 * (lines[i][i] + 1.0)
         for i in range(size):

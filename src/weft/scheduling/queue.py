@@ -77,6 +77,10 @@ class RequestQueue:
             heapq.heappop(heap)
         return heap[0].sequence if heap else None
 
+    def near_front(self, count: int) -> list[Sequence]:
+        """About the first `count`, in no particular order; the very first is among them."""
+        return [entry.sequence for entry in self._heap[:count] if entry.sequence.queue_entry is entry]
+
     def remove(self, sequence: Sequence) -> None:
         if sequence.queue_entry is None:
             raise ValueError(f"request {sequence.request_id} is not waiting")

@@ -434,11 +434,11 @@ class ContinuousBatchScheduler:
             self.token_gaps[gap] = self.token_gaps.get(gap, 0) + times
 
     def _account(self, plan: IterationPlan, seconds: float | None) -> None:
-        num_tokens = plan.num_tokens
+        num_tokens, first = plan.num_tokens, plan.num_decodes
         self.stats.steps += 1
         self.stats.tokens_computed += num_tokens
-        if seconds is not None and num_tokens and self.config.policy is PriorityPolicy.ADAPTIVE:
-            first = plan.num_decodes
+        asks_for_decodes = self.config.policy is PriorityPolicy.ADAPTIVE
+        if seconds is not None and num_tokens and (plan.num_prefills or asks_for_decodes):
             prompts = zip(plan.starts[first:], plan.counts[first:], strict=True)
             pairs = sum(count * start + count * (count + 1) // 2 for start, count in prompts)
             self.cost_model.learn(

@@ -1,0 +1,322 @@
+"""Which prompt gets its first token when, and how much of the prompts a step takes: on a machine whose cost is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+from typing import Any
+
+import pytest
+
+from weft.backends.noop import NoopBackend
+from weft.clock import VirtualClock
+from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig
+from weft.plan import IterationPlan
+from weft.request import InferenceRequest, Priority, RequestId, SamplingParams
+from weft.scheduling.prompts import PATIENCE, SHARE_OF_TARGET
+from weft.scheduling.scheduler import ContinuousBatchScheduler
+from weft.scheduling.sequence import Sequence
+
+BLOCK = 16
+BASE, PER_TOKEN, PER_CONTEXT, PER_PAIR = 0.002, 4e-4, 5e-7, 3e-7
+TARGET = 0.1
+ANY_POLICY = pytest.mark.parametrize("policy", list(PriorityPolicy), ids=lambda policy: policy.value)
+
+
+def chunk_seconds(start: int, tokens: int) -> float:
+    pairs = tokens * start + tokens * (tokens + 1) / 2
+    return PER_TOKEN * tokens + PER_CONTEXT * (start + tokens) + PER_PAIR * pairs
+
+
+def alone(prompt: int) -> float:
+    """Seconds that a prompt of so many tokens takes, beside the base of its steps."""
+    return chunk_seconds(0, prompt)
+
+
+class Machine:
+    """The scheduler on the detector backend, in the time that its steps take on this machine. It knows that time from the start."""
+
+    def __init__(self, policy: PriorityPolicy = PriorityPolicy.ADAPTIVE, **options: Any) -> None:
+        self.clock = VirtualClock()
+        self.backend = NoopBackend(max_context=8192)
+        pool = KvCachePoolConfig(num_blocks=4096, block_size=BLOCK)
+        config = SchedulerConfig(
+            **{"policy": policy, "max_running": 64, "target_inter_token_latency": TARGET, **options}
+        )
+        info = self.backend.allocate(pool, config.max_running)
+        self.scheduler = ContinuousBatchScheduler(config, info, self.clock)
+        self.first_token_at: dict[int, float] = {}
+        self.most_under_way = 0
+        self._ids = count()
+        for step in range(40):
+            decodes, context, start, tokens = step % 7, 300 * (step % 5), 100 * (step % 11), 16 * (step % 9)
+            seconds = BASE + chunk_seconds(start, tokens) + decodes * PER_TOKEN
+            seconds += (PER_CONTEXT + PER_PAIR) * context
+            self.scheduler.cost_model.learn(
+                prefill_tokens=tokens,
+                tokens=decodes + tokens,
+                context=context + start + tokens,
+                pairs=context + tokens * start + tokens * (tokens + 1) // 2,
+                seconds=seconds,
+            )
+
+    def add(self, length: int, max_tokens: int = 4, family: int | None = None, **fields: Any) -> Sequence:
+        """A prompt of this length; those of one family begin alike, others share nothing."""
+        number = next(self._ids)
+        first = 10_000 + number if family is None else family
+        prompt = (first, *range(1, length))
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        sequence = Sequence(InferenceRequest(prompt, params, **fields), RequestId(number), seed=0)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def seconds(self, plan: IterationPlan) -> float:
+        """What the step takes: exactly what the scheduler has learned."""
+        entries = zip(plan.starts, plan.counts, strict=True)
+        return BASE + sum(chunk_seconds(start, tokens) for start, tokens in entries)
+
+    def step(self) -> IterationPlan | None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.clock.advance(self.seconds(plan))
+            self.scheduler.apply(plan, self.backend.submit(plan).result())
+        self.scheduler.check_integrity()
+        for output in self.scheduler.take_outputs()[0]:
+            self.first_token_at.setdefault(output.request_id, self.clock())
+        running = self.scheduler.running
+        self.most_under_way = max(
+            self.most_under_way, sum(0 < s.scheduled < s.prompt_length for s in running)
+        )
+        return plan
+
+    def run(self, arrivals: Iterable[tuple[float, int]] = (), max_tokens: int = 4, **fields: Any) -> Machine:
+        """Until all is done; prompts of these lengths come at these times."""
+        pending = sorted(arrivals, reverse=True)
+        while pending or self.scheduler.has_work:
+            while pending and pending[-1][0] <= self.clock():
+                self.add(pending.pop()[1], max_tokens, **fields)
+            if self.step() is None and pending:
+                self.clock.advance_to(pending[-1][0])
+        return self
+
+    def passed_by(self, sequence: Sequence, arrivals: list[tuple[float, int]]) -> float:
+        """When the last of those came that got their first token before this one, which came before them."""
+        own = self.first_token_at[sequence.request_id]
+        times = enumerate((at for at, _ in arrivals), sequence.request_id + 1)
+        return max(at for number, at in times if self.first_token_at[number] < own)
+
+    def waited(self, sequence: Sequence) -> float:
+        return self.first_token_at[sequence.request_id] - sequence.arrival
+
+
+# ---------------------------------------------------------------------- order
+
+
+@ANY_POLICY
+def test_prompts_end_in_the_order_in_which_they_came_and_are_not_all_under_way_together(
+    policy: PriorityPolicy,
+) -> None:
+    machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
+    machine.run([(0.05 * number, 480) for number in range(20)], max_tokens=40)
+    in_order = [machine.first_token_at[number] for number in range(20)]
+    assert in_order == sorted(in_order)
+    assert machine.most_under_way <= 2, "the one that is first, and one that got what it left"
+
+
+@ANY_POLICY
+def test_a_short_prompt_passes_a_long_one_that_came_shortly_before(policy: PriorityPolicy) -> None:
+    machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
+    long = machine.add(2000)
+    machine.step()
+    short = machine.add(40)
+    machine.step()
+    machine.step()
+    assert short.first_token_at is not None and long.first_token_at is None
+
+
+@ANY_POLICY
+def test_a_very_long_prompt_keeps_no_short_one_waiting(policy: PriorityPolicy) -> None:
+    machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
+    long = machine.add(6000)
+    machine.step()
+    shorts = [(0.1 + 0.05 * number, 32) for number in range(64)]
+    machine.run(shorts)
+    # A step is under way when one comes, and takes it in the next; no more.
+    slowest = max(machine.first_token_at[number + 1] - at for number, (at, _) in enumerate(shorts))
+    assert slowest <= 3 * (BASE + chunk_seconds(6000, 200))
+    assert machine.waited(long) > alone(6000)
+
+
+@ANY_POLICY
+def test_long_prompts_that_wait_keep_no_short_one_behind_them_waiting(policy: PriorityPolicy) -> None:
+    machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
+    longs = [machine.add(3000) for _ in range(10)]
+    machine.step()
+    shorts = [(0.1 + 0.1 * number, 32) for number in range(32)]
+    machine.run(shorts)
+    # The first is behind ten that have to start before it; a step does that, beside the one under way.
+    slowest = max(machine.first_token_at[number + 10] - at for number, (at, _) in enumerate(shorts))
+    assert slowest <= 4 * (BASE + chunk_seconds(3000, 200))
+    in_order = [machine.first_token_at[long.request_id] for long in longs]
+    assert in_order == sorted(in_order) and in_order[1] - in_order[0] > alone(3000)
+
+
+@ANY_POLICY
+def test_a_very_long_prompt_is_passed_for_a_bounded_time_however_many_short_ones_come(
+    policy: PriorityPolicy,
+) -> None:
+    machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
+    due = PATIENCE * alone(1500)
+    # Short ones that would take all of the time, and more, until long after it is due.
+    shorts = [(0.03 * number, 100) for number in range(1, int(2 * due / 0.03))]
+    long = machine.add(1500, max_tokens=1)
+    machine.run(shorts, max_tokens=1)
+    assert machine.passed_by(long, shorts) == pytest.approx(due - PATIENCE * alone(100), abs=0.1)
+
+
+@pytest.mark.parametrize("policy", [PriorityPolicy.PRIORITY, PriorityPolicy.ADAPTIVE])
+def test_a_prompt_that_outranks_those_under_way_does_not_wait_for_them(policy: PriorityPolicy) -> None:
+    machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
+    normal = machine.add(600)
+    machine.step()
+    high = machine.add(1000, priority=Priority.HIGH)
+    while high.first_token_at is None:
+        machine.step()
+    assert normal.first_token_at is None
+    critical = machine.add(150, priority=Priority.CRITICAL)
+    machine.step()
+    assert critical.first_token_at is not None
+
+
+def test_where_priorities_do_not_rank_they_change_nothing() -> None:
+    machine = Machine(PriorityPolicy.FCFS, max_prefill_tokens=200, max_chunk_tokens=200)
+    first = machine.add(600, priority=Priority.LOW)
+    machine.step()
+    machine.add(600, priority=Priority.CRITICAL)
+    machine.run()
+    assert machine.first_token_at[0] < machine.first_token_at[1] and first.priority == Priority.LOW
+
+
+@pytest.mark.parametrize("policy", [PriorityPolicy.PRIORITY, PriorityPolicy.ADAPTIVE])
+def test_age_makes_up_for_the_priority_of_a_prompt_under_way(policy: PriorityPolicy) -> None:
+    machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200, ageing_rate=1.0)
+    low = machine.add(600, priority=Priority.LOW)
+    machine.step()
+    # Each takes a step, and comes sooner than one is over: without age they would keep it out until the last is done.
+    arrivals = [(0.05 * number, 200) for number in range(1, 200)]
+    machine.run(arrivals, max_tokens=1, priority=Priority.NORMAL)
+    one_level = 1.0
+    expected = one_level + PATIENCE * (alone(600) - alone(200))
+    assert machine.passed_by(low, arrivals) == pytest.approx(expected, abs=0.1)
+
+
+@ANY_POLICY
+def test_a_victim_that_is_computed_again_is_due_since_it_came(policy: PriorityPolicy) -> None:
+    machine = Machine(policy)
+    order = machine.scheduler._planner._order
+    victim = machine.add(300)
+    machine.clock.advance(30.0)
+    victim.target = 900  # with what it had generated
+    assert order.key(victim) < order.key(machine.add(20))
+
+
+def test_what_is_cached_of_a_prompt_does_not_make_it_due_later() -> None:
+    machine = Machine(max_prefill_tokens=200, max_chunk_tokens=200)
+    machine.add(2001, max_tokens=1, family=7)
+    machine.run()
+    known = machine.add(2400, max_tokens=1, family=7)
+    machine.step()
+    assert known.cached_tokens == 2000
+    arrivals = [(machine.clock() + 0.03 * number, 100) for number in range(200)]
+    machine.run(arrivals, max_tokens=1)
+    waits = PATIENCE * (chunk_seconds(2000, 400) - alone(100))
+    assert machine.passed_by(known, arrivals) == pytest.approx(known.arrival + waits, abs=0.1)
+
+
+@pytest.mark.parametrize("target", [1.5 * BASE, TARGET])
+@pytest.mark.parametrize("policy", [PriorityPolicy.FCFS, PriorityPolicy.ADAPTIVE])
+def test_what_a_prompt_takes_alone_is_known_with_the_base_of_its_steps(
+    policy: PriorityPolicy, target: float
+) -> None:
+    machine = Machine(policy, target_inter_token_latency=target, max_chunk_tokens=64)
+    prompt = machine.add(2000, max_tokens=1)
+    expected = machine.scheduler._planner._size.seconds_alone(0, 2000)
+    machine.run()
+    assert machine.waited(prompt) == pytest.approx(expected, rel=0.05)
+
+
+# ---------------------------------------------------------------------- size
+
+
+def crowded(**options: Any) -> Machine:
+    """Ten decode, and three long prompts are under way at different places."""
+    machine = Machine(**options)
+    for _ in range(10):
+        machine.add(100, max_tokens=400)
+    while any(s.first_token_at is None for s in machine.scheduler.sequences.values()):
+        machine.step()
+    for length in (3000, 2000, 1000):
+        machine.add(length)
+        machine.step()
+    return machine
+
+
+def test_steps_take_the_planned_share_of_the_target_to_the_token() -> None:
+    machine = crowded()
+    planned = 0
+    while True:
+        plan = machine.step()
+        assert plan is not None
+        if not plan.num_prefills:
+            break
+        seconds = machine.seconds(plan)
+        assert seconds <= SHARE_OF_TARGET * TARGET * 1.001
+        last = plan.prefill_tasks[-1]
+        if not last.samples:
+            one_more = chunk_seconds(last.start, last.num_tokens + 1) - chunk_seconds(
+                last.start, last.num_tokens
+            )
+            assert seconds + one_more > SHARE_OF_TARGET * TARGET * 0.999, "there was time for more"
+            planned += 1
+    assert planned > 20
+
+
+def test_several_prompts_share_a_step_and_each_is_charged_for_its_own_place() -> None:
+    machine = Machine()
+    far = machine.add(3000)
+    while far.scheduled < 2500:
+        machine.step()
+    for _ in range(4):
+        machine.add(30)
+    plan = machine.step()
+    assert plan is not None and plan.num_prefills == 5
+    assert machine.seconds(plan) == pytest.approx(SHARE_OF_TARGET * TARGET, rel=0.02)
+
+
+@pytest.mark.parametrize("start", [0, 1008])
+def test_where_no_time_is_left_the_first_prompt_gets_a_block_and_no_other_gets_any(start: int) -> None:
+    machine = Machine(target_inter_token_latency=BASE / 2)
+    first = machine.add(2000)
+    while first.scheduled < start:
+        machine.step()
+    machine.add(2000)
+    for _ in range(3):
+        plan = machine.step()
+        assert plan is not None
+        assert [(task.request_id, task.num_tokens) for task in plan.prefill_tasks] == [(0, BLOCK)]
+
+
+def test_gaps_between_tokens_stay_within_the_target_while_prompts_come_and_go() -> None:
+    machine = Machine()
+    machine.run([(0.06 * number, (40, 500, 250, 16)[number % 4]) for number in range(64)], max_tokens=60)
+    assert 0.8 * TARGET < max(machine.scheduler.token_gaps) <= SHARE_OF_TARGET * TARGET * 1.001
+
+
+def test_drafts_take_no_more_of_a_step_than_its_time_allows() -> None:
+    machine = crowded(max_draft_tokens=64)
+    decodes = [s for s in machine.scheduler.running if s.first_token_at is not None]
+    room = machine.scheduler._planner._size.room_for_drafts(decodes, 1000)
+    longest = max(s.scheduled for s in decodes)
+    seconds = BASE + sum(chunk_seconds(s.scheduled, 1) for s in decodes)
+    assert seconds + chunk_seconds(longest, room) == pytest.approx(SHARE_OF_TARGET * TARGET, rel=0.01)
+    assert machine.scheduler._planner._size.room_for_drafts(decodes, 3) == 3
