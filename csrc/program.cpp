@@ -54,8 +54,6 @@ const float* Program::forward(const Step& step, const Cache& cache, int64_t samp
   cut_into_pieces();
   const bool by_request = share_out_requests(), flows = !by_request && share_out_flow();
   if (!by_request && !flows) {
-    blocks_.clear();
-    cut_into_pieces();
     share_out_attention();
     share_out_rows();
   }

@@ -210,7 +210,7 @@ MUTATIONS = (
     Mutation(
         "prompts stop where decodes take all of the time",
         f"{STEP_SIZE}._affordable",
-        "return tokens if draft.prefills else max(tokens, self._block_size)",
+        "return max(tokens, self._block_size)",
         "return tokens",
     ),
     Mutation(
@@ -265,7 +265,7 @@ MUTATIONS = (
     ),
     Mutation(
         "request waits for what it was to compute itself",
-        f"{PREFIX}.must_wait",
+        f"{PREFIX}.awaited",
         "owner is not sequence and is_below(sequence, owner)",
         "True",
     ),

@@ -217,7 +217,7 @@ def test_a_victim_that_is_computed_again_is_due_since_it_came(policy: PriorityPo
     victim = machine.add(300)
     machine.clock.advance(30.0)
     victim.target = 900  # with what it had generated
-    assert order.key(victim) < order.key(machine.add(20))
+    assert order.key(victim, 0) < order.key(machine.add(20), 0)
 
 
 def test_what_is_cached_of_a_prompt_does_not_make_it_due_later() -> None:
@@ -320,3 +320,31 @@ def test_drafts_take_no_more_of_a_step_than_its_time_allows() -> None:
     seconds = BASE + sum(chunk_seconds(s.scheduled, 1) for s in decodes)
     assert seconds + chunk_seconds(longest, room) == pytest.approx(SHARE_OF_TARGET * TARGET, rel=0.01)
     assert machine.scheduler._planner._size.room_for_drafts(decodes, 3) == 3
+
+
+@ANY_POLICY
+def test_who_waits_for_what_another_computes_is_not_late_because_that_one_is_long(
+    policy: PriorityPolicy,
+) -> None:
+    """A prompt of 600 tokens that begins as one of 4,000 does, which is not due for long. Short ones nearly fill the machine: without it
+    the long one would be passed by all of them."""
+    machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
+    machine.add(4000, max_tokens=1, family=7)
+    machine.step()
+    sharing = machine.add(600, max_tokens=1, family=7)
+    machine.run([(0.046 * number, 110) for number in range(1, 400)], max_tokens=1)
+    assert machine.waited(sharing) < 2 * PATIENCE * alone(600)
+
+
+@ANY_POLICY
+def test_what_is_cached_of_a_waiting_prompt_does_not_count_as_its_work(policy: PriorityPolicy) -> None:
+    """The next turn of a long conversation, behind long prompts that are under way."""
+    machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
+    machine.add(3000, max_tokens=1, family=7)
+    machine.run()
+    for _ in range(4):
+        machine.add(1500, max_tokens=1)
+    machine.step()
+    next_turn = machine.add(3030, max_tokens=1, family=7)
+    machine.run()
+    assert machine.waited(next_turn) < alone(1500)

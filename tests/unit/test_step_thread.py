@@ -98,7 +98,10 @@ def test_closing_waits_for_what_was_submitted_and_a_forgotten_one_ends_by_itself
     assert not names & {"closed", "forgotten"}
 
 
-def test_who_submits_a_step_that_the_cores_wait_for_goes_on_when_it_computes() -> None:
+def test_who_submits_a_step_that_the_cores_wait_for_goes_on_when_it_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weft.backends.cpu.step_thread._BEGINNING_SECONDS", WAIT)
     thread = StepThread("steps")
     events: list[str] = []
     may_end = threading.Event()

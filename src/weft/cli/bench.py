@@ -254,7 +254,7 @@ def bench_peers(
         typer.Option(
             metavar="P,P,...",
             help="llama.cpp, openvino, openvino-f16, onnxruntime, vllm, weft-in-process, weft-without-drafts; "
-            "default: all but openvino-f16.",
+            "default: all but weft-in-process and openvino-f16.",
         ),
     ] = None,
     work: Annotated[

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 from weft.clock import Clock
 from weft.config import SchedulerConfig
 from weft.plan import BackendInfo
@@ -9,7 +11,7 @@ from weft.request import RequestState
 from weft.scheduling.blocks import Blocks
 from weft.scheduling.draft import Draft
 from weft.scheduling.guessing import Speculation
-from weft.scheduling.policy import AdmissionPolicy, StepCostModel
+from weft.scheduling.policy import AdmissionPolicy, PolicyKey, StepCostModel
 from weft.scheduling.preemption import choose_victims, is_below, work_lost
 from weft.scheduling.prompts import PromptOrder, StepSize
 from weft.scheduling.roster import Roster
@@ -105,8 +107,9 @@ class Planner:
     def _plan_prompts(self, draft: Draft, prefills: list[Sequence], may_admit: bool) -> None:
         """Whoever is due first goes first, until something needed is used up: a prompt under way, or the next of the queue."""
         self._size.begin_prompts(draft)
-        queue, key = self._roster.queue, self._order.key
-        under_way = sorted(prefills, key=key, reverse=True) if len(prefills) > 1 else prefills[:]
+        queue = self._roster.queue
+        under_way = [(self._due(sequence), sequence) for sequence in prefills]
+        under_way.sort(key=itemgetter(0), reverse=True)
         passed: list[object] = []
         floor = -1
         while draft.budget.for_prefill:
@@ -114,7 +117,10 @@ class Planner:
             first = self._first_to_admit(floor) if may_admit else None
             most = self._most_before(under_way, first) if first is not None else 0
             if under_way and not most:
-                self._continue_prefill(draft, under_way.pop())
+                due, sequence = under_way.pop()
+                awaited = self._continue_prefill(draft, sequence)
+                if awaited is not None:
+                    _lend(due, awaited, under_way)
             elif first is None:
                 break
             elif self._roster.is_in_flight(first) or first.request_id in draft.preempted:
@@ -126,8 +132,9 @@ class Planner:
             else:
                 started = self._start(draft, first, most)
                 may_admit = started is not False
-                if started is None:
+                if isinstance(started, Sequence):
                     passed.append(queue.set_aside())
+                    _lend(self._due(first), started, under_way)
         for entry in passed:
             queue.put_back(entry)
 
@@ -233,10 +240,10 @@ class Planner:
 
     # ------------------------------------------------------------------ prompts under way
 
-    def _continue_prefill(self, draft: Draft, sequence: Sequence) -> None:
-        """Gives a prompt under way its next chunk, if it can go on."""
+    def _continue_prefill(self, draft: Draft, sequence: Sequence) -> Sequence | None:
+        """Gives a prompt under way its next chunk, if it can go on. Returns the one that it waits for, if it does."""
         if sequence.state is not RequestState.RUNNING:
-            return  # preempted while this plan was made
+            return None  # preempted while this plan was made
         self._adopt_hits(draft, sequence)
         allocation, block_size, start = sequence.allocation, self._info.block_size, sequence.scheduled
         assert allocation is not None
@@ -244,11 +251,13 @@ class Planner:
         # NOTE: until it has run since it was admitted, nobody may push it out: it must neither wait for another
         # nor keep memory it cannot go on with, or the two would block each other for good.
         has_run = sequence.last_step >= sequence.admitted_step
-        if held == 0 and has_run and self._roster.prefixes.must_wait(sequence, len(allocation.blocks)):
-            return
+        if held == 0 and has_run:
+            awaited = self._roster.prefixes.awaited(sequence, len(allocation.blocks))
+            if awaited is not None:
+                return awaited
         count = self._size.chunk(draft, start, sequence.target - start)
         if not count:
-            return
+            return None
         # Take what memory there is; only where there is none at all must someone give way.
         kv_cache = self._roster.kv_cache
         room = kv_cache.affordable(len(allocation.blocks), allocation.stored, start, kv_cache.available)
@@ -257,6 +266,7 @@ class Planner:
             self._add_prefill(draft, sequence, count)
         elif not has_run and not self._may_sit_out(draft, sequence):
             self._preempt(draft, sequence)
+        return None
 
     def _adopt_hits(self, draft: Draft, sequence: Sequence) -> None:
         """Takes over blocks that another sequence has filled, or fills in this step, since the last chunk."""
@@ -309,26 +319,37 @@ class Planner:
             return None
         return first if self._batch_is_open or first.state is not RequestState.PENDING else None
 
-    def _most_before(self, under_way: list[Sequence], first: Sequence) -> int:
+    def _most_before(self, under_way: list[tuple[PolicyKey, Sequence]], first: Sequence) -> int:
         """How many tokens the next of the queue may take before the last of those under way goes on. 0: none."""
-        key, due = self._order.key, self._order.key(under_way[-1]) if under_way else None
-        if due is None or key(first) < due:
+        if not under_way:
+            return self._config.max_tokens_per_step
+        due, _ = under_way[-1]
+        if self._due(first) < due:
             return self._config.max_tokens_per_step
         # It stands in the way of who is due behind it, since only who has started can be passed.
         is_in_the_way = self._config.chunked_prefill and any(
-            key(sequence) < due for sequence in self._roster.queue.near_front(MAX_LOOKED_PAST)
+            self._due(sequence) < due for sequence in self._roster.queue.near_front(MAX_LOOKED_PAST)
         )
         return self._info.block_size if is_in_the_way else 0
 
-    def _start(self, draft: Draft, sequence: Sequence, most: int) -> bool | None:
-        """Gives a waiting sequence a row, its prefix hits and a first chunk of at most so many tokens. False: no room; None: not
-        yet, since another is about to compute what it needs next."""
+    def _due(self, sequence: Sequence) -> PolicyKey:
+        """When a prompt is due, as a key: the smallest goes first."""
+        cached = sequence.cached_tokens
+        if cached is None:
+            # It waits. In two tiers to look for what is known takes too long to be done for every one near the front.
+            hits = [] if self._info.store_blocks else self._roster.prefixes.hits(sequence)
+            cached = len(hits) * self._info.block_size
+        return self._order.key(sequence, cached)
+
+    def _start(self, draft: Draft, sequence: Sequence, most: int) -> bool | Sequence:
+        """Gives a waiting sequence a row, its prefix hits and a first chunk of at most so many tokens. False: no room; a
+        sequence: not yet, since that one is about to compute what it needs next."""
         kv_cache, prefixes, block_size = self._roster.kv_cache, self._roster.prefixes, self._info.block_size
         if not kv_cache.free_rows and not self._policy.preempts:
             return False
         hits = prefixes.hits(sequence)
-        if prefixes.must_wait(sequence, len(hits)):
-            return None
+        if (awaited := prefixes.awaited(sequence, len(hits))) is not None:
+            return awaited
         start = len(hits) * block_size
         count = min(most, self._size.chunk(draft, start, sequence.target - start))
         if not count:
@@ -439,6 +460,15 @@ class Planner:
                 self._roster.kv_cache.truncate(allocation, index)
                 sequence.scheduled = index * self._info.block_size
                 return
+
+
+def _lend(due: PolicyKey, awaited: Sequence, under_way: list[tuple[PolicyKey, Sequence]]) -> None:
+    """Lets who is waited for go on in the place of who waits, or it would be passed by all that are due before it."""
+    for place, (_, sequence) in enumerate(under_way):
+        if sequence is awaited:
+            del under_way[place]
+            under_way.append((due, awaited))
+            return
 
 
 def _is_decode(sequence: Sequence) -> bool:

@@ -88,15 +88,15 @@ class PrefixSharing:
             return 0
         return min(len(sequence.keys), (len(sequence.tokens) - 1) // self._block_size)
 
-    def must_wait(self, sequence: Sequence, index: int) -> bool:
-        """Whether table entry `index`, next to compute, is promised by a running sequence that this one gives way to.
+    def awaited(self, sequence: Sequence, index: int) -> Sequence | None:
+        """The running sequence that this one gives way to, where it has promised table entry `index`, next to compute.
 
-        Only by one it gives way to: the other can then always push it out, so the two never wait for each other.
+        Only one it gives way to: the other can then always push it out, so the two never wait for each other.
         """
         if index >= self.max_hits(sequence):
-            return False
+            return None
         owner = self._promises.get(sequence.keys[index])
-        return owner is not None and owner is not sequence and is_below(sequence, owner)
+        return owner if owner is not None and owner is not sequence and is_below(sequence, owner) else None
 
     def register(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, BlockKey]]:
         """Makes the blocks findable that are full once start..end is computed, and promises the later ones.

@@ -43,7 +43,8 @@ class StepSize:
         """How many of a prompt's remaining tokens, from `start` on, go into this step. 0: wait for a step with more room."""
         room = draft.budget.for_prefill
         if self._config.chunked_prefill:
-            return min(remaining, room, self._config.max_chunk_tokens, self._affordable(draft, start))
+            affordable = self._affordable(draft, start, remaining)
+            return min(remaining, room, self._config.max_chunk_tokens, affordable)
         if remaining > room and remaining <= self._config.longest_whole_prompt:
             return 0
         return min(remaining, room)  # a replay after preemption may be longer than a step: then it is split
@@ -69,12 +70,15 @@ class StepSize:
             room = min(room, self._cost_model.affordable_tokens(longest, self._spare_seconds(decodes)))
         return max(0, room)
 
-    def _affordable(self, draft: Draft, start: int) -> int:
-        """How many tokens there is time for. The first prompt of a step gets a block in any case: prompts must go on."""
+    def _affordable(self, draft: Draft, start: int, remaining: int) -> int:
+        """How many tokens there is time for. The first prompt of a step gets a block in any case: prompts must go on. Others get
+        nothing where it would be less than that: not worth a row and a place."""
         if not self._is_timed(draft):
             return draft.budget.for_prefill
         tokens = self._cost_model.affordable_tokens(start, draft.budget.prefill_seconds)
-        return tokens if draft.prefills else max(tokens, self._block_size)
+        if not draft.prefills:
+            return max(tokens, self._block_size)
+        return tokens if tokens >= min(remaining, self._block_size) else 0
 
     def _is_timed(self, draft: Draft) -> bool:
         return draft.budget.prefill_seconds < NO_LIMIT
@@ -97,8 +101,8 @@ class PromptOrder:
         self._policy = policy
         self._size = size
 
-    def key(self, sequence: Sequence) -> PolicyKey:
-        """The smallest goes first. Until the cost of a step is known, prompts are due when they come."""
-        cached = sequence.cached_tokens or 0
+    def key(self, sequence: Sequence, cached: int) -> PolicyKey:
+        """The smallest goes first; so many of its tokens need not be computed. Until the cost of a step is known, prompts are due
+        when they come."""
         alone = self._size.seconds_alone(cached, sequence.target - cached)
         return self._policy.key_when_due(sequence, sequence.arrival + PATIENCE * alone)

@@ -18,9 +18,8 @@ os.dup2(2, 1)  # what libraries print is no answer
 
 def main(model, end, precision=None):
     scheduler = genai.SchedulerConfig()
-    scheduler.cache_size = (
-        1  # GB: 40,000 tokens of the default model or more, and no workload holds as many at once
-    )
+    # GB: 40,000 tokens of the default model or more, and no workload holds as many at once.
+    scheduler.cache_size = 1
     scheduler.max_num_seqs = 64
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = True
