@@ -4,7 +4,8 @@
 // or two phases of the pool; inside a phase rows or strips are shared out, between phases everybody has finished. In steps of many rows all
 // instructions between two attentions are one phase: there blocks of rows are shared out, and each goes through all of them. Where no
 // request waits for another, a block is some whole requests, and attention is part of that phase too: then all up to the selection is one,
-// and in a step that selects every row all up to the logits.
+// and in a step that selects every row all up to the logits. So it is where a prompt is too long for one thread (program_flow.cpp): there
+// blocks wait for those before them whose keys and values they read.
 #pragma once
 
 #include <array>

@@ -23,14 +23,20 @@ def decoder_of(name: str, folder: Path, threads: int, quantize: str | None = Non
     )
 
 
+def logits_alone(alone: NativeDecoder, text: list[int], block_size: int = 16) -> np.ndarray:
+    """Fed by so few tokens at a time that nothing flows."""
+    plan = [[min(30, len(text) - first)] for first in range(0, len(text), 30)]
+    (logits,) = logits_in_a_batch(alone, [text], plan, block_size)
+    return logits
+
+
 def assert_as_alone(
     together: NativeDecoder, alone: NativeDecoder, plan: list[list[int]], block_size: int
 ) -> None:
     """`plan`: how many tokens of each request are in each step."""
     texts = random_texts(np.sum(plan, axis=0).tolist())
     for text, ours in zip(texts, logits_in_a_batch(together, texts, plan, block_size), strict=True):
-        (expected,) = logits_in_a_batch(alone, [text], [[len(text)]], block_size)
-        assert np.array_equal(ours, expected)
+        assert np.array_equal(ours, logits_alone(alone, text, block_size))
 
 
 @pytest.mark.parametrize("quantize", [None, "int4"])
@@ -63,7 +69,7 @@ def test_nobody_reads_what_is_not_written_yet(tmp_path: Path) -> None:
     """Of one long prompt every block reads what all before it write. The cache is spoilt each time."""
     alone, together = decoder_of("llama", tmp_path, 1), decoder_of("llama", tmp_path, 5)
     (text,) = random_texts([480])
-    (expected,) = logits_in_a_batch(alone, [text], [[480]], 16)
+    expected = logits_alone(alone, text)
     step = step_of([(text, 0, list(range(30)))], 16)
     for _ in range(40):
         cache = together.new_cache(30, 16)
@@ -76,7 +82,7 @@ def test_a_prompt_that_reads_what_another_writes_in_the_same_step_waits_for_it(t
     alone, together = decoder_of("llama", tmp_path, 1), decoder_of("llama", tmp_path, 4)
     texts = random_texts([300, 200])
     texts[1][:32] = texts[0][:32]
-    expected = [logits_in_a_batch(alone, [text], [[len(text)]], 16)[0] for text in texts]
+    expected = [logits_alone(alone, text) for text in texts]
     blocks = list(range(19))
     requests = [(texts[1][32:], 32, [0, 1, *range(19, 30)]), (texts[0], 0, blocks)]
     for order in (requests, requests[::-1]):

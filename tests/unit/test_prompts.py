@@ -348,3 +348,21 @@ def test_what_is_cached_of_a_waiting_prompt_does_not_count_as_its_work(policy: P
     next_turn = machine.add(3030, max_tokens=1, family=7)
     machine.run()
     assert machine.waited(next_turn) < alone(1500)
+
+
+@ANY_POLICY
+def test_every_policy_learns_from_steps_with_prompts_what_they_cost(policy: PriorityPolicy) -> None:
+    """The order of prompts needs it, whoever orders the queue."""
+    clock, backend = VirtualClock(), NoopBackend(max_context=4096)
+    config = SchedulerConfig(policy=policy, max_running=4, max_chunk_tokens=64)
+    info = backend.allocate(KvCachePoolConfig(num_blocks=64, block_size=BLOCK), config.max_running)
+    scheduler = ContinuousBatchScheduler(config, info, clock)
+    request = InferenceRequest(tuple(range(500)), SamplingParams(max_tokens=1, ignore_eos=True))
+    scheduler.add(Sequence(request, RequestId(0), seed=0))
+    assert not scheduler.cost_model.is_ready
+    while (plan := scheduler.schedule()) is not None:
+        seconds = PER_TOKEN * sum(plan.counts)
+        clock.advance(seconds)
+        scheduler.apply(plan, backend.submit(plan).result(), seconds)
+    assert scheduler.cost_model.is_ready
+    assert scheduler.cost_model.chunk_seconds(0, 100) == pytest.approx(100 * PER_TOKEN, rel=0.05)
