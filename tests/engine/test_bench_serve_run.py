@@ -368,7 +368,7 @@ def test_a_connection_that_the_server_closed_meanwhile_is_replaced_and_the_reque
 
 
 def test_a_body_that_never_ends_does_not_spoil_an_answer_that_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.bench.serve_client.SILENCE_SECONDS", 0.01)
+    monkeypatch.setattr("weft.bench.serve_client.CLOSING_SECONDS", 0.01)
 
     async def handler(call: Call) -> None:
         call.begin()

@@ -1,9 +1,7 @@
 """The connections of the load generator: lean HTTP/1.1 over asyncio, kept alive, one answer at a time on each.
 
-Clocks are read where bytes come out of the socket. The load generator shares its cores with the server that it
-measures, so while an answer arrives only its frames are taken off; its events are read afterwards (`Exchange.read`).
-Whatever a server does (refuse, die, stall, talk nonsense), the request ends with a failure of a kind that can be
-counted, and the run goes on.
+Clocks are read where bytes come out of the socket. Whatever a server does (refuse, die, stall, talk nonsense), the
+request ends with a failure of a kind that can be counted, and the run goes on.
 """
 
 from __future__ import annotations
@@ -17,139 +15,71 @@ from weft.bench.serve_stream import LONGEST_ERROR, Answer, EventReader, JunkErro
 from weft.errors import InvalidRequestError
 
 CONNECT_SECONDS = 10.0
-# An answer that is silent for so long is read, before it is over: it may have ended without an end of its body, or
-# failed. The clock has stopped; only the connection's next use waits for it.
-SILENCE_SECONDS = 1.0
-MOST_UNREAD_BYTES = 64 << 20
-"""Of all answers of a client together; beyond that they are read while they arrive."""
-
-
-class UnderWay:
-    """The exchanges of a client that are not over: looks at them now and then, and knows how much is kept for later."""
-
-    def __init__(self) -> None:
-        self.num_unread_bytes = 0
-        self._exchanges: set[Exchange] = set()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, exchange: Exchange) -> None:
-        self._exchanges.add(exchange)
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._look)
-
-    def remove(self, exchange: Exchange) -> None:
-        self._exchanges.discard(exchange)
-        if not self._exchanges and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _look(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._look)
-        now = perf_counter()
-        for exchange in self._exchanges:
-            exchange.look(now)
+# Between the last event and the end of the body. The clock has stopped; only the connection's next use waits for it.
+CLOSING_SECONDS = 1.0
 
 
 class Exchange:
-    """One request on a connection: keeps what arrives, turns it into an answer, and says when the response is over."""
+    """One request on a connection: turns what arrives into an answer, and says when the response is over."""
 
-    def __init__(self, answer: Answer, over: asyncio.Future[None], under_way: UnderWay) -> None:
+    def __init__(self, answer: Answer, over: asyncio.Future[None]) -> None:
         self.answer = answer
         self.response = ResponseReader()
         self.body = b""
         """Of a response that is no stream: an error, or a document that was asked for."""
-        self.last_arrival: float | None = None
-        self.ended = 0.0
         self._over = over
         self._events = EventReader()
         self._is_stream: bool | None = None  # until the headers are there
-        self._under_way = under_way
-        self._pieces: list[bytes] = []
-        self._times: list[float] = []
+        self.has_bytes = False
+
+    @property
+    def where(self) -> str:
+        return "in the answer" if self.answer.chunk_times else "before the first token"
 
     def feed(self, data: bytes, now: float) -> None:
-        """The path of every token: whatever can wait is left to `read`."""
-        self.last_arrival = now
+        self.has_bytes = True
         try:
             body = self.response.feed(data)
+            if self._is_stream is None and self.response.status:
+                kind = self.response.headers.get("content-type", "")
+                self._is_stream = self.response.status == 200 and kind.startswith("text/event-stream")
+            if self._is_stream:
+                for payload in self._events.feed(body):
+                    self.answer.take(payload, now)
+            else:
+                self.body = (self.body + body)[:LONGEST_ERROR]
         except JunkError as error:
-            self.read()
             self.answer.fail("junk", str(error), now)
-            self._finish(now)
-            return
-        if self._is_stream is None and self.response.status:
-            kind = self.response.headers.get("content-type", "")
-            self._is_stream = self.response.status == 200 and kind.startswith("text/event-stream")
-        if self._is_stream:
-            self._pieces.append(body)
-            self._times.append(now)
-            self._under_way.num_unread_bytes += len(body)
-            if self._under_way.num_unread_bytes > MOST_UNREAD_BYTES:
-                self.read()
-        else:
-            self.body = (self.body + body)[:LONGEST_ERROR]
         if self.response.is_complete or self.answer.failure:
             self._finish(now)
 
-    def read(self) -> None:
-        """Makes the answer of what has arrived until now, each piece at the time of its arrival."""
-        pieces, times = self._pieces, self._times
-        self._pieces, self._times = [], []
-        self._under_way.num_unread_bytes -= sum(map(len, pieces))
-        for piece, now in zip(pieces, times, strict=True):
-            try:
-                for payload in self._events.feed(piece):
-                    self.answer.take(payload, now)
-            except JunkError as error:
-                self.answer.fail("junk", str(error), now)
-                return
-
-    def read_to_the_end(self) -> None:
-        """Of a response that is over: the whole answer, and whether it is one."""
-        self.read()
-        answer, status = self.answer, self.response.status
-        if answer.failure is None and not answer.is_done:
-            if not self._is_stream:
-                kind = "not streamed" if status == 200 else f"HTTP {status}"
-                answer.fail(kind, self.body.decode("utf-8", "replace"), self.ended)
-            elif answer.finish_reason is None:
-                answer.fail("cut short", "the stream ended without [DONE] or a finish reason", self.ended)
-            else:
-                answer.is_done, answer.ended = True, self.ended
-        if answer.failure is None and not answer.chunk_times and not answer.completion_tokens:
-            answer.fail("no tokens", "the answer ended without a token", answer.ended)
-
-    def look(self, now: float) -> None:
-        """Ends an answer that said its last word, or a wrong one, and was silent since."""
-        if self.last_arrival is None or now - self.last_arrival < SILENCE_SECONDS:
-            return
-        self.read()
-        if self.answer.is_done or self.answer.failure:
-            self._finish(self.last_arrival)
-
-    def break_off(self, kind: str, why: str, now: float) -> None:
-        """Nothing more is waited for; a failure of this kind, unless the answer was whole."""
-        self.read()
+    def end_of_stream(self, now: float, why: str) -> None:
+        """The server closed the connection."""
+        self.response.end_of_stream()
         if not self.response.is_complete and not self.answer.is_done:
-            where = "in the answer" if self.answer.chunk_times else "before the first token"
-            self.answer.fail(f"{kind} {where}", why, now)
+            self.answer.fail(f"closed {self.where}", why, now)
         self._finish(now)
 
     def _finish(self, now: float) -> None:
-        if not self._over.done():
-            self.ended = now
-            self._over.set_result(None)
+        if self._over.done():
+            return
+        if not self.answer.failure and self._is_stream and not self.answer.is_done:
+            if self.answer.finish_reason is None:
+                self.answer.fail("cut short", "the stream ended without [DONE] or a finish reason", now)
+            else:
+                self.answer.is_done, self.answer.ended = True, now
+        self._over.set_result(None)
 
 
 class Connection(asyncio.BufferedProtocol):
     """One socket. A buffer of its own spares an allocation at every read."""
 
-    def __init__(self, under_way: UnderWay) -> None:
+    def __init__(self) -> None:
         self._buffer = bytearray(64 << 10)
         self._view = memoryview(self._buffer)
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
-        self._under_way = under_way
+        self._closing: asyncio.TimerHandle | None = None
         self._num_requests = 0
 
     @property
@@ -165,21 +95,20 @@ class Connection(asyncio.BufferedProtocol):
         """Sends a request and waits until its response is over, or has taken too long."""
         loop = asyncio.get_running_loop()
         over: asyncio.Future[None] = loop.create_future()
-        self._exchange = exchange = Exchange(answer, over, self._under_way)
+        self._exchange = exchange = Exchange(answer, over)
         self._num_requests += 1
         if self._transport is None or not self.is_open:
-            exchange.break_off(
-                "closed", "the server closed the connection before the request", perf_counter()
-            )
+            exchange.end_of_stream(perf_counter(), "the server closed the connection before the request")
         else:
             self._transport.write(request)
         limit = loop.call_later(max(0.0, seconds), self._time_out, exchange, seconds)
-        self._under_way.add(exchange)
         try:
             await over
         finally:
             limit.cancel()
-            self._under_way.remove(exchange)
+            if self._closing is not None:
+                self._closing.cancel()
+                self._closing = None
             self._exchange = None
             if not exchange.response.keeps_connection or answer.failure:
                 self.abort()
@@ -203,6 +132,11 @@ class Connection(asyncio.BufferedProtocol):
             self.abort()
             return
         exchange.feed(bytes(self._view[:nbytes]), now)
+        if exchange.answer.is_done and not exchange.response.is_complete and self._closing is None:
+            loop = asyncio.get_running_loop()
+            self._closing = loop.call_later(
+                CLOSING_SECONDS, exchange.end_of_stream, now, "no end of the body"
+            )
 
     def eof_received(self) -> bool:
         return False  # close our side too; connection_lost follows
@@ -210,12 +144,14 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         if self._exchange is not None:
-            why = str(error) if error else "the server closed the connection"
-            self._exchange.response.end_of_stream()
-            self._exchange.break_off("closed", why, perf_counter())
+            self._exchange.end_of_stream(
+                perf_counter(), str(error) if error else "the server closed the connection"
+            )
 
     def _time_out(self, exchange: Exchange, seconds: float) -> None:
-        exchange.break_off("timed out", f"not finished after {seconds:.3g} s", perf_counter())
+        now = perf_counter()
+        exchange.answer.fail(f"timed out {exchange.where}", f"not finished after {seconds:.3g} s", now)
+        exchange.end_of_stream(now, "timed out")
 
 
 class Client:
@@ -239,7 +175,6 @@ class Client:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._key = api_key
         self._idle: list[Connection] = []
-        self._under_way = UnderWay()
         self._address = ""
 
     def message(self, method: str, path: str, body: bytes = b"") -> bytes:
@@ -281,21 +216,10 @@ class Client:
         found = await asyncio.gather(*(self._connect() for _ in range(missing)), return_exceptions=True)
         self._idle += [connection for connection in found if isinstance(connection, Connection)]
 
-    async def ask(self, request: bytes, seconds: float) -> tuple[Answer, Exchange | None]:
-        """Sends a request; the answer, read to its end."""
-        answer, exchange = await self.send(request, seconds)
-        if exchange is not None:
-            exchange.read_to_the_end()
-        return answer, exchange
-
-    async def send(
+    async def ask(
         self, request: bytes, seconds: float, connection: Connection | None = None
     ) -> tuple[Answer, Exchange | None]:
-        """Sends a request, on `connection` where one was reserved for it, and waits until the response is over.
-
-        The clock of the answer starts here. What arrived is kept until somebody calls the exchange's `read_to_the_end`,
-        who chooses a moment at which nothing is measured.
-        """
+        """Sends a request, on `connection` where one was reserved for it. The clock of the answer starts here."""
         answer = Answer(perf_counter())
         give_up = answer.began + seconds
         try:
@@ -305,7 +229,7 @@ class Client:
             if (
                 failure
                 and failure.kind.startswith("closed")
-                and exchange.last_arrival is None
+                and not exchange.has_bytes
                 and connection.was_used
             ):
                 # A server may close a connection that was idle at the very moment it is used; a new one is right.
@@ -317,6 +241,7 @@ class Client:
             answer.fail(*_describe(error), perf_counter())
             return answer, None
         self.give_back(connection)
+        _check_status(answer, exchange)
         return answer, exchange
 
     async def _connect(self) -> Connection:
@@ -330,7 +255,7 @@ class Client:
             for address in addresses:
                 try:
                     _, connection = await loop.create_connection(
-                        lambda: Connection(self._under_way),
+                        Connection,
                         address,
                         self.port,
                         ssl=self._tls,
@@ -343,6 +268,17 @@ class Client:
                     self._address = address
                     return connection
         raise OSError(f"{self.host} has no address")
+
+
+def _check_status(answer: Answer, exchange: Exchange) -> None:
+    """A response that was read whole and is no stream of tokens is a failure as well."""
+    if answer.failure is None and not answer.is_done:
+        status = exchange.response.status
+        text = exchange.body.decode("utf-8", "replace")
+        kind = "not streamed" if status == 200 else f"HTTP {status}"
+        answer.fail(kind, text, perf_counter())
+    elif answer.failure is None and not answer.chunk_times and not answer.completion_tokens:
+        answer.fail("no tokens", "the answer ended without a token", answer.ended)
 
 
 def _describe(error: Exception) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import perf_counter
 
 from weft.bench.serve_api import Dialect, find_dialect, served_model
-from weft.bench.serve_client import Client, Connection, Exchange
+from weft.bench.serve_client import Client, Connection
 from weft.bench.serve_load import (
     WORKLOADS,
     Item,
@@ -32,11 +32,7 @@ from weft.bench.serve_load import (
 )
 from weft.bench.serve_machine import MachineUse, take_snapshot, use_between
 from weft.bench.serve_measure import Record, Summary, Targets, record_of, summarise
-from weft.bench.serve_stream import Answer
 from weft.errors import InvalidRequestError
-
-Sent = tuple[Answer, Exchange | None]
-"""A request that is over, and what came back, which nobody has read yet; None: there was no connection."""
 
 LEAD = 0.05
 """Seconds before a request is due at which its connection is made ready."""
@@ -161,13 +157,11 @@ async def _run_phase(
     reconnects = client.num_reconnects
     with _no_collection():
         before = take_snapshot()
-        run = _one_after_the_other if phase.clients else _at_their_times
-        start, sent = await run(client, phase, messages, seconds)
+        if phase.clients:
+            records = await _one_after_the_other(client, phase, messages, seconds)
+        else:
+            records = await _at_their_times(client, phase, messages, seconds)
         after = take_snapshot()
-    records = [
-        _record(*answered, item, start, None if phase.clients else item.at)
-        for item, answered in zip(phase.items, sent, strict=True)
-    ]
     machine = use_between(before, after, client.host, client.port)
     return PhaseResult(
         name=phase.name,
@@ -179,41 +173,35 @@ async def _run_phase(
     )
 
 
-def _record(answer: Answer, exchange: Exchange | None, item: Item, start: float, due: float | None) -> Record:
-    """Of a request that is over. What came back is read here, when the load is no longer on."""
-    if exchange is not None:
-        exchange.read_to_the_end()
-    return record_of(answer, item, start, due)
-
-
 async def _one_after_the_other(
     client: Client, phase: Phase, messages: Sequence[bytes], seconds: float
-) -> tuple[float, list[Sent]]:
+) -> list[Record]:
     """A closed loop: each client sends its next request when its last is answered."""
     assert phase.clients
     num_clients = min(phase.clients, len(messages))
     await client.open_idle(num_clients)
-    sent: dict[int, Sent] = {}
+    records: dict[int, Record] = {}
     left = iter(range(len(messages)))
     start = perf_counter()
 
     async def work() -> None:
         for index in left:
-            sent[index] = await client.send(messages[index], seconds)
+            answer, _ = await client.ask(messages[index], seconds)
+            records[index] = record_of(answer, phase.items[index], start, None)
 
     await asyncio.gather(*(work() for _ in range(num_clients)))
-    return start, [sent[index] for index in range(len(messages))]
+    return [records[index] for index in range(len(messages))]
 
 
 async def _at_their_times(
     client: Client, phase: Phase, messages: Sequence[bytes], seconds: float
-) -> tuple[float, list[Sent]]:
+) -> list[Record]:
     """An open loop: every request is sent when it is due, whatever became of those before it."""
     at_once = sum(item.at == phase.items[0].at for item in phase.items)
     await client.open_idle(at_once)
     start = perf_counter() + LEAD - phase.items[0].at
 
-    async def work(index: int) -> Sent:
+    async def work(index: int) -> Record:
         item = phase.items[index]
         connection: Connection | None = None
         try:
@@ -221,13 +209,14 @@ async def _at_their_times(
         except (OSError, TimeoutError):
             pass  # asked again when the request is due, and counted then
         await _sleep_until(start + item.at)
-        return await client.send(messages[index], seconds, connection)
+        answer, _ = await client.ask(messages[index], seconds, connection)
+        return record_of(answer, item, start, item.at)
 
     tasks = []
     for index, item in enumerate(phase.items):
         await _sleep_until(start + item.at - LEAD)
         tasks.append(asyncio.create_task(work(index)))
-    return start, await asyncio.gather(*tasks)
+    return await asyncio.gather(*tasks)
 
 
 async def _sleep_until(time: float) -> None:

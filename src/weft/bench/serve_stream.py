@@ -13,8 +13,6 @@ from typing import Any
 LONGEST_LINE = 1 << 20
 LONGEST_HEADERS = 64 << 10
 LONGEST_ERROR = 64 << 10
-_LONGEST_SIZE = 18
-"""Of a chunk, written in hexadecimal digits, with the end of its line."""
 
 _DECODE = (
     json.JSONDecoder().decode
@@ -105,9 +103,6 @@ class ResponseReader:
     def _unchunk(self, data: bytes) -> bytes:
         if self._pending:
             data, self._pending = self._pending + data, b""
-        is_between = not (self._chunk_left or self._after_chunk or self._in_trailers)
-        if is_between and (whole := _whole_chunk(data)):
-            return whole
         pieces, position, size = [], 0, len(data)
         while position < size and not self.is_complete:
             if self._chunk_left:
@@ -145,16 +140,6 @@ class ResponseReader:
             if self._chunk_left < 0:
                 raise JunkError(f"no chunk size: {line[:80]!r}")
             self._in_trailers = self._chunk_left == 0
-
-
-def _whole_chunk(data: bytes) -> bytes:
-    """What is in a chunk that fills `data`, as it does in most reads of a stream; nothing where it is anything else."""
-    end = data.find(b"\r\n", 0, _LONGEST_SIZE)
-    try:
-        is_whole = end > 0 and int(data[:end], 16) == len(data) - end - 4 and data.endswith(b"\r\n")
-    except ValueError:
-        return b""
-    return data[end + 2 : -2] if is_whole else b""
 
 
 class EventReader:
