@@ -43,8 +43,7 @@ inline void prepare_queries(const Block& block, int64_t first, int64_t end) {
   const int64_t size = block.task.cache.head_size;
   block.for_rows(first, end, [&](int64_t row, int64_t query, int64_t feature) {
     int16_t* const to = block.queries + (row - first) * block.width;
-    const auto put = [&](int64_t f, int64_t, vec::Vec codes) { vec::store_codes(to + f, codes); };
-    block.query_factors[row - first] = quantise_key(block.query(query, feature), size, put) * score_scale(block.task);
+    block.query_factors[row - first] = code_query(block.query(query, feature), size, block.width, to) * score_scale(block.task);
   });
 }
 
@@ -125,17 +124,17 @@ inline void score_rows(const Block& block, const Sides& keys, int64_t row, Span 
 constexpr float least_weight = 0x1p-40f;
 
 // Scores become weights 2^(score - largest), times the scales of the values; those around a row's span, as far as any row sees and up to
-// whole tiles, become 0. `most` are the bits of the largest from the position `stored` on, or of NaN if there is one.
+// whole tiles, become 0. `totals` are of those from the position `stored` on.
 // Step by step for all rows, since a single one would wait for each of its steps.
 template <int Rows>
 inline void weigh_rows(float* scores, const Span* spans, float cap, const float* scales, int64_t stored, Statistics* statistics,
-                       uint32_t* most) {
+                       Weights* totals) {
   constexpr int parts = vec::sum_parts;
   constexpr int64_t step = parts * vec::lanes;
   const int64_t first = spans[0].first / step * step, end = rounded_up(spans[Rows - 1].end, key_tile);
   const int64_t all_begin = spans[Rows - 1].first, all_end = spans[0].end;   // between these all rows see everything
   const vec::Vec nothing = vec::all(-INFINITY);
-  vec::Vec best[Rows], base[Rows], sums[Rows][parts], highest[Rows];
+  vec::Vec best[Rows], base[Rows], sums[Rows][parts], scaled_sums[Rows][parts], highest[Rows];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) best[r] = nothing;
   for (int64_t k = first; k < end; k += vec::lanes) {
@@ -160,7 +159,7 @@ inline void weigh_rows(float* scores, const Span* spans, float cap, const float*
     statistics[r].largest = largest;
     base[r] = vec::all(largest == -INFINITY ? 0.0f : largest);
 #pragma GCC unroll 2
-    for (int part = 0; part < parts; part++) sums[r][part] = vec::all(0.0f);
+    for (int part = 0; part < parts; part++) sums[r][part] = scaled_sums[r][part] = vec::all(0.0f);
     highest[r] = vec::all(0.0f);
   }
   const vec::Vec least = vec::all(least_weight), zero = vec::all(0.0f);
@@ -177,14 +176,15 @@ inline void weigh_rows(float* scores, const Span* spans, float cap, const float*
         vec::store(at, scaled);
         if (position < stored)
           scaled = vec::where_less(vec::counted_from(position), vec::all(static_cast<float>(stored)), zero, scaled);
-        highest[r] = vec::larger_bits(highest[r], scaled);
+        scaled_sums[r][part] = scaled_sums[r][part] + scaled;
+        highest[r] = vec::max(highest[r], scaled);
       }
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
     statistics[r].sum = vec::sum(sums[r]);
-    most[r] = vec::largest_bits(highest[r]);
+    totals[r] = {vec::sum(scaled_sums[r]), vec::largest(highest[r])};
   }
 }
 
@@ -229,7 +229,7 @@ inline float sum_zeros(const Block& block, Span stored, const float* weights) {
 // --- a whole segment -------------------------------------------------------------------------------------------------------------------
 
 template <int Rows>
-inline void sum_rows(const Block& block, const Sides& values, const Span* spans, const float* starts, const uint32_t* most,
+inline void sum_rows(const Block& block, const Sides& values, const Span* spans, const float* starts, const Weights* totals,
                      const Target* targets, Ahead* whom) {
   const Span seen = {spans[0].first, spans[Rows - 1].end};
   values.for_each(seen, whom, [&](const Side& side, auto element, Ahead* ahead) {
@@ -239,13 +239,14 @@ inline void sum_rows(const Block& block, const Sides& values, const Span* spans,
     starts = nullptr;   // what comes next goes on from what stands there
     if constexpr (std::is_same_v<decltype(element), int16_t>) {
       float factors[Rows];
-      code_weights<Rows>(block.scores, all.first, all.end, most, block.weights, factors);
-      sum_codes<Rows>(block.weights, factors, side.tiles, all.first / key_tile, (all.end + key_tile - 1) / key_tile, block.width, begins,
-                      ahead, side.lines, targets);
+      code_weights<Rows>(block.scores, all.first, all.end, totals, block.weights, factors);
+      sum_codes<Rows>(block.weights, factors, side.tiles, all.first / key_tile, (all.end + key_tile - 1) / key_tile,
+                      value_units(block.task.cache.head_size), begins, ahead, side.lines, targets);
     } else {
       Span parts[Rows];
       for (int r = 0; r < Rows; r++) parts[r] = common(spans[r], side.wanted);
-      sum_tiles<Rows, decltype(element)>(block.scores, side.tiles, side.stride, parts, begins, ahead, side.lines, targets, block.width);
+      sum_tiles<Rows, decltype(element)>(block.scores, side.tiles, side.stride, parts, begins, ahead, side.lines, targets,
+                                         rounded_up(block.task.cache.head_size, vec::lanes));
     }
   });
 }
@@ -265,7 +266,7 @@ inline void work_segment(const Block& block, int64_t segment, bool finishes, Use
     Span spans[rows];
     Statistics statistics[rows];
     float starts[rows];
-    uint32_t most[rows];
+    Weights totals[rows];
     Target targets[rows];
     block.for_rows(first, first + rows, [&](int64_t row, int64_t query, int64_t) {
       spans[row - first] = block.seen_by_query(query, segment);
@@ -277,7 +278,7 @@ inline void work_segment(const Block& block, int64_t segment, bool finishes, Use
       const Span from_store = common(spans[r], {0, stored});
       if (!from_store.empty()) scale_scores(block, first + r, from_store, block.scores + r * score_stride);
     }
-    weigh_rows<rows>(block.scores, spans, block.task.cap, block.value_scales, stored, statistics, most);
+    weigh_rows<rows>(block.scores, spans, block.task.cap, block.value_scales, stored, statistics, totals);
     for (int r = 0; r < rows && stored > 0; r++) {
       const Span from_store = common(spans[r], {0, stored});
       if (!from_store.empty()) starts[r] = 0.0f - sum_zeros(block, from_store, block.scores + r * score_stride);
@@ -287,7 +288,7 @@ inline void work_segment(const Block& block, int64_t segment, bool finishes, Use
       const bool is_done = finishes && segment == block.first_segment(query) && segment == block.last_segment(query);
       targets[r] = is_done ? Target{block.out(query, feature), 1.0f / statistics[r].sum} : Target{block.sums + r * block.width, 1.0f};
     });
-    sum_rows<rows>(block, values, spans, starts, most, targets, ahead);
+    sum_rows<rows>(block, values, spans, starts, totals, targets, ahead);
     block.for_rows(first, first + rows, [&](int64_t row, int64_t query, int64_t feature) {
       const int64_t r = row - first;
       const float* sums = block.sums + r * block.width;
@@ -321,7 +322,7 @@ inline void finish(const Statistics& total, int64_t head_size, float* out) {
 }
 
 int64_t attend_scratch(const AttendTask& task) {
-  return Block::scratch_floats(most_queries_in_block(task) * task.group, rounded_up(task.cache.head_size, vec::lanes));
+  return Block::scratch_floats(most_queries_in_block(task) * task.group, Block::width_of(task));
 }
 
 void attend(const AttendTask& first, float* scratch) {

@@ -13,7 +13,7 @@ struct Block {
   const AttendTask& task;
   Ahead* ahead;             // told of what is read, or null
   int64_t first_query, rows;
-  int64_t width;            // the head's size in whole vectors
+  int64_t width;            // the head's size in whole vectors, and in whole units
   float* scores;            // [tile_rows, score_stride]: of the tile and segment in work, then their weights times the values' scales
   float* sums;              // [tile_rows, width]: likewise, the weighted sum of values
   float *key_scales, *value_scales;   // [segment_keys + 16]: of the segment in work
@@ -23,7 +23,7 @@ struct Block {
   int16_t* queries;         // [tile_rows, width]: codes of the tile in work
   float* query_factors;     // [tile_rows]: what they are worth, times the task's scale and, but for a cap, what makes scores of base 2
   int16_t* weights;         // [tile_rows, code_stride]: codes of the tile and segment in work
-  int16_t *keys, *values;   // [segment_keys, width]: of the segment in work, where they are not read as they lie
+  uint16_t *keys, *values;  // elements of the segment in work, where they are not read as they lie
 
   // Of the store.
   int64_t stored;           // what lies before this position is read from there by all rows
@@ -33,7 +33,7 @@ struct Block {
   float* query_sums;        // [rows]: of all features of those
 
   Block(const AttendTask& whole, Ahead* fetching, int64_t first, int64_t count, float* scratch)
-      : task(whole), ahead(fetching), first_query(first), rows(count * whole.group), width(rounded_up(whole.cache.head_size, vec::lanes)),
+      : task(whole), ahead(fetching), first_query(first), rows(count * whole.group), width(width_of(whole)),
         stored(whole.stored_before(whole.first_position + first)) {
     // Aligned: a vector that lies across two cache lines is loaded twice.
     scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~uintptr_t{63});
@@ -43,6 +43,7 @@ struct Block {
       return taken;
     };
     const auto take_codes = [&](int64_t codes) { return reinterpret_cast<int16_t*>(take((codes + 1) / 2)); };
+    const auto take_elements = [&](int64_t elements) { return reinterpret_cast<uint16_t*>(take_codes(elements)); };
     scores = take(tile_rows * score_stride);
     sums = take(tile_rows * width);
     key_scales = take(score_stride);
@@ -51,8 +52,8 @@ struct Block {
     queries = take_codes(tile_rows * width);
     query_factors = take(tile_rows);
     weights = take_codes(tile_rows * code_stride);
-    keys = take_codes(segment_keys * width);
-    values = take_codes(segment_keys * width);
+    keys = take_elements(segment_tiles * tile_elements(false));
+    values = take_elements(segment_tiles * tile_elements(true));
     key_zeros = take(score_stride);
     value_zeros = take(score_stride);
     stored_keys = take(segment_keys * width);
@@ -64,6 +65,13 @@ struct Block {
   // More than any of the above needs.
   static int64_t scratch_floats(int64_t rows, int64_t width) {
     return 16 * 18 + tile_rows * (score_stride + code_stride + 2 * width + 1) + 4 * score_stride + rows * (width + 3) + 3 * segment_keys * width;
+  }
+  static int64_t width_of(const AttendTask& task) { return rounded_up(task.cache.head_size, larger(vec::lanes, 2 * codes_of_unit)); }
+
+  // Of the cache.
+  int64_t tile_elements(bool of_values) const {
+    const int64_t size = task.cache.head_size;
+    return key_tile * elements_of_unit * (of_values ? value_units(size) : key_units(size));
   }
 
   int64_t first_segment(int64_t query) const { return task.window > 0 ? larger(position(query) + 1 - task.window, 0) / segment_keys : 0; }
@@ -140,7 +148,7 @@ inline void convert_value(const StoreLayer& store, const uint8_t* from, float* o
   }
 }
 
-// For heads that are no whole vectors, blocks that are no whole tiles, and where bytes are slow to read. Codes stay codes, so that the sums
+// For blocks that are no whole tiles; and of the store, heads that are no whole vectors, and where bytes are slow to read. Codes stay codes, so that the sums
 // are the same as of those that are read as they lie.
 inline void copy_from_store(const Block& block, int64_t start, Side& side) {
   const AttendTask& task = block.task;
@@ -165,27 +173,27 @@ inline void copy_from_store(const Block& block, int64_t start, Side& side) {
   });
 }
 
-// Likewise. What no row sees, and what is behind the last feature, may stay whatever it is.
+// Likewise. What no row sees may stay whatever it is.
 inline void copy_from_cache(const Block& block, int64_t start, Side& side) {
   const AttendTask& task = block.task;
-  const int64_t size = task.cache.head_size;
-  int16_t* const codes = side.of_values ? block.values : block.keys;
-  const int64_t tile_codes = key_tile * (side.of_values ? block.width : even(size));
-  for (int64_t tile = 0; tile < segment_tiles; tile++) side.tiles[tile] = codes + tile * tile_codes;
+  const int64_t size = task.cache.head_size, tile_elements = block.tile_elements(side.of_values);
+  uint16_t* const elements = side.of_values ? block.values : block.keys;
+  for (int64_t tile = 0; tile < segment_tiles; tile++) side.tiles[tile] = elements + tile * tile_elements;
   for_runs(task, start, side.wanted, [&](int64_t k, int64_t n, const Place& place, int64_t first, int64_t tile_width) {
     const CachedHead head = task.cache.head(task.table[place.block], task.kv_head);
-    int16_t* const tile = codes + k / key_tile * tile_codes;
+    uint16_t* const tile = elements + k / key_tile * tile_elements;
     if (side.of_values) {
+      const int64_t of_position = elements_of_unit * value_units(size);
       for (int64_t i = 0; i < n; i++) {
-        if (block.ahead) block.ahead->ask(lines_of(size * 2));
-        const int16_t* from = head.value(place.within + i);
-        int16_t* to = tile + (k + i) % key_tile / 2 * 2 * block.width + (k + i) % 2;
-        for (int64_t f = 0; f < size; f++) to[2 * f] = from[2 * f];
+        if (block.ahead) block.ahead->ask(lines_of(of_position * 2));
+        const uint16_t* from = head.value(place.within + i);
+        uint16_t* to = tile + (k + i) % key_tile / 2 * 2 * of_position + (k + i) % 2;
+        for (int64_t e = 0; e < of_position; e++) to[2 * e] = from[2 * e];
       }
     } else {
-      for (int64_t f = 0; f < size; f += 2) {
+      for (int64_t e = 0; e < elements_of_unit * key_units(size); e += 2) {
         if (block.ahead) block.ahead->ask(1);
-        std::memcpy(tile + f * key_tile + k % key_tile * 2, head.keys(first) + f * tile_width + (place.within - first) * 2,
+        std::memcpy(tile + e * key_tile + k % key_tile * 2, head.keys(first) + e * tile_width + (place.within - first) * 2,
                     static_cast<size_t>(n) * 4);
       }
     }
@@ -196,8 +204,8 @@ inline void find_tiles(const Block& block, int64_t segment, Side& side) {
   const AttendTask& task = block.task;
   const int64_t size = task.cache.head_size, in_an_element = side.is_stored && task.store.bits == 4 ? Keys<Nibbles>::features : 1;
   side.lines = lines_of_tile(task, side.of_values, side.is_stored);
-  side.is_copied = (side.is_stored && !vec::reads_bytes && block.rows > tile_rows) || !has_whole_tiles(task.cache) ||
-                   (side.of_values && size % (vec::lanes * in_an_element) != 0);
+  const bool is_copied_from_store = (!vec::reads_bytes && block.rows > tile_rows) || (side.of_values && size % (vec::lanes * in_an_element) != 0);
+  side.is_copied = !has_whole_tiles(task.cache) || (side.is_stored && is_copied_from_store);
   side.reads_scales_late = !side.is_stored && !side.of_values && !side.is_copied && block.rows <= tile_rows;
   const int64_t start = segment * segment_keys, first = side.wanted.first / key_tile;
   if (side.is_copied) {

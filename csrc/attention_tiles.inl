@@ -55,7 +55,8 @@ struct Nibbles {
 };
 
 inline int64_t bytes_of_vector(const AttendTask& task, bool values, bool is_stored) {
-  return is_stored ? task.store.vector_bytes() : 2 * (values ? task.cache.head_size : even(task.cache.head_size));
+  const int64_t size = task.cache.head_size;
+  return is_stored ? task.store.vector_bytes() : 2 * elements_of_unit * (values ? value_units(size) : key_units(size));
 }
 
 // Where a position lies: which block of a table, and where in it. Stepped on from, since a division takes as long as ten multiplications.
@@ -305,9 +306,9 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t width, i
 }
 
 // Calls use(tile, Number<tiles>) for as many tiles at once as there are registers for. `lines` are those of a tile.
-template <int Rows, typename Use>
+template <int Rows, int Sums, typename Use>
 inline void for_some_tiles(int64_t count, Ahead* ahead, int64_t lines, Use use) {
-  constexpr int room = tile_sums * vec::lanes / (Rows * key_tile), most = room >= 4 ? 4 : room >= 2 ? 2 : 1;
+  constexpr int room = Sums * vec::lanes / (Rows * key_tile), most = room >= 4 ? 4 : room >= 2 ? 2 : 1;
   for (int64_t tile = 0, next; tile < count; tile = next) {
     next = smaller(count, tile + most);
     if (ahead) ahead->owe((next - tile) * lines);
@@ -319,7 +320,7 @@ inline void for_some_tiles(int64_t count, Ahead* ahead, int64_t lines, Use use) 
 template <int Rows, typename Element>
 inline void score_tiles(const float* queries, int64_t width, int64_t features, const void* const* tiles, int64_t count, Ahead* ahead,
                         int64_t lines, float* scores) {
-  for_some_tiles<Rows>(count, ahead, lines, [&](int64_t tile, auto number) {
+  for_some_tiles<Rows, tile_sums>(count, ahead, lines, [&](int64_t tile, auto number) {
     score_tile<Rows, number.value, Element>(queries, width, features, tiles + tile, ahead, scores + tile * key_tile);
   });
 }

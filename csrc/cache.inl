@@ -1,4 +1,4 @@
-// What goes into the cache, and queries on their way to meet it: vectors in whole numbers, as kernels.h says.
+// What goes into the cache, and comes out of it, and queries on their way to meet it: vectors in whole numbers, as kernels.h says.
 #include "vec_codes.h"
 
 namespace weft::WEFT_ISA {
@@ -13,8 +13,10 @@ inline uint32_t largest_magnitude(const float* values, int64_t size) {
   return vec::largest_bits(most);
 }
 
-// How many times as long as its largest feature a vector is.
-inline float relative_length(const float* values, int64_t size, float largest) {
+// How many times as long as its largest feature a vector is; 0 where that is next to nothing, or not finite.
+inline float relative_length(const float* values, int64_t size, uint32_t bits) {
+  const float largest = float_of_bits(bits);
+  if (bits >= bits_of_infinity || largest <= lowest_cache_scale) return 0.0f;
   const vec::Vec by = vec::all(1.0f / largest);
   return std::sqrt(vec::sum_row(size, [&](vec::Vec sum, int64_t f, auto n) {
     const vec::Vec part = vec::load(values + f, n) * by;
@@ -22,48 +24,129 @@ inline float relative_length(const float* values, int64_t size, float largest) {
   }));
 }
 
-// Calls put(f, n, codes) for every vector of lanes, from feature f on, of which n are wanted; codes are floats yet to be rounded, and 0
-// behind the last feature. Returns the scale, which is at least the largest magnitude times `part`.
-template <typename Put>
-inline float quantise_codes(const float* values, int64_t size, uint32_t bits, float part, Put put) {
-  const bool is_finite = bits < bits_of_infinity;
-  const float wanted = float_of_bits(bits) * part;
-  const uint32_t upper = (bits_of_float(wanted < lowest_cache_scale ? lowest_cache_scale : wanted) + 0xffff) >> 16;
-  const float scale = is_finite ? float_of_bits(upper << 16) : NAN;
-  const vec::Vec by = vec::all(1.0f / scale), nothing = vec::all(0.0f);
-  vec::for_each(size, [&](int64_t f, auto n) { put(f, n, is_finite ? vec::load(values + f, n) * by : nothing); });
-  return scale;
-}
+// What makes codes of a vector.
+struct Coding {
+  float scale;
+  vec::Vec by;
+  bool is_finite;
 
-// A key or a query.
-template <typename Put>
-inline float quantise_key(const float* values, int64_t size, Put put) {
-  const uint32_t bits = largest_magnitude(values, size);
-  const float largest = float_of_bits(bits);
-  float part = 1.0f / largest_code_of_keys;
-  if (bits < bits_of_infinity && largest > lowest_cache_scale) {
-    const float by_length = relative_length(values, size, largest) * (1.0f / longest_key);
-    part = by_length > part ? by_length : part;
+  // For a vector whose largest magnitude has these bits. The scale is at least that times `part` or times `other_part`.
+  Coding(uint32_t bits, float one_part, float other_part = 0.0f) : is_finite(bits < bits_of_infinity) {
+    const float part = one_part > other_part ? one_part : other_part;
+    const float wanted = float_of_bits(bits) * part;
+    const uint32_t upper = (bits_of_float(wanted < lowest_cache_scale ? lowest_cache_scale : wanted) + 0xffff) >> 16;
+    scale = is_finite ? float_of_bits(upper << 16) : NAN;
+    by = vec::all(1.0f / scale);
   }
-  return quantise_codes(values, size, bits, part, put);
+
+  // Of n features, not yet rounded; of the others 0.
+  template <typename Lanes>
+  vec::Vec codes(const float* values, Lanes n) const { return is_finite ? vec::load(values, n) * by : vec::all(0.0f); }
+  uint16_t bits() const { return static_cast<uint16_t>(bits_of_float(scale) >> 16); }
+};
+
+// The codes of a query go to `out`, as many as `width` says, of which those behind the last feature are 0; returns their scale.
+inline float code_query(const float* values, int64_t size, int64_t width, int16_t* out) {
+  const uint32_t bits = largest_magnitude(values, size);
+  const float by_length = relative_length(values, size, bits) * (std::sqrt(static_cast<float>(size)) / longest_query);
+  const Coding coding(bits, 1.0f / largest_query_code, by_length);
+  vec::for_each(size, [&](int64_t f, auto n) { vec::store_codes(out + f, coding.codes(values + f, n)); });
+  for (int64_t f = (size + vec::lanes - 1) / vec::lanes * vec::lanes; f < width; f++) out[f] = 0;
+  return coding.scale;
 }
 
-inline uint16_t upper_half(float scale) { return static_cast<uint16_t>(bits_of_float(scale) >> 16); }
+// The fourth codes of some units, rounded to whole steps; and what is nearest to a code with the lowest bits that come from one of those.
+template <typename T>
+inline T rounded_fourth(T code) { return (code + fourth_step / 2) & ~(fourth_step - 1); }
+template <typename T>
+inline T with_lowest(T code, T lowest) { return ((code - lowest + fourth_step / 2) & ~(fourth_step - 1)) | lowest; }
 
 // Other threads may write the neighbours at the same time: nothing but its own elements is written.
+inline void write_key(const float* key, const Coding& coding, int64_t size, uint16_t* out, int64_t distance) {
+  using vec::Elements;   // of two units side by side
+  constexpr int64_t step = 16, of_two = 2 * codes_of_unit;
+  static_assert(sizeof(Elements) == 2 * of_two);
+  const Elements first = {15, 15}, second = {0, 0, 15, 15}, third = {0, 0, 0, 0, 15, 15};
+  for (int64_t start = 0; start < size; start += step) {
+    int16_t codes[step] = {};
+    const int64_t count = size - start < step ? size - start : step;
+    vec::for_each(count, [&](int64_t f, auto n) { vec::store_codes(codes + f, coding.codes(key + start + f, n)); });
+    for (int64_t f = 0; f < count; f += of_two) {
+      Elements wanted;
+      std::memcpy(&wanted, codes + f, sizeof wanted);
+      const uint16_t left = rounded_fourth<uint16_t>(wanted[6]), right = rounded_fourth<uint16_t>(wanted[7]);
+      const Elements fourth = {left, right, left, right, left, right};
+      const Elements elements = with_lowest<Elements>(wanted, (fourth >> 12 & first) | (fourth >> 8 & second) | (fourth >> 4 & third));
+      uint16_t pairs[of_two];
+      std::memcpy(pairs, &elements, sizeof pairs);
+      for (int e = 0; e < elements_of_unit; e++, out += distance) std::memcpy(out, pairs + 2 * e, 4);
+    }
+  }
+}
+
+inline void write_value(const float* value, const Coding& coding, int64_t size, uint16_t* out) {
+  constexpr int64_t step = 16;   // units
+  const int64_t units = value_units(size);
+  for (int64_t start = 0; start < units; start += step) {
+    alignas(64) int16_t codes[codes_of_unit][step];
+    alignas(64) uint16_t elements[step];
+    const int64_t count = units - start < step ? units - start : step;
+    for (int c = 0; c < codes_of_unit; c++) {
+      const int64_t first = c * units + start, there = size - first;   // may be none
+      for (int64_t i = 0; i < step; i += vec::lanes) {
+        const int64_t left = there - i < 0 ? 0 : there - i;
+        vec::store_codes(codes[c] + i, left >= vec::lanes ? coding.codes(value + first + i, vec::Full{}) : coding.codes(value + first + i, left));
+      }
+    }
+    for (int e = 0; e < elements_of_unit; e++) {
+      for (int64_t i = 0; i < step; i++) {
+        const int fourth = rounded_fourth<int>(codes[elements_of_unit][i]);
+        elements[i] = static_cast<uint16_t>(with_lowest<int>(codes[e][i], fourth >> (12 - lowest_bits * e) & 15));
+      }
+      vec::store_every_second(out + (e * units + start) * 2, elements, count);
+    }
+  }
+}
+
 void write_cache(const float* key, const float* value, const CachedHead& head, int64_t position) {
-  const int64_t size = head.head_size, tile = position / key_tile * key_tile, width = head.tile_width(tile);
-  int16_t* const key_at = head.keys(tile) + (position - tile) * 2;
-  int16_t* const value_at = head.value(position);
-  const float key_scale = quantise_key(key, size, [&](int64_t f, int64_t n, vec::Vec wanted) {
-    int16_t codes[vec::lanes];
-    vec::store_codes(codes, wanted);
-    for (int64_t i = 0; i < n; i += 2) std::memcpy(key_at + (f + i) * width, codes + i, 4);
-  });
-  const auto put_value = [&](int64_t f, int64_t n, vec::Vec wanted) { vec::store_every_second_code(value_at + f * 2, wanted, n); };
-  const float value_scale = quantise_codes(value, size, largest_magnitude(value, size), 1.0f / largest_value_code, put_value);
-  head.scales(false)[position] = upper_half(key_scale);
-  head.scales(true)[position] = upper_half(value_scale);
+  constexpr float part = 1.0f / largest_cache_code;
+  const int64_t size = head.head_size, tile = position / key_tile * key_tile;
+  const uint32_t bits = largest_magnitude(key, size);
+  const float by_length = relative_length(key, size, bits) / (std::sqrt(static_cast<float>(size)) * longest_key);
+  const Coding of_key(bits, part, by_length), of_value(largest_magnitude(value, size), part);
+  write_key(key, of_key, size, head.keys(tile) + (position - tile) * 2, head.tile_width(tile) * 2);
+  write_value(value, of_value, size, head.value(position));
+  head.scales(false)[position] = of_key.bits();
+  head.scales(true)[position] = of_value.bits();
+}
+
+// --- out of the cache --------------------------------------------------------------------------------------------------------------------
+
+// Three vectors of elements, some elements from one to the next, become four of codes.
+struct Codes {
+  vec::CodePairs of[codes_of_unit];
+};
+template <typename Lanes>
+inline Codes unpacked(const uint16_t* elements, int64_t distance, Lanes n) {
+  const vec::CodePairs a = vec::in_register(vec::load_elements(elements, n)), b = vec::in_register(vec::load_elements(elements + distance, n));
+  const vec::CodePairs c = vec::in_register(vec::load_elements(elements + 2 * distance, n));
+  return {{a, b, c, vec::fourth_code(a, b, c)}};
+}
+
+// One code; elements lie some from one to the next.
+inline int16_t code_of(const uint16_t* elements, int64_t distance, int64_t code) {
+  if (code < elements_of_unit) return static_cast<int16_t>(elements[code * distance]);
+  return static_cast<int16_t>((elements[0] & 15) << 12 | (elements[distance] & 15) << 8 | (elements[2 * distance] & 15) << 4);
+}
+inline int16_t key_code(const CachedHead& head, int64_t position, int64_t feature) {
+  const int64_t tile = position / key_tile * key_tile, width = head.tile_width(tile);
+  const uint16_t* const at = head.keys(tile) + (feature / 8 * elements_of_unit * width + position - tile) * 2 + feature % 2;
+  return code_of(at, 2 * width, feature % 8 / 2);
+}
+inline int16_t value_code(const CachedHead& head, int64_t position, int64_t feature) {
+  const int64_t units = value_units(head.head_size);
+  const uint16_t* const at = head.value(position) + feature % units * 2;
+  return code_of(at, 2 * units, feature / units);
 }
 
 }  // namespace

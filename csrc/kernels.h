@@ -171,44 +171,59 @@ struct LinearTask {
 
 // --- attention ----------------------------------------------------------------------------------------------------------------------
 
-// A vector of the cache, the key or the value that one token has of one kv head, is kept as whole numbers of 16 bits: value = code * scale.
-// Products of such pairs are added up two to a lane, without conversions and without rounding. A scale is the upper half of a float, rounded
-// up; a vector that is not finite has the scale NaN and codes of 0.
+// A vector of the cache, the key or the value that one token has of one kv head, is kept as whole numbers: value = code * scale. A scale is
+// the upper half of a float, rounded up; a vector that is not finite has the scale NaN and codes of 0. Products of pairs of codes are added
+// up two to a lane, without conversions and without rounding.
 //
-// No sum of products leaves 32 bits. Those of weights and values are over one tile. Those of a query and a key, over all features or some,
-// are at most the product of their lengths: so keys and queries may be as long as this, and a feature that stands out, as the biases of some
-// models make them, leaves the others their digits.
+// Four codes of 16 bits take three elements of 16. Three of them are elements as they are; the fourth's upper 12 bits are the lowest four
+// of those three, highest first, and its own lowest four are 0. Each code is the nearest to what it stands for whose lowest bits are so: as
+// precise as 12 bits, sign and all, which is what f16 has for the largest feature.
+//
+// No sum of products leaves 32 bits. Those of weights and values are of a row and segment, whose weights together are at most two largest
+// codes. Those of a query and a key, over all features or some, are at most the product of their lengths: so both are bounded. A key is
+// seldom longer, since few have features all alike; and a query has as many digits, where it is shorter for a larger head.
 constexpr int64_t key_tile = 16;
-constexpr int largest_code_of_keys = 32767;
-constexpr float longest_key = 46000.0f;   // before its codes are rounded; the root of 2^31 is 46,341
-constexpr int largest_value_code = 8191;
-constexpr int largest_weight_code = 16384;
+constexpr int codes_of_unit = 4, elements_of_unit = 3;
+constexpr int lowest_bits = 4, fourth_step = 1 << lowest_bits;
+constexpr int largest_cache_code = 32767 / fourth_step * fourth_step;   // before the lowest bits are chosen
+constexpr int largest_query_code = 32767;
+constexpr float longest_key = 12000.0f;      // by the root of the head's size, before its codes are rounded
+constexpr float longest_query = 175000.0f;   // times the root of the head's size; the product of both is 2% less than 2^31
+constexpr int largest_weight_code = 32767, all_weights = 65000;
 constexpr float lowest_cache_scale = 0x1p-60f;
 
 constexpr int64_t even(int64_t n) { return n + n % 2; }
+// Units of a vector. The pairs of features of a key are 0, 1, 2 and 3 of a unit, so that it has whole ones of eight features. Of a value
+// those features share a unit that are a quarter of a head apart.
+constexpr int64_t key_units(int64_t head_size) { return (head_size + 7) / 8 * 2; }
+constexpr int64_t value_units(int64_t head_size) { return (head_size + codes_of_unit - 1) / codes_of_unit; }
 
 // What one kv head has of a block of the cache: for every position the scale of its key, then those of the values; the keys' codes and the
-// values'. Keys lie in tiles of 16 positions (the last may be narrower), each [pairs of features, positions of the tile, 2], so that a
-// vector holds a pair of features of several keys; values are [pairs of positions, head size, 2]. Of an odd size the last pair has a 0, and of
-// an odd number of positions a place that nobody uses.
+// values'. Keys lie in tiles of 16 positions (the last may be narrower), each [pairs of units, 3, positions of the tile, 2], so that four
+// vectors of pairs of features of several keys come out of three; values are [pairs of positions, 3, units, 2]. Behind the last feature a
+// vector is filled up with zeros, and of an odd number of positions there is a place that nobody uses.
 struct CachedHead {
   uint16_t* data;
   int64_t block_size, head_size;
 
   uint16_t* scales(bool of_values) const { return data + (of_values ? block_size : 0); }
   // Where the tile of a position begins, whose first is a whole number of tiles into the block, and how many positions it has.
-  int16_t* keys(int64_t tile) const { return codes() + tile * even(head_size); }
+  uint16_t* keys(int64_t tile) const { return codes() + tile * key_units(head_size) * elements_of_unit; }
   int64_t tile_width(int64_t tile) const { return block_size - tile < key_tile ? block_size - tile : key_tile; }
-  // The first feature of a position; the others follow at every second place.
-  int16_t* value(int64_t position) const { return codes() + block_size * even(head_size) + position / 2 * 2 * head_size + position % 2; }
+  // The first element of a position; the others follow at every second place.
+  uint16_t* value(int64_t position) const {
+    const int64_t elements = value_units(head_size) * elements_of_unit;
+    return codes() + block_size * key_units(head_size) * elements_of_unit + position / 2 * 2 * elements + position % 2;
+  }
 
  private:
-  int16_t* codes() const { return reinterpret_cast<int16_t*>(data + 2 * block_size); }
+  uint16_t* codes() const { return data + 2 * block_size; }
 };
 
 // As many 16-bit elements as a kv head's part of a block has for each position.
 constexpr int64_t cache_room(int64_t block_size, int64_t head_size) {
-  return 2 + even(head_size) + (even(block_size) * head_size + block_size - 1) / block_size;
+  return 2 + elements_of_unit * key_units(head_size) +
+         (even(block_size) * elements_of_unit * value_units(head_size) + block_size - 1) / block_size;
 }
 
 // One layer of the paged cache; distances count elements. Reading is fastest where all tiles are whole.

@@ -85,9 +85,8 @@ void move_block(const CacheLayer& cache, int64_t from, const StoreLayer& store, 
   for (int64_t tile = 0; tile < block_size; tile += key_tile) {
     const int64_t count = in.tile_width(tile);
     for (int64_t i = 0; i < count; i++) {
-      const int16_t* key = in.keys(tile) + 2 * i;
       const float scale = bfloat_to_float(in.scales(false)[tile + i]);
-      for (int64_t f = 0; f < size; f++) vectors[i * size + f] = static_cast<float>(key[f / 2 * 2 * count + f % 2]) * scale;
+      for (int64_t f = 0; f < size; f++) vectors[i * size + f] = static_cast<float>(key_code(in, tile + i, f)) * scale;
     }
     for (int64_t i = 0; i < count; i++) {
       if (rotates_keys(store)) rotate_vector(vectors + i * size, size);
@@ -97,9 +96,8 @@ void move_block(const CacheLayer& cache, int64_t from, const StoreLayer& store, 
       place_codes(codes, size, store.bits, 1, out.keys() + tile * store.vector_bytes() + i, count);
     }
     for (int64_t i = tile; i < tile + count; i++) {
-      const int16_t* in_value = in.value(i);
       const float scale = bfloat_to_float(in.scales(true)[i]);
-      for (int64_t f = 0; f < size; f++) vectors[f] = static_cast<float>(in_value[2 * f]) * scale;
+      for (int64_t f = 0; f < size; f++) vectors[f] = static_cast<float>(value_code(in, i, f)) * scale;
       const VectorBytes value = quantise_vector(vectors, size, store.bits, spare, codes);
       out.scales(true)[i] = value.scale;
       out.zeros(true)[i] = value.zero;

@@ -1,4 +1,5 @@
 // Whole numbers of 16 bits, and the 32 bits that their products are added up in. A lane holds a pair of the former or one of the latter.
+// Those of the cache come out of units: see kernels.h.
 #pragma once
 
 #include "vec.h"
@@ -11,6 +12,8 @@ namespace weft::WEFT_ISA {
 namespace {
 namespace vec {
 
+using Elements = uint16_t __attribute__((vector_size(16)));
+
 #if defined(WEFT_AVX512)
 
 using Whole = __m512i;
@@ -18,6 +21,16 @@ using CodePairs = __m512i;
 
 inline Whole no_sum() { return _mm512_setzero_si512(); }
 inline CodePairs load_codes(const int16_t* p) { return _mm512_loadu_si512(p); }
+inline void store_pairs(int16_t* p, CodePairs a) { _mm512_storeu_si512(p, a); }
+inline CodePairs load_elements(const uint16_t* p, int64_t n) { return _mm512_maskz_loadu_epi32(first_lanes(n), p); }
+inline CodePairs load_elements(const uint16_t* p, Full) { return _mm512_loadu_si512(p); }
+// The fourth code of a unit.
+inline CodePairs fourth_code(CodePairs a, CodePairs b, CodePairs c) {
+  constexpr int first_where_set = 0xca;   // of the bits of the second and the third operand, by the first's
+  const CodePairs upper = _mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<int16_t>(0xf000)), _mm512_slli_epi16(a, 12),
+                                                    _mm512_slli_epi16(b, 8), first_where_set);
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<int16_t>(0xff00)), upper, _mm512_slli_epi16(c, 4), first_where_set);
+}
 inline CodePairs in_register(CodePairs a) {
   asm("" : "+v"(a));
   return a;
@@ -27,9 +40,10 @@ inline Vec to_floats(Whole a) { return _mm512_cvtepi32_ps(a); }
 inline void store_codes(int16_t* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a)));
 }
-// The first n, with an element between each two that stays as it is, which another thread may be writing.
-inline void store_every_second_code(int16_t* p, Vec a, int64_t n) {
-  _mm512_mask_storeu_epi16(p, static_cast<__mmask32>(0x55555555ull & ((1ull << 2 * n) - 1)), _mm512_cvtps_epi32(a));
+// The first n of 16, with an element between each two that stays as it is, which another thread may be writing.
+inline void store_every_second(uint16_t* p, const uint16_t* from, int64_t n) {
+  const __m512i apart = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  _mm512_mask_storeu_epi16(p, static_cast<__mmask32>(0x55555555ull & ((1ull << 2 * n) - 1)), apart);
 }
 inline Vec load_upper_halves(const uint16_t* p) {
   const __m512i halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -70,6 +84,14 @@ constexpr bool repeats_pairs_from_memory = false;
 
 inline Whole no_sum() { return _mm256_setzero_si256(); }
 inline CodePairs load_codes(const int16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline void store_pairs(int16_t* p, CodePairs a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
+inline CodePairs load_elements(const uint16_t* p, int64_t n) { return _mm256_maskload_epi32(reinterpret_cast<const int*>(p), first_lanes(n)); }
+inline CodePairs load_elements(const uint16_t* p, Full) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline CodePairs fourth_code(CodePairs a, CodePairs b, CodePairs c) {
+  const CodePairs second = _mm256_and_si256(_mm256_slli_epi16(b, 8), _mm256_set1_epi16(0x0f00));
+  const CodePairs third = _mm256_and_si256(_mm256_slli_epi16(c, 4), _mm256_set1_epi16(0x00f0));
+  return _mm256_or_si256(_mm256_slli_epi16(a, 12), _mm256_or_si256(second, third));
+}
 inline CodePairs in_register(CodePairs a) {
   asm("" : "+x"(a));
   return a;
@@ -111,6 +133,15 @@ inline CodePairs load_codes(const int16_t* p) {
   CodePairs a;
   std::memcpy(&a, p, 16);
   return a;
+}
+inline void store_pairs(int16_t* p, CodePairs a) { std::memcpy(p, &a, 16); }
+inline CodePairs load_elements(const uint16_t* p, int64_t n) {
+  CodePairs a = {};
+  std::memcpy(&a, p, static_cast<size_t>(n) * 4);
+  return a;
+}
+inline CodePairs fourth_code(CodePairs a, CodePairs b, CodePairs c) {
+  return (CodePairs)((Elements)a << 12 | ((Elements)b << 8 & 0x0f00) | ((Elements)c << 4 & 0x00f0));
 }
 inline CodePairs in_register(CodePairs a) { return a; }
 inline Vec to_floats(Whole a) {
@@ -157,10 +188,8 @@ inline Whole add_products(RepeatedPair a, CodePairs b, Whole c) {
 #endif
 
 #if !defined(WEFT_AVX512)
-inline void store_every_second_code(int16_t* p, Vec a, int64_t n) {
-  int16_t codes[lanes];
-  store_codes(codes, a);
-  for (int64_t i = 0; i < n; i++) p[2 * i] = codes[i];
+inline void store_every_second(uint16_t* p, const uint16_t* from, int64_t n) {
+  for (int64_t i = 0; i < n; i++) p[2 * i] = from[i];
 }
 #endif
 

@@ -4,29 +4,42 @@ from __future__ import annotations
 
 import numpy as np
 
-from cache_codes import ENCODERS, NEVER_WRITTEN, decode, even
+from cache_codes import ENCODERS, NEVER_WRITTEN, Units, decode, even
 
 
 def room(block_size: int, head_size: int) -> int:
     """What a position takes, of one kv head."""
-    return 2 + even(head_size) + -(-even(block_size) * head_size // block_size)
+    keys, values = (Units(head_size, of_values).number for of_values in (False, True))
+    return 2 + keys + -(-even(block_size) * values // block_size)
 
 
 class CodedCache:
-    """Some blocks of a cache, as codes [blocks, layers, 2, block size, kv heads, head size] and scales of all but the last."""
+    """Some blocks of a cache: of keys and of values the elements [blocks, layers, block size, kv heads, number], and scales [blocks,
+    layers, 2, block size, kv heads]."""
 
     def __init__(self, blocks: int, layers: int, block_size: int, kv_heads: int, head_size: int) -> None:
-        self.codes = np.full((blocks, layers, 2, block_size, kv_heads, head_size), -1, np.int16)
-        self.scales = np.full(self.codes.shape[:-1], NEVER_WRITTEN, np.uint16)
+        self.units = [Units(head_size, of_values) for of_values in (False, True)]
+        places = (blocks, layers, block_size, kv_heads)
+        self.elements = [np.full((*places, units.number), NEVER_WRITTEN, np.uint16) for units in self.units]
+        self.scales = np.full((blocks, layers, 2, block_size, kv_heads), NEVER_WRITTEN, np.uint16)
 
     def write(self, blocks: np.ndarray, layer: int, positions: np.ndarray, content: np.ndarray) -> None:
         """Vectors [tokens, 2, kv heads, head size] to a place in a block for each token."""
-        for which, encode in enumerate(ENCODERS):
-            place = (blocks, layer, which, positions)
-            self.codes[place], self.scales[place] = encode(content[:, which])
+        for which, units in enumerate(self.units):
+            codes, scales = ENCODERS[which](content[:, which])
+            self.elements[which][blocks, layer, positions] = units.elements(codes)
+            self.scales[blocks, layer, which, positions] = scales
 
     def forget(self, blocks: np.ndarray) -> None:
-        self.codes[blocks], self.scales[blocks] = -1, NEVER_WRITTEN
+        for which in range(2):
+            self.elements[which][blocks] = NEVER_WRITTEN
+        self.scales[blocks] = NEVER_WRITTEN
+
+    @property
+    def codes(self) -> np.ndarray:
+        """int16 [blocks, layers, 2, block size, kv heads, head size]."""
+        each = zip(self.units, self.elements, strict=True)
+        return np.stack([units.codes(elements) for units, elements in each], axis=2)
 
     @property
     def values(self) -> np.ndarray:
@@ -34,22 +47,19 @@ class CodedCache:
 
     def laid_out(self) -> np.ndarray:
         """As the kernels read it, uint16 [blocks, layers, kv heads, block size, room]: heads apart, and of each the scales, pairs
-        of features of the keys of 16 positions at a time (or what is left), and the values of pairs of positions."""
-        codes = np.moveaxis(self.codes.view(np.uint16), 4, 2)
+        of elements of the keys of 16 positions at a time (or what is left), and the values of pairs of positions."""
+        keys, values = (np.moveaxis(elements, 3, 2) for elements in self.elements)
         scales = np.moveaxis(self.scales, 4, 2)
-        *heads, _, block_size, head_size = codes.shape
-        keys, values = codes[..., 0, :, :], codes[..., 1, :, :]
-        if head_size % 2:
-            beside = np.where(scales[..., 0, :, None] == NEVER_WRITTEN, NEVER_WRITTEN, 0).astype(np.uint16)
-            keys = np.concatenate([keys, beside], axis=-1)
+        *heads, block_size, of_value = values.shape
         tiles = [keys[..., start : start + 16, :] for start in range(0, block_size, 16)]
         pairs = [tile.reshape(*tile.shape[:-1], -1, 2).swapaxes(-3, -2) for tile in tiles]
         if block_size % 2:
             beside = np.full_like(values[..., :1, :], NEVER_WRITTEN)
             values = np.concatenate([values, beside], axis=-2)
-        values = values.reshape(*heads, -1, 2, head_size).swapaxes(-1, -2)
+        values = values.reshape(*heads, -1, 2, of_value).swapaxes(-1, -2)
         parts = [part.reshape(*heads, -1) for part in (scales, *pairs, values)]
         there = sum(part.shape[-1] for part in parts)
+        head_size = self.units[0].head_size
         unused = np.full((*heads, block_size * room(block_size, head_size) - there), NEVER_WRITTEN, np.uint16)
         return np.concatenate([*parts, unused], axis=-1).reshape(*heads, block_size, -1)
 

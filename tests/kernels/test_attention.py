@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from stored_cache import CodedCache, room
 
-from cache_codes import LARGEST_VALUE, NEVER_WRITTEN, largest_key
+from cache_codes import LARGEST_CODE, NEVER_WRITTEN, STEP, largest_key, largest_query
 
 _kernels = pytest.importorskip("weft._kernels")
 pytestmark = pytest.mark.usefixtures("instruction_set")
@@ -143,13 +143,21 @@ def test_attention_is_the_weighted_mean_of_the_values_in_sight(case: Case) -> No
 
 
 @ALL
-def test_codes_are_about_as_precise_as_floats_of_16_bits(case: Case) -> None:
+def test_codes_are_nearly_as_precise_as_f16_and_more_so_than_bf16(case: Case) -> None:
     queries, request = case.queries(), Request(case)
     out, plain = request.attend(queries), request.expected_plainly(queries)
     np.testing.assert_allclose(out, plain, rtol=0, atol=PLAIN_ATOL)
-    request.content = request.content.astype(np.float16)
-    error, error_of_halves = out - plain, request.expected_plainly(queries) - plain
-    assert (error**2).mean() < 2.5**2 * (error_of_halves**2).mean()
+
+    def error_of(content: np.ndarray) -> float:
+        request.content = content
+        return float(((request.expected_plainly(queries) - plain) ** 2).mean() ** 0.5)
+
+    exact = request.content
+    halves, upper_halves = exact.astype(np.float16), exact.view(np.uint32) + 0x8000 & 0xFFFF0000
+    error = ((out - plain) ** 2).mean() ** 0.5
+    assert error < error_of(upper_halves.view(np.float32)) / 2
+    if case.head_size > 1:  # one feature alone is the longest key there is
+        assert error < 3.5 * error_of(halves)
 
 
 @ALL
@@ -192,7 +200,9 @@ def test_what_nobody_sees_may_be_anything(case: Case) -> None:
     cache = request.cache
     never = cache.scales == NEVER_WRITTEN
     cache.scales[never] = rng.integers(0, 1 << 16, never.sum())
-    cache.codes[never] = rng.integers(-(1 << 15), 1 << 15, (never.sum(), case.head_size))
+    for which, elements in enumerate(cache.elements):
+        unseen = never[:, :, which]
+        elements[unseen] = rng.integers(0, 1 << 16, (unseen.sum(), elements.shape[-1]))
     np.testing.assert_array_equal(bits(request.attend(queries)), bits(expected))
 
 
@@ -257,17 +267,18 @@ def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
 def test_sums_of_the_largest_codes_do_not_overflow(head_size: int, sign: int) -> None:
     case = Case(300, 1, head_size=head_size)
     # A little less than so many whole codes: the scale is a power of two, and the last code is used.
-    largest, largest_value = (
-        np.float32(code * (1 - 1e-6)) for code in (largest_key(head_size), LARGEST_VALUE)
-    )
+    largest = np.float32(LARGEST_CODE * (1 - 1e-6))
     request = Request(case)
-    queries = np.full((1, case.group, head_size), largest * 2.0**-10, np.float32)
-    request.content[:, 0] = -sign * largest * 2.0**-10
-    request.content[:, 1] = sign * largest_value * 2.0**-13
+    queries = np.full(
+        (1, case.group, head_size), largest_query(head_size) * (1 - 1e-6) * 2.0**-10, np.float32
+    )
+    request.content[:, 0] = -sign * largest_key(head_size) * (1 - 1e-6) * 2.0**-10
+    request.content[:, 1] = sign * largest * 2.0**-15
     request.update()
-    assert np.abs(request.cache.codes[request.table, LAYER, 0]).max() >= int(largest_key(head_size))
-    assert np.abs(request.cache.codes[request.table, LAYER, 1]).max() == LARGEST_VALUE
-    np.testing.assert_allclose(request.attend(queries), sign * 8191 / 8192, rtol=1e-6)
+    keys, values = np.abs(np.moveaxis(request.cache.codes[request.table, LAYER].astype(np.int64), 1, 0))
+    assert keys.max() >= largest_key(head_size) and values.max() >= LARGEST_CODE
+    np.testing.assert_allclose(request.attend(queries), request.expected(queries), rtol=1e-6)
+    np.testing.assert_allclose(request.attend(queries), sign * LARGEST_CODE / 2**15, atol=STEP * 2.0**-15)
     # The token that is told from the others by the sign of its key alone has all of the weight, or none.
     request.content[7] *= -1
     request.update()
@@ -289,14 +300,17 @@ def test_sums_of_the_longest_keys_do_not_overflow(head_size: int) -> None:
 
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_features_that_stand_out_leave_the_others_their_digits(head_size: int) -> None:
-    """As the biases of some models make them, here of 200 in a key and of 20 in a query."""
+    """As the biases of some models make them, here of 200 in a key and of 20 in a query; f16 loses as much in those themselves."""
     case = Case(250, 20, group=2, head_size=head_size)
     queries, request = case.queries(), Request(case)
     queries[..., :3] += 20.0
     request.content[:, 0, :, :3] += 200.0 * np.array([1.0, -1.0, 1.0])
     request.update()
-    error = request.attend(queries) - request.expected_plainly(queries)
-    assert (error**2).mean() ** 0.5 < 0.01
+    plain = request.expected_plainly(queries)
+    error = request.attend(queries) - plain
+    request.content = request.content.astype(np.float16)
+    error_of_halves = request.expected_plainly(queries) - plain
+    assert (error**2).mean() ** 0.5 < 1.2 * (error_of_halves**2).mean() ** 0.5
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-42, 1e-35, 1e-10])
@@ -304,7 +318,7 @@ def test_a_query_of_next_to_nothing_gives_the_mean_of_the_values(size: float) ->
     case = Case(300, 3)
     queries, request = (size * case.queries()).astype(np.float32), Request(case)
     wanted = [request.content[: 301 + query, 1].mean(axis=0) for query in range(3)]
-    np.testing.assert_allclose(request.attend(queries), np.broadcast_to(wanted, queries.shape), atol=1e-4)
+    np.testing.assert_allclose(request.attend(queries), np.broadcast_to(wanted, queries.shape), atol=5e-4)
 
 
 @pytest.mark.parametrize("size", [1e-10, 1e6, 1e30])
@@ -338,8 +352,8 @@ def test_a_call_that_would_read_outside_the_cache_is_refused() -> None:
         request.attend(queries[:, :3].copy())
     with pytest.raises(ValueError, match="only one query at a time"):
         request.attend(queries, split=True)
-    with pytest.raises(ValueError, match=rf"block size, {room(16, 62)}\]"):
-        request.attend(queries[:, :, :62].copy())
+    with pytest.raises(ValueError, match=rf"block size, {room(16, 56)}\]"):
+        request.attend(queries[:, :, :56].copy())
     request.table = np.array([0, 9])
     with pytest.raises(ValueError, match="the table names block 9, the cache has 4"):
         request.attend(queries)

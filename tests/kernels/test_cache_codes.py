@@ -8,13 +8,13 @@ import pytest
 from stored_cache import CodedCache, room
 
 from cache_codes import (
-    LARGEST_KEY,
-    LARGEST_VALUE,
+    LARGEST_CODE,
     LONGEST_KEY,
     LOWEST_SCALE,
     NEVER_WRITTEN,
     NOT_A_NUMBER,
-    largest_key,
+    STEP,
+    Units,
     scale_of,
 )
 from weft.ops.base import AttentionShape
@@ -35,7 +35,7 @@ def delicate_vectors(count: int, head_size: int) -> np.ndarray:
     rng = np.random.default_rng([count, head_size])
     sizes = np.exp(5.0 * rng.standard_normal((count, 1)))
     vectors = (rng.standard_normal((count, head_size)) * sizes).astype(np.float32)
-    largest = int(largest_key(head_size))
+    largest = LARGEST_CODE
     some = rng.integers(-largest, largest + 1, head_size)
     feature = rng.integers(head_size)
     with np.errstate(over="ignore"):
@@ -53,11 +53,13 @@ def delicate_vectors(count: int, head_size: int) -> np.ndarray:
                 LOWEST_SCALE * 2.0**12 * rng.standard_normal(head_size),
                 some,
                 some / 2,
-                some * LARGEST_VALUE / largest / 2,
+                some * STEP,
+                STEP * rng.integers(-2047, 2048, head_size),
+                STEP * rng.integers(-2047, 2048, head_size) + STEP // 2,
                 # scales whose upper halves are whole, or nearly so
                 2.0**3 * largest * np.ones(head_size),
                 np.nextafter(np.float32(largest), np.float32(0)) * np.ones(head_size),
-                np.nextafter(np.float32(LARGEST_VALUE), np.float32(1e9)) * np.ones(head_size),
+                np.nextafter(np.float32(largest), np.float32(1e9)) * np.ones(head_size),
                 np.where(np.arange(head_size) == feature, 1e5, 1e-3 * rng.standard_normal(head_size)),
                 *(
                     np.where(np.arange(head_size) == feature, value, rng.standard_normal(head_size))
@@ -111,28 +113,42 @@ def written(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for cell, vector in enumerate(vectors):
         _kernels.write_cache(vector, vector, cache, 0, 0, cell)
     flat = cache.reshape(tokens, -1)
-    values = flat[:, -2 * head_size :: 2]
-    return np.stack([flat[:, 2 : 2 + head_size], values]).view(np.int16), scale_of(flat[:, :2].T)
+    keys, values = (Units(head_size, of_values) for of_values in (False, True))
+    codes = [
+        keys.codes(flat[:, 2 : 2 + keys.number].copy()),
+        values.codes(flat[:, -2 * values.number :: 2].copy()),
+    ]
+    return np.stack(codes), scale_of(flat[:, :2].T)
 
 
 @HEAD_SIZES
-def test_what_is_written_is_within_half_a_code_of_what_it_was(head_size: int) -> None:
+def test_what_is_written_is_within_half_a_step_of_what_it_was(head_size: int) -> None:
     vectors = delicate_vectors(200, head_size)
     finite = vectors[np.isfinite(vectors).all(axis=-1)]
     codes, scales = written(finite)
     error = np.abs(codes * scales[..., None].astype(np.float64) - finite)
-    # Half, and a little: a value is multiplied by one by the scale, and so rounded twice.
-    assert (error.max(-1) <= 0.505 * scales).all()
-    most = np.abs(finite.astype(np.float64)).max(-1)
-    lengths = np.sqrt((finite.astype(np.float64) ** 2).sum(-1))
-    wanted = (np.maximum(most / LARGEST_KEY, lengths / LONGEST_KEY), most / LARGEST_VALUE)
-    for which, largest in enumerate((LARGEST_KEY, LARGEST_VALUE)):
-        assert np.abs(codes[which].astype(np.int64)).max() <= largest
+    # Half a step, and half a code and a little: a value is multiplied by one by the scale, and so rounded twice.
+    assert (error.max(-1) <= (STEP / 2 + 0.505) * scales).all()
+    by_largest = np.abs(finite.astype(np.float64)).max(-1) / LARGEST_CODE
+    by_length = (finite.astype(np.float64) ** 2).mean(-1) ** 0.5 / LONGEST_KEY
+    for which, wanted in enumerate((np.maximum(by_largest, by_length), by_largest)):
         # A scale is rounded up by a 128th at most.
-        assert (
-            scales[which] <= np.maximum(wanted[which] * (1 + 2.0**-7), float(LOWEST_SCALE)) * (1 + 1e-6)
-        ).all()
-    assert (codes[0].astype(np.int64) ** 2).sum(-1).max() < 2**31
+        most = np.maximum(wanted * (1 + 2.0**-7), float(LOWEST_SCALE)) * (1 + 1e-6)
+        assert (scales[which] <= most).all()
+    longest = LONGEST_KEY + STEP / 2 + 1
+    assert (codes[0].astype(np.float64) ** 2).mean(-1).max() <= longest**2
+
+
+@pytest.mark.parametrize("of_values", [False, True])
+@HEAD_SIZES
+def test_codes_that_share_elements_are_the_nearest_there_are(head_size: int, of_values: bool) -> None:
+    """Of the definition itself: every element is one that could be written, and none of its kind is nearer."""
+    units = Units(head_size, of_values)
+    codes = np.random.default_rng(head_size).integers(-LARGEST_CODE, LARGEST_CODE + 1, (50, head_size))
+    codes[:4] = np.array([LARGEST_CODE, -LARGEST_CODE, 0, -1])[:, None]
+    shared = units.codes(units.elements(codes))
+    assert np.abs(shared - codes).max() <= STEP // 2
+    np.testing.assert_array_equal(units.elements(shared), units.elements(codes))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -143,7 +159,7 @@ def test_a_vector_that_is_not_finite_is_not_a_number_as_a_whole_and_zeros_are_ze
     _kernels.write_cache(key, zeros, cache, 0, 0, 0)
     flat = cache.reshape(-1)
     assert flat[0] == NOT_A_NUMBER and np.isfinite(scale_of(flat[1:2])).all()
-    assert (flat[2:10] == 0).all() and (flat[10:26:2] == 0).all() and (flat[11:26:2] == NEVER_WRITTEN).all()
+    assert (flat[2:8] == 0).all() and (flat[8:20:2] == 0).all() and (flat[9:20:2] == NEVER_WRITTEN).all()
 
 
 def test_a_write_past_the_cache_is_refused() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from stored_cache import CodedCache, new_store, read_store
 
-from cache_codes import NEVER_WRITTEN
+from cache_codes import NEVER_WRITTEN, STEP
 from weft.ops.store_format import NOT_A_NUMBER, dequantise, dequantise_keys, quantise, quantise_keys, rotate
 
 _kernels = pytest.importorskip("weft._kernels")
@@ -43,21 +43,28 @@ def delicate_block(block_size: int, head_size: int) -> CodedCache:
     for which in range(2):
         places = rng.permutation(2 * block_size)[: block_size // 2]
         for place, (low, high, scale) in zip(places, rng.permutation(EXACT), strict=False):
-            at = (1, 1, which, *divmod(int(place), 2))
-            cache.codes[at] = rng.integers(low, high + 1, head_size)
-            cache.codes[at][:2] = low, high
-            cache.scales[at] = scale
+            at = divmod(int(place), 2)
+            codes = STEP * rng.integers(low, high + 1, head_size)
+            codes[:2] = STEP * low, STEP * high
+            # The others of a unit are whole steps where the fourth is 0.
+            codes[
+                np.arange(head_size) % 8 >= 6 if which == 0 else np.arange(head_size) // (head_size // 4) == 3
+            ] = 0
+            elements = cache.units[which].elements(codes)
+            assert (cache.units[which].codes(elements) == codes).all()
+            cache.elements[which][1, 1][at] = NEVER_WRITTEN if scale == NEVER_WRITTEN else elements
+            cache.scales[1, 1, which][at] = scale
     return cache
 
 
-# From and up to which code, and the bits of a scale: of 1, of a half, and of what was never written.
+# From and up to which code in whole steps, and the bits of a scale: with which a step is 1, or a half, and of what was never written.
 EXACT = (
-    (0, 255, 0x3F80),
-    (0, 510, 0x3F00),
-    (-255, 0, 0x3F80),
-    (-15, 15, 0x3F00),
-    (-4, 11, 0x3F80),
-    (-1, -1, NEVER_WRITTEN),
+    (0, 255, 0x3D80),
+    (0, 510, 0x3D00),
+    (-255, 0, 0x3D80),
+    (-15, 15, 0x3D00),
+    (-4, 11, 0x3D80),
+    (0, 0, NEVER_WRITTEN),
 )
 
 
@@ -127,5 +134,5 @@ def test_a_move_past_the_cache_or_the_store_is_refused() -> None:
         _kernels.move_block(cache, 0, 0, store, 0, 9, 4)
     with pytest.raises(ValueError, match=r"the store must be \[blocks, layers, kv heads, 176\]"):
         _kernels.move_block(cache, 0, 0, np.zeros((2, 1, 1, 175), np.uint8), 0, 9, 8)
-    with pytest.raises(ValueError, match="block size, 18\\]"):
+    with pytest.raises(ValueError, match="block size, 14\\]"):
         _kernels.move_block(cache, 0, 0, store, 0, 8, 8)

@@ -14,7 +14,7 @@ from native_decoder import NativeDecoder
 from small_models import VOCABULARY, build_model, next_step, save
 from test_architectures import CASES, relative_error
 
-from cache_codes import ENCODERS, decode
+from cache_codes import kept
 from spoilt_cache import spoil
 from weft import _kernels
 from weft.models.decoder import Decoder
@@ -95,9 +95,9 @@ class KeptInCodes(ReferenceOps):
         self, prepared: Any, qkv: np.ndarray, cache: Any, layer: int, pattern: int, norm: QkNorm | None = None
     ) -> np.ndarray:
         queries = super().rope_and_write(prepared, qkv, cache.full, layer, pattern, norm)
-        for which, encode in enumerate(ENCODERS):
+        for which in range(2):
             place = (prepared.blocks, layer, which, prepared.offsets)
-            cache.full[place] = decode(*encode(cache.full[place]))
+            cache.full[place] = kept(cache.full[place], of_values=which == 1)
         move_blocks(cache, layer, prepared.step)
         return queries
 
