@@ -55,17 +55,15 @@ inline float code_query(const float* values, int64_t size, int64_t width, int16_
   return coding.scale;
 }
 
-// The fourth codes of some units, rounded to whole steps; and what is nearest to a code with the lowest bits that come from one of those.
-template <typename T>
-inline T rounded_fourth(T code) { return (code + fourth_step / 2) & ~(fourth_step - 1); }
-template <typename T>
-inline T with_lowest(T code, T lowest) { return ((code - lowest + fourth_step / 2) & ~(fourth_step - 1)) | lowest; }
+using Elements = uint16_t __attribute__((vector_size(16)));
+
+// Fourth codes, rounded to whole steps; and what is nearest to other codes with the lowest bits that come from those.
+inline Elements rounded_fourth(Elements codes) { return (codes + fourth_step / 2) & static_cast<uint16_t>(-fourth_step); }
+inline Elements with_lowest(Elements codes, Elements lowest) { return rounded_fourth(codes - lowest) | lowest; }
 
 // Other threads may write the neighbours at the same time: nothing but its own elements is written.
 inline void write_key(const float* key, const Coding& coding, int64_t size, uint16_t* out, int64_t distance) {
-  using vec::Elements;   // of two units side by side
   constexpr int64_t step = 16, of_two = 2 * codes_of_unit;
-  static_assert(sizeof(Elements) == 2 * of_two);
   const Elements first = {15, 15}, second = {0, 0, 15, 15}, third = {0, 0, 0, 0, 15, 15};
   for (int64_t start = 0; start < size; start += step) {
     int16_t codes[step] = {};
@@ -73,13 +71,16 @@ inline void write_key(const float* key, const Coding& coding, int64_t size, uint
     vec::for_each(count, [&](int64_t f, auto n) { vec::store_codes(codes + f, coding.codes(key + start + f, n)); });
     for (int64_t f = 0; f < count; f += of_two) {
       Elements wanted;
+      uint32_t last, pairs[codes_of_unit];
       std::memcpy(&wanted, codes + f, sizeof wanted);
-      const uint16_t left = rounded_fourth<uint16_t>(wanted[6]), right = rounded_fourth<uint16_t>(wanted[7]);
-      const Elements fourth = {left, right, left, right, left, right};
-      const Elements elements = with_lowest<Elements>(wanted, (fourth >> 12 & first) | (fourth >> 8 & second) | (fourth >> 4 & third));
-      uint16_t pairs[of_two];
+      std::memcpy(&last, codes + f + 2 * elements_of_unit, sizeof last);
+      for (uint32_t& pair : pairs) pair = last;
+      Elements fourth;
+      std::memcpy(&fourth, pairs, sizeof fourth);
+      fourth = rounded_fourth(fourth);
+      const Elements elements = with_lowest(wanted, (fourth >> 12 & first) | (fourth >> 8 & second) | (fourth >> 4 & third));
       std::memcpy(pairs, &elements, sizeof pairs);
-      for (int e = 0; e < elements_of_unit; e++, out += distance) std::memcpy(out, pairs + 2 * e, 4);
+      for (int e = 0; e < elements_of_unit; e++, out += distance) std::memcpy(out, pairs + e, 4);
     }
   }
 }
@@ -88,22 +89,25 @@ inline void write_value(const float* value, const Coding& coding, int64_t size, 
   constexpr int64_t step = 16;   // units
   const int64_t units = value_units(size);
   for (int64_t start = 0; start < units; start += step) {
-    alignas(64) int16_t codes[codes_of_unit][step];
-    alignas(64) uint16_t elements[step];
+    constexpr int halves = step * 2 / sizeof(Elements);
+    Elements codes[codes_of_unit][halves], elements[halves];
     const int64_t count = units - start < step ? units - start : step;
     for (int c = 0; c < codes_of_unit; c++) {
       const int64_t first = c * units + start, there = size - first;   // may be none
+      int16_t some[step];
       for (int64_t i = 0; i < step; i += vec::lanes) {
         const int64_t left = there - i < 0 ? 0 : there - i;
-        vec::store_codes(codes[c] + i, left >= vec::lanes ? coding.codes(value + first + i, vec::Full{}) : coding.codes(value + first + i, left));
+        vec::store_codes(some + i, left >= vec::lanes ? coding.codes(value + first + i, vec::Full{}) : coding.codes(value + first + i, left));
       }
+      std::memcpy(codes[c], some, sizeof some);
     }
+    for (Elements& fourth : codes[elements_of_unit]) fourth = rounded_fourth(fourth);
     for (int e = 0; e < elements_of_unit; e++) {
-      for (int64_t i = 0; i < step; i++) {
-        const int fourth = rounded_fourth<int>(codes[elements_of_unit][i]);
-        elements[i] = static_cast<uint16_t>(with_lowest<int>(codes[e][i], fourth >> (12 - lowest_bits * e) & 15));
-      }
-      vec::store_every_second(out + (e * units + start) * 2, elements, count);
+      for (int half = 0; half < halves; half++)
+        elements[half] = with_lowest(codes[e][half], codes[elements_of_unit][half] >> (12 - lowest_bits * e) & 15);
+      uint16_t some[step];
+      std::memcpy(some, elements, sizeof some);
+      vec::store_every_second(out + (e * units + start) * 2, some, count);
     }
   }
 }

@@ -12,8 +12,6 @@ namespace weft::WEFT_ISA {
 namespace {
 namespace vec {
 
-using Elements = uint16_t __attribute__((vector_size(16)));
-
 #if defined(WEFT_AVX512)
 
 using Whole = __m512i;
@@ -140,6 +138,7 @@ inline CodePairs load_elements(const uint16_t* p, int64_t n) {
   std::memcpy(&a, p, static_cast<size_t>(n) * 4);
   return a;
 }
+using Elements = uint16_t __attribute__((vector_size(16)));
 inline CodePairs fourth_code(CodePairs a, CodePairs b, CodePairs c) {
   return (CodePairs)((Elements)a << 12 | ((Elements)b << 8 & 0x0f00) | ((Elements)c << 4 & 0x00f0));
 }
