@@ -114,7 +114,7 @@ __attribute__((noinline)) void sum_code_tiles(const int16_t* codes, const float*
     const uint16_t* value = static_cast<const uint16_t*>(tiles[tile]) + unit * 2;
     const int16_t* weight = codes + tile * key_tile;
     for (int64_t k = 0; k < key_tile; k += 2, value += 2 * elements_of_unit * units) {
-      if (ahead) ahead->ask(lines_of_pair);
+      if (ahead && k % 8 == 0) ahead->ask(4 * lines_of_pair);
       const Codes values = unpacked(value, 2 * units, n);
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++) {

@@ -94,7 +94,8 @@ inline int64_t lines_of_tile(const AttendTask& task, bool values, bool is_stored
 
 // --- ahead ---------------------------------------------------------------------------------------------------------------------------
 
-// The tiles that a worker reads for the first rows of its tasks, in the order in which it does, some kilobytes before it does. Blocks lie
+// The tiles that a worker reads for the first rows of its tasks, in the order in which it does, some kilobytes before it does; keys and
+// values of a block together where both are one tile, since to find a place takes as long as to ask for a few lines of it. Blocks lie
 // all over the memory, where the processor does not guess what comes next; and each ask is one line, made between computations, since it
 // can wait for a few dozen lines only and then for nothing else. Asked into the second level of the cache: the first waits for fewer.
 class Ahead {
@@ -162,10 +163,19 @@ class Ahead {
     find(first_, first_place_);
   }
 
+  bool joined() const { return task_->cache.block_size == key_tile; }
+
   void find(int64_t position, const Place& place) {
     position_ = position;
     place_ = place;
     const bool is_stored = position < stored_;
+    if (joined()) {
+      const StoreLayer& store = task_->store;
+      at_ = is_stored ? store.head(task_->store_table[place.block], task_->kv_head).data
+                      : reinterpret_cast<const uint8_t*>(task_->cache.head(task_->table[place.block], task_->kv_head).data);
+      left_ = lines_of(is_stored ? store.head_stride : task_->cache.head_stride * 2);
+      return;
+    }
     const int64_t before = bytes_before(*task_, place, values_);
     at_ = tile_at(*task_, place, values_, is_stored) - before;
     left_ = lines_of(before + key_tile * bytes_of_vector(*task_, values_, is_stored));
@@ -176,7 +186,7 @@ class Ahead {
       place_.step(*task_, key_tile);
       return find(position_ + key_tile, place_);
     }
-    if (!values_) {
+    if (!values_ && !joined()) {
       values_ = true;
       return find(first_, first_place_);
     }
