@@ -24,7 +24,7 @@ constexpr float log_2 = 0.69314718f;
 
 inline float score_scale(const AttendTask& task) { return task.cap == 0.0f ? task.scale * vec::one_by_log_2 : task.scale; }
 
-// For the store: of all rows, once for all segments, since they may have to be turned.
+// Of all rows, once for all segments. For the store, where they may have to be turned:
 inline void prepare_store_queries(const Block& block) {
   const AttendTask& task = block.task;
   const vec::Vec scale = vec::all(score_scale(task));
@@ -38,13 +38,14 @@ inline void prepare_store_queries(const Block& block) {
   });
 }
 
-// For the cache: of one tile, where they stay at hand.
-inline void prepare_queries(const Block& block, int64_t first, int64_t end) {
+// For the cache, from which every row reads something:
+inline void prepare_queries(const Block& block) {
   const int64_t size = block.task.cache.head_size;
-  block.for_rows(first, end, [&](int64_t row, int64_t query, int64_t feature) {
-    int16_t* const to = block.queries + (row - first) * block.width;
-    block.query_factors[row - first] = code_query(block.query(query, feature), size, block.width, to) * score_scale(block.task);
+  block.for_rows(0, block.rows, [&](int64_t row, int64_t query, int64_t feature) {
+    int16_t* const to = block.queries + row * block.width;
+    block.query_factors[row] = code_query(block.query(query, feature), size, block.width, to) * score_scale(block.task);
   });
+  if (block.stored > 0) prepare_store_queries(block);
 }
 
 // --- scales ------------------------------------------------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ inline void score_rows(const Block& block, const Sides& keys, int64_t row, Span 
     for (int64_t r = 0; r < Rows && kept > 0; r++) std::memcpy(others[r], scores + r * score_stride, static_cast<size_t>(kept) * 4);
     const int64_t size = block.task.cache.head_size;
     if constexpr (std::is_same_v<decltype(element), int16_t>) {
-      score_codes<Rows>(block.queries, block.width, block.query_factors, size, side.tiles + first, tiles_of(part),
+      score_codes<Rows>(block.queries + row * block.width, block.width, block.query_factors + row, size, side.tiles + first, tiles_of(part),
                         block.key_scales + first * key_tile, ahead, side.lines, scores, [&](int64_t tile, int64_t count) {
                           for (int64_t t = first + tile; t < first + tile + count && side.reads_scales_late; t++)
                             read_tile_scales(block, side.scales[t], t * key_tile);
@@ -272,7 +273,6 @@ inline void work_segment(const Block& block, int64_t segment, bool finishes, Use
       spans[row - first] = block.seen_by_query(query, segment);
       starts[row - first] = 0.0f;
     });
-    if (keys.reads_cache()) prepare_queries(block, first, first + rows);
     score_rows<rows>(block, keys, first, {spans[0].first, spans[rows - 1].end}, ahead);
     for (int r = 0; r < rows && stored > 0; r++) {
       const Span from_store = common(spans[r], {0, stored});
@@ -333,7 +333,7 @@ void attend(const AttendTask& first, float* scratch) {
       next = query + queries_in_block(*task, query);
       // The later rows of a task read what the first have brought into the cache.
       Block block(*task, query == 0 ? &ahead : nullptr, query, next - query, scratch);
-      if (block.stored > 0) prepare_store_queries(block);
+      prepare_queries(block);
       for (int64_t segment = block.first_segment(0); segment <= block.last_segment(next - query - 1); segment++) {
         work_segment(block, segment, true, [&](int64_t row, int64_t own, int64_t feature, const Statistics& part, const float* sums) {
           float* out = block.out(own, feature);
@@ -350,7 +350,7 @@ void attend_segment(const AttendTask& task, int64_t segment, float* partial, flo
   const int64_t size = task.cache.head_size;
   Ahead ahead(task, segment);
   Block block(task, &ahead, 0, 1, scratch);
-  if (block.stored > 0) prepare_store_queries(block);
+  prepare_queries(block);
   work_segment(block, segment, false, [&](int64_t row, int64_t, int64_t, const Statistics& part, const float* sums) {
     float* out = partial + row * (2 + size);
     out[0] = part.largest;

@@ -20,8 +20,8 @@ struct Block {
   Statistics* totals;       // [rows]: of the segments before
 
   // Of the cache.
-  int16_t* queries;         // [tile_rows, width]: codes of the tile in work
-  float* query_factors;     // [tile_rows]: what they are worth, times the task's scale and, but for a cap, what makes scores of base 2
+  int16_t* queries;         // [rows, width]: codes of all rows
+  float* query_factors;     // [rows]: what they are worth, times the task's scale and, but for a cap, what makes scores of base 2
   int16_t* weights;         // [tile_rows, code_stride]: codes of the tile and segment in work
   uint16_t *keys, *values;  // elements of the segment in work, where they are not read as they lie
 
@@ -49,8 +49,8 @@ struct Block {
     key_scales = take(score_stride);
     value_scales = take(score_stride);
     totals = reinterpret_cast<Statistics*>(take(2 * rows));
-    queries = take_codes(tile_rows * width);
-    query_factors = take(tile_rows);
+    queries = take_codes(rows * width);
+    query_factors = take(rows);
     weights = take_codes(tile_rows * code_stride);
     keys = take_elements(segment_tiles * tile_elements(false));
     values = take_elements(segment_tiles * tile_elements(true));
@@ -64,7 +64,7 @@ struct Block {
 
   // More than any of the above needs.
   static int64_t scratch_floats(int64_t rows, int64_t width) {
-    return 16 * 18 + tile_rows * (score_stride + code_stride + 2 * width + 1) + 4 * score_stride + rows * (width + 3) + 3 * segment_keys * width;
+    return 16 * 18 + tile_rows * (score_stride + code_stride + width) + 4 * score_stride + rows * (2 * width + 4) + 3 * segment_keys * width;
   }
   static int64_t width_of(const AttendTask& task) { return rounded_up(task.cache.head_size, larger(vec::lanes, 2 * codes_of_unit)); }
 
@@ -248,7 +248,6 @@ struct Sides {
   }
 
   // The cache's are the last.
-  bool reads_cache() const { return count > 0 && !sides[count - 1].is_stored; }
   bool read_scales_late() const { return count > 0 && sides[count - 1].reads_scales_late; }
 
   // Calls use(side, element, ahead) for each: an element of the kind that its tiles have, and who is to be asked while they are read, or

@@ -214,6 +214,23 @@ def test_one_step_that_took_long_by_chance_does_not_make_all_others_seem_long(od
     assert sum(ratios) / len(ratios) == pytest.approx(1.0, abs=0.2)
 
 
+def test_a_step_in_which_the_machine_slept_says_little_about_the_next() -> None:
+    model = StepCostModel()
+    train(model, 200, random.Random(9))
+    for prefill in (256, 0):
+        model.learn(prefill, 8 + prefill, 4000 + prefill, 4000 + 33_000, 3600.0)
+    assert model.predict(264, 4256, 37_000) < 1.5 * machine(264, 4256, 37_000)
+    assert model.affordable_tokens(0, 0.1) > 100
+
+
+def test_a_machine_whose_every_step_takes_seconds_is_believed() -> None:
+    model = StepCostModel()
+    train(model, 200, random.Random(10))
+    train(model, 400, random.Random(11), base=2.0, per_token=0.1)
+    expected = machine(300, 20_000, 90_000, base=2.0, per_token=0.1)
+    assert model.predict(300, 20_000, 90_000) == pytest.approx(expected, rel=0.1)
+
+
 @pytest.mark.parametrize("start", [0, 1, 700, 6000])
 def test_what_is_affordable_is_what_a_chunk_costs_to_the_token(start: int) -> None:
     model = StepCostModel()

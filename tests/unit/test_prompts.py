@@ -337,6 +337,14 @@ def test_who_waits_for_what_another_computes_is_not_late_because_that_one_is_lon
 
 
 @ANY_POLICY
+def test_with_adaptive_a_prompt_is_due_when_its_first_token_is_hoped_for(policy: PriorityPolicy) -> None:
+    machine = Machine(policy)
+    patient, urgent = machine.add(2000), machine.add(2000, ttft_target=0.1)
+    machine.run()
+    assert (machine.waited(urgent) < machine.waited(patient)) == (policy is PriorityPolicy.ADAPTIVE)
+
+
+@ANY_POLICY
 def test_what_is_cached_of_a_waiting_prompt_does_not_count_as_its_work(policy: PriorityPolicy) -> None:
     """The next turn of a long conversation, behind long prompts that are under way."""
     machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)

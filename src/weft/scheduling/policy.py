@@ -63,12 +63,18 @@ class AdmissionPolicy:
             PriorityPolicy.ADAPTIVE: _aged_urgency,
         }[config.policy]
         self.preempts = config.policy in (PriorityPolicy.PRIORITY, PriorityPolicy.ADAPTIVE)
+        self._keeps_targets = config.policy is PriorityPolicy.ADAPTIVE
 
     def key(self, sequence: Sequence) -> PolicyKey:
         return self._key(sequence, self._config)
 
-    def key_when_due(self, sequence: Sequence, due: float) -> PolicyKey:
-        """The order of prompts that are due at some time: as there, age makes up for priority where priorities rank."""
+    def key_when_due(self, sequence: Sequence, patience: float) -> PolicyKey:
+        """The order of prompts that are due so many seconds after they came, or with ADAPTIVE when their first token is hoped for, if
+        that is sooner. As in the queue, age makes up for priority where priorities rank."""
+        target = sequence.request.ttft_target
+        if self._keeps_targets and target is not None:
+            patience = min(patience, target)
+        due = sequence.arrival + patience
         return _aged(sequence, self._config, due) if self.preempts else (due, sequence.order)
 
     def key_of_promoted(self, sequence: Sequence) -> PolicyKey:
@@ -86,6 +92,10 @@ class StepCostModel:
     """
 
     FADE = 0.98
+    LONG = 1.0
+    LONGEST = 4.0
+    """A step of more than so many seconds counts for at most so many times what was predicted of it: a laptop that slept has not become
+    slower, and one that has is believed after a few steps."""
     SCALES = (1.0, 256.0, 4096.0, 262_144.0)
     """Features are divided by these: equations of like size are solved more exactly."""
 
@@ -104,6 +114,8 @@ class StepCostModel:
         weight = 1.0 if prefill_tokens else 0.05
         values = (1, tokens, context, pairs)
         features = [value / scale for value, scale in zip(values, self.SCALES, strict=True)]
+        if seconds > self.LONG and self.is_ready:
+            seconds = min(seconds, self.LONGEST * self.predict(tokens, context, pairs))
         if prefill_tokens:
             self._steps += 1
             self._moments = [[cell * self.FADE for cell in line] for line in self._moments]

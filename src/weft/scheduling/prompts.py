@@ -105,4 +105,4 @@ class PromptOrder:
         """The smallest goes first; so many of its tokens need not be computed. Until the cost of a step is known, prompts are due
         when they come."""
         alone = self._size.seconds_alone(cached, sequence.target - cached)
-        return self._policy.key_when_due(sequence, sequence.arrival + PATIENCE * alone)
+        return self._policy.key_when_due(sequence, PATIENCE * alone)
