@@ -23,7 +23,7 @@ constexpr int64_t most_rows_of_flow = 4 * panel_rows;
 
 // To read a byte of K and V takes about as long as so many products of a weight and a row, and to attend to it from each row that shares
 // the reading as long as so many: it tells what a request costs.
-constexpr int64_t products_per_byte = 8, products_per_byte_and_row = 3;
+constexpr int64_t products_per_byte = 8, products_per_byte_and_row = 4;
 // A thread whose requests cost this many percent more than the mean would keep the others waiting for longer than all phases do.
 constexpr int64_t most_percent_over_mean = 15;
 
@@ -152,7 +152,7 @@ bool Program::share_out_flow() {
 
 // In products, up to the selection.
 int64_t Program::cost_of(const Piece& piece) const {
-  const int64_t bytes = shape_.kv_heads * shape_.head_size * 2 * static_cast<int64_t>(sizeof(uint16_t));
+  const int64_t bytes = shape_.kv_heads * cache_room(cache_.block_size, shape_.head_size) * static_cast<int64_t>(sizeof(uint16_t));
   const int64_t context = step_.positions[piece.first] + piece.count;
   int64_t products = 0, read = 0;
   for (const Instruction& instruction : instructions_) {
