@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from native_decoder import NativeDecoder
 from small_models import VOCABULARY, build_model, generate, logits_in_a_batch, logits_of, save
-from test_architectures import CASES, relative_error
+from test_architectures import CASES
 
 from weft import _kernels
 
-# K and V, and queries and weights that meet them, are whole numbers of 16 bits; everything else of these models is in float32.
-CODED = 4e-3
+# K and V have 12 bits, and queries and weights that meet them 16; everything else of these models is in float32. Of the largest logit, for
+# nearly all tokens and for the worst.
+CODED = 2.5e-3
+CODED_AT_WORST = 1e-2
 
 # All but the portable code fuse multiplication and addition, and then make their sums in the same order.
 FUSED = [name for name in _kernels.available() if name != "portable"]
@@ -35,9 +37,12 @@ def test_logits_of_the_native_program_are_those_of_transformers(name: str, tmp_p
     checkpoint = save(model, tmp_path)
     decoder = NativeDecoder("huggingface", checkpoint.config, checkpoint.sources, case.max_context)
     tokens, ours = generate(decoder, 32, 16)
-    error = relative_error(ours, logits_of(model, tokens))
-    print(f"{name}: relative error {error:.1e}")
-    assert error <= CODED
+    theirs = logits_of(model, tokens)
+    errors = np.abs(ours - theirs).max(axis=-1) / np.abs(theirs).max()
+    print(f"{name}: relative errors {np.quantile(errors, [0.5, 0.9, 1.0])}")
+    assert np.quantile(errors, 0.9) <= CODED
+    # Where two experts are next to equal, the other one may be chosen.
+    assert errors.max() <= CODED_AT_WORST or "mixtral" in name
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3, longrope, part of the head", "mixtral", "olmo2"])
