@@ -148,8 +148,8 @@ inline void convert_value(const StoreLayer& store, const uint8_t* from, float* o
   }
 }
 
-// For blocks that are no whole tiles; and of the store, heads that are no whole vectors, and where bytes are slow to read. Codes stay codes, so that the sums
-// are the same as of those that are read as they lie.
+// For blocks that are no whole tiles; and of the store, heads that are no whole vectors, and where bytes are slow to read. Codes stay codes,
+// so that the sums are the same as of those that are read as they lie.
 inline void copy_from_store(const Block& block, int64_t start, Side& side) {
   const AttendTask& task = block.task;
   const int64_t size = task.cache.head_size;
@@ -204,8 +204,8 @@ inline void find_tiles(const Block& block, int64_t segment, Side& side) {
   const AttendTask& task = block.task;
   const int64_t size = task.cache.head_size, in_an_element = side.is_stored && task.store.bits == 4 ? Keys<Nibbles>::features : 1;
   side.lines = lines_of_tile(task, side.of_values, side.is_stored);
-  const bool is_copied_from_store = (!vec::reads_bytes && block.rows > tile_rows) || (side.of_values && size % (vec::lanes * in_an_element) != 0);
-  side.is_copied = !has_whole_tiles(task.cache) || (side.is_stored && is_copied_from_store);
+  const bool is_slow = !vec::reads_bytes && block.rows > tile_rows, is_ragged = side.of_values && size % (vec::lanes * in_an_element) != 0;
+  side.is_copied = !has_whole_tiles(task.cache) || (side.is_stored && (is_slow || is_ragged));
   side.reads_scales_late = !side.is_stored && !side.of_values && !side.is_copied && block.rows <= tile_rows;
   const int64_t start = segment * segment_keys, first = side.wanted.first / key_tile;
   if (side.is_copied) {

@@ -83,8 +83,10 @@ inline void code_weights(const float* weights, int64_t begin, int64_t end, const
   vec::Vec by[Rows];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
-    const float by_sum = totals[r].sum * (1.0f / all_weights), by_largest = totals[r].largest * (1.0f / largest_weight_code);
-    factors[r] = totals[r].sum < INFINITY ? (by_sum > by_largest ? by_sum : by_largest) : NAN;
+    const float largest = totals[r].largest, by_sum = totals[r].sum * (1.0f / all_weights), by_largest = largest * (1.0f / largest_weight_code);
+    // The largest is a whole number of codes: many that are alike would else all be rounded the same way.
+    const float unit = largest > 0.0f ? largest / std::floor(largest / (by_sum > by_largest ? by_sum : by_largest)) : 0.0f;
+    factors[r] = totals[r].sum < INFINITY ? unit : NAN;
     by[r] = vec::all(factors[r] > 0.0f ? 1.0f / factors[r] : 0.0f);
   }
   const vec::Vec first = vec::all(static_cast<float>(begin)), nothing = vec::all(0.0f);

@@ -30,7 +30,7 @@ struct Coding {
   vec::Vec by;
   bool is_finite;
 
-  // For a vector whose largest magnitude has these bits. The scale is at least that times `part` or times `other_part`.
+  // For a vector whose largest magnitude has these bits. The scale is at least that times each part.
   Coding(uint32_t bits, float one_part, float other_part = 0.0f) : is_finite(bits < bits_of_infinity) {
     const float part = one_part > other_part ? one_part : other_part;
     const float wanted = float_of_bits(bits) * part;
@@ -55,7 +55,7 @@ inline float code_query(const float* values, int64_t size, int64_t width, int16_
   return coding.scale;
 }
 
-using Elements = uint16_t __attribute__((vector_size(16)));
+using vec::Elements;
 
 // Fourth codes, rounded to whole steps; and what is nearest to other codes with the lowest bits that come from those.
 inline Elements rounded_fourth(Elements codes) { return (codes + fourth_step / 2) & static_cast<uint16_t>(-fourth_step); }

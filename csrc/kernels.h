@@ -180,8 +180,8 @@ struct LinearTask {
 // precise as 12 bits, sign and all, which is what f16 has for the largest feature.
 //
 // No sum of products leaves 32 bits. Those of weights and values are of a row and segment, whose weights together are at most two largest
-// codes. Those of a query and a key, over all features or some, are at most the product of their lengths: so both are bounded. A key is
-// seldom longer, since few have features all alike; and a query has as many digits, where it is shorter for a larger head.
+// codes. Those of a query and a key, over all features or some, are at most the product of their lengths: so both are bounded, for heads of
+// up to 7,000 features. To an ordinary key of 64 features or more that costs 7% of its fineness or nothing.
 constexpr int64_t key_tile = 16;
 constexpr int codes_of_unit = 4, elements_of_unit = 3;
 constexpr int lowest_bits = 4, fourth_step = 1 << lowest_bits;
@@ -376,7 +376,7 @@ struct Kernels {
 
   // attention.inl
   void (*attend)(const AttendTask& task, float* scratch);   // and those behind it
-  int64_t (*attend_scratch)(const AttendTask& task);   // how many floats of scratch one worker needs for it; at most some 200,000
+  int64_t (*attend_scratch)(const AttendTask& task);   // how many floats of scratch one worker needs for it; some 200,000 for heads of 256
   // The same for a task of one query in two steps, for more threads than there are tasks: first each of its segments into a partial of
   // its own, then all partials, in the order of their segments, into task.out.
   void (*attend_segment)(const AttendTask& task, int64_t segment, float* partial, float* scratch);

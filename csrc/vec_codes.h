@@ -12,14 +12,14 @@ namespace weft::WEFT_ISA {
 namespace {
 namespace vec {
 
+using Elements = uint16_t __attribute__((vector_size(16)));   // in any order
+
 #if defined(WEFT_AVX512)
 
 using Whole = __m512i;
 using CodePairs = __m512i;
 
 inline Whole no_sum() { return _mm512_setzero_si512(); }
-inline CodePairs load_codes(const int16_t* p) { return _mm512_loadu_si512(p); }
-inline void store_pairs(int16_t* p, CodePairs a) { _mm512_storeu_si512(p, a); }
 inline CodePairs load_elements(const uint16_t* p, int64_t n) { return _mm512_maskz_loadu_epi32(first_lanes(n), p); }
 inline CodePairs load_elements(const uint16_t* p, Full) { return _mm512_loadu_si512(p); }
 // The fourth code of a unit.
@@ -56,7 +56,6 @@ inline uint32_t largest_bits(Vec a) { return _mm512_reduce_max_epu32(_mm512_cast
 struct RepeatedPair {
   const int16_t* at;
 };
-constexpr bool repeats_pairs_from_memory = true;
 inline RepeatedPair repeated_pair(const int16_t* p) { return {p}; }
 inline Whole add_products(RepeatedPair a, CodePairs b, Whole c) {
   asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(c) : "v"(b), "m"(*reinterpret_cast<const int16_t(*)[2]>(a.at)));
@@ -64,7 +63,6 @@ inline Whole add_products(RepeatedPair a, CodePairs b, Whole c) {
 }
 #else
 using RepeatedPair = CodePairs;
-constexpr bool repeats_pairs_from_memory = false;
 inline RepeatedPair repeated_pair(const int16_t* p) {
   int32_t pair;
   std::memcpy(&pair, p, 4);
@@ -78,11 +76,8 @@ inline Whole add_products(RepeatedPair a, CodePairs b, Whole c) { return _mm512_
 using Whole = __m256i;
 using CodePairs = __m256i;
 using RepeatedPair = CodePairs;
-constexpr bool repeats_pairs_from_memory = false;
 
 inline Whole no_sum() { return _mm256_setzero_si256(); }
-inline CodePairs load_codes(const int16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-inline void store_pairs(int16_t* p, CodePairs a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
 inline CodePairs load_elements(const uint16_t* p, int64_t n) { return _mm256_maskload_epi32(reinterpret_cast<const int*>(p), first_lanes(n)); }
 inline CodePairs load_elements(const uint16_t* p, Full) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline CodePairs fourth_code(CodePairs a, CodePairs b, CodePairs c) {
@@ -124,21 +119,13 @@ inline Whole add_products(RepeatedPair a, CodePairs b, Whole c) { return _mm256_
 using Whole = Unsigned;   // of which some lanes may overflow: those that nobody reads
 using CodePairs = Bits;
 using RepeatedPair = CodePairs;
-constexpr bool repeats_pairs_from_memory = false;
 
 inline Whole no_sum() { return Whole{}; }
-inline CodePairs load_codes(const int16_t* p) {
-  CodePairs a;
-  std::memcpy(&a, p, 16);
-  return a;
-}
-inline void store_pairs(int16_t* p, CodePairs a) { std::memcpy(p, &a, 16); }
 inline CodePairs load_elements(const uint16_t* p, int64_t n) {
   CodePairs a = {};
   std::memcpy(&a, p, static_cast<size_t>(n) * 4);
   return a;
 }
-using Elements = uint16_t __attribute__((vector_size(16)));
 inline CodePairs fourth_code(CodePairs a, CodePairs b, CodePairs c) {
   return (CodePairs)((Elements)a << 12 | ((Elements)b << 8 & 0x0f00) | ((Elements)c << 4 & 0x00f0));
 }

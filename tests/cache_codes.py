@@ -14,7 +14,7 @@ import numpy as np
 STEP = 16
 LARGEST_CODE = 32767 // STEP * STEP  # before the lowest bits are chosen
 LARGEST_QUERY = 32767
-LONGEST_KEY = 12000.0  # by the root of the head's size
+LONGEST_KEY = 12000.0  # by the root of the head's size: so large is the code of a key of features all alike
 LONGEST_QUERY = 175000.0  # times the root of the head's size
 LOWEST_SCALE = np.float32(2.0**-60)
 NOT_A_NUMBER = 0x7FC0
@@ -57,11 +57,6 @@ class Units:
         fourth = lowest.sum(axis=-2, keepdims=True).astype(np.uint16).view(np.int16)
         codes = np.concatenate([three, fourth], axis=-2)
         return codes.reshape(*elements.shape[:-1], -1)[..., : self.head_size]
-
-
-def largest_key(head_size: int) -> float:
-    """Likewise of a key."""
-    return min(LARGEST_CODE, LONGEST_KEY)
 
 
 def encode_keys(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -196,12 +196,12 @@ def test_contexts_that_were_never_together_give_no_speed() -> None:
 # --- the whole ----------------------------------------------------------------------------------------------------
 
 
-def report(contexts: int, rise: float, kept: int, speed: float) -> Report:
+def report(contexts: int, rise: float, kept: int, speed: float, device: str = "cuda") -> Report:
     """Of a full cache and one of 8 bits."""
     return Report(
         "a machine",
         "a model",
-        "cpu",
+        device,
         Options(),
         [
             Admission(FULL, 1 << 30, 4096, 10, 4090, 1.0),
@@ -219,6 +219,8 @@ def report(contexts: int, rise: float, kept: int, speed: float) -> Report:
 def test_every_part_has_a_bar_and_each_is_judged_for_itself() -> None:
     assert [check.is_met for check in report(18, 0.002, 49, 100.0).checks] == [True] * 4
     assert [check.is_met for check in report(17, 0.002, 49, 100.0).checks] == [False, True, True, True]
+    assert report(14, 0.002, 49, 100.0, "cpu").checks[0].is_met, "its full cache is smaller"
+    assert not report(13, 0.002, 49, 100.0, "cpu").checks[0].is_met
     assert [check.is_met for check in report(18, 0.0021, 49, 100.0).checks] == [True, False, True, True]
     assert [check.is_met for check in report(18, 0.002, 48, 100.0).checks] == [True, True, False, True]
     assert [check.is_met for check in report(18, 0.002, 49, 99.0).checks] == [True, True, True, False]

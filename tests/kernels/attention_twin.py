@@ -106,7 +106,9 @@ def _sums(weights: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> np.ndar
     total = scaled.sum(dtype=np.float32)
     if total == 0:
         return np.zeros(codes.shape[1])
-    unit = max(total * np.float32(1 / ALL_WEIGHTS), scaled.max() * np.float32(1 / LARGEST_WEIGHT))
+    largest = scaled.max()
+    unit = max(total * np.float32(1 / ALL_WEIGHTS), largest * np.float32(1 / LARGEST_WEIGHT))
+    unit = largest / np.floor(largest / unit)
     weight_codes = np.rint(scaled * (np.float32(1) / unit)).astype(np.float64)
     return weight_codes @ codes * np.float64(unit)
 

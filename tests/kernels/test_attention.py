@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from stored_cache import CodedCache, room
 
-from cache_codes import LARGEST_CODE, NEVER_WRITTEN, STEP, largest_key, largest_query
+from cache_codes import LARGEST_CODE, LONGEST_KEY, NEVER_WRITTEN, STEP, largest_query
 
 _kernels = pytest.importorskip("weft._kernels")
 pytestmark = pytest.mark.usefixtures("instruction_set")
@@ -272,11 +272,11 @@ def test_sums_of_the_largest_codes_do_not_overflow(head_size: int, sign: int) ->
     queries = np.full(
         (1, case.group, head_size), largest_query(head_size) * (1 - 1e-6) * 2.0**-10, np.float32
     )
-    request.content[:, 0] = -sign * largest_key(head_size) * (1 - 1e-6) * 2.0**-10
+    request.content[:, 0] = -sign * LONGEST_KEY * (1 - 1e-6) * 2.0**-10
     request.content[:, 1] = sign * largest * 2.0**-15
     request.update()
     keys, values = np.abs(np.moveaxis(request.cache.codes[request.table, LAYER].astype(np.int64), 1, 0))
-    assert keys.max() >= largest_key(head_size) and values.max() >= LARGEST_CODE
+    assert keys.max() >= LONGEST_KEY and values.max() >= LARGEST_CODE
     np.testing.assert_allclose(request.attend(queries), request.expected(queries), rtol=1e-6)
     np.testing.assert_allclose(request.attend(queries), sign * LARGEST_CODE / 2**15, atol=STEP * 2.0**-15)
     # The token that is told from the others by the sign of its key alone has all of the weight, or none.
@@ -319,6 +319,17 @@ def test_a_query_of_next_to_nothing_gives_the_mean_of_the_values(size: float) ->
     queries, request = (size * case.queries()).astype(np.float32), Request(case)
     wanted = [request.content[: 301 + query, 1].mean(axis=0) for query in range(3)]
     np.testing.assert_allclose(request.attend(queries), np.broadcast_to(wanted, queries.shape), atol=5e-4)
+
+
+@pytest.mark.parametrize("context", [1, 3, 17, 100, 200, 243, 250, 256, 300])
+def test_weights_that_are_all_alike_are_exact(context: int) -> None:
+    case = Case(context - 1, 1)
+    request = Request(case)
+    request.content[:, 1] = request.content[0, 1]
+    request.update()
+    wanted = request.cache.values[request.table[0], LAYER, 1, 0, 0]
+    out = request.attend(np.zeros_like(case.queries()))
+    np.testing.assert_allclose(out[0], np.broadcast_to(wanted, out[0].shape), rtol=1e-6)
 
 
 @pytest.mark.parametrize("size", [1e-10, 1e6, 1e30])

@@ -41,8 +41,9 @@ def test_logits_of_the_native_program_are_those_of_transformers(name: str, tmp_p
     errors = np.abs(ours - theirs).max(axis=-1) / np.abs(theirs).max()
     print(f"{name}: relative errors {np.quantile(errors, [0.5, 0.9, 1.0])}")
     assert np.quantile(errors, 0.9) <= CODED
-    # Where two experts are next to equal, the other one may be chosen.
-    assert errors.max() <= CODED_AT_WORST or "mixtral" in name
+    # There two experts are next to equal for one token, and the other one is chosen: as if it was another text from there on.
+    flipped = np.argmax(errors > CODED_AT_WORST) if name == "mixtral, no window" else len(errors)
+    assert flipped > 100 and errors[:flipped].max() <= CODED_AT_WORST
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3, longrope, part of the head", "mixtral", "olmo2"])

@@ -223,6 +223,15 @@ def test_a_step_in_which_the_machine_slept_says_little_about_the_next() -> None:
     assert model.affordable_tokens(0, 0.1) > 100
 
 
+def test_what_took_no_time_may_take_seconds_later() -> None:
+    model = StepCostModel()
+    for _ in range(3):
+        model.learn(16, 16, 16, 136, 0.0)
+    for _ in range(100):
+        model.learn(512, 512, 512, 131_328, 5.0)
+    assert model.predict(512, 512, 131_328) == pytest.approx(5.0, rel=0.05)
+
+
 def test_a_machine_whose_every_step_takes_seconds_is_believed() -> None:
     model = StepCostModel()
     train(model, 200, random.Random(10))

@@ -37,6 +37,8 @@ from weft.text.model_text import open_tokenizer
 
 PARTS = ("admission", "perplexity", "retrieval", "speed")
 MORE_CONTEXTS = {"8 bits": 1.8, "4 bits": 3.0}
+"""Times those of a full cache of 16 bits a value."""
+FULL_BITS = {"cuda": 16, "cpu": 12}
 LARGEST_RISE = {"8 bits": 0.002, "4 bits": 0.015}
 LEAST_FOUND = 0.98
 LEAST_SPEED = 1.0
@@ -79,7 +81,7 @@ class Report:
     @property
     def checks(self) -> list[Check]:
         return [
-            *_check_admissions(self.admissions),
+            *_check_admissions(self.admissions, FULL_BITS[self.device] / 16),
             *_check_readings(self.readings),
             *_check_retrievals(self.retrievals),
             *_check_speeds(self.speeds),
@@ -163,13 +165,14 @@ def measure(part: str, setup: Setup, caches: Sequence[Kind], report: Report, tex
 # --- bars ---------------------------------------------------------------------------------------------------------
 
 
-def _check_admissions(found: Sequence[Admission]) -> list[Check]:
+def _check_admissions(found: Sequence[Admission], share: float) -> list[Check]:
+    """A full cache takes this share of the bytes of one of 16 bits a value."""
     return [
         Check(
             f"{one.kind}: contexts of {one.context:,} tokens at once, over those of a full cache",
             f"{one.contexts} / {found[0].contexts} = {one.contexts / found[0].contexts:.2f}",
-            f"at least {MORE_CONTEXTS[one.kind]:g}",
-            one.contexts >= MORE_CONTEXTS[one.kind] * found[0].contexts,
+            f"at least {MORE_CONTEXTS[one.kind] * share:g}",
+            one.contexts >= MORE_CONTEXTS[one.kind] * share * found[0].contexts,
         )
         for one in found[1:]
     ]

@@ -92,10 +92,10 @@ class StepCostModel:
     """
 
     FADE = 0.98
-    LONG = 1.0
+    LONG = 0.5
     LONGEST = 4.0
-    """A step of more than so many seconds counts for at most so many times what was predicted of it: a laptop that slept has not become
-    slower, and one that has is believed after a few steps."""
+    """A step counts for at most so many seconds or so many times what was predicted of it, whichever is more: a laptop that slept has not
+    become slower, and one that has is believed after some dozens of steps."""
     SCALES = (1.0, 256.0, 4096.0, 262_144.0)
     """Features are divided by these: equations of like size are solved more exactly."""
 
@@ -115,7 +115,7 @@ class StepCostModel:
         values = (1, tokens, context, pairs)
         features = [value / scale for value, scale in zip(values, self.SCALES, strict=True)]
         if seconds > self.LONG and self.is_ready:
-            seconds = min(seconds, self.LONGEST * self.predict(tokens, context, pairs))
+            seconds = min(seconds, max(self.LONG, self.LONGEST * self.predict(tokens, context, pairs)))
         if prefill_tokens:
             self._steps += 1
             self._moments = [[cell * self.FADE for cell in line] for line in self._moments]
