@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _DEFAULT_CACHE_BYTES = 2 << 30
 _EAGER_CACHE_BYTES = 256 << 20
 # Memory that is there before it is used.
-_CACHE_BYTES_AHEAD = 160 << 20
+_CACHE_BYTES_AHEAD = 128 << 20
 
 _SCORED_AT_ONCE = 64
 
