@@ -187,14 +187,14 @@ constexpr int codes_of_unit = 4, elements_of_unit = 3;
 constexpr int lowest_bits = 4, fourth_step = 1 << lowest_bits;
 constexpr int largest_cache_code = 32767 / fourth_step * fourth_step;   // before the lowest bits are chosen
 constexpr int largest_query_code = 32767;
-constexpr float longest_key = 12000.0f;      // by the root of the head's size, before its codes are rounded
+constexpr float longest_key = 12000.0f;      // divided by the root of the head's size, before its codes are rounded
 constexpr float longest_query = 175000.0f;   // times the root of the head's size; the product of both is 2% less than 2^31
 constexpr int largest_weight_code = 32767, all_weights = 65000;
 constexpr float lowest_cache_scale = 0x1p-60f;
 
 constexpr int64_t even(int64_t n) { return n + n % 2; }
-// Units of a vector. The pairs of features of a key are 0, 1, 2 and 3 of a unit, so that it has whole ones of eight features. Of a value
-// those features share a unit that are a quarter of a head apart.
+// Units of a vector. Of every eight features of a key the even ones are a unit and the odd ones another; of a value those are that lie a
+// quarter of a head apart.
 constexpr int64_t key_units(int64_t head_size) { return (head_size + 7) / 8 * 2; }
 constexpr int64_t value_units(int64_t head_size) { return (head_size + codes_of_unit - 1) / codes_of_unit; }
 
