@@ -69,10 +69,7 @@ struct Block {
   static int64_t width_of(const AttendTask& task) { return rounded_up(task.cache.head_size, larger(vec::lanes, 2 * codes_of_unit)); }
 
   // Of the cache.
-  int64_t tile_elements(bool of_values) const {
-    const int64_t size = task.cache.head_size;
-    return key_tile * elements_of_unit * (of_values ? value_units(size) : key_units(size));
-  }
+  int64_t tile_elements(bool of_values) const { return key_tile * bytes_of_vector(task, of_values, false) / 2; }
 
   int64_t first_segment(int64_t query) const { return task.window > 0 ? larger(position(query) + 1 - task.window, 0) / segment_keys : 0; }
   int64_t last_segment(int64_t query) const { return position(query) / segment_keys; }
@@ -176,14 +173,13 @@ inline void copy_from_store(const Block& block, int64_t start, Side& side) {
 // Likewise. What no row sees may stay whatever it is.
 inline void copy_from_cache(const Block& block, int64_t start, Side& side) {
   const AttendTask& task = block.task;
-  const int64_t size = task.cache.head_size, tile_elements = block.tile_elements(side.of_values);
+  const int64_t tile_elements = block.tile_elements(side.of_values), of_position = tile_elements / key_tile;
   uint16_t* const elements = side.of_values ? block.values : block.keys;
   for (int64_t tile = 0; tile < segment_tiles; tile++) side.tiles[tile] = elements + tile * tile_elements;
   for_runs(task, start, side.wanted, [&](int64_t k, int64_t n, const Place& place, int64_t first, int64_t tile_width) {
     const CachedHead head = task.cache.head(task.table[place.block], task.kv_head);
     uint16_t* const tile = elements + k / key_tile * tile_elements;
     if (side.of_values) {
-      const int64_t of_position = elements_of_unit * value_units(size);
       for (int64_t i = 0; i < n; i++) {
         if (block.ahead) block.ahead->ask(lines_of(of_position * 2));
         const uint16_t* from = head.value(place.within + i);
@@ -191,7 +187,7 @@ inline void copy_from_cache(const Block& block, int64_t start, Side& side) {
         for (int64_t e = 0; e < of_position; e++) to[2 * e] = from[2 * e];
       }
     } else {
-      for (int64_t e = 0; e < elements_of_unit * key_units(size); e += 2) {
+      for (int64_t e = 0; e < of_position; e += 2) {
         if (block.ahead) block.ahead->ask(1);
         std::memcpy(tile + e * key_tile + k % key_tile * 2, head.keys(first) + e * tile_width + (place.within - first) * 2,
                     static_cast<size_t>(n) * 4);

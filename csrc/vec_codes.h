@@ -12,7 +12,7 @@ namespace weft::WEFT_ISA {
 namespace {
 namespace vec {
 
-using Elements = uint16_t __attribute__((vector_size(16)));   // in any order
+using Elements = uint16_t __attribute__((vector_size(16)));
 
 #if defined(WEFT_AVX512)
 

@@ -95,7 +95,11 @@ FIELDS: Mapping[str, Field] = {
         "low, normal, high or critical, or its number: who goes first where not all can.", 0, 3
     ),
     "deadline": Field("Seconds after which the request ends with an error, wherever it is.", 0, MAX_SECONDS),
-    "ttft_target": Field("Seconds to the first token that are hoped for; orders the queue.", 0, MAX_SECONDS),
+    "ttft_target": Field(
+        "Seconds to the first token that are hoped for; orders the queue and prompts under way.",
+        0,
+        MAX_SECONDS,
+    ),
     "cache_salt": Field("Requests with different salts never share cached prompts."),
     "session_id": Field("A conversation's name: between its turns its cached prompt is kept longer."),
     # what an answer has to look like
