@@ -11,13 +11,14 @@ namespace portable { extern const Kernels table; }
 namespace avx2 { extern const Kernels table; }
 namespace avx512 { extern const Kernels table; }
 namespace avx512vnni { extern const Kernels table; }
+namespace zen4 { Kernels with_pairs(Kernels table); }
 #endif
 
 namespace {
 
 struct Choices {
-  const Kernels* tables[4];
-  const char* names[4];
+  const Kernels* tables[5];
+  const char* names[5];
   int count = 0;
 
   void add(const Kernels& table) {
@@ -32,7 +33,12 @@ struct Choices {
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (has_avx512 && __builtin_cpu_supports("avx512vnni")) add(avx512vnni::table);
+    const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
+    if (has_vnni && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_is("amd")) {
+      static const Kernels zen4 = zen4::with_pairs(avx512vnni::table);
+      add(zen4);
+    }
+    if (has_vnni) add(avx512vnni::table);
     if (has_avx512) add(avx512::table);
     if (has_avx2) add(avx2::table);
 #endif

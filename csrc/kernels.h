@@ -81,11 +81,11 @@ struct Outlier {
 // have one, and the logits' noise is half.
 constexpr int64_t outlier_ratio = 12;
 
-// Rows of activations in signed bytes: in every block of a row value = code * scale, and the largest has the code 127 or -127. The last
-// block of a row may have fewer groups.
+// Rows of activations in signed bytes: in every block of a row value = code * scale, and the largest has the code 120 or -120, so that one
+// of them and a code of W4, less 8, are a byte together (linear_pairs.inl). The last block of a row may have fewer groups.
 constexpr int block_groups = 2;
 constexpr int block_inputs = block_groups * group_inputs;
-constexpr int largest_code = 127;
+constexpr int largest_code = 120;
 
 // For the scales and offsets of W4: |scale| * largest sum of products in a group + |offset| * largest sum of codes is at most this.
 constexpr int64_t w4_largest_products = int64_t{w4_middle} * largest_code * group_inputs;
@@ -97,11 +97,12 @@ struct RowGroup {
   int8_t codes[group_inputs];
   int32_t start;        // for W4: in the upper 16 bits the sum, in the lower ones -8 times the sum, and 2^15 on top
   int32_t correction;   // for W8: -128 times the sum, for weights of signed bytes read as unsigned ones
+  int32_t pairs_start;  // for W4, where inputs are multiplied in pairs (linear_pairs.inl)
 };
 
-// Rows lie in panels of twelve, the most that a tile of a product has. Of a panel all rows of the first group come first, then those of
+// Rows lie in panels of sixteen, the most that a tile of a product has. Of a panel all rows of the first group come first, then those of
 // the second: a tile finds everything at fixed distances from one place.
-constexpr int64_t panel_rows = 12;
+constexpr int64_t panel_rows = 16;
 
 // An input that is an outlier in some of four rows, and its value there; 0 in the others. So its weights are unpacked once for all four. In
 // a prefill most outliers are of one row alone, but in some layers of nearly all; lists for two to four rows take the least time for both.
@@ -114,8 +115,8 @@ struct SharedOutlier {
 
 struct QuantisedRows {
   int64_t groups, blocks;
-  RowGroup* data;   // [panels, groups, 12]
-  float* scales;    // [panels, blocks, 12]
+  RowGroup* data;   // [panels, groups, 16]
+  float* scales;    // [panels, blocks, 16]
 
   RowGroup* group_of(int64_t row, int64_t group) const {
     return data + (row / panel_rows * groups + group) * panel_rows + row % panel_rows;

@@ -3,6 +3,7 @@
 // The blocks of an output (for floats: its inputs) are added up one after the other, by the same operations in tiles of any size. So a
 // result depends neither on the other rows nor on how the work was cut.
 #include "linear_bytes.inl"
+#include "linear_pairs.inl"
 
 namespace weft::WEFT_ISA {
 namespace {
@@ -27,9 +28,9 @@ inline const uint16_t* halves(const uint8_t* data) { return reinterpret_cast<con
 template <Layout layout>
 constexpr int most_rows() {
 #if defined(WEFT_VNNI)
-  return 12;
+  return is_quantised(layout) ? 16 : 12;
 #elif defined(WEFT_AVX512)
-  return layout == Layout::w8 ? 4 : 12;
+  return layout == Layout::w4 ? 16 : layout == Layout::w8 ? 4 : 12;
 #elif defined(WEFT_AVX2)
   return is_quantised(layout) ? 4 : 6;
 #else
@@ -40,12 +41,24 @@ constexpr int most_rows() {
 // Of so many rows everything stays in registers from the first product to the result: the sums of a group, of a block and of all. To keep
 // the last in memory takes a store for every block and row, which on Zen 4 costs more than a product of bytes. A quantised tile of more
 // rows is worked on in two portions, neither of them of less than four rows, which would use what is unpacked of the weights too little.
-#if defined(WEFT_AVX512)
+#if defined(WEFT_PAIRS)
+constexpr int rows_in_registers = 8;
+#elif defined(WEFT_AVX512)
 constexpr int rows_in_registers = 9;
 #else
 constexpr int rows_in_registers = 4;
 #endif
 constexpr int rows_of_first_portion = 8;
+
+// Of fewer rows the sums of weights alone, and what waits for them, cost more than is saved.
+template <Layout layout>
+constexpr bool goes_in_pairs(int rows) {
+#if defined(WEFT_PAIRS)
+  return layout == Layout::w4 && rows >= 6;
+#else
+  return rows < 0;
+#endif
+}
 
 // Weights are asked for this long before they are used: the processor's own guess begins anew at every page and gives way to whatever
 // the rows need. With four rows and more this was worth up to 1.5 times the speed. Asking beyond the end does no harm.
@@ -192,8 +205,14 @@ inline void add_products(const QuantisedRows& rows_in_bytes, int64_t first_row, 
     for (int i = 0; i < block_groups; i++, group += Group<layout>::bytes, ahead += fetched, from += panel_rows) {
       if (i == left) break;
       fetch<fetched>(ahead);
-      constexpr int together = Group<layout>::parts_together;
-      each<parts / together>([&](auto turn) { add_group<layout, rows, turn * together>(from, group, blocks); });
+      if constexpr (goes_in_pairs<layout>(rows)) {
+#if defined(WEFT_PAIRS)
+        pairs::add_group(from, group, blocks.at);
+#endif
+      } else {
+        constexpr int together = Group<layout>::parts_together;
+        each<parts / together>([&](auto turn) { add_group<layout, rows, turn * together>(from, group, blocks); });
+      }
     }
     each<rows>([&](auto row) {
       each<parts>([&](auto part) {

@@ -179,6 +179,23 @@ inline __m512i add_parts(__m512i a, __m512i b, __m512i c, __m512i d) {
   return _mm512_add_epi32(_mm512_mask_blend_epi32(0xf0f0, even, odd), _mm512_shuffle_i32x4(crossed, crossed, 0xb1));
 }
 
+// Of eight blocks, one after the other.
+inline __m512i sums_of_groups(const __m512i (&of)[blocks_together]) {
+  return add_parts(add_neighbours(of[0], of[1]), add_neighbours(of[2], of[3]), add_neighbours(of[4], of[5]), add_neighbours(of[6], of[7]));
+}
+
+#if defined(WEFT_PAIRS)
+// What the products of a block in pairs, and the others, have too much (linear_pairs.inl): sums that add up to those of its two groups as
+// the ones of `sums_of_fours` do. Packed codes of inputs 0 to 15 of a group are the first of two fours, in each part those of the next
+// step; parts take turns at being a and b.
+inline __m512i excess_of_fours(__m512i packed) {
+  constexpr __mmask16 of_pairs = 0x5555, of_a = 0x0505;
+  const __m512i eights = _mm512_maskz_set1_epi32(static_cast<__mmask16>(~of_pairs), w4_middle * 0x01010101);
+  const __m512i factors = _mm512_mask_xor_epi32(eights, of_a, packed, _mm512_set1_epi8(-128));
+  return _mm512_dpbusd_epi32(_mm512_setzero_si512(), factors, _mm512_mask_shuffle_i32x4(packed, of_pairs, packed, packed, 0xb1));
+}
+#endif
+
 struct AllGroups {   // a number of groups that the compiler knows
   constexpr operator int() const { return groups_together; }
 };
@@ -186,9 +203,15 @@ struct AllGroups {   // a number of groups that the compiler knows
 template <typename Count>
 inline void write_codes_of(const float* values, const float* factors, Count groups, RowGroup* into) {
   __m512i sums[blocks_together];
+#if defined(WEFT_PAIRS)
+  __m512i excess[blocks_together];
+#endif
 #pragma GCC unroll 8
   for (int block = 0; block < blocks_together; block++) {
     sums[block] = _mm512_setzero_si512();
+#if defined(WEFT_PAIRS)
+    excess[block] = sums[block];
+#endif
     if (block * block_groups >= groups) continue;
     const float* from = values + block * block_inputs;
     const vec::Vec factor = vec::all(factors[block]);
@@ -199,13 +222,15 @@ inline void write_codes_of(const float* values, const float* factors, Count grou
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i codes = _mm512_permutexvar_epi32(order, packed);
     sums[block] = sums_of_fours(packed);
+#if defined(WEFT_PAIRS)
+    excess[block] = excess_of_fours(packed);
+#endif
     RowGroup* group = into + block * block_groups * panel_rows;
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(group->codes), _mm512_castsi512_si256(codes));
     if (block * block_groups + 1 < groups)
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(group[panel_rows].codes), _mm512_extracti64x4_epi64(codes, 1));
   }
-  const __m512i sum = add_parts(add_neighbours(sums[0], sums[1]), add_neighbours(sums[2], sums[3]), add_neighbours(sums[4], sums[5]),
-                                add_neighbours(sums[6], sums[7]));
+  const __m512i sum = sums_of_groups(sums);
   const __m512i for_each_one = _mm512_mullo_epi32(sum, _mm512_set1_epi32(start_of(1) - start_of(0)));
   const __m512i starts = _mm512_add_epi32(for_each_one, _mm512_set1_epi32(start_of(0)));
   const __m512i corrections = _mm512_mullo_epi32(sum, _mm512_set1_epi32(correction_of(1)));
@@ -217,6 +242,15 @@ inline void write_codes_of(const float* values, const float* factors, Count grou
 #pragma GCC unroll 16
   for (int group = 0; group < groups_together; group++)
     if (group < groups) std::memcpy(&into[group * panel_rows].start, both[group], sizeof both[group]);
+#if defined(WEFT_PAIRS)
+  int32_t pairs_starts[groups_together];
+  const __m512i tops = _mm512_add_epi32(_mm512_slli_epi32(sum, 16), _mm512_set1_epi32(start_of(0)));
+  _mm512_storeu_si512(pairs_starts, _mm512_sub_epi32(tops, sums_of_groups(excess)));
+  asm("" : "+m"(pairs_starts));
+#pragma GCC unroll 16
+  for (int group = 0; group < groups_together; group++)
+    if (group < groups) into[group * panel_rows].pairs_start = pairs_starts[group];
+#endif
 }
 
 inline void write_codes(const float* values, const float* factors, int groups, RowGroup* into) {

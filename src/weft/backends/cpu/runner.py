@@ -58,7 +58,7 @@ _SCORED_AT_ONCE = 64
 # `BackendInfo.fixed_cost_rows`, by instruction set. Two cores with VNNI take 3.4 ms for one row of the default model, 6.1 for 8 of
 # one sequence, 7.0 for one of 8; without it rows take twice as long, and reading the weights does not. None of numpy: there a row has
 # other bits beside others, and answers would change with drafts.
-_FIXED_COST_ROWS = {"avx512vnni": 7.0, "numpy": 0.0}
+_FIXED_COST_ROWS = {"zen4": 7.0, "avx512vnni": 7.0, "numpy": 0.0}
 _FIXED_COST_ROWS_OF_OTHERS = 3.0
 
 # What a small machine does in a second: only their ratio matters, and only to the choice between recompute and swap.
