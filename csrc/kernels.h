@@ -100,9 +100,9 @@ struct RowGroup {
   int32_t pairs_start;  // for W4, where inputs are multiplied in pairs (linear_pairs.inl)
 };
 
-// Rows lie in panels of sixteen, the most that a tile of a product has. Of a panel all rows of the first group come first, then those of
-// the second: a tile finds everything at fixed distances from one place.
-constexpr int64_t panel_rows = 16;
+// Rows lie in panels of eight, as many as are multiplied at a time. Of a panel all rows of the first group come first, then those of the
+// second: what is needed next lies behind what is needed now.
+constexpr int64_t panel_rows = 8;
 
 // An input that is an outlier in some of four rows, and its value there; 0 in the others. So its weights are unpacked once for all four. In
 // a prefill most outliers are of one row alone, but in some layers of nearly all; lists for two to four rows take the least time for both.
@@ -115,8 +115,8 @@ struct SharedOutlier {
 
 struct QuantisedRows {
   int64_t groups, blocks;
-  RowGroup* data;   // [panels, groups, 16]
-  float* scales;    // [panels, blocks, 16]
+  RowGroup* data;   // [panels, groups, 8]
+  float* scales;    // [panels, blocks, 8]
 
   RowGroup* group_of(int64_t row, int64_t group) const {
     return data + (row / panel_rows * groups + group) * panel_rows + row % panel_rows;

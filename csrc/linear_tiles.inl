@@ -40,15 +40,12 @@ constexpr int most_rows() {
 
 // Of so many rows everything stays in registers from the first product to the result: the sums of a group, of a block and of all. To keep
 // the last in memory takes a store for every block and row, which on Zen 4 costs more than a product of bytes. A quantised tile of more
-// rows is worked on in two portions, neither of them of less than four rows, which would use what is unpacked of the weights too little.
-#if defined(WEFT_PAIRS)
-constexpr int rows_in_registers = 8;
-#elif defined(WEFT_AVX512)
-constexpr int rows_in_registers = 9;
+// rows is worked on in two portions, of which the first is a panel.
+#if defined(WEFT_AVX512)
+constexpr int rows_in_registers = panel_rows;
 #else
 constexpr int rows_in_registers = 4;
 #endif
-constexpr int rows_of_first_portion = 8;
 
 // Of fewer rows the sums of weights alone, and what waits for them, cost more than is saved.
 template <Layout layout>
@@ -266,9 +263,18 @@ inline void finish(const LinearTask& task, const Totals<rows>& totals, int64_t f
   });
 }
 
-// The rows of a portion times one strip. Meanwhile so many bytes for each group are asked for, from `ahead` on.
+// With the sanitizers' checks in it such a function would take the compiler minutes.
+#if defined(__SANITIZE_ADDRESS__)
+#define WEFT_IN_ONE_PIECE
+#else
+#define WEFT_IN_ONE_PIECE __attribute__((flatten, noinline))
+#endif
+
+// The rows of a portion times one strip. Meanwhile so many bytes for each group are asked for, from `ahead` on. Everything has to be one
+// function: what belongs to a row is in a register only as long as nobody has its address.
 template <Layout layout, int rows, int fetched>
-inline void multiply_portion(const LinearTask& task, int64_t first_row, int64_t first_output, const uint8_t* strip, const uint8_t* ahead) {
+WEFT_IN_ONE_PIECE void multiply_portion(const LinearTask& task, int64_t first_row, int64_t first_output, const uint8_t* strip,
+                                        const uint8_t* ahead) {
   Totals<rows> totals;
   add_products<layout, rows, fetched>(task.quantised, first_row, strip, ahead, totals);
   if (task.quantised.shared_outliers) add_outliers<layout>(task.quantised, first_row, strip, totals);
@@ -279,27 +285,24 @@ inline void multiply_portion(const LinearTask& task, int64_t first_row, int64_t 
   finish(task, totals, first_row, first_output);
 }
 
-// With the sanitizers' checks in it such a function would take the compiler minutes.
-#if defined(__SANITIZE_ADDRESS__)
-#define WEFT_IN_ONE_PIECE
-#else
-#define WEFT_IN_ONE_PIECE __attribute__((flatten))
-#endif
-
-// Portions take turns strip by strip: a strip comes from memory once, and each asks for its share of what is read next. Everything has to
-// be one function: what belongs to a row is in a register only as long as nobody has its address.
 template <Layout layout, int rows>
-WEFT_IN_ONE_PIECE void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_strip, int64_t end_strip) {
+WEFT_IN_ONE_PIECE void multiply_floats_of_strip(const LinearTask& task, int64_t first_row, int64_t first_output, const uint8_t* strip) {
+  finish(task, multiply_floats<layout, rows>(task, first_row, strip), first_row, first_output);
+}
+
+// Portions take turns strip by strip: a strip comes from memory once, and each asks for its share of what is read next.
+template <Layout layout, int rows>
+void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_strip, int64_t end_strip) {
   const int64_t bytes = strip_bytes(layout, task.weight->inputs);
   const uint8_t* weights = task.weight->data + first_strip * bytes;
   for (int64_t strip = first_strip; strip < end_strip; strip++, weights += bytes) {
     const int64_t output = strip * strip_outputs;
     if constexpr (!is_quantised(layout)) {
-      finish(task, multiply_floats<layout, rows>(task, first_row, weights), first_row, output);
+      multiply_floats_of_strip<layout, rows>(task, first_row, output, weights);
     } else if constexpr (rows <= rows_in_registers) {
       multiply_portion<layout, rows, Group<layout>::bytes>(task, first_row, output, weights, weights + ahead_bytes);
     } else {
-      constexpr int first = rows - rows_of_first_portion >= outlier_rows ? rows_of_first_portion : outlier_rows, second = rows - first;
+      constexpr int first = panel_rows, second = rows - first;
       constexpr int second_fetched = Group<layout>::bytes * second / rows, first_fetched = Group<layout>::bytes - second_fetched;
       // While the first portion reads a strip, less than a strip is asked for: the rest must have been before.
       const uint8_t* ahead = weights + ahead_bytes + task.quantised.groups * second_fetched;
@@ -317,18 +320,20 @@ void multiply_count(const LinearTask& task, int64_t count, int64_t first_row, in
   if constexpr (rows > 1) multiply_count<layout, rows - 1>(task, count, first_row, first_strip, end_strip);
 }
 
-// A tile never goes beyond its panel. One that begins in the middle of four rows ends with them: outliers come in lists for four.
+// A tile that begins in the middle of a panel ends with it, and one that begins in the middle of four rows ends with them: outliers come
+// in lists for four.
 template <Layout layout>
 constexpr int64_t rows_fitting(int64_t row) {
-  if (!is_quantised(layout)) return most_rows<layout>();
-  return row % outlier_rows == 0 ? most_rows<layout>() - row % most_rows<layout>() : outlier_rows - row % outlier_rows;
+  if (!is_quantised(layout) || row % panel_rows == 0) return most_rows<layout>();
+  const int64_t fitting = row % outlier_rows == 0 ? panel_rows - row % panel_rows : outlier_rows - row % outlier_rows;
+  return fitting < most_rows<layout>() ? fitting : most_rows<layout>();
 }
 
 template <Layout layout>
 void multiply_strips(const LinearTask& task, int64_t first_strip, int64_t end_strip) {
   constexpr int most = most_rows<layout>();
-  static_assert((panel_rows % most == 0 && most % outlier_rows == 0) || !is_quantised(layout));
-  static_assert(rows_of_first_portion % outlier_rows == 0);
+  static_assert(!is_quantised(layout) || (most % outlier_rows == 0 && (panel_rows % most == 0 || most == 2 * panel_rows)));
+  static_assert(panel_rows % outlier_rows == 0);
   for (int64_t row = task.first_row; row < task.end_row;) {
     const int64_t left = task.end_row - row, fitting = rows_fitting<layout>(row), count = left < fitting ? left : fitting;
     multiply_count<layout, most>(task, count, row, first_strip, end_strip);

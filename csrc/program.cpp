@@ -16,7 +16,7 @@ constexpr int64_t chunks_per_thread = 8;
 constexpr int64_t fewest_chunks_per_thread = 2;
 constexpr int64_t chunk_bytes = 64 << 10;
 // A product of more rows than these is cut by rows too, into even pieces, so that the rows of one stay in the cache.
-constexpr int64_t most_rows_per_chunk = 16 * panel_rows;
+constexpr int64_t most_rows_per_chunk = 32 * panel_rows;
 
 // Rows that are taken together where little is done to each: handing out work costs as much as a few of them.
 constexpr int64_t rows_together = 4;

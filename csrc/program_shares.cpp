@@ -11,15 +11,15 @@ namespace {
 // 20 rows it is worth 15 to 30% on two cores that share no cache, where all that one writes and the other reads takes its time, and little
 // on two that do. But every thread reads all weights, at its share of the memory's speed: to read one takes as long as to multiply it with
 // four rows or more, and the more threads there are, the longer.
-inline int64_t rows_worth_a_block(int64_t threads) { return std::clamp<int64_t>(2 * threads, 4, panel_rows); }
-constexpr int64_t most_rows_per_block = 2 * panel_rows;
+inline int64_t rows_worth_a_block(int64_t threads) { return std::clamp<int64_t>(2 * threads, 4, 2 * panel_rows); }
+constexpr int64_t most_rows_per_block = 4 * panel_rows;
 // Of whole requests a block may have more: that nobody waits for anybody is worth more then than the cache (4 to 6% of a decode of 76 to 96
 // rows on two threads, 1 to 8% up to 144).
-constexpr int64_t most_rows_of_requests = 5 * panel_rows;
+constexpr int64_t most_rows_of_requests = 10 * panel_rows;
 
 // Blocks that are not of whole requests, where there are so many for each thread that none is left without one (program_flow.cpp).
 constexpr int64_t blocks_worth_a_flow = 2;
-constexpr int64_t most_rows_of_flow = 3 * panel_rows;
+constexpr int64_t most_rows_of_flow = 6 * panel_rows;
 
 // To read a byte of K and V takes about as long as so many products of a weight and a row, and to attend to it from each row that shares
 // the reading as long as so many: it tells what a request costs.
