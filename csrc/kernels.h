@@ -36,7 +36,8 @@ enum class Layout : int {
 constexpr int w4_codes_bytes = 256;
 constexpr int w4_group_bytes = 320;
 constexpr int w4_units_bytes = 64;
-constexpr int w4_middle = 8;   // of the codes: less this, the sum of a group's products fits 16 bits
+constexpr int w4_middle = 8;   // of the codes: less this, the sum of a group's products fits 15 bits with its sign
+constexpr int w4_lift = 1 << 14;   // makes such a sum positive
 
 // W8, one group of one strip, 544 bytes:
 //   8 x 64 bytes  step s holds inputs 4s .. 4s+3; byte 4o + i: input 4s + i of output o
@@ -81,21 +82,24 @@ struct Outlier {
 // have one, and the logits' noise is half.
 constexpr int64_t outlier_ratio = 12;
 
-// Rows of activations in signed bytes: in every block of a row value = code * scale, and the largest has the code 120 or -120, so that one
-// of them and a code of W4, less 8, are a byte together (linear_pairs.inl). The last block of a row may have fewer groups.
+// Rows of activations in signed bytes: in every block of a row value = code * scale. The scale is such that the largest has the code 120 or
+// -120, so that a code and one of W4, less 8, are a byte together (linear_pairs.inl). Where the magnitudes of a group's codes would add up
+// to more than 2047, as only those of values that are nearly all alike do, it is twice that: then the products of a group fit 15 bits. The
+// last block of a row may have fewer groups.
 constexpr int block_groups = 2;
 constexpr int block_inputs = block_groups * group_inputs;
 constexpr int largest_code = 120;
+constexpr int largest_magnitudes = 2047;
 
 // For the scales and offsets of W4: |scale| * largest sum of products in a group + |offset| * largest sum of codes is at most this.
-constexpr int64_t w4_largest_products = int64_t{w4_middle} * largest_code * group_inputs;
-constexpr int64_t w4_largest_sum = int64_t{largest_code} * group_inputs;
+constexpr int64_t w4_largest_products = int64_t{w4_middle} * largest_magnitudes;
+constexpr int64_t w4_largest_sum = largest_magnitudes;
 constexpr int64_t w4_largest = INT32_MAX / block_groups;
 
 // What a product reads of one group of a row: the codes, zeros past the last input, and of their sum what a sum of products begins with.
 struct RowGroup {
   int8_t codes[group_inputs];
-  int32_t start;        // for W4: in the upper 16 bits the sum, in the lower ones -8 times the sum, and 2^15 on top
+  int32_t start;        // for W4: in the upper 16 bits the sum, in the lower ones -8 times the sum, and `w4_lift` on top
   int32_t correction;   // for W8: -128 times the sum, for weights of signed bytes read as unsigned ones
   int32_t pairs_start;  // for W4, where inputs are multiplied in pairs (linear_pairs.inl)
 };

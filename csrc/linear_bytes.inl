@@ -1,9 +1,10 @@
 // Sums of products of bytes, exact, for as many outputs as a vector of floats has lanes. Weights are four bytes for each output;
 // activations the same four bytes for all of them.
 //
-// The sum of a W4 group, less 8 times that of its activations, fits 16 bits, and so does the sum of its activations. `start` holds both
+// The sum of a W4 group, less 8 times that of its activations, fits 15 bits, and so does the sum of its activations. `start` holds both
 // (kernels.h), so that a sum which begins with it ends as a pair of them, which one instruction multiplies with the pair of the group's
-// scale and offset, and adds to those of the block.
+// scale and offset, and adds to those of the block. Until then the first of the pair is `w4_lift` too large, or else it would borrow from
+// the other where it is negative.
 //
 // Codes of W8 are read as unsigned bytes, 128 too large. -128 times the sum of the activations, `correction`, makes up for it.
 //
@@ -33,7 +34,7 @@ inline Bytes shifted_down(Bytes a, uint32_t bits) { return _mm512_srl_epi32(a, _
 inline Bytes shifted_up(Bytes a, uint32_t bits) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(static_cast<int>(bits))); }
 inline Bytes both(Bytes a, Bytes b) { return _mm512_and_si512(a, b); }
 inline Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
-inline Bytes not_both(Bytes a, Bytes b) { return _mm512_xor_si512(a, b); }
+inline Bytes subtract16(Bytes a, Bytes b) { return _mm512_sub_epi16(a, b); }
 inline Bytes multiply_and_add_pairs(Bytes a, Bytes b) { return _mm512_madd_epi16(a, b); }
 inline vec::Vec signed_bytes_at(Bytes a, uint32_t bit) { return to_floats(_mm512_srai_epi32(shifted_up(a, 24 - bit), 24)); }
 inline vec::Vec load_bfloats(const uint16_t* from) {
@@ -60,7 +61,7 @@ inline Bytes shifted_down(Bytes a, uint32_t bits) { return _mm256_srl_epi32(a, _
 inline Bytes shifted_up(Bytes a, uint32_t bits) { return _mm256_sll_epi32(a, _mm_cvtsi32_si128(static_cast<int>(bits))); }
 inline Bytes both(Bytes a, Bytes b) { return _mm256_and_si256(a, b); }
 inline Bytes either(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
-inline Bytes not_both(Bytes a, Bytes b) { return _mm256_xor_si256(a, b); }
+inline Bytes subtract16(Bytes a, Bytes b) { return _mm256_sub_epi16(a, b); }
 inline Bytes multiply_and_add_pairs(Bytes a, Bytes b) { return _mm256_madd_epi16(a, b); }
 inline vec::Vec signed_bytes_at(Bytes a, uint32_t bit) { return to_floats(_mm256_srai_epi32(shifted_up(a, 24 - bit), 24)); }
 inline vec::Vec load_bfloats(const uint16_t* from) {
@@ -76,8 +77,6 @@ inline vec::Vec load_bfloats(const uint16_t* from) {
 
 using CodesW4 = Bytes;
 using Whole = Bytes;   // the sums of a block of W4 groups
-
-constexpr int32_t start_top = 1 << 15;   // keeps the lower half of a start from borrowing of the upper one
 
 #if defined(WEFT_AVX512)
 // Looked up by the lowest four bits: code - 8 and 1.
@@ -123,7 +122,7 @@ struct SumW4 {
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(codes), "m"(activations.four));
   }
   Whole added_to(Whole block, const FactorsW4& factors, int32_t) const {
-    return _mm512_dpwssd_epi32(block, not_both(sums, all_fours(start_top)), factors.pairs);
+    return _mm512_dpwssd_epi32(block, subtract16(sums, all_fours(w4_lift)), factors.pairs);
   }
 };
 
@@ -161,7 +160,7 @@ struct SumW4 {
     asm("" : "+v"(sums));   // or the compiler puts all products aside in memory, to add them up at the end
   }
   Whole added_to(Whole block, const FactorsW4& factors, int32_t start) const {
-    const Bytes pair = not_both(all_fours(start), all_fours(start_top));
+    const Bytes pair = subtract16(all_fours(start), all_fours(w4_lift));
     return add32(add32(block, multiply_and_add_pairs(sums, factors.scales)), multiply_and_add_pairs(pair, factors.pairs));
   }
 };

@@ -14,7 +14,7 @@ namespace pairs {
 using bytes::Bytes;
 
 // Constants are read where they are needed, as there are no registers for them. The tables are looked up by the lowest four bits.
-constexpr int32_t nothing = 0, nibbles = 0x0f0f0f0f, top = bytes::start_top;
+constexpr int32_t nothing = 0, nibbles = 0x0f0f0f0f;
 #define WEFT_FOUR_TIMES(...) {__VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__}
 alignas(64) constexpr uint8_t less_8[64] =
     WEFT_FOUR_TIMES(248, 249, 250, 251, 252, 253, 254, 255, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -31,11 +31,6 @@ inline Bytes only_nibbles(Bytes a) {
   asm("vpandd %1%{1to16%}, %0, %0" : "+v"(a) : "m"(nibbles));
   return a;
 }
-inline Bytes without_top(Bytes a) {
-  asm("vpxord %1%{1to16%}, %0, %0" : "+v"(a) : "m"(top));
-  return a;
-}
-
 // Weights of two steps of a group: those of the first go in pairs.
 struct Steps {
   Bytes v, w_and_128, first, last;
@@ -66,6 +61,16 @@ struct Steps {
   }
 };
 
+// Sums of groups are joined as they are lifted (linear_bytes.inl): those of a block begin with what makes up for it, for all rows at once.
+inline Bytes without_lifts(const uint8_t* group, int64_t groups) {
+  const Bytes minus_lift = bytes::all_fours(-w4_lift & 0xffff);   // and nothing times the offset
+  Bytes sum = zero();
+  vec::each<block_groups>([&](auto i) {
+    if (i < groups) sum = _mm512_dpwssd_epi32(sum, minus_lift, bytes::load(group + i * w4_group_bytes + w4_codes_bytes));
+  });
+  return sum;
+}
+
 // `from` is the first of so many rows at this group; joins their sums with those of the block.
 template <int rows>
 inline void add_group(const RowGroup* from, const uint8_t* group, Bytes (&blocks)[rows][1]) {
@@ -81,8 +86,7 @@ inline void add_group(const RowGroup* from, const uint8_t* group, Bytes (&blocks
   });
   const Bytes factors = bytes::load(group + w4_codes_bytes);
   each<rows>([&](auto row) {
-    const Bytes pair = without_top(_mm512_sub_epi32(sums[row], of_weights));
-    blocks[row][0] = _mm512_dpwssd_epi32(blocks[row][0], pair, factors);
+    blocks[row][0] = _mm512_dpwssd_epi32(blocks[row][0], _mm512_sub_epi32(sums[row], of_weights), factors);
   });
 }
 

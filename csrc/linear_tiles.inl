@@ -165,10 +165,20 @@ inline void add_eight(Sum& sum, int step, const Eight& codes, const int8_t* inpu
 template <Layout layout, int rows>
 struct Blocks {
   typename Group<layout>::Block at[rows][parts];
-  Blocks() {
-    each<rows>([&](auto row) { each<parts>([&](auto part) { at[row][part] = Group<layout>::nothing(); }); });
+  explicit Blocks(const typename Group<layout>::Block& first = Group<layout>::nothing()) {
+    each<rows>([&](auto row) { each<parts>([&](auto part) { at[row][part] = first; }); });
   }
 };
+
+// What the sums of a block of up to so many groups begin with.
+template <Layout layout, int rows>
+inline Blocks<layout, rows> blocks_before(const uint8_t* group, int64_t groups) {
+#if defined(WEFT_PAIRS)
+  if constexpr (goes_in_pairs<layout>(rows)) return Blocks<layout, rows>(pairs::without_lifts(group, groups));
+#endif
+  (void)group, (void)groups;
+  return Blocks<layout, rows>();
+}
 
 // `from` is the tile's first row at this group.
 template <Layout layout, int rows, int first_part>
@@ -197,7 +207,7 @@ inline void add_products(const QuantisedRows& rows_in_bytes, int64_t first_row, 
   const RowGroup* from = rows_in_bytes.group_of(first_row, 0);
   const float* scales = rows_in_bytes.scale_of(first_row, 0);
   for (int64_t left = rows_in_bytes.groups; left > 0; left -= block_groups, scales += panel_rows) {
-    Blocks<layout, rows> blocks;
+    Blocks<layout, rows> blocks = blocks_before<layout, rows>(group, left);
 #pragma GCC unroll 8
     for (int i = 0; i < block_groups; i++, group += Group<layout>::bytes, ahead += fetched, from += panel_rows) {
       if (i == left) break;

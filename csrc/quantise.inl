@@ -145,11 +145,11 @@ inline uint32_t find_scales(Eight largest, float* factors, float* scales) {
 
 #endif
 
-constexpr int32_t start_of(int32_t sum) { return sum * ((1 << 16) - w4_middle) + (1 << 15); }
+constexpr int32_t start_of(int32_t sum) { return sum * ((1 << 16) - w4_middle) + w4_lift; }
 constexpr int32_t correction_of(int32_t sum) { return -128 * sum; }
 
 // The codes of up to so many groups, which lie one panel's rows apart, and what goes with them. Products of values and factors are rounded
-// to nearest, ties to even.
+// to nearest, ties to even. Returns a bit for each group whose magnitudes are too much together.
 #if defined(WEFT_AVX512)
 
 // Sums of four codes each.
@@ -160,6 +160,12 @@ inline __m512i sums_of_fours(__m512i codes) {
 #else
   return _mm512_madd_epi16(_mm512_maddubs_epi16(ones, codes), _mm512_set1_epi16(1));
 #endif
+}
+
+// Sums of the magnitudes of eight codes each, 64 bits wide.
+inline __m512i magnitudes_of_eights(__m512i codes) {
+  const __m512i zero = _mm512_set1_epi8(-128);
+  return _mm512_sad_epu8(_mm512_xor_si512(codes, zero), zero);
 }
 
 // Lanes of neighbours added: of a and of b two sums in each part of four.
@@ -201,14 +207,14 @@ struct AllGroups {   // a number of groups that the compiler knows
 };
 
 template <typename Count>
-inline void write_codes_of(const float* values, const float* factors, Count groups, RowGroup* into) {
-  __m512i sums[blocks_together];
+inline uint32_t write_codes_of(const float* values, const float* factors, Count groups, RowGroup* into) {
+  __m512i sums[blocks_together], magnitudes[blocks_together];
 #if defined(WEFT_PAIRS)
   __m512i excess[blocks_together];
 #endif
 #pragma GCC unroll 8
   for (int block = 0; block < blocks_together; block++) {
-    sums[block] = _mm512_setzero_si512();
+    sums[block] = magnitudes[block] = _mm512_setzero_si512();
 #if defined(WEFT_PAIRS)
     excess[block] = sums[block];
 #endif
@@ -222,6 +228,7 @@ inline void write_codes_of(const float* values, const float* factors, Count grou
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i codes = _mm512_permutexvar_epi32(order, packed);
     sums[block] = sums_of_fours(packed);
+    magnitudes[block] = magnitudes_of_eights(packed);
 #if defined(WEFT_PAIRS)
     excess[block] = excess_of_fours(packed);
 #endif
@@ -251,18 +258,23 @@ inline void write_codes_of(const float* values, const float* factors, Count grou
   for (int group = 0; group < groups_together; group++)
     if (group < groups) into[group * panel_rows].pairs_start = pairs_starts[group];
 #endif
+  return _mm512_cmpgt_epi32_mask(sums_of_groups(magnitudes), _mm512_set1_epi32(largest_magnitudes));
 }
 
-inline void write_codes(const float* values, const float* factors, int groups, RowGroup* into) {
-  if (groups == groups_together) write_codes_of(values, factors, AllGroups{}, into);
-  else write_codes_of(values, factors, groups, into);
+inline uint32_t write_codes(const float* values, const float* factors, int groups, RowGroup* into) {
+  if (groups == groups_together) return write_codes_of(values, factors, AllGroups{}, into);
+  return write_codes_of(values, factors, groups, into);
 }
 
 #else
 
+struct SumsOfCodes {
+  int32_t sum, magnitudes;
+};
+
 #if defined(WEFT_AVX2)
 
-inline int32_t round_codes(const float* values, float factor, int8_t* codes) {
+inline SumsOfCodes round_codes(const float* values, float factor, int8_t* codes) {
   __m256i rounded[4];
   for (int i = 0; i < 4; i++) rounded[i] = _mm256_cvtps_epi32(vec::load(values + 8 * i) * vec::all(factor));
   // Packing works in halves of 128 bits; the permutation puts their fours back in order.
@@ -270,32 +282,39 @@ inline int32_t round_codes(const float* values, float factor, int8_t* codes) {
       _mm256_packs_epi16(_mm256_packs_epi32(rounded[0], rounded[1]), _mm256_packs_epi32(rounded[2], rounded[3]));
   const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), ordered);
+  // Both sums side by side: magnitudes are 64 bits wide, of which only the lowest are used.
   const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(rounded[0], rounded[1]), _mm256_add_epi32(rounded[2], rounded[3]));
-  __m128i lanes = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
-  lanes = _mm_add_epi32(lanes, _mm_shuffle_epi32(lanes, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(lanes, _mm_shuffle_epi32(lanes, 0xb1)));
+  const __m256i zero = _mm256_set1_epi8(-128), magnitudes = _mm256_sad_epu8(_mm256_xor_si256(packed, zero), zero);
+  const __m128i two_sums = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+  const __m128i two_magnitudes = _mm_add_epi32(_mm256_castsi256_si128(magnitudes), _mm256_extracti128_si256(magnitudes, 1));
+  const __m128i lanes = _mm_hadd_epi32(two_sums, two_magnitudes), both = _mm_hadd_epi32(lanes, lanes);
+  return {_mm_cvtsi128_si32(both), _mm_extract_epi32(both, 1)};
 }
 
 #else
 
-inline int32_t round_codes(const float* values, float factor, int8_t* codes) {
-  int32_t sum = 0;
+inline SumsOfCodes round_codes(const float* values, float factor, int8_t* codes) {
+  SumsOfCodes sums = {};
   for (int i = 0; i < group_inputs; i++) {
     // In a float of this size the last bit is 1, so the addition rounds.
     codes[i] = static_cast<int8_t>(static_cast<int32_t>((values[i] * factor + 0x1.8p23f) - 0x1.8p23f));
-    sum += codes[i];
+    sums.sum += codes[i];
+    sums.magnitudes += codes[i] < 0 ? -codes[i] : codes[i];
   }
-  return sum;
+  return sums;
 }
 
 #endif
 
-inline void write_codes(const float* values, const float* factors, int groups, RowGroup* into) {
+inline uint32_t write_codes(const float* values, const float* factors, int groups, RowGroup* into) {
+  uint32_t too_large = 0;
   for (int group = 0; group < groups; group++, into += panel_rows) {
-    const int32_t sum = round_codes(values + group * group_inputs, factors[group / block_groups], into->codes);
-    into->start = start_of(sum);
-    into->correction = correction_of(sum);
+    const SumsOfCodes sums = round_codes(values + group * group_inputs, factors[group / block_groups], into->codes);
+    into->start = start_of(sums.sum);
+    into->correction = correction_of(sums.sum);
+    too_large |= static_cast<uint32_t>(sums.magnitudes > largest_magnitudes) << group;
   }
+  return too_large;
 }
 
 #endif
@@ -406,9 +425,20 @@ void quantise_row(const RowInput& input, int64_t columns, float* scratch, const 
     asm("" : "+m"(scales));   // read from memory: to take single lanes out of a register costs more
     for (int block = 0; block < blocks; block++) *out.scale_of(out_row, first + block) = scales[block];
   }
-  for (int64_t first = 0; first < out.groups; first += groups_together)
-    write_codes(values + first * group_inputs, kept + first / block_groups * kept_lanes, taken_together(out.groups, first, groups_together),
-                out.group_of(out_row, first));
+  for (int64_t first = 0; first < out.groups; first += groups_together) {
+    const int64_t first_block = first / block_groups;
+    const int groups = taken_together(out.groups, first, groups_together);
+    float* factors = kept + first_block * kept_lanes;
+    const auto write = [&] { return write_codes(values + first * group_inputs, factors, groups, out.group_of(out_row, first)); };
+    if (const uint32_t too_large = write()) {
+      for (int block = 0; block < blocks_together; block++) {
+        if ((too_large >> block * block_groups & ((1u << block_groups) - 1)) == 0) continue;
+        factors[block] *= 0.5f;
+        *out.scale_of(out_row, first_block + block) *= 2.0f;
+      }
+      write();
+    }
+  }
   if (out.outliers) out.outlier_counts[out_row] = taken;
 }
 
