@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,8 @@ def _map(
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError:
         return None
+    with suppress(AttributeError, OSError):  # not on every system, and not on every kernel for files
+        mapped.madvise(mmap.MADV_HUGEPAGE)
     mapped.madvise(mmap.MADV_WILLNEED)
     return {name: np.frombuffer(mapped, np.uint8, size, places[name]) for name, size in sizes.items()}
 
@@ -106,4 +109,6 @@ def _make(
             with ThreadPoolExecutor(threads) as pool:
                 list(pool.map(fill_one, sizes))
         os.fsync(file.fileno())
+        # Written a page at a time, it lies in small pages: whoever maps it now reads it again, in large ones.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     partial.replace(path)

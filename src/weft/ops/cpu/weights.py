@@ -17,7 +17,7 @@ import numpy as np
 from weft import _kernels
 from weft.ops.base import LinearRole, WeightSource
 
-PACKING_VERSION = 3
+PACKING_VERSION = 4
 """Another one wherever packed bytes would differ from those of an older weft."""
 
 Quantize = Literal["int8", "int4"]
