@@ -64,7 +64,9 @@ def quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     blocks = cut(rows, BLOCK)
     largest = np.abs(blocks).max(axis=2)
     inverse = np.divide(np.float32(120), largest, out=np.zeros_like(largest), where=largest > 0)
-    magnitudes = np.abs(np.rint(blocks * inverse[:, :, None])).reshape(*largest.shape, BLOCK // 32, 32).sum(axis=3)
+    magnitudes = (
+        np.abs(np.rint(blocks * inverse[:, :, None])).reshape(*largest.shape, BLOCK // 32, 32).sum(axis=3)
+    )
     times = np.where((magnitudes > 2047).any(axis=2), np.float32(2), np.float32(1))
     codes = np.rint(blocks * (inverse / times)[:, :, None]).astype(np.int8)
     codes = codes.reshape(len(rows), blocks.shape[1] * BLOCK)
@@ -90,7 +92,9 @@ def test_activations_become_bytes_as_numpy_rounds_them(
 ) -> None:
     rows = with_outliers(activations(40, inputs))
     rows[3] = 0
-    rows[4:20] = np.where(rows[4:20] < 0, -1, 1) * np.linspace(0.4, 1.6, 16, dtype=np.float32)[:, None]  # nearly alike
+    rows[4:20] = (
+        np.where(rows[4:20] < 0, -1, 1) * np.linspace(0.4, 1.6, 16, dtype=np.float32)[:, None]
+    )  # nearly alike
     rows[4:20] += activations(16, inputs, seed=3) * np.float32(0.05)
     _kernels.use(name)
     codes, scales, starts, corrections, places, values = _kernels.quantise(rows, with_outliers_taken_out)
@@ -105,7 +109,9 @@ def test_activations_become_bytes_as_numpy_rounds_them(
     np.testing.assert_array_equal(starts >> 16, sums)
     np.testing.assert_array_equal(starts & 0xFFFF, 2**14 - 8 * sums)
     np.testing.assert_array_equal(corrections, -128 * sums)
-    assert np.abs(cut(codes.astype(np.int32), 32)).sum(axis=2).max() in range(1800 if inputs > 31 else 0, 2048)
+    assert np.abs(cut(codes.astype(np.int32), 32)).sum(axis=2).max() in range(
+        1800 if inputs > 31 else 0, 2048
+    )
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -248,6 +254,36 @@ def test_the_largest_codes_do_not_overflow(name: str, layout: int) -> None:
     for rows in (np.full((21, 96), value, np.float32) for value in (120, -120)):
         result = _kernels.linear(layout, 32, 96, packed, None, rows)
         np.testing.assert_allclose(result, rows.astype(np.float64) @ weights.T.astype(np.float64), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("others", [1, -1])
+def test_sums_of_products_at_their_bound_do_not_overflow(name: str, sign: int, others: int) -> None:
+    """17 codes of 120 and one of 7 are the 2047 that magnitudes may have; another 1 and the scale is twice as large."""
+    rows = np.zeros((21, 64), np.float32)
+    rows[:, :17] = rows[:, 40:57] = 120 * sign
+    rows[:, 17] = rows[:, 57] = 7 * sign
+    rows[10:, 1:17:2] *= others
+    rows[3, 18] = 1  # more than 2047
+    _kernels.use(name)
+    codes = _kernels.quantise(rows, with_outliers=False)[0]
+    np.testing.assert_array_equal(codes[np.arange(21) != 3], rows[np.arange(21) != 3])
+    assert np.abs(codes[3]).max() == 60
+    for stored in (0x00, 0xFF, 0x0F, 0xF0):
+        block = np.zeros((16, 2, 20), np.uint8)
+        block[:, :, :2] = np.array([1.0], np.float16).view(np.uint8)
+        block[:, :, 4:] = stored
+        packed = np.zeros(_kernels.packed_bytes(W4, 16, 64), np.uint8)
+        _kernels.pack("Q4_1", block.reshape(-1), 64, W4, 0, 16, packed)
+        weights = _kernels.unpack_rows(W4, 16, 64, packed, np.arange(16)).astype(np.float64)
+        for count in (1, 5, 8, 21):
+            result = _kernels.linear(W4, 16, 64, packed, None, rows[:count], with_outliers=False)
+            expected = rows[:count].astype(np.float64) @ weights.T
+            size = np.abs(rows[:count]).astype(np.float64) @ np.abs(weights).T
+            assert (
+                np.abs(result - expected) <= np.where(np.arange(count) == 3, 0.02, 1e-6)[:, None] * (size + 1)
+            ).all()
 
 
 @pytest.mark.parametrize("name", SETS)
