@@ -84,24 +84,23 @@ constexpr int64_t outlier_ratio = 12;
 
 // Rows of activations in signed bytes: in every block of a row value = code * scale. The scale is such that the largest has the code 120 or
 // -120, so that a code and one of W4, less 8, are a byte together (linear_pairs.inl). Where the magnitudes of a group's codes would add up
-// to more than 2047, as only those of values that are nearly all alike do, it is twice that: then the products of a group fit 15 bits. The
-// last block of a row may have fewer groups.
+// to more than 2047, so where their mean is more than 53% of the block's largest, it is twice that: then the products of a group fit 15
+// bits with their sign. Normal numbers never are so even. The last block of a row may have fewer groups.
 constexpr int block_groups = 2;
 constexpr int block_inputs = block_groups * group_inputs;
 constexpr int largest_code = 120;
 constexpr int largest_magnitudes = 2047;
 
-// For the scales and offsets of W4: |scale| * largest sum of products in a group + |offset| * largest sum of codes is at most this.
-constexpr int64_t w4_largest_products = int64_t{w4_middle} * largest_magnitudes;
-constexpr int64_t w4_largest_sum = largest_magnitudes;
-constexpr int64_t w4_largest = INT32_MAX / block_groups;
+// The largest scale times the largest sum of products of a group, and the largest offset times the largest sum of codes.
+constexpr int64_t w4_largest = INT16_MAX * int64_t{w4_middle} * largest_magnitudes + INT16_MAX * int64_t{largest_magnitudes};
+static_assert(w4_largest <= INT32_MAX / block_groups);
 
 // What a product reads of one group of a row: the codes, zeros past the last input, and of their sum what a sum of products begins with.
 struct RowGroup {
   int8_t codes[group_inputs];
   int32_t start;        // for W4: in the upper 16 bits the sum, in the lower ones -8 times the sum, and `w4_lift` on top
   int32_t correction;   // for W8: -128 times the sum, for weights of signed bytes read as unsigned ones
-  int32_t pairs_start;  // for W4, where inputs are multiplied in pairs (linear_pairs.inl)
+  int32_t pairs_start;  // for W4, where inputs are multiplied in pairs (linear_pairs.inl); written by the table that does so
 };
 
 // Rows lie in panels of eight, as many as are multiplied at a time. Of a panel all rows of the first group come first, then those of the

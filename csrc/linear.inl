@@ -61,7 +61,7 @@ void unpack_row(const Weight& weight, int64_t output, float* out) {
   }
 }
 
-// The instructions of W4's sums alone, on registers: what no product can be faster than.
+// The instructions of W4's sums alone, on registers: what no product can be faster than that multiplies every input by itself.
 int64_t multiply_in_registers(int64_t repeats) {
 #if defined(WEFT_AVX512) || defined(WEFT_AVX2)
   constexpr int sums_at_once = 8;

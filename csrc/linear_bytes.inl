@@ -151,7 +151,7 @@ struct FactorsW4 {
       : pairs(load(scales_and_offsets)), scales(either(both(pairs, all_fours(0xffff)), shifted_up(pairs, 16))) {}
 };
 
-// 16 bits hold the sum of every other two of a group: 16 products of at most 15 * 127.
+// 16 bits hold the sum of every other two of a group: 16 products of at most 15 * 120.
 struct SumW4 {
   Bytes sums;
   void start(CodesW4 codes, Activations activations, int32_t = 0) { sums = multiply_pairs(codes, activations); }

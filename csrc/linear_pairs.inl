@@ -2,7 +2,7 @@
 //
 // Of two inputs a and b with the weights v and w one product is enough, since (a + w) (b + v) = a v + b w + a b + v w. What is too much is
 // a sum of activations, known when they become bytes, and one of weights, which the rows of a tile share. So inputs 0 to 15 of a group
-// take half the multiplications, and additions, which else nobody would make. Of every eight inputs the first four are a, the others b; v
+// take half the multiplications, and additions instead, for which there are units that had nothing to do. Of every eight inputs the first four are a, the others b; v
 // and w are codes less 8, and 128 is added to a + w, which the instruction takes for unsigned. Both factors are bytes since no activation
 // is beyond 120. All numbers are whole: the sum of a group is the same as by one product for each input.
 #if defined(WEFT_PAIRS)
@@ -13,7 +13,7 @@ namespace pairs {
 
 using bytes::Bytes;
 
-// Constants are read where they are needed, as there are no registers for them. The tables are looked up by the lowest four bits.
+// Constants in memory: there are hardly any registers for them. The tables are looked up by the lowest four bits.
 constexpr int32_t nothing = 0, nibbles = 0x0f0f0f0f;
 #define WEFT_FOUR_TIMES(...) {__VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__}
 alignas(64) constexpr uint8_t less_8[64] =
@@ -54,7 +54,7 @@ struct Steps {
         "vpaddb %[v], %[b], %[b]\n\t"
         "vpdpbusd %[d]%{1to16%}, %[last], %[sum]\n\t"
         "vpdpbusd %[b], %[a], %[sum]"
-        : [sum] "+v"(sum), [a] "=&v"(a), [b] "=&v"(b)
+        : [sum] "+&v"(sum), [a] "=&v"(a), [b] "=&v"(b)
         : [v] "v"(v), [w] "v"(w_and_128), [first] "v"(first), [last] "v"(last), [from_a] "m"(four(pairs)), [from_b] "m"(four(pairs + 4)),
           [c] "m"(four(others)), [d] "m"(four(others + 4)));
     return sum;

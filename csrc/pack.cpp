@@ -53,18 +53,15 @@ struct FactorsW4 {
     minima[static_cast<size_t>(group)] = minimum;
   }
 
-  // Stored as whole numbers under one unit for the output, the smallest under which no sum of a block leaves 32 bits. They then have 14
-  // bits or more where a group is not much smaller than the largest of its output, and f16 has 11.
+  // Stored as whole numbers under one unit for the output: they have 14 bits or more where a group is not much smaller than the largest of
+  // its output, and f16 has 11.
   void put(const Lane& lane) const {
     double unit = 0.0;
     bool is_finite = true;
     for (size_t group = 0; group < scales.size(); group++) {
       const double scale = std::abs(scales[group]), offset = std::abs(offset_of(group));
       is_finite = is_finite && std::isfinite(scale) && std::isfinite(offset);
-      // What rounding may add to both is left free.
-      constexpr auto room = static_cast<double>(w4_largest - w4_largest_products - w4_largest_sum);
-      const double sum = (scale * w4_largest_products + offset * w4_largest_sum) / room;
-      unit = std::max({unit, sum, scale / INT16_MAX, offset / INT16_MAX});
+      unit = std::max({unit, scale / INT16_MAX, offset / INT16_MAX});
     }
     const float stored = is_finite ? static_cast<float>(unit) : NAN;
     for (size_t group = 0; group < scales.size(); group++) {

@@ -192,8 +192,8 @@ inline __m512i sums_of_groups(const __m512i (&of)[blocks_together]) {
 
 #if defined(WEFT_PAIRS)
 // What the products of a block in pairs, and the others, have too much (linear_pairs.inl): sums that add up to those of its two groups as
-// the ones of `sums_of_fours` do. Packed codes of inputs 0 to 15 of a group are the first of two fours, in each part those of the next
-// step; parts take turns at being a and b.
+// the ones of `sums_of_fours` do. Packed codes of inputs 0 to 15 of a group are the first of two fours, in each part the next
+// four; parts take turns at being a and b.
 inline __m512i excess_of_fours(__m512i packed) {
   constexpr __mmask16 of_pairs = 0x5555, of_a = 0x0505;
   const __m512i eights = _mm512_maskz_set1_epi32(static_cast<__mmask16>(~of_pairs), w4_middle * 0x01010101);

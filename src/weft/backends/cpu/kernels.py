@@ -32,7 +32,7 @@ def instruction_set() -> str | None:
 
 
 def describe(threads: int | None = None) -> str:
-    """One line for people: "avx512vnni, 2 threads", or why there are none and what to do."""
+    """One line for people: "zen4, 2 threads", or why there are none and what to do."""
     if (name := instruction_set()) is not None:
         count = thread_count(threads)
         return f"{name}, {count} thread{'' if count == 1 else 's'}"
