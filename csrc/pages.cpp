@@ -34,19 +34,27 @@ void touch(uint8_t* begin, uint8_t* end, uintptr_t page) {
   }
 }
 
+void take_piece(uint8_t* begin, uint8_t* end) {
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  if (!populate(begin, end, page)) touch(begin, end, page);
+}
+
 }  // namespace
 
 void take_pages(Pool& pool, uint8_t* begin, uint8_t* end) {
   if (begin >= end) return;
-  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), first = reinterpret_cast<uintptr_t>(begin) / large_page;
+  const uintptr_t first = reinterpret_cast<uintptr_t>(begin) / large_page;
   const int64_t pieces = static_cast<int64_t>((reinterpret_cast<uintptr_t>(end) - 1) / large_page - first) + 1;
   // No large page is in two pieces: two threads would each clear one, and one of them for nothing.
   pool.run(pieces, [&](int64_t piece, int) {
     const uintptr_t from = (first + static_cast<uintptr_t>(piece)) * large_page;
     uint8_t* const piece_begin = piece == 0 ? begin : reinterpret_cast<uint8_t*>(from);
-    uint8_t* const piece_end = std::min(end, reinterpret_cast<uint8_t*>(from + large_page));
-    if (!populate(piece_begin, piece_end, page)) touch(piece_begin, piece_end, page);
+    take_piece(piece_begin, std::min(end, reinterpret_cast<uint8_t*>(from + large_page)));
   });
+}
+
+void take_offered_pages(Pool& pool) {
+  if (pool.offer.is_open.load(std::memory_order_relaxed) && pool.offer.is_open.exchange(false)) take_piece(pool.offer.begin, pool.offer.end);
 }
 
 }  // namespace weft

@@ -27,6 +27,14 @@ class Pool {
 
   int threads() const { return static_cast<int>(workers_->threads.size()) + 1; }
 
+  // Memory that one thread may take while the others work (pages.h): the first that finds the offer open, and closes it. Whoever calls
+  // `run` makes it and takes it back, before and after.
+  struct Offer {
+    uint8_t *begin = nullptr, *end = nullptr;
+    std::atomic<bool> is_open{false};
+  };
+  Offer offer;
+
   // Calls work(chunk, worker) for every chunk once; returns when all are done. `worker` is the caller's number among the threads, for
   // scratch of its own. One caller at a time, and `work` must not throw.
   template <typename Function>

@@ -3,6 +3,7 @@
 // A row needs of the others what those before it in its request have written to the cache: a block may attend when the blocks that hold
 // them have got as far. So nobody waits for all others, as at the end of a phase, 60 times in a step of 30 layers, and a thread that
 // loses its core to somebody else for a while keeps no one from going on.
+#include "pages.h"
 #include "patience.h"
 #include "program.h"
 
@@ -19,7 +20,10 @@ void Program::run_flow(size_t first, size_t end) {
   }
   flow_.blocks.assign(blocks_.size(), Flow::Progress{});
   flow_.unfinished = blocks_.size();
-  pool_.run(pool_.threads(), [&](int64_t, int number) { go_with_flow(workers_[static_cast<size_t>(number)]); });
+  pool_.run(pool_.threads(), [&](int64_t, int number) {
+    take_offered_pages(pool_);
+    go_with_flow(workers_[static_cast<size_t>(number)]);
+  });
   add_seconds_of_workers();
 }
 

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import mmap
-from pathlib import Path
-
 import numpy as np
 import pytest
 
+from resident_pages import PAGE, needs_pagemap, pages_between, present_pages, untouched
+
 _kernels = pytest.importorskip("weft._kernels")
 
-PAGE = mmap.PAGESIZE
 LARGE_PAGE = 2 << 20
 
 
-def present_pages(memory: np.ndarray) -> list[bool]:
-    """Of an array that begins at a page: which of its pages are in memory."""
-    with Path("/proc/self/pagemap").open("rb") as entries:
-        entries.seek(memory.ctypes.data // PAGE * 8)
-        found = np.frombuffer(entries.read(-(-memory.size // PAGE) * 8), np.uint64)
-    return [bool(entry >> np.uint64(63)) for entry in found]
-
-
-@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="only Linux tells what is there")
+@needs_pagemap
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize(
     ("first", "end"),
@@ -34,12 +24,9 @@ def present_pages(memory: np.ndarray) -> list[bool]:
     ],
 )
 def test_every_page_of_a_piece_is_there_and_none_beside_it(threads: int, first: int, end: int) -> None:
-    mapped = mmap.mmap(-1, 7 * LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapped.madvise(mmap.MADV_NOHUGEPAGE)
-    memory = np.frombuffer(mapped, np.uint8)
+    memory = untouched(7 * LARGE_PAGE)
     _kernels.Pool(threads).take_pages(memory[first:end])
-    wanted = [first // PAGE <= page <= (end - 1) // PAGE for page in range(7 * LARGE_PAGE // PAGE)]
-    assert present_pages(memory) == wanted
+    assert present_pages(memory) == pages_between(first, end, memory.size)
 
 
 def test_what_the_pages_hold_stays() -> None:

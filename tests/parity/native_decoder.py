@@ -32,8 +32,9 @@ class NativeDecoder:
         decoder = build_decoder(layout, metadata, tensors, ops, max_context)
         self.config = decoder.config
         self.new_cache, self.new_store = decoder.new_cache, decoder.new_store
+        self.pool = _kernels.Pool(threads)
         self._native = record(
-            lambda: decoder.forward(NO_STEP, None), decoder.logits, ops, in_memory, _kernels.Pool(threads)
+            lambda: decoder.forward(NO_STEP, None), decoder.logits, ops, in_memory, self.pool
         )
 
     def forward(self, step: StepIndices, cache: np.ndarray | TwoTierCache) -> np.ndarray:

@@ -13,6 +13,7 @@ from small_models import build_model, logits_in_a_batch, save
 from test_architectures import CASES
 from test_requests_in_blocks import random_texts, step_of
 
+from resident_pages import PAGE, needs_pagemap, pages_between, present_pages, untouched
 from spoilt_cache import spoil
 
 
@@ -104,3 +105,30 @@ def test_prompts_of_a_two_tier_cache_get_the_bits_they_get_alone(bits: int, tmp_
     for text, ours in zip(texts, two_tier.logits_in_a_batch(together, texts, plan, bits), strict=True):
         (expected,) = two_tier.logits_in_a_batch(alone, [text], [[len(text)]], bits)
         assert np.array_equal(ours, expected)
+
+
+@needs_pagemap
+@pytest.mark.parametrize("threads", [1, 3])
+def test_memory_that_is_offered_is_taken_beside_a_step_that_flows_and_beside_no_other(
+    threads: int, tmp_path: Path
+) -> None:
+    decoder = decoder_of("llama", tmp_path, threads)
+    (text,) = random_texts([480])
+    cache = decoder.new_cache(30, 16)
+    flowing, other = (step_of([(text[:count], 0, list(range(30)))], 16) for count in (480, 8))
+    expected = decoder.logits(decoder.forward(flowing, cache))
+    memory = untouched(300 * PAGE)
+    first, end = 7 * PAGE + 100, 290 * PAGE - 5
+
+    decoder.pool.offer_pages(memory[first:end])
+    decoder.forward(other, cache)
+    assert decoder.pool.withdraw_pages(), "nobody had time"
+    decoder.forward(flowing, cache)
+    assert not any(present_pages(memory)), "it was no longer offered"
+
+    decoder.pool.offer_pages(memory[first:end])
+    logits = decoder.logits(decoder.forward(flowing, cache))
+    assert not decoder.pool.withdraw_pages(), "somebody took it"
+    assert present_pages(memory) == pages_between(first, end, memory.size)
+    assert np.array_equal(logits, expected)
+    assert not memory.any()

@@ -76,26 +76,55 @@ def test_what_a_step_needs_is_there_before_it() -> None:
     assert memory.is_wanting, "what lies behind has time"
 
 
-class Noted(MemoryAhead):
-    """Notes which pieces are taken, as addresses, and in which thread."""
+class NotingPool:
+    """Notes which pieces are taken, as addresses, and in which thread; takes what it is offered where it `has_time`."""
 
-    def __init__(self, ahead: int, threads: int = 1) -> None:
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
         self.pieces: list[tuple[int, int]] = []
-        self.threads: list[str] = []
-        self.array = np.zeros((64, ROW // 4), np.float32)
-        super().__init__(self.array, ahead, self.note, threads)
+        self.takers: list[str] = []
+        self.beside: list[tuple[int, int]] = []
+        self.has_time = False
+        self.is_open = False
 
-    def note(self, memory: np.ndarray) -> None:
-        self.pieces.append((memory.ctypes.data, memory.ctypes.data + memory.size))
-        self.threads.append(threading.current_thread().name)
+    def take_pages(self, bytes: np.ndarray) -> None:
+        self.pieces.append((bytes.ctypes.data, bytes.ctypes.data + bytes.size))
+        self.takers.append(threading.current_thread().name)
+
+    def offer_pages(self, bytes: np.ndarray) -> None:
+        assert not self.is_open, "what was offered before is still open"
+        assert bytes.size > 0
+        self.is_open = True
+        if self.has_time:
+            self.beside.append((bytes.ctypes.data, bytes.ctypes.data + bytes.size))
+
+    def withdraw_pages(self) -> bool:
+        assert self.is_open, "nothing was offered"
+        self.is_open = False
+        return not self.has_time
+
+
+class Noted(MemoryAhead):
+    def __init__(self, ahead: int, threads: int = 1, num_rows: int = 64) -> None:
+        self.pool = NotingPool(threads)
+        self.array = np.zeros((num_rows, ROW // 4), np.float32)
+        super().__init__(self.array, ahead, self.pool)
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        return self.pool.pieces
+
+    def step(self, num_rows: int) -> None:
+        self.use(num_rows)
+        self.end_step()
 
 
 def test_pieces_follow_one_another_to_the_end_and_no_large_page_is_in_two() -> None:
     memory = Noted(LARGE_PAGE)
     for num_rows in range(0, 65, 5):
-        memory.use(num_rows)
+        memory.step(num_rows)
         take_all(memory)
-    memory.use(64)
+    memory.step(64)
     take_all(memory)
     ends = [end for _, end in memory.pieces]
     start = memory.array.ctypes.data
@@ -106,13 +135,54 @@ def test_pieces_follow_one_another_to_the_end_and_no_large_page_is_in_two() -> N
 
 def test_a_step_that_is_short_of_a_page_takes_one_for_each_thread() -> None:
     memory = Noted(0, threads=2)
-    memory.use(1)
+    memory.step(1)
     [(begin, end)] = memory.pieces
     assert 2 * LARGE_PAGE <= end - begin < 3 * LARGE_PAGE
-    memory.use((end - begin) // ROW)
+    memory.step((end - begin) // ROW)
     assert len(memory.pieces) == 1, "these are there"
-    memory.use((end - begin) // ROW + 1)
+    memory.step((end - begin) // ROW + 1)
     assert len(memory.pieces) == 2
+
+
+def test_a_step_with_time_takes_what_two_more_of_its_kind_will_need() -> None:
+    memory = Noted(0, num_rows=400)
+    memory.pool.has_time = True
+    for num_rows in range(30, 360, 30):
+        memory.step(num_rows)
+    assert len(memory.pieces) == 1, "only the first came as a surprise"
+    every = [*memory.pieces, *memory.pool.beside]
+    assert [begin for begin, _ in every[1:]] == [end for _, end in every[:-1]], "one follows the other"
+    needed = memory.array.ctypes.data + (330 + 2 * 30) * ROW
+    assert needed <= every[-1][1] < needed + LARGE_PAGE
+    memory.step(331)
+    memory.step(331)
+    assert len(every) == len(memory.pieces) + len(memory.pool.beside), "they need no more"
+
+
+def test_what_no_thread_had_time_for_is_taken_before_the_step_that_needs_it() -> None:
+    memory = Noted(0, num_rows=400)
+    for num_rows in range(30, 330, 30):
+        memory.step(num_rows)
+        assert memory.pieces[-1][1] >= memory.array.ctypes.data + num_rows * ROW
+        assert not memory.pool.is_open
+    memory.pool.has_time = True
+    memory.step(300)  # as many as before: nothing is offered, so nothing was taken
+    memory.step(301)
+    assert memory.pieces[-1][1] >= memory.array.ctypes.data + 301 * ROW
+
+
+def test_no_step_is_asked_to_take_more_than_it_has_time_for_nor_what_is_not_there() -> None:
+    memory = Noted(0, num_rows=1000)
+    memory.pool.has_time = True
+    memory.step(450)
+    memory.step(990)
+    memory.step(1000)
+    (begin, end), *_ = memory.pool.beside
+    assert end - begin <= 8 * LARGE_PAGE
+    assert (
+        max(end for _, end in memory.pieces + memory.pool.beside)
+        == memory.array.ctypes.data + memory.array.nbytes
+    )
 
 
 def test_an_array_smaller_than_what_is_to_be_ahead_is_taken_whole_and_nothing_in_it_changes() -> None:
@@ -140,7 +210,7 @@ def test_the_thread_of_the_steps_takes_it_while_there_are_none() -> None:
     in_step: list[int] = []
 
     def step() -> StepResult:
-        memory.use(10)
+        memory.step(10)
         in_step.append(len(memory.pieces))
         return StepResult()
 
@@ -149,7 +219,7 @@ def test_the_thread_of_the_steps_takes_it_while_there_are_none() -> None:
     thread.close()
     assert in_step == [before], "these were there"
     assert memory.pieces[-1][1] >= memory.array.ctypes.data + 10 * ROW + LARGE_PAGE
-    assert set(memory.threads) == {"steps"}
+    assert set(memory.pool.takers) == {"steps"}
 
 
 def test_steps_that_wait_and_the_end_come_before_it() -> None:
@@ -170,4 +240,4 @@ def test_steps_that_wait_and_the_end_come_before_it() -> None:
     closing.join(10.0)
     for step in steps:
         step.result()
-    assert not memory.threads
+    assert not memory.pieces

@@ -11,11 +11,13 @@ from weft.scheduling.sequence import Sequence
 
 PATIENCE = 4.0
 """A prompt is due this many times as long after its arrival as it takes alone. With none all would go in the order in which
-they came, and short ones wait for all of a long one; with much of it long ones wait for all that come meanwhile."""
+they came, and short ones wait for all of a long one; with much of it long ones wait for all that come meanwhile. Of rushes of 64
+prompts of 16 to 512 tokens (cost model, twelve seeds) the mean first token comes after 1.84, 1.76, 1.68, 1.60 s with 0, 2, 4, 6 of it,
+the last after 3.87, 3.95, 4.04, 4.16 s."""
 
-SHARE_OF_TARGET = 0.9
-"""ADAPTIVE plans a step to take this share of its target: now and then one takes longer than predicted, and the target is
-meant for nearly all of them, not for their mean."""
+SHARE_OF_TARGET = 0.875
+"""ADAPTIVE plans a step to take this share of its target, which is meant for nearly all steps, not for their mean: on a shared
+machine one in a hundred takes an eighth longer than predicted."""
 
 
 class StepSize:

@@ -1,46 +1,62 @@
-"""Takes memory for the cache from the system before it is needed: while nothing runs, or by all threads at once before a step.
+"""Takes memory for the cache from the system before it is needed: while nothing runs, beside a step, or before one.
 
-A page that is touched for the first time has to be found and cleared, by the thread that touches it, and the others wait for that one:
-4 to 5 ms for a large page where a host has to find it too. Between requests nobody waits; what they did not leave time for
-is taken before the step that needs it, each thread a part.
+A page that is touched for the first time has to be found and cleared, by the thread that touches it: 4 to 5 ms for a large page
+where a host has to find it too. Between requests nobody waits for that. Under load one thread takes what the next steps are likely
+to need while the others compute; what is still missing is taken before the step that needs it, each thread a part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
 _PAGE_BYTES = 4096
 _LARGE_PAGE_BYTES = 2 << 20
 _MOST_PAGES_IN_STEP = 8
+_MOST_PAGES_BESIDE = 8
 
 
-def touch(memory: np.ndarray) -> None:
-    """Takes it in one thread, where there is no pool of them."""
-    pages = memory[::_PAGE_BYTES]
-    pages |= 0  # written, and left as it was
+class Taker(Protocol):
+    """Takes memory, with several threads if there are so many large pages: `_kernels.Pool`."""
+
+    @property
+    def threads(self) -> int: ...
+    def take_pages(self, bytes: np.ndarray) -> None: ...
+    def offer_pages(self, bytes: np.ndarray) -> None: ...
+    def withdraw_pages(self) -> bool: ...
+
+
+class OneThread:
+    """The same where there is no pool of threads."""
+
+    threads = 1
+
+    def take_pages(self, bytes: np.ndarray) -> None:
+        pages = bytes[::_PAGE_BYTES]
+        pages |= 0  # written, and left as it was
+
+    def offer_pages(self, bytes: np.ndarray) -> None:
+        """Nobody has time for them."""
+
+    def withdraw_pages(self) -> bool:
+        return True
 
 
 class MemoryAhead:
     """The memory of an array whose rows are used from the first one on. Belongs to the thread that uses them."""
 
-    def __init__(
-        self,
-        rows: np.ndarray,
-        ahead_bytes: int,
-        take: Callable[[np.ndarray], None] = touch,
-        threads: int = 1,
-    ) -> None:
-        """So many bytes behind those in use are to be there. `take` takes a piece, with so many threads if it has as many
-        large pages. Nobody may write to the array at the same time."""
+    def __init__(self, rows: np.ndarray, ahead_bytes: int, taker: Taker | None = None) -> None:
+        """So many bytes behind those in use are to be there. Nobody may write to what is being taken."""
         self._bytes = rows.reshape(-1).view(np.uint8)
         self._address = self._bytes.ctypes.data
         self._row_bytes = self._bytes.size // len(rows)
         self._ahead_bytes = ahead_bytes
-        self._take = take
-        self._bytes_in_step = min(threads, _MOST_PAGES_IN_STEP) * _LARGE_PAGE_BYTES
+        self._taker: Taker = OneThread() if taker is None else taker
+        self._bytes_in_step = min(self._taker.threads, _MOST_PAGES_IN_STEP) * _LARGE_PAGE_BYTES
+        self._used = 0
         self._taken = 0
+        self._offered = 0
         self._wanted = min(ahead_bytes, self._bytes.size)
 
     @property
@@ -48,18 +64,33 @@ class MemoryAhead:
         return self._taken < self._wanted
 
     def use(self, num_rows: int) -> None:
-        """The first `num_rows` are in use, or will be with the next step: takes those that are not there."""
-        used = num_rows * self._row_bytes
+        """The first `num_rows` are in use, or will be with the step that comes now: takes those that are not there, and offers
+        what the two steps behind it will lack if each needs as many again."""
+        used = max(num_rows * self._row_bytes, self._used)
         if used > self._taken:  # at least a page for each thread, which takes no longer than one
-            self._take_until(max(used, self._taken + self._bytes_in_step))
+            end = self._page_end(max(used, self._taken + self._bytes_in_step))
+            self._taker.take_pages(self._bytes[self._taken : end])
+            self._taken = end
+        most = min(self._taken + _MOST_PAGES_BESIDE * _LARGE_PAGE_BYTES, self._bytes.size)
+        next_used = min(used + 2 * (used - self._used), most)
+        if next_used > self._taken:
+            self._offered = self._page_end(next_used)
+            self._taker.offer_pages(self._bytes[self._taken : self._offered])
+        self._used = used
         self._wanted = max(self._wanted, min(used + self._ahead_bytes, self._bytes.size))
+
+    def end_step(self) -> None:
+        """The step is over: what was offered is there, or is offered no more."""
+        offered, self._offered = self._offered, 0
+        if offered and not self._taker.withdraw_pages():
+            self._taken = offered
 
     def take_some(self) -> None:
         """Takes a little of what is wanted: a large page, for which a request that comes meanwhile has to wait."""
-        self._take_until(self._taken + 1)
-
-    def _take_until(self, end: int) -> None:
-        """Up to the end of a large page: there the next piece begins."""
-        end = min(end + -(self._address + end) % _LARGE_PAGE_BYTES, self._bytes.size)
-        self._take(self._bytes[self._taken : end])
+        end = self._page_end(self._taken + 1)
+        self._taker.take_pages(self._bytes[self._taken : end])
         self._taken = end
+
+    def _page_end(self, end: int) -> int:
+        """Where the large page ends that ends so far behind the first row, or later: there the next piece begins."""
+        return min(end + -(self._address + end) % _LARGE_PAGE_BYTES, self._bytes.size)

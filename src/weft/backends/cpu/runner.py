@@ -156,7 +156,7 @@ class CpuBackend:
                 self._swaps = SwapSpace(full, swap_blocks)
                 self._rows = Rows(num_rows, max_context, pool.block_size)
             self._grammars = RowGrammars(self._compiler, num_rows, config.vocabulary_size)
-            self._memory = self._memory_of(full)
+            self._memory = MemoryAhead(full, _CACHE_BYTES_AHEAD, self._pool)
             self._thread.take_ahead(self._memory)
         # numpy's word for more than an address space holds is ValueError
         except (MemoryError, ValueError) as error:
@@ -202,11 +202,6 @@ class CpuBackend:
         self._thread.close()
         self._grammars.close()
 
-    def _memory_of(self, cache: np.ndarray) -> MemoryAhead:
-        if self._pool is None:
-            return MemoryAhead(cache, _CACHE_BYTES_AHEAD)
-        return MemoryAhead(cache, _CACHE_BYTES_AHEAD, self._pool.take_pages, self._pool.threads)
-
     def _run(self, plan: IterationPlan, step: PreparedStep | None) -> StepResult:
         """One plan, in the thread. Never raises: a swap that ran must be reported whatever the step does."""
         swaps = self._swaps
@@ -236,7 +231,10 @@ class CpuBackend:
         self._rows.read_tokens(step)
         self._thread.tell()  # before memory is taken, which may take long
         self._memory.use(int(step.indices.cells.max()) // self._block_size + 1)
-        logits, hidden = self._forward.step(step.indices, self._cache, num_sampled)
+        try:
+            logits, hidden = self._forward.step(step.indices, self._cache, num_sampled)
+        finally:
+            self._memory.end_step()
         if scored:
             logits = logits.copy()  # what scores prompts makes logits in the same place
         prompt_logprobs, errors = self._score_prompts(scored, hidden) if scored else ({}, {})
