@@ -19,12 +19,12 @@ void bind_pool(nb::module_& module) {
       .def("take_pages", [](Pool& pool, Array<uint8_t, 1> bytes) {
         nb::gil_scoped_release release;
         take_pages(pool, bytes.data(), bytes.data() + bytes.size());
-      }, nb::arg("bytes"))
+      }, nb::arg("bytes").noconvert())
       .def("offer_pages", [](Pool& pool, Array<uint8_t, 1> bytes) {
         pool.offer.begin = bytes.data();
         pool.offer.end = bytes.data() + bytes.size();
         pool.offer.is_open = bytes.size() > 0;
-      }, nb::arg("bytes"))
+      }, nb::arg("bytes").noconvert())
       .def("withdraw_pages", [](Pool& pool) { return pool.offer.is_open.exchange(false); });
 }
 

@@ -34,27 +34,38 @@ void touch(uint8_t* begin, uint8_t* end, uintptr_t page) {
   }
 }
 
-void take_piece(uint8_t* begin, uint8_t* end) {
-  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  if (!populate(begin, end, page)) touch(begin, end, page);
-}
+// Memory in pieces of which each is in one large page: two threads with a part of it each would both clear one, and one of them for nothing;
+// and who wants to map something waits for no more than one piece.
+class Pieces {
+ public:
+  Pieces(uint8_t* begin, uint8_t* end) : begin_(begin), end_(end), first_(reinterpret_cast<uintptr_t>(begin) / large_page) {}
+
+  int64_t count() const {
+    return begin_ >= end_ ? 0 : static_cast<int64_t>((reinterpret_cast<uintptr_t>(end_) - 1) / large_page - first_) + 1;
+  }
+  void take(int64_t piece) const {
+    const uintptr_t from = (first_ + static_cast<uintptr_t>(piece)) * large_page, page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    uint8_t* const begin = piece == 0 ? begin_ : reinterpret_cast<uint8_t*>(from);
+    uint8_t* const end = std::min(end_, reinterpret_cast<uint8_t*>(from + large_page));
+    if (!populate(begin, end, page)) touch(begin, end, page);
+  }
+
+ private:
+  uint8_t *begin_, *end_;
+  uintptr_t first_;
+};
 
 }  // namespace
 
 void take_pages(Pool& pool, uint8_t* begin, uint8_t* end) {
-  if (begin >= end) return;
-  const uintptr_t first = reinterpret_cast<uintptr_t>(begin) / large_page;
-  const int64_t pieces = static_cast<int64_t>((reinterpret_cast<uintptr_t>(end) - 1) / large_page - first) + 1;
-  // No large page is in two pieces: two threads would each clear one, and one of them for nothing.
-  pool.run(pieces, [&](int64_t piece, int) {
-    const uintptr_t from = (first + static_cast<uintptr_t>(piece)) * large_page;
-    uint8_t* const piece_begin = piece == 0 ? begin : reinterpret_cast<uint8_t*>(from);
-    take_piece(piece_begin, std::min(end, reinterpret_cast<uint8_t*>(from + large_page)));
-  });
+  const Pieces pieces(begin, end);
+  pool.run(pieces.count(), [&](int64_t piece, int) { pieces.take(piece); });
 }
 
 void take_offered_pages(Pool& pool) {
-  if (pool.offer.is_open.load(std::memory_order_relaxed) && pool.offer.is_open.exchange(false)) take_piece(pool.offer.begin, pool.offer.end);
+  if (!pool.offer.is_open.load(std::memory_order_relaxed) || !pool.offer.is_open.exchange(false)) return;
+  const Pieces pieces(pool.offer.begin, pool.offer.end);
+  for (int64_t piece = 0; piece < pieces.count(); piece++) pieces.take(piece);
 }
 
 }  // namespace weft

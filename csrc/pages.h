@@ -12,8 +12,8 @@ namespace weft {
 // meanwhile.
 void take_pages(Pool& pool, uint8_t* begin, uint8_t* end);
 
-// Takes what is offered, in the thread that calls, if no other has. Two threads at once take half as long again for each page: where there is
-// other work, one takes them while the others do that.
+// Takes what is offered, in the thread that calls, if no other has; nobody may write to it meanwhile. Two threads at once take half as long
+// again for each page: where there is other work, one takes them while the others do that.
 void take_offered_pages(Pool& pool);
 
 }  // namespace weft

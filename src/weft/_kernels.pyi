@@ -29,11 +29,11 @@ class Pool:
         """Has the system give this memory now, to all threads at once. What it holds stays; nobody may write to it meanwhile."""
 
     def offer_pages(self, bytes: NDArray[np.uint8]) -> None:
-        """The same during the next step, by one thread while the others compute, if it is a step in which threads do not wait
-        for one another. The memory must stay until it is withdrawn, which is before anything else is offered."""
+        """The same during the next step, by one thread while the others compute, if that is a step in flow. The memory must stay
+        until it is withdrawn, which is before anything else is offered."""
 
     def withdraw_pages(self) -> bool:
-        """True: nobody took them."""
+        """True: nobody took what was offered. False: somebody did, or nothing was."""
 
 class LinearWeight:
     """A linear layer in one of the packed layouts (csrc/kernels.h). The bytes stay where they are."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -154,6 +155,38 @@ def test_memory_of_the_cache_is_taken_between_requests_behind_what_was_used(
     block_bytes = engine.scheduler.info.bytes_per_block
     used = 5 * block_bytes  # 37 tokens in blocks of 8
     assert used + ahead <= taken() < used + ahead + large_page
+    engine.stop()
+
+
+def test_a_long_prompt_takes_memory_for_more_of_its_kind_while_it_is_computed(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_CACHE_BYTES_AHEAD", 0)
+    engine = make_engine(model, blocks=512)
+    backend: Any = engine._backend
+    memory, pool = backend._memory, backend._pool
+    once = SamplingParams(max_tokens=1, ignore_eos=True)
+    run(engine, [InferenceRequest(tuple(range(100, 300)), once)])
+    used = 25 * engine.scheduler.info.bytes_per_block  # 200 tokens in blocks of 8
+    assert memory._taken >= 3 * used, "the step had no time for it"
+    assert not pool.withdraw_pages(), "an offer is open"
+
+    offered: list[int] = []
+
+    def broken(*_: object) -> NoReturn:
+        offered.append(memory._offered)
+        raise RuntimeError("no step today")
+
+    monkeypatch.setattr(backend._forward, "step", broken)
+    request_id = engine.submit(InferenceRequest(tuple(range(100, 500)), once))
+    while engine.run_iteration():
+        engine.scheduler.check_integrity()
+    result = engine.get_result(request_id)
+    assert result is not None
+    assert result.state is RequestState.FAILED
+    assert "no step today" in str(result.error)
+    assert memory._taken < max(offered), "what was offered to a step that failed counts as taken"
+    assert not pool.withdraw_pages(), "an offer is open"
     engine.stop()
 
 

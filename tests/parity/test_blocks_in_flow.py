@@ -115,14 +115,19 @@ def test_memory_that_is_offered_is_taken_beside_a_step_that_flows_and_beside_no_
     decoder = decoder_of("llama", tmp_path, threads)
     (text,) = random_texts([480])
     cache = decoder.new_cache(30, 16)
-    flowing, other = (step_of([(text[:count], 0, list(range(30)))], 16) for count in (480, 8))
+    flowing = step_of([(text, 0, list(range(30)))], 16)
+    others = [
+        step_of([(text[:8], 0, [0])], 16),
+        step_of([(text[:10], 0, [number]) for number in range(6)], 16),  # some whole requests for each thread
+    ]
     expected = decoder.logits(decoder.forward(flowing, cache))
     memory = untouched(300 * PAGE)
     first, end = 7 * PAGE + 100, 290 * PAGE - 5
 
-    decoder.pool.offer_pages(memory[first:end])
-    decoder.forward(other, cache)
-    assert decoder.pool.withdraw_pages(), "nobody had time"
+    for other in others:
+        decoder.pool.offer_pages(memory[first:end])
+        decoder.forward(other, cache)
+        assert decoder.pool.withdraw_pages(), "nobody had time"
     decoder.forward(flowing, cache)
     assert not any(present_pages(memory)), "it was no longer offered"
 

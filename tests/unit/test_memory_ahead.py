@@ -145,7 +145,7 @@ def test_a_step_that_is_short_of_a_page_takes_one_for_each_thread() -> None:
 
 
 def test_a_step_with_time_takes_what_two_more_of_its_kind_will_need() -> None:
-    memory = Noted(0, num_rows=400)
+    memory = Noted(0, num_rows=1000)
     memory.pool.has_time = True
     for num_rows in range(30, 360, 30):
         memory.step(num_rows)

@@ -65,17 +65,18 @@ class MemoryAhead:
 
     def use(self, num_rows: int) -> None:
         """The first `num_rows` are in use, or will be with the step that comes now: takes those that are not there, and offers
-        what the two steps behind it will lack if each needs as many again."""
+        what the two steps behind it will lack if each needs as many again, up to a bound."""
         used = max(num_rows * self._row_bytes, self._used)
-        if used > self._taken:  # at least a page for each thread, which takes no longer than one
+        if used > self._taken:  # at least a page for each thread, which takes hardly longer than one
             end = self._page_end(max(used, self._taken + self._bytes_in_step))
             self._taker.take_pages(self._bytes[self._taken : end])
             self._taken = end
         most = min(self._taken + _MOST_PAGES_BESIDE * _LARGE_PAGE_BYTES, self._bytes.size)
         next_used = min(used + 2 * (used - self._used), most)
         if next_used > self._taken:
-            self._offered = self._page_end(next_used)
-            self._taker.offer_pages(self._bytes[self._taken : self._offered])
+            end = self._page_end(next_used)
+            self._taker.offer_pages(self._bytes[self._taken : end])
+            self._offered = end
         self._used = used
         self._wanted = max(self._wanted, min(used + self._ahead_bytes, self._bytes.size))
 
