@@ -2,9 +2,9 @@
 //
 // Of two inputs a and b with the weights v and w one product is enough, since (a + w) (b + v) = a v + b w + a b + v w. What is too much is
 // a sum of activations, known when they become bytes, and one of weights, which the rows of a tile share. So inputs 0 to 15 of a group
-// take half the multiplications, and additions instead, for which there are units that had nothing to do. Of every eight inputs the first four are a, the others b; v
-// and w are codes less 8, and 128 is added to a + w, which the instruction takes for unsigned. Both factors are bytes since no activation
-// is beyond 120. All numbers are whole: the sum of a group is the same as by one product for each input.
+// take half the multiplications, and additions instead, for which there are units that had nothing to do. Of every eight inputs the first
+// four are a, the others b; v and w are codes less 8, and 128 is added to a + w, which the instruction takes for unsigned. Both factors are
+// bytes since no activation is beyond 120. All numbers are whole: the sum of a group is the same as by one product for each input.
 #if defined(WEFT_PAIRS)
 
 namespace weft::WEFT_ISA {

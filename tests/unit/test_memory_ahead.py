@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
-import pytest
 
+from resident_pages import PAGE, needs_pagemap, present_pages, untouched
 from weft.backends.cpu.memory_ahead import MemoryAhead
 from weft.backends.cpu.step_thread import StepThread
 from weft.plan import StepResult
@@ -18,28 +16,13 @@ ROW = 96 << 10
 MIB = 1 << 20
 LARGE_PAGE = 2 * MIB
 
-needs_smaps = pytest.mark.skipif(
-    not Path("/proc/self/smaps").exists(), reason="only Linux tells what is resident"
-)
+
+def untouched_rows(count: int) -> np.ndarray:
+    return untouched(count * ROW).view(np.float16).reshape(count, -1)
 
 
-def mapped_rows(count: int) -> tuple[mmap.mmap, np.ndarray]:
-    """Rows in small pages, of which as many are resident as were touched."""
-    mapped = mmap.mmap(-1, count * ROW, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        mapped.madvise(mmap.MADV_NOHUGEPAGE)
-    return mapped, np.frombuffer(mapped, np.float16).reshape(count, -1)
-
-
-def resident_bytes(memory: mmap.mmap) -> int:
-    """Of a mapping that begins at a page, as Linux counts it."""
-    start = f"{np.frombuffer(memory, np.uint8).ctypes.data:x}-"
-    with open("/proc/self/smaps") as smaps:
-        lines = iter(smaps)
-        for line in lines:
-            if line.startswith(start):
-                return next(int(entry.split()[1]) << 10 for entry in lines if entry.startswith("Rss:"))
-    raise AssertionError("no such mapping")
+def resident_bytes(rows: np.ndarray) -> int:
+    return sum(present_pages(rows.reshape(-1).view(np.uint8))) * PAGE
 
 
 def take_all(memory: MemoryAhead) -> int:
@@ -50,29 +33,29 @@ def take_all(memory: MemoryAhead) -> int:
     return turns
 
 
-@needs_smaps
+@needs_pagemap
 def test_as_much_is_taken_as_may_be_needed_next_and_no_more() -> None:
-    mapped, rows = mapped_rows(512)
+    rows = untouched_rows(512)
     memory = MemoryAhead(rows, 8 * MIB)
-    assert resident_bytes(mapped) == 0
+    assert resident_bytes(rows) == 0
     assert 4 <= take_all(memory) <= 5, "a large page at a time"
-    assert 8 * MIB <= resident_bytes(mapped) < 8 * MIB + LARGE_PAGE
+    assert 8 * MIB <= resident_bytes(rows) < 8 * MIB + LARGE_PAGE
     memory.use(80)
     take_all(memory)
-    assert 80 * ROW + 8 * MIB <= resident_bytes(mapped) < 80 * ROW + 8 * MIB + LARGE_PAGE
+    assert 80 * ROW + 8 * MIB <= resident_bytes(rows) < 80 * ROW + 8 * MIB + LARGE_PAGE
     memory.use(4)
     assert not memory.is_wanting, "what was used once is there"
     memory.use(512)
     assert not memory.is_wanting, "all are in use"
-    assert resident_bytes(mapped) == 512 * ROW
+    assert resident_bytes(rows) == 512 * ROW
 
 
-@needs_smaps
+@needs_pagemap
 def test_what_a_step_needs_is_there_before_it() -> None:
-    mapped, rows = mapped_rows(512)
+    rows = untouched_rows(512)
     memory = MemoryAhead(rows, 8 * MIB)
     memory.use(50)
-    assert 50 * ROW <= resident_bytes(mapped) < 50 * ROW + LARGE_PAGE
+    assert 50 * ROW <= resident_bytes(rows) < 50 * ROW + LARGE_PAGE
     assert memory.is_wanting, "what lies behind has time"
 
 

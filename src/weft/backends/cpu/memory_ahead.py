@@ -57,20 +57,19 @@ class MemoryAhead:
         self._used = 0
         self._taken = 0
         self._offered = 0
-        self._wanted = min(ahead_bytes, self._bytes.size)
 
     @property
     def is_wanting(self) -> bool:
-        return self._taken < self._wanted
+        return self._taken < min(self._used + self._ahead_bytes, self._bytes.size)
 
     def use(self, num_rows: int) -> None:
         """The first `num_rows` are in use, or will be with the step that comes now: takes those that are not there, and offers
         what the two steps behind it will lack if each needs as many again, up to a bound."""
         used = max(num_rows * self._row_bytes, self._used)
-        if used > self._taken:  # at least a page for each thread, which takes hardly longer than one
-            end = self._page_end(max(used, self._taken + self._bytes_in_step))
-            self._taker.take_pages(self._bytes[self._taken : end])
-            self._taken = end
+        if (
+            used > self._taken
+        ):  # at least a page for each thread: together they take less than twice as long as one for one
+            self._take_until(max(used, self._taken + self._bytes_in_step))
         most = min(self._taken + _MOST_PAGES_BESIDE * _LARGE_PAGE_BYTES, self._bytes.size)
         next_used = min(used + 2 * (used - self._used), most)
         if next_used > self._taken:
@@ -78,7 +77,6 @@ class MemoryAhead:
             self._taker.offer_pages(self._bytes[self._taken : end])
             self._offered = end
         self._used = used
-        self._wanted = max(self._wanted, min(used + self._ahead_bytes, self._bytes.size))
 
     def end_step(self) -> None:
         """The step is over: what was offered is there, or is offered no more."""
@@ -88,7 +86,10 @@ class MemoryAhead:
 
     def take_some(self) -> None:
         """Takes a little of what is wanted: a large page, for which a request that comes meanwhile has to wait."""
-        end = self._page_end(self._taken + 1)
+        self._take_until(self._taken + 1)
+
+    def _take_until(self, end: int) -> None:
+        end = self._page_end(end)
         self._taker.take_pages(self._bytes[self._taken : end])
         self._taken = end
 
