@@ -105,6 +105,7 @@ def wait_for(condition: Any, seconds: float = 60.0) -> None:
 def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
     """The noop backend behind the text side of a real model, unless `settings` say otherwise."""
     headers, stderr = settings.pop("headers", {}), settings.pop("stderr", None)
+    more_environment = settings.pop("environment", {})
     path = os.pathsep.join([*settings.pop("python_path", []), str(SOURCE)])
     given = {
         "model": str(model_path),
@@ -115,7 +116,7 @@ def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
         "backend_options": NOOP,
         **settings,
     }
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, **more_environment, "PYTHONPATH": path}
     process = subprocess.Popen(
         [sys.executable, str(LAUNCH), json.dumps(given)],
         stdin=subprocess.PIPE,

@@ -86,8 +86,8 @@ async def _run(work: SoakWork, host: str, port: int, noop: Tokenizer | None, siz
     asker = Target(host, port, (), (), (), work.api_key)
     max_context = (await _ask(asker, "GET", "/v1/models"))["data"][0].get("max_model_len", 1 << 17)
     _say("finding out what the answers have to be")
-    questions = await _with_answers(asker, draw_questions(work.seed, sizes), noop)
-    slow = await _with_answers(asker, draw_questions(work.seed, sizes, slow=True), noop)
+    questions = await with_answers(asker, draw_questions(work.seed, sizes), noop)
+    slow = await with_answers(asker, draw_questions(work.seed, sizes, slow=True), noop)
     target = dataclasses.replace(
         asker, questions=questions, slow_questions=slow, wrong_questions=wrong_questions(max_context)
     )
@@ -136,7 +136,7 @@ async def _run(work: SoakWork, host: str, port: int, noop: Tokenizer | None, siz
     )
 
 
-async def _with_answers(
+async def with_answers(
     asker: Target, questions: Sequence[Question], noop: Tokenizer | None
 ) -> list[Question]:
     """The questions with what answers them: computed where the backend's arithmetic is known, else asked for once."""

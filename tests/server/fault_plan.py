@@ -1,0 +1,77 @@
+"""What a fault run does to a server, drawn from its seed, and which errors each fault explains."""
+
+from __future__ import annotations
+
+import enum
+import random
+from dataclasses import dataclass, field
+
+
+class Fault(enum.Enum):
+    BRIEF_STOP = "the engine stopped (SIGSTOP) and continued in time"
+    LONG_STOP = "the engine stopped (SIGSTOP) until it is replaced"
+    KILLED_ENGINE = "the engine killed"
+    KILLED_HELPER = "a process beside the engine killed"
+    NO_DESCRIPTORS = "the engine killed while the server has no descriptor left (EMFILE)"
+    NO_FORK = "the engine killed while no process can be started (ENOMEM)"
+    FULL_DISK = "the engine's log cannot grow"
+    STALLED_READERS = "streams that nobody reads"
+    LEAVERS = "clients that leave while their body, text, template or grammar is worked on"
+    CLOCK_JUMP = "the wall clock jumps by days, both ways"
+    FLIPPED_WEIGHTS = "bits of the packed weights flipped, then the engine killed"
+    CUT_WEIGHTS = "the packed weights cut short, then the engine killed"
+
+
+OF_WEIGHTS = (Fault.FLIPPED_WEIGHTS, Fault.CUT_WEIGHTS)
+ENDS_THE_ENGINE = {
+    Fault.LONG_STOP,
+    Fault.KILLED_ENGINE,
+    Fault.NO_DESCRIPTORS,
+    Fault.NO_FORK,
+    *OF_WEIGHTS,
+}
+"""After these `/health` must say 503 once, and 200 in the end."""
+
+_OF_AN_ENGINE = frozenset({"engine_died", "engine_not_ready", "engine_stalled"})
+_OF_A_HELPER = frozenset({"failed", "engine_not_ready"})
+_EXPLAINED = {
+    Fault.BRIEF_STOP: frozenset({"engine_not_ready"}),
+    Fault.KILLED_HELPER: _OF_A_HELPER,
+    Fault.NO_DESCRIPTORS: _OF_AN_ENGINE | _OF_A_HELPER | {"lost"},
+    Fault.NO_FORK: _OF_AN_ENGINE | _OF_A_HELPER,
+    **dict.fromkeys((Fault.LONG_STOP, Fault.KILLED_ENGINE, *OF_WEIGHTS), _OF_AN_ENGINE),
+}
+
+
+@dataclass
+class Window:
+    """A fault from its first effect until the server is as before. `ended` is None while it lasts."""
+
+    fault: Fault
+    began: float
+    ended: float | None = None
+
+    def covers(self, began: float, ended: float) -> bool:
+        return began <= (float("inf") if self.ended is None else self.ended) and self.began <= ended
+
+    def explains(self, code: str) -> bool:
+        return code in _EXPLAINED.get(self.fault, frozenset())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run: its faults in order, and the generator for everything else that is drawn."""
+
+    seed: int
+    faults: tuple[Fault, ...]
+    source: random.Random = field(repr=False)
+
+
+def draw_plan(seed: int, backend: str, count: int | None = None) -> Plan:
+    """All faults that the backend allows, in an order of the seed's; with `count`, so many of them."""
+    source = random.Random(f"faults {seed} {backend}")
+    faults = [fault for fault in Fault if backend == "cpu" or fault not in OF_WEIGHTS]
+    source.shuffle(faults)
+    if backend == "cpu" and count is not None:  # those that only a real model has come first
+        faults.sort(key=lambda fault: fault not in OF_WEIGHTS)
+    return Plan(seed, tuple(faults[:count]), source)

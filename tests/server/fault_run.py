@@ -1,0 +1,574 @@
+"""A seeded run of faults over the real processes of a server: python fault_run.py --minutes 30 --seed 1
+
+Each run starts a server, keeps clients asking, and does to it what `fault_plan` draws. Every answer is checked as in `weft bench
+soak`. At the end every request has ended once, an error is explained by a fault that was under way, `/health` and `/ready` told the
+truth throughout, and memory, descriptors and places are back at the baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import http.client
+import itertools
+import json
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fault_plan import ENDS_THE_ENGINE, Fault, Plan, Window, draw_plan
+from server_process import NOOP, Server, running_server
+
+from weft.bench.serve_stream import JunkError
+from weft.bench.soak import with_answers
+from weft.bench.soak_client import Ledger, Lost, SoakClient, Target, Violation
+from weft.bench.soak_plan import NOOP as NOOP_SIZES
+from weft.bench.soak_plan import REAL as REAL_SIZES
+from weft.bench.soak_plan import Behaviour, draw_questions, wrong_questions
+from weft.loading.checkpoint import open_checkpoint
+from weft.loading.pull import pull
+from weft.text.model_text import open_model_text
+
+STALL_SECONDS = 3.0
+STALLED_READER_SECONDS = 2.0
+NOTICED_SECONDS = 2.0
+"""`/ready` must say 503 so long after an engine stopped."""
+CLIENTS = 12
+GROWN_MIB = 32.0
+_RECOVERY_SECONDS = 90.0
+_POLL_SECONDS = 0.05
+_ANSWER_SECONDS = 120.0
+_NUMBERS = itertools.count()
+_ALWAYS_ALLOWED = ("slow_reader", "queue_full")
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Poll:
+    began: float
+    ended: float
+    health: int
+    ready: int
+    """The status; 0 where there was no answer."""
+
+
+class HealthPolls:
+    """Asks `/health` and `/ready` from a thread of its own, each on a new connection."""
+
+    def __init__(self, port: int) -> None:
+        self.polls: list[Poll] = []
+        self._port = port
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._poll, daemon=True)
+
+    def __enter__(self) -> HealthPolls:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _poll(self) -> None:
+        while not self._is_over.wait(_POLL_SECONDS):
+            began = time.monotonic()
+            health, ready = (self._status(path) for path in ("/health", "/ready"))
+            self.polls.append(Poll(began, time.monotonic(), health, ready))
+
+    def _status(self, path: str) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return 0
+        finally:
+            connection.close()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A request that got an error, or lost its connection ("lost")."""
+
+    began: float
+    ended: float
+    code: str
+
+
+class FaultClient(SoakClient):
+    """As in a soak; an error is not judged where it is seen, but when all faults are known."""
+
+    failures: list[Failure]
+
+    async def run(self, until: float) -> None:
+        raise NotImplementedError("run_until")
+
+    async def run_until(self, is_over: Callable[[], bool], failures: list[Failure]) -> None:
+        while not is_over():
+            conduct, began = self._behaviour.conduct(), time.monotonic()
+            code = None
+            try:
+                async with asyncio.timeout(_ANSWER_SECONDS):
+                    outcome = await self._ask(conduct)
+                self._ledger.outcomes[conduct, outcome] += 1
+                code = outcome[len("error ") :] if outcome.startswith("error ") else None
+            except TimeoutError:
+                self._violate(conduct, f"no end after {_ANSWER_SECONDS:g} s")
+            except (Lost, OSError):
+                self._drop()
+                self._ledger.outcomes[conduct, "lost"] += 1
+                code = "lost"
+            except (Violation, JunkError, LookupError, TypeError, ValueError) as error:
+                self._violate(conduct, f"{type(error).__name__}: {error}")
+            if code is not None:
+                failures.append(Failure(began, time.monotonic(), code))
+                await asyncio.sleep(random.uniform(0.1, 0.4))
+        self._drop()
+
+    def _excuse(self, error: dict[str, Any]) -> str:
+        code = str(error["code"])
+        return code if code in _ALWAYS_ALLOWED else f"error {code}"
+
+    async def _ask_wrongly(self, number: int) -> str:
+        outcome = await super()._ask_wrongly(number)
+        return outcome if outcome == "refused" else f"error {outcome}"
+
+
+@dataclass
+class Run:
+    """One server under faults. Owns everything that is seen of it."""
+
+    server: Server
+    plan: Plan
+    target: Target
+    folder: Path
+    """Of the faults that `faulty/sitecustomize` reads."""
+    packed: Path
+    """Where packed weights are kept."""
+    polls: HealthPolls
+    ledger: Ledger = field(default_factory=Ledger)
+    failures: list[Failure] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def fault(self, name: str, content: str) -> Iterator[None]:
+        path = self.folder / name
+        path.write_text(content)
+        try:
+            yield
+        finally:
+            path.unlink()
+
+    async def engine(self) -> int:
+        """The engine's process, once there is one."""
+        give_up_at = time.monotonic() + _RECOVERY_SECONDS
+        while True:
+            with contextlib.suppress(AssertionError):
+                return self.server.engine_pid()
+            if time.monotonic() > give_up_at:
+                raise Violation("no engine's process came back")
+            await asyncio.sleep(0.05)
+
+    async def recovered(self, window: Window) -> None:
+        """Waits until health and readiness are good again, seen by polls that began after the fault ended."""
+        began = time.monotonic()
+        needs_notice = window.fault in ENDS_THE_ENGINE
+        while time.monotonic() < began + _RECOVERY_SECONDS:
+            polls = [poll for poll in self.polls.polls if poll.began > window.began]
+            noticed = next((n for n, poll in enumerate(polls) if poll.health not in (200, 0)), None)
+            last = [poll for poll in polls if poll.began > began][-3:]
+            is_good = len(last) == 3 and all(poll.health == 200 == poll.ready for poll in last)
+            if is_good and (noticed is not None or not needs_notice):
+                break
+            if is_good and time.monotonic() > began + 10:
+                self.violations.append(f"{window.fault.name}: /health never said that the engine was gone")
+                break
+            await asyncio.sleep(_POLL_SECONDS)
+        else:
+            self.violations.append(f"{window.fault.name}: not ready again after {_RECOVERY_SECONDS:g} s")
+        window.ended = time.monotonic()
+
+    # ------------------------------------------------------------------ the faults
+
+    async def inject(self, fault: Fault) -> None:
+        """Carries a fault out, undoes it where it lasts, and waits until the server is as before."""
+        source = self.plan.source
+        window = Window(fault, time.monotonic())
+        self.windows.append(window)
+        if fault is Fault.BRIEF_STOP:
+            await self._stop(source.uniform(0.1, STALL_SECONDS - 0.6))
+        elif fault is Fault.LONG_STOP:
+            os.kill(await self.engine(), signal.SIGSTOP)
+        elif fault is Fault.KILLED_ENGINE:
+            os.kill(await self.engine(), signal.SIGKILL)
+        elif fault is Fault.KILLED_HELPER:
+            await self._kill_helper()
+        elif fault is Fault.NO_DESCRIPTORS:
+            await self._kill_without_descriptors(source.uniform(1.0, 3.0))
+        elif fault is Fault.NO_FORK:
+            number = source.choice((errno.ENOMEM, errno.EAGAIN))
+            with self.fault("fork", str(number)):
+                os.kill(await self.engine(), signal.SIGKILL)
+                await asyncio.sleep(source.uniform(1.0, 3.0))
+        elif fault is Fault.FULL_DISK:
+            await self._fill_disk(source.uniform(0.5, 2.0))
+        elif fault is Fault.STALLED_READERS:
+            await self._stall_readers()
+        elif fault is Fault.LEAVERS:
+            await asyncio.gather(*(self._leave(number) for number in range(24)))
+        elif fault is Fault.CLOCK_JUMP:
+            for days in (30, -30):
+                with self.fault("clock", str(days * 86400)):
+                    await asyncio.sleep(source.uniform(0.2, 1.0))
+        else:
+            await self._damage_weights(fault)
+        await self.recovered(window)
+
+    async def _stop(self, seconds: float) -> None:
+        pid = await self.engine()
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+
+    async def _kill_helper(self) -> None:
+        engine = await self.engine()
+        helpers = [pid for pid in self.server.children() if pid != engine]
+        if helpers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.plan.source.choice(helpers), signal.SIGKILL)
+        await asyncio.sleep(0.5)
+
+    async def _kill_without_descriptors(self, seconds: float) -> None:
+        pid = self.server.process.pid
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        highest = max(map(int, os.listdir(f"/proc/{pid}/fd")))
+        resource.prlimit(
+            pid, resource.RLIMIT_NOFILE, (min(highest, len(os.listdir(f"/proc/{pid}/fd"))), hard)
+        )
+        try:
+            os.kill(await self.engine(), signal.SIGKILL)
+            await asyncio.sleep(seconds)
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+    async def _fill_disk(self, seconds: float) -> None:
+        pid = await self.engine()
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+        await asyncio.sleep(seconds)
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+
+    async def _stall_readers(self) -> None:
+        """Streams of megabytes that nobody reads: the server has to close each, and nothing is read before it does."""
+        body = {"prompt": [1], "max_tokens": 1500, "n": 4, "logprobs": 20, "stream": True, "ignore_eos": True}
+        message = self.target.message("POST", "/v1/completions", json.dumps(body).encode())
+        connections = [await asyncio.to_thread(_send, self.server.port, message) for _ in range(3)]
+        try:
+            give_up_at = time.monotonic() + STALLED_READER_SECONDS + 60
+            while not all(map(_is_closed, connections)):
+                if time.monotonic() > give_up_at:
+                    self.violations.append("a stream that nobody reads was never closed")
+                    break
+                await asyncio.sleep(0.1)
+        finally:
+            for connection in connections:
+                connection.close()
+
+    async def _leave(self, number: int) -> None:
+        """Leaves at a random moment of a request that keeps one stage busy: its body, its text, its template, its grammar."""
+        source = self.plan.source
+        words = " ".join(
+            source.choices(("river", "stone", "winter", "letter"), k=20_000 + 20_000 * (number % 3))
+        )
+        properties = {f"p{n}": {"type": "string", "maxLength": n + 1} for n in range(200)}
+        fields: dict[str, Any] = (
+            {"prompt": words[: 100_000 if number % 2 else 400_000]},
+            {"messages": [{"role": "user", "content": words[:60_000]}] * 4},
+            {"prompt": "x", "response_format": {"type": "regex", "regex": f"(a|b){{1,{900 + number}}}c"}},
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {
+                        "name": f"s{number}",
+                        "schema": {"type": "object", "properties": properties},
+                    },
+                },
+            },
+        )[number % 4]
+        path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+        message = self.target.message("POST", path, json.dumps({**fields, "max_tokens": 4}).encode())
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
+            cut = source.randrange(1, len(message)) if source.random() < 0.3 else len(message)
+            writer.write(message[:cut])
+            await asyncio.sleep(source.uniform(0, 0.3))
+            writer.transport.abort()
+
+    async def _damage_weights(self, fault: Fault) -> None:
+        """While the engine is stopped, so that no token is computed with what is damaged."""
+        pid = await self.engine()
+        os.kill(pid, signal.SIGSTOP)
+        for path in self.packed.glob("*.packed"):
+            size = path.stat().st_size
+            with path.open("r+b") as file:
+                if fault is Fault.CUT_WEIGHTS:
+                    file.truncate(self.plan.source.randrange(size))
+                    continue
+                for _ in range(64):
+                    file.seek(self.plan.source.randrange(size))
+                    (byte,) = file.read(1)
+                    file.seek(-1, os.SEEK_CUR)
+                    file.write(bytes([byte ^ 1 << self.plan.source.randrange(8)]))
+        os.kill(pid, signal.SIGKILL)
+
+    # ------------------------------------------------------------------ judging
+
+    def judge(self) -> list[str]:
+        found = [*self.violations, *self.ledger.violations]
+        for failure in self.failures:
+            windows = [one for one in self.windows if one.covers(failure.began, failure.ended)]
+            if not any(window.explains(failure.code) for window in windows):
+                during = ", ".join(window.fault.name for window in windows) or "no fault"
+                found.append(f"{failure.code} of a request during {during}")
+        for poll in self.polls.polls:
+            windows = [one for one in self.windows if one.covers(poll.began, poll.ended)]
+            if not windows and (poll.health, poll.ready) != (200, 200):
+                found.append(f"/health {poll.health} and /ready {poll.ready} without a fault")
+            if poll.health not in (200, 0) and any(one.fault is Fault.BRIEF_STOP for one in windows):
+                found.append(f"/health {poll.health} during a brief stop")
+        return [f"{line} ({count} times)" if count > 1 else line for line, count in Counter(found).items()]
+
+    def notice_seconds(self) -> dict[str, float]:
+        """For each fault that stopped or ended the engine, the seconds until `/ready` said so."""
+        noticed = {}
+        for number, window in enumerate(self.windows):
+            if window.fault in ENDS_THE_ENGINE:
+                later = (
+                    poll
+                    for poll in self.polls.polls
+                    if poll.began > window.began and poll.ready not in (200, 0)
+                )
+                if (first := next(later, None)) is not None:
+                    noticed[f"{number} {window.fault.name}"] = first.ended - window.began
+        return noticed
+
+
+def _send(port: int, message: bytes) -> socket.socket:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", port))
+    connection.sendall(message)
+    return connection
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Whether the other side reset the connection; found without reading what it sent."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    return bool(poll.poll(0))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What must be as before: of the HTTP process MiB and descriptors, of the server its open requests and used blocks."""
+
+    mib: float
+    descriptors: int
+    gauges: tuple[float, ...]
+
+
+async def _footprint(server: Server) -> Footprint:
+    """Once what is under way has ended, with every process beside the engine started: two of them check grammars."""
+    number = next(_NUMBERS)
+    await asyncio.gather(
+        *(
+            asyncio.to_thread(server.client.post, "/v1/completions", json=fields)
+            for fields in (
+                {"prompt": "word " * 2_000, "max_tokens": 1},
+                {"prompt": "x", "max_tokens": 1, "user": "u" * 300_000},
+                *(
+                    {"prompt": "x", "max_tokens": 2, "regex": f"[a-{end}]{{2,{900 + number}}}"}
+                    for end in "bcd"
+                ),
+            )
+        )
+    )
+    await asyncio.to_thread(server.chat)
+    await asyncio.to_thread(server.wait_until_free)
+    pid = server.process.pid
+    names = ("http_requests_open", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    gauges = await asyncio.to_thread(server.metrics, *names)
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    descriptors = _settled_descriptors(pid)
+    return Footprint(pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20), await descriptors, tuple(gauges))
+
+
+async def _settled_descriptors(pid: int) -> int:
+    """Connections that clients closed go within moments."""
+    counts = []
+    for _ in range(20):
+        counts.append(len(os.listdir(f"/proc/{pid}/fd")))
+        await asyncio.sleep(0.1)
+    return min(counts)
+
+
+@contextlib.asynccontextmanager
+async def _asking(run: Run) -> AsyncIterator[None]:
+    is_over = False
+    clients = [
+        FaultClient(run.target, Behaviour(run.plan.seed, number), run.ledger) for number in range(CLIENTS)
+    ]
+    tasks = [asyncio.create_task(client.run_until(lambda: is_over, run.failures)) for client in clients]
+    try:
+        yield
+    finally:
+        is_over = True
+        await asyncio.gather(*tasks)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    plan: Plan
+    backend: str
+    seconds: float
+    requests: int
+    violations: list[str]
+    noticed: dict[str, float]
+    before: Footprint
+    after: Footprint
+    log: str
+
+
+async def _run(plan: Plan, backend: str, work: Path) -> Outcome:
+    began = time.monotonic()
+    model = pull("default")
+    tokenizer = open_model_text(open_checkpoint(model)).tokenizer
+    (faults := work / "faults").mkdir()
+    home = work / "home"
+    options: dict[str, Any] = {**NOOP, "seconds_per_step": 0.002}
+    engine: dict[str, Any] = {"scheduler": {"policy": "adaptive"}, "log_path": str(work / "engine.log")}
+    if backend == "cpu":
+        options = {"checkpoint": str(model), "max_context": 2048}
+        engine["cache"] = {"num_blocks": 512}
+    log = work / "server.log"
+    environment = {"WEFT_FAULTS": str(faults), "WEFT_HOME": str(home)}
+    with (
+        log.open("w") as stderr,
+        running_server(
+            model,
+            backend=backend,
+            backend_options=options,
+            engine=engine,
+            stall_seconds=STALL_SECONDS,
+            stalled_reader_seconds=STALLED_READER_SECONDS,
+            log_format="json",
+            stderr=stderr,
+            environment=environment,
+            python_path=[str(_HERE / "faulty")],
+        ) as server,
+        HealthPolls(server.port) as polls,
+    ):
+        asker = Target("127.0.0.1", server.port, (), (), ())
+        sizes = REAL_SIZES if backend == "cpu" else dataclasses.replace(NOOP_SIZES, questions=60)
+        known = None if backend == "cpu" else tokenizer
+        target = dataclasses.replace(
+            asker,
+            questions=await with_answers(asker, draw_questions(plan.seed, sizes), known),
+            slow_questions=await with_answers(asker, draw_questions(plan.seed, sizes, slow=True), known),
+            wrong_questions=wrong_questions(8192),
+        )
+        run = Run(server, plan, target, faults, home / "packed", polls)
+        async with _asking(run):
+            await asyncio.sleep(2.0)  # fills the caches of every process
+        before = await _footprint(server)
+        async with _asking(run):
+            for fault in plan.faults:
+                await asyncio.sleep(plan.source.uniform(0.3, 1.5))
+                await run.inject(fault)
+            await asyncio.sleep(1.0)
+        try:
+            after = await _footprint(server)
+        except AssertionError as error:
+            run.violations.append(f"what was under way never ended: {error}")
+            after = before
+        violations = run.judge()
+    if server.process.returncode != 0:
+        violations.append(f"the server ended with exit code {server.process.returncode}")
+    if after.gauges != before.gauges or after.descriptors > before.descriptors:
+        violations.append(f"not back at the baseline: {before} before, {after} after")
+    if after.mib > before.mib + GROWN_MIB:
+        violations.append(f"memory grew from {before.mib:.0f} to {after.mib:.0f} MiB")
+    violations += _mistakes(log)
+    requests = sum(run.ledger.outcomes.values())
+    seconds = time.monotonic() - began
+    return Outcome(
+        plan, backend, seconds, requests, violations, run.notice_seconds(), before, after, log.read_text()
+    )
+
+
+def _mistakes(log: Path) -> list[str]:
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    return [f"a mistake in the log: {line}"[:2000] for line in lines if line["event"] == "mistake"]
+
+
+def run_faults(seed: int, backend: str, count: int | None = None) -> Outcome:
+    """One run with its own server."""
+    with tempfile.TemporaryDirectory(prefix="weft-faults-") as work:
+        return asyncio.run(_run(draw_plan(seed, backend, count), backend, Path(work)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=1, help="of the first run; later ones count up")
+    parser.add_argument("--backend", choices=("noop", "cpu", "both"), default="both")
+    arguments = parser.parse_args()
+    until, seed, bad = time.monotonic() + 60 * arguments.minutes, arguments.seed, 0
+    slowest: dict[str, float] = {}
+    totals: Counter[str] = Counter()
+    while time.monotonic() < until:
+        backend = arguments.backend if arguments.backend != "both" else ("noop", "noop", "cpu")[seed % 3]
+        outcome = run_faults(seed, backend)
+        for name, seconds in outcome.noticed.items():
+            kind = name.split()[1]
+            slowest[kind] = max(slowest.get(kind, 0.0), seconds)
+        totals.update(runs=1, faults=len(outcome.plan.faults), requests=outcome.requests)
+        print(
+            f"seed {seed} on {backend}: {len(outcome.plan.faults)} faults, {outcome.requests} requests, "
+            f"{outcome.seconds:.0f} s, HTTP {outcome.before.mib:.0f} to {outcome.after.mib:.0f} MiB, "
+            f"{outcome.before.descriptors} to {outcome.after.descriptors} descriptors, "
+            f"{len(outcome.violations)} violations",
+            flush=True,
+        )
+        for violation in outcome.violations:
+            bad += 1
+            print(f"  violated: {violation}", flush=True)
+        seed += 1
+    print(dict(totals), "slowest notice by /ready, s:", {name: round(s, 2) for name, s in slowest.items()})
+    late = [name for name in (Fault.LONG_STOP.name,) if slowest.get(name, 0.0) > NOTICED_SECONDS]
+    for name in late:
+        print(f"{name} was noticed after {slowest[name]:.2f} s; {NOTICED_SECONDS:g} is asked")
+    print(f"{totals['runs'] - bool(bad)} passed, {bad} failed" if bad else "no violation")
+    return 1 if bad or late else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

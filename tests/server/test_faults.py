@@ -1,0 +1,37 @@
+"""The fault run in short: every fault once on a real server that computes nothing, and damaged weights under the real model."""
+
+from __future__ import annotations
+
+import pytest
+from fault_plan import OF_WEIGHTS, Fault, Window, draw_plan
+from fault_run import run_faults
+
+
+def test_every_fault_once_leaves_every_request_ended_health_truthful_and_nothing_held() -> None:
+    outcome = run_faults(seed=1, backend="noop")
+    assert set(outcome.plan.faults) == set(Fault) - set(OF_WEIGHTS)
+    assert outcome.violations == [], outcome.log[-4000:]
+    assert outcome.requests > 50
+
+
+def test_damaged_weights_are_made_anew_and_answers_stay_right() -> None:
+    outcome = run_faults(seed=1, backend="cpu", count=len(OF_WEIGHTS))
+    assert set(outcome.plan.faults) == set(OF_WEIGHTS)
+    assert outcome.violations == [], outcome.log[-4000:]
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    one, other = draw_plan(3, "noop"), draw_plan(3, "noop")
+    assert one.faults == other.faults and one.source.random() == other.source.random()
+    assert one.faults != draw_plan(4, "noop").faults
+
+
+@pytest.mark.parametrize(
+    ("code", "began", "is_explained"),
+    [("engine_died", 5.0, True), ("engine_died", 11.0, False), ("internal_error", 5.0, False)],
+)
+def test_an_error_is_explained_only_by_a_fault_that_was_under_way_and_can_cause_it(
+    code: str, began: float, is_explained: bool
+) -> None:
+    window = Window(Fault.KILLED_ENGINE, 4.0, 10.0)
+    assert (window.covers(began, began + 0.5) and window.explains(code)) == is_explained
