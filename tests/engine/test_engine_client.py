@@ -121,7 +121,7 @@ def test_who_wants_to_be_woken_seldom_is_woken_for_the_first_token_every_so_many
 def test_how_long_a_start_takes_is_known_when_the_engine_has_to_start_again() -> None:
     async def use(client: EngineClient) -> None:
         expected: list[float] = []
-        client._on_change = lambda state: expected.append(client.seconds_until_ready)
+        client._log = lambda *event, **fields: expected.append(client.seconds_until_ready)
         assert client._process is not None
         client._process.kill()
         await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
@@ -235,10 +235,10 @@ def test_a_reader_is_not_behind_only_because_much_came_at_once() -> None:
 
 
 def test_a_killed_process_fails_its_answers_and_another_is_started() -> None:
-    states: list[EngineState] = []
+    events: list[str] = []
 
     async def use(client: EngineClient) -> None:
-        client._on_change = states.append
+        client._log = lambda name, *said, **fields: events.append(name)
         [answer] = await client.submit(request(8000))
         await answer.read()
         assert client._process is not None
@@ -247,8 +247,8 @@ def test_a_killed_process_fails_its_answers_and_another_is_started() -> None:
             await outputs_of(answer)
         with pytest.raises(EngineStoppedError):
             await client.submit(request())
-        await until(lambda: client.state is EngineState.READY)
-        assert client.restarts == 1 and states == [EngineState.STARTING, EngineState.READY]
+        await until(lambda: "engine_restarted" in events)
+        assert client.restarts == 1 and events == ["engine_died", "engine_restarted"]
         [answer] = await client.submit(request())
         assert len(await outputs_of(answer)) == 8
 

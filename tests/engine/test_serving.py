@@ -24,7 +24,7 @@ from weft.config import (
     ServingEngineConfig,
 )
 from weft.engine.serving import ServingEngine
-from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError
+from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
 from weft.plan import IterationPlan, StepResult, SwapTask
 from weft.request import (
     FinishReason,
@@ -832,6 +832,45 @@ def test_a_fault_that_does_not_come_back_ends_nobody() -> None:
         result = engine.get_result(request_id)
         assert result is not None and result.tokens == expected(engine, request(family=family))
     assert engine.stats()[0].steps_failed == 1
+
+
+@pytest.mark.parametrize("rejects", [False, True], ids=["fails", "is refused at submit"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_backend_whose_every_step_fails_breaks_the_engine_down_after_a_few(
+    overlap: bool, rejects: bool
+) -> None:
+    faults = Culprits(*range(100), named=False, rejects=rejects)
+    engine = make_engine(NoopBackend(faults=faults), overlap=overlap)
+    ids = []
+    with pytest.raises(WeftError, match=r"6 steps in a row failed, the last with: .*(device error|take it)"):
+        for family in range(25):
+            ids.append(engine.submit(request(family=family)))
+            engine.run_until_idle()
+    assert len(ids) == 3, "each alone, and once more alone"
+    results = [engine.get_result(request_id) for request_id in ids]
+    assert all(result is not None and result.state is RequestState.FAILED for result in results)
+    with pytest.raises(EngineStoppedError, match="6 steps in a row failed"):
+        engine.submit(request())
+
+
+def test_failed_steps_with_one_between_them_that_went_well_break_nothing_down() -> None:
+    faults = Culprits(*range(0, 50, 2), named=False)
+    engine = make_engine(NoopBackend(faults=faults))
+    for family in range(50):
+        request_id = engine.submit(request(family=family))
+        engine.run_until_idle()
+        result = engine.get_result(request_id)
+        assert result is not None
+        assert result.state is (RequestState.FAILED if request_id % 2 == 0 else RequestState.COMPLETED)
+    assert_all_memory_is_free(engine)
+
+
+def test_failures_that_belong_to_requests_break_nothing_down() -> None:
+    engine = make_engine(NoopBackend(faults=Culprits(*range(50), named=True)))
+    for family in range(50):
+        engine.submit(request(family=family))
+        engine.run_until_idle()
+    assert engine.metrics().requests_failed == 50
 
 
 def test_swaps_that_fail_cost_a_recompute_and_nothing_else() -> None:

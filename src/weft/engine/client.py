@@ -17,6 +17,8 @@ from weft.config import ServingEngineConfig
 from weft.engine import wire
 from weft.engine.connection import Connection
 from weft.engine.launch import LaunchedEngine, launch_engine
+from weft.engine.liveness import state_of
+from weft.engine.watched import WatchedProcess
 from weft.errors import EngineStoppedError, WeftError
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
@@ -35,6 +37,10 @@ class EngineState(enum.Enum):
 
 class EngineDiedError(WeftError):
     """The engine's process ended while it had the request."""
+
+
+class EngineStalledError(EngineDiedError):
+    """The engine's process was stuck while it had the request."""
 
 
 class SlowReaderError(WeftError):
@@ -192,14 +198,16 @@ class EngineClient:
         options: Mapping[str, Any],
         config: ServingEngineConfig,
         *,
-        on_change: Callable[[EngineState], object] = lambda state: None,
+        stall_seconds: float = 120.0,
+        log: Callable[..., object] = lambda name, message, level="info", **fields: None,
         launched: LaunchedEngine | None = None,
     ) -> None:
-        """`launched` is a process that was started with the same words and is to be the first."""
+        """A process without a sign of life for `stall_seconds` is replaced. `log` gets an event's name, message, level
+        and fields. `launched` is a process that was started with the same words and is to be the first."""
         self.state = EngineState.STOPPED
         self.info: BackendInfo | None = None
         self.max_sequence_length = 0
-        self.restarts = 0
+        self.restarts = self.stalls = 0
         self.on_progress: Callable[[], object] = lambda: None
         """Called when an answer began or ended, and when the engine is ready."""
         self._launched_at = 0.0
@@ -207,12 +215,13 @@ class EngineClient:
         self._launch_engine = partial(launch_engine, backend, dict(options), config)
         self._launched = launched
         self._capacity = config.stream_buffer
-        self._on_change = on_change
+        self._stall_seconds = stall_seconds
+        self._log = log
         self._answers: dict[int, tuple[Answer, bool]] = {}
         self._numbers = itertools.count()
         self._metrics: dict[int, asyncio.Future[ServingMetrics]] = {}
         self._connection: Connection | None = None
-        self._process = None if launched is None else launched.process
+        self._running: WatchedProcess | None = None
         self._watch: asyncio.Task[None] | None = None
         self._failure: WeftError | None = None
 
@@ -223,16 +232,19 @@ class EngineClient:
 
     async def stop(self, patience: float = 10.0) -> None:
         """Stops the engine; what is under way is cancelled, and whoever reads it told."""
-        self._change(EngineState.STOPPED)
+        self.state = EngineState.STOPPED
         self._send(wire.Stop())
         if self._watch is not None:
             self._watch.cancel()
         self._fail_all(EngineStoppedError("the engine was stopped before the answer was complete"))
-        await self._end_process(patience)
+        if self._connection is not None:
+            self._connection.close()
+        if self._running is not None:
+            await self._running.end(patience)
 
     def kill(self) -> None:
         """Ends the process at once; for who has no time left to wait."""
-        self._change(EngineState.STOPPED)
+        self.state = EngineState.STOPPED
         if self._process is not None:
             self._process.kill()
 
@@ -269,7 +281,7 @@ class EngineClient:
 
     async def metrics(self) -> ServingMetrics:
         """The engine's figures of this moment."""
-        if self.state is not EngineState.READY:
+        if not self.is_responding:
             raise EngineStoppedError("the engine is not ready; try again in a moment")
         number = next(self._numbers)
         future = self._metrics[number] = asyncio.get_running_loop().create_future()
@@ -280,6 +292,12 @@ class EngineClient:
             raise EngineStoppedError("the engine does not answer") from None
         finally:
             self._metrics.pop(number, None)
+
+    @property
+    def is_responding(self) -> bool:
+        """Whether it is ready, and its process showed within the last 2 s that it works."""
+        running = self._running
+        return self.state is EngineState.READY and running is not None and not running.liveness.is_silent
 
     @property
     def num_under_way(self) -> int:
@@ -299,60 +317,88 @@ class EngineClient:
 
     # ------------------------------------------------------------------ the process
 
+    @property
+    def _process(self) -> subprocess.Popen[bytes] | None:
+        owner = self._launched or self._running
+        return None if owner is None else owner.process
+
     async def _launch(self) -> None:
         """Starts a process and waits for its first word."""
-        self._change(EngineState.STARTING)
-        self._launched_at = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        self.state = EngineState.STARTING
+        self._launched_at = loop.time()
         launched, self._launched = self._launched or self._launch_engine(), None
-        self._process = launched.process
+        self._running = running = WatchedProcess(launched, self._stall_seconds)
         self._failure = None
-        connection = Connection(self._take, tokens_per_turn=max(1, self._capacity // 2))
-        await connection.open(launched.connection)
-        self._connection = connection
-        await connection.heard.wait()
-        if self.state is not EngineState.READY:
-            await self._end_process(1.0)
-            raise self._failure or EngineDiedError("the engine's process ended before it was ready")
-        self._launch_seconds = asyncio.get_running_loop().time() - self._launched_at
+        try:
+            connection = Connection(self._take, tokens_per_turn=max(1, self._capacity // 2))
+            await connection.open(launched.connection)
+            self._connection = connection
+            if not await running.is_alive_until(connection.heard):
+                raise EngineStalledError("the engine's process was stuck while it started")
+            if self.state is not EngineState.READY:
+                raise self._failure or EngineDiedError("the engine's process ended before it was ready")
+        except Exception as error:
+            known = await self._bury(running, error)
+            launched.connection.close()
+            if "traceback" in known:
+                self._log("engine_died", f"{error}.", "error", **known)
+            raise
+        self._launch_seconds = loop.time() - self._launched_at
 
     async def _keep_running(self) -> None:
-        """Waits until the process ends, tells everyone, starts another, for ever."""
+        """Waits until the process ends or is stuck, fails its requests, and starts another, for ever: what keeps one from
+        starting (no memory, no descriptors, no processes) may be over at the next try."""
         loop = asyncio.get_running_loop()
-        tries = 0
+        tries, began = 0, loop.time()
         while True:
-            began = loop.time()
-            assert self._connection is not None
-            await self._connection.gone.wait()
-            self._launched_at = loop.time()
-            self._change(EngineState.STARTING)
-            await self._end_process(1.0)
-            self._fail_all(self._failure or EngineDiedError("the engine's process died"))
-            tries = 0 if loop.time() - began > 60 else tries + 1
-            while True:
-                await asyncio.sleep(_RESTART_SECONDS[min(tries, len(_RESTART_SECONDS) - 1)])
+            try:
+                if self.state is EngineState.READY:
+                    await self._until_over()
+                    tries = 0 if loop.time() - began > 60 else tries + 1
+                await asyncio.sleep(_restart_seconds(tries))
                 self.restarts += 1
-                try:
-                    await self._launch()
-                    break
-                except WeftError:
-                    tries += 1
+                await self._launch()
+                began = loop.time()
+                self._log("engine_restarted", "The engine is ready again.", restarts=self.restarts)
+            except Exception as error:
+                self.state = EngineState.STARTING
+                tries += 1
+                pause = _restart_seconds(tries)
+                said = f"The engine could not be started ({type(error).__name__}: {error})"
+                self._log(
+                    "engine_restart_failed", f"{said}; tried again in {pause:g} s.", "error", tries=tries
+                )
 
-    async def _end_process(self, patience: float) -> None:
-        process, self._process = self._process, None
+    async def _until_over(self) -> None:
+        """Waits until the process ends or is stuck, then fails its requests."""
+        connection, running = self._connection, self._running
+        assert connection is not None and running is not None
+        is_stuck = not await running.is_alive_until(connection.gone)
+        self._launched_at = asyncio.get_running_loop().time()
+        self.state = EngineState.STARTING
+        connection.abort()
+        error = self._failure or EngineDiedError("the engine's process died")
+        if is_stuck:
+            self.stalls += 1
+            error = EngineStalledError("the engine was stuck and is started again; try again in a moment")
+        self._fail_all(error)
+        known = await self._bury(running, error)
+        said = f"{error}. Its requests got an error, and it is started again."
+        self._log("engine_stalled" if is_stuck else "engine_died", said, "error", **known)
+
+    async def _bury(self, running: WatchedProcess, error: Exception) -> dict[str, Any]:
+        """Ends a process that is over for this reason. Returns what is known of its end."""
+        known: dict[str, Any] = {}
+        patience = 1.0
+        if isinstance(error, EngineStalledError):
+            known["process_state"], patience = state_of(running.process.pid), 0.0
+            await running.dump_stacks()
         if self._connection is not None:
-            self._connection.close()
-        if process is None:
-            return
-        try:
-            await asyncio.to_thread(process.wait, patience)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            await asyncio.to_thread(process.wait)
-
-    def _change(self, state: EngineState) -> None:
-        if state is not self.state:
-            self.state = state
-            self._on_change(state)
+            self._connection.abort()
+        if stacks := await running.end(patience):
+            known["traceback"] = stacks
+        return {"exit_code": running.process.returncode, **known}
 
     # ------------------------------------------------------------------ messages
 
@@ -366,7 +412,12 @@ class EngineClient:
 
     def _take(self, message: wire.FromEngine) -> None:
         if isinstance(message, wire.Step):
+            if self._running is not None:
+                self._running.liveness.moved()
             self._take_step(message)
+        elif isinstance(message, wire.Beat):
+            if self._running is not None:
+                self._running.liveness.hear(message)
         elif isinstance(message, wire.Refused):
             for answer_id in message.ids:
                 answer, _ = self._answers.pop(answer_id)
@@ -378,11 +429,13 @@ class EngineClient:
                 future.set_result(message.metrics)
         elif isinstance(message, wire.Ready):
             self.info, self.max_sequence_length = message.info, message.max_sequence_length
-            self._change(EngineState.READY)
+            self.state = EngineState.READY
             self.on_progress()
         else:
             self._failure = EngineDiedError(message.message)
             self._failure.exit_code = message.exit_code
+            if self.state is EngineState.READY and self._connection is not None:
+                self._connection.abort()  # its last word: its end is not waited for
 
     def _take_step(self, step: wire.Step) -> None:
         answers = self._answers
@@ -409,6 +462,10 @@ class EngineClient:
             if not future.done():
                 future.set_exception(error)
         self.on_progress()
+
+
+def _restart_seconds(tries: int) -> float:
+    return _RESTART_SECONDS[min(tries, len(_RESTART_SECONDS) - 1)]
 
 
 def _refusal(message: wire.Refused) -> WeftError:

@@ -22,7 +22,7 @@ class Connection(asyncio.Protocol):
         """After so many tokens whoever reads them has a turn: one read of the socket may hold more than a reader may
         be behind."""
         self.heard = asyncio.Event()
-        """Set once the other side has said something, or is gone."""
+        """Set once the other side has said more than that it lives, or is gone."""
         self.gone = asyncio.Event()
         self._take = take
         self._tokens_per_turn = tokens_per_turn
@@ -48,6 +48,10 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         self._transport.close()
 
+    def abort(self) -> None:
+        """As close, without waiting until what was sent is taken."""
+        self._transport.abort()
+
     # -- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -63,6 +67,8 @@ class Connection(asyncio.Protocol):
         try:
             while (message := self._next_message()) is not None:
                 self._take(message)
+                if isinstance(message, wire.Beat):
+                    continue
                 self.heard.set()
                 if isinstance(message, wire.Step):
                     num_taken += len(message.tokens) + len(message.outputs)

@@ -9,8 +9,13 @@ from dataclasses import dataclass
 
 from weft.backends.base import Backend, StepHandle
 from weft.clock import Clock
+from weft.errors import WeftError
 from weft.plan import IterationPlan, StepResult
 from weft.scheduling.scheduler import ContinuousBatchScheduler
+
+MAX_FAILED_STEPS = 6
+"""A step that fails as a whole fails three times, itself and its halves, and one of a single request twice. So this is two
+batches, or three requests, and no step between them that went well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,12 @@ class EngineCore:
     """Owns the steps in flight. The lock is held while the scheduler works, never while the backend does."""
 
     def __init__(
-        self, scheduler: ContinuousBatchScheduler, backend: Backend, clock: Clock, lock: threading.RLock
+        self,
+        scheduler: ContinuousBatchScheduler,
+        backend: Backend,
+        clock: Clock,
+        lock: threading.RLock,
+        max_failed_steps: int | None = MAX_FAILED_STEPS,
     ) -> None:
         self.scheduler = scheduler
         self._backend = backend
@@ -44,6 +54,9 @@ class EngineCore:
         self._lock = lock
         self._flights: deque[Flight] = deque()
         self._last_finish = 0.0
+        self._max_failed_steps = max_failed_steps
+        self._num_failed_steps = 0
+        """In a row, each with an error that belongs to no request."""
 
     def run_plain(self) -> bool:
         """Plan, run, apply. False: there was nothing to do."""
@@ -107,10 +120,19 @@ class EngineCore:
             with self._lock:
                 self._flights.clear()
                 self.scheduler.fail(result, behind)
+            if result.errors.keys().isdisjoint(flight.plan.request_ids):
+                self._count_failure(result.error)
         else:
+            self._num_failed_steps = 0
             with self._lock:
                 self._flights.popleft()
                 self.scheduler.apply(flight.plan, result, seconds)
+
+    def _count_failure(self, error: str | None) -> None:
+        """Raises where the backend seems to be broken for good: who uses the engine should get another."""
+        self._num_failed_steps += 1
+        if self._num_failed_steps == self._max_failed_steps:
+            raise WeftError(f"{self._num_failed_steps} steps in a row failed, the last with: {error}")
 
     def _result(self, flight: Flight) -> StepResult:
         try:

@@ -6,6 +6,9 @@ working on one core while its own imports keep the other busy.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import socket
 import subprocess
 import sys
@@ -26,18 +29,26 @@ class LaunchedEngine:
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
+    stacks: io.FileIO
+    """Where the process writes what its threads are doing, when it crashes or gets SIGUSR1."""
 
 
 def launch_engine(backend: str, options: Mapping[str, Any], config: ServingEngineConfig) -> LaunchedEngine:
-    """A new process, at work on what it was told; its first word is whether that went well."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            (sys.executable, "-c", _PROGRAM, str(theirs.fileno())),
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
+    """A new process, at work on what it was told; its first word is whether that went well. Raises OSError where there is
+    no memory, process or descriptor left for it, and keeps none."""
+    with contextlib.ExitStack() as undo:
+        ours, theirs = socket.socketpair()
+        undo.enter_context(ours)
+        with theirs:
+            stacks = undo.enter_context(io.FileIO(os.memfd_create("weft-stacks"), "r+"))
+            descriptors = (theirs.fileno(), stacks.fileno())
+            process = subprocess.Popen(
+                (sys.executable, "-c", _PROGRAM, *map(str, descriptors)),
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        undo.pop_all()
     # Not at the top: its types take time to make, which the process has begun to use by now.
     from weft.engine import wire
 
@@ -45,4 +56,4 @@ def launch_engine(backend: str, options: Mapping[str, Any], config: ServingEngin
         ours.sendall(wire.framed(wire.Start(backend, dict(options), config)))
     except OSError:
         pass  # it is gone already, as whoever listens to it will find
-    return LaunchedEngine(process, ours)
+    return LaunchedEngine(process, ours, stacks)

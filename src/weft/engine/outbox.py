@@ -32,6 +32,10 @@ class Outbox:
         self._thread = threading.Thread(target=self._write, name="weft-writer", daemon=True)
         self._thread.start()
 
+    @property
+    def thread_id(self) -> int:
+        return self._thread.native_id or 0
+
     def send(self, message: wire.Message) -> None:
         with self._changed:
             if self._is_closed:

@@ -3,18 +3,21 @@
 The process talks to the client over one end of a socket pair, whose other end only the client has; when that is
 closed, the process ends. One thread reads, another writes what does not fit at once, and the loop of the engine runs in
 the main thread: neither a slow client nor a long message makes a step wait. Requests with a grammar, which may take
-long to compile, are taken in by threads beside the reader, so that nobody waits for them.
+long to compile, are taken in by threads beside the reader, so that nobody waits for them. One more thread says twice a
+second whether loop and reader get on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import gc
 import select
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,6 +26,7 @@ import msgspec
 
 from weft.backends import registry
 from weft.engine import wire
+from weft.engine.liveness import BEAT_SECONDS
 from weft.engine.outbox import Outbox
 from weft.engine.serving import ServingEngine
 from weft.errors import WeftError
@@ -55,9 +59,15 @@ class EngineProcess:
         self._tokens: list[int] = []
         self._outputs: list[TokenOutput] = []
         self._ended: list[wire.Ended] = []
+        self._progress: Callable[[], int | None] = lambda: 0
+        """That of the loop; while the engine is built there is none."""
+        self._reader: threading.Thread | None = None
+        self._num_read, self._is_reading = 0, False
+        """Messages, and whether one is being worked on."""
 
     def run(self) -> int:
         """Until the client is gone or says stop; the exit code."""
+        threading.Thread(target=self._beat, name="weft-pulse", daemon=True).start()
         try:
             start = wire.to_engine.decode(next(self._received()))
             assert isinstance(start, wire.Start), "the first message says what to build"
@@ -69,14 +79,17 @@ class EngineProcess:
             return self._fail(str(error), error.exit_code)
         except (Exception, StopIteration) as error:
             return self._fail(f"{type(error).__name__}: {error}", 1)
+        self._progress = lambda: self._engine.progress
         scheduler = self._engine.scheduler
         self._outbox.send(wire.Ready(scheduler.info, scheduler.max_sequence_length))
         gc.freeze()  # what is here stays, and need not be looked through
         gc.enable()
-        reader = threading.Thread(target=self._read, name="weft-reader", daemon=True)
-        reader.start()
+        self._reader = threading.Thread(target=self._read, name="weft-reader", daemon=True)
+        self._reader.start()
         try:
             self._engine.run()
+        except WeftError as error:
+            return self._fail(str(error), error.exit_code)
         except Exception as error:
             return self._fail(f"{type(error).__name__}: {error}", 1)
         return self._end(0)
@@ -93,9 +106,14 @@ class EngineProcess:
     def _read(self) -> None:
         try:
             for content in self._received():
+                self._is_reading = True
                 self._obey(wire.to_engine.decode(content))
+                self._num_read += 1
+                self._is_reading = False
         except (OSError, ValueError, msgspec.MsgspecError):
             pass  # gone, or no longer to be understood: either way there is nobody to work for
+        except Exception as error:  # no memory, no thread: an engine that cannot be reached is of no use
+            self._outbox.send(wire.Failed(f"the engine's reader failed ({type(error).__name__}: {error})", 1))
         self._engine.stop()
 
     def _obey(self, message: wire.ToEngine) -> None:
@@ -150,6 +168,18 @@ class EngineProcess:
             self._names.update(zip(ids, message.ids, strict=True))
             self._named.notify_all()
 
+    # -- in a thread of its own
+
+    def _beat(self) -> None:
+        """Waits for no lock that the loop or the reader may hold."""
+        own_id = threading.get_native_id()
+        while True:
+            reader = self._reader
+            threads = (own_id, self._outbox.thread_id, *((reader.native_id or 0,) if reader else ()))
+            reading = self._num_read if self._is_reading else None
+            self._outbox.send(wire.Beat(self._progress(), reading, threads))
+            time.sleep(BEAT_SECONDS)
+
     # -- in the engine's thread
 
     def _take(self, output: TokenOutput) -> None:
@@ -199,7 +229,11 @@ def main() -> None:
     # stop, after what is under way has ended, and closing the connection is how it says so.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    descriptor, *stacks = map(int, sys.argv[1:])
+    if stacks:
+        faulthandler.enable(stacks[0])
+        faulthandler.register(signal.SIGUSR1, stacks[0])
+    connection = socket.socket(fileno=descriptor)
     exit_code = EngineProcess(connection).run()
     gc.unfreeze()  # what the kernels hold is given back in order, or they complain
     raise SystemExit(exit_code)

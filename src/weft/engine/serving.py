@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from weft.backends.base import Backend
 from weft.clock import Clock
 from weft.config import ServingEngineConfig
-from weft.engine.core import EngineCore
+from weft.engine.core import MAX_FAILED_STEPS, EngineCore
 from weft.engine.recorder import Recorder
 from weft.engine.streams import TokenBuffer
 from weft.errors import EngineStoppedError, QueueFullError
@@ -55,8 +55,10 @@ class ServingEngine:
         *,
         clock: Clock = time.monotonic,
         seed: int | None = None,
+        max_failed_steps: int | None = MAX_FAILED_STEPS,
         after_delivery: Callable[[], object] | None = None,
     ) -> None:
+        """After `max_failed_steps` failures in a row that belong to no request the engine breaks down; None: never."""
         self.config = config or ServingEngineConfig()
         self._after_delivery = after_delivery
         self._backend = backend
@@ -73,7 +75,7 @@ class ServingEngine:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         """Told of new requests, results, and the end."""
-        self._core = EngineCore(self.scheduler, backend, clock, self._lock)
+        self._core = EngineCore(self.scheduler, backend, clock, self._lock, max_failed_steps)
         self._callbacks: dict[RequestId, Callback] = {}
         self._results: OrderedDict[RequestId, GenerationResult] = OrderedDict()
         self._alive: set[RequestId] = set()
@@ -87,6 +89,7 @@ class ServingEngine:
         self._stopping = False
         self._closed = False
         self._failure: str | None = None
+        self._is_waiting = False
         self._started_at = clock()
         self._latency, self._first_token = Histogram(), Histogram()
         self._between_tokens, self._waiting = Histogram(), Histogram()
@@ -275,9 +278,18 @@ class ServingEngine:
             if not self.run_iteration():
                 with self._changed:
                     if not (self.scheduler.has_work or self.scheduler.has_outputs or self._stopping):
+                        self._is_waiting = True
                         self._changed.wait()
+                        self._is_waiting = False
         with self._turn:
             self._shut_down()
+
+    @property
+    def progress(self) -> int | None:
+        """None while `run` waits for requests, else a number that changes with every step. Takes no lock: it is read
+        where the loop may be stuck."""
+        stats = self.scheduler.stats
+        return None if self._is_waiting else stats.steps + stats.steps_failed
 
     def run_until_idle(self) -> None:
         """Runs until every request so far is over."""

@@ -69,6 +69,15 @@ ToEngine = Start | Submit | Cancel | Finish | AskMetrics | Stop
 # --- from the engine ----------------------------------------------------------------------------------------------
 
 
+class Beat(Message):
+    """Sent all the time. A number is None while its thread waits for work; else it changes with each piece of work done."""
+
+    loop: int | None
+    reader: int | None
+    threads: tuple[int, ...]
+    """The kernel's ids of threads that pass messages: what they do is no sign that the loop works."""
+
+
 class Ready(Message):
     info: BackendInfo
     max_sequence_length: int
@@ -118,7 +127,7 @@ class Metrics(Message):
     metrics: ServingMetrics
 
 
-FromEngine = Ready | Failed | Refused | Step | Metrics
+FromEngine = Beat | Ready | Failed | Refused | Step | Metrics
 
 encode = msgspec.msgpack.Encoder().encode
 to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -165,6 +165,7 @@ class ServerApp:
                 {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
             )
             with as_asked(asked):
+                self._visits.set_deadline(visit, asked.deadline)
                 prepared = await unless_disconnected(request.receive, self._begin(asked, size, visit))
                 record.is_streamed = prepared.is_streamed
                 # Tokens are all that is needed from here on.
@@ -200,10 +201,11 @@ class ServerApp:
     async def _begin(self, asked: ChatRequest | CompletionRequest, size: int, visit: Visit) -> Prepared:
         """Everything until the engine has the request and did not refuse it, or it waits for its turn."""
         self._check_model(asked.model)
-        prepared = await self._preparer.prepare(asked, size, visit.id, visit.key)
-        await self._visits.submit(
-            visit, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
-        )
+        async with visit.until_deadline():
+            prepared = await self._preparer.prepare(asked, size, visit.id, visit.key)
+            await self._visits.submit(
+                visit, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
+            )
         if prepared.is_streamed:
             try:
                 await asyncio.wait_for(visit.choices.wait(), _HEADERS_SECONDS)
@@ -306,6 +308,8 @@ class ServerApp:
 
     async def _ready(self, request: Request) -> Response:
         self._check_open()
+        if not self.engine.is_responding:
+            raise ApiError(503, "the engine does not respond; ask another", code="engine_not_responding")
         self._visits.check_room(request.scope[KEY])
         return json_response({"status": "ready"})
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from weft.engine.client import EngineDiedError, SlowReaderError
+from weft.engine.client import EngineDiedError, EngineStalledError, SlowReaderError
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
 from weft.server.logs import current_record
 from weft.server.pace import retry_after
@@ -80,6 +80,8 @@ def as_api_error(error: WeftError) -> ApiError:
         return ApiError(429, message, code="queue_full")
     if isinstance(error, EngineStoppedError):
         return ApiError(503, message, code="engine_not_ready")
+    if isinstance(error, EngineStalledError):
+        return ApiError(503, message, code="engine_stalled")
     if isinstance(error, EngineDiedError):
         return ApiError(503, message, code="engine_died")
     if isinstance(error, SlowReaderError):

@@ -82,10 +82,11 @@ class ServerMetrics:
         self._running = gauge("num_requests_running", "Requests in the batch.")
         self._waiting = gauge("num_requests_waiting", "Requests that wait for their first or next turn.")
         self._cache_usage = gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0 to 1.")
-        self._engine_up = gauge("engine_up", "1 while the engine's process is ready.")
+        self._engine_up = gauge("engine_up", "1 while the engine's process is ready and responds.")
         self._restarts = _Total(
             counter("engine_restarts", "How often the engine's process was started again.")
         )
+        self._stalls = _Total(counter("engine_stalls", "How often it was replaced because it was stuck."))
         self._preemptions = _Total(
             counter("num_preemptions", "Requests that gave way to others for a while.")
         )
@@ -172,6 +173,7 @@ class ServerMetrics:
 
     async def text(self, engine: EngineClient) -> bytes:
         self._restarts.follow(engine.restarts)
+        self._stalls.follow(engine.stalls)
         num_held = self.count_held()
         self._held.set(num_held)
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from weft.engine.client import EngineClient, EngineState
+from weft.engine.client import EngineClient
 from weft.engine.launch import LaunchedEngine
 from weft.errors import WeftError
 from weft.loading.checkpoint import open_checkpoint
@@ -85,13 +85,13 @@ class _Life:
         self._log = log
         self._stop = asyncio.Event()
         self._state = ServerState()
-        self._was_ready = False
         self._new_protocol: Callable[[], TimedProtocol]
         self._engine = EngineClient(
             settings.backend,
             settings.backend_options,
             settings.engine,
-            on_change=self._tell_state,
+            stall_seconds=settings.stall_seconds,
+            log=log.event,
             launched=launched,
         )
 
@@ -213,14 +213,3 @@ class _Life:
             self._engine.kill()
             os._exit(128 + number)
         self._stop.set()
-
-    def _tell_state(self, state: EngineState) -> None:
-        if state is EngineState.READY:
-            if self._was_ready:
-                self._log.event(
-                    "engine_restarted", "The engine is ready again.", restarts=self._engine.restarts
-                )
-            self._was_ready = True
-        elif state is EngineState.STARTING and self._was_ready:
-            said = "The engine's process died; its requests got an error, and it is started again."
-            self._log.event("engine_died", said, "error")

@@ -50,6 +50,8 @@ class ServerSettings:
     engine: ServingEngineConfig = field(default_factory=_engine_config)
     drain_seconds: Seconds = 30.0
     """What is under way at a SIGTERM has this long to end."""
+    stall_seconds: Annotated[float, Meta(ge=1, le=1_000_000)] = 120.0
+    """An engine that shows no sign of life for this long is replaced, and its requests get an error."""
     max_body_bytes: AtLeastOne = 16 << 20
     max_buffered_bytes: AtLeastOne = 256 << 20
     """Bodies of all requests together, until they are tokens."""

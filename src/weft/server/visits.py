@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,8 @@ _FIRST_GUESS = 512
 _GREED = 4
 """With several keys none may have more than so many times as many requests open as there are places free: a flood of one
 leaves the others a fifth of the places."""
+_GRACE_SECONDS = 1.0
+"""The engine keeps deadlines; so much later the server does, whether the engine answers or not."""
 _WAKE_EVERY = 64
 _WAKE_EVERY_FOR_STOPS = 8
 """Tokens after which an answer that nobody streams is looked at. A stop string, or the last call of a tool, is found in
@@ -58,6 +61,24 @@ class Visit:
         """Once they are known."""
         self.reserved = 0
         self.turn: Turn | None = None
+        self.deadline: float | None = None
+        self.expiry: asyncio.TimerHandle | None = None
+        """Ends the answer once the deadline has passed."""
+
+    @asynccontextmanager
+    async def until_deadline(self) -> AsyncIterator[None]:
+        """Raises a 504 where what is done inside lasts beyond the deadline."""
+        expires_at = None if self.expiry is None else self.expiry.when()
+        try:
+            async with asyncio.timeout_at(expires_at) as limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self.is_late() from None
+
+    def is_late(self) -> ApiError:
+        return ApiError(504, f"deadline of {self.deadline:g} s passed", code="deadline_exceeded")
 
     @property
     def prompt_tokens(self) -> int:
@@ -151,6 +172,13 @@ class Visits:
         self._idle.clear()
         return visit
 
+    def set_deadline(self, visit: Visit, seconds: float | None) -> None:
+        """The request ends so long after it came in, and the grace, whatever the engine does."""
+        visit.deadline = self._settings.engine.request_timeout if seconds is None else seconds
+        if visit.deadline is not None:
+            left = visit.began + max(0.0, visit.deadline) + _GRACE_SECONDS - self._clock()
+            visit.expiry = asyncio.get_running_loop().call_later(left, visit.choices.fail, visit.is_late())
+
     async def submit(
         self,
         visit: Visit,
@@ -187,6 +215,8 @@ class Visits:
         until then, however it ended: a deadline would otherwise make everything free."""
         if self._open.pop(visit.id, None) is None:
             return
+        if visit.expiry is not None:
+            visit.expiry.cancel()
         num_generated = visit.choices.num_tokens
         self._metrics.generated(num_generated)
         used = None

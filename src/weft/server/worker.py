@@ -43,7 +43,8 @@ class Worker:
                 return answer
             except TimeoutError:
                 raise  # an OSError too, by its class
-            except (OSError, asyncio.IncompleteReadError) as error:
+            # A RuntimeError is a thread that cannot be started; the next question tries again.
+            except (OSError, RuntimeError, MemoryError, asyncio.IncompleteReadError) as error:
                 raise WeftError("a process of the server died over this request; try again") from error
             finally:
                 if not is_answered:

@@ -101,7 +101,14 @@ class Simulation:
         config = scenario.engine
         if log_path is not None:
             config = dataclasses.replace(config, log_path=log_path)
-        self.engine = ServingEngine(self.backend, config, clock=self.clock, seed=scenario.seed)
+        self.engine = ServingEngine(
+            # Faults are drawn at any rate, and many in a row are chance.
+            self.backend,
+            config,
+            clock=self.clock,
+            seed=scenario.seed,
+            max_failed_steps=None,
+        )
         self.watch = self.backend.watch = PlanWatch(self.engine.scheduler)
         self.watches: dict[RequestId, OutputWatch] = {}
         self.sequences: dict[RequestId, Sequence] = {}

@@ -1,0 +1,320 @@
+"""An engine that is stopped, stuck, slow, broken or cannot be started: what the server says of it, and that it comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server_process import SLOW, Server, running_server, wait_for
+
+LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
+STALL_SECONDS = 6.0
+
+FAULTS = """
+import pathlib, subprocess, sys, threading, time
+
+if "weft.engine.process" in " ".join(sys.orig_argv):
+    from weft.backends import noop
+
+    fault, finish = pathlib.Path({!r}), noop.NoopBackend._finish
+
+    def wait_for_a_lock_that_nobody_holds_open():
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+
+    def finish_with_faults(self, step):
+        kind, _, seconds = (fault.read_text() if fault.exists() else "").partition(" ")
+        if kind == "broken":
+            raise RuntimeError("an illegal memory access was encountered")
+        if kind:
+            fault.unlink()
+        if kind == "stuck":
+            wait_for_a_lock_that_nobody_holds_open()
+        if kind == "slow":
+            end = time.monotonic() + float(seconds)
+            while time.monotonic() < end:
+                pass
+        if kind == "compiling":
+            program = "import time, sys\\nend = time.monotonic() + float(sys.argv[1])\\nwhile time.monotonic() < end: pass"
+            subprocess.run([sys.executable, "-c", program, seconds])
+        return finish(self, step)
+
+    noop.NoopBackend._finish = finish_with_faults
+"""
+
+
+class Watched:
+    """A server, its log, and what goes wrong in the next step of its engine."""
+
+    def __init__(self, server: Server, log: Path, fault: Path) -> None:
+        self.server = server
+        self._log = log
+        self.fault = fault
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        lines = self._log.read_text().splitlines()
+        return [event for line in lines if line[:1] == "{" and (event := json.loads(line))["event"] == name]
+
+    def status(self, path: str) -> int:
+        return self.server.client.get(path).status_code
+
+    def raw_metric(self, name: str) -> float:
+        """Also of a moment in which the engine does not answer."""
+        lines = self.server.client.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"weft:{name}{{"))
+
+
+@contextmanager
+def watched_server(model_path: Path, tmp_path: Path, **settings: Any) -> Iterator[Watched]:
+    log, fault = tmp_path / "log", tmp_path / "fault"
+    (tmp_path / "sitecustomize.py").write_text(FAULTS.format(str(fault)))
+    given = {"stall_seconds": STALL_SECONDS, "log_format": "json", **settings}
+    with (
+        log.open("w") as stderr,
+        running_server(model_path, python_path=[str(tmp_path)], stderr=stderr, **given) as server,
+    ):
+        yield Watched(server, log, fault)
+
+
+class Asking(threading.Thread):
+    """A request that is waited for elsewhere; `answer` once it has one."""
+
+    def __init__(self, server: Server, **fields: Any) -> None:
+        super().__init__(daemon=True)
+        self._url, self._fields = f"{server.url}/v1/completions", fields
+        self.answer: httpx.Response
+        self.start()
+
+    def run(self) -> None:
+        self.answer = httpx.post(self._url, json=self._fields, timeout=120)
+
+    def wait(self) -> tuple[int, str]:
+        """Its status and the code of its error; that of the last event, where it was streamed."""
+        self.join(120)
+        lines = [line for line in self.answer.text.splitlines() if line]
+        last = json.loads(lines[-1].removeprefix("data: "))
+        return self.answer.status_code, last["error"]["code"]
+
+
+def test_41_a_stopped_engine_is_not_ready_then_not_healthy_fails_its_requests_and_comes_back(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    with watched_server(default_model_path, tmp_path, backend_options=SLOW) as watched:
+        server, engine = watched.server, watched.server.engine_pid()
+        asking = [Asking(server, **LONG), Asking(server, **LONG, stream=True)]
+        wait_for(lambda: server.metric("num_requests_running") == 2)
+        os.kill(engine, signal.SIGSTOP)
+        wait_for(lambda: watched.status("/ready") == 503, 10)
+        assert watched.status("/health") == 200, "it may go on yet"
+        assert watched.raw_metric("engine_up") == 0
+        wait_for(lambda: watched.status("/health") == 503)
+        assert [one.wait() for one in asking] == [(503, "engine_stalled"), (200, "engine_stalled")]
+        wait_for(lambda: watched.status("/ready") == 200)
+        assert watched.status("/health") == 200 and server.engine_pid() != engine
+        assert server.complete().status_code == 200
+        assert server.metrics("engine_stalls_total", "engine_restarts_total") == [1, 1]
+        [stalled] = watched.events("engine_stalled")
+        assert stalled["process_state"] == "T" and "weft/engine/serving.py" in stalled["traceback"]
+        server.wait_until_free()
+
+
+def test_41_a_step_that_is_stuck_is_found_and_the_log_names_the_function(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    with watched_server(default_model_path, tmp_path) as watched:
+        server, engine = watched.server, watched.server.engine_pid()
+        watched.fault.write_text("stuck")
+        asking = [Asking(server, **LONG), Asking(server, **LONG, stream=True)]
+        wait_for(lambda: watched.status("/ready") == 503, 10)
+        assert watched.status("/health") == 200
+        assert [one.wait()[1] for one in asking] == ["engine_stalled"] * 2
+        wait_for(lambda: watched.status("/ready") == 200)
+        assert server.engine_pid() != engine and server.complete().status_code == 200
+        [stalled] = watched.events("engine_stalled")
+        assert "wait_for_a_lock_that_nobody_holds_open" in stalled["traceback"]
+        assert stalled["process_state"] == "S"
+
+
+@pytest.mark.parametrize("fault", ["slow", "compiling"])
+def test_42_a_step_that_is_slow_or_compiles_is_no_stall(
+    default_model_path: Path, tmp_path: Path, fault: str
+) -> None:
+    with watched_server(default_model_path, tmp_path, stall_seconds=3.0) as watched:
+        server, engine = watched.server, watched.server.engine_pid()
+        watched.fault.write_text(f"{fault} 8")
+        assert server.complete().status_code == 200
+        assert not watched.fault.exists(), "there was such a step"
+        assert server.engine_pid() == engine and server.metric("engine_stalls_total") == 0
+
+
+def test_an_idle_engine_is_no_stall(default_model_path: Path, tmp_path: Path) -> None:
+    with watched_server(default_model_path, tmp_path, stall_seconds=3.0) as watched:
+        engine = watched.server.engine_pid()
+        time.sleep(8)
+        assert watched.status("/ready") == 200 and watched.server.engine_pid() == engine
+        assert not watched.events("engine_stalled")
+
+
+def test_an_engine_that_is_stopped_for_a_while_goes_on_and_loses_nothing(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    with watched_server(default_model_path, tmp_path, backend_options=SLOW, stall_seconds=600.0) as watched:
+        server, engine = watched.server, watched.server.engine_pid()
+        asked = {**LONG, "max_tokens": 300}
+        asking = [Asking(server, **asked, stream=True), Asking(server, **asked)]
+        wait_for(lambda: server.metric("num_requests_running") == 2)
+        os.kill(engine, signal.SIGSTOP)
+        wait_for(lambda: watched.status("/ready") == 503, 10)
+        asking.append(Asking(server, **asked))  # it waits
+        time.sleep(0.5)
+        os.kill(engine, signal.SIGCONT)
+        wait_for(lambda: watched.status("/ready") == 200)
+        for one in asking:
+            one.join(120)
+        streamed, *whole = (one.answer for one in asking)
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        assert [one.json()["usage"]["completion_tokens"] for one in whole] == [300, 300]
+        assert server.engine_pid() == engine and server.metric("engine_restarts_total") == 0
+
+
+def test_deadlines_are_kept_while_the_engine_is_stopped(default_model_path: Path, tmp_path: Path) -> None:
+    with watched_server(default_model_path, tmp_path, backend_options=SLOW, stall_seconds=600.0) as watched:
+        server, engine = watched.server, watched.server.engine_pid()
+        running = [Asking(server, **LONG, deadline=5), Asking(server, **LONG, deadline=5, stream=True)]
+        wait_for(lambda: server.metric("num_requests_running") == 2)
+        os.kill(engine, signal.SIGSTOP)
+        new = [Asking(server, **LONG, deadline=1), Asking(server, **LONG, deadline=1, stream=True)]
+        late = [one.wait() for one in (*running, *new)]
+        assert [code for _, code in late] == ["deadline_exceeded"] * 4
+        assert [status for status, _ in late] == [504, 200, 504, 200]
+        os.kill(engine, signal.SIGCONT)
+        server.wait_until_free()
+
+
+def test_the_servers_own_timeout_is_kept_while_the_engine_is_stopped(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    engine_settings = {"request_timeout": 1.0}
+    with watched_server(
+        default_model_path, tmp_path, backend_options=SLOW, stall_seconds=600.0, engine=engine_settings
+    ) as watched:
+        os.kill(watched.server.engine_pid(), signal.SIGSTOP)
+        assert Asking(watched.server, **LONG).wait() == (504, "deadline_exceeded")
+
+
+def test_a_deadline_is_kept_while_a_prompt_becomes_tokens(default_model_path: Path, tmp_path: Path) -> None:
+    with watched_server(default_model_path, tmp_path) as watched:
+        server = watched.server
+        assert server.complete("word " * 3000).status_code == 200
+        [encoder] = [pid for pid in server.children() if b"text_process" in command(pid)]
+        os.kill(encoder, signal.SIGSTOP)
+        assert Asking(server, prompt="word " * 3000, deadline=1).wait() == (504, "deadline_exceeded")
+        assert server.complete("word " * 3000).status_code == 200, "another process is started"
+
+
+def test_an_engine_whose_every_step_fails_is_replaced(default_model_path: Path, tmp_path: Path) -> None:
+    with watched_server(default_model_path, tmp_path) as watched:
+        server, engine = watched.server, watched.server.engine_pid()
+        watched.fault.write_text("broken")
+        statuses = []
+        while len(statuses) < 25 and not watched.events("engine_died"):
+            statuses.append(server.complete().status_code)
+            time.sleep(0.05)
+        assert statuses[:2] == [500, 500] and len(statuses) < 25
+        watched.fault.unlink()
+        wait_for(lambda: watched.status("/health") == 200 and server.complete().status_code == 200)
+        assert server.engine_pid() != engine
+        died = watched.events("engine_died")[0]
+        assert "6 steps in a row failed" in died["message"] and "illegal memory access" in died["message"]
+
+
+def test_an_engine_that_crashes_leaves_its_stacks_in_the_log(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    with watched_server(default_model_path, tmp_path) as watched:
+        os.kill(watched.server.engine_pid(), signal.SIGSEGV)
+        wait_for(lambda: watched.events("engine_restarted"))
+        [died] = watched.events("engine_died")
+        assert died["exit_code"] == -signal.SIGSEGV and "weft/engine/serving.py" in died["traceback"]
+
+
+@contextmanager
+def no_descriptors(pid: int) -> Iterator[None]:
+    """None can be opened; what is open stays."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def test_an_engine_that_cannot_be_started_for_want_of_descriptors_is_tried_again(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    with watched_server(default_model_path, tmp_path) as watched:
+        server = watched.server
+        assert server.complete().status_code == 200
+        num_open = len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+        with no_descriptors(server.process.pid):
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            wait_for(lambda: len(watched.events("engine_restart_failed")) >= 2)
+            assert watched.status("/health") == 503
+        wait_for(lambda: watched.status("/health") == 200)
+        assert server.complete().status_code == 200
+        failed = watched.events("engine_restart_failed")
+        assert all("Too many open files" in one["message"] for one in failed)
+        assert [one["tries"] for one in failed] == sorted({one["tries"] for one in failed})
+        wait_for(lambda: len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())) <= num_open)
+
+
+def test_a_process_beside_the_engines_that_cannot_be_started_is_tried_again_with_the_next_request(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    asked = {
+        "long prompt": {"prompt": "word " * 3000},
+        "large body": {"prompt": "x", "user": "x" * 300_000},
+        "grammar": {"prompt": "x", "structured_outputs": {"regex": "[a-z]{3}"}},
+    }
+    with watched_server(default_model_path, tmp_path) as watched:
+        server = watched.server
+        assert server.complete().status_code == 200  # and the connection stays open
+        with no_descriptors(server.process.pid):
+            for name, fields in asked.items():
+                refused = server.complete(**fields)
+                assert refused.status_code == 500 and "try again" in refused.text, name
+            assert watched.status("/health") == 200
+        for name, fields in asked.items():
+            answered = server.complete(**fields)
+            assert answered.status_code == 200, (name, answered.text)
+
+
+def test_a_template_process_that_cannot_be_started_is_tried_again_with_the_next_request(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    with watched_server(default_model_path, tmp_path) as watched:
+        server = watched.server
+        assert server.chat().status_code == 200
+        [template] = [pid for pid in server.children() if b"template_worker" in command(pid)]
+        with no_descriptors(server.process.pid):
+            os.kill(template, signal.SIGKILL)
+            assert [server.chat().status_code >= 400 for _ in range(2)] == [True, True]
+        assert server.chat().status_code == 200
+
+
+def command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
