@@ -195,7 +195,11 @@ class SamplingParams:
         if len(self.stop) > MAX_STOP_STRINGS:
             _refuse("stop", f"a list of {len(self.stop)}", f"at most {MAX_STOP_STRINGS} strings")
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
-            _refuse("stop_token_ids", f"a list of {len(self.stop_token_ids)}", f"at most {MAX_STOP_TOKENS} token ids")
+            _refuse(
+                "stop_token_ids",
+                f"a list of {len(self.stop_token_ids)}",
+                f"at most {MAX_STOP_TOKENS} token ids",
+            )
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
                 _refuse("stop", text, f"strings of 1 to {MAX_STOP_LENGTH} characters")

@@ -216,7 +216,9 @@ class ServingEngine:
 
     def _timed(self, request: InferenceRequest) -> InferenceRequest:
         timeout = self.config.request_timeout
-        return request if request.deadline is not None or timeout is None else request.replaced(deadline=timeout)
+        return (
+            request if request.deadline is not None or timeout is None else request.replaced(deadline=timeout)
+        )
 
     def _submit(
         self,

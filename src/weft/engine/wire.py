@@ -53,14 +53,20 @@ class Submit(Message):
     """Seconds since the request arrived: its deadline and ttft_target count from there."""
 
     @classmethod
-    def of(cls, ids: tuple[int, ...], request: InferenceRequest, first: int = 0, waited: float = 0.0) -> Submit:
+    def of(
+        cls, ids: tuple[int, ...], request: InferenceRequest, first: int = 0, waited: float = 0.0
+    ) -> Submit:
         params = msgspec.Raw(encode(request.params))
         return cls(ids, request.replaced(params=_NO_PARAMS), params, first, waited)
 
     @property
     def whole_request(self) -> InferenceRequest:
         times = ("deadline", "ttft_target")
-        left = {name: max(0.0, at - self.waited) for name in times if (at := getattr(self.request, name)) is not None}
+        left = {
+            name: max(0.0, at - self.waited)
+            for name in times
+            if (at := getattr(self.request, name)) is not None
+        }
         return self.request.replaced(params=decode_params(bytes(self.params)), **left)
 
 
@@ -151,6 +157,7 @@ _NO_PARAMS = SamplingParams()
 def decode_params(content: bytes) -> SamplingParams:
     """The same object for the same content, as long as few others come in between: prompts of one body share it."""
     return _params.decode(content)
+
 
 from_engine = msgspec.msgpack.Decoder(FromEngine)
 
