@@ -6,10 +6,9 @@ import hashlib
 import math
 import operator
 from collections.abc import Mapping
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Any, NamedTuple, NewType
+from typing import Any, NamedTuple, NewType, TypeVar
 
 from weft.errors import InvalidRequestError
 
@@ -19,9 +18,13 @@ MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKENS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_N = 128
+MAX_METADATA = 64
+MAX_NAME_LENGTH = 256
+"""Characters of `session_id` and `cache_salt`: the engine keeps them after the request."""
 MAX_SECONDS = 1e9
 MAX_GRAMMAR_LENGTH = 1 << 18
 GRAMMAR_KINDS = ("json_schema", "regex", "choice", "lark")
@@ -97,13 +100,16 @@ def _instance(name: str, value: object, kind: type, allowed: str) -> None:
         _refuse(name, value, allowed)
 
 
-def _text(name: str, value: object) -> None:
-    """Refuses what is not text, or text that cannot be written down (half a surrogate pair)."""
+def _text(name: str, value: object, most: int | None = None) -> None:
+    """Refuses what is not text, text that cannot be written down (half a surrogate pair), and more than `most`
+    characters."""
     try:
         assert isinstance(value, str)
         value.encode()
     except (AssertionError, UnicodeEncodeError):
         _refuse(name, value, "a string of Unicode text")
+    if most is not None and len(value) > most:  # type: ignore[arg-type]
+        _refuse(name, f"{len(value)} characters", f"at most {most}")  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +194,12 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(value))
         if len(self.stop) > MAX_STOP_STRINGS:
             _refuse("stop", f"a list of {len(self.stop)}", f"at most {MAX_STOP_STRINGS} strings")
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            _refuse(
+                "stop_token_ids",
+                f"a list of {len(self.stop_token_ids)}",
+                f"at most {MAX_STOP_TOKENS} token ids",
+            )
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
                 _refuse("stop", text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
@@ -197,9 +209,9 @@ class SamplingParams:
     def _check_logit_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
             _refuse("logit_bias", self.logit_bias, "a mapping from token id to bias")
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             _refuse("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS} entries")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, 2**31 - 1)
             _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
@@ -246,30 +258,49 @@ class InferenceRequest:
             if type(self.priority) is not int or self.priority not in tuple(Priority):
                 _refuse("priority", self.priority, ", ".join(f"{p.name} ({p.value})" for p in Priority))
             object.__setattr__(self, "priority", Priority(self.priority))
-        _text("cache_salt", self.cache_salt)
+        _text("cache_salt", self.cache_salt, MAX_NAME_LENGTH)
         _text("adapter_id", self.adapter_id)
         _instance("metadata", self.metadata, Mapping, "a mapping")
+        if len(self.metadata) > MAX_METADATA:
+            _refuse("metadata", f"{len(self.metadata)} entries", f"at most {MAX_METADATA} entries")
         if self.session_id is not None:
-            _text("session_id", self.session_id)
+            _text("session_id", self.session_id, MAX_NAME_LENGTH)
         for name in ("ttft_target", "deadline"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), 0.0, MAX_SECONDS)
         if self.max_sequence_length is not None:
             _integer("max_sequence_length", self.max_sequence_length, 2, 2**31 - 1)
 
-    def children(self, seed: int) -> list[InferenceRequest]:
-        """One request for each of the `n` answers, given the seed of the whole. The prompt's logprobs, which are the
-        same for all, are left to the first."""
+    def children(self, seed: int, indices: range | None = None) -> list[InferenceRequest]:
+        """One request for each of the `n` answers, or for those in `indices`, given the seed of the whole. The prompt's
+        logprobs, which are the same for all, are left to the first. All share the lists of the params."""
         params = self.params
-        answers = [replace(params, n=1, seed=child_seed(seed, index)) for index in range(params.n)]
-        answers[1:] = [replace(one, prompt_logprobs=None) for one in answers[1:]]
-        return [self._with(one) for one in answers]
+        return [
+            self.replaced(
+                params=_replaced(
+                    params,
+                    n=1,
+                    seed=child_seed(seed, index),
+                    prompt_logprobs=None if index else params.prompt_logprobs,
+                )
+            )
+            for index in (range(params.n) if indices is None else indices)
+        ]
 
-    def _with(self, params: SamplingParams) -> InferenceRequest:
-        """The same with other params. Nothing is checked again: prompts are long."""
-        other = copy(self)
-        object.__setattr__(other, "params", params)
-        return other
+    def replaced(self, **fields: Any) -> InferenceRequest:
+        """As `dataclasses.replace` for values that were checked. Nothing is checked again: prompts and lists are long,
+        and a request may have many answers."""
+        return _replaced(self, **fields)
+
+
+_Frozen = TypeVar("_Frozen", SamplingParams, InferenceRequest)
+
+
+def _replaced(original: _Frozen, **fields: Any) -> _Frozen:
+    other = object.__new__(type(original))
+    for name in original.__slots__:
+        object.__setattr__(other, name, fields[name] if name in fields else getattr(original, name))
+    return other
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -81,7 +81,9 @@ class QuickEngine:
     def __init__(self, process: EngineProcess) -> None:
         self.process = process
 
-    def submit_choices(self, request: InferenceRequest, take: Callback) -> tuple[RequestId, ...]:
+    def submit_choices(
+        self, request: InferenceRequest, take: Callback, indices: range
+    ) -> tuple[RequestId, ...]:
         def run() -> None:
             take(TokenOutput(RequestId(7), 5, "", None, False, None, 4))
             take(final(7))
@@ -104,7 +106,7 @@ def test_a_token_that_is_quicker_than_the_name_of_its_request_waits_for_it() -> 
     with ours, theirs:
         process = EngineProcess(theirs)
         engine = process._engine = QuickEngine(process)  # type: ignore[assignment]
-        process._submit(wire.Submit((3,), InferenceRequest((1, 2, 3))))
+        process._obey(wire.Submit.of((3,), InferenceRequest((1, 2, 3))))
         engine.thread.join(60)
         assert (process._token_ids, process._tokens) == ([3], [5])
         assert [output.request_id for output in process._outputs] == [3]

@@ -33,7 +33,12 @@ class InProcess:
         self._asgi = server.asgi()
 
     async def ask(
-        self, path: str, body: bytes = b"", leaves_after: float | None = None, method: str = "POST"
+        self,
+        path: str,
+        body: bytes = b"",
+        leaves_after: float | None = None,
+        method: str = "POST",
+        key: str | None = None,
     ) -> Reply:
         """What comes back; `leaves_after` seconds the client goes away."""
         messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -56,6 +61,8 @@ class InProcess:
             "query_string": b"",
         }
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        if key is not None:
+            headers.append((b"authorization", b"Bearer " + key.encode()))
         await self._asgi({**scope, "root_path": "", "headers": headers}, receive, send)  # type: ignore[arg-type]
         status, fields = (sent[0]["status"], dict(sent[0]["headers"])) if sent else (0, {})
         return Reply(status, fields, b"".join(one.get("body", b"") for one in sent[1:]))

@@ -52,7 +52,13 @@ class Engine(EngineClient):
         self.cancelled: list[str | None] = []
 
     async def submit(
-        self, request: InferenceRequest, arrived: asyncio.Event | None = None, *, wake_every: int = 1
+        self,
+        request: InferenceRequest,
+        arrived: asyncio.Event | None = None,
+        *,
+        wake_every: int = 1,
+        indices: range | None = None,
+        waited: float = 0.0,
     ) -> list[Answer]:
         assert arrived is not None
         self.answer = Answer(self, 0, 100, arrived, len(request.prompt), wake_every)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ OPERATOR = {"Authorization": "Bearer operator"}
 def shared_keys(default_model_path: Path) -> Iterator[Server]:
     """The operator's key is the one that is sent where a test names no other."""
     keys = [
-        api_key("operator", admin=True),
+        api_key("operator", admin=True, max_priority=3),
         api_key("tenant", max_priority=1),
         api_key("slow", requests_per_minute=3),
         api_key("small", tokens_per_minute=10),
@@ -179,6 +180,43 @@ def test_what_a_key_used_is_in_the_metrics(keys: Server) -> None:
     assert used(keys, "mate-1", "key_tokens_total") == tokens + 15
 
 
+def test_what_a_key_used_is_shown_to_itself_and_to_operators(keys: Server) -> None:
+    for name in ("mate-1", "mate-2"):
+        assert ask(keys, name).status_code == 200
+
+    def seen_by(key: str) -> set[str]:
+        text = keys.client.get("/metrics", headers={"Authorization": f"Bearer {key}"}).text
+        assert "weft:generation_tokens_total{" in text, "totals are for all"
+        return set(re.findall(r'weft:key_(?:requests|tokens)_total{.*key="([^"]+)"', text))
+
+    assert seen_by("mate-1") == {"mate-1"}
+    assert seen_by("mate-2") == {"mate-2"}
+    assert seen_by("operator") >= {"mate-1", "mate-2"}
+
+
+def test_a_key_may_ask_for_critical_only_where_that_was_granted(keys: Server) -> None:
+    for priority in ("critical", 3, "high"):
+        refused = ask(keys, "mate-1", priority=priority)
+        assert refused.status_code == 403 and refused.json()["error"]["code"] == "priority_not_allowed"
+    assert ask(keys, "operator", priority="critical").status_code == 200
+
+
+def test_without_keys_every_priority_is_allowed(server: Server) -> None:
+    assert server.complete(priority="critical").status_code == 200
+
+
+@pytest.mark.parametrize("field", ["session_id", "cache_salt"])
+@pytest.mark.parametrize("length", [257, 8 << 20])
+def test_a_name_that_the_engine_would_keep_is_refused_with_both_lengths(
+    keys: Server, server: Server, field: str, length: int
+) -> None:
+    for refused in (ask(keys, "tenant", **{field: "x" * length}), server.complete(**{field: "x" * length})):
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and error["param"] == field
+        assert f"{length} characters; allowed: at most 256" in error["message"]
+    assert server.complete(**{field: "x" * 256}).status_code == 200
+
+
 def test_what_was_generated_before_a_deadline_is_paid_for_and_counted(keys: Server) -> None:
     for deadline in (0.2, 1, 5, 25):  # long enough for two tokens, on a machine as busy as this
         paid, generated = used(keys, "mate-1", "key_tokens_total"), keys.metric("generation_tokens_total")
@@ -274,6 +312,77 @@ def test_a_flood_of_one_key_leaves_another_its_turns(narrow: Server) -> None:
     narrow.wait_until_free()
 
 
+def under_way(server: Server, key: str) -> list[dict[str, Any]]:
+    return [one for one in server.client.get("/admin/requests").json()["data"] if one["key"] == key]
+
+
+@pytest.fixture(scope="module")
+def wide(default_model_path: Path) -> Iterator[Server]:
+    """Sixteen answers at a time, two keys."""
+    keys = [api_key("flood"), api_key("calm", admin=True)]
+    with running_server(
+        default_model_path,
+        backend_options=SLOW,
+        engine={"scheduler": {"max_running": 16}},
+        api_keys=keys,
+        headers={"Authorization": "Bearer calm"},
+    ) as server:
+        yield server
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_thousand_answers_of_one_request_leave_another_key_its_turns(wide: Server, stream: bool) -> None:
+    """Counted in tokens: in the order of arrival the second key would wait for a thousand answers of 500 each."""
+    body = {"prompt": ["x"] * 8, "n": 128, "max_tokens": 500, "stream": stream}
+    with open_stream(wide, "flood", **body):
+        wait_for(lambda: wide.metric("num_requests_running") >= 15)
+        for _ in range(5):
+            assert ask(wide, "calm", max_tokens=2).status_code == 200
+        assert wide.metric("num_requests_held") > 900
+        (flood,) = under_way(wide, "flood")
+        assert flood["completion_tokens"] < 16 * 500
+    wide.wait_until_free()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_38_a_client_that_leaves_while_some_of_its_answers_wait_is_forgotten(
+    wide: Server, stream: bool
+) -> None:
+    with open_stream(wide, "flood", n=40, stream=stream):
+        wait_for(lambda: wide.metric("num_requests_held") == 25)
+    wide.wait_until_free()
+    assert wide.metric("num_requests_held") == 0
+    assert ask(wide, "flood").status_code == 200
+
+
+def test_a_deadline_counts_for_the_answers_that_still_wait(wide: Server) -> None:
+    late = ask(wide, "flood", n=40, max_tokens=8000, deadline=0.5)
+    assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
+    wide.wait_until_free()
+
+
+def test_answers_that_pass_one_by_one_are_those_that_pass_together(wide: Server, server: Server) -> None:
+    """Seeds by index, the order of the answers, the usage, and the prompt's logprobs with the first."""
+    body = {
+        "prompt": ["one two three", [5, 6, 7]],
+        "n": 30,
+        "seed": 7,
+        "max_tokens": 6,
+        "logprobs": 1,
+        "echo": True,
+    }
+    held, together = (one.client.post("/v1/completions", json=body).json() for one in (wide, server))
+    assert held["usage"]["completion_tokens"] == together["usage"]["completion_tokens"]
+    assert held["usage"]["prompt_tokens"] == together["usage"]["prompt_tokens"]
+    for one, other in zip(held["choices"], together["choices"], strict=True):
+        assert (one["index"], one["text"], one["finish_reason"]) == (other["index"], other["text"], "length")
+        assert one["logprobs"]["tokens"] == other["logprobs"]["tokens"]
+        # The noop backend draws logprobs anew in every process.
+        assert (
+            one["logprobs"]["token_logprobs"][0] is None and None not in one["logprobs"]["token_logprobs"][1:]
+        )
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_38_a_client_that_leaves_while_it_waits_for_its_turn_is_forgotten(
     narrow: Server, stream: bool
@@ -361,12 +470,14 @@ def test_40_nobody_whose_turn_comes_is_sent_to_an_engine_that_is_not_there(defau
         ThreadPoolExecutor(8) as threads,
     ):
         flood = [open_stream(server, "flood", stream=False) for _ in range(17)]
-        wait_for(lambda: server.metric("num_requests_running") == 16)
+        wait_for(lambda: server.metric("num_requests_running") == 15)
         engine = server.engine_pid()
+        long = open_stream(server, "calm", stream=False)  # has the place in reserve
+        wait_for(lambda: server.metric("num_requests_running") == 16)
         waiting = [threads.submit(ask, server, "calm") for _ in range(4)]
-        wait_for(lambda: server.metric("num_requests_held") == 4)
+        wait_for(lambda: server.metric("num_requests_held") == 6)
         os.kill(engine, signal.SIGKILL)
         assert [one.result(60).status_code for one in waiting] == [200] * 4
-        for connection in flood:
+        for connection in (*flood, long):
             connection.close()
         server.wait_until_free()

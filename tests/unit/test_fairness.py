@@ -34,10 +34,15 @@ class Paper:
         )
 
     def ask(
-        self, name: str, priority: Priority = Priority.NORMAL, prompt: int = PROMPT, most: int = ANSWER
+        self,
+        name: str,
+        priority: Priority = Priority.NORMAL,
+        prompt: int = PROMPT,
+        most: int = ANSWER,
+        answers: int = 1,
     ) -> Turn:
         key = next(key for key in self.keys if key.name == name)
-        turn = self.gate.ask(key, Job(priority, prompt, 1, most))
+        turn = self.gate.ask(key, Job(priority, prompt, answers, most))
         assert turn is not None
         self.waiting.append((name, turn))
         self.look()
@@ -45,16 +50,22 @@ class Paper:
 
     def look(self) -> None:
         """What may go goes."""
-        while ready := [one for one in self.waiting if one[1].may_go.done()]:
+        while ready := [one for one in self.waiting if one[1].num_going]:
             for name, turn in sorted(ready, key=lambda one: one[1].order[1]):
-                self.waiting.remove((name, turn))
-                self.running.append((name, turn))
-                self.gate.submitted(turn)
-                self.gone.append(name)
+                if not turn.num_waiting:
+                    self.waiting.remove((name, turn))
+                count = turn.num_going
+                self.running += [(name, turn)] * count
+                self.gate.submitted(turn, count)
+                self.gone += [name] * count
 
     def end_one(self, tokens: int = ANSWER) -> str:
+        """The oldest answer; its request too, where it was the last."""
         name, turn = self.running.pop(0)
-        self.gate.leave(turn, tokens)
+        if turn.num_waiting or any(other is turn for _, other in self.running):
+            self.gate.ended(turn, tokens)
+        else:
+            self.gate.leave(turn, turn.num_tokens + tokens)
         self.look()
         return name
 
@@ -73,7 +84,7 @@ def test_who_floods_does_not_keep_another_from_its_share() -> None:
         for _ in range(5):  # one after another
             before = engine.gone.count("a")
             turn = engine.ask("b")
-            while not turn.may_go.done():
+            while turn.num_waiting:
                 engine.end_one()
             assert engine.gone.count("a") - before <= 1
             while any(one is turn for _, one in engine.running):
@@ -154,10 +165,90 @@ def test_high_priorities_pass_all_keys_and_others_only_their_own() -> None:
 def test_while_there_is_room_everyone_passes_at_once() -> None:
     async def story() -> None:
         engine = Paper(1, 1, places=64)
-        assert all(engine.ask("a").may_go.done() for _ in range(64 + 4))  # a sixteenth in reserve
-        assert not engine.ask("b").may_go.done()
+        assert all(not engine.ask("a").num_waiting for _ in range(60))
+        assert engine.ask("a").num_waiting, "a sixteenth of the places is for keys that have none"
+        assert not engine.ask("b").num_waiting
+        assert engine.ask("b").num_waiting, "b has one now"
+        assert not engine.ask("a", Priority.HIGH).num_waiting
+
+    run(story)
+
+
+def test_a_thousand_answers_of_one_request_do_not_keep_another_key_waiting_for_more_than_one_of_them() -> (
+    None
+):
+    async def story() -> None:
+        engine = Paper(1, 1, places=4)
+        big = engine.ask("a", answers=1000)
+        assert len(engine.running) == 4 and engine.gate.num_waiting == 996
+        for _ in range(10):
+            turn, before = engine.ask("b"), engine.gone.count("a")
+            while turn.num_waiting:
+                engine.end_one()
+            assert engine.gone.count("a") - before <= 1
+            while any(one is turn for _, one in engine.running):
+                engine.end_one()
+        while engine.running:
+            engine.end_one()
+        assert engine.gone.count("a") == 1000 and big.is_over
+        assert engine.gate.num_waiting == engine.gate._num_tokens == engine.gate._num_coming == 0
+
+    run(story)
+
+
+def test_a_share_is_of_answers_and_not_of_the_requests_that_ask_for_them() -> None:
+    async def story() -> None:
+        engine = Paper(1, 1, places=8)
+        for _ in range(8):
+            engine.ask("a", answers=100, prompt=100 * PROMPT)
+        for _ in range(800):
+            engine.ask("b")
+        for _ in range(400):
+            engine.end_one()
+        shares = Counter(engine.gone[-300:])
+        assert abs(shares["a"] - shares["b"]) <= 20
+
+    run(story)
+
+
+def test_a_small_request_does_not_wait_for_all_answers_to_a_large_one_of_its_own_key() -> None:
+    async def story() -> None:
+        engine = Paper(1, 1, places=4)
+        engine.ask("a", answers=1000)
+        small = engine.ask("a")
+        for _ in range(2):
+            engine.end_one()
+        assert not small.num_waiting
+
+    run(story)
+
+
+def test_where_all_began_together_another_key_waits_for_none_of_them() -> None:
+    async def story() -> None:
+        engine = Paper(1, 1, 1, places=16)
+        engine.ask("a", answers=1000)
+        assert not engine.ask("b").num_waiting
+        assert engine.ask("c").num_waiting, "one place of sixteen"
         engine.end_one()
-        assert engine.gone.count("b") == 1
+        assert engine.gone[-1] == "c"
+
+    run(story)
+
+
+def test_what_is_charged_in_parts_is_what_was_used_in_the_end() -> None:
+    async def story() -> None:
+        engine = Paper(1, 1, places=8)
+        turn = engine.ask("a", answers=5, prompt=103, most=500)
+        for tokens in (7, 400, 3, 90):
+            engine.end_one(tokens)
+        engine.end_one(11)
+        assert turn.is_over and turn.account.virtual_time == turn.charged == 103 + 7 + 400 + 3 + 90 + 11
+        cancelled = engine.ask("b", answers=200, prompt=100)
+        before = cancelled.account.virtual_time - cancelled.charged
+        engine.end_one(30)
+        engine.gate.leave(cancelled, None)
+        assert cancelled.account.virtual_time == before and engine.gate._num_tokens == 0
+        assert cancelled.account.num_open == 0
 
     run(story)
 
@@ -187,7 +278,7 @@ def test_one_that_goes_away_while_it_waits_leaves_no_trace_and_costs_nothing() -
         engine.gate.leave(gone, None)
         assert engine.gate.num_waiting == 1
         engine.end_one()
-        assert first.may_go.done() and last.may_go.done() and not gone.may_go.done()
+        assert not first.num_waiting and not last.num_waiting and gone.num_waiting
         assert engine.gate.num_waiting == 0
 
     run(story)

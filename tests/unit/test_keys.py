@@ -9,7 +9,7 @@ import pytest
 
 from weft.errors import InvalidRequestError
 from weft.request import Priority
-from weft.server.keys import ApiKey, KeyRing, plain_keys, read_key_file
+from weft.server.keys import ApiKey, KeyRing, all_keys, plain_keys, read_key_file
 
 
 def write(tmp_path: Path, text: str, name: str = "keys.toml") -> Path:
@@ -28,7 +28,32 @@ def test_a_file_with_one_key_in_a_line_names_them_by_their_lines(tmp_path: Path)
         ("line-3", digest("one")),
         ("line-4", digest("two=2")),
     ]
-    assert {key.max_priority for key in keys} == {Priority.CRITICAL}
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_a_key_without_a_table_may_ask_for_high_where_it_is_alone_and_never_for_critical(
+    tmp_path: Path, in_file: bool
+) -> None:
+    path = write(tmp_path, "one\n", "keys.txt") if in_file else None
+    (alone,) = all_keys([] if in_file else ["one"], path)
+    assert alone.max_priority is Priority.HIGH
+    table = write(tmp_path, f'[[key]]\nname = "t"\nkey_sha256 = "{digest("t")}"\n')
+    several = [*all_keys(["two", "three"], path), *all_keys(["two"], table)]
+    assert {key.max_priority for key in several} == {Priority.NORMAL}
+    assert all_keys([], table)[0].max_priority is Priority.NORMAL
+
+
+def test_critical_is_granted_in_a_table(tmp_path: Path) -> None:
+    text = f'[[key]]\nname = "t"\nkey_sha256 = "{digest("t")}"\nmax_priority = "critical"\n'
+    assert all_keys(["one"], write(tmp_path, text))[1].max_priority is Priority.CRITICAL
+
+
+def test_the_salt_of_a_key_has_at_most_256_characters() -> None:
+    assert ApiKey("a", "0" * 64, cache_salt="s" * 256).cache_salt == "s" * 256
+    with pytest.raises(
+        InvalidRequestError, match="cache_salt is '257 characters'; allowed: text of 1 to 256"
+    ):
+        ApiKey("a", "0" * 64, cache_salt="s" * 257)
 
 
 @pytest.mark.parametrize("name", ["keys.toml", "keys.txt"])

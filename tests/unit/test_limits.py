@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from weft.clock import VirtualClock
-from weft.request import InferenceRequest
 from weft.server.errors import ApiError
 from weft.server.keys import ApiKey
 from weft.server.limits import Bucket, KeyLimits
 from weft.server.pace import Pace, retry_after
-from weft.server.visits import later
 
 
 def limits(clock: VirtualClock, **fields: Any) -> KeyLimits:
@@ -109,14 +107,6 @@ def test_headers_are_written_as_openai_writes_them() -> None:
     key.correct(0, 60_000)
     assert key.headers()["x-ratelimit-reset-tokens"] == "1m29s"
     assert limits(clock).headers() == {}
-
-
-def test_times_of_a_request_that_was_held_back_count_from_its_arrival() -> None:
-    request = InferenceRequest((1,), deadline=10.0, ttft_target=1.0)
-    held = later(request, 4.0)
-    assert (held.deadline, held.ttft_target) == (6.0, 0.0)
-    plain = InferenceRequest((1,))
-    assert later(plain, 4.0) is plain
 
 
 def test_a_wait_is_what_is_ahead_over_how_fast_requests_ended_lately() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from weft.backends.noop import NoopBackend
 from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
+from weft.errors import InvalidRequestError
 from weft.request import GenerationResult, InferenceRequest, RequestState, SamplingParams
 from weft.scheduling.blocks import BlockPool
-from weft.scheduling.sessions import Sessions
+from weft.scheduling.sessions import MAX_SESSIONS, Sessions
 
 BLOCK = 4
 
@@ -119,3 +122,20 @@ def test_what_a_turn_no_longer_uses_cools() -> None:
     sessions.keep(("", "talk"), [b"a", b"x"], now=1.0)
     assert pool.heat_of_keys == {b"a": 2, b"x": 1}
     sessions.check_integrity()
+
+
+def test_the_memory_of_sessions_is_bounded_whatever_they_are_called() -> None:
+    pool = BlockPool(4 * MAX_SESSIONS)
+    sessions = Sessions(pool, lifetime=60.0)
+    for number in range(3 * MAX_SESSIONS):
+        sessions.keep(("", str(number)), [b"%d" % number], now=0.0)
+    sessions.check_integrity()
+    assert len(sessions) == len(pool.heat_of_keys) == MAX_SESSIONS
+    sessions.keep(("", str(2 * MAX_SESSIONS)), [b"again"], now=1.0)  # the oldest: it is the newest now
+    sessions.keep(("", "new"), [b"new"], now=1.0)
+    sessions.expire(now=60.5)
+    assert len(sessions) == 2, "what was kept last stays"
+    for field in ("session_id", "cache_salt"):
+        with pytest.raises(InvalidRequestError, match=f"{field} is '257 characters'; allowed: at most 256"):
+            InferenceRequest((1,), **{field: "x" * 257})  # type: ignore[arg-type]
+        InferenceRequest((1,), **{field: "é" * 256})  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -897,6 +898,19 @@ def test_a_stop_string_that_is_complete_too_early_is_text() -> None:
     assert finder.add("-EN", may_stop=False) == "-"
     assert finder.add("D-") == ""
     assert finder.is_stopped
+
+
+def test_a_text_that_nearly_holds_many_long_stop_strings_takes_no_longer_than_any_other() -> None:
+    def seconds(character: str) -> float:
+        finder = StopFinder(["a" * 1023 + "b", *("a" * (500 + n) + "c" + "a" * 500 for n in range(15))])
+        for _ in range(1100):
+            finder.add(character)
+        began = time.thread_time()
+        for _ in range(400):
+            finder.add(character)
+        return time.thread_time() - began
+
+    assert min(seconds("a") for _ in range(3)) < 30 * max(seconds("x") for _ in range(3))
 
 
 def test_text_that_may_become_a_stop_string_is_held_back() -> None:

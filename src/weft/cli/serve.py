@@ -17,7 +17,7 @@ from weft.cli.model import fetch, shown_name
 from weft.cli.tiers import tier_rows
 from weft.engine.launch import launch_engine
 from weft.server.config_file import Gathered, as_toml, gather
-from weft.server.keys import plain_keys, read_key_file
+from weft.server.keys import all_keys
 from weft.server.settings import ServerSettings
 from weft.tiers import tier_sizes
 
@@ -64,8 +64,7 @@ def _settings(gathered: Gathered) -> ServerSettings:
         cache = dataclasses.replace(settings.engine.cache, memory=memory)
         settings = dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, cache=cache))
     file = gathered.value("api_key_file")
-    keys = (*plain_keys(gathered.value("api_keys")), *(read_key_file(Path(file)) if file is not None else ()))
-    return dataclasses.replace(settings, api_keys=keys)
+    return dataclasses.replace(settings, api_keys=all_keys(gathered.value("api_keys"), file))
 
 
 def _on_device(settings: ServerSettings, gathered: Gathered) -> ServerSettings:

@@ -249,12 +249,20 @@ class EngineClient:
             self._process.kill()
 
     async def submit(
-        self, request: InferenceRequest, arrived: asyncio.Event | None = None, *, wake_every: int = 1
+        self,
+        request: InferenceRequest,
+        arrived: asyncio.Event | None = None,
+        *,
+        wake_every: int = 1,
+        indices: range | None = None,
+        waited: float = 0.0,
     ) -> list[Answer]:
-        """One answer for each of the request's `n`, all of which set `arrived`: for its first token, then for every so
-        many, and at its end. A refusal is raised when one is first read."""
+        """One answer for each of the request's `n`, or for those in `indices`, all of which set `arrived`: for its first
+        token, then for every so many, and at its end. A refusal is raised when one is first read. The request arrived
+        `waited` seconds ago."""
         if self.state is not EngineState.READY:
             raise EngineStoppedError("the engine is not ready; try again in a moment")
+        indices = range(request.params.n) if indices is None else indices
         answers = [
             Answer(
                 self,
@@ -264,10 +272,11 @@ class EngineClient:
                 len(request.prompt),
                 wake_every,
             )
-            for _ in range(request.params.n)
+            for _ in indices
         ]
         wants_logprobs = request.params.logprobs is not None
-        self._send(wire.Submit(tuple(answer.id for answer in answers), request))
+        ids = tuple(answer.id for answer in answers)
+        self._send(wire.Submit.of(ids, request, indices.start, waited))
         # After it was sent: what cannot be written down is raised, and leaves nothing behind.
         self._answers.update({answer.id: (answer, wants_logprobs) for answer in answers})
         assert self._connection is not None

@@ -30,7 +30,7 @@ from weft.engine.liveness import BEAT_SECONDS
 from weft.engine.outbox import Outbox
 from weft.engine.serving import ServingEngine
 from weft.errors import WeftError
-from weft.request import RequestId, TokenOutput
+from weft.request import InferenceRequest, RequestId, TokenOutput
 
 _READ_BYTES = 1 << 18
 _COMPILERS = 2
@@ -118,12 +118,13 @@ class EngineProcess:
 
     def _obey(self, message: wire.ToEngine) -> None:
         if isinstance(message, wire.Submit):
-            if message.request.params.grammar is None:
-                self._submit(message)
+            request = message.whole_request
+            if request.params.grammar is None:
+                self._submit(message, request)
             else:
                 with self._lock:
                     self._compiling.update((name, []) for name in message.ids)
-                self._compilers.submit(self._compile_and_submit, message)
+                self._compilers.submit(self._compile_and_submit, message, request)
         elif isinstance(message, wire.Cancel):
             reason = message.reason
             self._do(message.id, lambda request_id: self._engine.cancel(request_id, reason))
@@ -144,10 +145,10 @@ class EngineProcess:
         if (request_id := self._ids.get(name)) is not None:
             order(request_id)
 
-    def _compile_and_submit(self, message: wire.Submit) -> None:
+    def _compile_and_submit(self, message: wire.Submit, request: InferenceRequest) -> None:
         """In one of the threads for that."""
         try:
-            self._submit(message)
+            self._submit(message, request)
         except BaseException as error:  # a panic in a library too; here nobody else would hear of it
             text = f"the grammar failed ({type(error).__name__}: {error})"
             self._outbox.send(wire.Refused(message.ids, WeftError.__name__, text))
@@ -156,9 +157,10 @@ class EngineProcess:
         for name, order in orders:
             self._do(name, order)
 
-    def _submit(self, message: wire.Submit) -> None:
+    def _submit(self, message: wire.Submit, request: InferenceRequest) -> None:
+        indices = range(message.first, message.first + len(message.ids))
         try:
-            ids = self._engine.submit_choices(message.request, self._take)
+            ids = self._engine.submit_choices(request, self._take, indices=indices)
         except WeftError as error:
             field, code = getattr(error, "field", ""), getattr(error, "code", "")
             self._outbox.send(wire.Refused(message.ids, type(error).__name__, str(error), field, code))

@@ -120,13 +120,16 @@ class ServingEngine:
         request: InferenceRequest,
         callback: Callback | None = None,
         *,
+        indices: range | None = None,
         block: bool = False,
         timeout: float | None = None,
     ) -> tuple[RequestId, ...]:
-        """As submit, for a request that asks for `n` answers: all are taken in, or none. Each is a request of its own
-        from then on; the prompt they share is computed once."""
-        children = request.children(self._seed_for(request))
-        return self._submit([self._sequence(child) for child in children], callback, block, timeout)
+        """As submit, for a request that asks for `n` answers, or for those of them in `indices`: all are taken in, or none.
+        Each is a request of its own from then on; the prompt they share is computed once."""
+        first, *others = self._timed(request).children(self._seed_for(request), indices)
+        sequence = self._sequence(first)
+        siblings = [sequence.sibling(other, self._seed_for(other)) for other in others]
+        return self._submit([sequence, *siblings], callback, block, timeout)
 
     def check(self, request: InferenceRequest) -> None:
         """Raises InvalidRequestError for a request that could never run; takes nothing in."""
@@ -207,13 +210,18 @@ class ServingEngine:
 
     def _sequence(self, request: InferenceRequest) -> Sequence:
         """A sequence that may run: the long part of taking a request in, done in the caller's thread."""
-        if request.deadline is None and self.config.request_timeout is not None:
-            request = dataclasses.replace(request, deadline=self.config.request_timeout)
+        request = self._timed(request)
         sequence = Sequence(request, RequestId(-1), self._seed_for(request))
         self.scheduler.prepare(sequence)
         if request.params.grammar is not None:
             self._backend.check_grammar(request.params.grammar)
         return sequence
+
+    def _timed(self, request: InferenceRequest) -> InferenceRequest:
+        timeout = self.config.request_timeout
+        return (
+            request if request.deadline is not None or timeout is None else request.replaced(deadline=timeout)
+        )
 
     def _submit(
         self,

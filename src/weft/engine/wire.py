@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 from weft.config import ServingEngineConfig
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
-from weft.request import GenerationResult, InferenceRequest, TokenOutput
+from weft.request import GenerationResult, InferenceRequest, SamplingParams, TokenOutput
 
 _LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 30
@@ -37,10 +38,36 @@ class Start(Message):
 
 
 class Submit(Message):
-    """A request; `ids` are the client's names for its `n` answers."""
+    """Answers to a request: as many as there are `ids`, the client's names for them, from number `first` of its `n` on.
+
+    The params travel beside the request. They are the same for all prompts of one body, and may hold thousands of
+    entries: the engine decodes and checks them once (`decode_params`), not for every prompt and every answer.
+    """
 
     ids: tuple[int, ...]
     request: InferenceRequest
+    """Without its params."""
+    params: msgspec.Raw
+    first: int = 0
+    waited: float = 0.0
+    """Seconds since the request arrived: its deadline and ttft_target count from there."""
+
+    @classmethod
+    def of(
+        cls, ids: tuple[int, ...], request: InferenceRequest, first: int = 0, waited: float = 0.0
+    ) -> Submit:
+        params = msgspec.Raw(encode(request.params))
+        return cls(ids, request.replaced(params=_NO_PARAMS), params, first, waited)
+
+    @property
+    def whole_request(self) -> InferenceRequest:
+        times = ("deadline", "ttft_target")
+        left = {
+            name: max(0.0, at - self.waited)
+            for name in times
+            if (at := getattr(self.request, name)) is not None
+        }
+        return self.request.replaced(params=decode_params(bytes(self.params)), **left)
 
 
 class Cancel(Message):
@@ -131,6 +158,16 @@ FromEngine = Beat | Ready | Failed | Refused | Step | Metrics
 
 encode = msgspec.msgpack.Encoder().encode
 to_engine = msgspec.msgpack.Decoder(ToEngine)
+_params = msgspec.msgpack.Decoder(SamplingParams)
+_NO_PARAMS = SamplingParams()
+
+
+@lru_cache(maxsize=32)
+def decode_params(content: bytes) -> SamplingParams:
+    """The same object for the same content, as long as few others come in between: prompts of one body share it."""
+    return _params.decode(content)
+
+
 from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection
+from copy import copy
 from itertools import takewhile
 
 from weft.config import SchedulerConfig
@@ -46,6 +47,12 @@ class Guesser:
         self._next = self._find()
         self.chance = FIRST_CHANCE
         """That the next guess is right, by how the last ones did."""
+
+    def sibling(self, tokens: list[int]) -> Guesser:
+        """One that knows the same of a copy of the tokens."""
+        other = copy(self)
+        other._tokens, other._bytes = tokens, self._bytes.copy()
+        return other
 
     @property
     def has_guess(self) -> bool:

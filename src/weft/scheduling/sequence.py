@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING
 
@@ -135,6 +136,17 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
         """By position: a prompt that is computed again writes the same again."""
+
+    def sibling(self, request: InferenceRequest, seed: int) -> Sequence:
+        """Another answer to the same prompt, prepared as this one is and not queued yet. What follows from the prompt and
+        from the lists of the params (block keys, stop ids) is not computed again."""
+        other = copy(self)
+        other.request, other.seed = request, seed
+        other.tokens, other.keys = self.tokens.copy(), self.keys.copy()
+        other.phase_times, other.logprobs, other.prompt_logprobs = [0.0, 0.0, 0.0], [], {}
+        if self.guesser is not None:
+            other.guesser = self.guesser.sibling(other.tokens)
+        return other
 
     @property
     def generated(self) -> list[int]:

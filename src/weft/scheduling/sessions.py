@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from weft.scheduling.blocks import BlockKey, BlockPool
 
+MAX_SESSIONS = 4096
+"""More conversations than a cache is likely to hold. With names of at most `MAX_NAME_LENGTH` characters they take a few
+megabytes."""
+
 SessionKey = tuple[str, str]
 """Cache salt and session id: a session never reaches over salts."""
 
@@ -50,7 +54,7 @@ class Sessions:
         self._sessions[session] = kept
         self._num_keys += len(kept.keys)
         # More keys than there are blocks can never all be cached: a flood of sessions must not fill the memory.
-        while self._num_keys > self._most_keys:
+        while self._num_keys > self._most_keys or len(self._sessions) > MAX_SESSIONS:
             self._drop(next(iter(self._sessions)))
 
     def expire(self, now: float) -> None:
@@ -70,6 +74,7 @@ class Sessions:
             assert pool is None or heat == pool.heat_of_keys, "sessions and the heat of keys disagree"
         num_keys = sum(len(session.keys) for session in self._sessions.values())
         assert self._num_keys == num_keys <= self._most_keys, "keys of sessions are miscounted"
+        assert len(self._sessions) <= MAX_SESSIONS, "more sessions are kept than allowed"
 
     @property
     def _most_keys(self) -> int:

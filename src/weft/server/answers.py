@@ -184,6 +184,9 @@ class Choices:
         self._later: asyncio.Task[None] | None = None
         self._next = 0
         """Who is first when not all can be taken from at once."""
+        self._shown: frozenset[int] | None = None
+        self.on_answer_end: Callable[[int], object] = lambda num_tokens: None
+        """Called with the tokens of each answer that is over."""
 
     async def submit(
         self,
@@ -192,14 +195,19 @@ class Choices:
         *,
         wake_every: int = 1,
         waited: float = 0.0,
+        indices: range | None = None,
+        is_last: bool = True,
     ) -> None:
-        """Hands them to the engine. `form` says which parts the answers may have; None: they are all text. Whoever waits
-        is woken after each first token, then after every so many; `waited` is for how many seconds the requests have
-        been held back."""
-        shown = frozenset() if form is None else form.shown_ids(self._tokenizer)
+        """Hands them to the engine: all answers to each, or those in `indices`; others follow unless `is_last`. `form` says
+        which parts the answers may have; None: they are all text. Whoever waits is woken after each first token, then
+        after every so many; `waited` is for how many seconds the requests have been held back."""
+        if self._shown is None:
+            self._shown = frozenset() if form is None else form.shown_ids(self._tokenizer)
         for request in requests:
-            for answer in await self._engine.submit(request, self._arrived, wake_every=wake_every):
-                text = AnswerText(self._tokenizer, request.params, shown=shown)
+            for answer in await self._engine.submit(
+                request, self._arrived, wake_every=wake_every, indices=indices, waited=waited
+            ):
+                text = AnswerText(self._tokenizer, request.params, shown=self._shown)
                 reader = None if form is None else AnswerReader(form)
                 effort = 1 + (request.params.logprobs or 0)
                 self._choices.append(
@@ -207,7 +215,7 @@ class Choices:
                 )
                 if answer.has_news:  # it came before, and who looked for it did not know the answer yet
                     self._arrived.set()
-        self._is_submitted = True
+        self._is_submitted = is_last
 
     def submit_later(self, work: Callable[[], Awaitable[None]]) -> None:
         """Runs `work`, which calls `submit` in its own time; `wait` also waits for that, and `take` raises its error."""
@@ -285,6 +293,8 @@ class Choices:
             piece = choice.take(effort)
             if piece is not None:
                 pieces.append(piece)
+                if piece.is_last:
+                    self.on_answer_end(choice.num_generated)
                 effort -= _EFFORT_PER_PIECE + len(piece.tokens) * choice.effort_per_token
         return pieces
 

@@ -314,7 +314,8 @@ class ServerApp:
         return json_response({"status": "ready"})
 
     async def _show_metrics(self, request: Request) -> Response:
-        return Response(await self._metrics.text(self.engine), media_type=CONTENT_TYPE)
+        text = await self._metrics.text(self.engine, request.scope[KEY])
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def _version(self, request: Request) -> Response:
         return json_response({"version": __version__})

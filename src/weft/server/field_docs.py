@@ -13,12 +13,15 @@ from weft.request import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_NAME_LENGTH,
     MAX_SECONDS,
     MAX_SEED,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
     MAX_TOKENS,
 )
+from weft.server.schema import MAX_ENTRIES
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,9 @@ FIELDS: Mapping[str, Field] = {
     "model": Field(
         "The model that shall answer, by a name that /v1/models tells; left out: the one there is."
     ),
-    "messages": Field("The conversation so far, the oldest first."),
+    "messages": Field(
+        f"The conversation so far, the oldest first; at most {MAX_ENTRIES['messages']} messages."
+    ),
     "prompt": Field(
         "Text to continue, or its token ids; a list of either is several prompts. To /tokenize: the text to split."
     ),
@@ -78,7 +83,7 @@ FIELDS: Mapping[str, Field] = {
     "stop": Field(
         f"End the answer before this text, or one of these: at most {MAX_STOP_STRINGS}, of 1 to {MAX_STOP_LENGTH} characters."
     ),
-    "stop_token_ids": Field("End the answer at one of these tokens."),
+    "stop_token_ids": Field(f"End the answer at one of these tokens: at most {MAX_STOP_TOKENS}."),
     "ignore_eos": Field("Go on past the token with which the model ends an answer."),
     "logprobs": Field(
         f"In a chat, whether to tell the logprob of each token of the answer; in a completion, how many of the likeliest "
@@ -100,8 +105,13 @@ FIELDS: Mapping[str, Field] = {
         0,
         MAX_SECONDS,
     ),
-    "cache_salt": Field("Requests with different salts never share cached prompts."),
-    "session_id": Field("A conversation's name: between its turns its cached prompt is kept longer."),
+    "cache_salt": Field(
+        f"Requests with different salts never share cached prompts; at most {MAX_NAME_LENGTH} characters."
+    ),
+    "session_id": Field(
+        "A conversation's name: between its turns its cached prompt is kept longer; "
+        f"at most {MAX_NAME_LENGTH} characters."
+    ),
     # what an answer has to look like
     "response_format": Field(
         "The form that the answer has to have, by its `type`: text, json_object, json_schema, and weft's regex, choice and grammar. "
@@ -116,18 +126,21 @@ FIELDS: Mapping[str, Field] = {
     "json_schema": Field("llama.cpp's name for a JSON schema that the answer has to fit."),
     # tools and templates
     "tools": Field(
-        "Functions that the model may call, each with a name, a description and a schema of its parameters."
+        "Functions that the model may call, each with a name, a description and a schema of its parameters; "
+        f"at most {MAX_ENTRIES['tools']}."
     ),
     "tool_choice": Field("auto, none, required, or the one function that has to be called."),
     "parallel_tool_calls": Field("Whether one answer may hold several calls."),
-    "documents": Field("Documents for templates that take some."),
-    "chat_template_kwargs": Field("The template's own options, such as enable_thinking."),
+    "documents": Field(f"Documents for templates that take some; at most {MAX_ENTRIES['documents']}."),
+    "chat_template_kwargs": Field(
+        f"The template's own options, such as enable_thinking; at most {MAX_ENTRIES['chat_template_kwargs']}."
+    ),
     "add_special_tokens": Field("Whether the tokenizer adds its own, such as one for the beginning."),
     "add_generation_prompt": Field("Whether the template opens the assistant's turn."),
     "continue_final_message": Field("Continue the last message instead of beginning a new one."),
     # without effect
     "user": Field("Who asks; taken, without effect."),
-    "metadata": Field("Taken, without effect."),
+    "metadata": Field(f"Taken, without effect; at most {MAX_ENTRIES['metadata']} entries."),
     "store": Field("Taken, without effect: nothing is stored."),
     "service_tier": Field("Taken, without effect."),
     "safety_identifier": Field("Taken, without effect."),

@@ -7,12 +7,12 @@ import hmac
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from weft.errors import InvalidRequestError
-from weft.request import Priority
+from weft.request import MAX_NAME_LENGTH, Priority
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -36,12 +36,15 @@ class ApiKey:
     """Of prompts and answers together."""
     concurrent: int | None = None
     """Requests under way at once."""
-    max_priority: Priority = Priority.CRITICAL
+    max_priority: Priority = Priority.NORMAL
+    """None outranks the others unless the operator says so."""
     cache_salt: str | None = None
     """Keys with the same one share cached prefixes; None: this key shares with no other."""
     weight: float = 1.0
     """Its share under load, beside the weights of the others."""
     admin: bool = False
+    is_plain: bool = False
+    """Only its secret was given, and no table."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -54,8 +57,10 @@ class ApiKey:
                 _refuse(field, value, f"a whole number from 1 to {_MAX_RATE}")
         if not isinstance(self.max_priority, Priority):
             _refuse("max_priority", self.max_priority, _priority_names())
-        if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
-            _refuse("cache_salt", self.cache_salt, "text, or nothing at all")
+        salt = self.cache_salt
+        if salt is not None and (not isinstance(salt, str) or not 1 <= len(salt) <= MAX_NAME_LENGTH):
+            found = f"{len(salt)} characters" if isinstance(salt, str) and salt else salt
+            _refuse("cache_salt", found, f"text of 1 to {MAX_NAME_LENGTH} characters, or nothing at all")
         if not (_is_number(self.weight, int | float) and 1 / _MAX_WEIGHT <= self.weight <= _MAX_WEIGHT):
             _refuse("weight", self.weight, f"a number from {1 / _MAX_WEIGHT:g} to {_MAX_WEIGHT:g}")
         if not isinstance(self.admin, bool):
@@ -96,13 +101,22 @@ class KeyRing:
         return matches[0] if matches and scheme.lower() == b"bearer" else None
 
 
+def all_keys(secrets: Iterable[str], path: str | Path | None) -> tuple[ApiKey, ...]:
+    """Those that were given as they are, and those of a file. A single key of which only the secret is known may ask for
+    HIGH: there is no other key that it would pass. CRITICAL, which preempts what runs, is granted in a table alone."""
+    keys = (*plain_keys(secrets), *(() if path is None else read_key_file(path)))
+    if len(keys) == 1 and keys[0].is_plain:
+        return (replace(keys[0], max_priority=Priority.HIGH),)
+    return keys
+
+
 def plain_keys(secrets: Iterable[str]) -> tuple[ApiKey, ...]:
     """Keys of which only the secret was given, as by --api-key."""
     found = []
     for number, secret in enumerate(secrets, 1):
         if not secret.strip():
             raise InvalidRequestError(f"API key {number} is empty; give it some text", field="api_key")
-        found.append(ApiKey(f"key-{number}", _digest(secret)))
+        found.append(ApiKey(f"key-{number}", _digest(secret), is_plain=True))
     return tuple(found)
 
 
@@ -129,7 +143,7 @@ def read_key_file(path: str | Path) -> tuple[ApiKey, ...]:
 
 def _read_lines(lines: list[str]) -> tuple[ApiKey, ...]:
     numbered = ((number, line) for number, line in enumerate(lines, 1) if line and not line.startswith("#"))
-    return tuple(ApiKey(f"line-{number}", _digest(line)) for number, line in numbered)
+    return tuple(ApiKey(f"line-{number}", _digest(line), is_plain=True) for number, line in numbered)
 
 
 def _read_tables(text: str, lines: list[str]) -> tuple[ApiKey, ...]:
@@ -171,8 +185,8 @@ def _read_table(table: Mapping[str, Any]) -> ApiKey:
             # Not shown: whoever reads the log is not who the key is for.
             raise InvalidRequestError("key is not text, empty, or has spaces around it")
         given["key_sha256"] = _digest(secret)
-    # Tables are written where several parties share a server: none outranks the others unless it is said.
-    given["max_priority"] = _priority(given.get("max_priority", "normal"))
+    if "max_priority" in given:
+        given["max_priority"] = _priority(given["max_priority"])
     return ApiKey(**given)
 
 

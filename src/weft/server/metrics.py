@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
@@ -15,6 +15,7 @@ from weft.engine.client import EngineClient
 from weft.errors import WeftError
 from weft.metrics import TwoTierKvCache
 from weft.request import GenerationResult
+from weft.server.keys import ApiKey
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -124,16 +125,8 @@ class ServerMetrics:
         self._failed = Counter(
             "weft:request_failure", "Requests that got an error.", [*labels, "status"], registry=registry
         )
-        # One series for each key in the operator's file: nothing that a client sends makes another.
-        self._key_requests = Counter(
-            "weft:key_requests", "Requests of an API key.", [*labels, "key"], registry=registry
-        )
-        self._key_tokens = Counter(
-            "weft:key_tokens",
-            "Tokens of prompts and answers of an API key.",
-            [*labels, "key"],
-            registry=registry,
-        )
+        self._used: dict[str, tuple[int, int]] = {}
+        """Requests and tokens of each key in the operator's file: nothing that a client sends makes another entry."""
         self._labels = labels
         self._tiers = _Tiers(gauge, counter) if is_two_tier else None
 
@@ -168,10 +161,11 @@ class ServerMetrics:
 
     def used(self, key: str, num_tokens: int) -> None:
         """A request of a key is over."""
-        self._key_requests.labels(**self._labels, key=key).inc()
-        self._key_tokens.labels(**self._labels, key=key).inc(num_tokens)
+        requests, tokens = self._used.get(key, (0, 0))
+        self._used[key] = (requests + 1, tokens + num_tokens)
 
-    async def text(self, engine: EngineClient) -> bytes:
+    async def text(self, engine: EngineClient, key: ApiKey | None = None) -> bytes:
+        """As `key` may see it: what the others used is shown to operators alone."""
         self._restarts.follow(engine.restarts)
         self._stalls.follow(engine.stalls)
         num_held = self.count_held()
@@ -194,7 +188,27 @@ class ServerMetrics:
             self._accepted.follow(figures.accepted_drafts)
             if self._tiers is not None and figures.two_tier is not None:
                 self._tiers.show(figures.two_tier)
-        return generate_latest(self._registry)
+        is_operator = key is not None and key.admin
+        used = {name: one for name, one in self._used.items() if is_operator or (key and name == key.name)}
+        return generate_latest(self._registry) + generate_latest(_KeyUsage(self._labels, used))
+
+
+class _KeyUsage(Collector):
+    """The series of some keys, by name: their requests and tokens."""
+
+    def __init__(self, labels: Mapping[str, str], used: Mapping[str, tuple[int, int]]) -> None:
+        self._labels, self._used = labels, used
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        helps = (
+            ("key_requests", "Requests of an API key."),
+            ("key_tokens", "Tokens of its prompts and answers."),
+        )
+        for index, (name, help) in enumerate(helps):
+            family = CounterMetricFamily(f"weft:{name}", help, labels=[*self._labels, "key"])
+            for key, counts in self._used.items():
+                family.add_metric([*self._labels.values(), key], counts[index])
+            yield family
 
 
 class _Total:

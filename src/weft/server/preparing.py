@@ -94,7 +94,8 @@ class Preparer:
                     Echo(one if isinstance(one, str) else decode(tokens, skip_control=False), tokens)
                     for one, tokens in zip(texts, prompts, strict=True)
                 ]
-        params = replace(params, grammar=grammar)
+        if grammar is not None:
+            params = replace(params, grammar=grammar)
         shape = Shape(
             form,
             self._name,

@@ -1,6 +1,7 @@
 """What a request may hold: the fields of the OpenAI API and weft's own, their types, and how a body is read into them.
 
-Types are checked here; ranges are checked where the values belong, in `SamplingParams` and `InferenceRequest`.
+Types and lengths are checked here; ranges are checked where the values belong, in `SamplingParams` and
+`InferenceRequest`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,23 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from weft.request import MAX_LOGIT_BIAS, MAX_METADATA, MAX_NAME_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 from weft.server.errors import ApiError
+
+MAX_ENTRIES = {
+    "messages": 8192,
+    "content": 1024,
+    "tools": 128,
+    "documents": 1024,
+    "chat_template_kwargs": 64,
+    "metadata": MAX_METADATA,
+    "stop": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_TOKENS,
+    "logit_bias": MAX_LOGIT_BIAS,
+}
+"""Of lists and mappings, checked before the server looks at each entry; `content` is that of a message. Other lists have
+bounds of their own: prompts (`max_answers`), token ids (the context), schemas and choices (`MAX_GRAMMAR_LENGTH`)."""
+MAX_CHARACTERS = {"session_id": MAX_NAME_LENGTH, "cache_salt": MAX_NAME_LENGTH}
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -133,7 +150,7 @@ def read(kind: type[T], body: bytes) -> tuple[T, list[str]]:
         )
     unknown = sorted(given.keys() - set(kind.__struct_fields__))
     try:
-        return msgspec.convert(given, kind), [_shown(name) for name in unknown[:_MAX_NAMED]]
+        asked = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         message, param = str(error), None
         if found := _PATH.search(message):
@@ -142,6 +159,26 @@ def read(kind: type[T], body: bytes) -> tuple[T, list[str]]:
             param = missing[1]
         named = f"{param}: {message}" if param else message
         raise ApiError(400, named, param=param, code="invalid_type") from None
+    _check_lengths(asked)
+    return asked, [_shown(name) for name in unknown[:_MAX_NAMED]]
+
+
+def _check_lengths(asked: msgspec.Struct) -> None:
+    for name in asked.__struct_fields__:
+        value = getattr(asked, name)
+        if isinstance(value, list | dict):
+            _check_length(name, len(value), MAX_ENTRIES.get(name), "entries")
+        elif isinstance(value, str):
+            _check_length(name, len(value), MAX_CHARACTERS.get(name), "characters")
+    for index, message in enumerate(getattr(asked, "messages", None) or ()):
+        if isinstance(content := message.get("content"), list):
+            _check_length(f"messages[{index}].content", len(content), MAX_ENTRIES["content"], "entries")
+
+
+def _check_length(name: str, length: int, most: int | None, what: str) -> None:
+    if most is not None and length > most:
+        message = f"{name} has {length} {what}; allowed: at most {most}"
+        raise ApiError(400, message, param=name, code="invalid_value")
 
 
 def _parse(body: bytes) -> Any:

@@ -35,7 +35,7 @@ class ServerSettings:
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """0: any that is free."""
     api_keys: tuple[ApiKey, ...] = ()
-    """None at all: everyone may ask. Made by `keys.plain_keys` and `keys.read_key_file`."""
+    """None at all: everyone may ask. Made by `keys.all_keys`."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages that may call the server from a browser; "*" for all."""
     chat_template: str | None = None

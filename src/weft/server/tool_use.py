@@ -15,7 +15,6 @@ from weft.text.answer_reader import AnswerForm
 from weft.text.model_text import ModelText
 from weft.text.tool_grammar import Tool, behind_thoughts, forced_calls, possible_calls
 
-_MOST_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _CHOICES = 'auto, none, required, {"type": "function", "function": {"name": ...}}'
@@ -106,8 +105,6 @@ def _named(choice: Mapping[str, Any]) -> str | None:
 
 
 def _checked_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
-    if len(tools) > _MOST_TOOLS:
-        raise _refusal(f"tools has {len(tools)} entries; allowed: at most {_MOST_TOOLS}", "tools")
     checked = [_checked(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     names: set[str] = set()
     for index, tool in enumerate(checked):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -202,10 +201,12 @@ class Visits:
             max(self._max_tokens(request, self._engine.max_sequence_length) for request in requests),
         )
         visit.turn = turn = self._gate.ask(visit.key, job)
+        if turn is not None:
+            visit.choices.on_answer_end = partial(self._gate.ended, turn)
         is_cut = bool(first.params.stop) or (form is not None and form.max_calls is not None)
         wake_every = _WAKE_EVERY_FOR_STOPS if is_cut else _WAKE_EVERY
         work = partial(self._submit_in_turn, visit, form, 1 if is_streamed else wake_every)
-        if turn is None or turn.may_go.done():
+        if turn is None or not turn.num_waiting:
             await work()
         else:
             visit.choices.submit_later(work)
@@ -248,22 +249,45 @@ class Visits:
         return True
 
     async def _submit_in_turn(self, visit: Visit, form: AnswerForm | None, wake_every: int) -> None:
-        requests, waited = visit.requests, 0.0
-        if (turn := visit.turn) is not None and not turn.may_go.done():
-            asked_at, deadline = self._clock(), requests[0].deadline
-            try:
-                await asyncio.wait_for(turn.may_go, deadline)
-            except TimeoutError:
-                raise ApiError(
-                    504, f"deadline of {deadline} s passed while waiting for a turn", code="deadline_exceeded"
-                ) from None
-            if turn.stage != "going":
-                return  # it was given up in the moment in which its turn came
-            waited = self._clock() - asked_at
-            requests = [later(request, waited) for request in requests]
-        await visit.choices.submit(requests, form, wake_every=wake_every, waited=waited)
-        if turn is not None:
-            self._gate.submitted(turn)
+        """All answers, in their order, each as soon as its turn comes. What may go at the same time and has the same
+        prompt goes in one message."""
+        requests, turn = visit.requests, visit.turn
+        num_each = requests[0].params.n
+        num_answers, num_sent = num_each * len(requests), 0
+        asked_at = self._clock()
+        while num_sent < num_answers:
+            if num_sent:
+                await asyncio.sleep(0)  # a thousand answers at once would hold up the event loop
+            num_going = num_answers - num_sent
+            if turn is not None:
+                await self._wait_for_turn(turn, asked_at, requests[0].deadline)
+                if turn.is_over:
+                    return  # it was given up in the moment in which its turn came
+                num_going = turn.num_going
+            prompt, first = divmod(num_sent, num_each)
+            count = min(num_going, num_each - first)
+            num_sent += count
+            await visit.choices.submit(
+                [requests[prompt]],
+                form,
+                indices=range(first, first + count),
+                is_last=num_sent == num_answers,
+                wake_every=wake_every,
+                waited=0.0 if turn is None else self._clock() - asked_at,
+            )
+            if turn is not None:
+                self._gate.submitted(turn, count)
+
+    async def _wait_for_turn(self, turn: Turn, asked_at: float, deadline: float | None) -> None:
+        if turn.may_go.is_set():
+            return
+        left = None if deadline is None else max(0.0, asked_at + deadline - self._clock())
+        try:
+            await asyncio.wait_for(turn.may_go.wait(), left)
+        except TimeoutError:
+            raise ApiError(
+                504, f"deadline of {deadline} s passed while waiting for a turn", code="deadline_exceeded"
+            ) from None
 
     def _count_answers(self) -> tuple[int, int] | None:
         if self._engine.state is EngineState.STARTING:
@@ -274,13 +298,3 @@ class Visits:
         room = max(1, self._engine.max_sequence_length - len(request.prompt))
         wish = request.params.max_tokens
         return min(room, default if wish is None else wish)
-
-
-def later(request: InferenceRequest, seconds: float) -> InferenceRequest:
-    """The same request so much later: its times count from its arrival."""
-    left = {
-        name: max(0.0, value - seconds)
-        for name in ("deadline", "ttft_target")
-        if (value := getattr(request, name)) is not None
-    }
-    return dataclasses.replace(request, **left) if left else request

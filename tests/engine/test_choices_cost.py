@@ -1,0 +1,105 @@
+"""What several answers to one prompt share: nothing of the prompt or of a list is computed or checked for each."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import weft.request
+from weft.backends.noop import NoopBackend
+from weft.config import KvCachePoolConfig, ServingEngineConfig
+from weft.engine import wire
+from weft.engine.process import EngineProcess
+from weft.engine.serving import ServingEngine
+from weft.request import InferenceRequest, SamplingParams
+from weft.scheduling import blocks
+
+LISTS: dict[str, Any] = {"logit_bias": dict.fromkeys(range(1000), 1.0), "stop_token_ids": tuple(range(1000))}
+PROMPT = tuple(range(1000))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a value of a request was checked, and a block key computed."""
+    counted: Counter[str] = Counter()
+
+    def count(module: Any, name: str, what: str) -> None:
+        original: Callable[..., Any] = getattr(module, name)
+
+        def counting(*arguments: Any, **options: Any) -> Any:
+            counted[what] += 1
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(module, name, counting)
+
+    count(weft.request, "_integer", "checks")
+    count(weft.request, "_number", "checks")
+    count(blocks.hashlib, "sha256", "digests")
+    return counted
+
+
+def make_engine() -> ServingEngine:
+    backend = NoopBackend(vocabulary_size=2000, max_context=4096)
+    return ServingEngine(backend, ServingEngineConfig(cache=KvCachePoolConfig(1024, 16)))
+
+
+def test_lists_are_checked_and_block_keys_computed_once_for_all_answers(calls: Counter[str]) -> None:
+    engine = make_engine()
+    request = InferenceRequest(PROMPT, SamplingParams(n=128, seed=1, max_tokens=1, **LISTS))
+    once = calls["checks"]
+    engine.submit_choices(request)
+    assert calls["checks"] < 1.1 * once
+    assert calls["digests"] <= len(PROMPT) // 16 + 1 + 128, (
+        "the keys of the prompt, its salt, and a seed for each"
+    )
+    sequences = list(engine.scheduler.sequences.values())
+    assert len({id(one.request.params.logit_bias) for one in sequences}) == 1
+    assert len({id(one.stop_ids) for one in sequences}) == 1
+    engine.run_until_idle()
+    assert engine.metrics().requests_completed == 128
+    engine.stop()
+
+
+def test_lists_are_checked_once_for_all_prompts_of_a_body(calls: Counter[str]) -> None:
+    """As the engine's process gets them: a message for each prompt, or for each part of its answers."""
+    params = SamplingParams(n=128, seed=1, max_tokens=1, **LISTS)
+    once = calls["checks"]
+    messages = [
+        wire.framed(wire.Submit.of((prompt,), InferenceRequest((prompt, 7, 8), params), first))
+        for prompt, first in enumerate([0, 5] * 30)
+    ]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = EngineProcess(theirs)
+        engine = process._engine = make_engine()
+        calls.clear()
+        for message in messages:
+            process._obey(wire.to_engine.decode(message[4:]))
+        assert calls["checks"] < 3 * once, "sixty messages, each with some values of its own"
+        assert len(engine.scheduler.sequences) == 60
+        process._outbox.close(10.0)
+        engine.stop()
+
+
+def test_answers_in_parts_have_the_seeds_that_they_have_together() -> None:
+    request = InferenceRequest(PROMPT[:20], SamplingParams(n=6, seed=3, max_tokens=4, prompt_logprobs=1))
+    with make_engine() as engine:
+        together = engine.submit_choices(request)
+        parts = [engine.submit_choices(request, indices=range(*ends)) for ends in ((0, 1), (1, 4), (4, 6))]
+        several = [engine.get_result(one, wait=60) for one in together]
+        others = [engine.get_result(one, wait=60) for part in parts for one in part]
+    assert [one.tokens for one in several if one] == [one.tokens for one in others if one]
+    assert [one.prompt_logprobs for one in several if one] == [one.prompt_logprobs for one in others if one]
+    assert len({one.tokens for one in others if one}) == 6
+
+
+def test_a_request_that_was_held_back_has_the_rest_of_its_time() -> None:
+    request = InferenceRequest((1,), SamplingParams(seed=4), deadline=10.0, ttft_target=1.0)
+    (message,) = wire.Frames().feed(wire.framed(wire.Submit.of((1,), request, waited=4.0)))
+    decoded = wire.to_engine.decode(message)
+    assert isinstance(decoded, wire.Submit)
+    assert decoded.whole_request == request.replaced(deadline=6.0, ttft_target=0.0)

@@ -1,0 +1,154 @@
+"""What one small body may cost: no list of a request is looked at again for each of its prompts and answers.
+
+Counted in processor time of the event loop's thread and of the engine's process, against the same request without the
+list on the same machine: how busy or fast that is does not matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import InProcess, in_process
+from server_process import Server
+
+from weft.engine.client import Answer
+from weft.request import InferenceRequest
+from weft.server.keys import ApiKey
+
+_SECONDS_PER_BYTE = 5e-6
+"""To read, check, send and read again what the body holds takes a tenth of it."""
+_TICKS = os.sysconf("SC_CLK_TCK")
+LISTS: dict[str, Any] = {
+    "logit_bias": {str(token): 1.5 for token in range(40_000, 40_000 + 1024)},
+    "stop_token_ids": list(range(40_000, 40_000 + 1024)),
+    "stop": ["é" * 1000 + str(number) for number in range(16)],
+    "metadata": {str(number): "x" * 100 for number in range(64)},
+    "session_id": "s" * 256,
+    "cache_salt": "s" * 256,
+    "guided_choice": [f"choice {number}" for number in range(500)],
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "8 prompts, 128 answers each": {"prompt": [[5, 6, 7]] * 8, "n": 128},
+    "1,024 prompts": {"prompt": [[5, 6, 7]] * 1024},
+}
+
+
+async def cost(server: InProcess, body: dict[str, Any], key: str | None = None) -> tuple[float, float]:
+    """Seconds of the event loop's thread and of the engine's process for one request that is answered."""
+    process = server.server.engine._process
+    assert process is not None
+    used = _process_seconds(process.pid)
+    began = time.thread_time()
+    reply = await server.ask("/v1/completions", json.dumps({"max_tokens": 1, **body}).encode(), key=key)
+    seconds = time.thread_time() - began
+    assert reply.status == 200, reply.body
+    return seconds, _process_seconds(process.pid) - used
+
+
+def _process_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def with_server(model_path: Path, work: Callable[[InProcess], Any]) -> Any:
+    async def run() -> Any:
+        async with in_process(model_path) as server:
+            await cost(server, {"prompt": [5]})
+            return await work(server)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_no_list_is_paid_for_again_with_every_prompt_and_answer(
+    default_model_path: Path, shape: dict[str, Any]
+) -> None:
+    bodies = {name: {**shape, name: value} for name, value in LISTS.items()}
+    bodies["all but a grammar"] = {**shape, **LISTS}
+    del bodies["all but a grammar"]["guided_choice"]
+
+    async def work(server: InProcess) -> None:
+        await cost(server, {"prompt": [5], "guided_choice": LISTS["guided_choice"]})  # starts what compiles
+        plain = [await cost(server, shape) for _ in range(3)]
+        for name, body in bodies.items():
+            listed = [await cost(server, body) for _ in range(2)]
+            num_bytes = len(json.dumps(body))
+            for index, who in enumerate(("the event loop", "the engine")):
+                without, found = max(one[index] for one in plain), min(one[index] for one in listed)
+                assert found < 2 * without + num_bytes * _SECONDS_PER_BYTE, (
+                    f"{who} needs {found:.3f} s for {num_bytes} bytes with {name}, and {without:.3f} s without"
+                )
+
+    with_server(default_model_path, work)
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_others_have_their_turn_while_a_thousand_answers_are_begun(
+    default_model_path: Path, has_keys: bool
+) -> None:
+    """Of the event loop, between any two of its messages to the engine."""
+    keys = (ApiKey("a", sha256(b"a").hexdigest()), ApiKey("b", sha256(b"b").hexdigest())) if has_keys else ()
+
+    async def run() -> None:
+        async with in_process(default_model_path, api_keys=keys) as server:
+            engine, turns, sent = server.server.engine, 0, []
+            submit = engine.submit
+
+            async def noting(request: InferenceRequest, *arguments: Any, **options: Any) -> list[Answer]:
+                answers = await submit(request, *arguments, **options)
+                sent.append((turns, len(answers)))
+                return answers
+
+            async def others() -> None:
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            engine.submit = noting  # type: ignore[method-assign]
+            asking = asyncio.create_task(others())
+            await cost(server, SHAPES["8 prompts, 128 answers each"], key="a" if has_keys else None)
+            asking.cancel()
+            assert sum(count for _, count in sent) == 1024 and max(count for _, count in sent) <= 128
+            assert len({turn for turn, _ in sent}) == len(sent) >= 8
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("stop_token_ids", [1] * 1025, "stop_token_ids has 1025 entries; allowed: at most 1024"),
+        ("stop_token_ids", [1] * 120_000, "stop_token_ids has 120000 entries; allowed: at most 1024"),
+        (
+            "logit_bias",
+            {str(n): 1 for n in range(1025)},
+            "logit_bias has 1025 entries; allowed: at most 1024",
+        ),
+        ("stop", ["a"] * 17, "stop has 17 entries; allowed: at most 16"),
+        ("metadata", {str(n): "" for n in range(65)}, "metadata has 65 entries; allowed: at most 64"),
+        ("tools", [{}] * 129, "tools has 129 entries; allowed: at most 128"),
+        ("documents", [{}] * 1025, "documents has 1025 entries; allowed: at most 1024"),
+        ("messages", [{}] * 8193, "messages has 8193 entries; allowed: at most 8192"),
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}],
+            "messages[0].content has 1025 entries; allowed: at most 1024",
+        ),
+        ("chat_template_kwargs", {str(n): 0 for n in range(65)}, "has 65 entries; allowed: at most 64"),
+    ],
+)
+def test_every_list_has_a_bound_that_is_told_with_its_length(
+    server: Server, field: str, value: Any, message: str
+) -> None:
+    refused = server.chat(**{field: value})
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["param"].startswith(field) and message in error["message"]
