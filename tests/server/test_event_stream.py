@@ -396,6 +396,9 @@ class Wire(asyncio.Transport):
     def resume_reading(self) -> None:
         pass
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
 
 async def body_and_messages(server: InProcess, http_version: str) -> tuple[list[tuple[bytes, bytes]], int]:
     """The events of a stream without what differs between any two, and how many messages of ASGI they took."""
@@ -414,7 +417,7 @@ async def body_and_messages(server: InProcess, http_version: str) -> tuple[list[
     )
     config.load()
     state, transport = ServerState(), Wire()
-    protocol = TimedProtocol(config, state, header_seconds=10, body_seconds=10)
+    protocol = TimedProtocol(config, state, header_seconds=10, body_seconds=10, stalled_reader_seconds=10)
     protocol.connection_made(transport)
     body = b'{"prompt": [1, 2, 3], "max_tokens": 40, "seed": 1, "ignore_eos": true, "stream": true}'
     head = (

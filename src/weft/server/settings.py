@@ -57,6 +57,8 @@ class ServerSettings:
     header_seconds: Seconds = 10.0
     body_seconds: Seconds = 120.0
     """A request has this long to arrive, from its first byte."""
+    stalled_reader_seconds: Seconds = 60.0
+    """A connection is closed when its client accepts none of the bytes that wait for it for so long."""
     max_answers: AtLeastOne = 1024
     """Prompts times `n` of one request."""
     max_requests: AtLeastOne = 4096
