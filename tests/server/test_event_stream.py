@@ -29,7 +29,6 @@ from weft.request import (
     RequestId,
     RequestState,
     SamplingParams,
-    TokenOutput,
 )
 from weft.server import streaming
 from weft.server.answers import Choices
@@ -52,10 +51,16 @@ class Engine(EngineClient):
         self.cancelled: list[str | None] = []
 
     async def submit(
-        self, request: InferenceRequest, arrived: asyncio.Event | None = None, *, wake_every: int = 1
+        self,
+        request: InferenceRequest,
+        arrived: asyncio.Event | None = None,
+        *,
+        wake_every: int = 1,
+        may_fall_behind: bool = False,
+        may_grow: Callable[[int], bool] = lambda num_bytes: True,
     ) -> list[Answer]:
         assert arrived is not None
-        self.answer = Answer(self, 0, 100, arrived, len(request.prompt), wake_every)
+        self.answer = Answer(self, 0, 100, arrived, len(request.prompt), wake_every, may_grow)
         return [self.answer]
 
     def _cancel(self, answer: Answer, reason: str | None) -> None:
@@ -108,12 +113,11 @@ class Streamed:
     async def end(self) -> None:
         """The rest, and the end."""
         await self.put(len(self.tokens))
-        self.answer.put(TokenOutput(RequestId(0), None, "", None, True, FinishReason.LENGTH, 0))
-        result = GenerationResult(
+        self.answer.put(wire.Output(0, None, finish_reason=FinishReason.LENGTH))
+        self.answer.result = GenerationResult(
             RequestId(0), (), "", RequestState.COMPLETED, FinishReason.LENGTH, None, 0, 0, 0, 0, 0,
-            prompt_token_count=1, cached_token_count=0, preemptions=0,
+            prompt_token_count=1, cached_token_count=0, preemptions=0, num_tokens=self.answer.num_tokens,
         )  # fmt: skip
-        self.answer.end(wire.Ended(self.answer.num_tokens, result), wants_logprobs=False)
 
     @property
     def texts(self) -> list[str]:

@@ -176,7 +176,7 @@ class Visits:
         visit.turn = turn = self._gate.ask(visit.key, job)
         is_cut = bool(first.params.stop) or (form is not None and form.max_calls is not None)
         wake_every = _WAKE_EVERY_FOR_STOPS if is_cut else _WAKE_EVERY
-        work = partial(self._submit_in_turn, visit, form, 1 if is_streamed else wake_every)
+        work = partial(self._submit_in_turn, visit, form, is_streamed, 1 if is_streamed else wake_every)
         if turn is None or turn.may_go.done():
             await work()
         else:
@@ -217,7 +217,9 @@ class Visits:
         )
         return True
 
-    async def _submit_in_turn(self, visit: Visit, form: AnswerForm | None, wake_every: int) -> None:
+    async def _submit_in_turn(
+        self, visit: Visit, form: AnswerForm | None, is_streamed: bool, wake_every: int
+    ) -> None:
         requests, waited = visit.requests, 0.0
         if (turn := visit.turn) is not None and not turn.may_go.done():
             asked_at, deadline = self._clock(), requests[0].deadline
@@ -231,7 +233,9 @@ class Visits:
                 return  # it was given up in the moment in which its turn came
             waited = self._clock() - asked_at
             requests = [later(request, waited) for request in requests]
-        await visit.choices.submit(requests, form, wake_every=wake_every, waited=waited)
+        await visit.choices.submit(
+            requests, form, is_streamed=is_streamed, wake_every=wake_every, waited=waited
+        )
         if turn is not None:
             self._gate.submitted(turn)
 
