@@ -356,6 +356,8 @@ class GenerationResult:
     """One for each token of the prompt; None for the first, which nothing stands before."""
     siblings: tuple[GenerationResult, ...] = ()
     """The other answers, where `n` asked for several."""
+    num_tokens: int | None = None
+    """How many tokens there were, where they were handed out one by one and not kept; None: those in `tokens`."""
 
     @property
     def choices(self) -> tuple[GenerationResult, ...]:
@@ -364,7 +366,7 @@ class GenerationResult:
 
     @property
     def completion_token_count(self) -> int:
-        return len(self.tokens)
+        return len(self.tokens) if self.num_tokens is None else self.num_tokens
 
     @property
     def total_time(self) -> float:

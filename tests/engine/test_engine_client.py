@@ -70,9 +70,11 @@ def test_tokens_logprobs_and_the_result_arrive_and_agree() -> None:
         outputs = await outputs_of(answer)
         result = answer.result
         assert result is not None and result.state is RequestState.COMPLETED
-        assert result.tokens == tuple(output.token_id for output in outputs) and len(result.tokens) == 8
-        assert result.logprobs is not None
-        assert [one.logprob for one in result.logprobs] == [output.logprob for output in outputs]
+        assert result.completion_token_count == len(outputs) == answer.num_tokens == 8
+        assert [output.sequence_length for output in outputs] == list(range(4, 12))
+        for output in outputs:
+            assert output.token_id is not None and output.logprob is not None
+            assert [logprob for _, logprob in output.top_logprobs] == [0.0, -1 / 8]
         assert result.finish_reason is FinishReason.LENGTH and outputs[-1].is_final
         assert client.num_under_way == 0
 
@@ -136,7 +138,7 @@ def test_a_finish_cuts_the_result_at_the_token_that_completed_the_stop() -> None
         await answer.read()
         answer.finish(1)
         await outputs_of(answer)
-        assert answer.result is not None and len(answer.result.tokens) == 1
+        assert answer.result is not None and answer.result.completion_token_count == 1
         assert answer.result.finish_reason is FinishReason.STOP
 
     with_client(use, **SLOW)
@@ -168,7 +170,7 @@ def test_a_grammar_that_is_being_compiled_holds_nobody_up_and_can_be_cancelled_a
         await asyncio.gather(outputs_of(cancelled), outputs_of(other))
         assert cancelled.result is not None and cancelled.result.state is RequestState.CANCELLED
         assert other.result is not None and other.result.finish_reason is FinishReason.STOP
-        assert other.result.tokens == ()
+        assert other.result.completion_token_count == 0
         [wrong] = await client.submit(request(grammar=Grammar("regex", "a(")))
         with pytest.raises(InvalidRequestError, match="unclosed group") as told:
             await wrong.read()

@@ -21,7 +21,10 @@ from weft.request import (
     TokenOutput,
 )
 from weft.server.answers import Choice, Choices
+from weft.server.budget import ByteBudget, Share, too_much_answer
 from weft.server.openai import Shape, TokenOffsets
+from weft.server.rounds import Rounds
+from weft.server.whole import WholeAnswer
 from weft.text.answer_reader import AnswerForm, AnswerReader
 from weft.text.answer_text import AnswerText
 from weft.text.reasoning import ReasoningMarkers
@@ -36,25 +39,21 @@ TOOLS = AnswerForm(tools=HERMES)
 
 def answered(
     text: str, tokenizer: Tokenizer, reason: FinishReason, capacity: int = 1000
-) -> tuple[Answer, list[TokenOutput]]:
+) -> tuple[Answer, list[wire.Output]]:
     """An answer of the engine, as its client has it, and the outputs that make it."""
     tokens = tokenizer.encode(text, allow_control=True, add_bos=False)
     client = EngineClient("noop", {}, ServingEngineConfig())
     answer = Answer(client, 0, capacity, asyncio.Event(), prompt_length=7)
-    outputs = [
+    told = [
         TokenOutput(RequestId(0), token, "", -0.5, False, None, place, ((token, -0.5),))
         for place, token in enumerate(tokens)
     ]
-    outputs.append(TokenOutput(RequestId(0), None, "", None, True, reason, len(tokens)))
-    result = GenerationResult(
+    told.append(TokenOutput(RequestId(0), None, "", None, True, reason, len(tokens)))
+    answer.result = GenerationResult(
         RequestId(0), (), "", RequestState.COMPLETED, reason, None, 0, 0, 0, 0, 0, prompt_token_count=7,
-        cached_token_count=0, preemptions=0,
+        cached_token_count=0, preemptions=0, num_tokens=len(tokens),
     )  # fmt: skip
-    for output in outputs[:-1]:
-        answer.put(output)
-    answer.end(wire.Ended(len(tokens), result), wants_logprobs=True)
-    unread = answer.take()
-    return answer, [*unread, outputs[-1]]
+    return answer, [wire.Output.of(one, 0) for one in told]
 
 
 class Said:
@@ -72,23 +71,26 @@ class Said:
     ) -> None:
         answer, outputs = answered(text, tokenizer, reason)
         params = SamplingParams(logprobs=0)
-        said = AnswerText(tokenizer, params, shown=form.shown_ids(tokenizer))
+        said = AnswerText(tokenizer, params, shown=form.shown_ids(tokenizer), keeps_text=False)
         self.choice = Choice(0, answer, said, AnswerReader(form))
         self.shape = Shape("chat", "m", tokenizer, has_parts=True, **shape)
         events = [self.shape.opening(0)]
         offsets = TokenOffsets(tokenizer)
+        whole = WholeAnswer(self.shape, Share(ByteBudget(1 << 20, 1 << 20, too_much_answer)))
         for start in range(0, len(outputs), step):
             for output in outputs[start : start + step]:
                 answer.put(output)
             piece = self.choice.take(effort=10_000)
             assert piece is not None
             events += self.shape.pieces(piece, offsets)
+            whole.add([piece])
         assert self.choice.result is not None
-        events.append(self.shape.closing(0, self.choice.result, self.choice.parts))
+        events.append(self.shape.closing(self.choice, self.choice.result))
         self.chunks = [self.shape.chunk([event]) for event in events]
         choices = Choices(answer._client, tokenizer)
         choices._choices = [self.choice]
-        self.whole = ChatCompletion.model_validate(self.shape.answer(choices)).choices[0]
+        asyncio.run(whole.write(choices, Rounds()))
+        self.whole = ChatCompletion.model_validate_json(b"".join(whole._body)).choices[0]
         state: Any = ChatCompletionStreamState()
         for chunk in self.chunks:
             state.handle_chunk(ChatCompletionChunk.model_validate(chunk))

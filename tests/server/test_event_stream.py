@@ -29,7 +29,6 @@ from weft.request import (
     RequestId,
     RequestState,
     SamplingParams,
-    TokenOutput,
 )
 from weft.server import streaming
 from weft.server.answers import Choices
@@ -59,9 +58,11 @@ class Engine(EngineClient):
         wake_every: int = 1,
         indices: range | None = None,
         waited: float = 0.0,
+        may_fall_behind: bool = False,
+        may_grow: Callable[[int], bool] = lambda num_bytes: True,
     ) -> list[Answer]:
         assert arrived is not None
-        self.answer = Answer(self, 0, 100, arrived, len(request.prompt), wake_every)
+        self.answer = Answer(self, 0, 100, arrived, len(request.prompt), wake_every, may_grow)
         return [self.answer]
 
     def _cancel(self, answer: Answer, reason: str | None) -> None:
@@ -114,12 +115,11 @@ class Streamed:
     async def end(self) -> None:
         """The rest, and the end."""
         await self.put(len(self.tokens))
-        self.answer.put(TokenOutput(RequestId(0), None, "", None, True, FinishReason.LENGTH, 0))
-        result = GenerationResult(
+        self.answer.put(wire.Output(0, None, finish_reason=FinishReason.LENGTH))
+        self.answer.result = GenerationResult(
             RequestId(0), (), "", RequestState.COMPLETED, FinishReason.LENGTH, None, 0, 0, 0, 0, 0,
-            prompt_token_count=1, cached_token_count=0, preemptions=0,
+            prompt_token_count=1, cached_token_count=0, preemptions=0, num_tokens=self.answer.num_tokens,
         )  # fmt: skip
-        self.answer.end(wire.Ended(self.answer.num_tokens, result), wants_logprobs=False)
 
     @property
     def texts(self) -> list[str]:
@@ -402,6 +402,9 @@ class Wire(asyncio.Transport):
     def resume_reading(self) -> None:
         pass
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
 
 async def body_and_messages(server: InProcess, http_version: str) -> tuple[list[tuple[bytes, bytes]], int]:
     """The events of a stream without what differs between any two, and how many messages of ASGI they took."""
@@ -420,7 +423,7 @@ async def body_and_messages(server: InProcess, http_version: str) -> tuple[list[
     )
     config.load()
     state, transport = ServerState(), Wire()
-    protocol = TimedProtocol(config, state, header_seconds=10, body_seconds=10)
+    protocol = TimedProtocol(config, state, header_seconds=10, body_seconds=10, stalled_reader_seconds=10)
     protocol.connection_made(transport)
     body = b'{"prompt": [1, 2, 3], "max_tokens": 40, "seed": 1, "ignore_eos": true, "stream": true}'
     head = (

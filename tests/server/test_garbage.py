@@ -45,7 +45,11 @@ async def leftovers(model_path: Path) -> Counter[str]:
         config.load()
         state = ServerState()
         listening = await asyncio.get_running_loop().create_server(
-            lambda: TimedProtocol(config, state, header_seconds=10, body_seconds=10), "127.0.0.1", 0
+            lambda: TimedProtocol(
+                config, state, header_seconds=10, body_seconds=10, stalled_reader_seconds=10
+            ),
+            "127.0.0.1",
+            0,
         )
         port = listening.sockets[0].getsockname()[1]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import MODEL, SLOW, SOURCE, Server, running_server, wait_for
+from server_process import MODEL, SLOW, SOURCE, Server, api_key, running_server, wait_for
 
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
 
@@ -30,7 +30,9 @@ def slow_server(default_model_path: Path) -> Iterator[Server]:
         yield server
 
 
-def send_request(server: Server, receive_buffer: int | None = None, **fields: Any) -> socket.socket:
+def send_request(
+    server: Server, receive_buffer: int | None = None, key: str = "", **fields: Any
+) -> socket.socket:
     """A request on a connection of its own, to be dropped at will."""
     body = json.dumps(
         {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True, **fields}
@@ -40,7 +42,10 @@ def send_request(server: Server, receive_buffer: int | None = None, **fields: An
     if receive_buffer is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.connect(("127.0.0.1", server.port))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        f"Authorization: Bearer {key}\r\n\r\n"
+    )
     connection.sendall(head.encode() + body)
     return connection
 
@@ -93,12 +98,13 @@ def test_a_deadline_ends_a_request_with_a_504(slow_server: Server) -> None:
     slow_server.wait_until_free()
 
 
-def test_39_a_reader_that_does_not_read_is_cancelled(default_model_path: Path) -> None:
+STALLING: dict[str, Any] = {"n": 8, "max_tokens": 2000, "prompt": [1], "logprobs": 20, "receive_buffer": 4096}
+"""An answer of some 10 MB, more than all the buffers on the way hold, and a client that takes little of it."""
+
+
+def test_39_a_reader_that_is_too_far_behind_is_cancelled_and_told(default_model_path: Path) -> None:
     with running_server(default_model_path, engine={"stream_buffer": 64}) as server:
-        # More than all the buffers on the way hold: some 10 MB.
-        connection = send_request(
-            server, stream=True, n=8, max_tokens=2000, prompt=[1], logprobs=20, receive_buffer=4096
-        )
+        connection = send_request(server, stream=True, **STALLING)
         connection.recv(1, socket.MSG_PEEK)  # headers go out with the first token
         wait_for(lambda: not any(server.metrics("num_requests_running", "num_requests_waiting")))
         assert server.complete().status_code == 200
@@ -110,6 +116,91 @@ def test_39_a_reader_that_does_not_read_is_cancelled(default_model_path: Path) -
         connection.close()
         assert b'"code":"slow_reader"' in received and b"[DONE]" not in received
         server.wait_until_free()
+
+
+def num_sockets(server: Server) -> int:
+    """Connections that the server's process holds, beside those to its own processes."""
+    folder = Path(f"/proc/{server.process.pid}/fd")
+    return sum(os.readlink(one).startswith("socket:") for one in folder.iterdir())
+
+
+def test_a_reader_that_stops_reading_a_stream_loses_its_place_while_its_socket_is_open(
+    default_model_path: Path,
+) -> None:
+    """Its answer is cancelled at once; its request, and what its key may have at the same time, when it is disconnected."""
+    keys = [api_key("one", concurrent=1), api_key("other")]
+    other = {"Authorization": "Bearer other"}
+    with running_server(
+        default_model_path, stalled_reader_seconds=1.0, api_keys=keys, headers=other
+    ) as server:
+        connection = send_request(server, stream=True, key="one", **STALLING)
+        connection.recv(1, socket.MSG_PEEK)
+        assert server.metric("http_requests_open") == 1
+        server.wait_until_free()  # nobody has read a byte
+        asked = {"prompt": "x", "max_tokens": 1}
+        again = httpx.post(
+            f"{server.url}/v1/completions", json=asked, headers={"Authorization": "Bearer one"}, timeout=60
+        )
+        assert again.status_code == 200
+        connection.close()
+
+
+def test_a_reader_that_stops_reading_an_answer_in_one_piece_is_disconnected(default_model_path: Path) -> None:
+    with running_server(default_model_path, stalled_reader_seconds=1.0) as server:
+        assert server.complete().status_code == 200
+        before = num_sockets(server)
+        connection = send_request(server, **STALLING)
+        connection.recv(1, socket.MSG_PEEK)
+        assert num_sockets(server) == before + 1
+        wait_for(lambda: num_sockets(server) == before)
+        server.wait_until_free()
+        connection.close()
+
+
+def test_a_reader_that_stops_reading_anything_at_all_is_disconnected(default_model_path: Path) -> None:
+    with running_server(default_model_path, stalled_reader_seconds=1.0) as server:
+        assert server.client.get("/openapi.json").status_code == 200
+        before = num_sockets(server)
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        # One after the other on one connection: together more than all the buffers on the way hold.
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 500)
+        connection.recv(1, socket.MSG_PEEK)
+        assert num_sockets(server) == before + 1
+        wait_for(lambda: num_sockets(server) == before)
+        connection.close()
+
+
+def test_40_sigterm_does_not_wait_for_a_client_that_does_not_read(default_model_path: Path) -> None:
+    with running_server(default_model_path, stalled_reader_seconds=3600.0) as server:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 500)
+        connection.recv(1, socket.MSG_PEEK)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        connection.close()
+
+
+def test_a_slow_reader_that_keeps_reading_is_not_taken_for_a_stalled_one(default_model_path: Path) -> None:
+    """It reads for several times as long as a stalled one is given, and gets all of its answer."""
+    with running_server(default_model_path, stalled_reader_seconds=2.0) as server:
+        connection = send_request(server, **STALLING)
+        received, ends_at = bytearray(), time.monotonic() + 8.0
+        while time.monotonic() < ends_at:
+            received += connection.recv(1 << 15)
+            time.sleep(0.05)
+        head, _, body = bytes(received).partition(b"\r\n\r\n")
+        found = re.search(rb"content-length: (\d+)", head)
+        assert found is not None
+        while len(body) < int(found[1]):
+            part = connection.recv(1 << 20)
+            assert part, "cut off"
+            body += part
+        connection.close()
+        assert len(json.loads(body)["choices"]) == 8
 
 
 HELD_START = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import dataclasses
 import enum
 import itertools
 import subprocess
@@ -22,11 +21,13 @@ from weft.engine.watched import WatchedProcess
 from weft.errors import EngineStoppedError, WeftError
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
-from weft.request import GenerationResult, InferenceRequest, RequestId, TokenLogprobs, TokenOutput
+from weft.request import GenerationResult, InferenceRequest, RequestId, TokenOutput
 
 _RESTART_SECONDS = (0.0, 0.5, 2.0, 5.0, 10.0)
 """Waits before a restart, by how many there were since the engine last ran for a minute."""
 _METRICS_SECONDS = 5.0
+_OUTPUT_BYTES = 160
+"""What a `wire.Output` takes in memory beside its encoded logprobs."""
 
 
 class EngineState(enum.Enum):
@@ -48,39 +49,40 @@ class SlowReaderError(WeftError):
 
 
 class Answer:
-    """One answer under way: what the engine said of it and was not read yet."""
+    """One answer under way: what the engine said of it and was not read yet. What was read is not kept."""
 
     def __init__(
         self,
         client: EngineClient,
         answer_id: int,
-        capacity: int,
+        capacity: int | None,
         arrived: asyncio.Event,
         prompt_length: int,
         wake_every: int = 1,
+        may_grow: Callable[[int], bool] = lambda num_bytes: True,
     ) -> None:
+        """`capacity` is how many tokens may be unread; None: any number. `may_grow` is told the bytes of what arrives, and with
+        less than 0 of what is taken; where it says no, the answer is lost."""
         self.id = answer_id
         self.result: GenerationResult | None = None
-        """Known once the final output can be read."""
+        """Known once the final output can be read. It has no tokens, no text and no logprobs."""
+        self.num_tokens = 0
+        """Those that arrived, read or not."""
+        self.prompt_logprobs: list[bytes] = []
+        """Each for `wire.prompt_logprobs`; complete once there is a result."""
         self.arrived = arrived
         """Set when there is something to take: the first token, as many as `wake_every` of them, the end. May be shared
         by answers that are read together."""
         self._client = client
         self._capacity = capacity
-        self._wake_every = min(wake_every, max(1, capacity // 2))
-        self._unread: list[int | TokenOutput] = []
+        self._wake_every = wake_every if capacity is None else min(wake_every, max(1, capacity // 2))
+        self._may_grow = may_grow
+        self._unread: list[int | wire.Output] = []
         """A token that is no more than that as its id: hundreds of thousands of objects would keep the collector of
         garbage busy for a tenth of a second at a time."""
         self._length = prompt_length
         """Of the sequence, with what was read."""
         self._failure: WeftError | None = None
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-
-    @property
-    def num_tokens(self) -> int:
-        """Those that arrived, read or not."""
-        return len(self._tokens)
 
     @property
     def has_news(self) -> bool:
@@ -97,22 +99,23 @@ class Answer:
         Raises what kept the request from going on."""
         return [self._output(unread) for unread in self.take_plainly(most)]
 
-    def take_plainly(self, most: int | None = None) -> list[int | TokenOutput]:
+    def take_plainly(self, most: int | None = None) -> list[int | wire.Output]:
         """As `take`, at a fraction of the cost: a token that is no more than that as its id."""
         self.check()
-        unread = self._unread
-        if most is None or len(unread) <= most:
-            self._unread = []
-            return unread
-        self._unread = unread[most:]
-        self.arrived.set()
-        return unread[:most]
+        taken, self._unread = self._unread, []
+        if most is not None and len(taken) > most:
+            taken, self._unread = taken[:most], taken[most:]
+            self.arrived.set()
+        if taken and not isinstance(taken[-1], int):
+            self._may_grow(-sum(map(_size, taken)))
+        return taken
 
-    def _output(self, unread: int | TokenOutput) -> TokenOutput:
-        self._length += 1
-        if not isinstance(unread, int):
-            return unread
-        return TokenOutput(RequestId(self.id), unread, "", None, False, None, self._length)
+    def _output(self, unread: int | wire.Output) -> TokenOutput:
+        if isinstance(unread, int):
+            self._length += 1
+            return TokenOutput(RequestId(self.id), unread, "", None, False, None, self._length)
+        self._length += unread.token_id is not None
+        return unread.as_told(self._length)
 
     async def read(self) -> list[TokenOutput]:
         """As `take`, and waits for at least one."""
@@ -143,45 +146,47 @@ class Answer:
 
     def put_token(self, token: int) -> bool:
         """A token that is no more than that. Whether it is the first."""
-        unread, tokens = self._unread, self._tokens
-        if self._failure is not None or len(unread) >= self._capacity:
+        unread, capacity = self._unread, self._capacity
+        if self._failure is not None or (capacity is not None and len(unread) >= capacity):
             self._overflow()
             return False
-        tokens.append(token)
         unread.append(token)
-        is_first = len(tokens) == 1
+        self.num_tokens += 1
+        is_first = self.num_tokens == 1
         if is_first or len(unread) >= self._wake_every:
             self.arrived.set()
         return is_first
 
-    def put(self, output: TokenOutput) -> bool:
+    def put(self, output: wire.Output) -> bool:
         """An output that says more than its token. Whether that is the first."""
-        if self._failure is not None or len(self._unread) >= self._capacity:
+        unread, capacity = self._unread, self._capacity
+        if self._failure is not None or (capacity is not None and len(unread) >= capacity):
             self._overflow()
             return False
-        if output.token_id is not None:
-            self._tokens.append(output.token_id)
-            if output.logprob is not None:
-                self._logprobs.append(TokenLogprobs(output.logprob, output.top_logprobs))
-        self._unread.append(output)
-        is_first = len(self._tokens) == 1
-        if is_first or output.is_final or len(self._unread) >= self._wake_every:
+        if not self._may_grow(_size(output)):
+            self._lose(WeftError("the answer needs more memory than it may have"), "too large")
+            return False
+        unread.append(output)
+        self.num_tokens += output.token_id is not None
+        is_first = self.num_tokens == 1
+        if is_first or output.finish_reason is not None or len(unread) >= self._wake_every:
             self.arrived.set()
         return is_first
 
+    def put_prompt_logprobs(self, encoded: bytes) -> None:
+        self.prompt_logprobs.append(encoded)
+        self._may_grow(len(encoded))
+
     def _overflow(self) -> None:
+        self._lose(SlowReaderError(f"the reader is more than {self._capacity} tokens behind"), "slow reader")
+
+    def _lose(self, error: WeftError, reason: str) -> None:
         """What is missing from the text cannot be made good: the answer is lost, its memory is not."""
         if self._failure is None:
+            self._may_grow(-sum(map(_size, self._unread)))
             self._unread.clear()
-            self.fail(SlowReaderError(f"the reader is more than {self._capacity} tokens behind"))
-            self.cancel("slow reader")
-
-    def end(self, ended: wire.Ended, wants_logprobs: bool) -> None:
-        self.result = dataclasses.replace(
-            ended.result,
-            tokens=tuple(self._tokens[: ended.num_tokens]),
-            logprobs=tuple(self._logprobs[: ended.num_tokens]) if wants_logprobs else None,
-        )
+            self.fail(error)
+            self.cancel(reason)
 
     def fail(self, error: WeftError) -> None:
         if self._failure is None:
@@ -217,7 +222,7 @@ class EngineClient:
         self._capacity = config.stream_buffer
         self._stall_seconds = stall_seconds
         self._log = log
-        self._answers: dict[int, tuple[Answer, bool]] = {}
+        self._answers: dict[int, Answer] = {}
         self._numbers = itertools.count()
         self._metrics: dict[int, asyncio.Future[ServingMetrics]] = {}
         self._connection: Connection | None = None
@@ -256,10 +261,12 @@ class EngineClient:
         wake_every: int = 1,
         indices: range | None = None,
         waited: float = 0.0,
+        may_fall_behind: bool = False,
+        may_grow: Callable[[int], bool] = lambda num_bytes: True,
     ) -> list[Answer]:
         """One answer for each of the request's `n`, or for those in `indices`, all of which set `arrived`: for its first
         token, then for every so many, and at its end. A refusal is raised when one is first read. The request arrived
-        `waited` seconds ago."""
+        `waited` seconds ago. `may_fall_behind`: a reader that does is not cancelled. `may_grow` is that of each `Answer`."""
         if self.state is not EngineState.READY:
             raise EngineStoppedError("the engine is not ready; try again in a moment")
         indices = range(request.params.n) if indices is None else indices
@@ -267,18 +274,18 @@ class EngineClient:
             Answer(
                 self,
                 next(self._numbers),
-                self._capacity,
+                None if may_fall_behind else self._capacity,
                 arrived or asyncio.Event(),
                 len(request.prompt),
                 wake_every,
+                may_grow,
             )
             for _ in indices
         ]
-        wants_logprobs = request.params.logprobs is not None
         ids = tuple(answer.id for answer in answers)
         self._send(wire.Submit.of(ids, request, indices.start, waited))
         # After it was sent: what cannot be written down is raised, and leaves nothing behind.
-        self._answers.update({answer.id: (answer, wants_logprobs) for answer in answers})
+        self._answers.update({answer.id: answer for answer in answers})
         assert self._connection is not None
         try:
             await self._connection.drain()
@@ -315,7 +322,7 @@ class EngineClient:
     @property
     def num_not_begun(self) -> int:
         """Answers under way that have no token yet."""
-        return sum(not answer.num_tokens for answer, _ in self._answers.values())
+        return sum(not answer.num_tokens for answer in self._answers.values())
 
     @property
     def seconds_until_ready(self) -> float:
@@ -427,10 +434,11 @@ class EngineClient:
         elif isinstance(message, wire.Beat):
             if self._running is not None:
                 self._running.liveness.hear(message)
+        elif isinstance(message, wire.PromptLogprobs):
+            self._answers[message.id].put_prompt_logprobs(message.encoded)
         elif isinstance(message, wire.Refused):
             for answer_id in message.ids:
-                answer, _ = self._answers.pop(answer_id)
-                answer.fail(_refusal(message))
+                self._answers.pop(answer_id).fail(_refusal(message))
             self.on_progress()
         elif isinstance(message, wire.Metrics):
             future = self._metrics.get(message.number)
@@ -450,20 +458,20 @@ class EngineClient:
         answers = self._answers
         has_begun = False
         for answer_id, token in zip(step.ids, step.tokens, strict=True):
-            if answers[answer_id][0].put_token(token):
+            if answers[answer_id].put_token(token):
                 has_begun = True
-        ended = {one.result.request_id: one for one in step.ended}
+        ended: dict[int, GenerationResult] = {result.request_id: result for result in step.ended}
         for output in step.outputs:
-            answer, wants_logprobs = answers[output.request_id]
+            answer = answers[output.request_id]
             has_begun = answer.put(output) or has_begun
-            if output.is_final:
+            if output.finish_reason is not None:
+                answer.result = ended[output.request_id]
                 del answers[output.request_id]
-                answer.end(ended[output.request_id], wants_logprobs)
         if has_begun or ended:
             self.on_progress()
 
     def _fail_all(self, error: WeftError) -> None:
-        answers = [answer for answer, _ in self._answers.values()]
+        answers = list(self._answers.values())
         self._answers.clear()
         for answer in answers:
             answer.fail(error)
@@ -475,6 +483,10 @@ class EngineClient:
 
 def _restart_seconds(tries: int) -> float:
     return _RESTART_SECONDS[min(tries, len(_RESTART_SECONDS) - 1)]
+
+
+def _size(unread: int | wire.Output) -> int:
+    return 0 if isinstance(unread, int) else _OUTPUT_BYTES + len(unread.encoded_top)
 
 
 def _refusal(message: wire.Refused) -> WeftError:

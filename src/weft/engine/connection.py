@@ -71,7 +71,7 @@ class Connection(asyncio.Protocol):
                     continue
                 self.heard.set()
                 if isinstance(message, wire.Step):
-                    num_taken += len(message.tokens) + len(message.outputs)
+                    num_taken += len(message.tokens) + sum(one.effort for one in message.outputs)
                 if num_taken >= self._tokens_per_turn or self._loop.time() > turn_ends:
                     self._transport.pause_reading()
                     self._loop.call_soon(self._go_on)

@@ -30,10 +30,12 @@ from weft.engine.liveness import BEAT_SECONDS
 from weft.engine.outbox import Outbox
 from weft.engine.serving import ServingEngine
 from weft.errors import WeftError
-from weft.request import InferenceRequest, RequestId, TokenOutput
+from weft.request import GenerationResult, InferenceRequest, RequestId, TokenOutput
 
 _READ_BYTES = 1 << 18
 _COMPILERS = 2
+_PROMPT_LOGPROBS = 64
+"""Tokens of a prompt in one message."""
 
 Order = Callable[[RequestId], object]
 
@@ -57,8 +59,8 @@ class EngineProcess:
         """Held where a request goes from being compiled to being taken in."""
         self._token_ids: list[int] = []
         self._tokens: list[int] = []
-        self._outputs: list[TokenOutput] = []
-        self._ended: list[wire.Ended] = []
+        self._outputs: list[wire.Output] = []
+        self._ended: list[GenerationResult] = []
         self._progress: Callable[[], int | None] = lambda: 0
         """That of the loop; while the engine is built there is none."""
         self._reader: threading.Thread | None = None
@@ -75,6 +77,7 @@ class EngineProcess:
             # A result is told as soon as it is there; nobody asks for it a second time.
             config = dataclasses.replace(start.config, max_kept_results=1)
             self._engine = ServingEngine(backend, config, after_delivery=self._flush)
+            self._engine.scheduler.keeps_logprobs = False  # they are told token by token
         except WeftError as error:
             return self._fail(str(error), error.exit_code)
         except (Exception, StopIteration) as error:
@@ -193,13 +196,23 @@ class EngineProcess:
             self._token_ids.append(name)
             self._tokens.append(output.token_id)
             return
-        self._outputs.append(output._replace(request_id=RequestId(name)))
+        self._outputs.append(wire.Output.of(output, name))
         if output.is_final:
             del self._ids[name], self._names[output.request_id]
             result = self._engine.get_result(output.request_id)
             assert result is not None
-            told = dataclasses.replace(result, request_id=RequestId(name), tokens=(), logprobs=None)
-            self._ended.append(wire.Ended(len(result.tokens), told))
+            for start in range(0, len(result.prompt_logprobs or ()), _PROMPT_LOGPROBS):
+                some = (result.prompt_logprobs or ())[start : start + _PROMPT_LOGPROBS]
+                self._outbox.send(wire.PromptLogprobs(name, wire.encode(some)))
+            told = dataclasses.replace(
+                result,
+                request_id=RequestId(name),
+                tokens=(),
+                num_tokens=len(result.tokens),
+                logprobs=None,
+                prompt_logprobs=None,
+            )
+            self._ended.append(told)
 
     def _await_name(self, request_id: RequestId) -> int:
         """The first token may be quicker than the line that notes the name."""

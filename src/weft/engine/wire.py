@@ -16,7 +16,15 @@ import msgspec
 from weft.config import ServingEngineConfig
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
-from weft.request import GenerationResult, InferenceRequest, SamplingParams, TokenOutput
+from weft.request import (
+    FinishReason,
+    GenerationResult,
+    InferenceRequest,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOutput,
+)
 
 _LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 30
@@ -128,12 +136,48 @@ class Refused(Message):
     code: str = ""
 
 
-class Ended(msgspec.Struct, array_like=True):
-    """How an answer ended. Tokens and logprobs, which the outputs told already, are left out of the result; the first
-    `num_tokens` of those told are its own."""
+class Output(msgspec.Struct, array_like=True, gc=False):
+    """An output that says more than its token: it has logprobs, or is the last. On both sides many of them may wait, so
+    the likeliest tokens are kept encoded: 13 bytes each instead of 130."""
 
-    num_tokens: int
-    result: GenerationResult
+    request_id: int
+    token_id: int | None
+    logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    encoded_top: bytes = b""
+
+    @classmethod
+    def of(cls, output: TokenOutput, name: int) -> Output:
+        top = encode(output.top_logprobs) if output.top_logprobs else b""
+        return cls(name, output.token_id, output.logprob, output.finish_reason, top)
+
+    @property
+    def effort(self) -> int:
+        """What reading it costs, in tokens without logprobs."""
+        return 1 + len(self.encoded_top) // 13
+
+    @property
+    def logprobs(self) -> TokenLogprobs | None:
+        if self.logprob is None:
+            return None
+        return TokenLogprobs(self.logprob, _decode_top(self.encoded_top) if self.encoded_top else ())
+
+    def as_told(self, sequence_length: int) -> TokenOutput:
+        top = self.logprobs.top if self.logprobs is not None else ()
+        reason = self.finish_reason
+        request_id = RequestId(self.request_id)
+        return TokenOutput(
+            request_id, self.token_id, "", self.logprob, reason is not None, reason, sequence_length, top
+        )
+
+
+class PromptLogprobs(Message):
+    """Those of the next tokens of an answer's prompt; they come before its end. A long prompt has many such messages: one
+    for all of it would keep the client's event loop for as long as it takes to decode."""
+
+    id: int
+    encoded: bytes
+    """For `prompt_logprobs`."""
 
 
 class Step(Message):
@@ -145,8 +189,9 @@ class Step(Message):
 
     ids: tuple[int, ...]
     tokens: tuple[int, ...]
-    outputs: tuple[TokenOutput, ...]
-    ended: tuple[Ended, ...]
+    outputs: tuple[Output, ...]
+    ended: tuple[GenerationResult, ...]
+    """Without tokens and logprobs, which the outputs told: `num_tokens` says how many of them are the result's."""
 
 
 class Metrics(Message):
@@ -154,7 +199,7 @@ class Metrics(Message):
     metrics: ServingMetrics
 
 
-FromEngine = Beat | Ready | Failed | Refused | Step | Metrics
+FromEngine = Beat | Ready | Failed | Refused | Step | PromptLogprobs | Metrics
 
 encode = msgspec.msgpack.Encoder().encode
 to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -169,6 +214,8 @@ def decode_params(content: bytes) -> SamplingParams:
 
 
 from_engine = msgspec.msgpack.Decoder(FromEngine)
+prompt_logprobs = msgspec.msgpack.Decoder(tuple[TokenLogprobs | None, ...])
+_decode_top = msgspec.msgpack.Decoder(tuple[tuple[int, float], ...]).decode
 
 
 def framed(message: Message) -> bytes:

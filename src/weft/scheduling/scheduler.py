@@ -72,6 +72,8 @@ class ContinuousBatchScheduler:
         self._results: list[GenerationResult] = []
         self._untold_tables: list[tuple[Sequence, int, int]] = []
         """Block-table entries made by planning that led to no plan."""
+        self.keeps_logprobs = True
+        """Whether results have the logprobs of their tokens. Outputs have them in any case."""
         self._is_worth_waiting = False
         """Whether guesses about sequences in flight are worth more than planning ahead."""
         self._next_order = 0
@@ -330,7 +332,8 @@ class ContinuousBatchScheduler:
             value: float | None = None
             top: tuple[tuple[int, float], ...] = ()
             if logprob is not None:
-                sequence.logprobs.append(logprob)
+                if self.keeps_logprobs:
+                    sequence.logprobs.append(logprob)
                 value, top = logprob
             if computed % block_size == 0:
                 self._roster.prefixes.register_generated(sequence)
@@ -399,7 +402,7 @@ class ContinuousBatchScheduler:
             return  # it ended while the step was in flight: the token is discarded
         sequence.tokens.append(token)
         length = len(sequence.tokens)
-        if logprob is not None:
+        if logprob is not None and self.keeps_logprobs:
             sequence.logprobs.append(logprob)
         if sequence.first_token_at is not None:
             self._count_gaps(now - sequence.last_token_at if gap is None else gap, 1)

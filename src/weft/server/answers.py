@@ -7,11 +7,13 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
+from weft.engine import wire
 from weft.engine.client import Answer, EngineClient
 from weft.errors import WeftError
 from weft.request import GenerationResult, InferenceRequest, RequestState, TokenLogprobs, TokenOutput
+from weft.server.budget import Share
 from weft.server.errors import ApiError
-from weft.text.answer_parts import AnswerParts, Delta, joined
+from weft.text.answer_parts import CallBegins, Delta
 from weft.text.answer_reader import AnswerForm, AnswerReader
 from weft.text.answer_text import AnswerText
 from weft.text.tokenizer import Tokenizer
@@ -37,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Choice:
-    """One answer: the text that is certain so far, and in the end its result."""
+    """One answer while it comes, and in the end its result. What it has said is in its pieces and not kept here."""
 
     def __init__(
         self,
@@ -51,21 +53,21 @@ class Choice:
     ) -> None:
         self.index = index
         self.result: GenerationResult | None = None
-        """With its text, once the answer is over."""
+        """Without tokens and text, once the answer is over."""
         self.num_reasoning_tokens = 0
+        self.has_calls = False
         self._answer = answer
         self.effort_per_token = effort_per_token
         self._text = text
         self._reader = reader
-        self._deltas: list[Delta] = []
         self._is_plain = reader is None and not text.may_stop
         self._waited = waited
         """Seconds before the engine had it."""
 
     @property
-    def parts(self) -> AnswerParts | None:
-        """Of what there is so far; None for an answer that is all text."""
-        return None if self._reader is None else joined(self._deltas)
+    def prompt_logprobs(self) -> list[bytes]:
+        """As the client has them, once the answer is over."""
+        return self._answer.prompt_logprobs
 
     def take(self, effort: int) -> Piece | None:
         """What arrived since the last call, as much as `effort` allows; None for nothing. Raises what keeps the answer
@@ -83,7 +85,8 @@ class Choice:
     def _read(self, outputs: Sequence[TokenOutput]) -> Piece:
         """Token by token: the one that completes a stop string, or the last call, is the last."""
         answer, reader = self._text, self._reader
-        text, tokens, logprobs, num_deltas = "", [], [], len(self._deltas)
+        text, tokens, logprobs = "", [], []
+        deltas: list[Delta] | None = None if reader is None else []
         for output in outputs:
             if answer.is_cut:
                 break  # sent before the engine heard that the answer is complete
@@ -93,14 +96,13 @@ class Choice:
                 tokens.append(output.token_id)
                 if output.logprob is not None:
                     logprobs.append(TokenLogprobs(output.logprob, output.top_logprobs))
-            if reader is not None:
-                self._read_parts(reader, new, output.is_final)
+            if reader is not None and deltas is not None:
+                deltas += self._read_parts(reader, new, output.is_final)
             if answer.is_cut:
                 self._answer.finish(answer.num_tokens)
-        deltas = None if reader is None else self._deltas[num_deltas:]
         return Piece(self, text, tokens, logprobs, deltas, outputs[-1].is_final)
 
-    def _read_all(self, outputs: Sequence[int | TokenOutput]) -> Piece | None:
+    def _read_all(self, outputs: Sequence[int | wire.Output]) -> Piece | None:
         """The same where nothing but the engine ends an answer, all at once."""
         if not outputs:
             return None
@@ -114,8 +116,8 @@ class Choice:
                 tokens.append(output)
             elif output.token_id is not None:
                 tokens.append(output.token_id)
-                if output.logprob is not None:
-                    logprobs.append(TokenLogprobs(output.logprob, output.top_logprobs))
+                if (scored := output.logprobs) is not None:
+                    logprobs.append(scored)
         reason = None if isinstance(last, int) else last.finish_reason
         return Piece(self, self._text.add_all(tokens, reason), tokens, logprobs, is_last=reason is not None)
 
@@ -131,13 +133,15 @@ class Choice:
         if self.result is None:
             self._answer.cancel("the client is gone")
 
-    def _read_parts(self, reader: AnswerReader, text: str, is_final: bool) -> None:
+    def _read_parts(self, reader: AnswerReader, text: str, is_final: bool) -> list[Delta]:
         self.num_reasoning_tokens += reader.is_thinking
-        self._deltas += reader.add(text)
+        deltas = reader.add(text)
         if reader.is_over:
             self._text.cut()
         if is_final or self._text.is_cut:
-            self._deltas += reader.finish()
+            deltas += reader.finish()
+        self.has_calls = self.has_calls or any(isinstance(delta, CallBegins) for delta in deltas)
+        return deltas
 
     def _end(self) -> GenerationResult:
         result = self._answer.result
@@ -171,12 +175,28 @@ class _Arrival(asyncio.Event):
                 self.on_set()
 
 
+class _Growth:
+    """Counts the bytes that arrived of all answers to a request and were not taken. Answers know this and not `Choices`, which
+    knows them: both would stay as garbage."""
+
+    def __init__(self, share: Share | None) -> None:
+        self._share = share
+        self.refusal: ApiError | None = None
+
+    def may_grow(self, num_bytes: int) -> bool:
+        if self._share is not None and self.refusal is None:
+            self.refusal = self._share.try_add(num_bytes)
+        return self.refusal is None
+
+
 class Choices:
     """All answers to one HTTP request, numbered prompt by prompt. Whoever made it calls `cancel` in the end."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, share: Share | None = None) -> None:
+        """`share` is what they may hold of the budget for answers; None: anything."""
         self._engine = engine
         self._tokenizer = tokenizer
+        self._growth = _Growth(share)
         self._arrived = _Arrival()
         self._choices: list[Choice] = []
         self._is_submitted = False
@@ -193,6 +213,7 @@ class Choices:
         requests: Sequence[InferenceRequest],
         form: AnswerForm | None = None,
         *,
+        is_streamed: bool = True,
         wake_every: int = 1,
         waited: float = 0.0,
         indices: range | None = None,
@@ -200,14 +221,21 @@ class Choices:
     ) -> None:
         """Hands them to the engine: all answers to each, or those in `indices`; others follow unless `is_last`. `form` says
         which parts the answers may have; None: they are all text. Whoever waits is woken after each first token, then
-        after every so many; `waited` is for how many seconds the requests have been held back."""
+        after every so many; `waited` is for how many seconds the requests have been held back. Answers that are not
+        streamed are never too far behind: only the server reads them."""
         if self._shown is None:
             self._shown = frozenset() if form is None else form.shown_ids(self._tokenizer)
         for request in requests:
             for answer in await self._engine.submit(
-                request, self._arrived, wake_every=wake_every, indices=indices, waited=waited
+                request,
+                self._arrived,
+                wake_every=wake_every,
+                indices=indices,
+                waited=waited,
+                may_fall_behind=not is_streamed,
+                may_grow=self._growth.may_grow,
             ):
-                text = AnswerText(self._tokenizer, request.params, shown=self._shown)
+                text = AnswerText(self._tokenizer, request.params, shown=self._shown, keeps_text=False)
                 reader = None if form is None else AnswerReader(form)
                 effort = 1 + (request.params.logprobs or 0)
                 self._choices.append(
@@ -248,9 +276,8 @@ class Choices:
         assert None not in results
         return results  # type: ignore[return-value]
 
-    @property
-    def parts(self) -> list[AnswerParts | None]:
-        return [choice.parts for choice in self._choices]
+    def prompt_logprobs(self, index: int) -> list[bytes]:
+        return self._choices[index].prompt_logprobs
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -269,17 +296,21 @@ class Choices:
 
     def check(self) -> None:
         """Raises where the engine refused the request."""
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
         for choice in self._choices:
             choice.check()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._growth.refusal is not None:
+            raise self._growth.refusal
 
     def take(self) -> list[Piece]:
         """What arrived since the last call, or as much of it as may be done at a time: the rest counts as arriving now.
         Raises where one of the answers cannot be given: then none is."""
         self._arrived.clear()
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
         pieces: list[Piece] = []
         effort = _EFFORT
         choices = self._choices

@@ -21,12 +21,12 @@ from starlette.types import ASGIApp
 from weft import __version__
 from weft.engine.client import EngineClient, EngineState
 from weft.errors import WeftError
-from weft.request import GenerationResult
 from weft.server import docs_page
 from weft.server.answers import Choices
 from weft.server.bodies import BodyReader, whole_body
+from weft.server.budget import Share
 from weft.server.errors import ApiError, as_api_error, json_response
-from weft.server.guard import BODY, KEY, Guard
+from weft.server.guard import ANSWER, BODY, KEY, Guard
 from weft.server.keys import ApiKey
 from weft.server.logs import ServerLog, current_record
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
@@ -38,6 +38,7 @@ from weft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 from weft.server.settings import ServerSettings
 from weft.server.streaming import Disconnected, EventStream, unless_disconnected
 from weft.server.visits import Outcome, Visit, Visits
+from weft.server.whole import WholeAnswer, smallest_size
 from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 1.0
@@ -151,7 +152,8 @@ class ServerApp:
         self._visits.check_room(key)
         body = await whole_body(request)
         size = len(body)
-        choices = Choices(self.engine, self.text.tokenizer)
+        share: Share = request.scope[ANSWER]
+        choices = Choices(self.engine, self.text.tokenizer, share)
         record = current_record()
         visit = self._visits.enter(key, choices, record.request_id if record.is_id_given else None)
         if not record.is_id_given:
@@ -166,7 +168,7 @@ class ServerApp:
             )
             with as_asked(asked):
                 self._visits.set_deadline(visit, asked.deadline)
-                prepared = await unless_disconnected(request.receive, self._begin(asked, size, visit))
+                prepared = await unless_disconnected(request.receive, self._begin(asked, size, visit, share))
                 record.is_streamed = prepared.is_streamed
                 # Tokens are all that is needed from here on.
                 del body, asked
@@ -184,10 +186,11 @@ class ServerApp:
                         headers=headers,
                         on_end=lambda outcome: self._end(outcome, prepared.shape, visit),
                     )
-                results = await unless_disconnected(request.receive, _whole(choices, self._rounds))
+                whole = WholeAnswer(prepared.shape, share)
+                results = await unless_disconnected(request.receive, whole.collect(choices, self._rounds))
             self._end(results, prepared.shape, visit, is_streamed=False)
             is_handed_on = True
-            return json_response(prepared.shape.answer(choices), headers=headers)
+            return whole.response(headers)
         except ApiError as error:
             outcome = error
             error.headers |= visit.headers
@@ -198,11 +201,15 @@ class ServerApp:
                 self._visits.leave(visit, outcome)
             outcome = None  # an error and a frame that know each other would stay as garbage
 
-    async def _begin(self, asked: ChatRequest | CompletionRequest, size: int, visit: Visit) -> Prepared:
+    async def _begin(
+        self, asked: ChatRequest | CompletionRequest, size: int, visit: Visit, share: Share
+    ) -> Prepared:
         """Everything until the engine has the request and did not refuse it, or it waits for its turn."""
         self._check_model(asked.model)
         async with visit.until_deadline():
             prepared = await self._preparer.prepare(asked, size, visit.id, visit.key)
+            if not prepared.is_streamed:
+                share.check(smallest_size(prepared.requests, prepared.shape))
             await self._visits.submit(
                 visit, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
             )
@@ -350,14 +357,6 @@ class ServerApp:
 
     async def _respond_with_weft_error(self, request: Request, error: WeftError) -> Response:
         return await self._respond_with_error(request, as_api_error(error))
-
-
-async def _whole(choices: Choices, rounds: Rounds) -> list[GenerationResult]:
-    while not choices.is_over:
-        await choices.wait()
-        await rounds.turn()
-        choices.take()
-    return choices.results
 
 
 async def _respond_with_http_error(request: Request, error: HTTPException) -> Response:

@@ -20,50 +20,10 @@ from weft.server.worker import Worker, answer_all, ignore_signals, packed
 
 _SMALL_BYTES = 256 << 10
 """Up to this size reading takes a few milliseconds at worst."""
-_FREE_BYTES = 64 << 10
 _MAX_VALUES = 1 << 18
 """Numbers, strings, lists and objects in a large body: to hand over more would take the time that was to be saved."""
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-
-class BodyBudget:
-    """Owns how many bytes of bodies are in memory."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-
-
-class BufferedBody:
-    """The part of the budget that one body has. Its beginning is free, so that small requests get through whatever large
-    ones do; connections hold as much anyway."""
-
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget = budget
-        self._num_free = _FREE_BYTES
-        self._num_bytes = 0
-
-    def add(self, num_bytes: int) -> None:
-        """Some more of it arrived. Raises a 503 where all bodies together would be too much."""
-        budget = self._budget
-        num_free = min(self._num_free, num_bytes)
-        self._num_free -= num_free
-        num_bytes -= num_free
-        if num_bytes and budget.num_bytes + num_bytes > budget.max_bytes:
-            raise ApiError(
-                503,
-                f"the bodies of requests under way have {budget.num_bytes} bytes; allowed: {budget.max_bytes} "
-                "in all; send this one again later",
-                code="server_busy",
-            )
-        budget.num_bytes += num_bytes
-        self._num_bytes += num_bytes
-
-    def release(self) -> None:
-        """It is not needed any more."""
-        self._budget.num_bytes -= self._num_bytes
-        self._num_bytes = 0
 
 
 async def whole_body(request: Request) -> bytearray:

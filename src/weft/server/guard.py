@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.server.bodies import BodyBudget, BufferedBody
+from weft.server.budget import ByteBudget, Share, too_much_answer, too_much_body
 from weft.server.errors import ApiError
 from weft.server.keys import ApiKey, KeyRing
 from weft.server.settings import ServerSettings
@@ -22,6 +22,8 @@ KEY = "weft.key"
 """Where in the scope of a request its key is; None where none is asked for."""
 BODY = "weft.body"
 """Where its part of the budget for bodies is."""
+ANSWER = "weft.answer"
+"""Where its part of the budget for answers is."""
 
 
 class Guard:
@@ -30,7 +32,10 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._max_body_bytes = settings.max_body_bytes
-        self._budget = BodyBudget(settings.max_buffered_bytes)
+        self._bodies = ByteBudget(settings.max_body_bytes, settings.max_buffered_bytes, too_much_body)
+        self._answers = ByteBudget(
+            settings.max_answer_bytes, settings.max_buffered_answer_bytes, too_much_answer
+        )
         self._keys = KeyRing(settings.api_keys)
         self._has_admin = any(key.admin for key in settings.api_keys)
         self._origins = frozenset(settings.allowed_origins)
@@ -46,11 +51,13 @@ class Guard:
             error.headers |= self._for_pages(scope)
             await error.response()(scope, receive, send)
             return
-        body = scope[BODY] = BufferedBody(self._budget)
+        body = scope[BODY] = Share(self._bodies)
+        answer = scope[ANSWER] = Share(self._answers)
         try:
             await self._app(scope, self._limited(scope, receive), send)
         finally:
             body.release()
+            answer.release()
 
     def _check(self, scope: Scope) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -132,7 +139,7 @@ class Guard:
     def _limited(self, scope: Scope, receive: Receive) -> Receive:
         """As `receive`, for a body whose length nobody announced, and for all bodies together. One that was announced
         has its place from the beginning: many at once would otherwise all come half way and be refused there."""
-        body: BufferedBody = scope[BODY]
+        body: Share = scope[BODY]
         announced = int(dict(scope["headers"]).get(b"content-length", b"0"))
         size = 0
 

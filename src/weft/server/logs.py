@@ -64,7 +64,7 @@ class Record:
             known |= {
                 "prompt_tokens": sum(one.prompt_token_count for one in prompts),
                 "cached_tokens": sum(one.cached_token_count for one in prompts),
-                "completion_tokens": sum(len(one.tokens) for one in self.results),
+                "completion_tokens": sum(one.completion_token_count for one in self.results),
                 "finish_reasons": [one.finish_reason.in_openai for one in self.results],
                 "queue_seconds": _rounded(first.waiting_time),
                 "first_token_seconds": _rounded(first.time_to_first_token),

@@ -148,8 +148,8 @@ class ServerMetrics:
             self._queue.observe(result.waiting_time)
             self._prefill.observe(result.prefill_time)
             self._decode.observe(result.decode_time)
-            if len(result.tokens) > 1:
-                self._per_token.observe(result.decode_time / (len(result.tokens) - 1))
+            if result.completion_token_count > 1:
+                self._per_token.observe(result.decode_time / (result.completion_token_count - 1))
         self._latency.observe(seconds)
 
     def generated(self, num_tokens: int) -> None:

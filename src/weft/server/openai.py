@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from weft.request import GenerationResult, TokenLogprobs
-from weft.server.answers import Choices, Piece
+from weft.server.answers import Choice, Choices, Piece
 from weft.text.answer_parts import AnswerParts, Call, CallBegins, Content, Delta, Thought
 from weft.text.tokenizer import Tokenizer
 
@@ -34,11 +34,11 @@ class TokenOffsets:
     def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = offset
+        self.offset = offset
 
     def add(self, token: int) -> int:
-        offset = self._offset
-        self._offset += len(self._decoder.decode(self._token_bytes(token)))
+        offset = self.offset
+        self.offset += len(self._decoder.decode(self._token_bytes(token)))
         return offset
 
 
@@ -64,21 +64,14 @@ class Shape:
     def id(self) -> str:
         return f"{'chatcmpl' if self.form == 'chat' else 'cmpl'}-{self.request_id}"
 
-    def answer(self, choices: Choices) -> dict[str, Any]:
-        """The whole answer of a request that was not streamed."""
-        results, parts = choices.results, choices.parts
+    def answer(self, said: list[dict[str, Any]], choices: Choices) -> dict[str, Any]:
+        """The whole answer of a request that was not streamed; `said` is what `choice` makes of each of its answers."""
         return {
             "id": self.id,
             "object": "chat.completion" if self.form == "chat" else "text_completion",
             "created": self.created,
             "model": self.model,
-            "choices": [
-                # The prompt's own logprobs come with the first of its answers.
-                self._choice(
-                    index, result, results[index - index % self.num_choices_per_prompt], parts[index]
-                )
-                for index, result in enumerate(results)
-            ],
+            "choices": said,
             "usage": self.usage(choices),
         }
 
@@ -111,13 +104,13 @@ class Shape:
             # Of all tokens, those of thoughts and calls too; the first event of several takes them along.
             if not events:
                 events = [{"index": piece.choice.index, "delta": {}, "logprobs": None, "finish_reason": None}]
-            events[0]["logprobs"] = self._logprobs(piece.tokens, piece.logprobs, offsets)
+            events[0]["logprobs"] = self.logprobs(piece.tokens, piece.logprobs, offsets)
         return events
 
     def _piece(self, piece: Piece, offsets: TokenOffsets) -> dict[str, Any]:
         logprobs = None
         if self.wants_logprobs and piece.tokens:
-            logprobs = self._logprobs(piece.tokens, piece.logprobs, offsets)
+            logprobs = self.logprobs(piece.tokens, piece.logprobs, offsets)
         return self.text(piece.choice.index, piece.text, logprobs)
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -125,13 +118,13 @@ class Shape:
         content: dict[str, Any] = {"delta": {"content": text}} if self.form == "chat" else {"text": text}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
 
-    def closing(self, index: int, result: GenerationResult, parts: AnswerParts | None) -> dict[str, Any]:
+    def closing(self, choice: Choice, result: GenerationResult) -> dict[str, Any]:
         """The last chunk of an answer, which says why it ended."""
         return {
-            "index": index,
+            "index": choice.index,
             **({"delta": {}} if self.form == "chat" else {"text": ""}),
             "logprobs": None,
-            "finish_reason": self._finish_reason(result, parts),
+            "finish_reason": self._finish_reason(result, choice.has_calls),
             "timings": _timings(result),
         }
 
@@ -143,7 +136,7 @@ class Shape:
             details["completion_tokens_details"] = {"reasoning_tokens": choices.num_reasoning_tokens}
         firsts = results[:: self.num_choices_per_prompt]
         prompt = sum(result.prompt_token_count for result in firsts)
-        completion = sum(len(result.tokens) for result in results)
+        completion = sum(result.completion_token_count for result in results)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -156,33 +149,27 @@ class Shape:
         """What stands before an answer."""
         return self.echoes[index // self.num_choices_per_prompt] if self.echoes else _NO_ECHO
 
-    def _finish_reason(self, result: GenerationResult, parts: AnswerParts | None) -> str:
+    def _finish_reason(self, result: GenerationResult, has_calls: bool) -> str:
         reason = result.finish_reason.in_openai
-        is_call = parts is not None and bool(parts.calls) and not self.is_named_call
+        is_call = has_calls and not self.is_named_call
         return "tool_calls" if is_call and reason == "stop" else reason
 
-    def _choice(
-        self, index: int, result: GenerationResult, first: GenerationResult, parts: AnswerParts | None
-    ) -> dict[str, Any]:
-        echo = self.echo(index)
-        logprobs = None
-        if self.wants_logprobs:
-            scored = [*(first.prompt_logprobs or ()), *(result.logprobs or ())]
-            logprobs = self._logprobs([*echo.tokens, *result.tokens], scored, TokenOffsets(self.tokenizer))
-        content: dict[str, Any] = {"text": echo.text + result.text}
-        if self.form == "chat":
-            content = {"message": _message(result.text if parts is None else parts)}
+    def choice(self, index: int, result: GenerationResult, said: str | AnswerParts) -> dict[str, Any]:
+        """One answer of several, but for its logprobs."""
+        content: dict[str, Any] = {"message": _message(said)}
+        if isinstance(said, str) and self.form == "completion":
+            content = {"text": self.echo(index).text + said}
         return {
             "index": index,
             **content,
-            "logprobs": logprobs,
-            "finish_reason": self._finish_reason(result, parts),
+            "logprobs": None,
+            "finish_reason": self._finish_reason(result, not isinstance(said, str) and bool(said.calls)),
             "timings": _timings(result),
         }
 
-    def _logprobs(
+    def logprobs(
         self, tokens: Sequence[int], each: Sequence[TokenLogprobs | None], offsets: TokenOffsets
-    ) -> dict[str, Any]:
+    ) -> dict[str, list[Any]]:
         if self.form == "chat":
             return {"content": [self._entry(*pair) for pair in zip(tokens, each, strict=True)]}
         return self._completion_logprobs(tokens, each, offsets)
@@ -202,7 +189,7 @@ class Shape:
 
     def _completion_logprobs(
         self, tokens: Sequence[int], each: Sequence[TokenLogprobs | None], offsets: TokenOffsets
-    ) -> dict[str, Any]:
+    ) -> dict[str, list[Any]]:
         """The older form: parallel lists, and where in the text each token begins."""
         names = [self._name(token) for token in tokens]
         return {

@@ -1,9 +1,13 @@
-"""HTTP/1.1 on one connection, as uvicorn and h11 speak it, with an end to waiting for a request that trickles in."""
+"""HTTP/1.1 on one connection, as uvicorn and h11 speak it, with an end to waiting for a request that trickles in and for a
+client that does not read its answer."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import sys
+import termios
 import uuid
 from http import HTTPStatus
 
@@ -21,6 +25,8 @@ logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 WRITER = "weft.writer"
 """Where in the state of a request's scope its connection's `BodyWriter` is."""
+_STALL_CHECKS = 4
+"""A stalled reader is noticed after `stalled_reader_seconds`, and a quarter of them later at most."""
 
 
 def _chunk(piece: bytes) -> bytes:
@@ -71,10 +77,18 @@ class BodyWriter:
 
 
 class TimedProtocol(H11Protocol):
-    """A request has `header_seconds` for its headers and `body_seconds` for all of it, counted from its first byte."""
+    """A request has `header_seconds` for its headers and `body_seconds` for all of it, counted from its first byte. A
+    connection is aborted when bytes wait to be sent and the client accepts none for `stalled_reader_seconds`: whatever
+    the answer is, and whether it is complete or not."""
 
     def __init__(
-        self, config: Config, state: ServerState, *, header_seconds: float, body_seconds: float
+        self,
+        config: Config,
+        state: ServerState,
+        *,
+        header_seconds: float,
+        body_seconds: float,
+        stalled_reader_seconds: float,
     ) -> None:
         super().__init__(config, state, app_state={})
         assert config.h11_max_incomplete_event_size is not None, "the server bounds headers"
@@ -83,9 +97,14 @@ class TimedProtocol(H11Protocol):
         self._body_seconds = body_seconds
         self._timer: asyncio.TimerHandle | None = None
         self._timed_state: object = None
+        self._stall_check_seconds = stalled_reader_seconds / _STALL_CHECKS
+        self._stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # With no room of its own the transport calls `pause_writing` as soon as bytes wait that the socket did not accept,
+        # and `resume_writing` when none does. Nothing is written in between.
+        transport.set_write_buffer_limits(high=0)
         self.app_state[WRITER] = BodyWriter(self.conn, transport, self.flow)
         self._watch()
 
@@ -97,8 +116,17 @@ class TimedProtocol(H11Protocol):
         super().on_response_complete()
         self._watch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader(self._num_unread(), 0)
+
+    def resume_writing(self) -> None:
+        self._stop_watching_reader()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_watching_reader()
         super().connection_lost(exc)
         # asyncio's transport keeps a method of its own, and so itself, until somebody looks for garbage.
         if hasattr(self.transport, "_read_ready_cb"):
@@ -132,6 +160,31 @@ class TimedProtocol(H11Protocol):
         if self._timed_state is h11.IDLE or not self.cycle.response_started:
             self._answer(ApiError(408, "the request did not arrive in time; send it again", code="timeout"))
         self.transport.close()
+
+    def _watch_reader(self, num_unread: int, num_checks: int) -> None:
+        """The client has left `num_unread` bytes unread, the same number in `num_checks` checks."""
+        self._stall_timer = self.loop.call_later(
+            self._stall_check_seconds, self._check_reader, num_unread, num_checks
+        )
+
+    def _check_reader(self, num_unread: int, num_checks: int) -> None:
+        num_left = self._num_unread()
+        num_checks = 0 if num_left < num_unread else num_checks + 1
+        if num_checks == _STALL_CHECKS:
+            self.transport.abort()
+        else:
+            self._watch_reader(num_left, num_checks)
+
+    def _num_unread(self) -> int:
+        """Bytes that the client's side has not accepted. Those in the kernel count too: a socket accepts nothing until a
+        third of its megabytes is free again, which takes a client on a slow line longer than a stalled one is given."""
+        in_kernel = fcntl.ioctl(self.transport.get_extra_info("socket"), termios.TIOCOUTQ, bytes(4))
+        return self.transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
+
+    def _stop_watching_reader(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+        self._stall_timer = None
 
     def send_400_response(self, msg: str) -> None:
         """What came cannot be read; told in the API's own form, unless an answer is half out already."""

@@ -165,7 +165,11 @@ class _Life:
         )
         config.load()
         self._new_protocol = lambda: TimedProtocol(
-            config, self._state, header_seconds=settings.header_seconds, body_seconds=settings.body_seconds
+            config,
+            self._state,
+            header_seconds=settings.header_seconds,
+            body_seconds=settings.body_seconds,
+            stalled_reader_seconds=settings.stalled_reader_seconds,
         )
         _tame_garbage_collection()
         await server.start_serving()
@@ -207,6 +211,8 @@ class _Life:
             connection.shutdown()
         while self._state.connections and time.monotonic() < give_up_at:
             await asyncio.sleep(0.01)
+        for connection in list(self._state.connections):
+            connection.transport.abort()  # an answer that waits for its client to read would keep the process
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():

@@ -55,10 +55,16 @@ class ServerSettings:
     max_body_bytes: AtLeastOne = 16 << 20
     max_buffered_bytes: AtLeastOne = 256 << 20
     """Bodies of all requests together, until they are tokens."""
+    max_answer_bytes: AtLeastOne = 64 << 20
+    """What one request may have of its answers in memory: all of them, or of a stream what is not sent yet."""
+    max_buffered_answer_bytes: AtLeastOne = 256 << 20
+    """The same for all requests together."""
     max_header_bytes: AtLeastOne = 64 << 10
     header_seconds: Seconds = 10.0
     body_seconds: Seconds = 120.0
     """A request has this long to arrive, from its first byte."""
+    stalled_reader_seconds: Seconds = 60.0
+    """A connection is closed when its client accepts none of the bytes that wait for it for so long."""
     max_answers: AtLeastOne = 1024
     """Prompts times `n` of one request."""
     max_requests: AtLeastOne = 4096

@@ -195,7 +195,7 @@ class EventStream(Response):
             elif piece.text:
                 events.append(chunks.text(choice.index, piece.text))
             if choice.result is not None:
-                events.append(chunks.event(shape.closing(choice.index, choice.result, choice.parts)))
+                events.append(chunks.event(shape.closing(choice, choice.result)))
         return events[0] if len(events) == 1 else b"".join(events)
 
     def _open(self, index: int, events: list[bytes]) -> int:

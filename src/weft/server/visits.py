@@ -205,7 +205,7 @@ class Visits:
             visit.choices.on_answer_end = partial(self._gate.ended, turn)
         is_cut = bool(first.params.stop) or (form is not None and form.max_calls is not None)
         wake_every = _WAKE_EVERY_FOR_STOPS if is_cut else _WAKE_EVERY
-        work = partial(self._submit_in_turn, visit, form, 1 if is_streamed else wake_every)
+        work = partial(self._submit_in_turn, visit, form, is_streamed, 1 if is_streamed else wake_every)
         if turn is None or not turn.num_waiting:
             await work()
         else:
@@ -248,7 +248,9 @@ class Visits:
         )
         return True
 
-    async def _submit_in_turn(self, visit: Visit, form: AnswerForm | None, wake_every: int) -> None:
+    async def _submit_in_turn(
+        self, visit: Visit, form: AnswerForm | None, is_streamed: bool, wake_every: int
+    ) -> None:
         """All answers, in their order, each as soon as its turn comes. What may go at the same time and has the same
         prompt goes in one message."""
         requests, turn = visit.requests, visit.turn
@@ -272,6 +274,7 @@ class Visits:
                 form,
                 indices=range(first, first + count),
                 is_last=num_sent == num_answers,
+                is_streamed=is_streamed,
                 wake_every=wake_every,
                 waited=0.0 if turn is None else self._clock() - asked_at,
             )

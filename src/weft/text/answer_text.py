@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Sequence
 
 from weft.request import FinishReason, GenerationResult, RequestState, SamplingParams, TokenOutput
@@ -18,15 +19,21 @@ class AnswerText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, params: SamplingParams, *, shown: frozenset[int] = frozenset()
+        self,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        *,
+        shown: frozenset[int] = frozenset(),
+        keeps_text: bool = True,
     ) -> None:
+        """`keeps_text`: the result has the text. Without, only its pieces do, and a long answer takes no memory here."""
         self.num_tokens = 0
         self.is_cut = False
         """The answer is complete: whatever the engine still sends was on its way before it heard of that."""
         self._min_tokens = params.min_tokens
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, shown=shown)
         self._stop = StopFinder(params.stop) if params.stop else None
-        self._pieces: list[str] = []
+        self._pieces: deque[str] = deque(maxlen=None if keeps_text else 0)
 
     def add(self, output: TokenOutput) -> str:
         """The text that is certain now and was not before."""
@@ -88,6 +95,7 @@ class AnswerText:
             result,
             text=text,
             tokens=result.tokens[: self.num_tokens],
+            num_tokens=None if result.num_tokens is None else self.num_tokens,
             logprobs=None if result.logprobs is None else result.logprobs[: self.num_tokens],
             state=RequestState.COMPLETED,
             finish_reason=FinishReason.STOP,
