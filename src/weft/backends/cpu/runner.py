@@ -325,7 +325,7 @@ def open_native(
         if not files:  # random numbers are drawn again at the next start
             return in_memory(sizes, fill)
         path = packed_path(checkpoint.path, variant)
-        pieces = open_packed(path, identity_of(files, variant), sizes, fill, threads)
+        pieces = open_packed(path, identity_of(files, variant), sizes, fill, _kernels.checksum, threads)
         return in_memory(sizes, fill) if pieces is None else pieces
 
     pool = _kernels.Pool(threads)
