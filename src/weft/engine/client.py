@@ -193,6 +193,7 @@ class EngineClient:
         config: ServingEngineConfig,
         *,
         on_change: Callable[[EngineState], object] = lambda state: None,
+        on_warning: Callable[[str], object] = lambda message: None,
         launched: LaunchedEngine | None = None,
     ) -> None:
         """`launched` is a process that was started with the same words and is to be the first."""
@@ -208,6 +209,7 @@ class EngineClient:
         self._launched = launched
         self._capacity = config.stream_buffer
         self._on_change = on_change
+        self._on_warning = on_warning
         self._answers: dict[int, tuple[Answer, bool]] = {}
         self._numbers = itertools.count()
         self._metrics: dict[int, asyncio.Future[ServingMetrics]] = {}
@@ -380,6 +382,8 @@ class EngineClient:
             self.info, self.max_sequence_length = message.info, message.max_sequence_length
             self._change(EngineState.READY)
             self.on_progress()
+        elif isinstance(message, wire.Warned):
+            self._on_warning(message.message)
         else:
             self._failure = EngineDiedError(message.message)
             self._failure.exit_code = message.exit_code

@@ -22,7 +22,7 @@ class Connection(asyncio.Protocol):
         """After so many tokens whoever reads them has a turn: one read of the socket may hold more than a reader may
         be behind."""
         self.heard = asyncio.Event()
-        """Set once the other side has said something, or is gone."""
+        """Set once the other side has said more than warnings, or is gone."""
         self.gone = asyncio.Event()
         self._take = take
         self._tokens_per_turn = tokens_per_turn
@@ -63,7 +63,8 @@ class Connection(asyncio.Protocol):
         try:
             while (message := self._next_message()) is not None:
                 self._take(message)
-                self.heard.set()
+                if not isinstance(message, wire.Warned):
+                    self.heard.set()
                 if isinstance(message, wire.Step):
                     num_taken += len(message.tokens) + len(message.outputs)
                 if num_taken >= self._tokens_per_turn or self._loop.time() > turn_ends:

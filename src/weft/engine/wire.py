@@ -81,6 +81,12 @@ class Failed(Message):
     exit_code: int
 
 
+class Warned(Message):
+    """For the operator; may come before `Ready`."""
+
+    message: str
+
+
 class Refused(Message):
     """A request that was not taken in."""
 
@@ -118,7 +124,7 @@ class Metrics(Message):
     metrics: ServingMetrics
 
 
-FromEngine = Ready | Failed | Refused | Step | Metrics
+FromEngine = Ready | Failed | Warned | Refused | Step | Metrics
 
 encode = msgspec.msgpack.Encoder().encode
 to_engine = msgspec.msgpack.Decoder(ToEngine)

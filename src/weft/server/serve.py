@@ -92,6 +92,7 @@ class _Life:
             settings.backend_options,
             settings.engine,
             on_change=self._tell_state,
+            on_warning=lambda message: log.event("warning", message, "warning"),
             launched=launched,
         )
 
