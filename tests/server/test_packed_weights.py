@@ -26,9 +26,9 @@ def answer(model: Path) -> str:
 
 def spoil(file: Path) -> None:
     """48 pages, spread over the content."""
-    content = np.memmap(file, np.uint8, "r+")
+    content, random = np.memmap(file, np.uint8, "r+"), np.random.default_rng(1)
     for page in np.linspace(1, len(content) // 4096 - 2, 48, dtype=int):
-        content[page * 4096 : (page + 1) * 4096] = page % 251
+        content[page * 4096 : (page + 1) * 4096] = random.integers(0, 256, 4096, dtype=np.uint8)
     content.flush()
 
 
