@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from server_process import running_server
 
@@ -25,11 +24,10 @@ def answer(model: Path) -> str:
 
 
 def spoil(file: Path) -> None:
-    """48 pages, spread over the content."""
-    content, random = np.memmap(file, np.uint8, "r+"), np.random.default_rng(1)
-    for page in np.linspace(1, len(content) // 4096 - 2, 48, dtype=int):
-        content[page * 4096 : (page + 1) * 4096] = random.integers(0, 256, 4096, dtype=np.uint8)
-    content.flush()
+    """48 pages of one layer's weights."""
+    with file.open("r+b") as content:
+        content.seek(file.stat().st_size // 2)
+        content.write(b"\x7f" * 48 * 4096)
 
 
 @pytest.fixture
