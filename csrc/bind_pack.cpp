@@ -55,6 +55,10 @@ void bind_pack(nb::module_& module) {
   }, nb::arg("layout"), nb::arg("outputs"), nb::arg("inputs"));
   module.def("pack", pack_array, nb::arg("format"), nb::arg("raw"), nb::arg("inputs"), nb::arg("layout"), nb::arg("first_output"),
              nb::arg("total_outputs"), nb::arg("out").noconvert());
+  module.def("checksum", [](Array<const uint8_t, 1> bytes) {
+    nb::gil_scoped_release release;
+    return checksum(bytes.data(), static_cast<int64_t>(bytes.size()));
+  }, nb::arg("bytes"));
 }
 
 }  // namespace weft

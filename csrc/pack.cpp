@@ -343,4 +343,22 @@ void pack(const StoredFormat& format, const uint8_t* raw, int64_t rows, int64_t 
   for (int64_t output = total_outputs; output % strip_outputs != 0; output++) round_row(values.data(), inputs, layout, lane_of(output));
 }
 
+uint64_t checksum(const uint8_t* bytes, int64_t count) {
+  // As XXH64 does. Four chains, so that four multiplications are under way at once. Each step is a bijection of its chain and of its
+  // word: a difference never vanishes by itself.
+  const auto step = [](uint64_t chain, uint64_t word) {
+    chain += word * 0xc2b2ae3d27d4eb4f;
+    return (chain << 31 | chain >> 33) * 0x9e3779b185ebca87;
+  };
+  uint64_t chains[4] = {1, 2, 3, 4}, words[4];
+  for (; count >= 32; bytes += 32, count -= 32) {
+    std::memcpy(words, bytes, 32);
+    for (int i = 0; i < 4; i++) chains[i] = step(chains[i], words[i]);
+  }
+  uint64_t sum = static_cast<uint64_t>(count);
+  for (uint64_t chain : chains) sum = step(sum, chain);
+  for (; count > 0; count--) sum = step(sum, *bytes++);
+  return step(step(sum, 0), 0);
+}
+
 }  // namespace weft

@@ -31,4 +31,8 @@ int64_t packed_bytes(Layout layout, int64_t outputs, int64_t inputs);
 void pack(const StoredFormat& format, const uint8_t* raw, int64_t rows, int64_t inputs, Layout layout, int64_t first_output,
           int64_t total_outputs, uint8_t* out);
 
+// Finds damage, not malice: a change inside one word of 8 bytes always gives another checksum, a larger one all but once in 2^64. As fast
+// as memory is read.
+uint64_t checksum(const uint8_t* bytes, int64_t count);
+
 }  // namespace weft

@@ -147,6 +147,9 @@ def pack(
     Rows of one layer may come in several calls, also from several threads at once.
     """
 
+def checksum(bytes: NDArray[np.uint8]) -> int:
+    """Of 64 bits: finds damage, not malice. Lets go of the interpreter."""
+
 # What follows shows single kernels to tests and measurements.
 
 def quantise(

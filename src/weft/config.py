@@ -241,7 +241,7 @@ class ServingEngineConfig:
     max_kept_results: int = 16384
     """Results kept for `get_result`; the oldest go first."""
     log_path: str | None = None
-    """Writes a log here that `weft replay` runs again."""
+    """Writes a log here that `weft replay` runs again. Those of earlier starts are kept beside it, as .1 to .5."""
 
     def __post_init__(self) -> None:
         _check_switch("overlap", self.overlap)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from weft.backends.noop import NoopBackend
+from weft.cli.main import app
 from weft.clock import VirtualClock
 from weft.config import (
     KvCachePoolConfig,
@@ -22,6 +28,7 @@ from weft.config import (
 )
 from weft.engine.recorder import ReplayDifference, replay
 from weft.engine.serving import ServingEngine
+from weft.errors import InvalidRequestError
 from weft.plan import IterationPlan, SwapTask
 from weft.request import InferenceRequest, Priority, RequestId, RequestState, SamplingParams
 
@@ -286,14 +293,128 @@ def test_a_log_that_was_changed_is_refused_naming_the_line(
         assert f", line {line}: " in str(caught.value)
 
 
-def test_a_log_that_is_cut_in_the_middle_of_a_line_is_refused_naming_it(
+def test_a_log_whose_tail_is_cut_is_replayed_as_far_as_it_goes(
     recorded: tuple[Path, ServingEngine], tmp_path: Path
 ) -> None:
     lines = recorded[0].read_text().splitlines(keepends=True)
     path = tmp_path / "cut.jsonl"
-    path.write_text("".join(lines[:40]) + lines[40][:20])
+    path.write_text("".join(lines[:40]))
+    whole = replay(str(path))
+    assert whole.requests and not whole.is_cut
+    for rest in (lines[40][:20], lines[40][:-1], "\0" * 100):
+        path.write_text("".join(lines[:40]) + rest)
+        assert replay(str(path)) == dataclasses.replace(whole, is_cut=True)
+        said = CliRunner().invoke(app, ["replay", str(path)])
+        assert said.exit_code == 0 and "up to the last line, which is cut" in said.stdout
+    path.write_text("".join(lines[:40]) + lines[40][:20] + "\n" + lines[41])
     with pytest.raises(ReplayDifference, match="line 41: not a weft log, or cut short"):
         replay(str(path))
+
+
+def one_request(path: Path, number: int = 1) -> None:
+    """A run of one engine, of `number` requests."""
+    config = ServingEngineConfig(cache=KvCachePoolConfig(64, 4), log_path=str(path))
+    engine = ServingEngine(NoopBackend(), config)
+    for _ in range(number):
+        engine.submit(InferenceRequest((1, 2), SamplingParams(max_tokens=3)))
+    engine.run_until_idle()
+    engine.stop()
+
+
+def test_every_start_has_a_log_of_its_own_and_keeps_those_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    for number in range(1, 9):
+        one_request(path, number)
+    names = ["run.jsonl", *(f"run.jsonl.{number}" for number in range(1, 6))]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    assert [replay(str(tmp_path / name)).requests for name in names] == [8, 7, 6, 5, 4, 3]
+
+
+def test_only_the_owner_may_read_a_log_also_one_that_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    (tmp_path / "run.jsonl.1").write_text("older\n")
+    path.write_text("old\n")
+    for file in tmp_path.iterdir():
+        file.chmod(0o644)
+    empty = tmp_path / "empty.jsonl"
+    empty.touch(0o666)
+    before = os.umask(0)
+    try:
+        one_request(path)
+        one_request(empty)
+    finally:
+        os.umask(before)
+    assert {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == dict.fromkeys(
+        ("run.jsonl", "run.jsonl.1", "run.jsonl.2", "empty.jsonl"), 0o600
+    )
+    assert (tmp_path / "run.jsonl.1").read_text() == "old\n"
+
+
+def test_a_log_behind_a_link_keeps_the_link(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    link = tmp_path / "run.jsonl"
+    link.symlink_to(tmp_path / "logs" / "real.jsonl")
+    one_request(link)
+    one_request(link)
+    assert link.is_symlink()
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["real.jsonl", "real.jsonl.1"]
+
+
+FULL_DISK = """
+import json, logging, resource, sys
+from weft.backends.noop import NoopBackend
+from weft.config import KvCachePoolConfig, ServingEngineConfig
+from weft.engine.serving import ServingEngine
+from weft.request import InferenceRequest, RequestState, SamplingParams
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+engine = ServingEngine(NoopBackend(), ServingEngineConfig(cache=KvCachePoolConfig(64, 4), log_path=sys.argv[1]))
+with engine:
+    ids = [engine.submit(InferenceRequest((1, 2, n), SamplingParams(max_tokens=20))) for n in range(30)]
+    ended = [engine.get_result(i, wait=60).state is RequestState.COMPLETED for i in ids]
+print(json.dumps([len(ended), all(ended), len(engine.scheduler._readings.readings)]))
+"""
+
+
+def run_with_a_full_disk(path: str, most_bytes: int) -> subprocess.CompletedProcess[str]:
+    """An engine in a process that may write so much of a file and no more; its requests all ended well."""
+    command = [sys.executable, "-c", FULL_DISK, path, str(most_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    count, all_completed, readings = json.loads(done.stdout)
+    assert (count, all_completed) == (30, True)
+    assert readings < 10  # what was not written is not kept
+    return done
+
+
+@pytest.mark.parametrize("most_bytes", [100, 3_000, 20_000])
+def test_a_full_disk_ends_the_log_at_a_whole_line_and_no_request(tmp_path: Path, most_bytes: int) -> None:
+    path = tmp_path / "run.jsonl"
+    done = run_with_a_full_disk(str(path), most_bytes)
+    (warning,) = done.stderr.splitlines()
+    written = path.read_bytes()
+    assert str(path) in warning and f"after {len(written)} bytes" in warning
+    assert len(written) <= most_bytes
+    assert all(json.loads(line) for line in written.splitlines())
+    assert written[-1:] in (b"\n", b"")
+    if most_bytes > 1_000:
+        assert replay(str(path)).requests > 0
+    one_request(path)  # the next start keeps what came
+    assert replay(str(path)).requests == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
+def test_a_device_that_is_full_is_left_as_it_is(tmp_path: Path) -> None:
+    before = os.stat("/dev/full").st_mode
+    done = run_with_a_full_disk("/dev/full", 1 << 30)
+    assert "No space left on device" in done.stderr
+    assert os.stat("/dev/full").st_mode == before
+
+
+def test_a_log_path_that_can_not_be_right_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "no" / "folder.jsonl"):
+        with pytest.raises(InvalidRequestError, match=r"log_path .* cannot be written"):
+            one_request(path)
 
 
 @pytest.mark.parametrize("content", ["", "\n", "[]\n", "null\n", "hello\n", '{"event": "start"}\n'], ids=repr)

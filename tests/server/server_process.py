@@ -103,7 +103,9 @@ def wait_for(condition: Any, seconds: float = 60.0) -> None:
 
 @contextmanager
 def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
-    """The noop backend behind the text side of a real model, unless `settings` say otherwise."""
+    """The noop backend behind the text side of a real model, unless `settings` say otherwise. `shell` are commands of the
+    shell that starts it, such as ulimit."""
+    shell = settings.pop("shell", "")
     headers, stderr = settings.pop("headers", {}), settings.pop("stderr", None)
     more_environment = settings.pop("environment", {})
     path = os.pathsep.join([*settings.pop("python_path", []), str(SOURCE)])
@@ -118,7 +120,7 @@ def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
     }
     environment = {**os.environ, **more_environment, "PYTHONPATH": path}
     process = subprocess.Popen(
-        [sys.executable, str(LAUNCH), json.dumps(given)],
+        ["sh", "-c", f'{shell}\nexec "$@"', "sh", sys.executable, str(LAUNCH), json.dumps(given)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=stderr,

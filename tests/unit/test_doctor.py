@@ -63,32 +63,26 @@ def test_cores_are_counted_once_and_features_named() -> None:
     assert arm.features == ("NEON", "NEON dot product") and arm.physical_cores is None
 
 
-def test_a_machine_that_tells_nothing_is_unknown_and_no_error() -> None:
+def test_a_machine_that_tells_nothing_is_unknown_and_no_error(tmp_path: Path) -> None:
     found = machine.processor("")
     assert found.features is None and found.physical_cores is None and found.usable_cores >= 1
-    assert machine.memory("nonsense").total is None
+    assert machine.memory(tmp_path).total is None
 
 
-@pytest.mark.parametrize(
-    ("limit_file", "use_file"),
-    [
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ],
-)
-def test_the_limit_of_a_container_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_file: str, use_file: str
-) -> None:
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    (tmp_path / "memory").mkdir()
-    (tmp_path / limit_file).write_text("4096\n")
-    (tmp_path / use_file).write_text("1024\n")
-    (tmp_path / "cpu.max").write_text("100000 100000\n")
-    found = machine.memory("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
+def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in {
+        "proc/self/cgroup": "0::/\n",
+        "proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 50 kB\n",
+        "sys/fs/cgroup/memory.max": "4096\n",
+        "sys/fs/cgroup/memory.current": "1024\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    found = machine.memory(tmp_path)
     assert (found.total, found.limit, found.available) == (102400, 4096, 3072)
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
     assert machine.processor(X86).usable_cores == 1
-    (tmp_path / limit_file).write_text("max\n" if limit_file == "memory.max" else f"{2**63 - 4096}\n")
-    assert machine.memory("MemAvailable: 50 kB\n").available == 51200
 
 
 def test_memory_is_read_at_a_speed() -> None:

@@ -22,6 +22,7 @@ from weft.loading import download, wheel
 from weft.loading.cache import PullProgress, models_directory, only_one_pull
 from weft.loading.checksum import Expected
 from weft.loading.default_model import DEFAULT_MODEL, WheelModel
+from weft.loading.packed import packed_path
 from weft.loading.pull import kept_models, pull, remove
 from weft.loading.wheel import pull_wheel_model
 
@@ -376,6 +377,23 @@ def test_the_cache_lists_what_it_holds_and_forgets_what_it_is_told_to(index: Pat
     assert files_kept() == [] and kept_models() == []
     with pytest.raises(ModelFileError, match="is not in the cache; what is there: none"):
         remove("default")
+
+
+def test_a_removed_model_takes_its_packed_weights_along(index: Path) -> None:
+    models_directory().mkdir(parents=True)
+    mine, other = models_directory() / "mine.gguf", models_directory() / "other.gguf"
+    linked = models_directory() / "linked.gguf"
+    for model in (mine, other):
+        model.write_bytes(b"anything")
+    linked.symlink_to(mine)
+    kept = [packed_path(model, variant) for model in (other, mine) for variant in ("stored-3", "int8-4")]
+    of_link = packed_path(linked, "stored-4")
+    kept[0].parent.mkdir()
+    for path in (*kept, kept[2].with_suffix(".damaged"), of_link):
+        path.write_bytes(b"packed")
+    assert remove(str(mine)) == 8 + 3 * 6
+    assert remove(str(linked)) == 0 + 6
+    assert sorted(kept[0].parent.iterdir()) == sorted(kept[:2])
 
 
 def test_a_default_model_that_was_begun_is_listed_and_can_be_removed(index: Path) -> None:

@@ -11,11 +11,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.backends.host_memory import host_memory
+
 _CPU_INFO = Path("/proc/cpuinfo")
-_MEMORY_INFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-_NO_LIMIT = 1 << 60
-"""A limit of the older cgroups beyond this is none."""
 FEATURES = {
     "avx2": "AVX2",
     "fma": "FMA",
@@ -85,32 +84,10 @@ def _usable_cores() -> int:
     return cores
 
 
-def memory(info: str | None = None) -> Memory:
-    """`info` is the content of /proc/meminfo."""
-    if info is None:
-        info = _read(_MEMORY_INFO) or ""
-    sizes = {}
-    for line in info.splitlines():
-        key, _, value = line.partition(":")
-        if value.split()[:1] and value.split()[0].isdigit():
-            sizes[key] = int(value.split()[0]) * 1024
-    limit, used = _limit_and_use()
-    available = sizes.get("MemAvailable")
-    if limit is not None:
-        left = max(0, limit - (used or 0))
-        available = left if available is None else min(available, left)
-    return Memory(sizes.get("MemTotal"), available, limit)
-
-
-def _limit_and_use() -> tuple[int | None, int | None]:
-    for limit_name, use_name in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        limit = _number(_read(_CGROUP / limit_name))
-        if limit is not None and limit < _NO_LIMIT:
-            return limit, _number(_read(_CGROUP / use_name))
-    return None, None
+def memory(root: Path = Path("/")) -> Memory:
+    """`root` is the folder that has /proc and /sys in it."""
+    host = host_memory(root)
+    return Memory(host.total, host.available, host.limit)
 
 
 def gpus() -> list[str] | None:
@@ -163,7 +140,3 @@ def _read(path: Path) -> str | None:
         return path.read_text(errors="replace").strip()
     except OSError:
         return None
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None

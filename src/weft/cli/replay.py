@@ -13,5 +13,5 @@ def replay_command(path: Path) -> None:
     report = replay(str(path))
     typer.echo(
         f"{path} replayed exactly: {report.requests} requests, {report.steps} steps, {report.tokens} tokens, "
-        "every plan the same"
+        f"every plan the same{' up to the last line, which is cut' if report.is_cut else ''}"
     )

@@ -448,6 +448,8 @@ class EngineClient:
             self.info, self.max_sequence_length = message.info, message.max_sequence_length
             self.state = EngineState.READY
             self.on_progress()
+        elif isinstance(message, wire.Warned):
+            self._log("warning", message.message, "warning")
         else:
             self._failure = EngineDiedError(message.message)
             self._failure.exit_code = message.exit_code

@@ -22,7 +22,7 @@ class Connection(asyncio.Protocol):
         """After so many tokens whoever reads them has a turn: one read of the socket may hold more than a reader may
         be behind."""
         self.heard = asyncio.Event()
-        """Set once the other side has said more than that it lives, or is gone."""
+        """Set once the other side has said more than that it lives and what it warns of, or is gone."""
         self.gone = asyncio.Event()
         self._take = take
         self._tokens_per_turn = tokens_per_turn
@@ -67,7 +67,7 @@ class Connection(asyncio.Protocol):
         try:
             while (message := self._next_message()) is not None:
                 self._take(message)
-                if isinstance(message, wire.Beat):
+                if isinstance(message, wire.Beat | wire.Warned):
                     continue
                 self.heard.set()
                 if isinstance(message, wire.Step):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import gc
+import logging
 import select
 import signal
 import socket
@@ -38,6 +39,17 @@ _PROMPT_LOGPROBS = 64
 """Tokens of a prompt in one message."""
 
 Order = Callable[[RequestId], object]
+
+
+class _Warnings(logging.Handler):
+    """What parts of weft have to warn of goes into the server's log."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        super().__init__(logging.WARNING)
+        self._outbox = outbox
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._outbox.send(wire.Warned(record.getMessage()))
 
 
 class EngineProcess:
@@ -70,6 +82,7 @@ class EngineProcess:
     def run(self) -> int:
         """Until the client is gone or says stop; the exit code."""
         threading.Thread(target=self._beat, name="weft-pulse", daemon=True).start()
+        logging.getLogger("weft").addHandler(_Warnings(self._outbox))
         try:
             start = wire.to_engine.decode(next(self._received()))
             assert isinstance(start, wire.Start), "the first message says what to build"

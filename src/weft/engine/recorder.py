@@ -12,11 +12,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from weft.clock import Clock
 from weft.config import PreemptionMode, PriorityPolicy, SchedulerConfig
-from weft.errors import InvalidRequestError, WeftError
+from weft.engine.event_log import EventLog
+from weft.errors import WeftError
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import Grammar, InferenceRequest, Priority, RequestId, SamplingParams, TokenLogprobs
 from weft.scheduling.scheduler import ContinuousBatchScheduler
@@ -63,10 +64,10 @@ class _RecordingScheduler(ContinuousBatchScheduler):
     """The scheduler itself, writing down every call that changes it."""
 
     def __init__(
-        self, config: SchedulerConfig, info: BackendInfo, clock: _ReadingsClock, file: TextIO
+        self, config: SchedulerConfig, info: BackendInfo, clock: _ReadingsClock, log: EventLog
     ) -> None:
         super().__init__(config, info, clock)
-        self._file = file
+        self._log = log
         self._readings = clock
         self._write("start", version=LOG_VERSION, config=_plain(config), info=_plain(info))
 
@@ -108,24 +109,19 @@ class _RecordingScheduler(ContinuousBatchScheduler):
         self._write("fail", result=_plain(result), behind=[_plain(r) for r in behind])
 
     def _write(self, event: str, **fields: Any) -> None:
-        self._file.write(json.dumps({"event": event, "clock": self._readings.take(), **fields}) + "\n")
+        line = json.dumps({"event": event, "clock": self._readings.take(), **fields})
+        self._log.write(line.encode() + b"\n")
 
 
 class Recorder:
-    """Owns the log file of a run and the scheduler that writes it."""
+    """Owns the log of a run and the scheduler that writes it."""
 
     def __init__(self, path: str, config: SchedulerConfig, info: BackendInfo, clock: Clock) -> None:
-        try:
-            # A line at a time: after a crash the last lines are the ones that matter.
-            self._file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 - open while the engine is
-        except OSError as error:
-            raise InvalidRequestError(
-                f"log_path {path!r} cannot be written: {error}", field="log_path"
-            ) from error
-        self.scheduler = _RecordingScheduler(config, info, _ReadingsClock(clock), self._file)
+        self._log = EventLog(path)
+        self.scheduler = _RecordingScheduler(config, info, _ReadingsClock(clock), self._log)
 
     def close(self) -> None:
-        self._file.close()
+        self._log.close()
 
 
 @dataclasses.dataclass
@@ -133,10 +129,13 @@ class ReplayReport:
     requests: int = 0
     steps: int = 0
     tokens: int = 0
+    is_cut: bool = False
+    """The log ends inside a line; all before that line was replayed."""
 
 
 def replay(path: str) -> ReplayReport:
-    """Runs a log again. Raises ReplayDifference, with the line, where a plan differs from the recorded one."""
+    """Runs a log again, as far as it goes. Raises ReplayDifference, with the line, where a plan differs from the recorded
+    one."""
     report = ReplayReport()
     clock = _ReplayClock()
     scheduler: ContinuousBatchScheduler | None = None
@@ -144,6 +143,9 @@ def replay(path: str) -> ReplayReport:
     with Path(path).open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"
+            if scheduler is not None and not line.endswith("\n"):
+                report.is_cut = True
+                break
             try:
                 event = json.loads(line)
                 clock.readings = iter(event["clock"])

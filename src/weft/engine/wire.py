@@ -125,6 +125,12 @@ class Failed(Message):
     exit_code: int
 
 
+class Warned(Message):
+    """For the operator; may come before `Ready`."""
+
+    message: str
+
+
 class Refused(Message):
     """A request that was not taken in."""
 
@@ -199,7 +205,7 @@ class Metrics(Message):
     metrics: ServingMetrics
 
 
-FromEngine = Beat | Ready | Failed | Refused | Step | PromptLogprobs | Metrics
+FromEngine = Beat | Ready | Failed | Warned | Refused | Step | PromptLogprobs | Metrics
 
 encode = msgspec.msgpack.Encoder().encode
 to_engine = msgspec.msgpack.Decoder(ToEngine)

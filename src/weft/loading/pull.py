@@ -87,8 +87,10 @@ def _kept_default() -> Iterator[KeptModel]:
 
 
 def remove(model: str, progress: Progress | None = None) -> int:
-    """Delete what `kept_models` calls `model`; returns its bytes. A file outside the cache is its owner's."""
+    """Delete what `kept_models` calls `model`, and its packed weights; returns the bytes of all. A file outside the cache
+    is its owner's."""
     from weft.loading.hub import parse_hub_name, remove_hub_model
+    from weft.loading.packed import packed_files
     from weft.loading.wheel import remove_wheel_model
 
     report = progress or (lambda _: None)
@@ -98,6 +100,7 @@ def remove(model: str, progress: Progress | None = None) -> int:
     if kept is None:
         names = ", ".join(kept_by_name) or "none"
         raise ModelFileError(f"{model}: is not in the cache; what is there: {names}")
+    packed = packed_files(kept.path)  # found by where the model is: a link that is gone leads nowhere
     try:
         if hub_model is not None:
             remove_hub_model(hub_model, report)
@@ -105,6 +108,10 @@ def remove(model: str, progress: Progress | None = None) -> int:
             remove_wheel_model(DEFAULT_MODEL, report)
         else:
             kept.path.unlink(missing_ok=True)
+        size = kept.size
+        for file in packed:
+            size += file.stat().st_size
+            file.unlink()
     except OSError as error:
         raise ModelFileError(f"{kept.path}: cannot be deleted: {error.strerror or error}") from error
-    return kept.size
+    return size

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +35,10 @@ _ACCEPTS_PER_ROUND = 8
 """Connections taken in one round of the event loop: hundreds at once must not hold up those that are there."""
 _KEEP_ALIVE_SECONDS = 30
 _LAST_WORDS_SECONDS = 2.0
+_OWN_DESCRIPTORS = 64
+"""Of the server itself: files, the sockets it listens on, those of its processes and of one that is being restarted."""
+_DESCRIPTORS_PER_REQUEST = 2
+"""Its connection, and another that is kept alive without a request or gets a refusal meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +61,31 @@ def serve(
     """Serves until a signal ends it. The log is closed then. `launched` is the engine's process where it was started
     before all that a server imports."""
     logging.basicConfig(handlers=[LibraryHandler(log)], level=logging.WARNING)
+    settings = _within_descriptors(settings, log)
     try:
         asyncio.run(_Life(settings, on_start, log, launched).run())
     finally:
         gc.unfreeze()  # so that what is left is given back in order
         log.close()
+
+
+def _within_descriptors(settings: ServerSettings, log: ServerLog) -> ServerSettings:
+    """Raises the limit of open descriptors as far as the system lets it, and takes no more requests than it allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # on macOS the hard limit may be more than can be had
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(1, (limit - _OWN_DESCRIPTORS) // _DESCRIPTORS_PER_REQUEST)
+    if limit == resource.RLIM_INFINITY or settings.max_requests <= most:
+        return settings
+    log.event(
+        "warning",
+        f"max_requests is {most} instead of {settings.max_requests}: this process may have {limit} descriptors open, "
+        f"{_DESCRIPTORS_PER_REQUEST} for each request and {_OWN_DESCRIPTORS} of its own. A higher hard limit "
+        "(ulimit -n, LimitNOFILE) allows more.",
+        "warning",
+    )
+    return dataclasses.replace(settings, max_requests=most)
 
 
 def _tame_garbage_collection() -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -21,11 +19,13 @@ from weft.backends.batch import PreparedStep, Rows, SampledEntries, ScoredPrompt
 from weft.backends.cpu import sampler as numpy_sampler
 from weft.backends.cpu.kernels import NUMPY, has_kernels, instruction_set
 from weft.backends.cpu.memory_ahead import MemoryAhead
+from weft.backends.cpu.room import CacheRoom
 from weft.backends.cpu.sampler import NOT_A_NUMBER, Sampled
 from weft.backends.cpu.step_thread import Step, StepThread
 from weft.backends.cpu.swap import SwapSpace
 from weft.backends.cpu.threads import thread_count
 from weft.backends.grammar import Masks, RowGrammars
+from weft.backends.host_memory import HostMemory, host_memory
 from weft.backends.opening import check_context, grammar_compiler
 from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, ModelFileError
@@ -45,10 +45,8 @@ if TYPE_CHECKING:
     from weft._kernels import Pool
     from weft.ops.cpu.weights import Quantize
 
-# What the cache takes without a wish: a number, not a share of the machine, so that a model behaves alike everywhere.
 # Memory is touched when a block is first used, and blocks used once are used again first: what is resident follows the
 # load, but for this much that cached content may always have.
-_DEFAULT_CACHE_BYTES = 2 << 30
 _EAGER_CACHE_BYTES = 256 << 20
 # Memory that is there before it is used.
 _CACHE_BYTES_AHEAD = 128 << 20
@@ -109,8 +107,10 @@ class CpuBackend:
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler,
         native: Native | None = None,
+        memory: HostMemory | None = None,
     ) -> None:
-        """`native` computes where the decoder itself, in numpy, does not."""
+        """`native` computes where the decoder itself, in numpy, does not. `memory` is what there was before the weights."""
+        self._room = CacheRoom(memory or host_memory(), decoder.weight_bytes)
         self._decoder = decoder
         self._forward: Forward = decoder if native is None else native.forward
         self._sampler: Sampler = numpy_sampler if native is None else native.sampler
@@ -125,25 +125,33 @@ class CpuBackend:
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
         config = self._decoder.config
         block_bytes = self._decoder.new_cache(1, pool.block_size).nbytes
+        default_bytes = partial(
+            self._room.default_cache_bytes, block_bytes, pool.block_size, config.max_context
+        )
         if pool.is_two_tier:
             store_block_bytes = self._decoder.new_store(1, pool.block_size, pool.store_bits).nbytes
             sizes = choose_sizes(
                 pool,
                 block_bytes=block_bytes,
                 store_block_bytes=store_block_bytes,
-                free_memory=_free_memory(block_bytes, pool.block_size, config.max_context),
+                free_memory=0 if pool.memory or pool.num_blocks else default_bytes(),
                 model_context=config.max_context,
                 step_tokens=max_tokens,
             )
             max_context = longest_context(config.max_context, sizes, pool.block_size, pool.tail_blocks)
         else:
             store_block_bytes = 0
-            sizes = PoolSizes(_choose_blocks(pool, block_bytes, config.max_context), 0)
+            asked = pool.blocks_in_memory(block_bytes)
+            sizes = PoolSizes(default_bytes() // block_bytes if asked is None else asked, 0)
             max_context = min(config.max_context, sizes.full * pool.block_size)
         num_blocks = sizes.full
         self._block_size = pool.block_size
-        swap_blocks = num_blocks // 2 if pool.swap_blocks is None else pool.swap_blocks
+        cache_bytes = num_blocks * block_bytes + sizes.store * store_block_bytes
+        swap_blocks = pool.swap_blocks
+        if swap_blocks is None:
+            swap_blocks = self._room.default_swap_blocks(num_blocks, cache_bytes)
         store_swap_blocks = -(-swap_blocks * sizes.store // num_blocks)
+        self._room.check(cache_bytes, swap_blocks * block_bytes + store_swap_blocks * store_block_bytes)
         try:
             full = self._decoder.new_cache(num_blocks, pool.block_size)
             if pool.is_two_tier:
@@ -165,10 +173,9 @@ class CpuBackend:
             )
             raise InvalidRequestError(
                 f"num_blocks {num_blocks} and swap_blocks {swap_blocks} of {block_bytes} bytes{store_too} do not fit into "
-                f"memory ({_available_memory() >> 20} MiB available); ask for fewer",
+                f"memory ({(host_memory().available or 0) >> 20} MiB available); ask for fewer",
                 field="num_blocks",
             ) from error
-        cache_bytes = num_blocks * block_bytes + sizes.store * store_block_bytes
         return BackendInfo(
             vocabulary_size=config.vocabulary_size,
             max_context=max_context,
@@ -285,6 +292,7 @@ def open_cpu_backend(
         checkpoint = open_checkpoint(checkpoint)
     layout, metadata, tensors = checkpoint.layout, checkpoint.metadata, checkpoint.tensors
     threads = thread_count(threads)
+    memory = host_memory()
     is_native = dtype is None and has_kernels()
     _check_quantize(quantize, checkpoint, is_native)
     try:
@@ -293,18 +301,23 @@ def open_cpu_backend(
             check_context(max_context, own_context)
         native: Native | None = None
         if is_native:
-            decoder, native = open_native(checkpoint, max_context, threads, quantize)
+            decoder, native = open_native(checkpoint, max_context, threads, quantize, memory)
         else:
             ops = ReferenceOps(np.float32 if dtype is None else dtype)
-            decoder = build_decoder(layout, metadata, tensors, ops, max_context)
+            with CacheRoom(memory, checkpoint.parameter_count * ops.dtype.itemsize).for_weights():
+                decoder = build_decoder(layout, metadata, tensors, ops, max_context)
     except ModelFileError as error:
         raise ModelFileError(f"{checkpoint.path}: {error}") from error
     compiler = grammar_compiler(checkpoint, decoder.config.vocabulary_size)
-    return CpuBackend(decoder, checkpoint.end_ids, compiler, native)
+    return CpuBackend(decoder, checkpoint.end_ids, compiler, native, memory)
 
 
 def open_native(
-    checkpoint: Checkpoint, max_context: int | None, threads: int, quantize: Quantize | None
+    checkpoint: Checkpoint,
+    max_context: int | None,
+    threads: int,
+    quantize: Quantize | None,
+    memory: HostMemory | None = None,
 ) -> tuple[Decoder, Native]:
     """The decoder and the native program recorded from it; its packed weights are kept for the next start."""
     from weft import _kernels
@@ -322,11 +335,14 @@ def open_native(
     files = checkpoint.files
 
     def keep(sizes: Mapping[str, int], fill: Callable[[str, np.ndarray], None]) -> dict[str, np.ndarray]:
-        if not files:  # random numbers are drawn again at the next start
+        with CacheRoom(memory or host_memory(), sum(sizes.values())).for_weights():
+            if files:  # random numbers are drawn again at the next start
+                path = packed_path(checkpoint.path, variant)
+                identity = identity_of(files, variant)
+                pieces = open_packed(path, identity, sizes, fill, _kernels.checksum, threads)
+                if pieces is not None:
+                    return pieces
             return in_memory(sizes, fill)
-        path = packed_path(checkpoint.path, variant)
-        pieces = open_packed(path, identity_of(files, variant), sizes, fill, threads)
-        return in_memory(sizes, fill) if pieces is None else pieces
 
     pool = _kernels.Pool(threads)
     forward = record(lambda: decoder.forward(NO_STEP, None), decoder.logits, ops, keep, pool)
@@ -353,29 +369,3 @@ def _check_quantize(quantize: str | None, checkpoint: Checkpoint, is_native: boo
             f"({checkpoint.stored_as})",
             field="quantize",
         )
-
-
-def _choose_blocks(pool: KvCachePoolConfig, block_bytes: int, max_context: int) -> int:
-    """As many as asked for; else the default, or the model's whole context where the machine has room for twice that."""
-    if (asked := pool.blocks_in_memory(block_bytes)) is not None:
-        return asked
-    return max(1, _free_memory(block_bytes, pool.block_size, max_context) // block_bytes)
-
-
-def _free_memory(block_bytes: int, block_size: int, max_context: int) -> int:
-    """What a cache gets where nobody says."""
-    room = _available_memory() // 2
-    whole_context = -(-max_context // block_size) * block_bytes
-    wanted = whole_context if _DEFAULT_CACHE_BYTES < whole_context <= room else _DEFAULT_CACHE_BYTES
-    return min(wanted, room)
-
-
-def _available_memory() -> int:
-    """Bytes that can be taken without swapping, as far as the system says."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

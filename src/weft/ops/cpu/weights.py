@@ -17,8 +17,8 @@ import numpy as np
 from weft import _kernels
 from weft.ops.base import LinearRole, WeightSource
 
-PACKING_VERSION = 4
-"""Another one wherever packed bytes would differ from those of an older weft."""
+PACKING_VERSION = 5
+"""Another one wherever packed bytes, or the files they are kept in, would differ from those of an older weft."""
 
 Quantize = Literal["int8", "int4"]
 

@@ -1,0 +1,82 @@
+"""How much memory the KV cache and the swap space of a model may take, beside its weights and all the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from weft.backends.host_memory import HostMemory
+from weft.errors import OutOfMemoryError
+
+# What the cache takes without a wish: a number, not a share of the machine, so that a model behaves alike everywhere.
+_DEFAULT_CACHE_BYTES = 2 << 30
+# Of activations, and of the other processes of a server.
+_OTHER_BYTES = 256 << 20
+# The shortest context that is worth a start.
+_LEAST_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class CacheRoom:
+    """A limit of a cgroup is obeyed, or the error says what does not fit: beyond it processes are killed. Without a limit
+    what is asked for is tried."""
+
+    memory: HostMemory
+    """Before the weights were loaded."""
+    weight_bytes: int
+
+    @contextmanager
+    def for_weights(self) -> Iterator[None]:
+        """While they are loaded."""
+        self._require(0, "or take a smaller model")
+        try:
+            yield
+        except MemoryError as error:
+            raise self._does_not_fit(0, "or take a smaller model") from error
+
+    def default_cache_bytes(self, block_bytes: int, block_size: int, max_context: int) -> int:
+        """The default, or the model's whole context where there is room for twice that."""
+        least = -(-min(max_context, _LEAST_TOKENS) // block_size) * block_bytes
+        self._require(least, "or take a smaller model")
+        whole_context = -(-max_context // block_size) * block_bytes
+        room = max(least, self._left_of(self._available) // 2)
+        wanted = whole_context if _DEFAULT_CACHE_BYTES < whole_context <= room else _DEFAULT_CACHE_BYTES
+        return min(wanted, room)
+
+    def default_swap_blocks(self, num_blocks: int, cache_bytes: int) -> int:
+        """Half of the blocks; inside a limit no more than it has room for."""
+        half = num_blocks // 2
+        if self.memory.limit is None:
+            return half
+        return max(0, min(half, (self._left_of(self.memory.room) - cache_bytes) * num_blocks // cache_bytes))
+
+    def check(self, cache_bytes: int, swap_bytes: int) -> None:
+        most = max(0, self._left_of(self.memory.room)) >> 20
+        advice = f"or set memory (and swap_blocks, which take {swap_bytes >> 20} MiB) to {most} MiB at most"
+        self._require(cache_bytes + swap_bytes, advice)
+
+    @property
+    def _available(self) -> int:
+        if self.memory.available is not None:
+            return self.memory.available
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+    def _left_of(self, memory: int) -> int:
+        return memory - self.weight_bytes - _OTHER_BYTES
+
+    def _require(self, cache_bytes: int, advice: str) -> None:
+        if self.memory.limit is not None and cache_bytes > self._left_of(self.memory.room):
+            raise self._does_not_fit(cache_bytes, advice)
+
+    def _does_not_fit(self, cache_bytes: int, advice: str) -> OutOfMemoryError:
+        limit, free = self.memory.limit, self._available if self.memory.limit is None else self.memory.room
+        where = "" if limit is None else f" inside the cgroup's limit of {limit >> 20} MiB"
+        remedy = "free memory, raise the limits of this process" if limit is None else "raise the limit"
+        needed = self.weight_bytes + cache_bytes + _OTHER_BYTES
+        return OutOfMemoryError(
+            f"{needed >> 20} MiB of memory are needed ({self.weight_bytes >> 20} for the weights, {cache_bytes >> 20} for KV "
+            f"cache and swap space, {_OTHER_BYTES >> 20} for the rest) and {free >> 20} MiB are free{where}; "
+            f"{remedy}, {advice}"
+        )
