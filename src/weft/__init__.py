@@ -34,6 +34,7 @@ _HOME = {
     "WeftError": "weft.errors",
     "InvalidRequestError": "weft.errors",
     "ModelFileError": "weft.errors",
+    "OutOfMemoryError": "weft.errors",
     "QueueFullError": "weft.errors",
     "EngineStoppedError": "weft.errors",
 }
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         EngineStoppedError,
         InvalidRequestError,
         ModelFileError,
+        OutOfMemoryError,
         QueueFullError,
         WeftError,
     )
@@ -85,6 +87,7 @@ __all__ = [
     "KvCacheKind",
     "KvCachePoolConfig",
     "ModelFileError",
+    "OutOfMemoryError",
     "PreemptionMode",
     "Priority",
     "PriorityPolicy",

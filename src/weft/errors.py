@@ -27,6 +27,12 @@ class ModelFileError(WeftError):
     exit_code = 2
 
 
+class OutOfMemoryError(WeftError):
+    """A model, its KV cache or its swap space is larger than the memory that is free."""
+
+    exit_code = 2
+
+
 class QueueFullError(WeftError):
     """The waiting queue has reached its bound; submit again once something has finished."""
 
