@@ -110,18 +110,17 @@ class BlockMemory:
         """In host memory; as many for the store as its blocks go with the full ones. Raises OutOfMemoryError where more
         were asked for than the host has memory; the default is smaller there."""
         each = self.block_bytes + self.store_block_bytes * sizes.store / sizes.full
-        available = available_memory()
-        room = _DEFAULT_SWAP_BYTES if available is None else available
-        full = self.pool.swap_blocks
+        available, full = available_memory(), self.pool.swap_blocks
         if full is None:
-            usual = min(sizes.full // 2, int(_DEFAULT_SWAP_BYTES / each))
-            full = min(usual, int(room / 2 / each))
+            full = usual = min(sizes.full // 2, int(_DEFAULT_SWAP_BYTES / each))
+            if available is not None:
+                full = min(usual, int(available / 2 / each))
             if full < usual:
                 _log.warning(
-                    "the swap space has %s MiB instead of %s, half of the host memory that is available",
+                    "the swap space has %s MiB instead of %s: half of the host memory that is available",
                     *(f"{int(blocks * each) >> 20:,}" for blocks in (full, usual)),
                 )
-        elif full * each > room and available is not None:
+        elif available is not None and full * each > available:
             raise OutOfMemoryError(
                 f"the swap space of swap_blocks = {full} takes {mib(int(full * each))} of host memory, and "
                 f"{mib(available)} are available; set fewer, or swap_blocks = 0 to recompute instead"

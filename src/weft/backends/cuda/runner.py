@@ -198,6 +198,8 @@ class CudaBackend:
         # A card that failed reports it at every call; the requests have been told already.
         with suppress(RuntimeError):
             self._device.synchronize()
+        if "_mailbox" in vars(self):  # unless it was not allocated
+            self._mailbox.close()
         if "_grammars" in vars(self):
             self._grammars.close()
         # An engine that is kept for its figures keeps none of the card's memory.
