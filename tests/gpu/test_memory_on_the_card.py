@@ -27,7 +27,7 @@ def free_memory() -> int:
 @contextmanager
 def process(*command: str) -> Iterator[subprocess.Popen[str]]:
     started = subprocess.Popen(
-        [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE
+        [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         yield started
@@ -43,7 +43,7 @@ def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_closed_model_gives_the_card_back_again_and_again_and_so_does_a_failed_load() -> None:
     seen: list[tuple[str, int]] = []
-    with process("open_and_close.py") as opening:
+    with process(str(HERE / "open_and_close.py")) as opening:
         assert opening.stdout is not None and opening.stdin is not None
         for line in opening.stdout:
             seen.append((line.strip(), free_memory()))

@@ -25,7 +25,7 @@ from weft.errors import WeftError
 from weft.request import InferenceRequest, SamplingParams
 
 ROWS = 16
-ROUNDS = 5
+ROUNDS = 3
 _LONGEST = 512, 256
 """Prompt and answer among the mixed lengths."""
 _ALL_ROWS = 256
