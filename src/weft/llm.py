@@ -49,6 +49,10 @@ _IN_FLIGHT = 4
 """`run` keeps this many times the engine's rows under way: enough to keep it busy, few enough to forget."""
 
 
+_frozen_for: weakref.WeakSet[LLM] = weakref.WeakSet()
+"""LLMs on a card, for which the garbage collector leaves out what there was when they were opened."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One thing to generate: a prompt (text or token ids), or the messages of a conversation."""
@@ -123,6 +127,7 @@ class LLM:
             # To look through all that was imported for garbage takes longer than many steps of a card: it stays.
             gc.collect()
             gc.freeze()
+            _frozen_for.add(self)
         self.engine.start()
         # Who forgets to close gets memory and threads back all the same.
         weakref.finalize(self, self.engine.stop)
@@ -247,7 +252,12 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine; what is not over is cancelled."""
+        if was_frozen := self in _frozen_for:
+            _frozen_for.remove(self)
+            gc.unfreeze()  # or what refers to itself stays until the process ends
         self.engine.stop()
+        if was_frozen and _frozen_for:
+            gc.freeze()  # for the others
         if self._text is not None:
             self._text.close()
 

@@ -71,7 +71,10 @@ def test_blocks_that_lie_together_in_both_places_are_one_copy(device: Device, ca
 
 
 def test_a_swap_that_builds_on_one_that_failed_fails_and_touches_nothing(
-    device: Device, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    device: Device,
+    cache: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     space = SwapSpace(device, cache, 10)
     before = cache.clone()
@@ -82,9 +85,13 @@ def test_a_swap_that_builds_on_one_that_failed_fails_and_touches_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(Device, "pinned", refuse)
         space.launch(plan_of(out=(task(1, (1,), (1,)),)), None)
+        space.launch(plan_of(out=(task(4, (4,), (4,)),)), None)
+    assert [record.message for record in caplog.records] == [
+        "a swap failed, and its request is computed again (no memory can be pinned); swap_blocks may be too many"
+    ]
     space.launch(plan_of(back=(task(2, (2,), (1,), (1,)), task(3, (3,), (2,), (99,)))), None)
-    finished, failed = reports(space, 3)
-    assert finished == set() and set(failed) == {1, 2, 3}
+    finished, failed = reports(space, 4)
+    assert finished == set() and set(failed) == {1, 2, 3, 4}
     assert "no memory can be pinned" in failed[1]
     assert "swap 1, which it builds on" in failed[2]
     assert (cache == before).all()

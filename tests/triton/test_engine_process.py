@@ -21,6 +21,7 @@ from weft.backends import registry
 from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
 from weft.engine.client import EngineClient
 from weft.engine.serving import ServingEngine
+from weft.errors import WeftError
 from weft.loading.random_checkpoint import random_checkpoint
 from weft.ops.triton.device import Device
 from weft.request import InferenceRequest, RequestState, SamplingParams
@@ -91,3 +92,16 @@ def test_a_model_that_does_not_fit_is_refused_with_a_reason(options: dict[str, A
 
     with pytest.raises(Exception, match="context"):
         asyncio.run(asyncio.wait_for(ask(), 80))
+
+
+def test_a_cache_that_does_not_fit_is_refused_in_one_sentence_with_exit_code_2(
+    options: dict[str, Any],
+) -> None:
+    config = ServingEngineConfig(CONFIG.scheduler, KvCachePoolConfig(memory=1 << 50))
+
+    async def ask() -> None:
+        await EngineClient("cuda", options, config).start()
+
+    with pytest.raises(WeftError, match="the KV cache takes 1,073,741,8") as error:
+        asyncio.run(asyncio.wait_for(ask(), 80))
+    assert error.value.exit_code == 2 and "Traceback" not in str(error.value)

@@ -31,11 +31,24 @@ def bench_scheduler(
 
 
 @bench_app.command("batching")
-def bench_batching(json: AsJson = False) -> None:
+def bench_batching(
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Measure on cuda (or cpu), instead of the cost model.")
+    ] = None,
+    shape: Annotated[
+        list[str], typer.Option(metavar="S,S,...", help="0.6b, 8b, tiny; default: the first two.")
+    ] = [],  # noqa: B006  (typer makes a new one)
+    json: AsJson = False,
+) -> None:
     """Compare continuous and static batching.
 
-    On a cost model and a virtual clock.
+    On a cost model and a virtual clock; with --device on models of random weights, as `weft bench gpu` has them.
     """
+    if device is not None:
+        from weft.bench.batching_measured import main as measure
+
+        measure(device, shape, json)
+        return
     from weft.bench.batching import main as run
 
     run(json=json)

@@ -91,6 +91,10 @@ class EngineCore:
         while self._flights:
             self._finish_oldest()
 
+    def forget(self) -> None:
+        """Drops the steps in flight: an engine that failed does not wait for them, and they hold memory of the backend."""
+        self._flights.clear()
+
     def _may_plan(self) -> bool:
         if not self._flights:
             return True

@@ -67,11 +67,15 @@ class ServingEngine:
         scheduling = self.config.scheduler
         info = backend.allocate(self.config.cache, scheduling.max_running, scheduling.max_tokens_per_step)
         self._recorder: Recorder | None = None
-        if self.config.log_path is not None:
-            self._recorder = Recorder(self.config.log_path, self.config.scheduler, info, clock)
-            self.scheduler: ContinuousBatchScheduler = self._recorder.scheduler
-        else:
-            self.scheduler = ContinuousBatchScheduler(self.config.scheduler, info, clock)
+        try:
+            if self.config.log_path is not None:
+                self._recorder = Recorder(self.config.log_path, self.config.scheduler, info, clock)
+                self.scheduler: ContinuousBatchScheduler = self._recorder.scheduler
+            else:
+                self.scheduler = ContinuousBatchScheduler(self.config.scheduler, info, clock)
+        except BaseException:
+            backend.close()  # nothing else has it
+            raise
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         """Told of new requests, results, and the end."""
@@ -355,6 +359,7 @@ class ServingEngine:
             self._break_down(error)
         finally:
             self._busy_thread = None
+            self._core.forget()
             self._backend.close()
             if self._recorder is not None:
                 self._recorder.close()

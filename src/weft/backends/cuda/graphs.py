@@ -45,13 +45,18 @@ class Kind:
 class _Captured:
     """A graph, and where it leaves its logits."""
 
-    logits: Tensor
-
     def __init__(self, device: Device, work: Callable[[Kind], Tensor], kind: Kind, pool: object) -> None:
-        def note() -> None:
-            self.logits = work(kind)
+        kept: list[Tensor] = []
 
+        def note() -> None:
+            kept[:] = [work(kind)]
+
+        self._kept = kept  # not `self` inside `note`: the interpreter's graph keeps that function
         self.graph = device.capture(note, pool)
+
+    @property
+    def logits(self) -> Tensor:
+        return self._kept[0]
 
 
 @dataclass

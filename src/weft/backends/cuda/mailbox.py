@@ -109,3 +109,8 @@ class Mailbox:
         """After launches that failed half way: the card is asked to be done, and told whose turn it is."""
         self._device.synchronize()
         self.turn.fill_(self._turns)
+
+    def close(self) -> None:
+        """Drops the steps whose results were not taken: they and their slots refer to each other."""
+        for slot in self._slots:
+            slot.step = None

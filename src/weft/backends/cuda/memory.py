@@ -1,15 +1,30 @@
-"""How many blocks the card's memory is cut into, of one tier or of two, and how many slots there are to swap them to."""
+"""How many blocks the card's memory is cut into, of one tier or of two, how many slots there are to swap them to, and what
+a person is told where it does not suffice."""
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
+import subprocess
+import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
+
+from weft.backends.host_memory import host_memory
 from weft.config import KvCachePoolConfig
+from weft.errors import OutOfMemoryError
 from weft.models.decoder import Decoder
 from weft.ops.triton.device import Device
 from weft.tiers import PoolSizes, choose_sizes, longest_context
 
+_log = logging.getLogger(__name__)
+
 _DEFAULT_SWAP_BYTES = 8 << 30
+_LEAST_TOKENS = 512
+"""A cache for fewer, of a model that could have more, is of no use."""
 # Of the free memory: for what launched steps allocate, graphs, and the libraries.
 _SPARE_SHARE = 0.04
 _SPARE_BYTES = 1 << 30
@@ -59,23 +74,107 @@ class BlockMemory:
         asked = self.pool.blocks_in_memory(self.block_bytes)
         return PoolSizes(max(1, free // self.block_bytes) if asked is None else asked, 0)
 
+    def bytes_of(self, sizes: PoolSizes) -> int:
+        return sizes.full * self.block_bytes + sizes.store * self.store_block_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """What is worth starting with."""
+        tokens = min(_LEAST_TOKENS, self.model_context)
+        full = max(-(-tokens // self.pool.block_size), self.pool.tail_blocks + 2)
+        return self.bytes_of(PoolSizes(full, 2))
+
+    def fitting(self, device: Device, weight_bytes: int) -> PoolSizes:
+        """As many as somebody wants, or as the free memory holds. Raises OutOfMemoryError where that is too small."""
+        asked = self.asked()
+        if asked is None:
+            needed, room = self.least_bytes, free_bytes(device)
+            text = f"the KV cache takes at least {mib(needed)}, with {mib(device.free_memory() - room)} in reserve,"
+        else:
+            needed, room = self.bytes_of(asked), device.free_memory()
+            text = f"the KV cache takes {mib(needed)}"
+        if needed > room:
+            raise shortage(
+                device,
+                f"{text} beside {mib(weight_bytes)} of weights",
+                "set a smaller --memory, --context or max_tokens_per_step, or take a smaller model",
+            )
+        return self.sizes(room) if asked is None else asked
+
     def longest_context(self, sizes: PoolSizes) -> int:
         if self.pool.is_two_tier:
             return longest_context(self.model_context, sizes, self.pool.block_size, self.pool.tail_blocks)
         return min(self.model_context, sizes.full * self.pool.block_size)
 
     def swap_slots(self, sizes: PoolSizes) -> PoolSizes:
-        """In host memory; as many for the store as its blocks go with the full ones."""
-        full = self.pool.swap_blocks
+        """In host memory; as many for the store as its blocks go with the full ones. Raises OutOfMemoryError where more
+        were asked for than the host has memory; the default is smaller there."""
+        each = self.block_bytes + self.store_block_bytes * sizes.store / sizes.full
+        available, full = host_memory().available, self.pool.swap_blocks
         if full is None:
-            each = self.block_bytes + self.store_block_bytes * sizes.store / sizes.full
-            full = min(sizes.full // 2, int(_DEFAULT_SWAP_BYTES / each))
+            full = usual = min(sizes.full // 2, int(_DEFAULT_SWAP_BYTES / each))
+            if available is not None:
+                full = min(usual, int(available / 2 / each))
+            if full < usual:
+                _log.warning(
+                    "the swap space has %s MiB instead of %s: half of the host memory that is available",
+                    *(f"{int(blocks * each) >> 20:,}" for blocks in (full, usual)),
+                )
+        elif available is not None and full * each > available:
+            raise OutOfMemoryError(
+                f"the swap space of swap_blocks = {full} takes {mib(int(full * each))} of host memory, and "
+                f"{mib(available)} are available; set fewer, or swap_blocks = 0 to recompute instead"
+            )
         return PoolSizes(full, -(-full * sizes.store // sizes.full))
 
-    def described(self, sizes: PoolSizes | None) -> str:
-        """For a person who asked for too many."""
-        full, store = ("the", "those") if sizes is None else sizes
-        text = f"{full} blocks of {self.block_bytes} bytes"
-        if self.pool.is_two_tier:
-            text += f" and {store} of the store, of {self.store_block_bytes} bytes,"
-        return text
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of the card, or of memory to page-lock, for which torch has no class of its own."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "out of memory" in str(error)
+    )
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """The variables of functions that an error ended; they hold memory of the card for as long as the error is kept."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def shortage(device: Device, needed: str, advice: str) -> OutOfMemoryError:
+    """An error with what is needed, what is free, what else uses the card, and what to do."""
+    free = 0
+    with suppress(RuntimeError):  # not even a CUDA context fits
+        free = device.free_memory()
+    total, users = device.total_memory(), _users(device)
+    used = (
+        "" if free == total else f" ({', '.join(users) or 'nvidia-smi names no process that uses the rest'})"
+    )
+    return OutOfMemoryError(
+        f"the memory of {device.description} is too small: {needed}, and {mib(free)} of {mib(total)} are free{used}; {advice}"
+    )
+
+
+def mib(size: int) -> str:
+    return f"{size >> 20:,} MiB"
+
+
+def _users(device: Device) -> list[str]:
+    """Processes with memory of the card, the largest first."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    what = ("--query-compute-apps=pid,used_memory,name", "--format=csv,noheader,nounits")
+    command = [tool, f"--id={device.card_id}", *what]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    users = []
+    for line in told.splitlines():
+        pid, used, name = (part.strip() for part in f"{line},,".split(",")[:3])
+        if used.isdigit():
+            who = "this process" if pid == str(os.getpid()) else f"{os.path.basename(name)}, process {pid},"
+            users.append((int(used), f"{who} uses {int(used):,} MiB"))
+    return [text for _, text in sorted(users, reverse=True)]

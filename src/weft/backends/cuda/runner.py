@@ -7,8 +7,9 @@ step reads them, so the engine plans and submits step N + 1 while N runs.
 
 from __future__ import annotations
 
-import gc
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -19,7 +20,13 @@ from torch import Tensor
 from weft.backends.cuda.foreseen import ForeseenKernels, Sizes, outline_of
 from weft.backends.cuda.graphs import DecodeGraphs, Kind
 from weft.backends.cuda.mailbox import Mailbox, Slot
-from weft.backends.cuda.memory import BlockMemory, free_bytes
+from weft.backends.cuda.memory import (
+    BlockMemory,
+    drop_frames,
+    is_out_of_memory,
+    mib,
+    shortage,
+)
 from weft.backends.cuda.prompts import PromptPiece, ScoredPrompts, indices_of
 from weft.backends.cuda.rows import DeviceRows, is_decode
 from weft.backends.cuda.sampler import DeviceSampler, SamplingPath
@@ -28,7 +35,7 @@ from weft.backends.cuda.swap import SwapSpace
 from weft.backends.grammar import RowGrammars
 from weft.backends.opening import check_context, grammar_compiler
 from weft.config import KvCachePoolConfig
-from weft.errors import InvalidRequestError, ModelFileError
+from weft.errors import InvalidRequestError, ModelFileError, OutOfMemoryError
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
 from weft.models.decoder import Decoder
 from weft.models.registry import build_config, build_decoder, decoder_weights
@@ -48,6 +55,12 @@ _SCORED_AT_ONCE = 64
 # What a large card does in a second: only their ratio matters, and only to the choice between recompute and swap.
 _OPERATIONS_PER_SECOND = 4e14
 _COPIED_BYTES_PER_SECOND = 4e10
+
+_HOLD_MEMORY = (
+    *("_cache", "_decoder", "_graphs", "_mailbox", "_ops"),
+    *("_program", "_rows", "_sampler", "_swaps"),
+)
+"""Attributes of a backend, of which some are missing until it is allocated."""
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -81,43 +94,52 @@ class CudaBackend:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
-        with self._device.using(self._stream):
-            return self._allocate(pool, num_rows, max(max_tokens or _DEFAULT_MAX_TOKENS, num_rows))
+        max_tokens = max(max_tokens or _DEFAULT_MAX_TOKENS, num_rows)
+        try:
+            with self._device.using(self._stream):
+                return self._allocate(pool, num_rows, max_tokens)
+        except BaseException as error:
+            weight_bytes = self._decoder.weight_bytes
+            drop_frames(error)
+            self.close()
+            if not is_out_of_memory(error):
+                raise
+        # Not inside `except`: the error would keep the other one as its context.
+        raise shortage(
+            self._device,
+            f"the weights take {mib(weight_bytes)}, and the KV cache with room for steps of {max_tokens} tokens and "
+            f"{num_rows} requests more than the rest",
+            "set a smaller --memory, --context, max_tokens_per_step or max_running, or take a smaller model",
+        )
 
     def _allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int) -> BackendInfo:
         device, config = self._device, self._decoder.config
         memory = BlockMemory.of(pool, self._decoder, max_tokens)
         asked = memory.asked()
         max_context = config.max_context if asked is None else memory.longest_context(asked)
-        try:
-            # All that is not the cache comes first: the cache has what is left.
-            self._program: CudaProgram = record(
-                self._decoder,
-                self._ops,
-                max_tokens=max_tokens,
-                max_sampled=num_rows,
-                invariant=self._invariant,
-            )
-            self._mailbox = Mailbox(device, num_rows, max_tokens)
-            self._rows = DeviceRows(
-                device, self._mailbox, num_rows, max_context, pool.block_size, max_tokens, pool.is_two_tier
-            )
-            self._sampler = DeviceSampler(
-                num_rows, config.vocabulary_size, self._eos_token_ids, self._rows.tokens, device, num_rows
-            )
-            sizes = memory.sizes(free_bytes(device)) if asked is None else asked
-            self._cache = full = self._decoder.new_cache(sizes.full, pool.block_size)
-            store = None
-            if pool.is_two_tier:
-                store = self._decoder.new_store(sizes.store, pool.block_size, pool.store_bits)
-                self._cache = TwoTierCache(full, store, pool.store_bits, pool.tail_blocks)
-                self._rows.number_store_from(sizes.full)
-        except torch.OutOfMemoryError as error:
-            raise InvalidRequestError(
-                f"{memory.described(asked)} do not fit into the card's memory beside the model "
-                f"({device.free_memory() >> 20} MiB are free); ask for fewer, or for a shorter context",
-                field="num_blocks",
-            ) from error
+        # All that is not the cache comes first: the cache has what is left.
+        self._program: CudaProgram = record(
+            self._decoder,
+            self._ops,
+            max_tokens=max_tokens,
+            max_sampled=num_rows,
+            invariant=self._invariant,
+        )
+        self._mailbox = Mailbox(device, num_rows, max_tokens)
+        self._rows = DeviceRows(
+            device, self._mailbox, num_rows, max_context, pool.block_size, max_tokens, pool.is_two_tier
+        )
+        self._sampler = DeviceSampler(
+            num_rows, config.vocabulary_size, self._eos_token_ids, self._rows.tokens, device, num_rows
+        )
+        sizes = memory.fitting(device, self._decoder.weight_bytes)
+        self._cache = full = self._decoder.new_cache(sizes.full, pool.block_size)
+        store = None
+        if pool.is_two_tier:
+            store = self._decoder.new_store(sizes.store, pool.block_size, pool.store_bits)
+            self._cache = TwoTierCache(full, store, pool.store_bits, pool.tail_blocks)
+            self._rows.number_store_from(sizes.full)
+        slots = memory.swap_slots(sizes)
         if self._foreseen is not None:
             # Kernels depend on how long rows are, not on how many blocks the free memory happens to hold.
             whole = max(-(-max_context // pool.block_size), pool.tail_blocks + 2)
@@ -126,7 +148,6 @@ class CudaBackend:
             )
             self._foreseen.begin(Sizes(chosen, num_rows, max_tokens))
         max_context = min(max_context, memory.longest_context(sizes))
-        slots = memory.swap_slots(sizes)
         self._swaps = SwapSpace(device, full, slots.full, store, slots.store)
         self._grammars = RowGrammars(self._compiler, num_rows, config.vocabulary_size)
         self._prompts = ScoredPrompts()
@@ -174,16 +195,18 @@ class CudaBackend:
     def close(self) -> None:
         if self._foreseen is not None:
             self._foreseen.close()
-        try:
+        # A card that failed reports it at every call; the requests have been told already.
+        with suppress(RuntimeError):
             self._device.synchronize()
-        except RuntimeError:
-            pass  # a card that failed says so at every turn; who waited for a step was told
-        self._grammars.close()
-        # Whoever keeps an engine for its figures keeps none of the card's memory. A program refers to itself, so it takes
-        # the collector to find it.
-        del self._graphs, self._program, self._decoder, self._ops, self._cache, self._swaps
-        del self._sampler, self._rows, self._mailbox
-        gc.collect()
+        if "_mailbox" in vars(self):  # unless it was not allocated
+            self._mailbox.close()
+        if "_grammars" in vars(self):
+            self._grammars.close()
+        # An engine that is kept for its figures keeps none of the card's memory.
+        for name in _HOLD_MEMORY:
+            vars(self).pop(name, None)
+        with suppress(RuntimeError):
+            self._device.release()
 
     def _launch(self, plan: IterationPlan, slot: Slot, step: DeviceStep) -> None:
         self._rows.change(plan, slot)
@@ -277,7 +300,7 @@ class CudaBackend:
 def open_cuda_backend(
     checkpoint: Checkpoint | str,
     max_context: int | None = None,
-    device: str = "cuda",
+    device: str | Device = "cuda",
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     invariant: bool = False,
 ) -> CudaBackend:
@@ -288,26 +311,54 @@ def open_cuda_backend(
     """
     if isinstance(checkpoint, str):
         checkpoint = open_checkpoint(checkpoint)
-    layout, metadata, tensors = checkpoint.layout, checkpoint.metadata, checkpoint.tensors
     if dtype not in _DTYPES:
         raise InvalidRequestError(f"dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}", field="dtype")
-    card = Device(device)
+    card = Device(device) if isinstance(device, str) else device
+    try:
+        return _open(checkpoint, max_context, card, _DTYPES[dtype], invariant)
+    except BaseException as error:
+        drop_frames(error)
+        with suppress(RuntimeError):
+            card.release()
+        if isinstance(error, ModelFileError):
+            raise ModelFileError(f"{checkpoint.path}: {error}") from error
+        if not is_out_of_memory(error):
+            raise
+    # Not inside `except`: the error would keep the other one as its context.
+    raise _too_large(checkpoint, card, _DTYPES[dtype])
+
+
+def _open(
+    checkpoint: Checkpoint, max_context: int | None, card: Device, dtype: torch.dtype, invariant: bool
+) -> CudaBackend:
+    layout, metadata, tensors = checkpoint.layout, checkpoint.metadata, checkpoint.tensors
     foreseen = None
     try:
         own_context = build_config(layout, metadata, tensors).max_context
         if max_context is not None:
             check_context(max_context, own_context)
-        ops = TritonOps(card, _DTYPES[dtype])
+        ops = TritonOps(card, dtype)
         if card.is_card:
             config = build_config(layout, metadata, tensors, max_context)
             weights = decoder_weights(layout, metadata, tensors)
             foreseen = ForeseenKernels(outline_of(config, weights, ops.dtype, invariant, card))
+        # Before anything is read: a large model takes minutes.
+        if _weight_bytes(checkpoint, dtype) > card.free_memory():
+            raise _too_large(checkpoint, card, dtype)
         decoder = build_decoder(layout, metadata, tensors, ops, max_context)
         compiler = grammar_compiler(checkpoint, decoder.config.vocabulary_size)
-    except BaseException as error:
+    except BaseException:
         if foreseen is not None:
             foreseen.close()
-        if isinstance(error, ModelFileError):
-            raise ModelFileError(f"{checkpoint.path}: {error}") from error
         raise
     return CudaBackend(card, decoder, ops, checkpoint.end_ids, compiler, invariant, foreseen)
+
+
+def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    weights = decoder_weights(checkpoint.layout, checkpoint.metadata, checkpoint.tensors)
+    return dtype.itemsize * sum(math.prod(source.shape) for source in weights.values())
+
+
+def _too_large(checkpoint: Checkpoint, card: Device, dtype: torch.dtype) -> OutOfMemoryError:
+    needed = f"the weights take {mib(_weight_bytes(checkpoint, dtype))}"
+    return shortage(card, needed, "take a smaller model, or end what else uses the card")

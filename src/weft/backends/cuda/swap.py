@@ -7,12 +7,15 @@ for the swaps whose blocks it uses again. Nobody waits on the host, but for a st
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
 from weft.ops.triton.device import Device, Event
 from weft.plan import IterationPlan, SwapTask
+
+_log = logging.getLogger(__name__)
 
 # Memory is pinned in pieces when it is first used: to pin all of it would take seconds of the start.
 _PIECE_BYTES = 256 << 20
@@ -85,6 +88,7 @@ class SwapSpace:
         self._under_way: dict[int, Event] = {}
         self._outcomes: dict[int, str | None] = {}  # None: it went well
         self._unreported: list[int] = []
+        self._has_warned = False
 
     def launch(self, plan: IterationPlan, last_step: Event | None) -> None:
         """Launches the swaps of a plan, behind the end of the steps before it."""
@@ -150,5 +154,11 @@ class SwapSpace:
                 self.full.copy([pair for pair in pairs if pair[0] < self.store.first_block], is_out)
                 self.store.copy(stored, is_out)
         except Exception as error:  # no memory to pin, most likely: the request is computed again
+            if not self._has_warned:
+                _log.warning(
+                    "a swap failed, and its request is computed again (%s); swap_blocks may be too many",
+                    error,
+                )
+                self._has_warned = True
             return f"{type(error).__name__}: {error}"
         return None

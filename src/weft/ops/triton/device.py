@@ -7,6 +7,8 @@ and a graph is the work itself, done again.
 
 from __future__ import annotations
 
+import gc
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
@@ -104,6 +106,9 @@ class _Repeated:
         self._work()
 
 
+_idle_streams: dict[int, list[torch.cuda.Stream]] = defaultdict(list)
+"""By card. cuBLAS keeps tens of megabytes for every stream it was used on: the next device uses the same streams again."""
+
 _Launch = tuple[Callable[..., None], int, Any, Callable[[int], int], tuple[Any, ...]]
 """Of a compiled kernel: what launches it, its address, how it is laid out, who knows the stream, and its constants."""
 
@@ -111,11 +116,17 @@ _Launch = tuple[Callable[..., None], int, Any, Callable[[int], int], tuple[Any, 
 class Device:
     """One card ("cuda", "cuda:1"), or the interpreter ("cpu")."""
 
+    stand_in_memory = 1 << 30
+    """Free bytes of the interpreter's card."""
+    card_id = ""
+    """By which nvidia-smi knows the card."""
+
     def __init__(self, name: str = "cuda") -> None:
         self.torch_device = torch.device(name)
         self.index = self.torch_device.index or 0
         self.is_card = self.torch_device.type == "cuda"
         self._capture_stream: torch.cuda.Stream | None = None
+        self._streams: list[torch.cuda.Stream] = []
         self._launches: dict[Any, _Launch] = {}
         self.remembers_launches = self.is_card
         self.description = "Triton's interpreter"
@@ -132,6 +143,7 @@ class Device:
             self.torch_device = torch.device("cuda", self.index)
             properties = torch.cuda.get_device_properties(self.torch_device)
             self.description = properties.name
+            self.card_id = f"GPU-{properties.uuid}"
             self.processors = properties.multi_processor_count
             self.dependent_launches = properties.major >= 9
         elif not INTERPRETED.value:
@@ -154,16 +166,38 @@ class Device:
         return torch.zeros(shape, dtype=dtype, pin_memory=self.is_card)
 
     def free_memory(self) -> int:
-        """Bytes of the card that nobody holds; of the host's memory it says nothing, and 1 GiB stands for it."""
+        """Bytes of the card that no process holds."""
         if not self.is_card:
-            return 1 << 30
+            return self.stand_in_memory
         torch.cuda.empty_cache()  # what torch keeps of memory that was given back counts as free
         return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def total_memory(self) -> int:
+        if not self.is_card:
+            return self.stand_in_memory
+        return torch.cuda.get_device_properties(self.torch_device).total_memory
+
+    def release(self) -> None:
+        """The end of all work here: other processes may have the memory of tensors and graphs that are gone, on the card
+        and page-locked, which torch would keep for its next allocations."""
+        gc.collect()
+        if self.is_card:
+            _idle_streams[self.index] += reversed(self._streams)
+            self._streams.clear()
+            self._capture_stream = None
+            torch.cuda.empty_cache()
+            # Up to torch 2.11 it has a private name only.
+            (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
 
     # --- order --------------------------------------------------------------------------------------------------
 
     def stream(self) -> Stream:
-        return cast(Stream, torch.cuda.Stream(self.torch_device)) if self.is_card else _InOrder()
+        return cast(Stream, self._card_stream()) if self.is_card else _InOrder()
+
+    def _card_stream(self) -> torch.cuda.Stream:
+        idle = _idle_streams[self.index]
+        self._streams.append(idle.pop() if idle else torch.cuda.Stream(self.torch_device))
+        return self._streams[-1]
 
     def current_stream(self) -> Stream:
         return cast(Stream, torch.cuda.current_stream(self.torch_device)) if self.is_card else _InOrder()
@@ -200,7 +234,7 @@ class Device:
     def _stream_for_captures(self) -> torch.cuda.Stream:
         """One for all: cuBLAS takes tens of megabytes for every stream it is used on, and not during a capture."""
         if self._capture_stream is None:
-            self._capture_stream = torch.cuda.Stream(self.torch_device)
+            self._capture_stream = self._card_stream()
             with torch.cuda.stream(self._capture_stream):
                 torch.cuda.current_blas_handle()
         return self._capture_stream

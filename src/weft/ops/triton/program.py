@@ -58,7 +58,9 @@ Launch = Callable[[_Run], None]
 
 class CudaProgram:
     """Runs the steps of a recording. A step's launches depend on the sizes of its batch alone and nothing is waited
-    for, so that the steps of one batch size can be captured as a graph."""
+    for, so that the steps of one batch size can be captured as a graph.
+
+    No launch refers to the program: with a cycle, its weights and buffers would stay until the garbage collector runs."""
 
     def __init__(
         self,
@@ -173,12 +175,11 @@ class CudaProgram:
         launches = [self._launch(step) for step in steps]
         if len(launches) == 1:
             return launches[0]
+        graphs = self._stretches
 
         def launch(run: _Run) -> None:
             if run.from_graphs:
-                self._stretches.run(
-                    number, run.padded_tokens, lambda: launch_all(replace(run, buffers=run.padded))
-                )
+                graphs.run(number, run.padded_tokens, lambda: launch_all(replace(run, buffers=run.padded)))
             else:
                 launch_all(run)
 
@@ -238,25 +239,27 @@ class CudaProgram:
         return lambda run: product.run(*places(run.buffers), places(run.padded))
 
     def _launch_norm(self, step: NormStep) -> Launch:
-        source, target = self._places[step.input], self._places[step.output]
+        source, target, device = self._places[step.input], self._places[step.output], self._device
 
         return lambda run: rows.rms_norm(
             run.buffers[source],
             step.weight,
             step.epsilon,
             run.buffers[target],
-            self._device,
+            device,
             step.added,
             step.scale,
         )
 
     def _launch_select(self, source: int, target: int) -> Launch:
+        device = self._device
+
         def launch(run: _Run) -> None:
             batch = run.batch
             if batch.sampled == batch.tokens == len(batch.logit_indices):  # every token, in their order
                 run.buffers[target], run.padded[target] = run.buffers[source], run.padded[source]
             else:
-                rows.look_up(run.buffers[source], batch.logit_indices, run.buffers[target], self._device)
+                rows.look_up(run.buffers[source], batch.logit_indices, run.buffers[target], device)
 
         return launch
 
