@@ -13,7 +13,7 @@ MOST_OF_ONE_STEP = 0.25
 LONGEST = 3.0
 """One step moves the estimate by this share at most, and counts for so many times the mean at most: the machine may have stalled."""
 
-MOST_OFF = 8.0
+MOST_OFF = 16.0
 """The estimate stays within this factor of what the backend stated."""
 
 GAP_FACTOR = 3.0
@@ -69,4 +69,4 @@ class DecodeCosts:
     def learn_gap(self, seconds: float) -> None:
         """Takes in the time from the end of one step to the start of the next, which could not be planned before."""
         seconds = min(max(seconds, 0.0), LONGEST_GAP / GAP_FACTOR * self._seconds)
-        self._gap += RATE * (seconds - self._gap)
+        self._gap += RATE * (seconds - self._gap) if self._gap else seconds
