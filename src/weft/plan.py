@@ -38,7 +38,7 @@ class BackendInfo:
     backend knows that token in time for the next mask. Else such a row sits out one step."""
     fixed_cost_rows: float = 0.0
     """How many rows cost as much as what a step costs whatever it computes: mostly reading the weights. It says how many
-    drafts are worth their rows. 0: the backend checks no drafts."""
+    drafts are worth their rows. A first value: the scheduler learns the true one (`DecodeCosts`). 0: the backend checks no drafts."""
     store_blocks: int = 0
     """Quantised blocks of a two-tier cache: their ids follow those of the full blocks. 0: a plain cache."""
     store_swap_blocks: int = 0

@@ -1,10 +1,12 @@
 """The default model with drafts and without: the same tokens and logprobs, bit by bit, for every parameter, in any company.
 
-Prompts repeat themselves, so that drafts are guessed and many of them are right.
+Prompts repeat themselves, so that drafts are guessed and many of them are right. How many are made depends on what a row costs,
+which differs from processor to processor: every test that counts drafts states that cost itself.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,18 +16,20 @@ from test_cpu_company import SHAPE
 from test_real_model import Model, run
 from test_real_model_tiers import make_engine
 
-from weft.backends.cpu import runner
-from weft.backends.cpu.runner import open_cpu_backend, open_native
+from weft.backends.cpu.runner import CpuBackend, open_cpu_backend, open_native
 from weft.config import KvCachePoolConfig, PreemptionMode, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
 from weft.loading.checkpoint import open_checkpoint
 from weft.loading.pull import pull
 from weft.loading.random_checkpoint import random_checkpoint
-from weft.plan import IterationPlan
+from weft.plan import BackendInfo, IterationPlan
 from weft.request import GenerationResult, InferenceRequest, SamplingParams
 from weft.text.tokenizer import Tokenizer
 
 NEW_TOKENS = 20
+ROWS_COST_NOTHING = 1e6
+ROWS_COST_ALL = 1e-3
+"""For `state_cost`."""
 COLOURS = "red, blue, green, amber, grey, black, white, brown, "
 TEXTS = [
     COLOURS * 3,
@@ -95,9 +99,23 @@ def assert_guessed(engine: ServingEngine) -> None:
     engine.stop()
 
 
+def state_cost(monkeypatch: pytest.MonkeyPatch, fixed_cost_rows: float) -> None:
+    """Backends that are made from here on say that a step costs as much beside its rows as so many rows do."""
+    allocate = CpuBackend.allocate
+
+    def stated(self: CpuBackend, *args: Any, **options: Any) -> BackendInfo:
+        return dataclasses.replace(allocate(self, *args, **options), fixed_cost_rows=fixed_cost_rows)
+
+    monkeypatch.setattr(CpuBackend, "allocate", stated)
+
+
 def test_every_request_alone_gets_the_same_in_fewer_steps(
-    model: Model, requests: list[InferenceRequest], plain: list[GenerationResult]
+    model: Model,
+    requests: list[InferenceRequest],
+    plain: list[GenerationResult],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    state_cost(monkeypatch, ROWS_COST_NOTHING)
     engine = make_engine(model, None, blocks=64)
     accepted = []
     for request, expected in zip(requests, plain, strict=True):
@@ -114,6 +132,20 @@ def test_every_request_alone_gets_the_same_in_fewer_steps(
     assert_guessed(engine)
 
 
+def test_where_a_row_costs_as_much_as_a_step_no_drafts_are_made(
+    model: Model,
+    requests: list[InferenceRequest],
+    plain: list[GenerationResult],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state_cost(monkeypatch, ROWS_COST_ALL)
+    engine = make_engine(model, None, blocks=64)
+    assert_same(run(engine, requests[:1]), plain[:1])
+    stats = engine.stats()[0]
+    assert stats.tokens_drafted == 0 and stats.steps == NEW_TOKENS
+    engine.stop()
+
+
 @pytest.mark.parametrize(("count", "boldness"), [(8, "as it comes"), (8, "bold"), (20, "bold")])
 def test_in_company_every_request_gets_the_same(
     model: Model,
@@ -123,9 +155,10 @@ def test_in_company_every_request_gets_the_same(
     boldness: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bold: as if rows cost nothing, so that every sequence has drafts at nearly every step."""
+    """Bold: as if rows cost nothing, so that every sequence has drafts at nearly every step. As it comes: with what rows cost on
+    this machine, so nothing is counted."""
     if boldness == "bold":
-        guess_boldly(monkeypatch)
+        state_cost(monkeypatch, ROWS_COST_NOTHING)
     engine = make_engine(model, None, blocks=256, max_running=32)
     plans = watched(engine)
     assert_same(run(engine, requests[:count]), plain[:count])
@@ -134,14 +167,7 @@ def test_in_company_every_request_gets_the_same(
         assert len(having) > 0.7 * count, "nearly all have had drafts"
         assert max(len(plan.drafts) for plan in plans) > count // 3
         assert_guessed(engine)
-    assert engine.stats()[0].drafts_accepted > 0
     engine.stop()
-
-
-def guess_boldly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if rows cost nothing."""
-    monkeypatch.setattr(runner, "_FIXED_COST_ROWS", {})
-    monkeypatch.setattr(runner, "_FIXED_COST_ROWS_OF_OTHERS", 1e6)
 
 
 def watched(engine: ServingEngine) -> list[IterationPlan]:
@@ -164,7 +190,7 @@ def test_in_chunks_and_after_preemption_every_request_gets_the_same(
     mode: PreemptionMode,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    guess_boldly(monkeypatch)
+    state_cost(monkeypatch, ROWS_COST_NOTHING)
     engine = make_engine(
         model,
         None,
@@ -185,8 +211,12 @@ def test_in_chunks_and_after_preemption_every_request_gets_the_same(
 
 
 def test_with_prefix_hits_also_in_blocks_that_drafts_filled_every_request_gets_the_same(
-    model: Model, requests: list[InferenceRequest], plain: list[GenerationResult]
+    model: Model,
+    requests: list[InferenceRequest],
+    plain: list[GenerationResult],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    state_cost(monkeypatch, ROWS_COST_NOTHING)
     engine = make_engine(model, None, blocks=256, prefix_caching=True)
     assert_same(run(engine, requests[:1]), plain[:1])
     assert engine.stats()[0].drafts_accepted > 8, "blocks were filled by drafts"
@@ -212,10 +242,10 @@ def test_over_two_tiers_every_request_gets_the_same(
     bare = make_engine(model, bits, max_draft_tokens=0)
     expected = run(bare, some)
     bare.stop()
+    state_cost(monkeypatch, ROWS_COST_NOTHING)
     engine = make_engine(model, bits)
     assert_same([run(engine, [request])[0] for request in some], expected)
     assert_guessed(engine)
-    guess_boldly(monkeypatch)
     engine = make_engine(model, bits, blocks=24, store_blocks=40, swap_blocks=64, max_chunk_tokens=16)
     assert_same(run(engine, some), expected)
     assert_guessed(engine)
@@ -229,7 +259,7 @@ def test_numpy_has_no_drafts_since_its_rows_have_other_bits_beside_others() -> N
 
 def test_numpy_gives_the_same_tokens_with_drafts_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model in float64, where the order of summation cannot change a token, and made to have drafts."""
-    guess_boldly(monkeypatch)
+    state_cost(monkeypatch, ROWS_COST_NOTHING)
     requests = [
         InferenceRequest(
             tuple(range(60 + number, 70 + number)) * 2,

@@ -13,7 +13,7 @@ from weft.config import SchedulerConfig
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import Grammar, InferenceRequest, RequestId, SamplingParams
 from weft.scheduling import guessing
-from weft.scheduling.guessing import FIRST_CHANCE, GAP_ROWS, LEARNING_RATE, LOOKED_BACK, Guesser
+from weft.scheduling.guessing import FIRST_CHANCE, LEARNING_RATE, LOOKED_BACK, Guesser
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
@@ -165,9 +165,11 @@ def planned(scheduler: ContinuousBatchScheduler) -> IterationPlan:
 @pytest.mark.parametrize(
     ("num_running", "chance", "num_drafts"),
     [
-        # Chances of the guess itself, and each that it and all before it are right, against n / (7 + n).
+        # Chances of the guess itself, and each that it and all before it are right, against what is expected of the step
+        # without it: (n + drafts expected to be right) / (7 + n + drafts).
         (1, 0.5, 2),
         (1, 0.12, 0),
+        (1, 0.7, 4),  # the fifth has 0.17, more than 1 / 8, but the step already gives 2.8 tokens for 12 rows
         (1, 0.99, 11),
         (8, 0.5, 0),
         (8, 0.8, 2),
@@ -204,8 +206,8 @@ def test_no_more_drafts_than_stated() -> None:
     ("num_running", "chance", "is_worth"),
     [
         (1, 0.5, True),  # (0.5 + 0.25) * 8 rows are saved for 2
-        (1, 0.39, False),  # (0.39 + 0.152) * 8 - 2 is less than the gap
-        (8, 0.8, False),  # eight times (0.8 + 0.64) * 15 / 8 - 2: of all of them it would be worth it
+        (1, 0.36, False),  # 0.36 * 8 - 1 is less than the gap
+        (8, 0.8, False),  # (0.8 + 0.64) * 15 / 8 - 2 is less too: of all eight it would be worth it
         (32, 0.5, False),
     ],
 )
@@ -218,12 +220,16 @@ def test_a_step_waits_for_the_one_before_it_only_where_guesses_save_more_than_th
         assert sequence.guesser is not None
         sequence.guesser.chance = chance if sequence is sequences[0] else 0.0
     speculation = scheduler._planner.speculation
+    speculation.costs.learn(num_running, 0.001 * (7 + num_running))  # a row takes a millisecond
+    for _ in range(200):
+        speculation.costs.learn_gap(2 / 3 * 0.001)
+    assert speculation.costs.gap_rows == pytest.approx(2.0, rel=1e-3)
     assert speculation.is_worth_waiting(scheduler.running) is is_worth
     if num_running == 8:
         for sequence in sequences:
             assert sequence.guesser is not None
             sequence.guesser.chance = chance
-        assert speculation.is_worth_waiting(scheduler.running), f"5.6 rows saved, {GAP_ROWS} lost"
+        assert speculation.is_worth_waiting(scheduler.running), "5.6 rows saved, 2 lost"
     for sequence in sequences:
         sequence.guesser = None
     assert not speculation.is_worth_waiting(scheduler.running)

@@ -14,7 +14,8 @@ from copy import copy
 from itertools import takewhile
 
 from weft.config import SchedulerConfig
-from weft.plan import BackendInfo
+from weft.plan import BackendInfo, IterationPlan
+from weft.scheduling.decode_costs import DecodeCosts
 from weft.scheduling.draft import Draft
 from weft.scheduling.kv_cache import KvCacheManager
 from weft.scheduling.sequence import Phase, Sequence
@@ -27,9 +28,6 @@ LOOKED_BACK = 2048
 
 FIRST_CHANCE = 0.5
 LEARNING_RATE = 0.1
-
-GAP_ROWS = 2.5
-"""What it costs to plan a step only once the one before it is over, as a number of rows that could be computed meanwhile."""
 
 _TOKEN_BYTES = array("i").itemsize
 
@@ -100,15 +98,18 @@ class Guesser:
 class Speculation:
     """How many guesses are worth a place in a step.
 
-    Let n sequences run, and let a step cost as much beside its rows as `fixed` rows do. A token that was guessed right saves its
-    share of a later step, (fixed + n) / n rows, and costs one row whether it is right or not: it is worth that if its chance
-    is above n / (fixed + n). One sequence alone guesses boldly; where many run, only who repeats itself surely does. Beside
-    prompts nobody does: they fill a step by themselves, and somebody waits for their first token.
+    Let n sequences run, and let a step cost as much beside its rows as `fixed` rows do (`DecodeCosts`). A draft token costs one
+    row whether it is right or not. It is worth that if the step gives more tokens for its cost with it than without: its chance is
+    above n / (fixed + n), and the more drafts there are before it, the higher it must be. One sequence alone makes many drafts;
+    among many, only a sequence that repeats itself surely makes some. Beside prompts there are none: prompts fill a step by
+    themselves, and requests wait for their first token.
     """
 
     def __init__(self, config: SchedulerConfig, info: BackendInfo) -> None:
         self._most = config.max_draft_tokens if info.fixed_cost_rows else 0
-        self._fixed = info.fixed_cost_rows
+        self.costs = DecodeCosts(info.fixed_cost_rows)
+        self._free_since: float | None = None
+        """When the last step ended, if the next was not planned by then."""
         self._block_size = info.block_size
         self._has_tiers = info.store_blocks > 0
 
@@ -116,6 +117,14 @@ class Speculation:
         """Gives a sequence a guesser, if it may have one: what a grammar allows is known for one token at a time."""
         if self._most and sequence.request.params.grammar is None:
             sequence.guesser = Guesser(sequence.tokens)
+
+    def learn(self, plan: IterationPlan, seconds: float | None, now: float, has_next: bool) -> None:
+        """Takes in what a step cost that ended `now`. `has_next`: the step after it is planned already."""
+        if self._most and seconds is not None and not plan.num_prefills and plan.num_tokens:
+            self.costs.learn(plan.num_tokens, seconds)
+            if self._free_since is not None:
+                self.costs.learn_gap(now - self._free_since - seconds)
+        self._free_since = None if has_next else now
 
     def may_have_drafts(self, draft: Draft) -> bool:
         """Whether there is anyone in a step to guess for. Asked for every step, so before anything is reckoned."""
@@ -127,7 +136,7 @@ class Speculation:
         """Lets decodes go on with what they are guessed to say, while there is room for so many tokens in the step. Nobody gives
         way for it, and nobody waits much longer: a step takes half as long again at most, or what one sequence's guesses take."""
         num_running = len(draft.decodes)
-        room = min(room, max(self._most, int(self._fixed + num_running) // 2))
+        room = min(room, max(self._most, int(self.costs.fixed_rows + num_running) // 2))
         for sequence in draft.decodes:
             guesser = sequence.guesser
             if guesser is None or sequence.target > len(sequence.tokens):
@@ -162,21 +171,22 @@ class Speculation:
         """Whether to let the step in flight end before another is planned, since guesses need its tokens."""
         if not self._most or any(s.phase is not Phase.DECODE for s in running):
             return False
-        saved = 0.0
+        saved, worth = 0.0, self.costs.fixed_rows / max(1, len(running)) + 1.0
         for sequence in running:
             if sequence.guesser is not None:
                 chances = self._chances(sequence.guesser, len(running))
-                saved += sum(chances) * (self._fixed + len(running)) / len(running) - len(chances)
-        return saved > GAP_ROWS
+                saved += sum(chances) * worth - len(chances)
+        return saved > self.costs.gap_rows
 
     def _chances(self, guesser: Guesser, num_running: int) -> list[float]:
         """Of each guess worth checking where so many run, that it and all before it are right."""
-        if not guesser.has_guess:
-            return []
-        lowest = num_running / (self._fixed + num_running)
         chances: list[float] = []
+        if not guesser.has_guess:
+            return chances
+        tokens, cost = float(num_running), self.costs.fixed_rows + num_running
         chance = guesser.chance
-        while chance > lowest and len(chances) < self._most:
+        while chance * cost > tokens and len(chances) < self._most:
             chances.append(chance)
+            tokens, cost = tokens + chance, cost + 1.0
             chance *= guesser.chance
         return chances

@@ -264,8 +264,7 @@ class ContinuousBatchScheduler:
             self._planner.plan(draft)
         self.stats.preemptions_by_swap += len(draft.swap_out)
         self.stats.preemptions_by_recompute += len(draft.preempted) - len(draft.swap_out)
-        must_wait_for_swaps = bool(roster.resuming) and not self._in_flight
-        if draft.is_empty and not must_wait_for_swaps:
+        if draft.is_empty and (self._in_flight or not roster.resuming):
             # NOTE: a sequence may have adopted blocks all the same; the next plan tells the backend.
             self._untold_tables = draft.tables
             return None
@@ -304,6 +303,7 @@ class ContinuousBatchScheduler:
         self._finish_swaps(result)
         self._roster.settle(plan.step)
         self._account(plan, seconds)
+        self._planner.speculation.learn(plan, seconds, now, has_next=bool(self._in_flight))
         self._is_worth_waiting = self._planner.is_worth_waiting()
 
     def _commit_decodes(self, flight: Flight, result: StepResult, now: float) -> None:

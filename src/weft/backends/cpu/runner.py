@@ -17,7 +17,7 @@ import numpy as np
 
 from weft.backends.batch import PreparedStep, Rows, SampledEntries, ScoredPrompt
 from weft.backends.cpu import sampler as numpy_sampler
-from weft.backends.cpu.kernels import NUMPY, has_kernels, instruction_set
+from weft.backends.cpu.kernels import has_kernels, instruction_set
 from weft.backends.cpu.memory_ahead import MemoryAhead
 from weft.backends.cpu.room import CacheRoom
 from weft.backends.cpu.sampler import NOT_A_NUMBER, Sampled
@@ -53,11 +53,8 @@ _CACHE_BYTES_AHEAD = 128 << 20
 
 _SCORED_AT_ONCE = 64
 
-# `BackendInfo.fixed_cost_rows`, by instruction set. Two cores with VNNI take 3.4 ms for one row of the default model, 6.1 for 8 of
-# one sequence, 7.0 for one of 8; without it rows take twice as long, and reading the weights does not. None of numpy: there a row has
-# other bits beside others, and answers would change with drafts.
-_FIXED_COST_ROWS = {"zen4": 7.0, "avx512vnni": 7.0, "numpy": 0.0}
-_FIXED_COST_ROWS_OF_OTHERS = 3.0
+# `BackendInfo.fixed_cost_rows` of the kernels: a first value between those of two cores with VNNI (7) and with AVX2 (1 to 3).
+_FIXED_COST_ROWS = 4.0
 
 # What a small machine does in a second: only their ratio matters, and only to the choice between recompute and swap.
 _OPERATIONS_PER_SECOND = 1e11
@@ -114,7 +111,6 @@ class CpuBackend:
         self._decoder = decoder
         self._forward: Forward = decoder if native is None else native.forward
         self._sampler: Sampler = numpy_sampler if native is None else native.sampler
-        self._kernels = NUMPY if native is None else instruction_set() or NUMPY
         self._pool = None if native is None else native.pool
         self._eos_token_ids = eos_token_ids
         self._compiler = grammars
@@ -194,7 +190,8 @@ class CpuBackend:
             # Of both tiers: the scheduler lets the store have the same share of its blocks.
             eager_blocks=min(num_blocks, _EAGER_CACHE_BYTES * num_blocks // cache_bytes),
             grammars_may_overlap=True,
-            fixed_cost_rows=_FIXED_COST_ROWS.get(self._kernels, _FIXED_COST_ROWS_OF_OTHERS),
+            # None of numpy: there a row has other bits beside others, and answers would change with drafts.
+            fixed_cost_rows=0.0 if self._pool is None else _FIXED_COST_ROWS,
         )
 
     def check_grammar(self, grammar: Grammar) -> None:
