@@ -23,14 +23,8 @@ class Fault(enum.Enum):
 
 
 OF_WEIGHTS = (Fault.FLIPPED_WEIGHTS, Fault.CUT_WEIGHTS)
-ENDS_THE_ENGINE = {
-    Fault.LONG_STOP,
-    Fault.KILLED_ENGINE,
-    Fault.NO_DESCRIPTORS,
-    Fault.NO_FORK,
-    *OF_WEIGHTS,
-}
-"""After these `/health` must say 503 once, and 200 in the end."""
+SHOWN_BY_HEALTH = {Fault.LONG_STOP, Fault.KILLED_ENGINE, Fault.NO_FORK, *OF_WEIGHTS}
+"""After these `/health` must say 503 once, and 200 in the end. Without descriptors no connection may be accepted that could ask."""
 
 _OF_AN_ENGINE = frozenset({"engine_died", "engine_not_ready", "engine_stalled"})
 _OF_A_HELPER = frozenset({"failed", "engine_not_ready"})
