@@ -45,7 +45,8 @@ run() {
   "$venv/bin/weft" doctor || true
   lscpu | grep -E '^(Model name|CPU\(s\)|Thread|Flags)' | sed -E 's/^(Flags:).* (avx2) /\1 ... \2 /' | cut -c1-300 || true
   echo "==> pytest"
-  "$venv/bin/python" -m pytest -q -p no:cacheprovider -rfE "${@:-tests/kernels tests/engine}"
+  if (($# == 0)); then set -- tests/kernels tests/engine; fi
+  "$venv/bin/python" -m pytest -q -p no:cacheprovider -rfE --durations=10 "$@"
 }
 
 case ${1:-} in
