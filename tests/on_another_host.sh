@@ -46,7 +46,7 @@ run() {
   lscpu | grep -E '^(Model name|CPU\(s\)|Thread|Flags)' | sed -E 's/^(Flags:).* (avx2) /\1 ... \2 /' | cut -c1-300 || true
   echo "==> pytest"
   if (($# == 0)); then set -- tests/kernels tests/engine; fi
-  "$venv/bin/python" -m pytest -q -p no:cacheprovider -rfE --durations=10 "$@"
+  "$venv/bin/python" -m pytest -q -p no:cacheprovider -rfEs --durations=10 "$@"
 }
 
 case ${1:-} in
