@@ -17,13 +17,14 @@ else
 READY := $(VENV)/.kernels
 endif
 
-.PHONY: help kernels chat serve test test-gpu test-sanitize test-clients test-schema lint clean
+.PHONY: help kernels chat serve test test-machines test-gpu test-sanitize test-clients test-schema lint clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make chat    set up what is missing and talk to the default model (no torch needed)"
 	@echo "make serve   set up what is missing and serve the OpenAI API with the default model; ARGS='--port 9000'"
 	@echo "make test    set up what is missing and run ruff, mypy and pytest"
+	@echo "make test-machines   what depends on the machine once more, as on one core with AVX2 and as on a processor without AVX"
 	@echo "make test-schema   a long run of schemathesis and of the request fuzzer against the server; COUNT=200000"
 	@echo "make test-gpu   the CUDA kernels and the engine on this machine's card; PYTHON=... with torch and pytest, nothing is installed"
 	@echo "make test-clients   the clients people use against the real server; writes docs/clients.md"
@@ -43,6 +44,27 @@ serve: $(READY)
 test: lint
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest -q $(SPREAD)
+
+# What of the tests depends on the machine, run as if this one were another. Numbers depend on the kernels' table and on the products of
+# numpy and torch; the engine's steps on the number of cores; Ctrl-C on whether the parent ignores SIGINT (`trap`, as for a job in the
+# background of a script). tests/kernels is not here: it runs every table that the processor has anyway.
+SAME_BITS := test_in_the_invariant_mode_a_token_is_the_same_bits_in_a_chunk_and_decoded
+BY_NUMBERS := engine/test_real_model.py engine/test_real_model_drafts.py engine/test_llm.py parity/test_native_program.py \
+	parity/test_requests_in_blocks.py triton/test_interpreter.py triton/test_card_attention.py::$(SAME_BITS)
+BY_CORES_AND_SIGNALS := engine/test_cpu_company.py engine/test_commands.py unit/test_cli.py unit/test_batch_lines.py unit/test_step_thread.py
+ONE_CORE = $$($(BIN)/python -c 'import os; print(min(os.sched_getaffinity(0)))')
+# The best table that a processor with AVX2, or without AVX, has. What numpy can not switch off on this one, it leaves on without a word.
+TABLE = $(or $(WEFT_KERNELS),$$($(BIN)/python -c \
+	'from weft import _kernels as k; print([t for t in k.available() if t in ("avx2", "portable")][$(1)])'))
+NO_AVX512 := X86_V4 AVX512_ICL AVX512_SPR
+
+test-machines: $(VENV)/.dev
+	@echo "==> pytest, as on one core of a processor with AVX2, by a parent that ignores SIGINT"
+	@trap '' INT; WEFT_KERNELS=$(call TABLE,0) OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 NPY_DISABLE_CPU_FEATURES="$(NO_AVX512)" \
+		taskset -c $(ONE_CORE) $(BIN)/python -m pytest -q $(addprefix tests/,$(BY_CORES_AND_SIGNALS) $(BY_NUMBERS))
+	@echo "==> pytest, as on a processor without AVX"
+	@WEFT_KERNELS=$(call TABLE,-1) OPENBLAS_CORETYPE=Nehalem ATEN_CPU_CAPABILITY=default NPY_DISABLE_CPU_FEATURES="X86_V3 $(NO_AVX512)" \
+		$(BIN)/python -m pytest -q $(SPREAD) $(addprefix tests/,$(BY_NUMBERS))
 
 # What CI does in seconds, for minutes.
 test-schema: $(VENV)/.dev

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,22 @@ from weft.loading.pull import models_directory, pull
 from weft.loading.vocabulary import read_vocabulary
 from weft.text.gguf_tokenizer import tokenizer_of
 from weft.text.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def ctrl_c_is_heard() -> Iterator[None]:
+    """As in a program that a terminal started. A job in the background, and what it starts, ignores SIGINT from the start."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.fixture
+def ctrl_c_is_ignored() -> Iterator[None]:
+    """As in a job in the background of a script."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, previous)
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ def state_of(pid: int) -> str:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < give_up
         time.sleep(0.01)

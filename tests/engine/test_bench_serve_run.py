@@ -438,6 +438,7 @@ def test_nothing_at_the_address_and_no_list_of_models_are_said_plainly() -> None
     async def lost(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        writer.close()  # from Python 3.12 on, the end of a server waits for its connections
 
     async def test() -> None:
         async with await asyncio.start_server(lost, "127.0.0.1", 0) as server:

@@ -208,7 +208,7 @@ def test_what_arrives_before_a_request_is_handed_over_whole_is_not_lost(default_
         assert choices.take() == []
         engine.may_return.set()
         await submitting
-        await asyncio.wait_for(choices.wait(), 10.0)
+        await asyncio.wait_for(choices.wait(), 60)
         assert "".join(piece.text for piece in choices.take()) == TEXT
 
         quiet = Choices(Engine(), default_tokenizer)

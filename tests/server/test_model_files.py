@@ -185,7 +185,7 @@ def test_25_a_model_without_a_template_is_told_at_the_start(default_model_path: 
         assert "no chat template" in warning["message"] and "--chat-template" in warning["message"]
         assert json.loads(process.stderr.readline())["event"] == "ready"
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         assert [json.loads(line)["event"] for line in process.stderr] == ["draining", "stopped"]
     finally:
         process.kill()

@@ -338,7 +338,7 @@ def test_an_idle_server_uses_next_to_no_cpu(default_model_path: Path) -> None:
             time.sleep(1.0)
             return ticks(pids) - before <= 1  # of 10 ms
 
-        wait_for(is_idle, 15)
+        wait_for(is_idle)
 
 
 def weft(*arguments: str) -> list[str]:

@@ -205,15 +205,15 @@ def splits_written(case: Case, device: Device) -> int:
 
 @pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a context of some hundred tokens has several."""
-    monkeypatch.setattr(attention_module, "_LEAST_FIXED_SPLIT", 64)
+    """So that a context of some hundred tokens has several, each of several tiles."""
+    monkeypatch.setattr(attention_module, "_LEAST_FIXED_SPLIT", 128)
 
 
 INVARIANT = {
     "one split": Case([Part(20, 30)]),
     "several splits": Case([Part(250, 25)]),
     "a window": Case([Part(250, 25)], window=40),
-    "a window over splits": Case([Part(300, 20)], window=170),
+    "a window over splits": Case([Part(390, 20)], window=170),
     "three heads to one, capped": Case([Part(185, 12)], heads=6, cap=4.0),
     "heads of 128": Case([Part(125, 12)], head_size=128),
 }

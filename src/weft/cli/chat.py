@@ -77,7 +77,9 @@ class _Interrupts:
         self._may_raise = self._is_pending = False
 
     def __enter__(self) -> _Interrupts:
-        self._previous = signal.signal(signal.SIGINT, self._handle)
+        self._previous = signal.getsignal(signal.SIGINT)
+        if self._previous is not signal.SIG_IGN:  # so for a job in the background: Ctrl-C is for the program in front
+            signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *error: object) -> None:
