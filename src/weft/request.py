@@ -227,6 +227,7 @@ class InferenceRequest:
     """Requests with different salts never share cached prefixes."""
     adapter_id: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The caller's own: it comes back in the result, and decides nothing."""
 
     def __post_init__(self) -> None:
         try:
@@ -247,7 +248,8 @@ class InferenceRequest:
                 _refuse("priority", self.priority, ", ".join(f"{p.name} ({p.value})" for p in Priority))
             object.__setattr__(self, "priority", Priority(self.priority))
         _text("cache_salt", self.cache_salt)
-        _text("adapter_id", self.adapter_id)
+        if self.adapter_id != "":
+            _refuse("adapter_id", self.adapter_id, 'only "": weft has no adapters yet')
         _instance("metadata", self.metadata, Mapping, "a mapping")
         if self.session_id is not None:
             _text("session_id", self.session_id)
@@ -294,6 +296,7 @@ class TokenOutput(NamedTuple):
     request_id: RequestId
     token_id: int | None
     text: str
+    """What is certain of the text with this token and was not before; "" where the engine knows no tokenizer."""
     logprob: float | None
     is_final: bool
     finish_reason: FinishReason | None
@@ -325,6 +328,8 @@ class GenerationResult:
     """One for each token of the prompt; None for the first, which nothing stands before."""
     siblings: tuple[GenerationResult, ...] = ()
     """The other answers, where `n` asked for several."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """That of the request."""
 
     @property
     def choices(self) -> tuple[GenerationResult, ...]:
