@@ -58,6 +58,33 @@ class Histogram:
 _LOG_GROWTH = math.log(Histogram.GROWTH)
 
 
+class RecentRate:
+    """How many a second, over the last ten seconds: counted by whole seconds of the clock."""
+
+    SECONDS = 10
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self._counts: dict[int, int] = {}
+
+    def record(self, now: float, count: int) -> None:
+        second = math.floor(now)
+        if second in self._counts:
+            self._counts[second] += count
+            return
+        first = self._first(now)
+        self._counts = {one: number for one, number in self._counts.items() if one >= first}
+        self._counts[second] = count
+
+    def per_second(self, now: float) -> float:
+        first = self._first(now)
+        recent = sum(number for second, number in self._counts.items() if second >= first)
+        return recent / max(now - max(first, self._began), 1e-9)
+
+    def _first(self, now: float) -> int:
+        return math.floor(now) - self.SECONDS + 1
+
+
 @dataclass(frozen=True, slots=True)
 class LatencySummary:
     """Seconds."""
@@ -121,7 +148,9 @@ class ServingMetrics:
     steps: int
     preemptions: int
     requests_per_second: float
+    """Since the start."""
     tokens_per_second: float
+    """Generated in the last ten seconds."""
     latency: LatencySummary
     time_to_first_token: LatencySummary
     inter_token_latency: LatencySummary

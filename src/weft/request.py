@@ -239,6 +239,7 @@ class InferenceRequest:
     """Requests with different salts never share cached prefixes."""
     adapter_id: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The caller's own: it comes back in the result, and decides nothing."""
 
     def __post_init__(self) -> None:
         try:
@@ -259,7 +260,8 @@ class InferenceRequest:
                 _refuse("priority", self.priority, ", ".join(f"{p.name} ({p.value})" for p in Priority))
             object.__setattr__(self, "priority", Priority(self.priority))
         _text("cache_salt", self.cache_salt, MAX_NAME_LENGTH)
-        _text("adapter_id", self.adapter_id)
+        if self.adapter_id != "":
+            _refuse("adapter_id", self.adapter_id, 'only "": weft has no adapters yet')
         _instance("metadata", self.metadata, Mapping, "a mapping")
         if len(self.metadata) > MAX_METADATA:
             _refuse("metadata", f"{len(self.metadata)} entries", f"at most {MAX_METADATA} entries")
@@ -325,6 +327,7 @@ class TokenOutput(NamedTuple):
     request_id: RequestId
     token_id: int | None
     text: str
+    """What is certain of the text with this token and was not before; "" where the engine knows no tokenizer."""
     logprob: float | None
     is_final: bool
     finish_reason: FinishReason | None
@@ -358,6 +361,8 @@ class GenerationResult:
     """The other answers, where `n` asked for several."""
     num_tokens: int | None = None
     """How many tokens there were, where they were handed out one by one and not kept; None: those in `tokens`."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """That of the request."""
 
     @property
     def choices(self) -> tuple[GenerationResult, ...]:

@@ -159,7 +159,8 @@ def make_engine(decoder: Decoder, compiler: GrammarCompiler) -> Callable[..., Se
 
 def run(engine: ServingEngine, requests: Sequence[InferenceRequest]) -> list[GenerationResult]:
     ids = [engine.submit(request) for request in requests]
-    while engine.run_iteration():
+    while engine.has_work:
+        engine.run_iteration()
         engine.scheduler.check_integrity()
     results = [engine.get_result(request_id) for request_id in ids]
     engine.stop()

@@ -107,7 +107,8 @@ def make_engine(
 
 def run(engine: ServingEngine, requests: Sequence[InferenceRequest]) -> list[GenerationResult]:
     ids = [engine.submit(request) for request in requests]
-    while engine.run_iteration():
+    while engine.has_work:
+        engine.run_iteration()
         engine.scheduler.check_integrity()
     results = [engine.get_result(request_id) for request_id in ids]
     assert all(result is not None and result.state is RequestState.COMPLETED for result in results), results
@@ -179,7 +180,8 @@ def test_a_long_prompt_takes_memory_for_more_of_its_kind_while_it_is_computed(
 
     monkeypatch.setattr(backend._forward, "step", broken)
     request_id = engine.submit(InferenceRequest(tuple(range(100, 500)), once))
-    while engine.run_iteration():
+    while engine.has_work:
+        engine.run_iteration()
         engine.scheduler.check_integrity()
     result = engine.get_result(request_id)
     assert result is not None
@@ -300,7 +302,8 @@ def test_tokens_are_the_same_after_cancels_of_neighbours(
         engine.run_iteration()
         assert engine.cancel(request_id) or step > NEW_TOKENS
     kept = [index for index, request_id in enumerate(ids) if request_id not in gone]
-    while engine.run_iteration():
+    while engine.has_work:
+        engine.run_iteration()
         engine.scheduler.check_integrity()
     results = [engine.get_result(ids[index]) for index in kept]
     assert_equal([result for result in results if result is not None], [alone[index] for index in kept])

@@ -104,7 +104,8 @@ def run(
     """All results, in order; what happens in the scheduler is checked after every step."""
     ids = [engine.submit(request) for request in requests]
     iteration = 0
-    while engine.run_iteration():
+    while engine.has_work:
+        engine.run_iteration()
         engine.scheduler.check_integrity()
         meanwhile(iteration)
         iteration += 1

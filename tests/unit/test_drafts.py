@@ -163,7 +163,9 @@ def test_a_plan_tells_decodes_first_then_decodes_with_drafts_and_its_views_say_s
         DecodeTask(RequestId(1), plan.rows[1], lengths[1] - 1, drafts),
     ]
     assert plan.prefill_tasks == []
-    batch = ScheduledBatch(plan)
+    batch = ScheduledBatch(plan, script.scheduler.sequences)
+    known = [sequence.tokens[-1] for sequence in script.scheduler.sequences.values()]
+    assert batch.micro_batches(99)[0].token_ids() == [*known, *drafts]
     assert batch.batch_type is BatchType.DECODE
     assert batch.stats == BatchStats(sequences=2, tokens=13, prefill_tokens=0, decode_tokens=13, samples=13)
     tokens = list(batch.tokens)

@@ -153,6 +153,7 @@ def test_a_prompt_may_be_any_iterable_of_ids_and_is_kept_as_a_tuple() -> None:
         ("cache_salt", 5),
         ("cache_salt", "\ud800"),
         ("adapter_id", 5),
+        ("adapter_id", "an-adapter"),
         ("metadata", 5),
     ],
     ids=ascii,

@@ -67,7 +67,7 @@ def test_every_setting_of_server_engine_scheduler_and_cache_has_a_key() -> None:
     assert fields(ServerSettings) - {"engine"} <= {key for key in KEYS if "." not in key}
     names = {key.rpartition(".")[2] for key in KEYS}
     for part in (ServingEngineConfig, SchedulerConfig, KvCachePoolConfig):
-        assert fields(part) - {"scheduler", "cache"} <= names
+        assert fields(part) - {"scheduler", "cache", "max_kept_results"} <= names
 
 
 def test_tables_of_the_file_reach_the_engine_and_leave_the_rest_as_it_is(write: Write) -> None:
@@ -98,6 +98,7 @@ def test_the_environment_reaches_every_kind_of_setting() -> None:
         ("prot = 1", ["prot", "did you mean port?", "host"]),
         ("[engine.scheduler]\nmax_runing = 1", ["engine.scheduler.max_runing", "max_running", "ageing_rate"]),
         ("[engine]\nmax_running = 1", ["engine.max_running", "did you mean engine.scheduler.max_running?"]),
+        ("[engine]\nmax_kept_results = 5", ["there is no setting 'engine.max_kept_results'"]),
         ("port = 'x'", ["port is 'x'", "a whole number from 0 to 65,535"]),
         ("port = 70000", ["port is 70000", "65,535"]),
         ("port = true", ["port is True"]),

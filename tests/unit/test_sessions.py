@@ -36,7 +36,8 @@ class Conversation:
         request_id = self.engine.submit(
             InferenceRequest(tuple(prompt), params, session_id=session, cache_salt=salt)
         )
-        while self.engine.run_iteration():
+        while self.engine.has_work:
+            self.engine.run_iteration()
             self.engine.scheduler.check_integrity()
         result = self.engine.get_result(request_id)
         assert result is not None and result.state is RequestState.COMPLETED

@@ -299,13 +299,9 @@ def test_tokens_that_were_generated_are_found_by_the_next_turn_of_a_conversation
         ({"cache_salt": "a"}, {"cache_salt": "a"}, True),
         ({"cache_salt": "a"}, {"cache_salt": "b"}, False),
         ({"cache_salt": "a"}, {}, False),
-        ({"adapter_id": "a"}, {"adapter_id": "a"}, True),
-        ({"adapter_id": "a"}, {}, False),
-        ({"adapter_id": "a"}, {"cache_salt": "a"}, False),
-        ({"cache_salt": "ab", "adapter_id": "c"}, {"cache_salt": "a", "adapter_id": "bc"}, False),
     ],
 )
-def test_prefixes_are_shared_only_with_equal_salt_and_adapter(
+def test_prefixes_are_shared_only_with_equal_salt(
     first: dict[str, str], second: dict[str, str], shares: bool
 ) -> None:
     rig = Rig()

@@ -38,6 +38,29 @@ def test_micro_batches_hold_every_token_once_and_no_more_than_allowed() -> None:
     assert (batch.stats.tokens, batch.stats.prefill_tokens, batch.stats.samples) == (5, 3, 2)
 
 
+def test_micro_batches_name_the_tokens_and_positions_that_a_step_computes() -> None:
+    scheduler = SchedulerConfig(
+        max_running=3, max_tokens_per_step=16, max_prefill_tokens=8, max_chunk_tokens=8
+    )
+    config = ServingEngineConfig(scheduler=scheduler, cache=KvCachePoolConfig(num_blocks=16, block_size=4))
+    engine = ServingEngine(NoopBackend(), config, clock=VirtualClock(), seed=1)
+    engine.submit(InferenceRequest((11, 12, 13), SamplingParams(max_tokens=4)))
+    first = engine.scheduler.schedule()
+    assert first is not None
+    (part,) = ScheduledBatch(first, engine.scheduler.sequences).micro_batches(8)
+    assert (part.token_ids(), part.positions()) == ([11, 12, 13], [0, 1, 2])
+    engine.submit(InferenceRequest((21, 22, 23, 24, 25), SamplingParams(max_tokens=4)))
+    second = engine.scheduler.schedule()
+    assert second is not None
+    parts = ScheduledBatch(second, engine.scheduler.sequences).micro_batches(4)
+    assert [part.token_ids() for part in parts] == [[None, 21, 22, 23], [24, 25]], (
+        "the first is being sampled"
+    )
+    assert [part.positions() for part in parts] == [[3, 0, 1, 2], [3, 4]]
+    assert ScheduledBatch(MIXED).micro_batches(5)[0].positions() == [9, 7, 16, 17, 18]
+    assert ScheduledBatch(MIXED).micro_batches(5)[0].token_ids() == [None] * 5
+
+
 def test_the_tail_of_a_cut_prompt_is_no_decode() -> None:
     prompt = IterationPlan(
         step=0,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from weft.config import KvCachePoolConfig
 from weft.plan import BackendInfo, IterationPlan, StepResult
-from weft.request import Grammar
+from weft.request import GenerationResult, Grammar, SamplingParams, TokenOutput
 
-__all__ = ["Backend", "BackendInfo", "StepHandle"]
+__all__ = ["AnswerText", "Backend", "BackendInfo", "OpenedModel", "StepHandle", "Tokenizer"]
 
 
 class StepHandle(Protocol):
@@ -47,3 +49,31 @@ class Backend(Protocol):
     def submit(self, plan: IterationPlan) -> StepHandle: ...
 
     def close(self) -> None: ...
+
+
+class Tokenizer(Protocol):
+    """As `weft.text.tokenizer.Tokenizer`."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class AnswerText(Protocol):
+    """The text of one answer while it comes, as `weft.text.answer_text.AnswerText`."""
+
+    is_cut: bool
+    num_tokens: int
+
+    def add(self, output: TokenOutput) -> str: ...
+
+    def result(self, result: GenerationResult) -> GenerationResult: ...
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model and what computes it. Where it has no text, there is no tokenizer."""
+
+    backend: Backend
+    tokenizer: Tokenizer | None
+    text_of: Callable[[SamplingParams], AnswerText] | None

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from weft.backends.base import Backend
+from weft.backends.base import Backend, OpenedModel
 from weft.errors import InvalidRequestError
 
 AUTO = "auto"
@@ -42,6 +42,14 @@ def build(name: str, **options: Any) -> Backend:
     module, attribute = _BUILDERS[name]
     builder: Callable[..., Backend] = getattr(import_module(module), attribute)
     return builder(**{key: value for key, value in options.items() if _OPTIONS_OF.get(key, name) == name})
+
+
+def open_model(model: str, device: str, options: Mapping[str, Any]) -> OpenedModel:
+    """The model of that name or path, fetched where it is not here yet, and the backend for it."""
+    # Not at the top: a backend without a model needs none of it.
+    from weft.backends.opening import open_with_text
+
+    return open_with_text(model, lambda checkpoint: build(device, checkpoint=checkpoint, **options))
 
 
 def chosen(name: str, options: Mapping[str, Any]) -> str:

@@ -88,7 +88,8 @@ def run_jobs(
             params = SamplingParams(max_tokens=job.output, temperature=0.0, ignore_eos=True)
             traces[engine.submit_with_callback(InferenceRequest(prompt, params), note)] = Trace(job)
         began, (cells, empty) = clock(), _cells(engine.scheduler)
-        if engine.run_iteration():
+        if engine.has_work:
+            engine.run_iteration()
             held += cells * (clock() - began)
             unused += empty * (clock() - began)
         elif pending:

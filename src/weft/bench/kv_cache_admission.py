@@ -144,7 +144,8 @@ def run_together(engine: ServingEngine, lengths: Lengths) -> Company:
         tokens = tuple(random.Random(number).choices(range(vocabulary), k=prompt))
         params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
         asked.append(engine.submit_with_callback(InferenceRequest(tokens, params), note))
-    while engine.run_iteration():
+    while engine.has_work:
+        engine.run_iteration()
         steps += 1
         running = engine.scheduler.running
         most = max(most, len(running))

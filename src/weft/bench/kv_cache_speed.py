@@ -57,12 +57,12 @@ def decode_speed(
         for _ in range(batch):
             prompt = tuple(source.choices(vocabulary, k=context - new_tokens))
             times[engine.submit_with_callback(InferenceRequest(prompt, params), note)] = []
-        while not all(times.values()) and engine.run_iteration():
-            pass
+        while engine.has_work and not all(times.values()):
+            engine.run_iteration()
         with quietly():
             since = time.perf_counter()
-            while not any(len(one) == new_tokens for one in times.values()) and engine.run_iteration():
-                pass
+            while engine.has_work and not any(len(one) == new_tokens for one in times.values()):
+                engine.run_iteration()
     return Speed(kind.name, batch, context, *_rate(list(times.values()), since, batch, rounds))
 
 

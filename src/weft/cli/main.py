@@ -128,7 +128,7 @@ def models(json: AsJson = False) -> None:
 
 @app.command()
 def remove(model: Annotated[str, typer.Argument(metavar="MODEL", hidden=True)]) -> None:
-    """Delete a model from the cache.
+    """Delete a model from the cache, with its packed weights.
 
     MODEL is a name that `weft models` shows. It waits for a pull that is under way.
     """

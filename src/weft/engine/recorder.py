@@ -73,8 +73,7 @@ class _RecordingScheduler(ContinuousBatchScheduler):
 
     def add(self, *sequences: Sequence) -> None:
         super().add(*sequences)
-        added = [{"id": s.request_id, "seed": s.seed, "request": _plain(s.request)} for s in sequences]
-        self._write("add", requests=added)
+        self._write("add", requests=[_added(sequence) for sequence in sequences])
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
         done = super().cancel(request_id, reason)
@@ -226,9 +225,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [
-            f.name for f in dataclasses.fields(value) if f.name != "metadata"
-        ]  # the user's own; decides nothing
+        names = [f.name for f in dataclasses.fields(value) if f.name != "metadata"]
         return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return [[_plain(k), _plain(v)] for k, v in value.items()]
@@ -237,6 +234,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     return value
+
+
+def _added(sequence: Sequence) -> dict[str, Any]:
+    """Metadata is for people: a replay leaves it out, and what JSON does not know is described."""
+    added = {"id": sequence.request_id, "seed": sequence.seed, "request": _plain(sequence.request)}
+    if metadata := sequence.request.metadata:
+        try:
+            added["metadata"] = json.loads(json.dumps(dict(metadata), default=repr))
+        except (TypeError, ValueError, RecursionError):
+            added["metadata"] = repr(metadata)
+    return added
 
 
 def _scheduler_from(event: dict[str, Any], clock: Clock) -> ContinuousBatchScheduler:

@@ -9,16 +9,19 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from weft.backends.base import Backend
+from weft.backends import registry
+from weft.backends.base import Backend, OpenedModel
 from weft.clock import Clock
-from weft.config import ServingEngineConfig
+from weft.config import PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.engine.core import MAX_FAILED_STEPS, EngineCore
+from weft.engine.figures import Figures
 from weft.engine.recorder import Recorder
 from weft.engine.streams import TokenBuffer
+from weft.engine.texts import AnswerTexts
 from weft.errors import EngineStoppedError, QueueFullError
-from weft.metrics import Histogram, ServingMetrics
+from weft.metrics import ServingMetrics
 from weft.request import (
     FinishReason,
     GenerationResult,
@@ -31,7 +34,6 @@ from weft.scheduling.kv_cache import KvCacheManagerStats
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 from weft.scheduling.stats import SchedulerStats
-from weft.scheduling.views import slots
 
 if TYPE_CHECKING:
     import asyncio  # imported where it is used: an engine without an event loop starts without it
@@ -46,6 +48,9 @@ class ServingEngine:
     `run_iteration()` yourself. Every other method may be called from any thread at any time, and from callbacks.
     Callbacks run in the thread of the loop, outside its lock: once per token, the final one once; then
     `after_delivery`, once for all that a step gave.
+
+    The engine knows tokens. One that `from_model` made has a tokenizer: outputs and results have their text, and stop
+    strings end an answer.
     """
 
     def __init__(
@@ -57,9 +62,12 @@ class ServingEngine:
         seed: int | None = None,
         max_failed_steps: int | None = MAX_FAILED_STEPS,
         after_delivery: Callable[[], object] | None = None,
+        model: OpenedModel | None = None,
     ) -> None:
-        """After `max_failed_steps` failures in a row that belong to no request the engine breaks down; None: never."""
+        """After `max_failed_steps` failures in a row that belong to no request the engine breaks down; None: never. `model` is
+        the one that `backend` was opened for, where outputs are to have text."""
         self.config = config or ServingEngineConfig()
+        self.tokenizer = None if model is None else model.tokenizer
         self._after_delivery = after_delivery
         self._backend = backend
         self._clock = clock
@@ -80,6 +88,9 @@ class ServingEngine:
         self._changed = threading.Condition(self._lock)
         """Told of new requests, results, and the end."""
         self._core = EngineCore(self.scheduler, backend, clock, self._lock, max_failed_steps)
+        self._texts: AnswerTexts | None = None
+        if model is not None and model.text_of is not None:
+            self._texts = AnswerTexts(model.text_of, self.scheduler.finish, self.scheduler.fail_request)
         self._callbacks: dict[RequestId, Callback] = {}
         self._results: OrderedDict[RequestId, GenerationResult] = OrderedDict()
         self._alive: set[RequestId] = set()
@@ -94,10 +105,28 @@ class ServingEngine:
         self._closed = False
         self._failure: str | None = None
         self._is_waiting = False
-        self._started_at = clock()
-        self._latency, self._first_token = Histogram(), Histogram()
-        self._between_tokens, self._waiting = Histogram(), Histogram()
-        self._ended = dict.fromkeys((RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELLED), 0)
+        self._figures = Figures(self.scheduler, clock())
+
+    @classmethod
+    def from_model(
+        cls,
+        model: str = "default",
+        config: ServingEngineConfig | None = None,
+        *,
+        device: str = "auto",
+        seed: int | None = None,
+        **options: Any,
+    ) -> ServingEngine:
+        """The engine for a model: "default" (fetched on first use), `hf:owner/name` or a path, with its tokenizer.
+
+        `options` are those of the device's backend (`weft.backends.registry.build`), such as max_context or threads.
+        """
+        device = registry.chosen(device, options)
+        if config is None:
+            budgets = registry.CARD_BUDGETS if device == "cuda" else {}
+            config = ServingEngineConfig(scheduler=SchedulerConfig(policy=PriorityPolicy.ADAPTIVE, **budgets))
+        opened = registry.open_model(model, device, options)
+        return cls(opened.backend, config, seed=seed, model=opened)
 
     # ------------------------------------------------------------------ requests
 
@@ -254,6 +283,9 @@ class ServingEngine:
             ids = tuple(sequence.request_id for sequence in sequences)
             self._next_id += len(ids)
             self._alive.update(ids)
+            if self._texts is not None:
+                for sequence in sequences:
+                    self._texts.begin(sequence.request_id, sequence.request.params)
             if callback is not None:
                 self._callbacks.update(dict.fromkeys(ids, callback))
             self._changed.notify_all()
@@ -265,17 +297,26 @@ class ServingEngine:
 
     # ------------------------------------------------------------------ the loop
 
-    def run_iteration(self) -> bool:
-        """One step, with what it gave delivered. False: there was nothing to do."""
+    @property
+    def has_work(self) -> bool:
+        """Whether an iteration has something to do: a request is not over, or its end is not delivered."""
+        return not self._closed and (self.scheduler.has_work or self.scheduler.has_outputs)
+
+    def run_iteration(self) -> list[TokenOutput]:
+        """One step, with what it gave delivered, and returned. A step may give nothing: `has_work` says whether there
+        is more to do."""
         if self._is_called_back:
             raise RuntimeError("run_iteration was called from a callback, inside an iteration")
         with self._turn:
             if self._closed:
-                return False
+                return []
             self._busy_thread = threading.get_ident()
             try:
-                worked = self._core.run_overlapped() if self.config.overlap else self._core.run_plain()
-                return self._deliver() or worked
+                if self.config.overlap:
+                    self._core.run_overlapped()
+                else:
+                    self._core.run_plain()
+                return self._deliver()
             except Exception as error:
                 self._break_down(error)
                 raise
@@ -287,9 +328,10 @@ class ServingEngine:
     def run(self) -> None:
         """Runs until `stop`. Uses no CPU while there is nothing to do."""
         while not self._stopping:
-            if not self.run_iteration():
+            self.run_iteration()
+            if not self.has_work:
                 with self._changed:
-                    if not (self.scheduler.has_work or self.scheduler.has_outputs or self._stopping):
+                    if not (self.has_work or self._stopping):
                         self._is_waiting = True
                         self._changed.wait()
                         self._is_waiting = False
@@ -305,8 +347,8 @@ class ServingEngine:
 
     def run_until_idle(self) -> None:
         """Runs until every request so far is over."""
-        while self.run_iteration():
-            pass
+        while self.has_work:
+            self.run_iteration()
 
     def start(self) -> ServingEngine:
         """Runs the loop in a thread of its own."""
@@ -372,17 +414,18 @@ class ServingEngine:
             self.scheduler.abandon(self._failure)
         self._deliver()
 
-    def _deliver(self) -> bool:
+    def _deliver(self) -> list[TokenOutput]:
         """Hands out what happened. Callbacks run outside the lock; one that raises ends its own request only."""
         with self._changed:
             outputs, results = self.scheduler.take_outputs()
             if not outputs and not results:
-                return False
+                return outputs
+            if self._texts is not None:
+                outputs, results = self._texts.fill(outputs, results)
+            self._figures.book(results, self._clock())
             for result in results:
-                self._book(result)
-            gaps, self.scheduler.token_gaps = self.scheduler.token_gaps, {}
-            for gap, times in gaps.items():
-                self._between_tokens.record(gap, times)
+                self._results[result.request_id] = result
+                self._alive.discard(result.request_id)
             callbacks = self._callbacks
         for output in outputs if callbacks else ():
             callback = callbacks.get(output.request_id)
@@ -401,7 +444,7 @@ class ServingEngine:
             while len(self._results) > self.config.max_kept_results:
                 self._results.popitem(last=False)
             self._changed.notify_all()
-        return True
+        return outputs
 
     def _fail_for_callback(self, request_id: RequestId, message: str) -> None:
         with self._lock:
@@ -409,57 +452,17 @@ class ServingEngine:
                 return
             # It was over already: only what is told of it can change.
             result = self._results[request_id]
-            self._ended[result.state] -= 1
-            self._ended[RequestState.FAILED] += 1
+            self._figures.ended[result.state] -= 1
+            self._figures.ended[RequestState.FAILED] += 1
             self._results[request_id] = dataclasses.replace(
                 result, state=RequestState.FAILED, finish_reason=FinishReason.ERROR, error=message
             )
-
-    def _book(self, result: GenerationResult) -> None:
-        self._results[result.request_id] = result
-        self._alive.discard(result.request_id)
-        self._ended[result.state] += 1
-        self._waiting.record(result.waiting_time)
-        if result.time_to_first_token is not None:
-            self._first_token.record(result.time_to_first_token)
-        if result.finish_reason not in (FinishReason.CANCELLED, FinishReason.ERROR):
-            self._latency.record(result.total_time)
 
     # ------------------------------------------------------------------ figures
 
     def metrics(self) -> ServingMetrics:
         with self._lock:
-            scheduler, now = self.scheduler, self._clock()
-            uptime = max(now - self._started_at, 1e-9)
-            preempted = scheduler.queue.num_preempted
-            cache = scheduler.kv_cache.stats()
-            totals = scheduler.stats
-            return ServingMetrics(
-                uptime=uptime,
-                requests_pending=len(scheduler.queue) - preempted,
-                requests_running=len(scheduler.running),
-                requests_preempted=preempted + len(scheduler.resuming),
-                requests_completed=self._ended[RequestState.COMPLETED],
-                requests_failed=self._ended[RequestState.FAILED],
-                requests_cancelled=self._ended[RequestState.CANCELLED],
-                prompt_tokens=totals.prompt_tokens,
-                cached_tokens=totals.prompt_tokens_cached,
-                generated_tokens=totals.tokens_generated,
-                drafted_tokens=totals.tokens_drafted,
-                accepted_drafts=totals.drafts_accepted,
-                steps=totals.steps,
-                preemptions=totals.preemptions_by_recompute + totals.preemptions_by_swap,
-                requests_per_second=sum(self._ended.values()) / uptime,
-                tokens_per_second=totals.tokens_generated / uptime,
-                latency=self._latency.summary(),
-                time_to_first_token=self._first_token.summary(),
-                inter_token_latency=self._between_tokens.summary(),
-                waiting_time=self._waiting.summary(),
-                batch_utilisation=cache.rows_used / cache.rows,
-                cache_utilisation=cache.utilisation,
-                slots=slots(scheduler, now),
-                two_tier=scheduler.kv_cache.two_tier(),
-            )
+            return self._figures.metrics(self._clock())
 
     def stats(self) -> tuple[SchedulerStats, KvCacheManagerStats]:
         with self._lock:

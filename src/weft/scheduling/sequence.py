@@ -206,6 +206,7 @@ class Sequence:
             preemptions=self.preemptions,
             logprobs=tuple(self.logprobs) if self.request.params.logprobs is not None else None,
             prompt_logprobs=self._all_prompt_logprobs(),
+            metadata=self.request.metadata,
         )
 
     def _all_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:

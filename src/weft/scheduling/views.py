@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -30,6 +30,8 @@ class BatchToken(NamedTuple):
     position: int
     is_decode: bool
     samples: bool
+    token_id: int | None = None
+    """None: a step in flight samples it, or the batch was made without its sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,12 @@ class MicroBatch:
     """At most so many tokens of a step, in the order of the plan."""
 
     tokens: tuple[BatchToken, ...]
+
+    def token_ids(self) -> list[int | None]:
+        return [token.token_id for token in self.tokens]
+
+    def positions(self) -> list[int]:
+        return [token.position for token in self.tokens]
 
     @property
     def batch_type(self) -> BatchType:
@@ -64,9 +72,10 @@ class SequenceBatch:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """A plan, looked at as one batch."""
+    """A plan, looked at as one batch. The tokens themselves are known from `sequences` (`scheduler.sequences`)."""
 
     plan: IterationPlan
+    sequences: Mapping[RequestId, Sequence] = field(default_factory=dict)
 
     @property
     def batch_type(self) -> BatchType:
@@ -88,9 +97,16 @@ class ScheduledBatch:
         plan = self.plan
         for entry, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
             request_id, row, is_decode = plan.request_ids[entry], plan.rows[entry], entry < plan.first_prefill
+            known = dict(enumerate(self._known(request_id)[start : start + count], start))
+            if is_decode and entry >= plan.num_decodes:
+                known |= enumerate(plan.drafts[entry - plan.num_decodes], start + 1)
             for position in range(start, start + count):
                 samples = plan.samples[entry] and (is_decode or position == start + count - 1)
-                yield BatchToken(request_id, row, position, is_decode, samples)
+                yield BatchToken(request_id, row, position, is_decode, samples, known.get(position))
+
+    def _known(self, request_id: RequestId) -> list[int]:
+        sequence = self.sequences.get(request_id)
+        return [] if sequence is None else sequence.tokens
 
     def micro_batches(self, max_tokens: int) -> list[MicroBatch]:
         tokens = tuple(self.tokens)

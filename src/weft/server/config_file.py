@@ -165,7 +165,8 @@ KEYS: Mapping[str, Any] = {
     for key, kind in (
         dict(_leaves(_Command)) | dict(_leaves(ServerSettings)) | dict(_leaves(_Command))
     ).items()
-    if key != "engine.cache.memory"  # which has a short name of its own
+    # One has a short name of its own; of the other a server has no use: its engine's results are sent as they come.
+    if key not in ("engine.cache.memory", "engine.max_kept_results")
 }
 """Every key with its type."""
 _TABLES = frozenset(key.rpartition(".")[0] for key in KEYS) - {""}

@@ -128,7 +128,8 @@ class Simulation:
                 cancels.remove(entry)
                 if self.engine.cancel(entry[1]):
                     self._cancelled.add(entry[1])
-            worked = self.engine.run_iteration()
+            worked = self.engine.has_work
+            self.engine.run_iteration()
             if self.backend.broken is not None:
                 raise self.backend.broken
             self.engine.scheduler.check_integrity()

@@ -1,0 +1,71 @@
+"""What is measured of an engine: latencies, ends and rates."""
+
+from __future__ import annotations
+
+from weft.metrics import Histogram, RecentRate, ServingMetrics
+from weft.request import FinishReason, GenerationResult, RequestState
+from weft.scheduling.scheduler import ContinuousBatchScheduler
+from weft.scheduling.views import slots
+
+
+class Figures:
+    """Owns histograms and counts. The engine's lock is held around every call."""
+
+    def __init__(self, scheduler: ContinuousBatchScheduler, now: float) -> None:
+        self.ended = dict.fromkeys((RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELLED), 0)
+        self._scheduler = scheduler
+        self._started_at = now
+        self._latency, self._first_token = Histogram(), Histogram()
+        self._between_tokens, self._waiting = Histogram(), Histogram()
+        self._token_rate = RecentRate(now)
+        self._tokens_counted = 0
+
+    def book(self, results: list[GenerationResult], now: float) -> None:
+        """What a step gave: its tokens, and the results of those that ended."""
+        scheduler = self._scheduler
+        generated = scheduler.stats.tokens_generated
+        self._token_rate.record(now, generated - self._tokens_counted)
+        self._tokens_counted = generated
+        gaps, scheduler.token_gaps = scheduler.token_gaps, {}
+        for gap, times in gaps.items():
+            self._between_tokens.record(gap, times)
+        for result in results:
+            self.ended[result.state] += 1
+            self._waiting.record(result.waiting_time)
+            if result.time_to_first_token is not None:
+                self._first_token.record(result.time_to_first_token)
+            if result.finish_reason not in (FinishReason.CANCELLED, FinishReason.ERROR):
+                self._latency.record(result.total_time)
+
+    def metrics(self, now: float) -> ServingMetrics:
+        scheduler = self._scheduler
+        uptime = max(now - self._started_at, 1e-9)
+        preempted = scheduler.queue.num_preempted
+        cache = scheduler.kv_cache.stats()
+        totals = scheduler.stats
+        return ServingMetrics(
+            uptime=uptime,
+            requests_pending=len(scheduler.queue) - preempted,
+            requests_running=len(scheduler.running),
+            requests_preempted=preempted + len(scheduler.resuming),
+            requests_completed=self.ended[RequestState.COMPLETED],
+            requests_failed=self.ended[RequestState.FAILED],
+            requests_cancelled=self.ended[RequestState.CANCELLED],
+            prompt_tokens=totals.prompt_tokens,
+            cached_tokens=totals.prompt_tokens_cached,
+            generated_tokens=totals.tokens_generated,
+            drafted_tokens=totals.tokens_drafted,
+            accepted_drafts=totals.drafts_accepted,
+            steps=totals.steps,
+            preemptions=totals.preemptions_by_recompute + totals.preemptions_by_swap,
+            requests_per_second=sum(self.ended.values()) / uptime,
+            tokens_per_second=self._token_rate.per_second(now),
+            latency=self._latency.summary(),
+            time_to_first_token=self._first_token.summary(),
+            inter_token_latency=self._between_tokens.summary(),
+            waiting_time=self._waiting.summary(),
+            batch_utilisation=cache.rows_used / cache.rows,
+            cache_utilisation=cache.utilisation,
+            slots=slots(scheduler, now),
+            two_tier=scheduler.kv_cache.two_tier(),
+        )

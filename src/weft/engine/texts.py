@@ -1,0 +1,47 @@
+"""The texts of answers under way, for an engine that was built with a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weft.backends.base import AnswerText
+from weft.request import GenerationResult, RequestId, SamplingParams, TokenOutput
+
+
+class AnswerTexts:
+    """Owns one text for each request that is not over."""
+
+    def __init__(
+        self,
+        text_of: Callable[[SamplingParams], AnswerText],
+        finish: Callable[[RequestId, int], object],
+        fail: Callable[[RequestId, str], object],
+    ) -> None:
+        """`finish` ends a request after so many tokens, with which a stop string is complete; `fail` one whose text can
+        not be made."""
+        self._text_of = text_of
+        self._finish = finish
+        self._fail = fail
+        self._texts: dict[RequestId, AnswerText] = {}
+
+    def begin(self, request_id: RequestId, params: SamplingParams) -> None:
+        self._texts[request_id] = self._text_of(params)
+
+    def fill(
+        self, outputs: list[TokenOutput], results: list[GenerationResult]
+    ) -> tuple[list[TokenOutput], list[GenerationResult]]:
+        """The same with their texts. What ended is forgotten."""
+        with_text = [output._replace(text=self._add(output)) for output in outputs]
+        return with_text, [self._texts.pop(result.request_id).result(result) for result in results]
+
+    def _add(self, output: TokenOutput) -> str:
+        text = self._texts[output.request_id]
+        was_cut = text.is_cut
+        try:
+            added = text.add(output)
+        except Exception as error:
+            self._fail(output.request_id, f"the text failed ({type(error).__name__}: {error})")
+            return ""
+        if text.is_cut and not was_cut:
+            self._finish(output.request_id, text.num_tokens)
+        return added
