@@ -251,9 +251,10 @@ class ServingEngine:
         return sequence
 
     def _timed(self, request: InferenceRequest) -> InferenceRequest:
+        """With the deadline that all requests have, where it has none of its own."""
         timeout = self.config.request_timeout
         return (
-            request if request.deadline is not None or timeout is None else request.replaced(deadline=timeout)
+            request if timeout is None or request.deadline is not None else request.replaced(deadline=timeout)
         )
 
     def _submit(

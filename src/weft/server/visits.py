@@ -256,13 +256,15 @@ class Visits:
         requests, turn = visit.requests, visit.turn
         num_each = requests[0].params.n
         num_answers, num_sent = num_each * len(requests), 0
-        asked_at = self._clock()
+        asked_at, waited = self._clock(), 0.0
         while num_sent < num_answers:
             if num_sent:
                 await asyncio.sleep(0)  # a thousand answers at once would hold up the event loop
             num_going = num_answers - num_sent
             if turn is not None:
-                await self._wait_for_turn(turn, asked_at, requests[0].deadline)
+                if not turn.may_go.is_set():
+                    await self._wait_for_turn(turn, asked_at, requests[0].deadline)
+                    waited = self._clock() - asked_at
                 if turn.is_over:
                     return  # it was given up in the moment in which its turn came
                 num_going = turn.num_going
@@ -276,14 +278,12 @@ class Visits:
                 is_last=num_sent == num_answers,
                 is_streamed=is_streamed,
                 wake_every=wake_every,
-                waited=0.0 if turn is None else self._clock() - asked_at,
+                waited=waited,
             )
             if turn is not None:
                 self._gate.submitted(turn, count)
 
     async def _wait_for_turn(self, turn: Turn, asked_at: float, deadline: float | None) -> None:
-        if turn.may_go.is_set():
-            return
         left = None if deadline is None else max(0.0, asked_at + deadline - self._clock())
         try:
             await asyncio.wait_for(turn.may_go.wait(), left)
