@@ -16,13 +16,17 @@ from starlette.requests import Request
 from weft.errors import InvalidRequestError
 from weft.server import schema
 from weft.server.errors import ApiError
-from weft.server.worker import Worker, answer_all, ignore_signals, packed
+from weft.server.worker import Workers, answer_all, ignore_signals, packed
 
 _SMALL_BYTES = 256 << 10
 """Up to this size reading takes a few milliseconds at worst."""
 _FREE_BYTES = 64 << 10
 _MAX_VALUES = 1 << 18
-"""Numbers, strings, lists and objects in a large body: to hand over more would take the time that was to be saved."""
+_VALUES_PER_LIST = 4
+"""Numbers and strings in a large body, and lists and objects, of which each counts for several: to hand over more would
+take the time that was to be saved."""
+_SECONDS_PER_BYTE = 2.5e-8
+_SECONDS = 60.0
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -89,14 +93,19 @@ class BodyReader:
     """Owns the process that reads large bodies, which starts when the first comes."""
 
     def __init__(self) -> None:
-        self._worker = Worker("weft.server.bodies")
+        self._workers = Workers("weft.server.bodies")
         self._answers = msgspec.msgpack.Decoder(_Read | _Refused)
 
-    async def read(self, kind: type[T], body: bytearray) -> tuple[T, list[str]]:
+    async def read(self, kind: type[T], body: bytearray, asker: str) -> tuple[T, list[str]]:
         """As `schema.read`."""
         if len(body) <= _SMALL_BYTES:
             return schema.read(kind, bytes(body))
-        content = await self._worker.ask(kind.__name__.encode() + b"\n", body)
+        name, cost = kind.__name__.encode() + b"\n", _SECONDS_PER_BYTE * len(body)
+        try:
+            content = await self._workers.ask(name, body, asker=asker, cost=cost, seconds=_SECONDS)
+        except TimeoutError:
+            message = f"the body took more than {_SECONDS:g} s to read; send it again later"
+            raise ApiError(503, message, code="server_busy") from None
         try:
             answer = self._answers.decode(content)
             if isinstance(answer, _Read):
@@ -107,7 +116,7 @@ class BodyReader:
         raise ApiError(400, answer.message, param=answer.param, code=answer.code)
 
     async def close(self) -> None:
-        await self._worker.close()
+        await self._workers.close()
 
 
 def _answer(question: bytes) -> bytes:
@@ -117,10 +126,12 @@ def _answer(question: bytes) -> bytes:
         asked, unknown = schema.read(kind, body)
         # Before each value but the first stands a comma, or it is the first of its list or object: mostly there is
         # nothing to count.
-        most = sum(map(body.count, (b",", b"[", b"{"))) + 1
+        num_lists = sum(map(body.count, (b"[", b"{")))
+        most = body.count(b",") + 1 + _VALUES_PER_LIST * num_lists
         if most > _MAX_VALUES and _has_too_many_values(asked):
             message = (
-                f"the body has more than {_MAX_VALUES} values; allowed: {_MAX_VALUES}; send several requests"
+                f"the body has more than {_MAX_VALUES} values; allowed: {_MAX_VALUES}, where a list or an object counts "
+                f"as {_VALUES_PER_LIST}; send several requests"
             )
             raise ApiError(400, message, code="body_too_large")
         content = packed(asked, asked)
@@ -137,7 +148,7 @@ def _has_too_many_values(asked: msgspec.Struct) -> bool:
     unseen: list[Any] = [[getattr(asked, name) for name in asked.__struct_fields__]]
     while unseen and count <= _MAX_VALUES:
         values = unseen.pop()
-        count += len(values)
+        count += len(values) + _VALUES_PER_LIST - 1  # it was counted once in what holds it
         inner = values.values() if isinstance(values, dict) else values
         unseen.extend(value for value in inner if isinstance(value, list | dict))
     return count > _MAX_VALUES
