@@ -21,18 +21,25 @@ _COMPILE_SECONDS = 5.0
 _FIRST_SECONDS = (CHEAP_SECONDS, 1.0)
 """What a grammar costs is not known before. Each is first tried with so little that others need not wait; one that takes
 longer begins anew, behind the cheap ones, and never in all processes at once."""
-_PATIENCE = 2.0
-"""A process may take so many times as long as its share of the processor."""
+_STUCK_SECONDS = 20.0
+"""A process that has not answered for so long does nothing any more."""
 _MAX_VERDICTS = 256
 
 
 class GrammarChecker:
     """Belongs to one event loop. Processes are started when the first grammar comes."""
 
-    def __init__(self, path: str, vocabulary_size: int, compile_seconds: float = _COMPILE_SECONDS) -> None:
+    def __init__(
+        self,
+        path: str,
+        vocabulary_size: int,
+        compile_seconds: float = _COMPILE_SECONDS,
+        stuck_seconds: float = _STUCK_SECONDS,
+    ) -> None:
         self._workers = Workers("weft.server.grammar_process", path, str(vocabulary_size), count=_PROCESSES)
         self._outcomes = msgspec.msgpack.Decoder(Outcome)
         self._compile_seconds = compile_seconds
+        self._stuck_seconds = stuck_seconds
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._trials: dict[bytes, _SharedTrial] = {}
 
@@ -91,7 +98,7 @@ class GrammarChecker:
             msgspec.msgpack.encode(trial),
             asker=asker,
             cost=trial.seconds,
-            seconds=_PATIENCE * self._compile_seconds,
+            seconds=self._stuck_seconds,
         )
         return self._outcomes.decode(answer)
 

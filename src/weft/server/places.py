@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
+
+from weft.clock import Clock
 
 CHEAP_SECONDS = 0.05
 """Work that is expected to take no longer is cheap."""
@@ -10,11 +13,11 @@ _LEAST_SECONDS = 1e-4
 
 
 class _Waiting:
-    def __init__(self, asker: str, cost: float) -> None:
+    def __init__(self, asker: str, cost: float, since: float) -> None:
         self.asker = asker
         self.cost = max(cost, _LEAST_SECONDS)
+        self.since = since
         self.may_go: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.since = asyncio.get_running_loop().time()
 
 
 class Places:
@@ -25,7 +28,8 @@ class Places:
     ever. Costly work leaves one of several places to cheap work.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
         self._num_free = count
         self._num_for_costly = max(1, count - 1)
         self._waiting: list[_Waiting] = []
@@ -36,7 +40,7 @@ class Places:
     async def take(self, asker: str, cost: float) -> None:
         """Waits for a place for work of about `cost` seconds. The caller calls `free` with the same cost; not where this
         was cancelled."""
-        waiting = _Waiting(asker, cost)
+        waiting = _Waiting(asker, cost, self._clock())
         if not self._waiting:
             self._used.clear()
             self._now = 0.0
@@ -72,7 +76,7 @@ class Places:
             waiting.may_go.set_result(None)
 
     def _next(self) -> _Waiting | None:
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         may_go = (one for one in self._waiting if self._num_for_costly or one.cost <= CHEAP_SECONDS)
         return min(
             may_go,

@@ -30,6 +30,7 @@ class Worker:
     def __init__(self, module: str, *arguments: str) -> None:
         self._command = (sys.executable, "-m", module, *arguments)
         self._process: asyncio.subprocess.Process | None = None
+        self._ending: set[asyncio.Task[int]] = set()
 
     async def ask(self, *question: bytes | bytearray, seconds: float) -> bytes:
         """The answer to a question, whose parts are sent as one; TimeoutError where it takes longer than `seconds`,
@@ -51,9 +52,9 @@ class Worker:
                 self._kill()
 
     async def close(self) -> None:
-        """Ends the process and waits until it is gone."""
-        if (process := self._kill()) is not None:
-            await process.wait()
+        """Ends the process and waits until it is gone, with all that were ended before it."""
+        self._kill()
+        await asyncio.gather(*self._ending)
 
     async def _running(self) -> asyncio.subprocess.Process:
         process = self._process
@@ -71,16 +72,20 @@ class Worker:
                 raise WeftError("a process of the server does not start; try again") from None
         return process
 
-    def _kill(self) -> asyncio.subprocess.Process | None:
+    def _kill(self) -> None:
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
+        if process is None:
+            return
+        if process.returncode is None:
             assert process.stdin is not None
             process.stdin.close()
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        return process
+        ending = asyncio.create_task(process.wait())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
 
 
 class Workers:
