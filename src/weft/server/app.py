@@ -286,7 +286,6 @@ class ServerApp:
         self._visits.check_room(key)
         body = await whole_body(request)
         visit = self._visits.enter(key, Choices(self.engine, self.text.tokenizer))
-        outcome: Outcome = None
         try:
             with renamed({}):
                 asked, _ = await unless_disconnected(
@@ -294,16 +293,14 @@ class ServerApp:
                 )
                 self._check_model(asked.model)
                 content = await unless_disconnected(request.receive, work(asked, len(body), visit))
-            outcome = []
-            self._visits.leave(visit, outcome)
+            self._visits.leave(visit, [])
             return json_response(content, headers=visit.headers)
         except ApiError as error:
-            outcome = error
+            self._visits.leave(visit, error)
             error.headers |= visit.headers
             raise
         finally:
-            self._visits.leave(visit, outcome)
-            outcome = None  # an error and a frame that know each other would stay as garbage
+            self._visits.leave(visit, None)  # where neither happened, the client is gone
 
     async def _tokenizer_info(self, request: Request) -> Response:
         """As vLLM has it: clients that count tokens (lm-eval) look here before they ask for a tokenizer's files."""

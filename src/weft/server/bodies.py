@@ -22,9 +22,9 @@ _SMALL_BYTES = 256 << 10
 """Up to this size reading takes a few milliseconds at worst."""
 _FREE_BYTES = 64 << 10
 _MAX_VALUES = 1 << 18
-_VALUES_PER_LIST = 4
-"""Numbers and strings in a large body, and lists and objects, of which each counts for several: to hand over more would
-take the time that was to be saved."""
+"""Numbers, strings, lists and objects in a large body: to hand over more would take the time that was to be saved."""
+_WEIGHT = 4
+"""A list, an object, and each entry of an object count as so many values: they take as long."""
 _SECONDS_PER_BYTE = 2.5e-8
 _SECONDS = 60.0
 
@@ -126,12 +126,11 @@ def _answer(question: bytes) -> bytes:
         asked, unknown = schema.read(kind, body)
         # Before each value but the first stands a comma, or it is the first of its list or object: mostly there is
         # nothing to count.
-        num_lists = sum(map(body.count, (b"[", b"{")))
-        most = body.count(b",") + 1 + _VALUES_PER_LIST * num_lists
+        most = body.count(b",") + 1 + _WEIGHT * sum(map(body.count, (b"[", b"{", b":")))
         if most > _MAX_VALUES and _has_too_many_values(asked):
             message = (
-                f"the body has more than {_MAX_VALUES} values; allowed: {_MAX_VALUES}, where a list or an object counts "
-                f"as {_VALUES_PER_LIST}; send several requests"
+                f"the body has more than {_MAX_VALUES} values; allowed: {_MAX_VALUES}, where a list, an object and an "
+                f"entry of an object count as {_WEIGHT}; send several requests"
             )
             raise ApiError(400, message, code="body_too_large")
         content = packed(asked, asked)
@@ -148,7 +147,7 @@ def _has_too_many_values(asked: msgspec.Struct) -> bool:
     unseen: list[Any] = [[getattr(asked, name) for name in asked.__struct_fields__]]
     while unseen and count <= _MAX_VALUES:
         values = unseen.pop()
-        count += len(values) + _VALUES_PER_LIST - 1  # it was counted once in what holds it
+        count += _WEIGHT + len(values) * (_WEIGHT if isinstance(values, dict) else 1)
         inner = values.values() if isinstance(values, dict) else values
         unseen.extend(value for value in inner if isinstance(value, list | dict))
     return count > _MAX_VALUES

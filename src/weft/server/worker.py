@@ -160,14 +160,11 @@ def packed(message: Any, asked: msgspec.Struct) -> bytes:
 
 def answer_all(answer: Callable[[bytes], bytes]) -> None:
     """The life of the process: says that it is ready, then answers questions until there are no more."""
-    source, drain = sys.stdin.buffer, sys.stdout.buffer
-    drain.write(_LENGTH.pack(0))
-    drain.flush()
+    source = sys.stdin.buffer
+    _write(b"")
     while True:
         (size,) = _LENGTH.unpack(_read(source, _LENGTH.size))
-        content = answer(_read(source, size))
-        drain.write(_LENGTH.pack(len(content)) + content)
-        drain.flush()
+        _write(answer(_read(source, size)))
 
 
 def ignore_signals() -> None:
@@ -181,3 +178,11 @@ def _read(stream: BinaryIO, size: int) -> bytes:
     if len(content) < size:
         raise SystemExit(0)
     return content
+
+
+def _write(content: bytes) -> None:
+    try:
+        sys.stdout.buffer.write(_LENGTH.pack(len(content)) + content)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        os._exit(0)  # the server is gone; to end in order would be to write once more
