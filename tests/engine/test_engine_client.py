@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -178,6 +179,43 @@ def test_a_grammar_that_is_being_compiled_holds_nobody_up_and_can_be_cancelled_a
         [right] = await client.submit(request(grammar=Grammar("choice", '["yes"]')))
         await outputs_of(right)
         assert right.result is not None and right.result.finish_reason is FinishReason.END_OF_SEQUENCE
+        assert client.num_under_way == 0
+
+    with_client(use, backend="cpu", checkpoint=str(default_model_path), max_context=512)
+
+
+def test_07_requests_that_are_cancelled_before_their_grammar_is_compiled_are_never_compiled(
+    default_model_path: Path,
+) -> None:
+    def heavy(number: int) -> Grammar:
+        """Most of a second of work, until it is refused."""
+        properties = {f"p{index}": {"type": "string"} for index in range(150)}
+        schema = {"title": f"{number}", "type": "object", "properties": properties, "minProperties": 1}
+        return Grammar("json_schema", json.dumps({**schema, "additionalProperties": False}))
+
+    async def use(client: EngineClient) -> None:
+        assert client._process is not None
+        [warm] = await client.submit(request(4, grammar=Grammar("regex", "[a-z]+")))
+        await outputs_of(warm)
+        os.kill(client._process.pid, signal.SIGSTOP)  # it is to find all of it at once
+        left = [
+            answer
+            for index in range(12)
+            for answer in await client.submit(request(4, grammar=heavy(index), n=2))
+        ]
+        for answer in left:
+            answer.cancel("the client is gone")
+        [light] = await client.submit(request(4, grammar=Grammar("regex", "[0-9]+")))
+        os.kill(client._process.pid, signal.SIGCONT)
+        await outputs_of(light)
+        num_dropped = 0
+        for answer in left:
+            try:
+                await outputs_of(answer)
+            except WeftError as error:
+                num_dropped += "before its grammar was compiled" in str(error)
+        # Two threads may have begun with one each.
+        assert num_dropped >= len(left) - 4
         assert client.num_under_way == 0
 
     with_client(use, backend="cpu", checkpoint=str(default_model_path), max_context=512)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
+import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from weft.errors import InvalidRequestError
+from weft.errors import InvalidRequestError, WeftError
 from weft.request import Grammar
 from weft.server.grammar_check import GrammarChecker
 
@@ -29,22 +33,68 @@ def processes() -> list[int]:
     return found
 
 
+def has_children(pid: int) -> bool:
+    return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENT):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
 def number(index: int) -> Grammar:
     return Grammar("regex", f"a{{{index}}}")
 
 
-def test_a_grammar_that_takes_too_long_is_refused_and_its_process_replaced(default_model_path: Path) -> None:
+def heavy(number: int) -> Grammar:
+    """A schema that takes seconds to compile; the machine decides how many."""
+    properties = {f"p{index}": {"type": "string"} for index in range(600)}
+    schema = {"title": f"{number}", "type": "object", "properties": properties, "minProperties": 1}
+    return Grammar("json_schema", json.dumps({**schema, "additionalProperties": False}))
+
+
+def cpu_seconds() -> float:
+    """Of the processor, in the processes that compile grammars and in those that they started."""
+    ticks = 0
+    for pid in processes():
+        ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_grammar_that_takes_too_long_is_refused_at_the_cost_of_its_own_time(
+    default_model_path: Path,
+) -> None:
     async def run() -> None:
-        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=3.0)
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=0.2)
+        try:
+            assert await checker.check(number(1)) == number(1)
+            before, [pid] = cpu_seconds(), processes()
+            for _ in range(2):
+                with pytest.raises(InvalidRequestError, match=r"more than 0\.2 s") as refused:
+                    await checker.check(heavy(1))
+                assert refused.value.code == "grammar_too_complex"
+            assert processes() == [pid], "the next grammar waits for no new process"
+            # Tried for 0.05 s, then for 0.2 s, and not a second time; the rest is for what the kernel counts.
+            assert cpu_seconds() - before < 1.5
+            assert await checker.check(number(2)) == number(2)
+        finally:
+            await checker.close()
+
+    asyncio.run(run())
+
+
+def test_a_process_that_is_stuck_is_replaced_and_its_grammar_is_tried_in_another(
+    default_model_path: Path,
+) -> None:
+    async def run() -> None:
+        checker = GrammarChecker(str(default_model_path), 49152, stuck_seconds=3.0)
         try:
             assert await checker.check(number(1)) == number(1)
             [stopped] = processes()
             os.kill(stopped, signal.SIGSTOP)
-            with pytest.raises(InvalidRequestError, match="more than 3 s") as refused:
-                await checker.check(number(2))
-            assert refused.value.code == "grammar_too_complex"
+            assert await checker.check(number(2)) == number(2)
             assert await checker.check(number(1)) == number(1), "a known verdict needs no process"
-            assert await checker.check(number(2)) == number(2), "and that one was no verdict"
             assert stopped not in processes()
         finally:
             await checker.close()
@@ -52,7 +102,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_its_process_replaced(defau
     asyncio.run(run())
 
 
-def test_a_process_that_dies_of_a_grammar_takes_nothing_else_along(default_model_path: Path) -> None:
+def test_a_process_that_dies_takes_nothing_else_along(default_model_path: Path) -> None:
     async def run() -> None:
         checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
         try:
@@ -63,8 +113,96 @@ def test_a_process_that_dies_of_a_grammar_takes_nothing_else_along(default_model
             other = asyncio.create_task(checker.check(number(3)))
             assert await other == number(3), "a second process has taken it"
             os.kill(pid, signal.SIGKILL)
-            with pytest.raises(InvalidRequestError, match="memory"):
+            with pytest.raises(WeftError, match="died"):
                 await dying
+            assert await checker.check(number(2)) == number(2)
+        finally:
+            await checker.close()
+
+    asyncio.run(run())
+
+
+def test_a_grammar_that_takes_too_much_memory_is_refused(default_model_path: Path) -> None:
+    async def run() -> None:
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        try:
+            await checker.check(number(1))
+            before = processes()
+            for pid in before:
+                limit = 1 << 20  # less than it has: its children get no more
+                resource.prlimit(pid, resource.RLIMIT_DATA, (limit, limit))
+            with pytest.raises(InvalidRequestError, match="memory") as refused:
+                await checker.check(heavy(1))
+            assert refused.value.code == "grammar_too_complex" and processes() == before
+        finally:
+            await checker.close()
+
+    asyncio.run(run())
+
+
+def test_07_grammars_whose_clients_left_cost_nothing_more(default_model_path: Path) -> None:
+    """Before, each was compiled to its end, and what came later waited for all of them."""
+
+    async def run() -> None:
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        try:
+            await checker.check(number(1))
+            before = cpu_seconds()
+            for index in range(12):
+                asking = asyncio.create_task(checker.check(heavy(index)))
+                await asyncio.sleep(0.02)
+                asking.cancel()
+            assert await checker.check(number(2)) == number(2)
+            await until(lambda: not any(map(has_children, processes())))
+            # Less than one of them takes that is compiled to its end, and the start of a second process.
+            assert cpu_seconds() - before < 6.0
+        finally:
+            await checker.close()
+
+    asyncio.run(run())
+
+
+def test_07_a_grammar_that_is_being_compiled_is_ended_when_all_its_clients_left(
+    default_model_path: Path,
+) -> None:
+    async def run() -> None:
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        try:
+            await checker.check(number(1))
+            asked = [asyncio.create_task(checker.check(heavy(1))) for _ in range(2)]
+            await asyncio.sleep(2.0)  # tried in full by now, or about to be
+            asked[0].cancel()
+            await asyncio.sleep(0.1)
+            assert not asked[1].done(), "the other still waits"
+            asked[1].cancel()
+            await until(lambda: not any(map(has_children, processes())))
+            assert cpu_seconds() < 6.0, "it was not compiled to its end"
+            assert await checker.check(number(2)) == number(2)
+        finally:
+            await checker.close()
+
+    asyncio.run(run())
+
+
+def test_07_many_heavy_grammars_do_not_hold_up_a_light_one(default_model_path: Path) -> None:
+    async def run() -> None:
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        try:
+            ended: list[str] = []
+
+            async def ask(name: str, grammar: Grammar) -> None:
+                with contextlib.suppress(InvalidRequestError):
+                    await checker.check(grammar)
+                ended.append(name)
+
+            await asyncio.gather(ask("first", number(1)), ask("first", number(2)))  # both processes run
+            heavies = [asyncio.create_task(ask("heavy", heavy(index))) for index in range(12)]
+            await asyncio.sleep(0.1)
+            await ask("light", number(3))
+            for task in heavies:
+                task.cancel()
+            # The twelfth is tried for a twentieth of a second before it; none is compiled to its end.
+            assert ended[2:] == ["light"]
         finally:
             await checker.close()
 

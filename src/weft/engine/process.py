@@ -27,6 +27,7 @@ import msgspec
 
 from weft.backends import registry
 from weft.engine import wire
+from weft.engine.compile_queue import CompileQueue
 from weft.engine.liveness import BEAT_SECONDS
 from weft.engine.outbox import Outbox
 from weft.engine.serving import ServingEngine
@@ -66,6 +67,8 @@ class EngineProcess:
         self._named = threading.Condition()
         self._compiling: dict[int, list[Order]] = {}
         """Requests that are not taken in yet, by the client's names, and what is to be done with each once it is."""
+        self._to_compile = CompileQueue()
+        """Those of them that are not being compiled either."""
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="weft-compiler")
         self._lock = threading.Lock()
         """Held where a request goes from being compiled to being taken in."""
@@ -140,8 +143,11 @@ class EngineProcess:
             else:
                 with self._lock:
                     self._compiling.update((name, []) for name in message.ids)
-                self._compilers.submit(self._compile_and_submit, message, request)
+                    self._to_compile.add(message, request)
+                self._compilers.submit(self._compile_next)
         elif isinstance(message, wire.Cancel):
+            if self._drop(message.id):
+                return
             reason = message.reason
             self._do(message.id, lambda request_id: self._engine.cancel(request_id, reason))
         elif isinstance(message, wire.Finish):
@@ -161,8 +167,25 @@ class EngineProcess:
         if (request_id := self._ids.get(name)) is not None:
             order(request_id)
 
-    def _compile_and_submit(self, message: wire.Submit, request: InferenceRequest) -> None:
+    def _drop(self, name: int) -> bool:
+        """Whether all answers of a request are cancelled before its grammar is compiled; then it is dropped."""
+        with self._lock:
+            message = self._to_compile.cancel(name)
+            if message is None:
+                return False
+            for one in message.ids:
+                del self._compiling[one]
+        text = "the request was cancelled before its grammar was compiled"
+        self._outbox.send(wire.Refused(message.ids, WeftError.__name__, text))
+        return True
+
+    def _compile_next(self) -> None:
         """In one of the threads for that."""
+        with self._lock:
+            waiting = self._to_compile.take()
+        if waiting is None:
+            return
+        message, request = waiting
         try:
             self._submit(message, request)
         except BaseException as error:  # a panic in a library too; here nobody else would hear of it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from weft.server import docs_page
 from weft.server.answers import Choices
 from weft.server.bodies import BodyReader, whole_body
 from weft.server.budget import Share
-from weft.server.errors import ApiError, as_api_error, json_response
+from weft.server.errors import ApiError, as_api_error, json_response, renamed
 from weft.server.guard import ANSWER, BODY, KEY, Guard
 from weft.server.keys import ApiKey
 from weft.server.logs import ServerLog, current_record
@@ -43,7 +43,8 @@ from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 1.0
 """A stream's status waits this long for the engine to refuse the request; a refusal that is later is an event."""
-_MAX_DETOKENIZED = 1 << 18
+_BYTES_PER_TOKEN = 4
+"""Of a body, as a first guess at how many tokens `/tokenize` makes of it."""
 _EXPOSED = (
     *("x-request-id", "retry-after", "warning"),
     *(
@@ -54,7 +55,7 @@ _EXPOSED = (
 )
 """Headers that a web page may read."""
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", TokenizeRequest, DetokenizeRequest)
 
 
 class ServerApp:
@@ -162,13 +163,15 @@ class ServerApp:
         is_handed_on = False
         try:
             await self._rounds.turn()
-            asked, unknown = await unless_disconnected(request.receive, self._bodies.read(kind, body))
+            asker = _asker(request)
+            asked, unknown = await unless_disconnected(request.receive, self._bodies.read(kind, body, asker))
             headers = (
                 {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
             )
             with as_asked(asked):
                 self._visits.set_deadline(visit, asked.deadline)
-                prepared = await unless_disconnected(request.receive, self._begin(asked, size, visit, share))
+                beginning = self._begin(asked, size, visit, share, asker)
+                prepared = await unless_disconnected(request.receive, beginning)
                 record.is_streamed = prepared.is_streamed
                 # Tokens are all that is needed from here on.
                 del body, asked
@@ -202,12 +205,12 @@ class ServerApp:
             outcome = None  # an error and a frame that know each other would stay as garbage
 
     async def _begin(
-        self, asked: ChatRequest | CompletionRequest, size: int, visit: Visit, share: Share
+        self, asked: ChatRequest | CompletionRequest, size: int, visit: Visit, share: Share, asker: str
     ) -> Prepared:
         """Everything until the engine has the request and did not refuse it, or it waits for its turn."""
         self._check_model(asked.model)
         async with visit.until_deadline():
-            prepared = await self._preparer.prepare(asked, size, visit.id, visit.key)
+            prepared = await self._preparer.prepare(asked, size, visit.id, visit.key, asker)
             if not prepared.is_streamed:
                 share.check(smallest_size(prepared.requests, prepared.shape))
             await self._visits.submit(
@@ -239,10 +242,13 @@ class ServerApp:
 
     def _check_open(self) -> None:
         """Refuses new work where it could not be done."""
-        if self.is_draining:
-            raise ApiError(503, "the server is shutting down; ask another", code="draining")
+        self._check_not_draining()
         if self.engine.state is not EngineState.READY:
             raise ApiError(503, "the engine is starting; try again", code="engine_not_ready")
+
+    def _check_not_draining(self) -> None:
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down; ask another", code="draining")
 
     def _seconds_until_worth_it(self) -> float:
         """When whoever is refused now should come back."""
@@ -264,28 +270,45 @@ class ServerApp:
     # ------------------------------------------------------------------ everything else
 
     async def _tokenize(self, request: Request) -> Response:
-        self._visits.count(request.scope[KEY])
-        body = await whole_body(request)
-        asked, _ = await self._bodies.read(TokenizeRequest, body)
-        self._check_model(asked.model)
-        tokens = await unless_disconnected(request.receive, self._preparer.tokens(asked, len(body)))
-        return json_response(
-            {"count": len(tokens), "max_model_len": self.engine.max_sequence_length, "tokens": tokens}
-        )
+        async def work(asked: TokenizeRequest, size: int, visit: Visit) -> dict[str, Any]:
+            self._visits.reserve(visit, size // _BYTES_PER_TOKEN or 1)
+            tokens = await self._preparer.tokens(asked, size, _asker(request))
+            visit.text_tokens = len(tokens)
+            return {"count": len(tokens), "max_model_len": self.engine.max_sequence_length, "tokens": tokens}
+
+        return await self._without_engine(request, TokenizeRequest, work)
 
     async def _detokenize(self, request: Request) -> Response:
-        self._visits.count(request.scope[KEY])
-        asked, _ = await self._bodies.read(DetokenizeRequest, await whole_body(request))
-        self._check_model(asked.model)
-        if len(asked.tokens) > _MAX_DETOKENIZED:
-            message = f"tokens has {len(asked.tokens)} entries; allowed: {_MAX_DETOKENIZED}"
-            raise ApiError(400, message, param="tokens", code="invalid_value")
-        last = self.text.tokenizer.vocabulary_size - 1
-        for token in asked.tokens:
-            if not 0 <= token <= last:
-                message = f"tokens holds {token}; allowed: 0 to {last}"
-                raise ApiError(400, message, param="tokens", code="invalid_value")
-        return json_response({"prompt": self.text.tokenizer.decode(asked.tokens, skip_control=False)})
+        async def work(asked: DetokenizeRequest, size: int, visit: Visit) -> dict[str, Any]:
+            self._visits.reserve(visit, len(asked.tokens))
+            return {"prompt": await self._preparer.text(asked.tokens, _asker(request))}
+
+        return await self._without_engine(request, DetokenizeRequest, work)
+
+    async def _without_engine(
+        self, request: Request, kind: type[T], work: Callable[[T, int, Visit], Awaitable[dict[str, Any]]]
+    ) -> Response:
+        """A request for text work alone: it takes a place as all others do, and tokens of its key's minute."""
+        key: ApiKey | None = request.scope[KEY]
+        self._check_not_draining()
+        self._visits.check_room(key)
+        body = await whole_body(request)
+        visit = self._visits.enter(key, Choices(self.engine, self.text.tokenizer))
+        try:
+            with renamed({}):
+                asked, _ = await unless_disconnected(
+                    request.receive, self._bodies.read(kind, body, _asker(request))
+                )
+                self._check_model(asked.model)
+                content = await unless_disconnected(request.receive, work(asked, len(body), visit))
+            self._visits.leave(visit, [])
+            return json_response(content, headers=visit.headers)
+        except ApiError as error:
+            self._visits.leave(visit, error)
+            error.headers |= visit.headers
+            raise
+        finally:
+            self._visits.leave(visit, None)  # where neither happened, the client is gone
 
     async def _tokenizer_info(self, request: Request) -> Response:
         """As vLLM has it: clients that count tokens (lm-eval) look here before they ask for a tokenizer's files."""
@@ -357,6 +380,14 @@ class ServerApp:
 
     async def _respond_with_weft_error(self, request: Request, error: WeftError) -> Response:
         return await self._respond_with_error(request, as_api_error(error))
+
+
+def _asker(request: Request) -> str:
+    """Between whom work beside the event loop is shared out: keys, or machines where there are no keys."""
+    key: ApiKey | None = request.scope[KEY]
+    if key is not None:
+        return key.name
+    return request.client.host if request.client is not None else ""
 
 
 async def _respond_with_http_error(request: Request, error: HTTPException) -> Response:

@@ -16,12 +16,16 @@ from starlette.requests import Request
 from weft.errors import InvalidRequestError
 from weft.server import schema
 from weft.server.errors import ApiError
-from weft.server.worker import Worker, answer_all, ignore_signals, packed
+from weft.server.worker import Workers, answer_all, ignore_signals, packed
 
 _SMALL_BYTES = 256 << 10
 """Up to this size reading takes a few milliseconds at worst."""
 _MAX_VALUES = 1 << 18
 """Numbers, strings, lists and objects in a large body: to hand over more would take the time that was to be saved."""
+_WEIGHT = 4
+"""A list, an object, and each entry of an object count as so many values: they take as long."""
+_SECONDS_PER_BYTE = 2.5e-8
+_SECONDS = 60.0
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -49,14 +53,19 @@ class BodyReader:
     """Owns the process that reads large bodies, which starts when the first comes."""
 
     def __init__(self) -> None:
-        self._worker = Worker("weft.server.bodies")
+        self._workers = Workers("weft.server.bodies")
         self._answers = msgspec.msgpack.Decoder(_Read | _Refused)
 
-    async def read(self, kind: type[T], body: bytearray) -> tuple[T, list[str]]:
+    async def read(self, kind: type[T], body: bytearray, asker: str) -> tuple[T, list[str]]:
         """As `schema.read`."""
         if len(body) <= _SMALL_BYTES:
             return schema.read(kind, bytes(body))
-        content = await self._worker.ask(kind.__name__.encode() + b"\n", body)
+        name, cost = kind.__name__.encode() + b"\n", _SECONDS_PER_BYTE * len(body)
+        try:
+            content = await self._workers.ask(name, body, asker=asker, cost=cost, seconds=_SECONDS)
+        except TimeoutError:
+            message = f"the body took more than {_SECONDS:g} s to read; send it again later"
+            raise ApiError(503, message, code="server_busy") from None
         try:
             answer = self._answers.decode(content)
             if isinstance(answer, _Read):
@@ -67,7 +76,7 @@ class BodyReader:
         raise ApiError(400, answer.message, param=answer.param, code=answer.code)
 
     async def close(self) -> None:
-        await self._worker.close()
+        await self._workers.close()
 
 
 def _answer(question: bytes) -> bytes:
@@ -77,10 +86,11 @@ def _answer(question: bytes) -> bytes:
         asked, unknown = schema.read(kind, body)
         # Before each value but the first stands a comma, or it is the first of its list or object: mostly there is
         # nothing to count.
-        most = sum(map(body.count, (b",", b"[", b"{"))) + 1
+        most = body.count(b",") + 1 + _WEIGHT * sum(map(body.count, (b"[", b"{", b":")))
         if most > _MAX_VALUES and _has_too_many_values(asked):
             message = (
-                f"the body has more than {_MAX_VALUES} values; allowed: {_MAX_VALUES}; send several requests"
+                f"the body has more than {_MAX_VALUES} values; allowed: {_MAX_VALUES}, where a list, an object and an "
+                f"entry of an object count as {_WEIGHT}; send several requests"
             )
             raise ApiError(400, message, code="body_too_large")
         content = packed(asked, asked)
@@ -97,7 +107,7 @@ def _has_too_many_values(asked: msgspec.Struct) -> bool:
     unseen: list[Any] = [[getattr(asked, name) for name in asked.__struct_fields__]]
     while unseen and count <= _MAX_VALUES:
         values = unseen.pop()
-        count += len(values)
+        count += _WEIGHT + len(values) * (_WEIGHT if isinstance(values, dict) else 1)
         inner = values.values() if isinstance(values, dict) else values
         unseen.extend(value for value in inner if isinstance(value, list | dict))
     return count > _MAX_VALUES

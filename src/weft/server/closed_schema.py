@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from weft.request import MAX_GRAMMAR_LENGTH
+
 _OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "else")
@@ -20,16 +22,24 @@ _MERGES = frozenset(
 )
 _MOST_LEVELS = 400
 """What reads and writes JSON here gives up at about a thousand, less what called it."""
+_TOO_DEEP = f"is nested more than {_MOST_LEVELS} levels deep; make it flatter"
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which objects are closed. Raises ValueError for one that is nested too deeply to be written.
+    """A copy in which objects are closed. Raises ValueError for one that is nested too deeply to be written, or too long.
 
     Where the parts of one object stand in several places (as with an allOf of two) each would shut the other's out: such
     a schema stays as it is.
     """
+    try:
+        written = msgspec.json.encode(schema)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    # Its length says what all that follows costs.
+    if len(written) > MAX_GRAMMAR_LENGTH and (length := len(written.decode())) > MAX_GRAMMAR_LENGTH:
+        raise ValueError(f"has {length} characters as JSON; allowed: at most {MAX_GRAMMAR_LENGTH}")
     _check_depth(schema)
-    copy: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(schema))
+    copy: dict[str, Any] = msgspec.json.decode(written)
     parts = list(_parts(copy))
     if any(map(_is_merged, parts)):
         return copy
@@ -46,7 +56,7 @@ def _check_depth(schema: dict[str, Any]) -> None:
         level = [one for several in inner for one in several if isinstance(one, dict | list)]
         if not level:
             return
-    raise ValueError(f"is nested more than {_MOST_LEVELS} levels deep; make it flatter")
+    raise ValueError(_TOO_DEEP)
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -8,40 +8,47 @@ from collections import OrderedDict
 
 import msgspec
 
-from weft.errors import InvalidRequestError, WeftError
+from weft.errors import InvalidRequestError
 from weft.request import Grammar
-from weft.server.grammar_process import Accepted, Verdict
-from weft.server.worker import Worker
+from weft.server.grammar_process import Accepted, Outcome, Trial, Unfinished, Verdict
+from weft.server.places import CHEAP_SECONDS
+from weft.server.text_process import Refusal
+from weft.server.worker import Workers
 
 _PROCESSES = 2
-"""So that one slow grammar does not hold up everybody else's."""
-_START_SECONDS = 60.0
 _COMPILE_SECONDS = 5.0
-"""An ordinary grammar takes a few milliseconds, the largest that is accepted about half a second."""
+"""Of the processor. An ordinary grammar takes a few milliseconds, the largest that is accepted about half a second."""
+_FIRST_SECONDS = (CHEAP_SECONDS, 1.0)
+"""What a grammar costs is not known before. Each is first tried with so little that others need not wait; one that takes
+longer begins anew, behind the cheap ones, and never in all processes at once."""
+_STUCK_SECONDS = 20.0
+"""A process that has not answered for so long does nothing any more."""
 _MAX_VERDICTS = 256
-_FIRST = Grammar("regex", "a")
 
 
 class GrammarChecker:
     """Belongs to one event loop. Processes are started when the first grammar comes."""
 
-    def __init__(self, path: str, vocabulary_size: int, compile_seconds: float = _COMPILE_SECONDS) -> None:
-        self._idle = [_Compiler(path, vocabulary_size, compile_seconds) for _ in range(_PROCESSES)]
-        self._compilers = tuple(self._idle)
-        self._free = asyncio.Semaphore(_PROCESSES)
+    def __init__(
+        self,
+        path: str,
+        vocabulary_size: int,
+        compile_seconds: float = _COMPILE_SECONDS,
+        stuck_seconds: float = _STUCK_SECONDS,
+    ) -> None:
+        self._workers = Workers("weft.server.grammar_process", path, str(vocabulary_size), count=_PROCESSES)
+        self._outcomes = msgspec.msgpack.Decoder(Outcome)
+        self._compile_seconds = compile_seconds
+        self._stuck_seconds = stuck_seconds
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._under_way: dict[bytes, asyncio.Task[Verdict]] = {}
+        self._trials: dict[bytes, _SharedTrial] = {}
 
-    async def check(self, grammar: Grammar) -> Grammar:
+    async def check(self, grammar: Grammar, asker: str = "") -> Grammar:
         """The grammar as the engine takes it. Raises InvalidRequestError for one that cannot be used."""
         key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
         verdict = self._verdicts.get(key)
         if verdict is None:
-            # Several may ask for the same at once; and one that goes away must not take the others' answer along.
-            task = self._under_way.get(key)
-            if task is None:
-                task = self._under_way[key] = asyncio.create_task(self._try_out(key, grammar))
-            verdict = await asyncio.shield(task)
+            verdict = await self._tried(key, grammar, asker)
         else:
             self._verdicts.move_to_end(key)
         if not isinstance(verdict, Accepted):
@@ -49,60 +56,66 @@ class GrammarChecker:
         return grammar if verdict.definition is None else Grammar(grammar.kind, verdict.definition)
 
     async def close(self) -> None:
-        under_way = list(self._under_way.values())
-        for task in under_way:
+        tasks = [trial.task for trial in self._trials.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
-        for compiler in self._compilers:
-            await compiler.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._workers.close()
 
-    async def _try_out(self, key: bytes, grammar: Grammar) -> Verdict:
+    async def _tried(self, key: bytes, grammar: Grammar, asker: str) -> Verdict:
+        """Several requests may ask for the same grammar at once. The trial is dropped when all of them are gone."""
+        trial = self._trials.get(key)
+        if trial is None:
+            trial = _SharedTrial(asyncio.create_task(self._try_out(key, grammar, asker)))
+            self._trials[key] = trial
+        trial.num_waiting += 1
         try:
-            async with self._free:
-                compiler = self._idle.pop()  # the one used last: a second is started only where two are busy
-                try:
-                    verdict = await compiler.ask(grammar)
-                finally:
-                    self._idle.append(compiler)
+            return await asyncio.shield(trial.task)
         finally:
-            del self._under_way[key]
+            trial.num_waiting -= 1
+            if not trial.num_waiting:
+                trial.task.cancel()
+                del self._trials[key]
+
+    async def _try_out(self, key: bytes, grammar: Grammar, asker: str) -> Verdict:
+        first = (seconds for seconds in _FIRST_SECONDS if seconds < self._compile_seconds)
+        is_slow = False
+        for seconds in (*first, self._compile_seconds):
+            try:
+                outcome = await self._ask(Trial(grammar, seconds), asker)
+            except TimeoutError:  # a process that was stuck, whatever the grammar is
+                is_slow = True
+                continue
+            if not isinstance(outcome, Unfinished):
+                return self._remembered(key, outcome)
+            if not outcome.is_out_of_time:
+                return _too_complex("it takes more memory than there is for it")
+        refusal = _too_complex(f"it takes more than {self._compile_seconds:g} s to compile")
+        return refusal if is_slow else self._remembered(key, refusal)
+
+    async def _ask(self, trial: Trial, asker: str) -> Outcome:
+        answer = await self._workers.ask(
+            msgspec.msgpack.encode(trial),
+            asker=asker,
+            cost=trial.seconds,
+            seconds=self._stuck_seconds,
+        )
+        return self._outcomes.decode(answer)
+
+    def _remembered(self, key: bytes, verdict: Verdict) -> Verdict:
         self._verdicts[key] = verdict
         while len(self._verdicts) > _MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
 
 
-class _Compiler:
-    """One process, started when there is something to do."""
+class _SharedTrial:
+    """One grammar that is being tried out, and how many requests wait for the verdict."""
 
-    def __init__(self, path: str, vocabulary_size: int, compile_seconds: float) -> None:
-        self._worker = Worker("weft.server.grammar_process", path, str(vocabulary_size))
-        self._compile_seconds = compile_seconds
-        self._verdicts = msgspec.msgpack.Decoder(Verdict)
-
-    async def ask(self, grammar: Grammar) -> Verdict:
-        if not self._worker.is_running:
-            await self._start()
-        try:
-            question = msgspec.msgpack.encode(grammar)
-            return self._verdicts.decode(await self._worker.ask(question, seconds=self._compile_seconds))
-        except TimeoutError:
-            raise _too_complex(f"it takes more than {self._compile_seconds:g} s to compile") from None
-        except WeftError:
-            raise _too_complex("it takes more memory than there is for it") from None
-
-    async def close(self) -> None:
-        await self._worker.close()
-
-    async def _start(self) -> None:
-        """The first question makes it read the vocabulary, which no grammar's deadline should count."""
-        try:
-            await self._worker.ask(msgspec.msgpack.encode(_FIRST), seconds=_START_SECONDS)
-        except (TimeoutError, WeftError) as error:
-            raise WeftError("the process that compiles grammars does not start; try again") from error
+    def __init__(self, task: asyncio.Task[Verdict]) -> None:
+        self.task = task
+        self.num_waiting = 0
 
 
-def _too_complex(why: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"the grammar cannot be used: {why}; make it simpler", field="grammar", code="grammar_too_complex"
-    )
+def _too_complex(why: str) -> Refusal:
+    return Refusal(f"the grammar cannot be used: {why}; make it simpler", "grammar", "grammar_too_complex")

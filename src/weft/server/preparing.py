@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.request import InferenceRequest
 from weft.server import structured
@@ -21,6 +21,12 @@ from weft.server.text_process import Chat, Text
 from weft.server.tool_use import NO_TOOLS, ToolUse, tool_use
 from weft.text.answer_reader import AnswerForm
 from weft.text.model_text import ModelText
+
+_SMALL_BYTES = 16 << 10
+"""In a body of this size all schemas together take a few milliseconds."""
+_MAX_DETOKENIZED = 1 << 18
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,40 +64,50 @@ class Preparer:
         await self._grammars.close()
 
     async def prepare(
-        self, asked: ChatRequest | CompletionRequest, size: int, request_id: str, key: ApiKey | None
+        self,
+        asked: ChatRequest | CompletionRequest,
+        size: int,
+        request_id: str,
+        key: ApiKey | None,
+        asker: str,
     ) -> Prepared:
-        """What is asked with a body of `size` bytes, by whoever has this key. Raises what is wrong with it."""
+        """What is asked with a body of `size` bytes, with this key. Raises what is wrong with it. Work beside the event
+        loop is shared out between askers."""
         params = sampling_params(asked, self._suggestions)
-        grammar = structured.grammar_of(asked)
+        grammar = await self._beside_if_large(size, asker, structured.grammar_of, asked)
         if grammar is not None:
-            grammar = await self._grammars.check(grammar)
+            grammar = await self._grammars.check(grammar, asker)
         form: Form
         echoes: list[Echo] = []
         tools = NO_TOOLS
         answer_form = None
         if isinstance(asked, ChatRequest):
-            tools = tool_use(asked)
-            form, prompts = "chat", [await self._encoder.encode(_chat_prompt(asked, tools), size)]
+            tools = await self._beside_if_large(size, asker, tool_use, asked)
+            form, prompts = "chat", [await self._encoder.encode(_chat_prompt(asked, tools), size, asker)]
             answer_form = tools.answer_form(self._text, prompts[0])
-            written = tools.grammar(grammar, answer_form, self._text)
+            written = await self._beside_if_large(
+                size, asker, tools.grammar, grammar, answer_form, self._text
+            )
             if written is not None and written is not grammar:
                 # What the answer must look like was found good already: an error is one of the tools.
                 with renamed({"grammar": "tools"} if tools.tools else {}):
-                    grammar = await self._grammars.check(written)
+                    grammar = await self._grammars.check(written, asker)
         else:
             form = "completion"
             check_completion(asked)
             texts = prompts_of(asked, self._max_answers)
+            encoded = iter(
+                await self._encoder.encode_texts([one for one in texts if isinstance(one, str)], asker)
+            )
             prompts = [
-                await self._encoder.encode(Text(one), len(one))
-                if isinstance(one, str)
-                else self._encoder.check_tokens(one)
-                for one in texts
+                next(encoded) if isinstance(one, str) else self._encoder.check_tokens(one) for one in texts
             ]
             if asked.echo:
-                decode = self._text.tokenizer.decode
+                decoded = iter(
+                    await self._encoder.decode([one for one in texts if not isinstance(one, str)], asker)
+                )
                 echoes = [
-                    Echo(one if isinstance(one, str) else decode(tokens, skip_control=False), tokens)
+                    Echo(one if isinstance(one, str) else next(decoded), tokens)
                     for one, tokens in zip(texts, prompts, strict=True)
                 ]
         if grammar is not None:
@@ -116,12 +132,31 @@ class Preparer:
             options is not None and bool(options.include_usage),
         )
 
-    async def tokens(self, asked: TokenizeRequest, size: int) -> list[int]:
+    async def tokens(self, asked: TokenizeRequest, size: int, asker: str) -> list[int]:
         """The tokens of the prompt that a completion or a chat would have."""
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "send either prompt or messages", param="prompt", code="invalid_value")
         prompt = _chat_prompt(asked) if asked.prompt is None else Text(asked.prompt, asked.add_special_tokens)
-        return await self._encoder.encode(prompt, size)
+        return await self._encoder.encode(prompt, size, asker)
+
+    async def text(self, tokens: list[int], asker: str) -> str:
+        """The text of tokens, control tokens too. Raises what is wrong with them."""
+        if len(tokens) > _MAX_DETOKENIZED:
+            message = f"tokens has {len(tokens)} entries; allowed: {_MAX_DETOKENIZED}"
+            raise ApiError(400, message, param="tokens", code="invalid_value")
+        last = self._text.tokenizer.vocabulary_size - 1
+        for token in (min(tokens), max(tokens)) if tokens else ():
+            if not 0 <= token <= last:
+                message = f"tokens holds {token}; allowed: 0 to {last}"
+                raise ApiError(400, message, param="tokens", code="invalid_value")
+        [text] = await self._encoder.decode([tokens], asker)
+        return text
+
+    async def _beside_if_large(self, size: int, asker: str, work: Callable[..., T], *arguments: Any) -> T:
+        """What `work` returns: at once for a small body, else from a thread."""
+        if size <= _SMALL_BYTES:
+            return work(*arguments)
+        return await self._encoder.beside(size, asker, work, *arguments)
 
 
 def as_asked(asked: ChatRequest | CompletionRequest) -> AbstractContextManager[None]:

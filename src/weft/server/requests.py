@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.request import InferenceRequest, Priority, SamplingParams
+from weft.request import MAX_LOGIT_BIAS, InferenceRequest, Priority, SamplingParams
 from weft.server.errors import ApiError
 from weft.server.keys import ApiKey
 from weft.server.schema import ChatRequest, CompletionRequest, GenerationRequest
@@ -24,6 +24,9 @@ def sampling_params(asked: GenerationRequest, suggestions: Mapping[str, Any]) ->
     values = ((name, getattr(asked, name)) for name in _SAMPLING)
     given = {name: value for name, value in values if value is not None}
     if asked.logit_bias is not None:
+        if len(asked.logit_bias) > MAX_LOGIT_BIAS:  # before anything is done with each
+            message = f"logit_bias has {len(asked.logit_bias)} entries; allowed: at most {MAX_LOGIT_BIAS}"
+            raise ApiError(400, message, param="logit_bias", code="invalid_value")
         given["logit_bias"] = {_token_id(token): bias for token, bias in asked.logit_bias.items()}
     max_tokens = None
     if isinstance(asked, ChatRequest):

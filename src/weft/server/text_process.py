@@ -1,4 +1,4 @@
-"""The process that makes tokens of long prompts.
+"""The process that makes tokens of long prompts, and text of many tokens.
 
 The tokenizer holds the interpreter's lock while it works, half a second for a megabyte: a thread of the server would
 stop every stream for as long.
@@ -34,8 +34,17 @@ class Text(msgspec.Struct, frozen=True, tag=True):
     """What the model's files put around a prompt, such as a token for its beginning."""
 
 
+class Ids(msgspec.Struct, frozen=True, tag=True):
+    """Tokens to be made text of."""
+
+    ids: list[int]
+
+
+Part = Chat | Text | Ids
+
+
 class Question(msgspec.Struct, frozen=True):
-    prompt: Chat | Text
+    parts: list[Part]
     max_tokens: int
     """More are counted, not sent."""
 
@@ -54,33 +63,41 @@ class TooLong(msgspec.Struct, frozen=True, tag=True):
     count: int
 
 
-Answer = Tokens | Refusal | TooLong
+Answer = Tokens | Text | Refusal | TooLong
 
 
-def encode_prompt(text: ModelText, prompt: Chat | Text) -> list[int]:
-    """The tokens of a prompt. Raises InvalidRequestError for one that cannot be encoded."""
-    if isinstance(prompt, Text):
-        return text.tokenizer.encode(prompt.text, add_bos=None if prompt.add_special_tokens else False)
-    if prompt.continue_final_message and not prompt.messages:
+def done(text: ModelText, part: Part) -> list[int] | str:
+    """The tokens of a prompt, or the text of tokens. Raises InvalidRequestError for what cannot be encoded."""
+    if isinstance(part, Ids):
+        return text.tokenizer.decode(part.ids, skip_control=False)
+    if isinstance(part, Text):
+        return text.tokenizer.encode(part.text, add_bos=None if part.add_special_tokens else False)
+    if part.continue_final_message and not part.messages:
         raise InvalidRequestError("messages is empty; send at least one message", field="messages")
     return text.encode_chat(
-        prompt.messages,
-        tools=prompt.tools,
-        documents=prompt.documents,
-        options=prompt.chat_template_kwargs,
-        add_generation_prompt=prompt.add_generation_prompt,
-        continue_final_message=prompt.continue_final_message,
+        part.messages,
+        tools=part.tools,
+        documents=part.documents,
+        options=part.chat_template_kwargs,
+        add_generation_prompt=part.add_generation_prompt,
+        continue_final_message=part.continue_final_message,
     )
 
 
-def _answer(text: ModelText, question: Question) -> Answer:
+def _answer(text: ModelText, part: Part, max_tokens: int) -> Answer:
     try:
-        ids = encode_prompt(text, question.prompt)
+        value = done(text, part)
     except InvalidRequestError as error:
         return Refusal(str(error), error.field, error.code)
     except WeftError as error:
         return Refusal(str(error), "", "failed")
-    return Tokens(ids) if len(ids) <= question.max_tokens else TooLong(len(ids))
+    if isinstance(value, str):
+        return Text(value)
+    return Tokens(value) if len(value) <= max_tokens else TooLong(len(value))
+
+
+def _answers(text: ModelText, question: Question) -> list[Answer]:
+    return [_answer(text, part, question.max_tokens) for part in question.parts]
 
 
 def main() -> None:
@@ -88,7 +105,7 @@ def main() -> None:
     path, chat_template, tool_format = sys.argv[1:]
     questions = msgspec.msgpack.Decoder(Question)
     text = open_model_text(open_checkpoint(path), chat_template or None, tool_format or None)
-    answer_all(lambda question: msgspec.msgpack.encode(_answer(text, questions.decode(question))))
+    answer_all(lambda question: msgspec.msgpack.encode(_answers(text, questions.decode(question))))
 
 
 if __name__ == "__main__":

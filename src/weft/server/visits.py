@@ -58,6 +58,8 @@ class Visit:
         self.began = began
         self.requests: Sequence[InferenceRequest] = ()
         """Once they are known."""
+        self.text_tokens = 0
+        """Of a request that asks for tokens or text alone."""
         self.reserved = 0
         self.turn: Turn | None = None
         self.deadline: float | None = None
@@ -81,7 +83,7 @@ class Visit:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(request.prompt) for request in self.requests)
+        return self.text_tokens + sum(len(request.prompt) for request in self.requests)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -154,11 +156,6 @@ class Visits:
             code="queue_full",
         )
 
-    def count(self, key: ApiKey | None) -> None:
-        """A request that takes no place. Raises a 429 where its key has no more to ask."""
-        if key is not None:
-            self._limits[key.name].take_request()
-
     def enter(self, key: ApiKey | None, choices: Choices, given_id: str | None = None) -> Visit:
         """One more request. Raises a 429 where there is no place, or its key has no more to ask."""
         self.check_room(key)  # others may have come in while the body did
@@ -210,6 +207,13 @@ class Visits:
             await work()
         else:
             visit.choices.submit_later(work)
+
+    def reserve(self, visit: Visit, num_tokens: int) -> None:
+        """Takes so many tokens of the key's minute for text work, or raises a 429. In the end the request costs its
+        `text_tokens`."""
+        visit.text_tokens = num_tokens
+        if visit.limits is not None:
+            visit.reserved = visit.limits.reserve(num_tokens)
 
     def leave(self, visit: Visit, outcome: Outcome) -> None:
         """It is over. Who got an error of the server's pays nothing, and who was refused; everyone else what was computed

@@ -6,6 +6,7 @@ A message is bytes behind their length; the end of its input ends the process, h
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import struct
 import sys
@@ -15,70 +16,129 @@ from typing import Any, BinaryIO
 import msgspec
 
 from weft.errors import InvalidRequestError, WeftError
+from weft.server.places import Places
 
+_START_SECONDS = 60.0
+_RESTART_SECONDS = 1.0
+"""What a new process costs, about."""
 _LENGTH = struct.Struct("<I")
 
 
 class Worker:
-    """Owns the process, which starts with the first question. Questions take turns."""
+    """Owns one process, which starts with the first question. It is asked one question at a time."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._command = (sys.executable, "-m", module, *arguments)
         self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
+        self._ending: set[asyncio.Task[int]] = set()
 
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.returncode is None
-
-    async def ask(self, *question: bytes | bytearray, seconds: float | None = None) -> bytes:
-        """The answer to a question, whose parts are sent as one; TimeoutError where it takes longer than `seconds`. Whoever
-        gets none, or is cancelled meanwhile, takes the process along: its answer must not be taken for the next one's."""
-        async with self._turn:
-            is_answered = False
-            try:
-                async with asyncio.timeout(seconds):
-                    answer = await self._ask(question)
-                is_answered = True
-                return answer
-            except TimeoutError:
-                raise  # an OSError too, by its class
-            # A RuntimeError is a thread that cannot be started; the next question tries again.
-            except (OSError, RuntimeError, MemoryError, asyncio.IncompleteReadError) as error:
-                raise WeftError("a process of the server died over this request; try again") from error
-            finally:
-                if not is_answered:
-                    self._kill()
+    async def ask(self, *question: bytes | bytearray, seconds: float) -> bytes:
+        """The answer to a question, whose parts are sent as one; TimeoutError where it takes longer than `seconds`,
+        without the start of the process. A question that gets no answer, or is cancelled, ends the process: its answer
+        must not be taken for the next one's."""
+        is_answered = False
+        try:
+            process = await self._running()
+            async with asyncio.timeout(seconds):
+                answer = await _asked(process, question)
+            is_answered = True
+            return answer
+        except TimeoutError:
+            raise  # an OSError too, by its class
+        # A RuntimeError is a thread that cannot be started; the next question tries again.
+        except (OSError, RuntimeError, MemoryError, asyncio.IncompleteReadError) as error:
+            raise WeftError("a process of the server died over this request; try again") from error
+        finally:
+            if not is_answered:
+                self._kill()
 
     async def close(self) -> None:
-        """Ends the process and waits until it is gone."""
-        if (process := self._kill()) is not None:
-            await process.wait()
+        """Ends the process and waits until it is gone, with all that were ended before it."""
+        self._kill()
+        await asyncio.gather(*self._ending)
 
-    async def _ask(self, question: Sequence[bytes | bytearray]) -> bytes:
+    async def _running(self) -> asyncio.subprocess.Process:
         process = self._process
         if process is None or process.returncode is not None:
             self._process = process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                process_group=0,  # so that processes which it started end with it
             )
-        assert process.stdin is not None and process.stdout is not None
+            try:
+                async with asyncio.timeout(_START_SECONDS):
+                    await _asked(process, ())
+            except TimeoutError:
+                raise WeftError("a process of the server does not start; try again") from None
+        return process
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        ending = asyncio.create_task(process.wait())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+
+class Workers:
+    """Owns several processes of one kind, and the questions that wait for one (in the order of `Places`)."""
+
+    def __init__(self, module: str, *arguments: str, count: int = 1) -> None:
+        self._workers = tuple(Worker(module, *arguments) for _ in range(count))
+        self._idle = list(self._workers)
+        self._places = Places(count)
+        self._answering: dict[asyncio.Task[bytes], tuple[Worker, float]] = {}
+        """The process and the cost of each question that is being answered."""
+
+    async def ask(self, *question: bytes | bytearray, asker: str, cost: float, seconds: float) -> bytes:
+        """As `Worker.ask`, for a question that takes about `cost` seconds. Cancelled, a question that waits is dropped. One
+        that is being answered ends with its process where a new process costs less than the answer."""
+        await self._places.take(asker, cost)
+        worker = self._idle.pop()  # the one used last: another is started only where it is busy
+        answering = asyncio.create_task(worker.ask(*question, seconds=seconds))
+        self._answering[answering] = worker, cost
+        answering.add_done_callback(self._end)
+        try:
+            return await asyncio.shield(answering)
+        except asyncio.CancelledError:
+            if cost > _RESTART_SECONDS:
+                answering.cancel()
+            raise
+
+    async def close(self) -> None:
+        """Ends the processes and waits until they are gone."""
+        answering = tuple(self._answering)
+        for task in answering:
+            task.cancel()
+        await asyncio.gather(*answering, return_exceptions=True)
+        for worker in self._workers:
+            await worker.close()
+
+    def _end(self, answering: asyncio.Task[bytes]) -> None:
+        worker, cost = self._answering.pop(answering)
+        self._idle.append(worker)
+        self._places.free(cost)
+
+
+async def _asked(process: asyncio.subprocess.Process, question: Sequence[bytes | bytearray]) -> bytes:
+    """The answer; for no question the first word of a process that is ready."""
+    assert process.stdin is not None and process.stdout is not None
+    if question:
         process.stdin.write(_LENGTH.pack(sum(map(len, question))))
         for part in question:
             process.stdin.write(part)
         await process.stdin.drain()
-        (size,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
-        return await process.stdout.readexactly(size)
-
-    def _kill(self) -> asyncio.subprocess.Process | None:
-        process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                process.kill()
-            except ProcessLookupError:
-                pass
-        return process
+    (size,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
+    return await process.stdout.readexactly(size)
 
 
 def packed(message: Any, asked: msgspec.Struct) -> bytes:
@@ -100,13 +160,12 @@ def packed(message: Any, asked: msgspec.Struct) -> bytes:
 
 
 def answer_all(answer: Callable[[bytes], bytes]) -> None:
-    """The life of the process: answers questions until there are no more."""
-    source, drain = sys.stdin.buffer, sys.stdout.buffer
+    """The life of the process: says that it is ready, then answers questions until there are no more."""
+    source = sys.stdin.buffer
+    _write(b"")
     while True:
         (size,) = _LENGTH.unpack(_read(source, _LENGTH.size))
-        content = answer(_read(source, size))
-        drain.write(_LENGTH.pack(len(content)) + content)
-        drain.flush()
+        _write(answer(_read(source, size)))
 
 
 def ignore_signals() -> None:
@@ -120,3 +179,11 @@ def _read(stream: BinaryIO, size: int) -> bytes:
     if len(content) < size:
         raise SystemExit(0)
     return content
+
+
+def _write(content: bytes) -> None:
+    try:
+        sys.stdout.buffer.write(_LENGTH.pack(len(content)) + content)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        os._exit(0)  # the server is gone; to end in order would be to write once more

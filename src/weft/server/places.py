@@ -1,0 +1,85 @@
+"""Places for work beside the event loop, and who waits for one: which goes next. Nothing is kept of what was given up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from weft.clock import Clock
+
+CHEAP_SECONDS = 0.05
+"""Work that is expected to take no longer is cheap."""
+_LEAST_SECONDS = 1e-4
+
+
+class _Waiting:
+    def __init__(self, asker: str, cost: float, since: float) -> None:
+        self.asker = asker
+        self.cost = max(cost, _LEAST_SECONDS)
+        self.since = since
+        self.may_go: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Places:
+    """`count` pieces of work at once. Belongs to one event loop.
+
+    Askers share the places by the seconds that their work costs (start-time fair queueing). Of one asker's work the piece
+    goes next that has waited longest for its cost: cheap work overtakes costly work, and costly work is not put off for
+    ever. Costly work leaves one of several places to cheap work.
+    """
+
+    def __init__(self, count: int, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._num_free = count
+        self._num_for_costly = max(1, count - 1)
+        self._waiting: list[_Waiting] = []
+        self._used: dict[str, float] = {}
+        """Virtual time: the seconds that each asker was given, while some work waits."""
+        self._now = 0.0
+
+    async def take(self, asker: str, cost: float) -> None:
+        """Waits for a place for work of about `cost` seconds. The caller calls `free` with the same cost; not where this
+        was cancelled."""
+        waiting = _Waiting(asker, cost, self._clock())
+        if not self._waiting:
+            self._used.clear()
+            self._now = 0.0
+        if all(other.asker != asker for other in self._waiting):
+            self._used[asker] = max(self._used.get(asker, 0.0), self._now)
+        self._waiting.append(waiting)
+        self._let_through()
+        try:
+            await waiting.may_go
+        except asyncio.CancelledError:
+            if (
+                not waiting.may_go.cancelled()
+            ):  # it was given the place in the moment in which it was cancelled
+                self.free(cost)
+            elif waiting in self._waiting:
+                self._waiting.remove(waiting)
+            raise
+
+    def free(self, cost: float) -> None:
+        self._num_free += 1
+        self._num_for_costly += cost > CHEAP_SECONDS
+        self._let_through()
+
+    def _let_through(self) -> None:
+        while self._num_free and (waiting := self._next()) is not None:
+            self._waiting.remove(waiting)
+            if waiting.may_go.done():  # cancelled, and about to be told
+                continue
+            self._num_free -= 1
+            self._num_for_costly -= waiting.cost > CHEAP_SECONDS
+            self._now = max(self._now, self._used[waiting.asker])
+            self._used[waiting.asker] += waiting.cost
+            waiting.may_go.set_result(None)
+
+    def _next(self) -> _Waiting | None:
+        now = self._clock()
+        may_go = (one for one in self._waiting if self._num_for_costly or one.cost <= CHEAP_SECONDS)
+        return min(
+            may_go,
+            key=lambda one: (self._used[one.asker], one.cost / (now - one.since + _LEAST_SECONDS)),
+            default=None,
+        )

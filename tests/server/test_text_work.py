@@ -1,0 +1,212 @@
+"""Text work of large requests: it is done beside the event loop, in a fair order, and what nobody waits for is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import asyncio.events
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from in_process import in_process
+from server_process import SLOW, Server, api_key, running_server, wait_for
+
+MOST_SECONDS = 0.1
+"""Of the processor, for one callback of the event loop. What was found wrong took 0.2 to 0.7 s."""
+
+
+class Callbacks:
+    """The longest callback of the event loop of this thread, in seconds of the processor."""
+
+    longest = 0.0
+    what = ""
+
+
+@contextmanager
+def timed_callbacks() -> Iterator[Callbacks]:
+    plain_run = asyncio.events.Handle._run
+    seen = Callbacks()
+
+    def timed_run(handle: asyncio.events.Handle) -> None:
+        began = time.thread_time()
+        plain_run(handle)
+        if (seconds := time.thread_time() - began) > seen.longest:
+            seen.longest, seen.what = seconds, repr(handle)
+
+    asyncio.events.Handle._run = timed_run  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        asyncio.events.Handle._run = plain_run  # type: ignore[method-assign]
+
+
+def schema(num_properties: int) -> dict[str, Any]:
+    properties = {f"property{index}": {"type": "string"} for index in range(num_properties)}
+    return {"type": "object", "properties": properties}
+
+
+def tool(name: str, num_properties: int) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": schema(num_properties)}}
+
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+ONE = {"max_tokens": 1}
+LONGEST = 46778
+"""A token of 81 bytes, the most that one has."""
+
+BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "1024 prompts of text": (COMPLETION, {"prompt": ["word " * 200] * 1024, **ONE}, 200),
+    "1024 tiny prompts": (COMPLETION, {"prompt": ["hi"] * 1024, **ONE}, 200),
+    "60000 properties": (COMPLETION, {"prompt": "x", "json_schema": schema(60_000)}, 400),
+    "7000 properties": (COMPLETION, {"prompt": "x", "json_schema": schema(7_000), **ONE}, 400),
+    "128 tools": (
+        CHAT,
+        {"messages": MESSAGES, "tools": [tool(f"f{index}", 150) for index in range(128)]},
+        400,
+    ),
+    "small biases": (COMPLETION, {"prompt": "x", "logit_bias": {f"{n}": 1 for n in range(25_000)}}, 400),
+    "biases": (COMPLETION, {"prompt": "x", "logit_bias": {f"{n}": 1 for n in range(60_000)}}, 400),
+    "80000 messages": (CHAT, {"messages": [{}] * 80_000}, 400),
+    "20000 messages": (CHAT, {"messages": [{"role": "user", "content": "x"}] * 20_000}, 400),
+    "values": (COMPLETION, {"prompt": "x", "metadata": {f"{n}": {} for n in range(32_000)}, **ONE}, 200),
+    "ids": ("/detokenize", {"tokens": [7] * 262_000}, 200),
+    "long ids": ("/detokenize", {"tokens": [LONGEST] * 262_000}, 200),
+    "small ids": ("/detokenize", {"tokens": [7] * 100_000}, 200),
+    "text": ("/tokenize", {"prompt": "The quick brown fox. " * 400}, 200),
+    "long text": ("/tokenize", {"prompt": "The quick brown fox. " * 40_000}, 400),
+    "echo": (COMPLETION, {"prompt": [[7] * 1000] * 200, "echo": True, **ONE}, 200),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_10_no_body_keeps_the_event_loop_to_itself(default_model_path: Path, name: str) -> None:
+    path, asked, status = BODIES[name]
+    body = json.dumps(asked, separators=(",", ":")).encode()
+
+    async def run() -> Callbacks:
+        async with in_process(default_model_path, max_context=4096) as app:
+            await app.ask(COMPLETION, b'{"prompt": "x", "max_tokens": 1}')
+            with timed_callbacks() as seen:
+                reply = await app.ask(path, body)
+            assert reply.status == status, reply.body[:300]
+            return seen
+
+    seen = asyncio.run(run())
+    print(f"{name}: {len(body)} bytes, {1e3 * seen.longest:.1f} ms in {seen.what[:200]}")
+    assert seen.longest < MOST_SECONDS, seen.what
+
+
+@pytest.fixture(scope="module")
+def keys(default_model_path: Path) -> Iterator[Server]:
+    """Keys with limits, and four places."""
+    found = [api_key("metered", tokens_per_minute=1000), api_key("single", concurrent=1), api_key("plain")]
+    options = {"api_keys": found, "backend_options": SLOW, "max_requests": 4}
+    with running_server(default_model_path, **options, headers=PLAIN) as server:
+        yield server
+
+
+PLAIN = {"Authorization": "Bearer plain"}
+METERED = {"Authorization": "Bearer metered"}
+SINGLE = {"Authorization": "Bearer single"}
+LONG = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+
+
+def test_10_tokens_and_text_cost_tokens_of_the_keys_minute(keys: Server) -> None:
+    def ask(path: str, **fields: Any) -> httpx.Response:
+        return keys.client.post(path, json=fields, headers=METERED)
+
+    def left(answer: httpx.Response) -> int:
+        return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+    first = ask("/tokenize", prompt="word " * 100)
+    tokens = first.json()["tokens"]
+    # What came back meanwhile is one token in 0.06 s; a slow machine may have had some more.
+    assert first.status_code == 200 and 100 <= len(tokens) <= 1000 - left(first) + 50
+    second = ask("/detokenize", tokens=tokens)
+    assert second.status_code == 200 and left(second) < left(first)
+    refused = ask("/detokenize", tokens=[10**6] * 500)
+    assert refused.status_code == 400 and left(refused) >= left(second), "what is refused costs nothing"
+    assert ask("/tokenize", prompt="x", messages=[]).status_code == 400
+    # More than a minute's worth has to wait for a full minute's worth.
+    late = ask("/tokenize", prompt="word " * 2000)
+    assert late.status_code == 429 and late.json()["error"]["code"] == "rate_limit_exceeded"
+    assert int(late.headers["retry-after"]) >= 1
+
+
+def test_10_tokens_and_text_take_a_place(keys: Server) -> None:
+    fields: dict[str, Any]
+    with ExitStack() as streams:
+        streams.enter_context(keys.client.stream("POST", "/v1/completions", json=LONG, headers=SINGLE))
+        for path, fields in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
+            refused = keys.client.post(path, json=fields, headers=SINGLE)
+            assert refused.status_code == 429 and refused.json()["error"]["code"] == "rate_limit_exceeded"
+            assert keys.client.post(path, json=fields).status_code == 200
+        for _ in range(3):
+            streams.enter_context(keys.client.stream("POST", "/v1/completions", json=LONG))
+        for path, fields in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
+            refused = keys.client.post(path, json=fields, headers=METERED)
+            assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+    keys.wait_until_free()
+
+
+def test_10_a_prompt_of_9_kb_does_not_wait_for_many_of_500_kb(server: Server) -> None:
+    short, long = {"prompt": "word " * 1800}, {"prompt": "A quick brown fox. " * 26_000}
+
+    def ask(body: dict[str, Any]) -> int:
+        with httpx.Client(base_url=server.url, timeout=120) as client:
+            return client.post("/tokenize", json=body).status_code
+
+    with ThreadPoolExecutor(24) as pool:
+        for body in (short, long):  # both processes run
+            assert set(pool.map(ask, [body] * 4)) == {200 if body is short else 400}  # the context has 8192
+        asking = [pool.submit(ask, long) for _ in range(20)]
+        wait_for(lambda: any(one.done() for one in asking))
+        num_done = sum(one.done() for one in asking)
+        assert ask(short) == 200
+        num_overtaken = 20 - sum(one.done() for one in asking)
+        assert num_overtaken >= 20 - num_done - 6, "it waited for at most a few of them"
+        assert {one.result() for one in asking} == {400}
+
+
+HEAVY = {
+    "type": "object",
+    "properties": {f"p{index}": {"type": "string"} for index in range(600)},
+    "minProperties": 1,
+    "additionalProperties": False,
+}
+"""A schema that takes seconds to compile."""
+
+
+def grammar_seconds(server: Server) -> float:
+    """Of the processor, in the processes that compile grammars and in those that they started."""
+    ticks = 0
+    for pid in server.children():
+        with suppress(OSError):
+            if b"grammar_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def test_07_grammars_of_clients_that_left_do_not_delay_the_next(server: Server) -> None:
+    assert server.chat(guided_regex="a").status_code == 200
+    before = grammar_seconds(server)
+    for index in range(12):
+        asked = {"messages": MESSAGES, "json_schema": {**HEAVY, "title": f"{index} {time.time()}"}}
+        body = json.dumps(asked).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head.encode() + body)
+            time.sleep(0.05)
+    assert server.chat(guided_regex=f"a{{{time.time_ns() % 1000},1000}}").status_code == 200
+    # Twelve times a twentieth of a second, one of a second, and the start of a process.
+    assert grammar_seconds(server) - before < 6.0
