@@ -98,9 +98,8 @@ def open_output(path: Path | None, overwrite: bool, resume: bool) -> Iterator[Ou
                 ) from error
             output = Output(file, path, done, overwrite and holds_something)
         previous = signal.getsignal(signal.SIGINT)
-        if (
-            previous is not signal.SIG_IGN
-        ):  # so for a job in the background: Ctrl-C is for the program in front
+        # A script's job in the background begins with SIGINT ignored: Ctrl-C is for the program in front.
+        if previous is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, output.interrupt)
             stack.callback(signal.signal, signal.SIGINT, previous)
         yield output

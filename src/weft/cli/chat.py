@@ -78,9 +78,8 @@ class _Interrupts:
 
     def __enter__(self) -> _Interrupts:
         self._previous = signal.getsignal(signal.SIGINT)
-        if (
-            self._previous is not signal.SIG_IGN
-        ):  # so for a job in the background: Ctrl-C is for the program in front
+        # A script's job in the background begins with SIGINT ignored: Ctrl-C is for the program in front.
+        if self._previous is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._handle)
         return self
 
