@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import json
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,39 @@ async def leftovers(model_path: Path) -> Counter[str]:
             gc.enable()
             listening.close()
     return found
+
+
+async def leftovers_of_deadlines(model_path: Path) -> Counter[str]:
+    """The same after requests that the server itself ended, because the engine did not."""
+    async with in_process(model_path) as server:
+        process = server.server.engine._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        bodies = [
+            json.dumps({"prompt": [1], "deadline": 0, "stream": number % 2 == 0}).encode()
+            for number in range(2 * ROUNDS)
+        ]
+        gc.collect()
+        gc.disable()
+        try:
+            replies = await asyncio.gather(*(server.ask("/v1/completions", body) for body in bodies))
+            assert all(b"deadline_exceeded" in reply.body for reply in replies)
+            del replies
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            found = Counter(type(one).__name__ for one in gc.garbage)
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+            os.kill(process.pid, signal.SIGCONT)
+    return found
+
+
+def test_requests_whose_deadline_the_server_keeps_leave_no_garbage(default_model_path: Path) -> None:
+    found = asyncio.run(leftovers_of_deadlines(default_model_path))
+    own = {"EventStream", "Choices", "Visit", "Answer", "ApiError", "TimerHandle"}
+    assert not own & {name for name, count in found.items() if count >= ROUNDS}, found
 
 
 def test_requests_leave_no_garbage(default_model_path: Path) -> None:

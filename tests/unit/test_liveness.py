@@ -27,6 +27,7 @@ class Engine:
         self.ignored: tuple[int, ...] = ()
         self.num_searches = 0
         self.liveness = Liveness(STALL_SECONDS, lambda: self.now, self._work, self._work_of_children)
+        self.liveness.is_started = True
 
     def _work(self, without: tuple[int, ...]) -> float:
         self.ignored = without
@@ -130,6 +131,14 @@ def test_a_step_that_uses_next_to_no_processor_is_stuck(engine: Engine) -> None:
 def test_a_step_that_computes_for_ever_is_stuck_in_the_end(engine: Engine) -> None:
     engine.live(10, beat())
     engine.live(10 * STALL_SECONDS + 1, beat(7), work=1.0)
+    assert engine.verdict == "stalled"
+
+
+def test_a_start_may_take_as_long_as_it_computes_but_not_stand_still(engine: Engine) -> None:
+    engine.liveness.is_started = False
+    engine.live(100 * STALL_SECONDS, beat(0), work=0.1)
+    assert engine.verdict == "responding"
+    engine.live(STALL_SECONDS + 1, beat(0))
     assert engine.verdict == "stalled"
 
 

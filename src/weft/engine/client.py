@@ -360,6 +360,7 @@ class EngineClient:
             if "traceback" in known:
                 self._log("engine_died", f"{error}.", "error", **known)
             raise
+        running.liveness.is_started = True
         self._launch_seconds = loop.time() - self._launched_at
 
     async def _keep_running(self) -> None:
@@ -379,6 +380,8 @@ class EngineClient:
                 self._log("engine_restarted", "The engine is ready again.", restarts=self.restarts)
             except Exception as error:
                 self.state = EngineState.STARTING
+                if self._process is not None:
+                    self._process.kill()
                 tries += 1
                 pause = _restart_seconds(tries)
                 said = f"The engine could not be started ({type(error).__name__}: {error})"

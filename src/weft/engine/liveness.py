@@ -41,6 +41,8 @@ class Liveness:
         work_of_children: Callable[[], float],
     ) -> None:
         """`work` is the processor time of the process without that of the threads with these ids."""
+        self.is_started = False
+        """Set by who owns it once the loop runs: a start has no steps to finish, and may take as long as it computes."""
         self.quiet_seconds = 0.0
         """Since the last sign of life."""
         self._unfinished_seconds = 0.0
@@ -83,7 +85,7 @@ class Liveness:
             self._work_before.clear()
             return
         self.quiet_seconds += elapsed
-        self._unfinished_seconds += elapsed
+        self._unfinished_seconds += elapsed if self.is_started else 0.0
         if self.quiet_seconds >= _DOUBT_SECONDS and self._has_worked():
             self.quiet_seconds = 0.0
             self._work_before.clear()

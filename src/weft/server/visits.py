@@ -76,9 +76,9 @@ class Visit:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise self.is_late() from None
+            raise self.late_error() from None
 
-    def is_late(self) -> ApiError:
+    def late_error(self) -> ApiError:
         return ApiError(504, f"deadline of {self.deadline:g} s passed", code="deadline_exceeded")
 
     @property
@@ -173,7 +173,7 @@ class Visits:
         visit.deadline = self._settings.engine.request_timeout if seconds is None else seconds
         if visit.deadline is not None:
             left = visit.began + max(0.0, visit.deadline) + _GRACE_SECONDS - self._clock()
-            visit.expiry = asyncio.get_running_loop().call_later(left, visit.choices.fail, visit.is_late())
+            visit.expiry = asyncio.get_running_loop().call_later(left, visit.choices.fail, visit.late_error())
 
     async def submit(
         self,
