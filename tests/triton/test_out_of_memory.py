@@ -126,6 +126,11 @@ def test_a_card_that_is_too_full_for_any_cache_is_refused(device: Device) -> Non
     with pytest.raises(OutOfMemoryError) as error:
         opened(card).allocate(KvCachePoolConfig(), 4, 64)
     assert "the KV cache takes at least 0 MiB, with 1,024 MiB in reserve, beside" in sentence(error)
+    card.free = 127 * MIB
+    with pytest.raises(
+        OutOfMemoryError, match=r"with 1,024 MiB in reserve, .* and 127 MiB of 1,024 MiB are free"
+    ):
+        opened(card).allocate(KvCachePoolConfig(), 4, 64)
     card.free = 1025 * MIB
     info = opened(card).allocate(KvCachePoolConfig(), 4, 64)
     assert info.num_blocks * info.block_size >= info.max_context == 128

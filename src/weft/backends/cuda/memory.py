@@ -33,7 +33,11 @@ _SPARE_BYTES = 1 << 30
 def free_bytes(device: Device) -> int:
     """What blocks may take beside all that has its memory already."""
     free = device.free_memory()
-    return max(0, int(free - max(_SPARE_BYTES, free * _SPARE_SHARE)))
+    return max(0, free - _reserve(free))
+
+
+def _reserve(free: int) -> int:
+    return max(_SPARE_BYTES, int(free * _SPARE_SHARE))
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class BlockMemory:
         asked = self.asked()
         if asked is None:
             needed, room = self.least_bytes, free_bytes(device)
-            text = f"the KV cache takes at least {mib(needed)}, with {mib(device.free_memory() - room)} in reserve,"
+            text = f"the KV cache takes at least {mib(needed)}, with {mib(_reserve(device.free_memory()))} in reserve,"
         else:
             needed, room = self.bytes_of(asked), device.free_memory()
             text = f"the KV cache takes {mib(needed)}"
