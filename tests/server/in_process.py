@@ -62,11 +62,11 @@ class InProcess:
 
 
 @asynccontextmanager
-async def in_process(model_path: Path, **settings: Any) -> AsyncIterator[InProcess]:
+async def in_process(model_path: Path, *, max_context: int = 64, **settings: Any) -> AsyncIterator[InProcess]:
     checkpoint = open_checkpoint(model_path)
     text = open_model_text(checkpoint)
     chosen = ServerSettings(str(model_path), (MODEL,), **settings)
-    engine = EngineClient("noop", {"vocabulary_size": 49152, "max_context": 64}, chosen.engine)
+    engine = EngineClient("noop", {"vocabulary_size": 49152, "max_context": max_context}, chosen.engine)
     await engine.start()
     server = ServerApp(chosen, text, checkpoint.generation, engine, ServerLog("off"))
     try:
