@@ -69,7 +69,7 @@ class InProcess:
 
 
 @asynccontextmanager
-async def in_process(model_path: Path, max_context: int = 64, **settings: Any) -> AsyncIterator[InProcess]:
+async def in_process(model_path: Path, *, max_context: int = 64, **settings: Any) -> AsyncIterator[InProcess]:
     checkpoint = open_checkpoint(model_path)
     text = open_model_text(checkpoint)
     chosen = ServerSettings(str(model_path), (MODEL,), **settings)

@@ -154,6 +154,7 @@ def soaked(**changes: Any) -> Soaked:
         "histories": [history],
         "baseline": Gauges(0, 0, 0, 0),
         "gauges": Gauges(0, 0, 0, 0),
+        "loop_lag": {0.01: 900, 0.05: 995, 0.1: 1000, float("inf"): 1000},
         "files": (9, 9),
     }
     return Soaked(**{**figures, **changes})
@@ -174,6 +175,7 @@ LEAK = ProcessHistory("engine", [0.0, 50.0, 100.0, 150.0], [100.0, 150.0, 200.0,
         ({"gauges": Gauges(1, 0, 0, 0)}, "open, running"),
         ({"gauges": Gauges(0, 0, 0, 0.01)}, "open, running"),
         ({"files": (9, 10)}, "open files"),
+        ({"loop_lag": {0.01: 900, 0.05: 980, 0.1: 1000, float("inf"): 1000}}, "event-loop lag"),
         ({"histories": [LEAK]}, "memory"),
         ({"kills": [Kill(10.0, 11.5, 12.0)]}, "kill 1"),
         ({"kills": [Kill(10.0, 10.1, None)]}, "kill 1"),

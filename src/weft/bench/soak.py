@@ -6,8 +6,10 @@ import asyncio
 import dataclasses
 import json
 import os
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +94,7 @@ async def _run(work: SoakWork, host: str, port: int, noop: Tokenizer | None, siz
         asker, questions=questions, slow_questions=slow, wrong_questions=wrong_questions(max_context)
     )
     processes, health, ledger = ServerProcesses(host, port), HealthWatch(host, port), Ledger()
-    baseline = await _gauges(asker)
+    baseline, lag_before = await _gauges(asker), await _loop_lag(asker)
     processes.sample()
     files_before = _files(processes)
     began = time.monotonic()
@@ -110,6 +112,8 @@ async def _run(work: SoakWork, host: str, port: int, noop: Tokenizer | None, siz
     # Health is polled until the storm is over and no longer: an idle server would only make its figures look better.
     await health.stop()
     watching.cancel()
+    loop_lag = await _loop_lag(asker)
+    loop_lag.subtract(lag_before)
     gauges = await _settled(asker, baseline)
     files_after = 0
     give_up_at = time.monotonic() + _SETTLE_SECONDS
@@ -132,6 +136,7 @@ async def _run(work: SoakWork, host: str, port: int, noop: Tokenizer | None, siz
         histories=list(processes.histories.values()),
         baseline=baseline,
         gauges=gauges,
+        loop_lag=loop_lag,
         files=(files_before, files_after),
     )
 
@@ -195,6 +200,14 @@ async def _gauges(asker: Target) -> Gauges | None:
             if name.startswith(f"weft:{gauge}"):
                 found[gauge] = found.get(gauge, 0.0) + float(value)
     return Gauges(*(found[gauge] for gauge in _GAUGES)) if status == 200 and len(found) == 4 else None
+
+
+async def _loop_lag(asker: Target) -> Counter[float]:
+    """How often the server's event loop was late by at most so many seconds; empty for a server that does not tell."""
+    _, body = await _exchange(asker, "GET", "/metrics")
+    pattern = r'^weft:event_loop_lag_seconds_bucket{.*le="([^"]+)".*} (\S+)$'
+    found = re.findall(pattern, body.decode("utf-8", "replace"), re.MULTILINE)
+    return Counter({float(bound): int(float(count)) for bound, count in found})
 
 
 async def _settled(asker: Target, baseline: Gauges | None) -> Gauges | None:

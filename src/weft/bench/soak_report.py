@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from weft.bench.soak_client import Ledger
 from weft.bench.soak_watch import Kill, Poll, ProcessHistory, undisturbed
 
 HEALTH_P99_SECONDS = 0.1
+LOOP_LAG_P99_SECONDS = 0.05
 NOTICED_SECONDS = 1.0
 GROWTH_MIB = 8.0
 """A minute, of one process, in the second half of what was seen of it: less is an allocator at work, not a leak."""
@@ -48,6 +49,8 @@ class Soaked:
     histories: list[ProcessHistory]
     baseline: Gauges | None
     gauges: Gauges | None
+    loop_lag: Mapping[float, int]
+    """How often the event loop was late by at most so many seconds, beyond what the kernel's scheduler took."""
     files: tuple[int, int]
 
     @property
@@ -98,6 +101,16 @@ def checks(soaked: Soaked) -> list[Check]:
                 f"{1000 * p99:.0f} ms",
                 f"{1000 * HEALTH_P99_SECONDS:.0f} ms",
                 p99 < HEALTH_P99_SECONDS,
+            )
+        )
+    if total := max(soaked.loop_lag.values(), default=0):
+        bound = min(bound for bound, count in soaked.loop_lag.items() if count >= 0.99 * total)
+        found.append(
+            Check(
+                "event-loop lag p99, without the kernel's run delay",
+                f"at most {1000 * bound:g} ms, of {total:,}",
+                f"{1000 * LOOP_LAG_P99_SECONDS:.0f} ms",
+                bound <= LOOP_LAG_P99_SECONDS,
             )
         )
     for number, kill in enumerate(soaked.kills):
@@ -194,6 +207,7 @@ def write_soak(soaked: Soaked, path: Path) -> None:
             }
             for kill in soaked.kills
         ],
+        "event_loop_lag": [[str(bound), count] for bound, count in soaked.loop_lag.items()],
         "health": [(poll.due - soaked.began, poll.seconds, poll.status) for poll in soaked.polls],
         "processes": [
             {

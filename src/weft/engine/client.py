@@ -7,7 +7,7 @@ import copy
 import enum
 import itertools
 import subprocess
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,13 +21,18 @@ from weft.engine.watched import WatchedProcess
 from weft.errors import EngineStoppedError, WeftError
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
-from weft.request import GenerationResult, InferenceRequest, RequestId, TokenOutput
+from weft.request import GenerationResult, InferenceRequest, RequestId, TokenLogprobs, TokenOutput
 
 _RESTART_SECONDS = (0.0, 0.5, 2.0, 5.0, 10.0)
 """Waits before a restart, by how many there were since the engine last ran for a minute."""
 _METRICS_SECONDS = 5.0
 _OUTPUT_BYTES = 160
 """What a `wire.Output` takes in memory beside its encoded logprobs."""
+
+
+Unread = int | wire.Output
+"""A token that is no more than that as its id: hundreds of thousands of objects would keep the collector of garbage busy
+for a tenth of a second at a time."""
 
 
 class EngineState(enum.Enum):
@@ -68,8 +73,7 @@ class Answer:
         """Known once the final output can be read. It has no tokens, no text and no logprobs."""
         self.num_tokens = 0
         """Those that arrived, read or not."""
-        self.prompt_logprobs: list[bytes] = []
-        """Each for `wire.prompt_logprobs`; complete once there is a result."""
+        self._prompt_logprobs: list[bytes] = []
         self.arrived = arrived
         """Set when there is something to take: the first token, as many as `wake_every` of them, the end. May be shared
         by answers that are read together."""
@@ -77,9 +81,7 @@ class Answer:
         self._capacity = capacity
         self._wake_every = wake_every if capacity is None else min(wake_every, max(1, capacity // 2))
         self._may_grow = may_grow
-        self._unread: list[int | wire.Output] = []
-        """A token that is no more than that as its id: hundreds of thousands of objects would keep the collector of
-        garbage busy for a tenth of a second at a time."""
+        self._unread: list[Unread] = []
         self._length = prompt_length
         """Of the sequence, with what was read."""
         self._failure: WeftError | None = None
@@ -99,8 +101,8 @@ class Answer:
         Raises what kept the request from going on."""
         return [self._output(unread) for unread in self.take_plainly(most)]
 
-    def take_plainly(self, most: int | None = None) -> list[int | wire.Output]:
-        """As `take`, at a fraction of the cost: a token that is no more than that as its id."""
+    def take_plainly(self, most: int | None = None) -> list[Unread]:
+        """As `take`, at a fraction of the cost."""
         self.check()
         taken, self._unread = self._unread, []
         if most is not None and len(taken) > most:
@@ -110,7 +112,11 @@ class Answer:
             self._may_grow(-sum(map(_size, taken)))
         return taken
 
-    def _output(self, unread: int | wire.Output) -> TokenOutput:
+    def prompt_logprobs(self) -> Iterator[Sequence[TokenLogprobs | None]]:
+        """Those of all tokens of the prompt, some tokens at a time; complete once there is a result."""
+        return map(wire.prompt_logprobs.decode, self._prompt_logprobs)
+
+    def _output(self, unread: Unread) -> TokenOutput:
         if isinstance(unread, int):
             self._length += 1
             return TokenOutput(RequestId(self.id), unread, "", None, False, None, self._length)
@@ -174,7 +180,7 @@ class Answer:
         return is_first
 
     def put_prompt_logprobs(self, encoded: bytes) -> None:
-        self.prompt_logprobs.append(encoded)
+        self._prompt_logprobs.append(encoded)
         self._may_grow(len(encoded))
 
     def _overflow(self) -> None:
@@ -490,7 +496,7 @@ def _restart_seconds(tries: int) -> float:
     return _RESTART_SECONDS[min(tries, len(_RESTART_SECONDS) - 1)]
 
 
-def _size(unread: int | wire.Output) -> int:
+def _size(unread: Unread) -> int:
     return 0 if isinstance(unread, int) else _OUTPUT_BYTES + len(unread.encoded_top)
 
 

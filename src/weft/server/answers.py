@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from weft.engine import wire
-from weft.engine.client import Answer, EngineClient
+from weft.engine.client import Answer, EngineClient, Unread
 from weft.errors import WeftError
 from weft.request import GenerationResult, InferenceRequest, RequestState, TokenLogprobs, TokenOutput
 from weft.server.budget import Share
@@ -64,10 +63,9 @@ class Choice:
         self._waited = waited
         """Seconds before the engine had it."""
 
-    @property
-    def prompt_logprobs(self) -> list[bytes]:
-        """As the client has them, once the answer is over."""
-        return self._answer.prompt_logprobs
+    def prompt_logprobs(self) -> Iterator[Sequence[TokenLogprobs | None]]:
+        """Those of all tokens of the prompt, some tokens at a time, once the answer is over."""
+        return self._answer.prompt_logprobs()
 
     def take(self, effort: int) -> Piece | None:
         """What arrived since the last call, as much as `effort` allows; None for nothing. Raises what keeps the answer
@@ -102,7 +100,7 @@ class Choice:
                 self._answer.finish(answer.num_tokens)
         return Piece(self, text, tokens, logprobs, deltas, outputs[-1].is_final)
 
-    def _read_all(self, outputs: Sequence[int | wire.Output]) -> Piece | None:
+    def _read_all(self, outputs: Sequence[Unread]) -> Piece | None:
         """The same where nothing but the engine ends an answer, all at once."""
         if not outputs:
             return None
@@ -276,8 +274,9 @@ class Choices:
         assert None not in results
         return results  # type: ignore[return-value]
 
-    def prompt_logprobs(self, index: int) -> list[bytes]:
-        return self._choices[index].prompt_logprobs
+    def prompt_logprobs(self, index: int) -> Iterator[Sequence[TokenLogprobs | None]]:
+        """Those of the prompt of an answer."""
+        return self._choices[index].prompt_logprobs()
 
     @property
     def num_reasoning_tokens(self) -> int:

@@ -29,6 +29,7 @@ from weft.server.errors import ApiError, as_api_error, json_response, renamed
 from weft.server.guard import ANSWER, BODY, KEY, Guard
 from weft.server.keys import ApiKey
 from weft.server.logs import ServerLog, current_record
+from weft.server.loop_lag import watch_lag
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
 from weft.server.openai import Shape
 from weft.server.preparing import Prepared, Preparer, as_asked
@@ -88,6 +89,10 @@ class ServerApp:
     async def wait_until_idle(self, seconds: float) -> bool:
         """Whether all requests ended in time."""
         return await self._visits.wait_until_idle(seconds)
+
+    async def watch_loop(self) -> None:
+        """Measures how late the event loop is, for as long as it is not cancelled."""
+        await watch_lag(self._metrics.loop_lag.observe, lambda: len(self._visits) > 0)
 
     async def close(self) -> None:
         """Ends the processes beside the engine's."""

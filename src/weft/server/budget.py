@@ -91,8 +91,8 @@ def too_much_answer(num_bytes: int, budget: ByteBudget) -> ApiError:
     if num_bytes > budget.max_each:
         return ApiError(
             413,
-            f"the answer would have {num_bytes} bytes or more; allowed: {budget.max_each} (max_answer_bytes). Stream it, or "
-            "ask for fewer logprobs, tokens or answers",
+            f"the answer would have {num_bytes} bytes or more in memory; allowed: {budget.max_each} (max_answer_bytes). "
+            "Stream it and read it as it comes, or ask for fewer logprobs, tokens or answers",
             code="answer_too_large",
         )
     return ApiError(

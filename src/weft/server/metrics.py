@@ -37,6 +37,7 @@ _TOKEN_SECONDS = (
     2.5,
     5.0,
 )
+_LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
 _REQUEST_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 
 
@@ -112,6 +113,13 @@ class ServerMetrics:
             _TOKEN_SECONDS,
         )
         registry.register(self._between)
+        self.loop_lag = _Gaps(
+            "weft:event_loop_lag_seconds",
+            "How late the server's event loop was, beyond what the kernel's scheduler took.",
+            labels,
+            _LAG_SECONDS,
+        )
+        registry.register(self.loop_lag)
         self._latency = histogram("e2e_request_latency_seconds", "From the whole request to the last token.")
         self._queue = histogram("request_queue_time_seconds", "Waiting for the first turn.")
         self._prefill = histogram("request_prefill_time_seconds", "From the first turn to the first token.")

@@ -139,9 +139,11 @@ class _Life:
                 return
             starting.result()
             app = ServerApp(self._settings, text, suggestions, self._engine, self._log)
+            watching = asyncio.create_task(app.watch_loop())
             try:
                 await self._listen(server, app)
             finally:
+                watching.cancel()
                 await app.close()
         finally:
             stopping.cancel()

@@ -15,7 +15,6 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weft.engine import wire
 from weft.request import GenerationResult, InferenceRequest
 from weft.server.answers import Choices, Piece
 from weft.server.budget import Share
@@ -106,6 +105,7 @@ class WholeAnswer:
             await choices.wait()
             await rounds.turn()
             self.add(choices.take())
+            await asyncio.sleep(0)  # what is left over would be taken in the same round
         await self.write(choices, rounds)
         return choices.results
 
@@ -130,7 +130,10 @@ class WholeAnswer:
             if written is None:
                 start = self._starts[index // shape.num_choices_per_prompt] if self._starts else 0
                 written = self._written[index] = _Written(TokenOffsets(shape.tokenizer, start))
-                written.logprobs.add(shape.logprobs((), (), written.offsets))  # the lists, if nothing comes
+                if shape.wants_logprobs:
+                    written.logprobs.add(
+                        shape.logprobs((), (), written.offsets)
+                    )  # the lists, if nothing comes
             if piece.deltas is not None:
                 written.deltas += piece.deltas
                 num_bytes += _DELTA_BYTES * len(piece.deltas)
@@ -169,11 +172,11 @@ class WholeAnswer:
     async def _prompt_logprobs(self, index: int, choices: Choices, rounds: Rounds) -> _Logprobs:
         """Those of the prompt of this answer, which come with the first of its answers and are repeated with each."""
         logprobs, offsets, start = _Logprobs(), TokenOffsets(self._shape.tokenizer), 0
-        for encoded in choices.prompt_logprobs(index):
+        for scored in choices.prompt_logprobs(index):
             await rounds.turn()
-            scored = wire.prompt_logprobs.decode(encoded)
             tokens = self._shape.echo(index).tokens[start : start + len(scored)]
             self._share.add(logprobs.add(self._shape.logprobs(tokens, scored, offsets)))
+            await asyncio.sleep(0)
             start += len(scored)
         return logprobs
 

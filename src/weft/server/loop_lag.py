@@ -1,0 +1,38 @@
+"""How late the event loop is, apart from the time for which the kernel let its thread wait."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+_PERIOD_SECONDS = 0.01
+_IDLE_SECONDS = 0.25
+_SCHEDSTAT = "/proc/thread-self/schedstat"
+
+
+async def watch_lag(observe: Callable[[float], object], is_busy: Callable[[], bool]) -> None:
+    """Reports again and again by how many seconds a timer was late, less the run delay of this thread since it was set:
+    that is what other programs on the machine took. Run delay before the timer was due counts too, so a lag may look
+    shorter than it was, by one period at most. While `is_busy` says no, nothing is measured."""
+    loop = asyncio.get_running_loop()
+    try:
+        schedstat = os.open(_SCHEDSTAT, os.O_RDONLY)
+    except OSError:  # a kernel that does not tell: all lateness counts
+        schedstat = -1
+    try:
+        while True:
+            if not is_busy():
+                await asyncio.sleep(_IDLE_SECONDS)
+                continue
+            due, waited = loop.time() + _PERIOD_SECONDS, _run_delay(schedstat)
+            await asyncio.sleep(_PERIOD_SECONDS)
+            observe(max(0.0, loop.time() - due - (_run_delay(schedstat) - waited)))
+    finally:
+        if schedstat >= 0:
+            os.close(schedstat)
+
+
+def _run_delay(schedstat: int) -> float:
+    """Seconds for which the thread could have run and did not."""
+    return int(os.pread(schedstat, 128, 0).split()[1]) / 1e9 if schedstat >= 0 else 0.0

@@ -1,0 +1,175 @@
+"""Answers with many logprobs: the event loop stays free, memory is bounded and goes back, and what is too large is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import in_process
+from server_process import MESSAGES, running_server, wait_for
+from test_server_life import send_request
+
+MIB = 1 << 20
+CHAT: dict[str, Any] = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+COMPLETION: dict[str, Any] = {"prompt": [5, 6, 7], "logprobs": 20, "ignore_eos": True}
+
+
+@contextmanager
+def longest_callback() -> Iterator[list[float]]:
+    """The most processor time that the event loop spent on one thing without a turn for others."""
+    longest, run = [0.0], asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        began = time.thread_time()
+        run(handle)
+        longest[0] = max(longest[0], time.thread_time() - began)
+
+    gc.collect()
+    gc.disable()  # the objects of a whole test run are no part of a server
+    asyncio.Handle._run = timed  # type: ignore[method-assign]
+    try:
+        yield longest
+    finally:
+        asyncio.Handle._run = run  # type: ignore[method-assign]
+        gc.enable()
+
+
+@pytest.mark.parametrize(("path", "asked"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
+def test_an_answer_with_many_logprobs_holds_nobody_up(
+    default_model_path: Path, path: str, asked: dict[str, Any]
+) -> None:
+    async def run() -> float:
+        async with in_process(default_model_path, max_context=256) as server:
+            small = json.dumps({**asked, "max_tokens": 2}).encode()
+            assert (await server.ask(path, small)).status == 200  # what is made once is made
+            with longest_callback() as longest:
+                body = json.dumps({**asked, "n": 128, "max_tokens": 150}).encode()
+                reply = await server.ask(path, body)
+                await asyncio.sleep(0)  # the callback in which the answer came is over, and counted
+            assert reply.status == 200 and len(json.loads(reply.body)["choices"]) == 128
+            return longest[0]
+
+    seconds = asyncio.run(run())
+    assert seconds < 0.1, "of processor time; all of it takes several times as long"
+
+
+def resident(pid: int, name: str = "VmRSS") -> float:
+    """MiB of a process now; with VmHWM, the most that it had."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_logprobs_take_no_more_memory_than_their_json_and_it_goes_back(
+    default_model_path: Path, stream: bool
+) -> None:
+    """32,000 tokens with 20 logprobs each are 50 MB of JSON, and were some 200 MiB in the server and 90 in the engine."""
+    with running_server(default_model_path) as server:
+        assert server.chat(logprobs=True, top_logprobs=20).status_code == 200
+        http, engine = server.process.pid, server.engine_pid()
+        before = resident(http), resident(engine)
+        asked = {**CHAT, "n": 64, "max_tokens": 500, "stream": stream}
+        num_bytes = 0
+        with server.client.stream("POST", "/v1/chat/completions", json=asked) as response:
+            assert response.status_code == 200
+            for part in response.iter_raw():
+                num_bytes += len(part)
+        assert num_bytes > 40_000_000
+        assert resident(http, "VmHWM") - before[0] < (40 if stream else 120)
+        assert resident(engine, "VmHWM") - before[1] < 40
+        wait_for(lambda: resident(http) - before[0] < 30)
+        server.wait_until_free()
+
+
+def code_of(response: Any) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_an_answer_that_cannot_fit_is_refused_before_anything_is_computed(default_model_path: Path) -> None:
+    with running_server(default_model_path) as server:
+        refused = server.chat(**CHAT, n=128, max_tokens=2000)
+        assert code_of(refused) == (413, "answer_too_large")
+        allowed, asked = 64 * MIB, int(re.findall(r"would have (\d+) bytes", refused.text)[0])
+        assert str(allowed) in refused.text and asked > allowed
+        assert server.metric("generation_tokens_total") == 0
+        assert server.chat(**CHAT, n=2, max_tokens=20).status_code == 200
+
+
+def test_an_answer_that_grows_too_large_ends(default_model_path: Path) -> None:
+    """Nobody said how long it would be."""
+    with running_server(default_model_path, max_answer_bytes=MIB) as server:
+        refused = server.chat(**CHAT, max_tokens=None)
+        assert code_of(refused) == (413, "answer_too_large")
+        server.wait_until_free()
+        assert server.metric("generation_tokens_total") < 4000
+        assert server.chat(**CHAT, max_tokens=20).status_code == 200
+
+
+def test_answers_that_are_too_large_together_get_a_429_and_small_ones_go_on(default_model_path: Path) -> None:
+    with running_server(default_model_path, max_buffered_answer_bytes=MIB) as server:
+        refused = server.chat(**CHAT, n=4, max_tokens=500)
+        assert code_of(refused) == (429, "server_busy")
+        assert int(refused.headers["retry-after"]) >= 1
+        server.wait_until_free()
+        assert server.chat(**CHAT, max_tokens=20).status_code == 200
+        # What was held is given back with every end, so that it never adds up.
+        for _ in range(5):
+            assert server.chat(**CHAT, n=4, max_tokens=100).status_code == 200
+
+
+def test_what_a_stream_has_not_sent_counts_and_what_it_has_sent_does_not(default_model_path: Path) -> None:
+    settings: dict[str, Any] = {"max_answer_bytes": 2 * MIB, "engine": {"stream_buffer": 1_000_000}}
+    with running_server(default_model_path, **settings) as server:
+        asked: dict[str, Any] = {"prompt": [1], "logprobs": 20, "ignore_eos": True, "stream": True}
+        received = b""
+        with server.client.stream(
+            "POST", "/v1/completions", json={**asked, "n": 8, "max_tokens": 1000}
+        ) as response:
+            for part in response.iter_raw():
+                received = received[-100:] + part
+        assert b"[DONE]" in received
+        connection = send_request(server, receive_buffer=4096, **asked, n=16, max_tokens=2000)
+        connection.recv(1, socket.MSG_PEEK)
+        wait_for(lambda: not server.metric("num_requests_running"))  # nobody reads
+        received = b""
+        while part := connection.recv(1 << 20):
+            received += part
+            if b"\r\n0\r\n" in part[-16:]:
+                break
+        connection.close()
+        assert b'"code":"answer_too_large"' in received and b"[DONE]" not in received
+        server.wait_until_free()
+
+
+def test_a_prompt_that_is_repeated_has_its_logprobs_before_those_of_each_answer(
+    default_model_path: Path,
+) -> None:
+    with running_server(default_model_path) as server:
+        prompt = "One two three four five six seven. " * 40
+        plain = server.complete(prompt, echo=True, n=2, max_tokens=5, seed=1).json()
+        told = server.complete(prompt, echo=True, n=2, max_tokens=5, seed=1, logprobs=2).json()
+        num_prompt = told["usage"]["prompt_tokens"]
+        assert num_prompt > 200  # several messages of the engine
+        first, second = (choice["logprobs"] for choice in told["choices"])
+        for choice, other, logprobs in zip(told["choices"], plain["choices"], (first, second), strict=True):
+            assert choice["text"] == other["text"]
+            lengths = [
+                len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+            ]
+            assert lengths == [num_prompt + 5] * 4
+            assert [place for place, value in enumerate(logprobs["token_logprobs"]) if value is None] == [0]
+            starts = zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
+            assert all(choice["text"].startswith(token, at) for token, at in starts if "bytes:" not in token)
+        assert {name: values[:num_prompt] for name, values in first.items()} == {
+            name: values[:num_prompt] for name, values in second.items()
+        }

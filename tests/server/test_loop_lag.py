@@ -1,0 +1,62 @@
+"""How late the event loop is: what it did itself counts, what the kernel took from its thread does not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weft.server import loop_lag
+from weft.server.loop_lag import watch_lag
+
+
+def lags(work: Callable[[], object], is_busy: bool = True) -> list[float]:
+    """What was measured while `work` kept the loop once."""
+    seen: list[float] = []
+
+    async def run() -> None:
+        watching = asyncio.create_task(watch_lag(seen.append, lambda: is_busy))
+        await asyncio.sleep(0.02)
+        work()
+        await asyncio.sleep(0.05)
+        watching.cancel()
+
+    asyncio.run(run())
+    return seen
+
+
+def compute(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def test_a_callback_that_keeps_the_loop_is_seen() -> None:
+    assert max(lags(lambda: compute(0.2))) > 0.1
+
+
+def test_time_for_which_the_kernel_let_the_thread_wait_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "schedstat"
+    told.write_text("0 0 0\n")
+    monkeypatch.setattr(loop_lag, "_SCHEDSTAT", str(told))
+
+    def wait() -> None:
+        began = time.monotonic()
+        time.sleep(0.5)
+        told.write_text(f"0 {round(1e9 * (time.monotonic() - began))} 1\n")
+
+    assert max(lags(wait)) < 0.25
+
+
+def test_a_kernel_that_tells_nothing_leaves_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_lag, "_SCHEDSTAT", "/nowhere")
+    assert max(lags(lambda: time.sleep(0.2))) > 0.1
+
+
+def test_nothing_is_measured_while_nothing_is_under_way() -> None:
+    assert lags(lambda: None, is_busy=False) == []
