@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.backends.opening import available_memory
+from weft.backends.host_memory import host_memory
 from weft.config import KvCachePoolConfig
 from weft.errors import OutOfMemoryError
 from weft.models.decoder import Decoder
@@ -114,7 +114,7 @@ class BlockMemory:
         """In host memory; as many for the store as its blocks go with the full ones. Raises OutOfMemoryError where more
         were asked for than the host has memory; the default is smaller there."""
         each = self.block_bytes + self.store_block_bytes * sizes.store / sizes.full
-        available, full = available_memory(), self.pool.swap_blocks
+        available, full = host_memory().available, self.pool.swap_blocks
         if full is None:
             full = usual = min(sizes.full // 2, int(_DEFAULT_SWAP_BYTES / each))
             if available is not None:
