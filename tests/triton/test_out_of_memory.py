@@ -180,26 +180,30 @@ def blocks(swap_blocks: int | None) -> BlockMemory:
     return BlockMemory(KvCachePoolConfig(swap_blocks=swap_blocks), 4096, 2048, 2 * MIB, 0)
 
 
+def has_available(monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
+    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(size, 64 << 30))
+
+
 def test_the_default_swap_space_is_smaller_on_a_host_with_little_memory_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sizes = PoolSizes(20_000, 0)
     for available, slots in ((None, 4096), (16 << 30, 4096)):
-        monkeypatch.setattr(memory, "host_memory", lambda known=available: HostMemory(known, None))
+        has_available(monkeypatch, available)
         assert blocks(None).swap_slots(sizes) == (slots, 0)
     assert not caplog.records
-    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(1 << 30, None))
+    has_available(monkeypatch, 1 << 30)
     with caplog.at_level(logging.WARNING):
         assert blocks(None).swap_slots(sizes) == (256, 0)
     assert "the swap space has 512 MiB instead of 8,192" in caplog.text
-    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(MIB, None))
+    has_available(monkeypatch, MIB)
     assert blocks(None).swap_slots(sizes) == (0, 0)
 
 
 def test_a_swap_space_that_was_asked_for_and_cannot_be_had_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(1 << 30, None))
+    has_available(monkeypatch, 1 << 30)
     assert blocks(512).swap_slots(PoolSizes(20_000, 0)) == (512, 0)
     assert blocks(0).swap_slots(PoolSizes(20_000, 0)) == (0, 0)
     with pytest.raises(OutOfMemoryError) as error:
@@ -212,7 +216,7 @@ def test_a_swap_space_that_was_asked_for_and_cannot_be_had_is_refused(
 def test_a_backend_whose_swap_space_cannot_be_had_is_not_opened_half(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(1000, None))
+    has_available(monkeypatch, 1000)
     card = SmallCard(str(device.torch_device), free=500 * MIB)
     with pytest.raises(OutOfMemoryError, match="swap_blocks = 4 takes"):
         opened(card).allocate(POOL, 4, 64)
