@@ -190,7 +190,7 @@ def test_only_completed_failed_and_cancelled_are_over() -> None:
 def test_decode_speed_counts_decode_steps_over_decode_time_only() -> None:
     def result(**changes: Any) -> GenerationResult:
         values: dict[str, Any] = dict.fromkeys(GenerationResult.__dataclass_fields__, 0)
-        return GenerationResult(**{**values, "tokens": (1, 2, 3), **changes})
+        return GenerationResult(**{**values, "tokens": (1, 2, 3), "num_tokens": None, **changes})
 
     timed = result(waiting_time=5.0, prefill_time=3.0, decode_time=0.5, decode_steps=2)
     assert (
