@@ -212,7 +212,8 @@ class ServerApp:
         self._check_model(asked.model)
         prepared = await self._preparer.prepare(asked, size, visit.id, visit.key)
         if not prepared.is_streamed:
-            share.check(smallest_size(prepared.requests, prepared.shape))
+            length = self.engine.max_sequence_length
+            share.check(smallest_size(prepared.requests, prepared.shape, length))
         await self._visits.submit(
             visit, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
         )
