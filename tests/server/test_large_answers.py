@@ -44,7 +44,7 @@ def longest_callback() -> Iterator[list[float]]:
 
 
 @pytest.mark.parametrize(("path", "asked"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
-def test_an_answer_with_many_logprobs_holds_nobody_up(
+def test_an_answer_with_many_logprobs_leaves_the_event_loop_to_others_after_each_piece(
     default_model_path: Path, path: str, asked: dict[str, Any]
 ) -> None:
     async def run() -> float:
@@ -103,10 +103,12 @@ def test_an_answer_that_cannot_fit_is_refused_before_anything_is_computed(defaul
         assert str(allowed) in refused.text and asked > allowed
         assert server.metric("generation_tokens_total") == 0
         assert server.chat(**CHAT, n=2, max_tokens=20).status_code == 200
+        # The context ends an answer before max_tokens does.
+        assert server.complete([5] * 8180, max_tokens=100_000_000, ignore_eos=True).status_code == 200
 
 
 def test_an_answer_that_grows_too_large_ends(default_model_path: Path) -> None:
-    """Nobody said how long it would be."""
+    """Without max_tokens its size is not known before."""
     with running_server(default_model_path, max_answer_bytes=MIB) as server:
         refused = server.chat(**CHAT, max_tokens=None)
         assert code_of(refused) == (413, "answer_too_large")
@@ -140,7 +142,7 @@ def test_what_a_stream_has_not_sent_counts_and_what_it_has_sent_does_not(default
         assert b"[DONE]" in received
         connection = send_request(server, receive_buffer=4096, **asked, n=16, max_tokens=2000)
         connection.recv(1, socket.MSG_PEEK)
-        wait_for(lambda: not server.metric("num_requests_running"))  # nobody reads
+        wait_for(lambda: not server.metric("num_requests_running"))  # the socket is not read
         received = b""
         while part := connection.recv(1 << 20):
             received += part

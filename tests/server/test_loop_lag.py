@@ -53,7 +53,7 @@ def test_time_for_which_the_kernel_let_the_thread_wait_is_left_out(
     assert max(lags(wait)) < 0.25
 
 
-def test_a_kernel_that_tells_nothing_leaves_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_schedstat_all_lateness_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_lag, "_SCHEDSTAT", "/nowhere")
     assert max(lags(lambda: time.sleep(0.2))) > 0.1
 

@@ -136,7 +136,7 @@ def test_a_reader_that_stops_reading_a_stream_loses_its_place_while_its_socket_i
         connection = send_request(server, stream=True, key="one", **STALLING)
         connection.recv(1, socket.MSG_PEEK)
         assert server.metric("http_requests_open") == 1
-        server.wait_until_free()  # nobody has read a byte
+        server.wait_until_free()  # not a byte was read
         asked = {"prompt": "x", "max_tokens": 1}
         again = httpx.post(
             f"{server.url}/v1/completions", json=asked, headers={"Authorization": "Bearer one"}, timeout=60

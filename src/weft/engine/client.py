@@ -66,8 +66,8 @@ class Answer:
         wake_every: int = 1,
         may_grow: Callable[[int], bool] = lambda num_bytes: True,
     ) -> None:
-        """`capacity` is how many tokens may be unread; None: any number. `may_grow` is told the bytes of what arrives, and with
-        less than 0 of what is taken; where it says no, the answer is lost."""
+        """`capacity` is how many tokens may be unread; None: any number. `may_grow` is called with the bytes of each output
+        that arrives, and with a negative number when outputs are taken. When it returns False, the answer is lost."""
         self.id = answer_id
         self.result: GenerationResult | None = None
         """Known once the final output can be read. It has no tokens, no text and no logprobs."""
@@ -121,7 +121,7 @@ class Answer:
             self._length += 1
             return TokenOutput(RequestId(self.id), unread, "", None, False, None, self._length)
         self._length += unread.token_id is not None
-        return unread.as_told(self._length)
+        return unread.as_token_output(self._length)
 
     async def read(self) -> list[TokenOutput]:
         """As `take`, and waits for at least one."""

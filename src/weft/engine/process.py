@@ -93,7 +93,7 @@ class EngineProcess:
             # A result is told as soon as it is there; nobody asks for it a second time.
             config = dataclasses.replace(start.config, max_kept_results=1)
             self._engine = ServingEngine(backend, config, after_delivery=self._flush)
-            self._engine.scheduler.keeps_logprobs = False  # they are told token by token
+            self._engine.scheduler.keeps_logprobs = False  # outputs have them
         except WeftError as error:
             return self._fail(str(error), error.exit_code)
         except (Exception, StopIteration) as error:

@@ -143,8 +143,8 @@ class Refused(Message):
 
 
 class Output(msgspec.Struct, array_like=True, gc=False):
-    """An output that says more than its token: it has logprobs, or is the last. On both sides many of them may wait, so
-    the likeliest tokens are kept encoded: 13 bytes each instead of 130."""
+    """An output with more than a token: it has logprobs, or is the last. Many of them may wait on both sides, so the
+    likeliest tokens stay encoded: 13 bytes each instead of 130."""
 
     request_id: int
     token_id: int | None
@@ -168,7 +168,7 @@ class Output(msgspec.Struct, array_like=True, gc=False):
             return None
         return TokenLogprobs(self.logprob, _decode_top(self.encoded_top) if self.encoded_top else ())
 
-    def as_told(self, sequence_length: int) -> TokenOutput:
+    def as_token_output(self, sequence_length: int) -> TokenOutput:
         top = self.logprobs.top if self.logprobs is not None else ()
         reason = self.finish_reason
         request_id = RequestId(self.request_id)
@@ -178,8 +178,8 @@ class Output(msgspec.Struct, array_like=True, gc=False):
 
 
 class PromptLogprobs(Message):
-    """Those of the next tokens of an answer's prompt; they come before its end. A long prompt has many such messages: one
-    for all of it would keep the client's event loop for as long as it takes to decode."""
+    """The logprobs of the next tokens of an answer's prompt. They come before its end. A long prompt has many such messages:
+    decoding a single one would block the client's event loop."""
 
     id: int
     encoded: bytes
@@ -197,7 +197,7 @@ class Step(Message):
     tokens: tuple[int, ...]
     outputs: tuple[Output, ...]
     ended: tuple[GenerationResult, ...]
-    """Without tokens and logprobs, which the outputs told: `num_tokens` says how many of them are the result's."""
+    """Without tokens and logprobs, which the outputs have: `num_tokens` is how many of them belong to the result."""
 
 
 class Metrics(Message):

@@ -174,8 +174,8 @@ class _Arrival(asyncio.Event):
 
 
 class _Growth:
-    """Counts the bytes that arrived of all answers to a request and were not taken. Answers know this and not `Choices`, which
-    knows them: both would stay as garbage."""
+    """Counts the bytes of all answers to a request that arrived and were not taken. Answers refer to this object and not to
+    `Choices`: a cycle would stay until the next garbage collection."""
 
     def __init__(self, share: Share | None) -> None:
         self._share = share
@@ -281,6 +281,11 @@ class Choices:
     @property
     def num_reasoning_tokens(self) -> int:
         return sum(choice.num_reasoning_tokens for choice in self._choices)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there may be something to take."""
+        return self._arrived.is_set()
 
     async def wait(self) -> None:
         """Until there may be something to take."""

@@ -217,7 +217,8 @@ class ServerApp:
         async with visit.until_deadline():
             prepared = await self._preparer.prepare(asked, size, visit.id, visit.key, asker)
             if not prepared.is_streamed:
-                share.check(smallest_size(prepared.requests, prepared.shape))
+                length = self.engine.max_sequence_length
+                share.check(smallest_size(prepared.requests, prepared.shape, length))
             await self._visits.submit(
                 visit, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
             )

@@ -25,8 +25,8 @@ class ByteBudget:
         self._will_trim = False
 
     def trim_later(self) -> None:
-        """Gives freed memory back to the system: the C library keeps whatever lies below something that is still in use.
-        That takes some 10 ms for 100 MB, so in a thread, and once for all that ends within a second."""
+        """Gives freed memory back to the system: the C library keeps free memory that lies below memory in use. That takes
+        some 10 ms for 100 MB, so it runs in a thread, and once for all requests that end within a second."""
         if not self._will_trim:
             self._will_trim = True
             asyncio.get_running_loop().call_later(_TRIM_SECONDS, self._trim)
@@ -39,7 +39,7 @@ class ByteBudget:
 
 
 class Share:
-    """What one request has of a budget. Its first bytes are free, so that small requests get through whatever large ones do;
+    """What one request uses of a budget. Its first bytes are free, so that large requests never keep small ones out;
     connections hold as much anyway."""
 
     def __init__(self, budget: ByteBudget) -> None:

@@ -12,13 +12,13 @@ _SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 async def watch_lag(observe: Callable[[float], object], is_busy: Callable[[], bool]) -> None:
-    """Reports again and again by how many seconds a timer was late, less the run delay of this thread since it was set:
-    that is what other programs on the machine took. Run delay before the timer was due counts too, so a lag may look
-    shorter than it was, by one period at most. While `is_busy` says no, nothing is measured."""
+    """Calls `observe` again and again with the seconds by which a timer was late, less the run delay of this thread since the
+    timer was set: time that other programs on the machine took. Run delay before the timer was due is subtracted too,
+    so a lag may look shorter than it was, by one period at most. Nothing is measured while `is_busy` returns False."""
     loop = asyncio.get_running_loop()
     try:
         schedstat = os.open(_SCHEDSTAT, os.O_RDONLY)
-    except OSError:  # a kernel that does not tell: all lateness counts
+    except OSError:  # the kernel does not report it: all lateness counts
         schedstat = -1
     try:
         while True:
@@ -34,5 +34,5 @@ async def watch_lag(observe: Callable[[float], object], is_busy: Callable[[], bo
 
 
 def _run_delay(schedstat: int) -> float:
-    """Seconds for which the thread could have run and did not."""
+    """Seconds for which the thread was ready to run and did not run."""
     return int(os.pread(schedstat, 128, 0).split()[1]) / 1e9 if schedstat >= 0 else 0.0

@@ -185,7 +185,7 @@ _STATUSES = {
     404: "There is no such model.",
     405: "The route has another method.",
     408: "The request did not arrive in time, or its reader fell too far behind.",
-    413: "The body is too large.",
+    413: "The body is too large, or the answer that it asks for.",
     429: "Too many requests; `Retry-After` says when to come back.",
     500: "The server made a mistake.",
     503: "The engine is starting, or the server shuts down; `Retry-After` says when to come back.",

@@ -25,20 +25,21 @@ from weft.text.answer_parts import Delta, joined
 _encode = msgspec.json.Encoder().encode
 _NO_LOGPROBS = b'"logprobs":null'
 _PART_BYTES = 64 << 10
-"""Sent, or encoded, at a time; then others in the event loop have a turn."""
+"""Sent or encoded at a time, before the event loop runs other work."""
 _DELTA_BYTES = 128
 """What a part of an answer takes in memory beside its text."""
 _SMALLEST_ENTRY = {"chat": 50, "completion": 16}
 """Bytes of one token and its logprob, of which each token of an answer has 1 and as many as `logprobs` asks for."""
 
 
-def smallest_size(requests: Sequence[InferenceRequest], shape: Shape) -> int:
-    """Bytes that an answer has at least if it is as long as was asked for. Without max_tokens nothing was asked for."""
+def smallest_size(requests: Sequence[InferenceRequest], shape: Shape, max_length: int) -> int:
+    """The bytes of an answer of `max_tokens` tokens, at least, in a context of `max_length`. Answers without max_tokens count
+    as empty: they are mostly short."""
     entry, size = _SMALLEST_ENTRY[shape.form], 0
     for request in requests:
         params = request.params
         per_token = 1 if params.logprobs is None else 1 + (1 + params.logprobs) * entry
-        size += params.n * (params.max_tokens or 0) * per_token
+        size += params.n * min(params.max_tokens or 0, max_length - len(request.prompt)) * per_token
         if params.prompt_logprobs is not None:
             size += len(request.prompt) * (1 + params.prompt_logprobs) * entry
     return size
@@ -105,7 +106,8 @@ class WholeAnswer:
             await choices.wait()
             await rounds.turn()
             self.add(choices.take())
-            await asyncio.sleep(0)  # what is left over would be taken in the same round
+            if choices.has_more:
+                await asyncio.sleep(0)  # or it would be taken in the same round of the event loop
         await self.write(choices, rounds)
         return choices.results
 
@@ -131,9 +133,7 @@ class WholeAnswer:
                 start = self._starts[index // shape.num_choices_per_prompt] if self._starts else 0
                 written = self._written[index] = _Written(TokenOffsets(shape.tokenizer, start))
                 if shape.wants_logprobs:
-                    written.logprobs.add(
-                        shape.logprobs((), (), written.offsets)
-                    )  # the lists, if nothing comes
+                    written.logprobs.add(shape.logprobs((), (), written.offsets))  # empty lists
             if piece.deltas is not None:
                 written.deltas += piece.deltas
                 num_bytes += _DELTA_BYTES * len(piece.deltas)
@@ -147,7 +147,7 @@ class WholeAnswer:
         self._share.add(num_bytes)
 
     async def write(self, choices: Choices, rounds: Rounds) -> None:
-        """What is text becomes JSON too, answer by answer; what was kept of each is let go of."""
+        """Encodes the texts too, answer by answer, and frees what was kept of each."""
         shape, body = self._shape, self._body
         whole = _encode(shape.answer([], choices))
         place = whole.rindex(b"[]") + 1  # behind the choices there is no other list
@@ -182,7 +182,7 @@ class WholeAnswer:
 
 
 class _InParts(Response):
-    """Sends a body that is in pieces, and lets go of each that was sent."""
+    """Sends a body that is in pieces, and frees each piece once it is sent."""
 
     def __init__(self, body: deque[bytes | bytearray], share: Share, headers: dict[str, str]) -> None:
         super().__init__(None, 200, headers, media_type="application/json")
