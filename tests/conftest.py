@@ -17,8 +17,10 @@ import pytest
 # on the machine a step then takes ten times as long. One thread is slower alone and never slow.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # The servers of the tests are on this machine. A proxy that the user has would look for them on its own.
-for name in ("no_proxy", "NO_PROXY"):
-    os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
+os.environ |= {
+    name: ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
+    for name in ("no_proxy", "NO_PROXY")
+}
 # Before triton is imported, which transformers does while other folders are collected: it looks once. tests/triton runs in
 # its interpreter, but for `make test-gpu`.
 if os.environ.get("WEFT_TEST_DEVICE", "cpu") == "cpu":
