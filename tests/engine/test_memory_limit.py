@@ -83,12 +83,12 @@ def test_44_the_default_cache_obeys_the_limit_of_a_cgroup_also_when_it_is_full(
     assert found["tokens"] == [4] * 24
 
 
+@pytest.mark.parametrize("command", [["generate", "Hello"], ["serve", "--port", "0"]], ids=lambda c: c[0])
 def test_44_a_cgroup_too_small_for_the_model_is_one_sentence_and_exit_code_2(
-    cgroup: Cgroup, default_model_path: Path
+    cgroup: Cgroup, default_model_path: Path, command: list[str]
 ) -> None:
     program = "import sys; from weft.cli.entry import main; sys.argv[0] = 'weft'; main()"
-    command = [sys.executable, "-c", program, "generate", "Hello", "--device", "cpu"]
-    done = cgroup.run(300 * MIB, *command)
+    done = cgroup.run(300 * MIB, sys.executable, "-c", program, *command, "--device", "cpu")
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.strip().splitlines()
     assert "MiB of memory are needed" in line and "limit of 300 MiB" in line and "raise the limit" in line

@@ -39,7 +39,7 @@ def packed(default_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return file
 
 
-def test_overwritten_pages_of_packed_weights_change_no_answer(
+def test_50_overwritten_pages_of_packed_weights_change_no_answer(
     packed: Path, default_model_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoil(packed)
@@ -48,7 +48,7 @@ def test_overwritten_pages_of_packed_weights_change_no_answer(
     assert str(packed) in warning and packed.with_suffix(".damaged").exists()
 
 
-def test_a_server_over_damaged_packed_weights_answers_right_and_warns_in_its_log(
+def test_50_a_server_over_damaged_packed_weights_answers_right_and_warns_in_its_log(
     packed: Path, default_model_path: Path, tmp_path: Path
 ) -> None:
     spoil(packed)

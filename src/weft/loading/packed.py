@@ -70,7 +70,7 @@ def open_packed(
     path: Path, identity: str, sizes: Sizes, fill: Fill, checksum: Checksum, threads: int
 ) -> dict[str, np.ndarray] | None:
     """The pieces by name, mapped from the file at `path`, which is made first where it is missing, damaged or of another
-    identity. None where it cannot be kept: no room, no right to write, or a folder that belongs to somebody else."""
+    identity. None where it cannot be kept: no room, no right to write, or a folder of another user."""
     layout = _Layout.of(identity, sizes, checksum)
     try:
         _make_private(path.parent)
@@ -160,7 +160,7 @@ def _make(path: Path, layout: _Layout, fill: Fill, checksum: Checksum, threads: 
         os.posix_fallocate(file.fileno(), 0, layout.total)  # no room is an error here, not a signal later
         _write(np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8), layout, fill, checksum, threads)
         os.fsync(file.fileno())
-        # Written a page at a time, it lies in small pages: whoever maps it now reads it again, in large ones.
+        # Written a page at a time, it lies in small pages. Dropped from the cache, it is read again in large ones.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     partial.replace(path)
 
@@ -200,7 +200,7 @@ def _set_aside(path: Path, reason: _Unusable) -> None:
 
 
 def _sweep(path: Path, checksum: Checksum) -> None:
-    """Deletes what no start will use again. The lock is held, so whoever left something unfinished is gone."""
+    """Deletes what no start will use again. The lock is held: a file that is not finished will never be."""
     for other in path.parent.iterdir():
         with suppress(OSError):
             if other != path.with_suffix(".damaged") and _is_obsolete(other, _version(path), checksum):
