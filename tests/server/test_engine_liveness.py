@@ -28,7 +28,7 @@ if "weft.engine.process" in " ".join(sys.orig_argv):
 
     fault, finish = pathlib.Path({!r}), noop.NoopBackend._finish
 
-    def wait_for_a_lock_that_nobody_holds_open():
+    def wait_for_a_lock_that_nobody_gives_back():
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
@@ -40,7 +40,7 @@ if "weft.engine.process" in " ".join(sys.orig_argv):
         if kind:
             fault.unlink()
         if kind == "stuck":
-            wait_for_a_lock_that_nobody_holds_open()
+            wait_for_a_lock_that_nobody_gives_back()
         if kind == "slow":
             end = time.monotonic() + float(seconds)
             while time.monotonic() < end:
@@ -51,6 +51,9 @@ if "weft.engine.process" in " ".join(sys.orig_argv):
         return finish(self, step)
 
     noop.NoopBackend._finish = finish_with_faults
+    if fault.exists() and fault.read_text() == "stuck start":
+        fault.unlink()
+        wait_for_a_lock_that_nobody_gives_back()
 """
 
 
@@ -142,7 +145,7 @@ def test_41_a_step_that_is_stuck_is_found_and_the_log_names_the_function(
         wait_for(lambda: watched.status("/ready") == 200)
         assert server.engine_pid() != engine and server.complete().status_code == 200
         [stalled] = watched.events("engine_stalled")
-        assert "wait_for_a_lock_that_nobody_holds_open" in stalled["traceback"]
+        assert "wait_for_a_lock_that_nobody_gives_back" in stalled["traceback"]
         assert stalled["process_state"] == "S"
 
 
@@ -237,6 +240,18 @@ def test_an_engine_whose_every_step_fails_is_replaced(default_model_path: Path, 
         assert server.engine_pid() != engine
         died = watched.events("engine_died")[0]
         assert "6 steps in a row failed" in died["message"] and "illegal memory access" in died["message"]
+
+
+def test_an_engine_that_is_stuck_while_it_starts_is_replaced_too(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    with watched_server(default_model_path, tmp_path, stall_seconds=3.0) as watched:
+        watched.fault.write_text("stuck start")
+        os.kill(watched.server.engine_pid(), signal.SIGKILL)
+        wait_for(lambda: watched.events("engine_restart_failed"))
+        assert "stuck while it started" in watched.events("engine_restart_failed")[0]["message"]
+        wait_for(lambda: watched.status("/ready") == 200)
+        assert watched.server.complete().status_code == 200
 
 
 def test_an_engine_that_crashes_leaves_its_stacks_in_the_log(

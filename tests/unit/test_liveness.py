@@ -242,6 +242,13 @@ def test_the_work_of_single_threads_can_be_left_out() -> None:
         thread.join()
 
 
+def test_the_work_of_children_that_have_ended_counts_whatever_threads_are_left_out() -> None:
+    threads = (threading.get_native_id(), threading.get_native_id())
+    before = work_of(os.getpid(), threads)
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
+    assert work_of(os.getpid(), threads) - before > 0.3
+
+
 def test_a_process_that_is_gone_neither_works_nor_has_a_state() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()

@@ -364,7 +364,7 @@ class EngineClient:
             known = await self._bury(running, error)
             launched.connection.close()
             if "traceback" in known:
-                self._log("engine_died", f"{error}.", "error", **known)
+                self._log("engine_died", f"The engine did not start: {error}.", "error", **known)
             raise
         running.liveness.is_started = True
         self._launch_seconds = loop.time() - self._launched_at
@@ -406,21 +406,22 @@ class EngineClient:
         error = self._failure or EngineDiedError("the engine's process died")
         if is_stuck:
             self.stalls += 1
-            error = EngineStalledError("the engine was stuck and is started again; try again in a moment")
+            error = EngineStalledError("the engine was stuck, and another is started; try again in a moment")
         self._fail_all(error)
         known = await self._bury(running, error)
-        said = f"{error}. Its requests got an error, and it is started again."
+        why = f"showed no sign of life for {self._stall_seconds:g} s" if is_stuck else f"ended ({error})"
+        said = f"The engine {why}. Its requests got an error, and another is started."
         self._log("engine_stalled" if is_stuck else "engine_died", said, "error", **known)
 
     async def _bury(self, running: WatchedProcess, error: Exception) -> dict[str, Any]:
         """Ends a process that is over for this reason. Returns what is known of its end."""
         known: dict[str, Any] = {}
         patience = 1.0
+        if self._connection is not None:
+            self._connection.abort()  # a stopped process that is woken must not report steps any more
         if isinstance(error, EngineStalledError):
             known["process_state"], patience = state_of(running.process.pid), 0.0
             await running.dump_stacks()
-        if self._connection is not None:
-            self._connection.abort()
         if stacks := await running.end(patience):
             known["traceback"] = stacks
         return {"exit_code": running.process.returncode, **known}

@@ -133,7 +133,7 @@ class EngineCore:
                 self.scheduler.apply(flight.plan, result, seconds)
 
     def _count_failure(self, error: str | None) -> None:
-        """Raises where the backend seems to be broken for good: who uses the engine should get another."""
+        """Raises where the backend seems to be broken for good: the engine has to be replaced."""
         self._num_failed_steps += 1
         if self._num_failed_steps == self._max_failed_steps:
             raise WeftError(f"{self._num_failed_steps} steps in a row failed, the last with: {error}")

@@ -42,7 +42,7 @@ class Liveness:
     ) -> None:
         """`work` is the processor time of the process without that of the threads with these ids."""
         self.is_started = False
-        """Set by who owns it once the loop runs: a start has no steps to finish, and may take as long as it computes."""
+        """Set by the client once the loop runs: a start has no steps to finish, and may take as long as it computes."""
         self.quiet_seconds = 0.0
         """Since the last sign of life."""
         self._unfinished_seconds = 0.0
@@ -110,7 +110,8 @@ def _has_moved(before: int | None, now: int | None) -> bool:
 def work_of(process_id: int, without: tuple[int, ...] = ()) -> float:
     """Seconds that a process has computed, or waited for pages from disk; `without` names threads of it."""
     process = Path(f"/proc/{process_id}")
-    return _work(process / "stat") - sum(_work(process / f"task/{thread}/stat") for thread in without)
+    own, of_children = _work(process / "stat")
+    return own + of_children - sum(_work(process / f"task/{thread}/stat")[0] for thread in without)
 
 
 def work_of_children(process_id: int) -> float:
@@ -133,12 +134,15 @@ def _parents() -> Iterator[tuple[int, int]]:
             yield int(path.parent.name), int(fields[1])
 
 
-def _work(stat: Path) -> float:
-    """Children that have ended are part of their parent's."""
+def _work(stat: Path) -> tuple[float, float]:
+    """Its own, and that of the children of its process that have ended."""
     if not (fields := _fields(stat)):
-        return 0.0
-    pages, of_children, *ticks = map(int, fields[9:15])
-    return (pages + of_children) * _SECONDS_PER_PAGE + sum(ticks) / _TICKS_PER_SECOND
+        return 0.0, 0.0
+    pages, child_pages, user, system, child_user, child_system = map(int, fields[9:15])
+    return (
+        pages * _SECONDS_PER_PAGE + (user + system) / _TICKS_PER_SECOND,
+        child_pages * _SECONDS_PER_PAGE + (child_user + child_system) / _TICKS_PER_SECOND,
+    )
 
 
 def _fields(stat: Path) -> list[str]:
