@@ -189,7 +189,7 @@ def test_only_completed_failed_and_cancelled_are_over() -> None:
 def test_decode_speed_counts_decode_steps_over_decode_time_only() -> None:
     def result(**changes: Any) -> GenerationResult:
         values: dict[str, Any] = dict.fromkeys(GenerationResult.__dataclass_fields__, 0)
-        return GenerationResult(**{**values, "tokens": (1, 2, 3), **changes})
+        return GenerationResult(**{**values, "tokens": (1, 2, 3), "num_tokens": None, **changes})
 
     timed = result(waiting_time=5.0, prefill_time=3.0, decode_time=0.5, decode_steps=2)
     assert (
@@ -197,6 +197,7 @@ def test_decode_speed_counts_decode_steps_over_decode_time_only() -> None:
         and timed.total_time == 8.5
         and timed.completion_token_count == 3
     )
+    assert result(tokens=(), num_tokens=7).completion_token_count == 7, "tokens that were not kept"
     assert result(decode_time=0.0, decode_steps=2).decode_tokens_per_second is None
     assert result(decode_time=1.0, decode_steps=0).decode_tokens_per_second is None
 
