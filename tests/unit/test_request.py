@@ -198,6 +198,7 @@ def test_decode_speed_counts_decode_steps_over_decode_time_only() -> None:
         and timed.total_time == 8.5
         and timed.completion_token_count == 3
     )
+    assert result(tokens=(), num_tokens=7).completion_token_count == 7, "tokens that were not kept"
     assert result(decode_time=0.0, decode_steps=2).decode_tokens_per_second is None
     assert result(decode_time=1.0, decode_steps=0).decode_tokens_per_second is None
 
