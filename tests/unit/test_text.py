@@ -317,12 +317,7 @@ def broken(key: str, value: Any) -> Callable[[dict], None]:
         ({"chat_template": 7}, lambda state: None, "tokenizer_config.json: chat_template"),
         ({}, broken("model", {"type": "BPE", "vocab": {"a": "b"}, "merges": []}), "tokenizer.json"),
         ({}, broken("model", None), "tokenizer.json"),
-        (
-            {},
-            broken("decoder", {"type": "WordPiece", "prefix": "##", "cleanup": True}),
-            "decoder: 'WordPiece'",
-        ),
-        ({}, broken("decoder", None), "decoder: None"),
+        ({}, broken("decoder", {"type": "Morse"}), "tokenizer.json"),
         ({}, broken("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "("}}), "tokenizer.json"),
     ],
 )

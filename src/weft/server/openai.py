@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import time
 import uuid
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any, Literal
 from weft.request import GenerationResult, TokenLogprobs
 from weft.server.answers import Choice, Choices, Piece
 from weft.text.answer_parts import AnswerParts, Call, CallBegins, Content, Delta, Thought
+from weft.text.detokenizer import Detokenizer
 from weft.text.tokenizer import Tokenizer
 
 Form = Literal["chat", "completion"]
@@ -32,13 +32,12 @@ class TokenOffsets:
     """Where in the text of one answer each token begins, also while some of the text is held back."""
 
     def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
-        self._token_bytes = tokenizer.token_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text = Detokenizer(tokenizer, skip_control=False)
         self.offset = offset
 
     def add(self, token: int) -> int:
         offset = self.offset
-        self.offset += len(self._decoder.decode(self._token_bytes(token)))
+        self.offset += len(self._text.add(token))
         return offset
 
 

@@ -91,7 +91,15 @@ class GrammarCompiler:
             if self._vocabulary is None:
                 from llguidance import LLTokenizer, TokenizerWrapper
 
-                words = TokenizerWrapper(_Words(self._open_tokenizer(), self._end_ids, self._vocabulary_size))
+                tokenizer = self._open_tokenizer()
+                if not tokenizer.is_concatenative:
+                    raise InvalidRequestError(
+                        "the model's tokenizer makes text of tokens by rules of its own, so no grammar can be followed; "
+                        "leave it out",
+                        field="grammar",
+                        code="unsupported",
+                    )
+                words = TokenizerWrapper(_Words(tokenizer, self._end_ids, self._vocabulary_size))
                 self._vocabulary = LLTokenizer(words, n_vocab=self._vocabulary_size, eos_token=self._end_ids)
             return self._vocabulary
 

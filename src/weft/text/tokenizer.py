@@ -2,7 +2,8 @@
 
 `tokenizers` does the work on whole strings, exactly as in transformers. Two things are added: control tokens in
 text that people wrote stay text (see `shield`), and every token is known by its bytes, so that a stream of tokens
-becomes text without looking back.
+becomes text without looking back. Where a file's decoder makes more of tokens than their bytes in a row, `tokenizers`
+decodes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 from tokenizers import Regex, normalizers
@@ -26,6 +27,7 @@ from weft.text.shield import Shield
 MARK, _STAYS, _GOES = "\ufdd0", "\ufdd1", "\ufdd2"
 
 _SPACE = "▁"  # what SentencePiece writes for a space
+_SPACE_REPLACED = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -59,7 +61,7 @@ class Tokenizer:
             vocabulary_size = max(backend.get_vocab().values(), default=-1) + 1
         self.vocabulary_size = vocabulary_size
         self._unknown = getattr(backend.model, "unk_token", None) or specials.names.get("unk_token")
-        self._is_byte_level = _is_byte_level(backend)
+        self._alphabet = _alphabet(backend)
         self._shield = Shield(self.control_tokens.values())
         backend.normalizer = _removing_marks(backend.normalizer)
         backend.no_truncation()
@@ -114,8 +116,17 @@ class Tokenizer:
                 field="prompt",
             )
 
+    @property
+    def is_concatenative(self) -> bool:
+        """Whether the text of tokens is their bytes in a row; else it is only what `decode` makes of all of them."""
+        return self._alphabet != "other"
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether a token is written as one byte, such as `<0xE4>`."""
+        return _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or "") is not None
+
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for; it may hold half a character.
+        """The bytes a token stands for; it may hold half a character. Where that depends on its neighbours: alone.
 
         No bytes for an id without a token: a model's output may be wider than its vocabulary, to a round number.
         """
@@ -139,6 +150,11 @@ class Tokenizer:
         A first token that brings a space keeps it: a completion goes on where its prompt ended.
         """
         skipped = self.control_ids if skip_control else frozenset()
+        if self._alphabet == "other":
+            ids = [token for token in token_ids if token not in skipped]
+            with file_errors("the tokenizer"):  # some decoders panic where there is nothing
+                text: str = self._backend.decode(ids, skip_special_tokens=False) if ids else ""
+            return text
         pieces = (self.token_bytes(token) for token in token_ids if token not in skipped)
         return b"".join(pieces).decode("utf-8", "replace")
 
@@ -149,10 +165,13 @@ class Tokenizer:
         text = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocabulary_size else None
         if text is None:
             return b""
-        if self._is_byte_level:
+        if self._alphabet == "bytes":
             return _characters_to_bytes(text)
-        byte = _BYTE_TOKEN.fullmatch(text)
-        return bytes.fromhex(byte[1]) if byte else text.replace(_SPACE, " ").encode()
+        if byte := _BYTE_TOKEN.fullmatch(text):
+            return bytes.fromhex(byte[1])
+        if self._alphabet == "other":
+            return self.decode([token_id], skip_control=False).encode()
+        return text.replace(_SPACE, " ").encode()
 
 
 @contextmanager
@@ -195,23 +214,26 @@ def _matching_control_tokens_as_written(backend: tokenizers.Tokenizer) -> tokeni
     return tokenizers.Tokenizer.from_str(json.dumps(state))
 
 
-def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    """Whether tokens are written in the byte alphabet; else they are SentencePiece's. Other kinds are refused."""
+def _alphabet(backend: tokenizers.Tokenizer) -> Literal["bytes", "pieces", "other"]:
+    """How tokens are written: in the byte alphabet, as SentencePiece's pieces, or as only the file's decoder knows."""
     decoder = backend.decoder
     state: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
-    parts = state["decoders"] if state["type"] == "Sequence" else [state]
-    kinds = {part["type"] for part in parts}
-    if kinds == {"ByteLevel"}:
-        return True
-    replaces_space = any(part["type"] == "Replace" and part["content"] == " " for part in parts)
-    if kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"} and (
-        replaces_space or "Metaspace" in kinds
-    ):
-        return False
-    raise ModelFileError(
-        f"decoder: {state['type']!r} of {', '.join(sorted(map(str, kinds)))} is not supported; "
-        "weft reads ByteLevel, and SentencePiece's (Replace, ByteFallback, Fuse, Strip, Metaspace)"
-    )
+    parts: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
+    if {part["type"] for part in parts} == {"ByteLevel"}:
+        return "bytes"
+    space = [part for part in parts if part["type"] in ("Replace", "Metaspace")]
+    others = [part for part in parts if part not in space]
+    is_pieces = len(space) == 1 and all(map(_is_of_pieces, others))
+    if is_pieces and (space[0] == _SPACE_REPLACED or space[0].get("replacement") == _SPACE):
+        return "pieces"
+    return "other"
+
+
+def _is_of_pieces(part: dict[str, Any]) -> bool:
+    """Whether a part of a decoder changes nothing but bytes, and the space at the beginning of a text."""
+    if part["type"] == "Strip":
+        return part["content"] == " " and part["stop"] == 0
+    return part["type"] in ("ByteFallback", "Fuse")
 
 
 def _byte_alphabet() -> dict[str, int]:

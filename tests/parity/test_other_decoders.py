@@ -1,0 +1,188 @@
+"""Decoders of tokenizer.json that weft has no rules of its own for: whole texts and streams, as transformers decodes them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from weft.errors import InvalidRequestError
+from weft.request import Grammar
+from weft.text import detokenizer
+from weft.text.detokenizer import Detokenizer
+from weft.text.folder_tokenizer import read_folder_tokenizer
+from weft.text.grammar import GrammarCompiler
+
+PIECES = [
+    *(
+        "the",
+        "quick",
+        "##ly",
+        "##ing",
+        "fox",
+        "n't",
+        "'s",
+        ".",
+        ",",
+        "!",
+        "do",
+        " not",
+        "世",
+        "界",
+        "é",
+        "🦊",
+    ),
+    *(
+        "▁the",
+        "▁fox",
+        "▁",
+        "▁▁",
+        "_a",
+        "b_",
+        "_",
+        "low</w>",
+        "er</w>",
+        "new",
+        "a",
+        "b",
+        " ",
+        "  ",
+        "a ",
+        " b",
+    ),
+    *("Ġthe", "Ġ", "Ċ", "ä¸ĸ", "ä¸", "ĸ", "çķ", "Į", "ðŁ", "¦", "Ĭ", "ł", "[PAD]", "|", "aa"),
+]
+BYTES = [f"<0x{byte:02X}>" for byte in "世🦊é".encode()] + ["<0x41>", "<0xFF>"]
+CONTROL = ["<s>", "</s>"]
+
+SPACES = decoders.Replace(Regex(" +"), " ")
+DECODERS: dict[str, Any] = {
+    "none": None,
+    "wordpiece": decoders.WordPiece(),
+    "wordpiece as written": decoders.WordPiece(cleanup=False),
+    "suffixes": decoders.BPEDecoder(),
+    "ctc": decoders.CTC(pad_token="[PAD]", word_delimiter_token="|"),
+    "metaspace of its own": decoders.Metaspace(replacement="_"),
+    "bytes and strip": decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]),
+    "replace and bytes": decoders.Sequence(
+        [decoders.Replace("_", " "), decoders.ByteFallback(), decoders.Fuse()]
+    ),
+    "only bytes": decoders.ByteFallback(),
+    "joined": decoders.Fuse(),
+    "strip at the end": decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+    "runs of spaces": decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), SPACES]),
+}
+
+
+def write_tokenizer(folder: Path, decoder: Any) -> Path:
+    tokens = [*PIECES, *BYTES]
+    backend = Tokenizer(
+        models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="the")
+    )
+    backend.add_special_tokens(CONTROL)
+    if decoder is not None:
+        backend.decoder = decoder
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def reference(folder: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), clean_up_tokenization_spaces=False
+    )
+
+
+def sequences(num_tokens: int) -> Iterator[list[int]]:
+    dice = random.Random(18)
+    for _ in range(150):
+        length = dice.choice([1, 2, 3, 5, 20, 200])
+        # Often one of a few, so that tokens follow their like.
+        some = [dice.randrange(num_tokens) for _ in range(dice.choice([3, 10, 60]))]
+        yield [dice.choice(some) for _ in range(length)]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_18_texts_and_streams_are_what_transformers_makes_of_the_same_tokens(
+    tmp_path: Path, name: str
+) -> None:
+    folder = write_tokenizer(tmp_path, DECODERS[name])
+    tokenizer, theirs = read_folder_tokenizer(folder), reference(folder)
+    for ids in sequences(tokenizer.vocabulary_size):
+        is_empty = tokenizer.control_ids.issuperset(ids)  # at which some decoders panic
+        expected = "" if is_empty else theirs.decode(ids, skip_special_tokens=True)
+        assert tokenizer.decode(ids) == expected
+        assert tokenizer.decode(ids, skip_control=False) == theirs.decode(ids, skip_special_tokens=False)
+        one_by_one, in_pieces = Detokenizer(tokenizer), Detokenizer(tokenizer)
+        assert "".join(map(one_by_one.add, ids)) + one_by_one.finish() == expected
+        dice, text, place = random.Random(len(ids)), "", 0
+        while place < len(ids):
+            count = dice.randrange(8)
+            text += in_pieces.add_all(ids[place : place + count])
+            place += count
+        assert text + in_pieces.finish() == expected
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_18_text_is_given_out_as_soon_as_it_is_certain(tmp_path: Path, name: str) -> None:
+    tokenizer = read_folder_tokenizer(write_tokenizer(tmp_path, DECODERS[name]))
+    detokenizer, held = Detokenizer(tokenizer), 0
+    for token in [PIECES.index(piece) for piece in ("the", "quick", "fox", "new", ".")] * 20:
+        held = 0 if detokenizer.add(token) else held + 1
+        assert held == 0
+    [first, second, third] = [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in "世".encode()]
+    shown = [detokenizer.add(token) for token in (first, second, third, PIECES.index("the"))]
+    assert not any("\ufffd" in one for one in shown)
+
+
+def test_18_a_token_costs_no_more_the_longer_the_stream_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, decoder in DECODERS.items():
+        tokenizer = read_folder_tokenizer(write_tokenizer(tmp_path, decoder))
+        decoded: list[int] = []
+        plain = tokenizer.decode
+
+        def decode(ids: Any, **options: Any) -> str:
+            decoded.append(len(ids))  # noqa: B023
+            return plain(ids, **options)  # noqa: B023
+
+        monkeypatch.setattr(tokenizer, "decode", decode)
+        stream = Detokenizer(tokenizer)
+        dice = random.Random(7)
+        for _ in range(2000):
+            stream.add(dice.randrange(tokenizer.vocabulary_size))
+        assert max(decoded) <= detokenizer._MOST_TOKENS + 1, name
+        assert sum(decoded) / 2000 <= 2 * detokenizer._MOST_TOKENS, name
+
+
+def test_18_what_needs_the_bytes_of_each_token_is_refused(tmp_path: Path) -> None:
+    tokenizer = read_folder_tokenizer(write_tokenizer(tmp_path, DECODERS["wordpiece"]))
+    compiler = GrammarCompiler(lambda: tokenizer, [tokenizer.vocabulary_size - 1], tokenizer.vocabulary_size)
+    with pytest.raises(InvalidRequestError, match="no grammar can be followed") as refused:
+        compiler.compile(Grammar("regex", "a+"))
+    assert refused.value.field == "grammar"
+
+
+@pytest.mark.parametrize(
+    ("decoder", "is_concatenative"),
+    [
+        (decoders.ByteLevel(), True),
+        (decoders.Metaspace(), True),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]), True),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]), True),
+        (decoders.Sequence([decoders.Replace("_", " "), decoders.Fuse()]), False),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 0, 1)]), False),
+        (decoders.Metaspace(replacement="_"), False),
+        (decoders.WordPiece(), False),
+    ],
+)
+def test_the_quick_way_is_for_decoders_that_put_bytes_in_a_row(
+    tmp_path: Path, decoder: Any, is_concatenative: bool
+) -> None:
+    tokenizer = read_folder_tokenizer(write_tokenizer(tmp_path, decoder))
+    assert tokenizer.is_concatenative is is_concatenative
