@@ -113,6 +113,10 @@ class Speculation:
         self._block_size = info.block_size
         self._has_tiers = info.store_blocks > 0
 
+    @property
+    def is_on(self) -> bool:
+        return self._most > 0
+
     def begin(self, sequence: Sequence) -> None:
         """Gives a sequence a guesser, if it may have one: what a grammar allows is known for one token at a time."""
         if self._most and sequence.request.params.grammar is None:

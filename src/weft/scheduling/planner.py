@@ -200,6 +200,7 @@ class Planner:
         if not kv_cache.extend(allocation, needed, sequence.keys):
             if self._may_sit_out(draft, sequence):
                 return False
+            self._take_back_spare_blocks()
             below = [s for s in self._victims(draft) if is_below(s, sequence)]
             victims = choose_victims(below, sequence, needed - kv_cache.available, kv_cache, self._info)
             if victims is None:
@@ -410,7 +411,9 @@ class Planner:
         below = [s for s in self._victims(draft) if s.priority < sequence.priority]
         if not below or (not has_row and roster.rows_are_coming):
             return False
-        victims = choose_victims(below, sequence, needed - available, roster.kv_cache, self._info)
+        self._take_back_spare_blocks()
+        shortage = needed - roster.kv_cache.available
+        victims = choose_victims(below, sequence, shortage, roster.kv_cache, self._info)
         if victims is None:
             return False
         if not has_row and not victims:
@@ -433,6 +436,16 @@ class Planner:
         return total
 
     # ------------------------------------------------------------------ giving way
+
+    def _take_back_spare_blocks(self) -> None:
+        """Frees the blocks that rejected drafts left with running sequences, before any of these is preempted. A sequence keeps
+        the block of its next position: a decode of this plan needs it."""
+        if not self.speculation.is_on:
+            return
+        for sequence in self._roster.running:
+            allocation, keeps = sequence.allocation, sequence.scheduled // self._info.block_size + 1
+            if allocation is not None and len(allocation.blocks) > keeps:
+                self._roster.kv_cache.truncate(allocation, keeps)
 
     def _victims(self, draft: Draft) -> list[Sequence]:
         """Running sequences that have made progress since they were admitted and are not final in this plan."""

@@ -139,7 +139,8 @@ class PlanWatch:
             and victims
             and victims[-1].allocation is not None
         ):
-            had = -(-victims[-1].scheduled // scheduler.info.block_size)
+            # What it had computed, and the block of its next position. More than that is taken back before it is preempted.
+            had = victims[-1].scheduled // scheduler.info.block_size + 1
             require(scheduler.kv_cache.pool.available <= had, "someone gave way in vain")
 
     def _could_give_way(self, sequence: Sequence, plan: IterationPlan) -> bool:
