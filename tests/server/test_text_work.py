@@ -1,4 +1,4 @@
-"""Text work of large requests: it is done beside the event loop, in a fair order, and what nobody waits for is dropped."""
+"""Text work of large requests: it is done beside the event loop, in a fair order, and dropped when its client left."""
 
 from __future__ import annotations
 
