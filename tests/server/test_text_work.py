@@ -1,4 +1,4 @@
-"""Text work of large requests: it is done beside the event loop, in a fair order, and what nobody waits for is dropped."""
+"""Text work of large requests: it is done beside the event loop, in a fair order, and dropped when its client left."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import asyncio.events
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ import httpx
 import pytest
 from in_process import in_process
 from server_process import SLOW, Server, api_key, running_server, wait_for
+
+from weft.server import bodies, prompts
 
 MOST_SECONDS = 0.1
 """Of the processor, for one callback of the event loop. What was found wrong took 0.2 to 0.7 s."""
@@ -175,6 +178,80 @@ def test_10_a_prompt_of_9_kb_does_not_wait_for_many_of_500_kb(server: Server) ->
         num_overtaken = 20 - sum(one.done() for one in asking)
         assert num_overtaken >= 20 - num_done - 6, "it waited for at most a few of them"
         assert {one.result() for one in asking} == {400}
+
+
+STAGES: dict[str, tuple[str, str, bytes]] = {
+    "body": ("weft.server.bodies", COMPLETION, b'{"prompt":[' + b"1," * 200_000 + b"1]}"),
+    "text": ("weft.server.text_process", "/tokenize", json.dumps({"prompt": "A fox. " * 70_000}).encode()),
+    "template": (
+        "weft.server.text_process",
+        CHAT,
+        json.dumps({"messages": [{"role": "user", "content": "A fox. " * 5}] * 4000}).encode(),
+    ),
+}
+"""A stage, the process that it runs in, and a request that is refused there, since it is too long for the context."""
+
+
+def children(module: str) -> list[int]:
+    """Processes of this test's own that run a module."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and module.encode() in (place / "cmdline").read_bytes():
+                found.append(int(place.name))
+    return found
+
+
+def seconds_of(pids: list[int]) -> float:
+    """Of the processor, with the processes that they started and that have ended."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_07_work_whose_clients_left_is_dropped_at_every_stage(default_model_path: Path, stage: str) -> None:
+    module, path, body = STAGES[stage]
+
+    async def run() -> None:
+        async with in_process(default_model_path, max_context=2048) as app:
+            for _ in range(2):
+                assert (await app.ask(path, body)).status == 400
+            [pid] = children(module)
+            before = seconds_of([pid])
+            assert (await app.ask(path, body)).status == 400
+            alone = seconds_of([pid]) - before
+            leaving = [asyncio.create_task(app.ask(path, body, leaves_after=0.01)) for _ in range(30)]
+            await asyncio.gather(*leaving)
+            assert (await app.ask(path, body)).status == 400
+            assert pid in children(module), "what is short is let end: a new process costs more"
+            assert seconds_of([pid]) - before < 10 * alone + 1.0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stage", ["body", "text"])
+def test_10_a_process_that_is_stuck_costs_one_request_its_answer(
+    default_model_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, path, body = STAGES[stage]
+
+    async def run() -> None:
+        async with in_process(default_model_path, max_context=2048) as app:
+            assert (await app.ask(path, body)).status == 400
+            [pid] = children(module)
+            os.kill(pid, signal.SIGSTOP)
+            monkeypatch.setattr(bodies if stage == "body" else prompts, "_SECONDS", 1.0)
+            stuck = await app.ask(path, body)
+            monkeypatch.undo()
+            assert stuck.status == 503 and b"server_busy" in stuck.body and b"retry-after" in stuck.headers
+            assert (await app.ask(path, body)).status == 400
+            assert pid not in children(module)
+
+    asyncio.run(run())
 
 
 HEAVY = {

@@ -299,14 +299,17 @@ class ServerApp:
         self._check_not_draining()
         self._visits.check_room(key)
         body = await whole_body(request)
-        visit = self._visits.enter(key, Choices(self.engine, self.text.tokenizer))
+        choices = Choices(self.engine, self.text.tokenizer)
+        visit = self._visits.enter(key, choices, current_record().request_id)
         try:
+            await self._rounds.turn()
             with renamed({}):
                 asked, _ = await unless_disconnected(
                     request.receive, self._bodies.read(kind, body, _asker(request))
                 )
                 self._check_model(asked.model)
                 content = await unless_disconnected(request.receive, work(asked, len(body), visit))
+                choices.check()  # an operator may have ended it
             self._visits.leave(visit, [])
             return json_response(content, headers=visit.headers)
         except ApiError as error:

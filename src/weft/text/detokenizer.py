@@ -73,7 +73,7 @@ class _Window:
         self._ids += token_ids
         certain = self._certain()
         is_full = len(self._ids) > _MOST_TOKENS
-        # A decoder that changes earlier text is waited for: most change it back, or no further.
+        # Where the decoder changed what was given out, nothing more is given until the text begins with that again.
         if not (certain.startswith(self._given) or is_full):
             return ""
         new, self._given = certain[len(self._given) :], max(certain, self._given, key=len)
