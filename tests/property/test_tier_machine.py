@@ -144,8 +144,11 @@ class TierMachine(RuleBasedStateMachine):
         still_read = held[behind_tail(start + 1, self.tail) :]
         assert all(block < self.manager.pool.num_blocks for block in still_read), "read in full and not held"
         copied = {move.block: move.origin for move in moves if move.origin != -1}
-        waited_for = self.manager.take_dependencies()
-        for task, _ in [swap for step in self.in_flight for swap in step.swaps]:
+        waited_for = set(self.manager.take_dependencies())
+        # The newest first: a copy that is waited for has waited itself for those before it.
+        for task in reversed([task for step in self.in_flight for task, _ in step.swaps]):
+            if task.swap_id in waited_for:
+                waited_for.update(task.after_swaps)
             touches = not set(task.blocks).isdisjoint((*begun, *copied))
             assert not touches or task.swap_id in waited_for, "a block is taken from a copy that is under way"
         self.in_flight.append(Step(self.next_step, holder, end, writes, begun, copied, registered))

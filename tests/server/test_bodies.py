@@ -51,7 +51,8 @@ def test_22_bodies_of_millions_of_values_are_refused_and_hold_nobody_up(server: 
             time.sleep(0.005)
     asking.join()
     for answer in answers.values():
-        assert answer.status_code == 400 and "262144" in answer.json()["error"]["message"]
+        said = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and ("262144" in said or "allowed: at most" in said)
     # A parser in this process would have let a few through for each body.
     assert num_healthy > 40, num_healthy
     # Read here, each of them takes a quarter of a gigabyte.

@@ -131,7 +131,7 @@ def test_nothing_is_sent_behind_the_end_of_an_answer() -> None:
 
 class NoEngine(EngineClient):
     def __init__(self) -> None:
-        self.restarts = 0
+        self.restarts = self.stalls = 0
 
     async def metrics(self) -> Any:
         raise EngineStoppedError("there is none")

@@ -43,6 +43,7 @@ class Letters:
     """A tokenizer whose tokens are the first characters of ASCII, digits among them."""
 
     control_ids = frozenset({END})
+    is_concatenative = True
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token])

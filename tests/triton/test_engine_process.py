@@ -70,14 +70,12 @@ def test_answers_over_the_wire_are_those_of_an_engine_in_this_process(
         try:
             assert client.info is not None and client.info.device == device.description
             answers = [(await client.submit(request))[0] for request in REQUESTS]
-            for answer in answers:
-                async for _ in answer:
-                    pass
+            tokens = [[one.token_id async for outputs in answer for one in outputs] for answer in answers]
             results = [answer.result for answer in answers]
         finally:
             await client.stop()
         assert all(result is not None and result.state is RequestState.COMPLETED for result in results)
-        return [result.tokens for result in results if result is not None]
+        return [tuple(one for one in given if one is not None) for given in tokens]
 
     served = asyncio.run(asyncio.wait_for(ask(), 80))
     with ServingEngine(registry.build("cuda", **options), CONFIG) as engine:

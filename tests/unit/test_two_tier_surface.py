@@ -172,7 +172,7 @@ def test_a_server_with_one_tier_says_nothing_of_tiers() -> None:
 class _Engine:
     """As much of an engine as the page of metrics asks."""
 
-    restarts = 0
+    restarts = stalls = 0
 
     def __init__(self, figures: TwoTierKvCache | None) -> None:
         self.figures: TwoTierKvCache | None = figures
