@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import asyncio.events
+import gc
 import json
 import os
 import signal
