@@ -53,7 +53,8 @@ BY_NUMBERS := engine/test_real_model.py engine/test_real_model_drafts.py engine/
 	parity/test_requests_in_blocks.py triton/test_interpreter.py triton/test_card_attention.py::$(SAME_BITS)
 BY_CORES_AND_SIGNALS := engine/test_cpu_company.py engine/test_commands.py unit/test_cli.py unit/test_batch_lines.py unit/test_step_thread.py
 ONE_CORE = $$($(BIN)/python -c 'import os; print(min(os.sched_getaffinity(0)))')
-# The best table that a processor with AVX2, or without AVX, has. What numpy can not switch off on this one, it leaves on without a word.
+# The best table that a processor with AVX2, or without AVX, has. Features that numpy cannot switch off
+# on this one stay on, without a warning.
 TABLE = $(or $(WEFT_KERNELS),$$($(BIN)/python -c \
 	'from weft import _kernels as k; print([t for t in k.available() if t in ("avx2", "portable")][$(1)])'))
 NO_AVX512 := X86_V4 AVX512_ICL AVX512_SPR

@@ -148,7 +148,7 @@ def pack(
     """
 
 def checksum(bytes: NDArray[np.uint8]) -> int:
-    """Of 64 bits: finds damage, not malice. Lets go of the interpreter."""
+    """A checksum of 64 bits. It finds damage, not malice. Releases the interpreter's lock."""
 
 # What follows shows single kernels to tests and measurements.
 

@@ -254,7 +254,7 @@ class LLM:
         """Stop the engine; what is not over is cancelled."""
         if was_frozen := self in _frozen_for:
             _frozen_for.remove(self)
-            gc.unfreeze()  # or what refers to itself stays until the process ends
+            gc.unfreeze()  # otherwise objects in cycles stay until the process ends
         self.engine.stop()
         if was_frozen and _frozen_for:
             gc.freeze()  # for the others

@@ -327,7 +327,7 @@ class TokenOutput(NamedTuple):
     request_id: RequestId
     token_id: int | None
     text: str
-    """What is certain of the text with this token and was not before; "" where the engine knows no tokenizer."""
+    """What is certain of the text with this token and was not before; "" where the engine has no tokenizer."""
     logprob: float | None
     is_final: bool
     finish_reason: FinishReason | None

@@ -1,4 +1,4 @@
-"""Memory of the host that may still be taken: what the system says, inside the limits of every cgroup around this process."""
+"""Memory of the host that may still be taken: what is available, within the limits of every cgroup around this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _NO_LIMIT = 1 << 60
-"""A limit of the older cgroups beyond this is none."""
+"""Version 1 of cgroups writes a number beyond this where there is no limit."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def _rooms(root: Path) -> Iterator[tuple[int, int]]:
-    """What each cgroup leaves, and its limit: that of this process and all those around it, of both versions."""
+    """What each cgroup leaves, and its limit: the cgroup of this process and all around it, of versions 1 and 2."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, place = line.split(":", 2)
         if not controllers:
@@ -46,7 +46,7 @@ def _rooms(root: Path) -> Iterator[tuple[int, int]]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        # In a container the own one may be mounted as the top, under a name that leads nowhere inside.
+        # In a container the process's cgroup may be mounted as the top, and its path not exist inside.
         inner = PurePosixPath(place.removeprefix("/"))
         for part in (inner, *inner.parents):
             folder = root / base / part

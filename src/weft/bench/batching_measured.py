@@ -84,7 +84,7 @@ def measure(shape: str, device: str, rounds: int = ROUNDS) -> Iterator[Measured]
                 max_prefill_tokens=room,
                 max_chunk_tokens=room,
                 prefix_caching=False,
-                max_draft_tokens=0,  # random weights go round in circles, which would be guessed
+                max_draft_tokens=0,  # random weights repeat themselves, so drafts would be right too often
             )
             backend = registry.build(device, checkpoint=open_shape(shape), max_context=sum(_LONGEST))
             engine = ServingEngine(

@@ -203,7 +203,7 @@ async def _gauges(asker: Target) -> Gauges | None:
 
 
 async def _loop_lag(asker: Target) -> Counter[float]:
-    """How often the server's event loop was late by at most so many seconds; empty for a server that does not tell."""
+    """How often the server's event loop was late by at most so many seconds; empty for a server without that metric."""
     _, body = await _exchange(asker, "GET", "/metrics")
     pattern = r'^weft:event_loop_lag_seconds_bucket{.*le="([^"]+)".*} (\S+)$'
     found = re.findall(pattern, body.decode("utf-8", "replace"), re.MULTILINE)

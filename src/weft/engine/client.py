@@ -31,8 +31,8 @@ _OUTPUT_BYTES = 160
 
 
 Unread = int | wire.Output
-"""A token that is no more than that as its id: hundreds of thousands of objects would keep the collector of garbage busy
-for a tenth of a second at a time."""
+"""A token without logprobs is its id alone: hundreds of thousands of objects would keep the garbage collector busy for a
+tenth of a second at a time."""
 
 
 class EngineState(enum.Enum):
@@ -54,7 +54,7 @@ class SlowReaderError(WeftError):
 
 
 class Answer:
-    """One answer under way: what the engine said of it and was not read yet. What was read is not kept."""
+    """One answer under way: the outputs that arrived and were not read yet. What was read is not kept."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class EngineClient:
         launched: LaunchedEngine | None = None,
     ) -> None:
         """A process without a sign of life for `stall_seconds` is replaced. `log` gets an event's name, message, level
-        and fields. `launched` is a process that was started with the same words and is to be the first."""
+        and fields. `launched` is a process that was started with the same arguments and becomes the first."""
         self.state = EngineState.STOPPED
         self.info: BackendInfo | None = None
         self.max_sequence_length = 0
@@ -464,7 +464,7 @@ class EngineClient:
             self._failure = EngineDiedError(message.message)
             self._failure.exit_code = message.exit_code
             if self.state is EngineState.READY and self._connection is not None:
-                self._connection.abort()  # its last word: its end is not waited for
+                self._connection.abort()  # its last message: its end is not waited for
 
     def _take_step(self, step: wire.Step) -> None:
         answers = self._answers

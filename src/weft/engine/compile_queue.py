@@ -42,7 +42,7 @@ class CompileQueue:
         return waiting
 
     def cancel(self, name: int) -> wire.Submit | None:
-        """One answer is not wanted any more. The request, where that was its last answer: it was dropped."""
+        """Cancels one answer. Returns the request where that was its last answer, which drops it."""
         if name not in self._wanted:
             return None
         message, wanted = self._wanted[name]

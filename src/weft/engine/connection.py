@@ -22,7 +22,7 @@ class Connection(asyncio.Protocol):
         """After so many tokens whoever reads them has a turn: one read of the socket may hold more than a reader may
         be behind."""
         self.heard = asyncio.Event()
-        """Set once the other side has said more than that it lives and what it warns of, or is gone."""
+        """Set once the other side has sent a message other than a beat or a warning, or is gone."""
         self.gone = asyncio.Event()
         self._take = take
         self._tokens_per_turn = tokens_per_turn
@@ -49,7 +49,7 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     def abort(self) -> None:
-        """As close, without waiting until what was sent is taken."""
+        """As `close`, without waiting until the other side has taken what was sent."""
         self._transport.abort()
 
     # -- called by the event loop

@@ -14,8 +14,8 @@ from weft.plan import IterationPlan, StepResult
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 
 MAX_FAILED_STEPS = 6
-"""A step that fails as a whole fails three times, itself and its halves, and one of a single request twice. So this is two
-batches, or three requests, and no step between them that went well."""
+"""Steps in a row. A step that fails as a whole counts three times: itself and its two halves. One with a single request
+counts twice. So this is two batches, or three requests alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class EngineCore:
         self._last_finish = 0.0
         self._max_failed_steps = max_failed_steps
         self._num_failed_steps = 0
-        """In a row, each with an error that belongs to no request."""
+        """Failed steps in a row, each with an error that belongs to no request."""
 
     def run_plain(self) -> bool:
         """Plan, run, apply. False: there was nothing to do."""

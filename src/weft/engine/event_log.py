@@ -16,7 +16,7 @@ from pathlib import Path
 from weft.errors import InvalidRequestError
 
 _KEPT = 5
-"""Logs of earlier starts: NAME.1 is the last one's."""
+"""Logs of earlier starts: NAME.1 is of the start before this one."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 _log = logging.getLogger(__name__)

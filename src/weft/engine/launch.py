@@ -34,7 +34,7 @@ class LaunchedEngine:
 
 
 def launch_engine(backend: str, options: Mapping[str, Any], config: ServingEngineConfig) -> LaunchedEngine:
-    """A new process, at work on what it was told; its first word is whether that went well. Raises OSError where there is
+    """Starts a process that builds the engine; its first message is whether that succeeded. Raises OSError where there is
     no memory, process or descriptor left for it, and keeps none."""
     with contextlib.ExitStack() as undo:
         ours, theirs = socket.socketpair()

@@ -24,7 +24,7 @@ _SLOW_FACTOR = 10
 """A loop that computes and finishes no step is stuck after so many times `stall_seconds`: it may wait for a card in a
 busy loop, or run in circles."""
 _LEAST_WORK_SECONDS, _LEAST_WORK_SHARE = 0.05, 0.01
-"""Less processor time than this, and this share of the quiet time, is no work: idle threads of libraries wake up too."""
+"""Less processor time than this plus this share of the quiet time is no work: idle threads of libraries wake up too."""
 _SECONDS_PER_PAGE = 0.01
 """What counts for a page that was read from disk: a step that waits for its weights makes progress."""
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -91,7 +91,7 @@ class Liveness:
             self._work_before.clear()
 
     def _has_worked(self) -> bool:
-        """Since the first look that doubted. All processes are searched for children only where nothing else works."""
+        """Since the first look after `_DOUBT_SECONDS`. The search for children reads all of `/proc`, so it comes last."""
         least = _LEAST_WORK_SECONDS + _LEAST_WORK_SHARE * self.quiet_seconds
         for number, measure in enumerate(self._measures):
             seconds = measure()
@@ -124,7 +124,7 @@ def work_of_children(process_id: int) -> float:
 
 
 def state_of(process_id: int) -> str:
-    """The kernel's letter for what it does: T is stopped; empty where it is gone."""
+    """The kernel's letter for the state of a process: T is stopped; empty where the process is gone."""
     return "".join(_fields(Path(f"/proc/{process_id}/stat"))[:1])
 
 

@@ -3,8 +3,8 @@
 The process talks to the client over one end of a socket pair, whose other end only the client has; when that is
 closed, the process ends. One thread reads, another writes what does not fit at once, and the loop of the engine runs in
 the main thread: neither a slow client nor a long message makes a step wait. Requests with a grammar, which may take
-long to compile, are taken in by threads beside the reader, so that nobody waits for them. One more thread says twice a
-second whether loop and reader get on.
+long to compile, are taken in by threads beside the reader, so that no other request waits for them. One more thread sends a
+beat twice a second: whether loop and reader make progress.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Order = Callable[[RequestId], object]
 
 
 class _Warnings(logging.Handler):
-    """What parts of weft have to warn of goes into the server's log."""
+    """Sends warnings of the engine to the server, for its log."""
 
     def __init__(self, outbox: Outbox) -> None:
         super().__init__(logging.WARNING)
@@ -212,7 +212,7 @@ class EngineProcess:
     # -- in a thread of its own
 
     def _beat(self) -> None:
-        """Waits for no lock that the loop or the reader may hold."""
+        """Sends beats. Waits for no lock that the loop or the reader may hold."""
         own_id = threading.get_native_id()
         while True:
             reader = self._reader

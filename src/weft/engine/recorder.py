@@ -237,7 +237,7 @@ def _plain(value: Any) -> Any:
 
 
 def _added(sequence: Sequence) -> dict[str, Any]:
-    """Metadata is for people: a replay leaves it out, and what JSON does not know is described."""
+    """Metadata is for people: a replay leaves it out, and values without a form in JSON are written as their `repr`."""
     added = {"id": sequence.request_id, "seed": sequence.seed, "request": _plain(sequence.request)}
     if metadata := sequence.request.metadata:
         try:

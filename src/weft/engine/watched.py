@@ -1,4 +1,4 @@
-"""The engine's process as its client has it: whether it is alive, what its threads do, and its end."""
+"""The engine's process, seen from its client: whether it is alive, what its threads do, and its end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class WatchedProcess:
         """Waits for the end of the process, and kills it where that takes longer. Returns what it wrote of its threads."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + patience
-        # Looked at, not waited for in a thread: there may be none to be had.
+        # Polled, not waited for in a thread: it may be impossible to start one.
         while self.process.poll() is None:
             if loop.time() >= give_up_at:
                 self.process.kill()

@@ -1,9 +1,9 @@
-"""What a step of decodes costs beside its rows, learned from the steps as they run. It says how many draft tokens are worth their rows."""
+"""What a step of decodes costs beside its rows, learned from the steps as they run. From it follows how many draft tokens are worth their rows."""
 
 from __future__ import annotations
 
 RATE = 1 / 16
-"""Of the mean step, to which each step is compared."""
+"""The weight of a new step in the mean step, to which each step is compared."""
 
 MEMORY = 256.0
 FIRST_MEMORY = 16.0
@@ -27,7 +27,7 @@ LONGEST_GAP = 0.25
 class DecodeCosts:
     """Learns `fixed_rows`: seconds of a step = (`fixed_rows` + rows) * seconds of a row.
 
-    The true cost has steps, since kernels compute rows in tiles; a straight line is off by less than a tenth, which changes few choices.
+    The true cost has steps, since kernels compute rows in tiles; a straight line is off by up to a seventh, which changes few choices.
     A table of every number of rows would need many times as many steps to be sure of each. Only the ratio is kept, so a machine that
     becomes slower as a whole changes nothing. Each step is compared to the mean of the last ones. So contexts that grow slowly do not count as
     rows, and steps that are all alike leave the estimate as it is.

@@ -47,7 +47,7 @@ class Guesser:
         """That the next guess is right, by how the last ones did."""
 
     def sibling(self, tokens: list[int]) -> Guesser:
-        """One that knows the same of a copy of the tokens."""
+        """A copy that follows `tokens`, which are equal to those of this one."""
         other = copy(self)
         other._tokens, other._bytes = tokens, self._bytes.copy()
         return other

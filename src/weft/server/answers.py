@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 
 class Choice:
-    """One answer while it comes, and in the end its result. What it has said is in its pieces and not kept here."""
+    """One answer while it comes, and in the end its result. Its text is in the pieces and not kept here."""
 
     def __init__(
         self,
@@ -218,9 +218,9 @@ class Choices:
         is_last: bool = True,
     ) -> None:
         """Hands them to the engine: all answers to each, or those in `indices`; others follow unless `is_last`. `form` says
-        which parts the answers may have; None: they are all text. Whoever waits is woken after each first token, then
-        after every so many; `waited` is for how many seconds the requests have been held back. Answers that are not
-        streamed are never too far behind: only the server reads them."""
+        which parts the answers may have; None: they are all text. The reader is woken after each first token, then
+        after every `wake_every`; the requests have been held back for `waited` seconds. Answers that are not streamed
+        are never too far behind: only the server reads them."""
         if self._shown is None:
             self._shown = frozenset() if form is None else form.shown_ids(self._tokenizer)
         for request in requests:

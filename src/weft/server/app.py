@@ -392,7 +392,7 @@ class ServerApp:
 
 
 def _asker(request: Request) -> str:
-    """Between whom work beside the event loop is shared out: keys, or machines where there are no keys."""
+    """What shares the work beside the event loop: the key, or the machine where there are no keys."""
     key: ApiKey | None = request.scope[KEY]
     if key is not None:
         return key.name

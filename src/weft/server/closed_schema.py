@@ -35,7 +35,7 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
         written = msgspec.json.encode(schema)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    # Its length says what all that follows costs.
+    # Its length bounds the cost of all that follows.
     if len(written) > MAX_GRAMMAR_LENGTH and (length := len(written.decode())) > MAX_GRAMMAR_LENGTH:
         raise ValueError(f"has {length} characters as JSON; allowed: at most {MAX_GRAMMAR_LENGTH}")
     _check_depth(schema)

@@ -1,4 +1,4 @@
-"""Whose answer goes to the engine next, where several keys ask for more than it takes at once.
+"""Which key's answer goes to the engine next, where several keys ask for more than it takes at once.
 
 Each key has a virtual time: the tokens it was given, over its weight. Among those that wait the one that is furthest
 behind goes next (start-time fair queueing; for tokens of language models, Sheng et al., "Fairness in Serving Large
@@ -41,8 +41,8 @@ class Job:
 
 
 class Turn:
-    """One request from its arrival at the gate until it is over. Its answers pass one by one. Whoever got it calls
-    `FairGate.leave` in the end."""
+    """One request from its arrival at the gate until it is over. Its answers pass one by one. Every
+    turn ends with a call of `FairGate.leave`."""
 
     def __init__(self, account: _Account, job: Job, number: int) -> None:
         self.account = account
@@ -67,7 +67,7 @@ class Turn:
 
     @property
     def expected_cost(self) -> int:
-        """Of one answer, in tokens, as far as the answers that the key had until now tell. Each bears its share of the
+        """Of one answer, in tokens, estimated from the key's answers so far. Each answer bears its share of the
         prompts."""
         return self._prompt_share + self.account.guess(self.job.max_tokens)
 

@@ -22,7 +22,7 @@ _FIRST_SECONDS = (CHEAP_SECONDS, 1.0)
 """What a grammar costs is not known before. Each is first tried with so little that others need not wait; one that takes
 longer begins anew, behind the cheap ones, and never in all processes at once."""
 _STUCK_SECONDS = 20.0
-"""A process that has not answered for so long does nothing any more."""
+"""A process that has not answered for so long is stuck."""
 _MAX_VERDICTS = 256
 
 

@@ -39,7 +39,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 class Unfinished(msgspec.Struct, frozen=True, tag=True):
     is_out_of_time: bool
-    """Else it died: of too much memory, mostly."""
+    """Else the child died, mostly of too much memory."""
 
 
 Verdict = Accepted | Refusal
@@ -84,7 +84,7 @@ def main() -> None:
     path, vocabulary_size = sys.argv[1:]
     checkpoint = open_checkpoint(path)
     compiler = GrammarCompiler(partial(open_tokenizer, checkpoint), checkpoint.end_ids, int(vocabulary_size))
-    with suppress(InvalidRequestError):  # as each grammar will be told
+    with suppress(InvalidRequestError):  # each grammar will get the same error
         compiler.compile(Grammar("regex", "a"))  # reads the vocabulary, for all children
     trials = msgspec.msgpack.Decoder(Trial)
     answer_all(lambda question: _try_out(compiler, trials.decode(question)))

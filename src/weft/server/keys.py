@@ -37,7 +37,7 @@ class ApiKey:
     concurrent: int | None = None
     """Requests under way at once."""
     max_priority: Priority = Priority.NORMAL
-    """None outranks the others unless the operator says so."""
+    """No key outranks the others unless its table grants that."""
     cache_salt: str | None = None
     """Keys with the same one share cached prefixes; None: this key shares with no other."""
     weight: float = 1.0

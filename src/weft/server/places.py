@@ -1,4 +1,5 @@
-"""Places for work beside the event loop, and who waits for one: which goes next. Nothing is kept of what was given up."""
+"""Places for work beside the event loop, and which of the waiting work gets one next. Nothing is kept of work that was
+cancelled."""
 
 from __future__ import annotations
 
@@ -51,9 +52,7 @@ class Places:
         try:
             await waiting.may_go
         except asyncio.CancelledError:
-            if (
-                not waiting.may_go.cancelled()
-            ):  # it was given the place in the moment in which it was cancelled
+            if not waiting.may_go.cancelled():  # it got the place at the moment of its cancellation
                 self.free(cost)
             elif waiting in self._waiting:
                 self._waiting.remove(waiting)
@@ -67,7 +66,7 @@ class Places:
     def _let_through(self) -> None:
         while self._num_free and (waiting := self._next()) is not None:
             self._waiting.remove(waiting)
-            if waiting.may_go.done():  # cancelled, and about to be told
+            if waiting.may_go.done():  # cancelled; its task has not run since
                 continue
             self._num_free -= 1
             self._num_for_costly -= waiting.cost > CHEAP_SECONDS

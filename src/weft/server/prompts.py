@@ -21,7 +21,7 @@ _TINY_BYTES = 1 << 10
 _SHORT_BYTES = 8 << 10
 """Up to this size a prompt takes about 10 ms, and is not worth a trip to another process."""
 _GROUP_BYTES = 64 << 10
-"""Several prompts go to the process in groups of about this size: what others sent goes between."""
+"""Several prompts go to the process in groups of about this size; work of other requests goes between them."""
 _BYTES_PER_PROMPT = 32
 """A prompt costs as much as so many bytes more than it has. To make text of a token costs as much as one byte."""
 _SECONDS_PER_BYTE = 5e-7

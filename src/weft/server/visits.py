@@ -270,7 +270,7 @@ class Visits:
                     await self._wait_for_turn(turn, asked_at, requests[0].deadline)
                     waited = self._clock() - asked_at
                 if turn.is_over:
-                    return  # it was given up in the moment in which its turn came
+                    return  # its turn came at the moment of its cancellation
                 num_going = turn.num_going
             prompt, first = divmod(num_sent, num_each)
             count = min(num_going, num_each - first)

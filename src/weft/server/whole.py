@@ -115,7 +115,7 @@ class WholeAnswer:
         return _InParts(self._body, self._share, headers)
 
     async def _end_of_prompt(self, tokens: Sequence[int], rounds: Rounds) -> int:
-        """Where in the text the prompt ends, as its tokens tell."""
+        """Where in the text the prompt ends, by its tokens."""
         offsets = TokenOffsets(self._shape.tokenizer)
         for start in range(0, len(tokens), 512):
             await rounds.turn()

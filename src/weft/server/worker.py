@@ -160,7 +160,7 @@ def packed(message: Any, asked: msgspec.Struct) -> bytes:
 
 
 def answer_all(answer: Callable[[bytes], bytes]) -> None:
-    """The life of the process: says that it is ready, then answers questions until there are no more."""
+    """The main loop of the process: reports that it is ready, then answers questions until its input ends."""
     source = sys.stdin.buffer
     _write(b"")
     while True:
@@ -186,4 +186,4 @@ def _write(content: bytes) -> None:
         sys.stdout.buffer.write(_LENGTH.pack(len(content)) + content)
         sys.stdout.buffer.flush()
     except BrokenPipeError:
-        os._exit(0)  # the server is gone; to end in order would be to write once more
+        os._exit(0)  # the server is gone; a normal exit would write once more

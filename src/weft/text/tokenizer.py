@@ -215,7 +215,7 @@ def _matching_control_tokens_as_written(backend: tokenizers.Tokenizer) -> tokeni
 
 
 def _alphabet(backend: tokenizers.Tokenizer) -> Literal["bytes", "pieces", "other"]:
-    """How tokens are written: in the byte alphabet, as SentencePiece's pieces, or as only the file's decoder knows."""
+    """How tokens are written: in the byte alphabet, as SentencePiece's pieces, or by other rules of the file's decoder."""
     decoder = backend.decoder
     state: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
     parts: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]

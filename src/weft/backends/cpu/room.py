@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from weft.backends.host_memory import HostMemory
 from weft.errors import OutOfMemoryError
 
-# What the cache takes without a wish: a number, not a share of the machine, so that a model behaves alike everywhere.
+# The cache's size by default. It is a number and not a share of the machine, so that a model behaves alike everywhere.
 _DEFAULT_CACHE_BYTES = 2 << 30
-# Of activations, and of the other processes of a server.
+# For activations, and for the other processes of a server.
 _OTHER_BYTES = 256 << 20
 # The shortest context that is worth a start.
 _LEAST_TOKENS = 512
@@ -20,8 +20,8 @@ _LEAST_TOKENS = 512
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """A limit of a cgroup is obeyed, or the error says what does not fit: beyond it processes are killed. Without a limit
-    what is asked for is tried."""
+    """Keeps to the limit of a cgroup, since the kernel kills processes beyond it; what does not fit raises an error. Without
+    a limit, the sizes that were asked for are tried."""
 
     memory: HostMemory
     """Before the weights were loaded."""
@@ -29,7 +29,7 @@ class CacheRoom:
 
     @contextmanager
     def for_weights(self) -> Iterator[None]:
-        """While they are loaded."""
+        """Put around the loading of the weights. Raises OutOfMemoryError where they do not fit."""
         self._require(0, "or take a smaller model")
         try:
             yield

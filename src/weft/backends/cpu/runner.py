@@ -53,7 +53,7 @@ _CACHE_BYTES_AHEAD = 128 << 20
 
 _SCORED_AT_ONCE = 64
 
-# `BackendInfo.fixed_cost_rows` of the kernels: a first value between those of two cores with VNNI (7) and with AVX2 (1 to 3).
+# `BackendInfo.fixed_cost_rows` of the kernels: a first value between those of two cores with VNNI (7) and with AVX2 (1 to 2.5).
 _FIXED_COST_ROWS = 4.0
 
 # What a small machine does in a second: only their ratio matters, and only to the choice between recompute and swap.
@@ -190,7 +190,7 @@ class CpuBackend:
             # Of both tiers: the scheduler lets the store have the same share of its blocks.
             eager_blocks=min(num_blocks, _EAGER_CACHE_BYTES * num_blocks // cache_bytes),
             grammars_may_overlap=True,
-            # None of numpy: there a row has other bits beside others, and answers would change with drafts.
+            # 0 for numpy: the bits of a row depend on the other rows there, so drafts would change answers.
             fixed_cost_rows=0.0 if self._pool is None else _FIXED_COST_ROWS,
         )
 

@@ -51,7 +51,7 @@ class _Captured:
         def note() -> None:
             kept[:] = [work(kind)]
 
-        self._kept = kept  # not `self` inside `note`: the interpreter's graph keeps that function
+        self._kept = kept  # `note` must not refer to `self`: the interpreter's graph keeps that function
         self.graph = device.capture(note, pool)
 
     @property

@@ -1,5 +1,5 @@
-"""How many blocks the card's memory is cut into, of one tier or of two, how many slots there are to swap them to, and what
-a person is told where it does not suffice."""
+"""How many blocks the card's memory is cut into, of one tier or of two, how many slots there are to swap them to, and the
+error where memory is too small."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 _DEFAULT_SWAP_BYTES = 8 << 30
 _LEAST_TOKENS = 512
-"""A cache for fewer, of a model that could have more, is of no use."""
+"""A cache for fewer tokens is of no use, unless the model's own context is shorter."""
 # Of the free memory: for what launched steps allocate, graphs, and the libraries.
 _SPARE_SHARE = 0.04
 _SPARE_BYTES = 1 << 30
@@ -83,13 +83,13 @@ class BlockMemory:
 
     @property
     def least_bytes(self) -> int:
-        """What is worth starting with."""
+        """The smallest cache that is worth a start."""
         tokens = min(_LEAST_TOKENS, self.model_context)
         full = max(-(-tokens // self.pool.block_size), self.pool.tail_blocks + 2)
         return self.bytes_of(PoolSizes(full, 2))
 
     def fitting(self, device: Device, weight_bytes: int) -> PoolSizes:
-        """As many as somebody wants, or as the free memory holds. Raises OutOfMemoryError where that is too small."""
+        """As many as were asked for, or as the free memory holds. Raises OutOfMemoryError where memory is too small."""
         asked = self.asked()
         if asked is None:
             needed, room = self.least_bytes, free_bytes(device)
@@ -111,8 +111,8 @@ class BlockMemory:
         return min(self.model_context, sizes.full * self.pool.block_size)
 
     def swap_slots(self, sizes: PoolSizes) -> PoolSizes:
-        """In host memory; as many for the store as its blocks go with the full ones. Raises OutOfMemoryError where more
-        were asked for than the host has memory; the default is smaller there."""
+        """In host memory, of both tiers in the proportion of `sizes`. Raises OutOfMemoryError where more were asked for than
+        the host has memory for; the default is smaller there."""
         each = self.block_bytes + self.store_block_bytes * sizes.store / sizes.full
         available, full = host_memory().available, self.pool.swap_blocks
         if full is None:
@@ -133,14 +133,14 @@ class BlockMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of the card, or of memory to page-lock, for which torch has no class of its own."""
+    """Whether the card is out of memory, or the host out of memory to page-lock. For the latter torch has no class."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error)
     )
 
 
 def drop_frames(error: BaseException | None) -> None:
-    """The variables of functions that an error ended; they hold memory of the card for as long as the error is kept."""
+    """Drops the variables of the functions that an error ended. They hold memory of the card while the error is kept."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -195,7 +195,7 @@ class CudaBackend:
     def close(self) -> None:
         if self._foreseen is not None:
             self._foreseen.close()
-        # A card that failed reports it at every call; the requests have been told already.
+        # A card that failed reports it at every call; the requests have got their errors already.
         with suppress(RuntimeError):
             self._device.synchronize()
         if "_mailbox" in vars(self):  # unless it was not allocated
