@@ -129,7 +129,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         shapes.Tokens,
         TokenizeRequest,
         examples={"Text": {"prompt": "Hello"}, "Messages": {"messages": _HELLO}},
-        errors=(400, 404, 408, 413, 500),
+        errors=(400, 404, 408, 413, 429, 500, 503),
     ),
     ("post", "/detokenize"): Operation(
         "Make text of tokens",
@@ -138,7 +138,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         shapes.Detokenized,
         DetokenizeRequest,
         examples={"Tokens": {"tokens": [19556]}},
-        errors=(400, 404, 408, 413),
+        errors=(400, 404, 408, 413, 429, 500, 503),
     ),
     ("get", "/tokenizer_info"): Operation(
         "Describe the tokenizer", "Its special tokens, null where it has none.", "Text", shapes.TokenizerInfo
@@ -153,7 +153,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("get", "/ready"): Operation(
         "Whether it takes requests",
-        "503 while the engine starts or the server drains, 429 while it is full.",
+        "503 while the engine starts or does not respond, or the server drains; 429 while it is full.",
         "Operating",
         shapes.Status,
         errors=(429, 503),
