@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
 from weft.engine import wire
 from weft.engine.client import Answer, EngineClient, EngineDiedError, EngineState, SlowReaderError
 from weft.engine.launch import launch_engine
+from weft.engine.liveness import Liveness
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
 from weft.request import FinishReason, Grammar, InferenceRequest, RequestState, SamplingParams, TokenOutput
 
@@ -293,6 +295,25 @@ def test_a_killed_process_fails_its_answers_and_another_is_started() -> None:
         assert len(await outputs_of(answer)) == 8
 
     with_client(use, **SLOW)
+
+
+def test_answers_end_also_where_watching_the_process_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: EngineClient) -> None:
+        (answer,) = await client.submit(request(max_tokens=2000))
+        await answer.read()
+        monkeypatch.setattr(Liveness, "look", _no_descriptors)
+        with pytest.raises(EngineDiedError):
+            while True:
+                await answer.read()
+        assert client.num_under_way == 0
+        monkeypatch.undo()
+        await until(lambda: client.state is EngineState.READY)
+        assert len(await outputs_of((await client.submit(request(max_tokens=3)))[0])) == 3
+
+    def _no_descriptors(liveness: Liveness) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with_client(test, seconds_per_step=0.01)
 
 
 def test_stopping_tells_whoever_waits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -253,3 +254,19 @@ def test_a_process_that_is_gone_neither_works_nor_has_a_state() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert (work_of(process.pid), work_of_children(process.pid), state_of(process.pid)) == (0.0, 0.0, "")
+
+
+def test_an_engine_that_cannot_be_looked_at_for_want_of_descriptors_is_not_taken_for_a_stuck_one() -> None:
+    def work(without: tuple[int, ...]) -> float:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            return work_of(os.getpid(), without)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    engine = Engine()
+    engine.liveness = Liveness(STALL_SECONDS, lambda: engine.now, work, lambda: 0.0)
+    engine.liveness.is_started = True
+    engine.live(3 * STALL_SECONDS, beat(loop=7))
+    assert engine.verdict == "responding"

@@ -386,6 +386,9 @@ class EngineClient:
                 self._log("engine_restarted", "The engine is ready again.", restarts=self.restarts)
             except Exception as error:
                 self.state = EngineState.STARTING
+                if self._connection is not None:
+                    self._connection.abort()
+                self._fail_all(EngineDiedError("the engine's process died"))
                 if self._process is not None:
                     self._process.kill()
                 tries += 1

@@ -17,7 +17,7 @@ from weft.errors import InvalidRequestError
 
 _KEPT = 5
 """Logs of earlier starts: NAME.1 is of the start before this one."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 _log = logging.getLogger(__name__)
 

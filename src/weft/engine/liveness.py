@@ -7,6 +7,7 @@ process is looked at, then that of its children (compilers): a slow step compute
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,8 @@ _LEAST_WORK_SECONDS, _LEAST_WORK_SHARE = 0.05, 0.01
 _SECONDS_PER_PAGE = 0.01
 """What counts for a page that was read from disk: a step that waits for its weights makes progress."""
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_UNREADABLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Of errors at `/proc`, those that say nothing of the process."""
 
 
 class Liveness:
@@ -94,7 +97,12 @@ class Liveness:
         """Since the first look after `_DOUBT_SECONDS`. The search for children reads all of `/proc`, so it comes last."""
         least = _LEAST_WORK_SECONDS + _LEAST_WORK_SHARE * self.quiet_seconds
         for number, measure in enumerate(self._measures):
-            seconds = measure()
+            try:
+                seconds = measure()
+            except OSError:
+                return (
+                    True  # the server has no descriptor left for /proc: what cannot be measured is no stall
+                )
             if number == len(self._work_before):
                 self._work_before.append(seconds)
                 return False
@@ -124,8 +132,11 @@ def work_of_children(process_id: int) -> float:
 
 
 def state_of(process_id: int) -> str:
-    """The kernel's letter for the state of a process: T is stopped; empty where the process is gone."""
-    return "".join(_fields(Path(f"/proc/{process_id}/stat"))[:1])
+    """The kernel's letter for the state of a process: T is stopped; empty where the process is gone, or cannot be looked at."""
+    try:
+        return "".join(_fields(Path(f"/proc/{process_id}/stat"))[:1])
+    except OSError:
+        return ""
 
 
 def _parents() -> Iterator[tuple[int, int]]:
@@ -149,5 +160,7 @@ def _fields(stat: Path) -> list[str]:
     """Those after the name, which may hold anything; none where it is gone."""
     try:
         return stat.read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
+    except OSError as error:
+        if error.errno in _UNREADABLE:
+            raise
         return []

@@ -252,6 +252,9 @@ class Choices:
             await work()
         except (ApiError, WeftError) as error:
             self.fail(error)
+        except Exception:
+            self.fail(ApiError.mistake())
+            raise
 
     def fail(self, error: ApiError | WeftError) -> None:
         """Whoever reads gets this error."""

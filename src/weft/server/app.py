@@ -183,8 +183,7 @@ class ServerApp:
                 request.scope[BODY].release()
                 headers |= visit.headers
                 if prepared.is_streamed:
-                    is_handed_on = True
-                    return EventStream(
+                    stream = EventStream(
                         choices,
                         prepared.shape,
                         self._metrics,
@@ -194,6 +193,8 @@ class ServerApp:
                         headers=headers,
                         on_end=lambda outcome: self._end(outcome, prepared.shape, visit),
                     )
+                    is_handed_on = True
+                    return stream
                 whole = WholeAnswer(prepared.shape, share)
                 results = await unless_disconnected(request.receive, whole.collect(choices, self._rounds))
             self._end(results, prepared.shape, visit, is_streamed=False)

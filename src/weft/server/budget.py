@@ -46,6 +46,7 @@ class Share:
         self._budget = budget
         self._num_charged = 0
         self._is_large = False
+        self._is_released = False
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
@@ -55,6 +56,8 @@ class Share:
 
     def try_add(self, num_bytes: int) -> ApiError | None:
         """As `add`, with the refusal returned."""
+        if self._is_released:
+            return None  # the last outputs of a cancelled answer arrive after its request has ended
         budget, own = self._budget, self.num_bytes + num_bytes
         charge = max(0, own - _FREE_BYTES) - self._num_charged
         if charge > 0 and (own > budget.max_each or budget.num_bytes + charge > budget.max_bytes):
@@ -73,6 +76,7 @@ class Share:
     def release(self) -> None:
         """Nothing of it is needed any more."""
         self.add(-self.num_bytes)
+        self._is_released = True
         if self._is_large:
             self._is_large = False
             self._budget.trim_later()

@@ -125,6 +125,8 @@ class Workers:
 
     def _end(self, answering: asyncio.Task[bytes]) -> None:
         worker, cost = self._answering.pop(answering)
+        if not answering.cancelled():
+            answering.exception()  # its client may have left: asyncio would log an error that no task retrieved
         self._idle.append(worker)
         self._places.free(cost)
 
