@@ -51,7 +51,8 @@ test: lint
 SAME_BITS := test_in_the_invariant_mode_a_token_is_the_same_bits_in_a_chunk_and_decoded
 BY_NUMBERS := engine/test_real_model.py engine/test_real_model_drafts.py engine/test_llm.py parity/test_native_program.py \
 	parity/test_requests_in_blocks.py triton/test_interpreter.py triton/test_card_attention.py::$(SAME_BITS)
-BY_CORES_AND_SIGNALS := engine/test_cpu_company.py engine/test_commands.py unit/test_cli.py unit/test_batch_lines.py unit/test_step_thread.py
+BY_CORES_AND_SIGNALS := engine/test_cpu_company.py engine/test_commands.py engine/test_engine_client.py engine/test_serving.py \
+	engine/test_wire_steps.py unit/test_cli.py unit/test_batch_lines.py unit/test_step_thread.py
 ONE_CORE = $$($(BIN)/python -c 'import os; print(min(os.sched_getaffinity(0)))')
 # The best table that a processor with AVX2, or without AVX, has. Features that numpy cannot switch off
 # on this one stay on, without a warning.
