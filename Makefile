@@ -49,8 +49,10 @@ test: lint
 # numpy and torch; the engine's steps on the number of cores; Ctrl-C on whether the parent ignores SIGINT (`trap`, as for a job in the
 # background of a script). tests/kernels is not here: it runs every table that the processor has anyway.
 SAME_BITS := test_in_the_invariant_mode_a_token_is_the_same_bits_in_a_chunk_and_decoded
-BY_NUMBERS := engine/test_real_model.py engine/test_real_model_drafts.py engine/test_llm.py parity/test_native_program.py \
-	parity/test_requests_in_blocks.py triton/test_interpreter.py triton/test_card_attention.py::$(SAME_BITS)
+BY_NUMBERS := engine/test_llm.py parity/test_native_program.py parity/test_requests_in_blocks.py triton/test_interpreter.py \
+	triton/test_card_attention.py::$(SAME_BITS)
+# Not without AVX, where the real model takes six minutes.
+REAL_MODEL := engine/test_real_model.py engine/test_real_model_drafts.py
 BY_CORES_AND_SIGNALS := engine/test_cpu_company.py engine/test_commands.py engine/test_engine_client.py engine/test_serving.py \
 	engine/test_wire_steps.py unit/test_cli.py unit/test_batch_lines.py unit/test_step_thread.py
 ONE_CORE = $$($(BIN)/python -c 'import os; print(min(os.sched_getaffinity(0)))')
@@ -63,7 +65,7 @@ NO_AVX512 := X86_V4 AVX512_ICL AVX512_SPR
 test-machines: $(VENV)/.dev
 	@echo "==> pytest, as on one core of a processor with AVX2, by a parent that ignores SIGINT"
 	@trap '' INT; WEFT_KERNELS=$(call TABLE,0) OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 NPY_DISABLE_CPU_FEATURES="$(NO_AVX512)" \
-		taskset -c $(ONE_CORE) $(BIN)/python -m pytest -q $(addprefix tests/,$(BY_CORES_AND_SIGNALS) $(BY_NUMBERS))
+		taskset -c $(ONE_CORE) $(BIN)/python -m pytest -q $(addprefix tests/,$(BY_CORES_AND_SIGNALS) $(REAL_MODEL) $(BY_NUMBERS))
 	@echo "==> pytest, as on a processor without AVX"
 	@WEFT_KERNELS=$(call TABLE,-1) OPENBLAS_CORETYPE=Nehalem ATEN_CPU_CAPABILITY=default NPY_DISABLE_CPU_FEATURES="X86_V3 $(NO_AVX512)" \
 		$(BIN)/python -m pytest -q $(SPREAD) $(addprefix tests/,$(BY_NUMBERS))
