@@ -114,11 +114,6 @@ class Failure:
 class FaultClient(SoakClient):
     """As in a soak; an error is not judged where it is seen, but when all faults are known."""
 
-    failures: list[Failure]
-
-    async def run(self, until: float) -> None:
-        raise NotImplementedError("run_until")
-
     async def run_until(self, is_over: Callable[[], bool], failures: list[Failure]) -> None:
         while not is_over():
             conduct, began = self._behaviour.conduct(), time.monotonic()
