@@ -26,6 +26,8 @@ _encode = msgspec.json.Encoder().encode
 _NO_LOGPROBS = b'"logprobs":null'
 _PART_BYTES = 64 << 10
 """Sent or encoded at a time, before the event loop runs other work."""
+_CHOICE_BYTES = 512
+"""An answer with an empty text takes as much time as this many bytes of text."""
 _DELTA_BYTES = 128
 """What a part of an answer takes in memory beside its text."""
 _SMALLEST_ENTRY = {"chat": 50, "completion": 16}
@@ -163,7 +165,7 @@ class WholeAnswer:
             if shape.wants_logprobs:
                 before, behind = body.pop().rsplit(_NO_LOGPROBS, 1)  # in a text its quotes would be escaped
                 body += (before + b'"logprobs":', *written.logprobs.behind(prompt), behind)
-            num_bytes += len(choice)
+            num_bytes += _CHOICE_BYTES + len(choice)
             if num_bytes > _PART_BYTES:
                 await rounds.turn()
                 num_bytes = 0
