@@ -16,7 +16,7 @@ from typing import Any
 
 from in_process import InProcess, in_process
 
-MOST_REFERENCES = 8.0
+MOST_REFERENCES = 4.0
 """How long one callback may take, in times of the reference. What was found wrong took 13 to 45 of them, and now the longest takes 1."""
 MOST_TRIES = 4
 
