@@ -1,4 +1,4 @@
-// The noise of sampling, as src/weft/backends/noise.py defines it: the same bits for the same seed, output index and token.
+// The noise of sampling, as src/weft/sampling/noise.py defines it: the same bits for the same seed, output index and token.
 #pragma once
 
 #include <cmath>

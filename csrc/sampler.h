@@ -1,4 +1,4 @@
-// From a row of logits to a token. The order of what is done is that of src/weft/backends/cpu/sampler.py, which defines it.
+// From a row of logits to a token. The order of what is done is that of src/weft/sampling/reference.py, which defines it.
 #pragma once
 
 #include <cstdint>

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from weft.backends.cpu.sampler import Sampled
 from weft.backends.grammar import Masks
 from weft.request import Grammar, SamplingParams
+from weft.sampling.reference import Sampled
 
 CONTEXT = 64
 EOS = frozenset({0, 3})

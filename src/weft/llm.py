@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any, SupportsIndex, TypeVar
 
 from weft.backends import registry
-from weft.collect import Choices, Feeder
 from weft.config import (
     KvCachePoolConfig,
     PriorityPolicy,
@@ -28,6 +27,7 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.loading.cache import Progress
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
 from weft.loading.pull import pull
+from weft.local_answers import Choices, Feeder
 from weft.progress import GenerationBar, PullBar
 from weft.request import (
     GenerationResult,

@@ -12,11 +12,11 @@ import pytest
 import weft.request
 from weft.backends.noop import NoopBackend
 from weft.config import KvCachePoolConfig, ServingEngineConfig
-from weft.engine import wire
-from weft.engine.process import EngineProcess
+from weft.engine.ipc import wire
+from weft.engine.ipc.process import EngineProcess
 from weft.engine.serving import ServingEngine
 from weft.request import InferenceRequest, SamplingParams
-from weft.scheduling import blocks
+from weft.scheduling.cache import block_pool as blocks
 
 LISTS: dict[str, Any] = {"logit_bias": dict.fromkeys(range(1000), 1.0), "stop_token_ids": tuple(range(1000))}
 PROMPT = tuple(range(1000))

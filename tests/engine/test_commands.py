@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from weft.cli.batch import Batch, Output
+from weft.cli.batch_file import Batch, Output
 from weft.cli.lines import Wishes
 from weft.cli.main import main
 from weft.llm import LLM

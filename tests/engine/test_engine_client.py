@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
-from weft.engine import wire
-from weft.engine.client import Answer, EngineClient, EngineDiedError, EngineState, SlowReaderError
-from weft.engine.launch import launch_engine
-from weft.engine.liveness import Liveness
+from weft.engine.ipc import wire
+from weft.engine.ipc.client import Answer, EngineClient, EngineDiedError, EngineState, SlowReaderError
+from weft.engine.ipc.launch import launch_engine
+from weft.engine.ipc.liveness import Liveness
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
 from weft.request import FinishReason, Grammar, InferenceRequest, RequestState, SamplingParams, TokenOutput
 
@@ -348,7 +348,8 @@ def test_36_junk_on_the_socket_ends_the_process_and_nothing_else(junk: bytes, is
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "weft.engine.process", str(theirs.fileno())], pass_fds=(theirs.fileno(),)
+            [sys.executable, "-m", "weft.engine.ipc.process", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
         )
         theirs.close()
         if is_started:

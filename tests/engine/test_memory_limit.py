@@ -107,7 +107,7 @@ def test_44_memory_that_is_asked_for_beyond_the_limit_is_refused_with_what_fits(
 OPEN = """
 import resource, sys
 from pathlib import Path
-import weft.backends.cpu.native_sampler, weft.ops.cpu.program, weft.ops.cpu.recorder
+import weft.backends.cpu.native_sampler, weft.ops.cpu.program, weft.ops.cpu.recording_ops
 from weft.backends.cpu.runner import open_cpu_backend
 from weft.errors import OutOfMemoryError
 from weft.loading.checkpoint import open_checkpoint

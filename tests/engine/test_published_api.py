@@ -13,7 +13,7 @@ from weft.backends.base import OpenedModel
 from weft.backends.noop import NoopBackend
 from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
-from weft.engine.recorder import replay
+from weft.engine.replay import replay
 from weft.engine.serving import ServingEngine
 from weft.llm import LLM
 from weft.request import (

@@ -29,8 +29,8 @@ from weft.request import (
     SamplingParams,
     TokenOutput,
 )
-from weft.scheduling.blocks import Blocks
-from weft.scheduling.kv_cache import KvCacheManager
+from weft.scheduling.cache.block_pool import Blocks
+from weft.scheduling.cache.manager import KvCacheManager
 
 
 class Watched(NoopBackend):

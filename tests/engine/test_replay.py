@@ -26,7 +26,7 @@ from weft.config import (
     SchedulerConfig,
     ServingEngineConfig,
 )
-from weft.engine.recorder import ReplayDifference, replay
+from weft.engine.replay import ReplayDifference, replay
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError
 from weft.plan import IterationPlan, SwapTask

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 from weft.config import ServingEngineConfig
-from weft.engine import wire
-from weft.engine.client import EngineClient
-from weft.engine.outbox import Outbox, _merged
-from weft.engine.process import EngineProcess
+from weft.engine.ipc import wire
+from weft.engine.ipc.client import EngineClient
+from weft.engine.ipc.outbox import Outbox, _merged
+from weft.engine.ipc.process import EngineProcess
 from weft.engine.serving import Callback
 from weft.request import (
     FinishReason,
@@ -23,7 +23,7 @@ from weft.request import (
     SamplingParams,
     TokenOutput,
 )
-from weft.server.answers import Choices
+from weft.server.stream.choices import Choices
 from weft.text.tokenizer import Tokenizer
 
 

@@ -18,7 +18,7 @@ from cache_codes import (
     scale_of,
 )
 from weft.ops.base import AttentionShape
-from weft.ops.cpu.recorder import CpuOps
+from weft.ops.cpu.recording_ops import CpuOps
 from weft.ops.cpu.weights import Packing
 
 _kernels = pytest.importorskip("weft._kernels")

@@ -11,7 +11,7 @@ from weft import _kernels
 from weft.models.registry import build_decoder
 from weft.ops.base import StepIndices, TwoTierCache, WeightSource
 from weft.ops.cpu.program import record
-from weft.ops.cpu.recorder import CpuOps
+from weft.ops.cpu.recording_ops import CpuOps
 from weft.ops.cpu.weights import Packing, Quantize, in_memory
 from weft.ops.recording import NO_STEP
 

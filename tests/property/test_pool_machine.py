@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from weft.scheduling.blocks import BlockPool, extend_keys, root_key
+from weft.scheduling.cache.block_pool import BlockPool, extend_keys, root_key
 
 KEYS = [bytes([number]) * 4 for number in range(8)]
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from weft.backends.noop import NoopBackend, generate_alone
 from weft.clock import VirtualClock
 from weft.config import KvCacheKind, KvCachePoolConfig, PreemptionMode, PriorityPolicy, SchedulerConfig
-from weft.engine.core import Rejected
+from weft.engine.loop import Rejected
 from weft.errors import InvalidRequestError, QueueFullError
 from weft.plan import IterationPlan, StepResult, SwapTask
 from weft.request import (

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from weft.plan import SwapTask
 from weft.request import RequestId
-from weft.scheduling.allocation import KvCacheAllocation
-from weft.scheduling.blocks import BlockKey, Blocks
-from weft.scheduling.kv_cache import KvCacheManager
+from weft.scheduling.cache.allocation import KvCacheAllocation
+from weft.scheduling.cache.block_pool import BlockKey, Blocks
+from weft.scheduling.cache.manager import KvCacheManager
 
 BLOCK = 2
 MOST_IN_FLIGHT = 2

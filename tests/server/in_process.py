@@ -12,7 +12,7 @@ from typing import Any
 
 from server_process import MODEL
 
-from weft.engine.client import EngineClient
+from weft.engine.ipc.client import EngineClient
 from weft.loading.checkpoint import open_checkpoint
 from weft.server.app import ServerApp
 from weft.server.logs import ServerLog

@@ -10,8 +10,8 @@ import threading
 
 import msgspec
 
+from weft.server.lifecycle import Started, serve
 from weft.server.logs import ServerLog
-from weft.server.serve import Started, serve
 from weft.server.settings import ServerSettings
 
 

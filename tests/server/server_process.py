@@ -89,7 +89,7 @@ class Server:
     def engine_pid(self) -> int:
         for pid in self.children():
             with suppress(OSError):  # it ended meanwhile
-                if b"weft.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"weft.engine.ipc.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return pid
         raise AssertionError("no engine's process runs")
 

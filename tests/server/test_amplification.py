@@ -19,9 +19,9 @@ import pytest
 from in_process import InProcess, in_process
 from server_process import Server
 
-from weft.engine.client import Answer
+from weft.engine.ipc.client import Answer
 from weft.request import InferenceRequest
-from weft.server.keys import ApiKey
+from weft.server.admission.keys import ApiKey
 
 _SECONDS_PER_BYTE = 5e-6
 """To read, check, send and read again what the body holds takes a tenth of it."""

@@ -10,8 +10,8 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from weft.config import ServingEngineConfig
-from weft.engine import wire
-from weft.engine.client import Answer, EngineClient
+from weft.engine.ipc import wire
+from weft.engine.ipc.client import Answer, EngineClient
 from weft.request import (
     FinishReason,
     GenerationResult,
@@ -20,11 +20,11 @@ from weft.request import (
     SamplingParams,
     TokenOutput,
 )
-from weft.server.answers import Choice, Choices
-from weft.server.budget import ByteBudget, Share, too_much_answer
-from weft.server.openai import Shape, TokenOffsets
-from weft.server.rounds import Rounds
-from weft.server.whole import WholeAnswer
+from weft.server.api.openai import Shape, TokenOffsets
+from weft.server.http.byte_budget import ByteBudget, Share, too_much_answer
+from weft.server.stream.choices import Choice, Choices
+from weft.server.stream.loop_turns import Rounds
+from weft.server.stream.whole_answer import WholeAnswer
 from weft.text.answer_reader import AnswerForm, AnswerReader
 from weft.text.answer_text import AnswerText
 from weft.text.reasoning import ReasoningMarkers

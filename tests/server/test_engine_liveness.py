@@ -23,7 +23,7 @@ STALL_SECONDS = 6.0
 FAULTS = """
 import pathlib, subprocess, sys, threading, time
 
-if "weft.engine.process" in " ".join(sys.orig_argv):
+if "weft.engine.ipc.process" in " ".join(sys.orig_argv):
     from weft.backends import noop
 
     fault, finish = pathlib.Path({!r}), noop.NoopBackend._finish

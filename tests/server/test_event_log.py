@@ -10,7 +10,7 @@ from pathlib import Path
 
 from server_process import running_server, wait_for
 
-from weft.engine.recorder import replay
+from weft.engine.replay import replay
 
 
 def test_the_log_of_an_engine_that_died_is_kept_beside_that_of_the_next(

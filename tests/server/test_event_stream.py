@@ -19,8 +19,8 @@ from in_process import InProcess, in_process
 from uvicorn.server import ServerState
 
 from weft.config import ServingEngineConfig
-from weft.engine import wire
-from weft.engine.client import Answer, EngineClient
+from weft.engine.ipc import wire
+from weft.engine.ipc.client import Answer, EngineClient
 from weft.errors import WeftError
 from weft.request import (
     FinishReason,
@@ -30,14 +30,14 @@ from weft.request import (
     RequestState,
     SamplingParams,
 )
-from weft.server import streaming
-from weft.server.answers import Choices
+from weft.server.api.openai import Shape
 from weft.server.errors import ApiError
+from weft.server.http.protocol import WRITER, TimedProtocol
 from weft.server.metrics import ServerMetrics
-from weft.server.openai import Shape
-from weft.server.protocol import WRITER, TimedProtocol
-from weft.server.rounds import Rounds
-from weft.server.streaming import EventStream
+from weft.server.stream import events as streaming
+from weft.server.stream.choices import Choices
+from weft.server.stream.events import EventStream
+from weft.server.stream.loop_turns import Rounds
 from weft.text.tokenizer import Tokenizer
 
 TEXT = "one two three four five six seven eight nine ten"

@@ -13,7 +13,7 @@ import uvicorn
 from in_process import in_process
 from uvicorn.server import ServerState
 
-from weft.server.protocol import TimedProtocol
+from weft.server.http.protocol import TimedProtocol
 
 ASKED: list[dict[str, Any]] = [
     {"prompt": [1, 2, 3], "max_tokens": 4},

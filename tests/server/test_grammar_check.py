@@ -14,7 +14,7 @@ import pytest
 
 from weft.errors import InvalidRequestError, WeftError
 from weft.request import Grammar
-from weft.server.grammar_check import GrammarChecker
+from weft.server.text_work.grammar_check import GrammarChecker
 
 PATIENT = 120.0
 

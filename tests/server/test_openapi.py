@@ -18,11 +18,11 @@ from server_process import Server, api_key, running_server
 
 from weft.errors import InvalidRequestError
 from weft.request import InferenceRequest, SamplingParams
-from weft.server import response_shapes as shapes
-from weft.server.field_docs import FIELDS, Field
-from weft.server.keys import plain_keys
-from weft.server.openapi import OPERATIONS
-from weft.server.schema import (
+from weft.server.admission.keys import plain_keys
+from weft.server.api import response_shapes as shapes
+from weft.server.api.field_docs import FIELDS, Field
+from weft.server.api.openapi import OPERATIONS
+from weft.server.api.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -46,7 +46,7 @@ def test_every_field_of_every_request_is_described(document: dict[str, Any]) -> 
         properties = document["components"]["schemas"][kind.__name__]["properties"]
         assert set(properties) == set(kind.__struct_fields__)
         missing = [name for name, content in properties.items() if not content.get("description")]
-        assert not missing, f"{kind.__name__}: describe {missing} in server/field_docs.py"
+        assert not missing, f"{kind.__name__}: describe {missing} in server/api/field_docs.py"
 
 
 def test_every_route_is_in_the_document(default_model_path: Path, document: dict[str, Any]) -> None:

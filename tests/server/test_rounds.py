@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from weft.server.answers import Piece
-from weft.server.rounds import Rounds
-from weft.server.streaming import EventStream
+from weft.server.stream.choices import Piece
+from weft.server.stream.events import EventStream
+from weft.server.stream.loop_turns import Rounds
 
 
 def busy(seconds: float) -> None:

@@ -205,7 +205,7 @@ def test_a_slow_reader_that_keeps_reading_is_not_taken_for_a_stalled_one(default
 
 HELD_START = """
 import pathlib, sys, time
-while "weft.engine.process" in " ".join(sys.orig_argv) and pathlib.Path({!r}).exists():
+while "weft.engine.ipc.process" in " ".join(sys.orig_argv) and pathlib.Path({!r}).exists():
     time.sleep(0.01)
 """
 

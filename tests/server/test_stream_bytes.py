@@ -11,13 +11,13 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from weft.engine.client import EngineClient
+from weft.engine.ipc.client import EngineClient
 from weft.errors import EngineStoppedError
 from weft.request import SamplingParams
-from weft.server.chunks import Chunks
+from weft.server.api.openai import Form, Shape
+from weft.server.http.protocol import BodyWriter, _Connection
 from weft.server.metrics import _TOKEN_SECONDS, ServerMetrics
-from weft.server.openai import Form, Shape
-from weft.server.protocol import BodyWriter, _Connection
+from weft.server.stream.chunks import Chunks
 from weft.text.answer_text import AnswerText
 from weft.text.tokenizer import Tokenizer
 

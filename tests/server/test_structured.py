@@ -389,7 +389,7 @@ def test_the_processes_for_grammars_start_with_the_first_one_and_end_with_the_se
         assert set(server.children()) == before, "who sends no grammar pays for none"
         assert server.chat(guided_regex="a+").status_code == 200
         [pid] = set(server.children()) - before
-        assert b"weft.server.grammar_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert b"weft.server.text_work.grammar_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
         for _ in range(3):  # the verdict is remembered, and the process kept
             assert server.chat(guided_regex="a+").status_code == 200
         assert set(server.children()) - before == {pid}

@@ -22,7 +22,8 @@ from in_process import in_process
 from loop_callbacks import BODIES, CHAT, COMPLETION, MESSAGES, MOST_REFERENCES
 from server_process import SLOW, Server, api_key, running_server, wait_for
 
-from weft.server import bodies, prompts
+from weft.server.http import bodies
+from weft.server.text_work import prompt_tokens as prompts
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +117,14 @@ def test_10_a_prompt_of_9_kb_does_not_wait_for_many_of_500_kb(server: Server) ->
 
 
 STAGES: dict[str, tuple[str, str, bytes]] = {
-    "body": ("weft.server.bodies", COMPLETION, b'{"prompt":[' + b"1," * 200_000 + b"1]}"),
-    "text": ("weft.server.text_process", "/tokenize", json.dumps({"prompt": "A fox. " * 70_000}).encode()),
+    "body": ("weft.server.http.bodies", COMPLETION, b'{"prompt":[' + b"1," * 200_000 + b"1]}"),
+    "text": (
+        "weft.server.text_work.text_process",
+        "/tokenize",
+        json.dumps({"prompt": "A fox. " * 70_000}).encode(),
+    ),
     "template": (
-        "weft.server.text_process",
+        "weft.server.text_work.text_process",
         CHAT,
         json.dumps({"messages": [{"role": "user", "content": "A fox. " * 5}] * 4000}).encode(),
     ),

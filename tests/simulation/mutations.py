@@ -25,15 +25,15 @@ class Mutation(NamedTuple):
     """Where to look first, for a mistake that few scenarios bring to light."""
 
 
-ROSTER = "weft.scheduling.roster:Roster"
+ROSTER = "weft.scheduling.sequence_table:Roster"
 PLANNER = "weft.scheduling.planner:Planner"
-STEP_SIZE = "weft.scheduling.prompts:StepSize"
-PREFIX = "weft.scheduling.prefix:PrefixSharing"
+STEP_SIZE = "weft.scheduling.prompt_order:StepSize"
+PREFIX = "weft.scheduling.cache.prefix:PrefixSharing"
 SCHEDULER = "weft.scheduling.scheduler:ContinuousBatchScheduler"
-KV_CACHE = "weft.scheduling.kv_cache:KvCacheManager"
-POOL = "weft.scheduling.blocks:BlockPool"
-SWAPS = "weft.scheduling.swap_space:SwapSpace"
-SPECULATION = "weft.scheduling.guessing:Speculation"
+KV_CACHE = "weft.scheduling.cache.manager:KvCacheManager"
+POOL = "weft.scheduling.cache.block_pool:BlockPool"
+SWAPS = "weft.scheduling.cache.swap:SwapSpace"
+SPECULATION = "weft.scheduling.draft_tokens:Speculation"
 NOOP = "weft.backends.noop:NoopBackend"
 
 MUTATIONS = (
@@ -46,13 +46,13 @@ MUTATIONS = (
     Mutation("hot block is put back among the cold", f"{POOL}._eviction_order", "in self._heat", "is None"),
     Mutation(
         "content stays hot after its session",
-        "weft.scheduling.sessions:Sessions._drop",
+        "weft.scheduling.cache.sessions:Sessions._drop",
         "pool.cool(key)",
         "pass",
     ),
     Mutation(
         "keys of a dropped session are still counted",
-        "weft.scheduling.sessions:Sessions._drop",
+        "weft.scheduling.cache.sessions:Sessions._drop",
         "-= len",
         "-= 0 * len",
     ),
@@ -63,10 +63,12 @@ MUTATIONS = (
         "end // block_size, len",
         "-(-end // block_size), len",
     ),
-    Mutation("prefix key without salt", "weft.scheduling.blocks:root_key", "cache_salt.encode()", 'b""'),
+    Mutation(
+        "prefix key without salt", "weft.scheduling.cache.block_pool:root_key", "cache_salt.encode()", 'b""'
+    ),
     Mutation(
         "prefix key without what stands before",
-        "weft.scheduling.blocks:extend_keys",
+        "weft.scheduling.cache.block_pool:extend_keys",
         "previous + content",
         "content",
     ),
@@ -79,7 +81,7 @@ MUTATIONS = (
     # -- positions, chunks, progress
     Mutation(
         "position off by one",
-        "weft.scheduling.draft:Draft.freeze",
+        "weft.scheduling.plan_builder:Draft.freeze",
         "starts.append(start)",
         "starts.append(start - 1)",
     ),
@@ -238,7 +240,7 @@ MUTATIONS = (
     Mutation("no rotation", f"{ROSTER}.rotate", "if skipped and", "if False and"),
     Mutation(
         "victim's task stays in the plan",
-        "weft.scheduling.draft:Draft.drop",
+        "weft.scheduling.plan_builder:Draft.drop",
         "self.decodes.remove(sequence)",
         "pass",
     ),
@@ -410,13 +412,13 @@ MUTATIONS = (
     Mutation("drafts for a grammar", f"{SPECULATION}.begin", "grammar is None", "grammar is not Ellipsis"),
     Mutation(
         "step is planned behind one with drafts",
-        "weft.engine.core:EngineCore._may_plan",
+        "weft.engine.loop:EngineCore._may_plan",
         "self.scheduler.may_plan_ahead and",
         "(self.scheduler.may_plan_ahead or self._flights[-1].plan.drafts) and",
     ),
     Mutation(
         "drafts are told with those that have none",
-        "weft.scheduling.draft:Draft.freeze",
+        "weft.scheduling.plan_builder:Draft.freeze",
         "[*decodes, *drafts,",
         "[*drafts, *decodes,",
     ),
@@ -477,7 +479,7 @@ TIER_MUTATIONS = (
     ),
     Mutation(
         "row start shows the moves of its own step",
-        "weft.scheduling.draft:_row_start",
+        "weft.scheduling.plan_builder:_row_start",
         "blocks=tuple(allocation.blocks)",
         "blocks=tuple([*allocation.arriving, *allocation.blocks[len(allocation.arriving) :]])",
     ),
@@ -528,7 +530,7 @@ TIER_MUTATIONS = (
     ),
     Mutation(
         "store block of a failed step stays findable",
-        "weft.scheduling.draft:Draft._move",
+        "weft.scheduling.plan_builder:Draft._move",
         "self.registered += registered",
         "pass",
     ),

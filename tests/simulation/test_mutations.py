@@ -17,6 +17,6 @@ def test_the_simulation_notices(mutation: Mutation) -> None:
 
 
 def test_a_mutation_whose_text_is_gone_fails_loudly() -> None:
-    gone = Mutation("gone", "weft.scheduling.blocks:root_key", "no such text", "")
+    gone = Mutation("gone", "weft.scheduling.cache.block_pool:root_key", "no such text", "")
     with pytest.raises(LookupError, match="no longer"), planted(gone):
         pass

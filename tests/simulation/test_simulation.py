@@ -11,7 +11,7 @@ import pytest
 from weft.backends.noop import NoopBackend, generate_alone
 from weft.clock import VirtualClock
 from weft.config import KvCacheKind, KvCachePoolConfig, ServingEngineConfig
-from weft.engine.recorder import replay
+from weft.engine.replay import replay
 from weft.engine.serving import ServingEngine
 from weft.request import InferenceRequest, SamplingParams
 from weft.simulation.check import check

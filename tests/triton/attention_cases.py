@@ -10,8 +10,8 @@ import torch
 
 from weft.ops.base import AttentionPattern, AttentionShape, QkNorm, Rope, StepIndices
 from weft.ops.reference import ReferenceOps
-from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device
+from weft.ops.triton.device_batch import DeviceBatch
 
 LAYERS, LAYER = 2, 1
 NO_ROPE = Rope((), interleaved=False)

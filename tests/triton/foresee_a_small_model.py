@@ -9,8 +9,8 @@ from pathlib import Path
 import triton
 from small_decoders import PLAIN, shapes
 
-from weft.backends.cuda import foreseen
-from weft.backends.cuda.foreseen import ForeseenKernels, Outline, Sizes, StoredShape
+from weft.backends.cuda import precompile as foreseen
+from weft.backends.cuda.precompile import ForeseenKernels, Outline, Sizes, StoredShape
 from weft.config import KvCacheKind, KvCachePoolConfig
 from weft.plan import IterationPlan
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sampling_cases import CONTEXT, EOS, assert_agree, random_logits, random_masks, random_requests
-from weft.backends.batch import Rows
-from weft.backends.cpu import sampler as twin
-from weft.backends.cpu.sampler import Sampled
 from weft.backends.grammar import NO_MASKS, Masks
+from weft.backends.step_arrays import Rows
 from weft.plan import IterationPlan, RowStart
 from weft.request import RequestId, SamplingParams
+from weft.sampling import reference as twin
+from weft.sampling.reference import Sampled
 
 if TYPE_CHECKING:
     from weft.backends.cuda.sampler import DeviceSampler

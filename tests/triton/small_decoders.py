@@ -14,8 +14,8 @@ from weft.models.config import ExpertsConfig, ModelConfig
 from weft.models.decoder import Decoder
 from weft.ops.base import AttentionPattern, AttentionShape, Ops, Rope, StepIndices
 from weft.ops.reference import ReferenceOps
-from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device
+from weft.ops.triton.device_batch import DeviceBatch
 from weft.ops.triton.ops import TritonOps
 from weft.ops.triton.program import CudaProgram, record
 

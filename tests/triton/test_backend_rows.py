@@ -1,4 +1,4 @@
-"""The rows on the device and the index arrays made there, beside the same on the host (`weft.backends.batch.Rows`)."""
+"""The rows on the device and the index arrays made there, beside the same on the host (`weft.backends.step_arrays.Rows`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ pytest.importorskip("triton")
 
 import torch
 
-from weft.backends.batch import Rows
 from weft.backends.cuda.mailbox import SLOTS, Mailbox
 from weft.backends.cuda.rows import DeviceRows, is_decode
-from weft.ops.triton.batch import DeviceBatch
+from weft.backends.step_arrays import Rows
 from weft.ops.triton.device import Device
+from weft.ops.triton.device_batch import DeviceBatch
 from weft.plan import IterationPlan, RowStart
 from weft.request import RequestId, SamplingParams
 

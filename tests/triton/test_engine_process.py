@@ -19,7 +19,7 @@ import numpy as np
 from model_files import entry, safetensors, write_folder
 from weft.backends import registry
 from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
-from weft.engine.client import EngineClient
+from weft.engine.ipc.client import EngineClient
 from weft.engine.serving import ServingEngine
 from weft.errors import WeftError
 from weft.loading.random_checkpoint import random_checkpoint

@@ -14,9 +14,9 @@ import pytest
 from small_backends import cuda_backend
 from small_decoders import CONFIGS, PLAIN
 
-from weft.backends.cuda import foreseen
-from weft.backends.cuda.foreseen import ForeseenKernels, Outline, Sizes, StoredShape
+from weft.backends.cuda import precompile as foreseen
 from weft.backends.cuda.plain_data import from_line
+from weft.backends.cuda.precompile import ForeseenKernels, Outline, Sizes, StoredShape
 from weft.config import KvCacheKind, KvCachePoolConfig
 from weft.models.config import ModelConfig
 from weft.ops.triton.device import Device

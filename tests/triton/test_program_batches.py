@@ -19,7 +19,7 @@ from small_decoders import (
     relative_error,
 )
 
-from weft.ops.triton import stretches
+from weft.ops.triton import piecewise_graphs as stretches
 from weft.ops.triton.device import Device, Graph
 from weft.ops.triton.linear import padded_rows
 

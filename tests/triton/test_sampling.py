@@ -14,12 +14,12 @@ import triton.language as tl  # noqa: E402
 from sampling_steps import OnDevice, Step, assert_same, random_step, rounded_to_bfloat16  # noqa: E402
 
 from sampling_cases import ANY_JSON  # noqa: E402
-from weft.backends.cpu.sampler import FORBIDDEN, NOT_A_NUMBER, OVERFLOW  # noqa: E402
 from weft.backends.grammar import Masks  # noqa: E402
-from weft.backends.noise import as_seed, gumbel, noise_keys, uniform  # noqa: E402
-from weft.backends.noise import noise_bits as bits_of_numpy  # noqa: E402
 from weft.ops.triton.sampling_noise import gumbel_double, noise_bits, noise_key, noise_steps, race_single  # noqa: E402
 from weft.request import SamplingParams  # noqa: E402
+from weft.sampling.noise import as_seed, gumbel, noise_keys, uniform  # noqa: E402
+from weft.sampling.noise import noise_bits as bits_of_numpy  # noqa: E402
+from weft.sampling.reference import FORBIDDEN, NOT_A_NUMBER, OVERFLOW  # noqa: E402
 
 if TYPE_CHECKING:
     from weft.ops.triton.device import Device

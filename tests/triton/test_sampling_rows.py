@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from sampling_steps import OnDevice, Step, assert_same  # noqa: E402
 
 from sampling_cases import CONTEXT, random_logits  # noqa: E402
-from weft.backends.cpu import sampler as twin  # noqa: E402
 from weft.request import SamplingParams  # noqa: E402
+from weft.sampling import reference as twin  # noqa: E402
 
 if TYPE_CHECKING:
     from weft.ops.triton.device import Device

@@ -15,8 +15,8 @@ from store_twin import laid_out, quantised, restored
 from weft.ops.base import TwoTierCache
 from weft.ops.triton import attention as attention_module
 from weft.ops.triton.attention import Attention, Splits
-from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device
+from weft.ops.triton.device_batch import DeviceBatch
 from weft.ops.triton.store import new_store
 from weft.tiers import stored_blocks
 

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from weft.backends.batch import Rows, SampledEntries
+from weft.backends.step_arrays import Rows, SampledEntries
 from weft.ops.base import StepIndices
 from weft.plan import IterationPlan, RowStart
 from weft.request import RequestId, SamplingParams

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from test_batch import plan, start
 
-from weft.backends.batch import PreparedStep, Rows
-from weft.backends.cpu import sampler as numpy_sampler
 from weft.backends.cpu.runner import CpuBackend, open_cpu_backend
-from weft.backends.cpu.sampler import Sampled
+from weft.backends.step_arrays import PreparedStep, Rows
 from weft.config import KvCachePoolConfig
 from weft.loading.random_checkpoint import random_checkpoint
 from weft.plan import StepResult
+from weft.sampling import reference as numpy_sampler
+from weft.sampling.reference import Sampled
 
 BLOCK_SIZE = 4
 PREFILL_ROW = 8

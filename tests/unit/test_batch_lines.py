@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from weft.cli import lines as lines_module
-from weft.cli.answers import answer, error_answer
-from weft.cli.batch import Output, open_output
+from weft.cli.batch_file import Output, open_output
 from weft.cli.lines import Line, Wishes, make_job, read_line, read_lines
+from weft.cli.result_json import answer, error_answer
 from weft.errors import InvalidRequestError, WeftError
 from weft.llm import Job
 from weft.request import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.server.budget import ByteBudget, Share, too_much_answer
 from weft.server.errors import ApiError
+from weft.server.http.byte_budget import ByteBudget, Share, too_much_answer
 
 KIB = 1 << 10
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.server.closed_schema import closed
+from weft.server.api.closed_schema import closed
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "string"}}}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.engine import wire
 from weft.engine.compile_queue import CompileQueue, Waiting
+from weft.engine.ipc import wire
 from weft.request import Grammar, InferenceRequest, SamplingParams
 
 

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from weft.engine import wire
-from weft.engine.connection import Connection
+from weft.engine.ipc import wire
+from weft.engine.ipc.connection import Connection
 
 WAIT = 30.0
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from weft.request import Priority
-from weft.server.fairness import FairGate, Job, Turn
-from weft.server.keys import ApiKey
+from weft.server.admission.fairness import FairGate, Job, Turn
+from weft.server.admission.keys import ApiKey
 
 PROMPT, ANSWER = 10, 30
 

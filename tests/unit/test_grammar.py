@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from weft.backends.batch import Rows
-from weft.backends.cpu.sampler import Sampled, sample
 from weft.backends.grammar import Masks, RowGrammars
+from weft.backends.step_arrays import Rows
 from weft.errors import InvalidRequestError
 from weft.plan import IterationPlan, RowStart
 from weft.request import Grammar, RequestId, SamplingParams
+from weft.sampling.reference import Sampled, sample
 from weft.text.grammar import GrammarCompiler
 from weft.text.tokenizer import Tokenizer
 
@@ -331,7 +331,7 @@ def test_18_a_row_that_may_have_no_token_at_all_fails_alone(temperature: float) 
 
 def test_who_sends_no_grammar_loads_nothing_for_them() -> None:
     code = (
-        "import sys, weft.engine.process, weft.backends.cpu.runner, weft.server.app\n"
+        "import sys, weft.engine.ipc.process, weft.backends.cpu.runner, weft.server.app\n"
         "assert 'weft.backends.grammar' in sys.modules and 'llguidance' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

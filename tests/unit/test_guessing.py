@@ -12,8 +12,8 @@ from weft.clock import VirtualClock
 from weft.config import SchedulerConfig
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import Grammar, InferenceRequest, RequestId, SamplingParams
-from weft.scheduling import guessing
-from weft.scheduling.guessing import FIRST_CHANCE, LEARNING_RATE, LOOKED_BACK, Guesser
+from weft.scheduling import draft_tokens as guessing
+from weft.scheduling.draft_tokens import FIRST_CHANCE, LEARNING_RATE, LOOKED_BACK, Guesser
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 

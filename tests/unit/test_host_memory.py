@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.backends.cpu.room import CacheRoom
+from weft.backends.cpu.memory_budget import CacheRoom
 from weft.backends.host_memory import HostMemory, host_memory
 from weft.errors import OutOfMemoryError
 

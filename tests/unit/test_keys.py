@@ -9,7 +9,7 @@ import pytest
 
 from weft.errors import InvalidRequestError
 from weft.request import Priority
-from weft.server.keys import ApiKey, KeyRing, all_keys, plain_keys, read_key_file
+from weft.server.admission.keys import ApiKey, KeyRing, all_keys, plain_keys, read_key_file
 
 
 def write(tmp_path: Path, text: str, name: str = "keys.toml") -> Path:

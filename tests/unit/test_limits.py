@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from weft.clock import VirtualClock
+from weft.server.admission.keys import ApiKey
+from weft.server.admission.limits import Bucket, KeyLimits
+from weft.server.admission.pace import Pace, retry_after
 from weft.server.errors import ApiError
-from weft.server.keys import ApiKey
-from weft.server.limits import Bucket, KeyLimits
-from weft.server.pace import Pace, retry_after
 
 
 def limits(clock: VirtualClock, **fields: Any) -> KeyLimits:

@@ -13,8 +13,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.engine import wire
-from weft.engine.liveness import LOOK_SECONDS, SILENT_SECONDS, Liveness, state_of, work_of, work_of_children
+from weft.engine.ipc import wire
+from weft.engine.ipc.liveness import (
+    LOOK_SECONDS,
+    SILENT_SECONDS,
+    Liveness,
+    state_of,
+    work_of,
+    work_of_children,
+)
 
 STALL_SECONDS = 30.0
 

@@ -13,7 +13,7 @@ from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig
 from weft.plan import IterationPlan
 from weft.request import InferenceRequest, Priority, RequestId, SamplingParams
-from weft.scheduling.prompts import PATIENCE, SHARE_OF_TARGET
+from weft.scheduling.prompt_order import PATIENCE, SHARE_OF_TARGET
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weft.backends.batch import Rows
-from weft.backends.cpu.sampler import Sampled, _filter, sample, score
-from weft.backends.noise import GUMBEL_MAX, GUMBEL_MIN, as_seed, gumbel, noise_bits, noise_keys, uniform
+from weft.backends.step_arrays import Rows
 from weft.plan import IterationPlan, RowStart
 from weft.request import RequestId, SamplingParams
+from weft.sampling.noise import GUMBEL_MAX, GUMBEL_MIN, as_seed, gumbel, noise_bits, noise_keys, uniform
+from weft.sampling.reference import Sampled, _filter, sample, score
 
 VOCABULARY = 1000
 

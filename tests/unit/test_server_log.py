@@ -14,8 +14,8 @@ import pytest
 
 from weft.request import FinishReason, GenerationResult, RequestId, RequestState
 from weft.server import logs
+from weft.server.http.access_log import Logged
 from weft.server.logs import LibraryHandler, Record, ServerLog, current_record
-from weft.server.request_log import Logged
 
 RESULT = GenerationResult(
     *(RequestId(1), (5, 6, 7), "secret answer", RequestState.COMPLETED, FinishReason.LENGTH, None),

@@ -10,8 +10,8 @@ from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError
 from weft.request import GenerationResult, InferenceRequest, RequestState, SamplingParams
-from weft.scheduling.blocks import BlockPool
-from weft.scheduling.sessions import MAX_SESSIONS, Sessions
+from weft.scheduling.cache.block_pool import BlockPool
+from weft.scheduling.cache.sessions import MAX_SESSIONS, Sessions
 
 BLOCK = 4
 

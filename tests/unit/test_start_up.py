@@ -26,7 +26,7 @@ def loaded_by(code: str) -> set[str]:
 
 
 def test_a_server_imports_next_to_nothing_before_its_engine_starts() -> None:
-    loaded = loaded_by("import weft.cli.entry, weft.cli.serve")
+    loaded = loaded_by("import weft.cli.entry, weft.cli.serve_command")
     assert not loaded & {
         "typer",
         "rich",
@@ -41,18 +41,18 @@ def test_a_server_imports_next_to_nothing_before_its_engine_starts() -> None:
 
 def test_a_server_opens_its_text_without_numpy_or_what_fetches_and_measures(default_model_path: Path) -> None:
     loaded = loaded_by(
-        "import weft.server.serve\n"
+        "import weft.server.lifecycle\n"
         "from weft.loading.checkpoint import open_checkpoint\n"
         "from weft.text.model_text import open_model_text\n"
         f"text = open_model_text(open_checkpoint({str(default_model_path)!r}))\n"
         "assert text.encode_chat([{'role': 'user', 'content': 'hello'}])\n"
         "text.close()"
     )
-    assert not loaded & {"numpy", "huggingface_hub", "llguidance", "rich", "typer", "weft.server.openapi"}
+    assert not loaded & {"numpy", "huggingface_hub", "llguidance", "rich", "typer", "weft.server.api.openapi"}
 
 
 def test_the_engine_imports_neither_an_event_loop_nor_a_tokenizer() -> None:
-    loaded = loaded_by("import weft.engine.process, weft.backends.cpu.runner")
+    loaded = loaded_by("import weft.engine.ipc.process, weft.backends.cpu.runner")
     assert not loaded & {"asyncio", "tokenizers", "llguidance", "typer", "rich"}
 
 
@@ -68,7 +68,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], Path |
         assert not print_config
         calls.append(({key: value for key, value in flags.items() if value is not None}, config))
 
-    monkeypatch.setattr("weft.cli.serve.serve_command", serve_command)
+    monkeypatch.setattr("weft.cli.serve_command.serve_command", serve_command)
     return calls
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from weft.cli import serve
+from weft.cli import serve_command as serve
 from weft.cli.start import start
 from weft.cli.tiers import cache_options, tier_rows
 from weft.config import KvCacheKind, KvCachePoolConfig, ServingEngineConfig
@@ -19,9 +19,9 @@ from weft.llm import LLM
 from weft.metrics import TwoTierKvCache
 from weft.plan import BackendInfo
 from weft.server.config_file import gather
+from weft.server.lifecycle import Started
 from weft.server.logs import ServerLog
 from weft.server.metrics import ServerMetrics
-from weft.server.serve import Started
 from weft.server.settings import ServerSettings
 from weft.tiers import tier_sizes
 

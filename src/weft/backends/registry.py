@@ -47,7 +47,7 @@ def build(name: str, **options: Any) -> Backend:
 def open_model(model: str, device: str, options: Mapping[str, Any]) -> OpenedModel:
     """The model of that name or path, fetched where it is not here yet, and the backend for it."""
     # Not at the top: a backend without a model needs none of it.
-    from weft.backends.opening import open_with_text
+    from weft.backends.open_model import open_with_text
 
     return open_with_text(model, lambda checkpoint: build(device, checkpoint=checkpoint, **options))
 

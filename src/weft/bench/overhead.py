@@ -14,7 +14,7 @@ from weft.bench.serve_client import Client
 from weft.bench.serve_machine import find_server, take_snapshot
 from weft.bench.soak_server import NOOP_CONTEXT, running_server
 from weft.config import ServingEngineConfig
-from weft.engine.client import EngineClient
+from weft.engine.ipc.client import EngineClient
 from weft.errors import WeftError
 from weft.loading.checkpoint import open_checkpoint
 from weft.loading.pull import pull

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from weft.errors import WeftError
+from weft.server.lifecycle import Started, serve
 from weft.server.logs import ServerLog
-from weft.server.serve import Started, serve
 from weft.server.settings import ServerSettings
 
 NOOP_CONTEXT = 8192

@@ -13,7 +13,7 @@ from pathlib import Path
 from weft.bench.serve_machine import find_server, take_snapshot
 
 _PROC = Path("/proc")
-_ENGINE = b"weft.engine.process"
+_ENGINE = b"weft.engine.ipc.process"
 _SAMPLE_SECONDS = 1.0
 _MIB = 1 << 20
 

@@ -72,7 +72,7 @@ def plain_serve_settings(arguments: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _serve(settings: dict[str, Any]) -> None:
-    from weft.cli.serve import serve_command
+    from weft.cli.serve_command import serve_command
 
     config = settings.pop("config", None)
     serve_command(settings, config, print_config=False)

@@ -13,10 +13,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from weft.cli.answers import error_of
-from weft.cli.batch import Batch, open_output
+from weft.cli.batch_file import Batch, open_output
 from weft.cli.lines import Line, Wishes, make_job
 from weft.cli.model import shown_name
+from weft.cli.result_json import error_of
 from weft.cli.start import check_sampling, start
 from weft.errors import InvalidRequestError, WeftError
 from weft.request import GenerationResult, Grammar

@@ -337,7 +337,7 @@ def serve(
 
     SIGTERM and Ctrl-C let what is under way end; once more quits at once.
     """
-    from weft.cli.serve import serve_command
+    from weft.cli.serve_command import serve_command
 
     flags = {
         "model": model,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from weft.engine.recorder import replay
+from weft.engine.replay import replay
 
 
 def replay_command(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from weft.engine import wire
+from weft.engine.ipc import wire
 from weft.request import InferenceRequest
 
 Waiting = tuple[wire.Submit, InferenceRequest]

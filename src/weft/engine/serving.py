@@ -15,11 +15,11 @@ from weft.backends import registry
 from weft.backends.base import Backend, OpenedModel
 from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig, ServingEngineConfig
-from weft.engine.core import MAX_FAILED_STEPS, EngineCore
-from weft.engine.figures import Figures
-from weft.engine.recorder import Recorder
+from weft.engine.engine_metrics import Figures
+from weft.engine.loop import MAX_FAILED_STEPS, EngineCore
+from weft.engine.output_texts import AnswerTexts
+from weft.engine.replay import Recorder
 from weft.engine.streams import TokenBuffer
-from weft.engine.texts import AnswerTexts
 from weft.errors import EngineStoppedError, QueueFullError
 from weft.metrics import ServingMetrics
 from weft.request import (
@@ -30,7 +30,7 @@ from weft.request import (
     RequestState,
     TokenOutput,
 )
-from weft.scheduling.kv_cache import KvCacheManagerStats
+from weft.scheduling.cache.manager import KvCacheManagerStats
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 from weft.scheduling.stats import SchedulerStats

@@ -8,14 +8,14 @@ from weft.clock import Clock
 from weft.config import SchedulerConfig
 from weft.plan import BackendInfo
 from weft.request import RequestState
-from weft.scheduling.blocks import Blocks
-from weft.scheduling.draft import Draft
-from weft.scheduling.guessing import Speculation
+from weft.scheduling.cache.block_pool import Blocks
+from weft.scheduling.draft_tokens import Speculation
+from weft.scheduling.plan_builder import Draft
 from weft.scheduling.policy import AdmissionPolicy, PolicyKey, StepCostModel
 from weft.scheduling.preemption import choose_victims, is_below, work_lost
-from weft.scheduling.prompts import PromptOrder, StepSize
-from weft.scheduling.roster import Roster
+from weft.scheduling.prompt_order import PromptOrder, StepSize
 from weft.scheduling.sequence import Phase, Sequence
+from weft.scheduling.sequence_table import Roster
 
 MAX_LOOKED_PAST = 16
 """Waiting requests that one plan may pass over because they cannot start just now. Keeps planning flat in the queue."""

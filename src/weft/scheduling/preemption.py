@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from weft.config import PreemptionMode
 from weft.plan import BackendInfo
-from weft.scheduling.blocks import Blocks
-from weft.scheduling.kv_cache import KvCacheManager
+from weft.scheduling.cache.block_pool import Blocks
+from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.sequence import Sequence
 from weft.tiers import stored_blocks
 

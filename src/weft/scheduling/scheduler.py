@@ -26,16 +26,16 @@ from weft.request import (
     TokenLogprobs,
     TokenOutput,
 )
-from weft.scheduling.blocks import BlockKey
 from weft.scheduling.budget import TokenBudget
+from weft.scheduling.cache.block_pool import BlockKey
+from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.checks import check_request
-from weft.scheduling.draft import Draft
-from weft.scheduling.kv_cache import KvCacheManager
+from weft.scheduling.plan_builder import Draft
 from weft.scheduling.planner import Planner
 from weft.scheduling.policy import AdmissionPolicy, StepCostModel
 from weft.scheduling.queue import RequestQueue
-from weft.scheduling.roster import Roster
 from weft.scheduling.sequence import Phase, Sequence
+from weft.scheduling.sequence_table import Roster
 from weft.scheduling.stats import SchedulerStats
 from weft.tiers import longest_sequence
 

@@ -15,11 +15,11 @@ from weft.request import (
     RequestState,
     TokenLogprobs,
 )
-from weft.scheduling.allocation import KvCacheAllocation
-from weft.scheduling.blocks import BlockKey, extend_keys, root_key
+from weft.scheduling.cache.allocation import KvCacheAllocation
+from weft.scheduling.cache.block_pool import BlockKey, extend_keys, root_key
 
 if TYPE_CHECKING:
-    from weft.scheduling.guessing import Guesser
+    from weft.scheduling.draft_tokens import Guesser
 
 NEVER = 1 << 62
 """A step that does not come: the admission step of a sequence that is not resident."""

@@ -19,27 +19,27 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from weft import __version__
-from weft.engine.client import EngineClient, EngineState
+from weft.engine.ipc.client import EngineClient, EngineState
 from weft.errors import WeftError
-from weft.server import docs_page
-from weft.server.answers import Choices
-from weft.server.bodies import BodyReader, whole_body
-from weft.server.budget import Share
+from weft.server.admission.active_requests import Outcome, Visit, Visits
+from weft.server.admission.keys import ApiKey
+from weft.server.api import docs_page
+from weft.server.api.openai import Shape
+from weft.server.api.preparing import Prepared, Preparer, as_asked
+from weft.server.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.server.errors import ApiError, as_api_error, json_response, renamed
-from weft.server.guard import ANSWER, BODY, KEY, Guard
-from weft.server.keys import ApiKey
+from weft.server.http.access_log import Logged
+from weft.server.http.bodies import BodyReader, whole_body
+from weft.server.http.byte_budget import Share
+from weft.server.http.guard import ANSWER, BODY, KEY, Guard
 from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
-from weft.server.openai import Shape
-from weft.server.preparing import Prepared, Preparer, as_asked
-from weft.server.request_log import Logged
-from weft.server.rounds import Rounds
-from weft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.server.settings import ServerSettings
-from weft.server.streaming import Disconnected, EventStream, unless_disconnected
-from weft.server.visits import Outcome, Visit, Visits
-from weft.server.whole import WholeAnswer, smallest_size
+from weft.server.stream.choices import Choices
+from weft.server.stream.events import Disconnected, EventStream, unless_disconnected
+from weft.server.stream.loop_turns import Rounds
+from weft.server.stream.whole_answer import WholeAnswer, smallest_size
 from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 1.0
@@ -373,7 +373,7 @@ class ServerApp:
     @cached_property
     def _document(self) -> bytes:
         """Made when somebody asks: a start should not wait for it."""
-        from weft.server import openapi
+        from weft.server.api import openapi
 
         return msgspec.json.encode(openapi.document(self._routes, asks_for_key=bool(self.settings.api_keys)))
 

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from weft.engine.client import EngineDiedError, EngineStalledError, SlowReaderError
+from weft.engine.ipc.client import EngineDiedError, EngineStalledError, SlowReaderError
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
+from weft.server.admission.pace import retry_after
 from weft.server.logs import current_record
-from weft.server.pace import retry_after
 
 _TYPES = {
     401: "authentication_error",

@@ -11,11 +11,11 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from weft.engine.client import EngineClient
+from weft.engine.ipc.client import EngineClient
 from weft.errors import WeftError
 from weft.metrics import TwoTierKvCache
 from weft.request import GenerationResult
-from weft.server.keys import ApiKey
+from weft.server.admission.keys import ApiKey
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from weft.config import PriorityPolicy, SchedulerConfig, ServingEngineConfig
-from weft.server.keys import ApiKey, KeyRing
+from weft.server.admission.keys import ApiKey, KeyRing
 
 Seconds = Annotated[float, Meta(ge=0, le=1_000_000)]
 AtLeastOne = Annotated[int, Meta(ge=1)]

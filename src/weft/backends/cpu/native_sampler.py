@@ -1,4 +1,4 @@
-"""The sampler of `weft.backends.cpu.sampler`, in C++: the same tokens for the same logits, one call for a step."""
+"""The sampler of `weft.sampling.reference`, in C++: the same tokens for the same logits, one call for a step."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Collection
 import numpy as np
 
 from weft._kernels import Pool, Sampler
-from weft.backends.batch import Rows, SampledEntries
-from weft.backends.cpu.sampler import FORBIDDEN, NOT_A_NUMBER, OVERFLOW, Sampled
 from weft.backends.grammar import NO_MASKS, Masks
+from weft.backends.step_arrays import Rows, SampledEntries
 from weft.request import SamplingParams, TokenLogprobs
+from weft.sampling.reference import FORBIDDEN, NOT_A_NUMBER, OVERFLOW, Sampled
 
 _REASONS = {1: NOT_A_NUMBER, 2: FORBIDDEN, 3: OVERFLOW}  # as enum Verdict in csrc/sampler.h numbers them
 

@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from weft.backends.batch import PreparedStep, Rows, SampledEntries, ScoredPrompt
-from weft.backends.cpu import sampler as numpy_sampler
 from weft.backends.cpu.kernels import has_kernels, instruction_set
 from weft.backends.cpu.memory_ahead import MemoryAhead
-from weft.backends.cpu.room import CacheRoom
-from weft.backends.cpu.sampler import NOT_A_NUMBER, Sampled
+from weft.backends.cpu.memory_budget import CacheRoom
 from weft.backends.cpu.step_thread import Step, StepThread
 from weft.backends.cpu.swap import SwapSpace
 from weft.backends.cpu.threads import thread_count
 from weft.backends.grammar import Masks, RowGrammars
 from weft.backends.host_memory import HostMemory, host_memory
-from weft.backends.opening import check_context, grammar_compiler
+from weft.backends.open_model import check_context, grammar_compiler
+from weft.backends.step_arrays import PreparedStep, Rows, SampledEntries, ScoredPrompt
 from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
@@ -38,6 +36,8 @@ from weft.ops.base import StepIndices, TwoTierCache
 from weft.ops.reference import ReferenceOps
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import Grammar, RequestId, TokenLogprobs
+from weft.sampling import reference as numpy_sampler
+from weft.sampling.reference import NOT_A_NUMBER, Sampled
 from weft.text.grammar import GrammarCompiler
 from weft.tiers import PoolSizes, choose_sizes, longest_context
 
@@ -320,7 +320,7 @@ def open_native(
     from weft import _kernels
     from weft.backends.cpu.native_sampler import NativeSampler
     from weft.ops.cpu.program import record
-    from weft.ops.cpu.recorder import CpuOps
+    from weft.ops.cpu.recording_ops import CpuOps
     from weft.ops.cpu.weights import PACKING_VERSION, Packing, in_memory
     from weft.ops.recording import NO_STEP
 

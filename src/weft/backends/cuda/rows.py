@@ -17,8 +17,8 @@ import torch
 
 from weft.backends.cuda.mailbox import SLOTS, Mailbox, Slot
 from weft.backends.cuda.prepare import HEADER, apply_changes, prepare_decodes, prepare_tokens
-from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device
+from weft.ops.triton.device_batch import DeviceBatch
 from weft.ops.triton.store import Moves
 from weft.plan import IterationPlan
 

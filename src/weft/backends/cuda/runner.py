@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.backends.cuda.foreseen import ForeseenKernels, Sizes, outline_of
 from weft.backends.cuda.graphs import DecodeGraphs, Kind
 from weft.backends.cuda.mailbox import Mailbox, Slot
 from weft.backends.cuda.memory import (
@@ -27,13 +26,14 @@ from weft.backends.cuda.memory import (
     mib,
     shortage,
 )
-from weft.backends.cuda.prompts import PromptPiece, ScoredPrompts, indices_of
+from weft.backends.cuda.precompile import ForeseenKernels, Sizes, outline_of
+from weft.backends.cuda.prompt_logprobs import PromptPiece, ScoredPrompts, indices_of
 from weft.backends.cuda.rows import DeviceRows, is_decode
 from weft.backends.cuda.sampler import DeviceSampler, SamplingPath
 from weft.backends.cuda.step import DeviceStep
 from weft.backends.cuda.swap import SwapSpace
 from weft.backends.grammar import RowGrammars
-from weft.backends.opening import check_context, grammar_compiler
+from weft.backends.open_model import check_context, grammar_compiler
 from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, ModelFileError, OutOfMemoryError
 from weft.loading.checkpoint import Checkpoint, open_checkpoint

@@ -1,4 +1,4 @@
-"""From logits to tokens on the device: `weft.backends.cpu.sampler` is the definition, this launches the kernels of it.
+"""From logits to tokens on the device: `weft.sampling.reference` is the definition, this launches the kernels of it.
 
 Nothing here waits for the device. What is launched depends on the path alone, and all arrays stay where they are, so
 every path may be part of a CUDA graph.
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.backends.cpu.sampler import FORBIDDEN, NOT_A_NUMBER, OVERFLOW
 from weft.backends.cuda.sampling_rows import MAX_ENDS, ROW_WORDS, SamplingPath, SamplingRows
 from weft.ops.triton import sampling as kernels
 from weft.ops.triton.device import INTERPRETED, Device, pieces, power_of_two
@@ -27,6 +26,7 @@ from weft.ops.triton.sampling_logprobs import logprobs_kernel
 from weft.ops.triton.sampling_scores import copy_kernel, count_kernel, lists_kernel, penalise_kernel
 from weft.plan import RowStart
 from weft.request import MAX_LOGPROBS, TokenLogprobs
+from weft.sampling.reference import FORBIDDEN, NOT_A_NUMBER, OVERFLOW
 
 Masks = tuple[Tensor, Tensor]
 """int32 [M, words of the vocabulary]: a bit for each token; int32 [S]: an entry's line of them, or -1."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weft.backends.noise import as_seed
 from weft.ops.triton import sampling as kernels
 from weft.ops.triton.device import Device, Event
 from weft.ops.triton.sampling_scores import start_rows_kernel
 from weft.plan import RowStart
 from weft.request import MAX_LOGIT_BIAS, SamplingParams
+from weft.sampling.noise import as_seed
 
 # Stop tokens that a row has room for, beside the model's own ends; they are on the device for min_tokens alone.
 MAX_ENDS = 1024

@@ -7,14 +7,14 @@ from itertools import compress
 
 import numpy as np
 
-from weft.backends.cpu.sampler import NOT_A_NUMBER
 from weft.backends.cuda.mailbox import Slot
-from weft.backends.cuda.prompts import PromptPiece
+from weft.backends.cuda.prompt_logprobs import PromptPiece
 from weft.backends.cuda.sampler import DeviceSampler, Pending
 from weft.backends.cuda.swap import SwapSpace
 from weft.backends.grammar import NO_MASKS, Masks, RowGrammars
 from weft.plan import IterationPlan, StepResult
 from weft.request import RequestId, TokenLogprobs
+from weft.sampling.reference import NOT_A_NUMBER
 
 
 class DeviceStep:

@@ -8,7 +8,7 @@ import numpy as np
 
 from weft import _kernels
 from weft.ops.base import StepIndices, TwoTierCache
-from weft.ops.cpu.recorder import CpuOps
+from weft.ops.cpu.recording_ops import CpuOps
 from weft.ops.cpu.weights import Keep, Part
 from weft.ops.recording import (
     Add,

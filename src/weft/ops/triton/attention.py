@@ -17,8 +17,8 @@ from weft.ops.base import AttentionShape, QkNorm, TwoTierCache
 from weft.ops.triton.attention_decode import decode_attention
 from weft.ops.triton.attention_dense import dense_attention, dense_attention_serves, is_dense
 from weft.ops.triton.attention_prefill import prefill_attention
-from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device, pieces, power_of_two
+from weft.ops.triton.device_batch import DeviceBatch
 from weft.ops.triton.rope import RopeTables, rope_and_write
 from weft.ops.triton.store import move_to_store
 from weft.tiers import stored_blocks

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from weft.ops.base import AttentionShape
-from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device
+from weft.ops.triton.device_batch import DeviceBatch
 
 _ROUND = 256
 _SHORTEST = 1024

@@ -21,11 +21,12 @@ from weft.ops.recording import (
 )
 from weft.ops.triton import rows
 from weft.ops.triton.attention import Attention
-from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device
+from weft.ops.triton.device_batch import DeviceBatch
 from weft.ops.triton.linear import Places, Product, padded_rows
 from weft.ops.triton.mixture import MixtureProduct, MixtureSpace
 from weft.ops.triton.ops import TritonOps
+from weft.ops.triton.piecewise_graphs import StretchGraphs
 from weft.ops.triton.rope import RopeTables
 from weft.ops.triton.steps import (
     AttentionStep,
@@ -37,7 +38,6 @@ from weft.ops.triton.steps import (
     steps_of,
     stretches,
 )
-from weft.ops.triton.stretches import StretchGraphs
 
 
 @dataclass

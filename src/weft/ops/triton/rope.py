@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.base import AttentionShape, QkNorm, Rope
-from weft.ops.triton.batch import DeviceBatch
 from weft.ops.triton.device import Device, let_next_begin, pieces, power_of_two, wait_for_previous
+from weft.ops.triton.device_batch import DeviceBatch
 
 # Always the same, so that a head's sum of squares is made in the same order in any company.
 _HEADS_AT_ONCE = 16

@@ -1,4 +1,4 @@
-"""The noise of `weft.backends.noise` on the device: the same bits, and what is made of them in single and double precision."""
+"""The noise of `weft.sampling.noise` on the device: the same bits, and what is made of them in single and double precision."""
 
 from __future__ import annotations
 

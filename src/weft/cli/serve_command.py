@@ -1,0 +1,173 @@
+"""`weft serve`: gathers what the operator said, starts the server, and says where it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft import __version__
+from weft.backends import registry
+from weft.backends.cpu.kernels import describe
+from weft.cli.model import fetch, shown_name
+from weft.cli.tiers import tier_rows
+from weft.engine.ipc.launch import launch_engine
+from weft.server.admission.keys import all_keys
+from weft.server.config_file import Gathered, as_toml, gather
+from weft.server.settings import ServerSettings
+from weft.tiers import tier_sizes
+
+if TYPE_CHECKING:
+    from weft.server.lifecycle import Started
+    from weft.server.logs import ServerLog
+
+_MIB = 1 << 20
+
+
+def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: bool) -> None:
+    """`flags` by the keys of the settings; None, or no word at all, for one that was not given."""
+    gc.disable()  # nearly all that a start makes stays; the server looks for garbage once it is up
+    gathered = gather(config, os.environ, flags)
+    # All of it is checked before a model is fetched for nothing.
+    settings = _settings(gathered)
+    if print_config:
+        print(as_toml(settings, gathered))
+        return
+    settings = _with_model(_on_device(settings, gathered), gathered)
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the server has its own way to stop
+        signal.signal(number, _leave)
+    launched = launch_engine(settings.backend, settings.backend_options, settings.engine)
+    try:
+        # Not at the top: the engine's process has begun by now, and needs as long for its own.
+        from weft.server.lifecycle import serve
+        from weft.server.logs import ServerLog
+
+        log = ServerLog(settings.log_format)
+        serve(settings, lambda started: _announce(settings, started, log), log, launched)
+    finally:
+        launched.process.kill()  # it has ended by itself, but for a start that was cut short
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(0)
+
+
+def _settings(gathered: Gathered) -> ServerSettings:
+    """Without the model's file, which nobody fetched yet."""
+    settings = gathered.applied_to(ServerSettings(gathered.value("model"), ()))
+    memory = gathered.value("memory")
+    if memory is not None:
+        cache = dataclasses.replace(settings.engine.cache, memory=memory)
+        settings = dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, cache=cache))
+    file = gathered.value("api_key_file")
+    return dataclasses.replace(settings, api_keys=all_keys(gathered.value("api_keys"), file))
+
+
+def _on_device(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
+    """With what computes here, and the size of steps that suits it, where nobody said otherwise."""
+    backend = registry.chosen(settings.backend, _compute_options(gathered))
+    engine = settings.engine
+    budgets = registry.CARD_BUDGETS
+    if backend == "cuda" and not any(f"engine.scheduler.{name}" in gathered.given for name in budgets):
+        engine = dataclasses.replace(engine, scheduler=dataclasses.replace(engine.scheduler, **budgets))
+    return dataclasses.replace(settings, backend=backend, engine=engine)
+
+
+def _with_model(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
+    model = gathered.value("model")
+    path = str(fetch(model))
+    shown = Path(shown_name(model)).stem if path.endswith(".gguf") else shown_name(model)
+    names = settings.names or (shown,)
+    options = {"max_context": gathered.value("context")}
+    if settings.backend != "noop":  # which has no weights, and nothing to compute
+        options |= {"checkpoint": path, **_compute_options(gathered)}
+    return dataclasses.replace(
+        settings,
+        model=path,
+        names=tuple(dict.fromkeys((*names, model))),
+        backend_options={**options, **settings.backend_options},
+    )
+
+
+def _compute_options(gathered: Gathered) -> dict[str, Any]:
+    return {key: gathered.value(key) for key in ("threads", "quantize")}
+
+
+def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> None:
+    """What it serves and where: a few lines for a person, one object for a program."""
+    info = started.info
+    weights, kv_cache, tokens, swap = (
+        info.weight_bytes,
+        info.cache_bytes,
+        info.cache_tokens,
+        info.swap_bytes,
+    )
+    tiers = tier_sizes(info, settings.engine.cache)
+    of_tiers: dict[str, Any] = {} if tiers is None else {"kv_cache_tiers": dataclasses.asdict(tiers)}
+    host = f"[{started.host}]" if ":" in started.host else started.host
+    address = f"http://{host}:{started.port}"
+    url = f"{address}/v1"
+    said = f"Serving the OpenAI API at {url}"
+    kernels = _kernels(settings, info.device)
+    if log.format == "text":
+        said = "\n".join(
+            [
+                f"weft {__version__} with {settings.names[0]}",
+                f"  weights   {weights / _MIB:>8,.0f} MiB",
+                f"  KV cache  {kv_cache / _MIB:>8,.0f} MiB at most: {tokens:,} tokens, "
+                f"{started.max_context:,} in one context",
+                *(
+                    f"    {tier:<7} {size:>12}: {content}"
+                    for tier, size, content in (tier_rows(tiers) if tiers is not None else ())
+                ),
+                f"  swap      {swap / _MIB:>8,.0f} MiB at most",
+                f"  kernels   {kernels}",
+                f"{said}; to look at and to try: {address}/docs",
+            ]
+        )
+    for warning in _warnings(settings, started):
+        log.event("warning", warning, "warning")
+    log.event(
+        "ready",
+        said,
+        version=__version__,
+        model=settings.names[0],
+        url=url,
+        weight_bytes=weights,
+        kv_cache_bytes=kv_cache,
+        kv_cache_tokens=tokens,
+        **of_tiers,
+        swap_bytes=swap,
+        max_context=started.max_context,
+        kernels=kernels,
+    )
+
+
+def _kernels(settings: ServerSettings, device: str) -> str:
+    match settings.backend:
+        case "cuda":
+            return f"Triton on {device}"
+        case "noop":
+            return "none"
+        case _:
+            return describe(settings.backend_options.get("threads"))
+
+
+def _warnings(settings: ServerSettings, started: Started) -> list[str]:
+    from weft.server.http.guard import is_loopback
+
+    warnings = []
+    if not started.has_chat_template:
+        warnings.append(
+            "The model has no chat template: /v1/chat/completions will refuse every request. "
+            "--chat-template names a file with one."
+        )
+    if not settings.api_keys and not is_loopback(settings.host):
+        warnings.append(
+            "Everyone who can reach this address may use the model: --api-key would ask for a key."
+        )
+    return warnings

@@ -1,0 +1,1 @@
+"""Admission: active requests, API keys, rate limits, and fairness between keys."""

@@ -1,0 +1,109 @@
+"""What one key may ask in a minute: buckets that refill, how full they are in headers, and when to come back."""
+
+from __future__ import annotations
+
+from weft.clock import Clock
+from weft.server.admission.keys import ApiKey
+from weft.server.errors import ApiError
+
+_SECONDS = 60.0
+
+
+class Bucket:
+    """So many a minute, at once or spread; it refills steadily. What turned out dearer than it was taken for leaves it
+    below zero, and the next one waits for that too."""
+
+    def __init__(self, per_minute: int, clock: Clock) -> None:
+        self.per_minute = per_minute
+        self._clock = clock
+        self._level = float(per_minute)
+        self._seen = clock()
+
+    @property
+    def level(self) -> float:
+        now = self._clock()
+        self._level = min(self.per_minute, self._level + (now - self._seen) * self.per_minute / _SECONDS)
+        self._seen = now
+        return self._level
+
+    def take(self, amount: float) -> None:
+        """Also gives back, where `amount` is below zero."""
+        self._level = min(self.per_minute, self.level - amount)
+
+    def seconds_until(self, amount: float) -> float:
+        """Until it holds so much; 0 where it does."""
+        return max(0.0, (amount - self.level) * _SECONDS / self.per_minute)
+
+
+class KeyLimits:
+    """How much of its limits a key has used. Belongs to one event loop."""
+
+    def __init__(self, key: ApiKey, clock: Clock) -> None:
+        self.key = key
+        self.num_open = 0
+        self._requests = _bucket(key.requests_per_minute, clock)
+        self._tokens = _bucket(key.tokens_per_minute, clock)
+
+    def take_request(self) -> None:
+        """One more request, or a 429."""
+        key = self.key
+        if key.concurrent is not None and self.num_open >= key.concurrent:
+            # When one of them ends nobody can say; the app predicts it from the pace of the server.
+            raise self._refused(
+                f"the key {key.name!r} has {self.num_open} requests under way; allowed: {key.concurrent} at once; "
+                "wait for one to end",
+                None,
+            )
+        if self._requests is not None:
+            self._check(self._requests, 1, "requests")
+            self._requests.take(1)
+
+    def reserve(self, num_tokens: int) -> int:
+        """Takes the tokens that a request may need, or raises a 429; returns how many were taken, for `correct`. One
+        that needs more than a whole minute's is let in when the bucket is full: otherwise it never would be."""
+        if self._tokens is None:
+            return 0
+        num_tokens = min(num_tokens, self._tokens.per_minute)
+        self._check(self._tokens, num_tokens, "tokens")
+        self._tokens.take(num_tokens)
+        return num_tokens
+
+    def correct(self, reserved: int, used: int) -> None:
+        if self._tokens is not None:
+            self._tokens.take(used - reserved)
+
+    def headers(self) -> dict[str, str]:
+        """How much is left, as OpenAI's clients read it; nothing for a key without limits."""
+        found = {}
+        for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                found[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+                found[f"x-ratelimit-remaining-{name}"] = str(max(0, int(bucket.level)))
+                found[f"x-ratelimit-reset-{name}"] = _duration(bucket.seconds_until(bucket.per_minute))
+        return found
+
+    def _check(self, bucket: Bucket, amount: int, name: str) -> None:
+        seconds = bucket.seconds_until(amount)
+        if seconds > 0:
+            raise self._refused(
+                f"the key {self.key.name!r} has {max(0, int(bucket.level))} of its {bucket.per_minute} {name} a minute "
+                f"left and this request needs {amount}; try again in {_duration(seconds)}",
+                seconds,
+            )
+
+    def _refused(self, message: str, seconds: float | None) -> ApiError:
+        return ApiError(429, message, code="rate_limit_exceeded", headers=self.headers(), retry_after=seconds)
+
+
+def _bucket(per_minute: int | None, clock: Clock) -> Bucket | None:
+    return None if per_minute is None else Bucket(per_minute, clock)
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: 250ms, 6.5s, 1m3s."""
+    if seconds < 1:
+        return f"{round(seconds * 1000)}ms"
+    if seconds < 60:
+        return f"{seconds:.3g}s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest}s"

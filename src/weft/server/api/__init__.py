@@ -1,0 +1,1 @@
+"""The API: request schemas, answer formats, errors, the OpenAPI document."""

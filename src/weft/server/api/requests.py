@@ -1,0 +1,176 @@
+"""From a checked body to what the engine takes: sampling parameters, prompts, priorities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weft.request import MAX_LOGIT_BIAS, InferenceRequest, Priority, SamplingParams
+from weft.server.admission.keys import ApiKey
+from weft.server.api.schema import ChatRequest, CompletionRequest, GenerationRequest
+from weft.server.errors import ApiError
+
+_SAMPLING = (
+    *("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "typical_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop", "stop_token_ids"),
+    "ignore_eos",
+)
+
+Prompt = str | list[int]
+
+
+def sampling_params(asked: GenerationRequest, suggestions: Mapping[str, Any]) -> SamplingParams:
+    """What is asked for, before what the model's makers suggest, before the defaults of the API."""
+    values = ((name, getattr(asked, name)) for name in _SAMPLING)
+    given = {name: value for name, value in values if value is not None}
+    if asked.logit_bias is not None:
+        if len(asked.logit_bias) > MAX_LOGIT_BIAS:  # before anything is done with each
+            message = f"logit_bias has {len(asked.logit_bias)} entries; allowed: at most {MAX_LOGIT_BIAS}"
+            raise ApiError(400, message, param="logit_bias", code="invalid_value")
+        given["logit_bias"] = {_token_id(token): bias for token, bias in asked.logit_bias.items()}
+    max_tokens = None
+    if isinstance(asked, ChatRequest):
+        given |= _chat_parameters(asked)
+    elif isinstance(asked, CompletionRequest):
+        max_tokens = 16
+        given["logprobs"] = asked.logprobs
+        given["prompt_logprobs"] = asked.logprobs if asked.echo else None
+    return SamplingParams(**{"max_tokens": max_tokens, **suggestions, **given})
+
+
+def _chat_parameters(asked: ChatRequest) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    if asked.max_completion_tokens is not None:
+        if asked.max_tokens not in (None, asked.max_completion_tokens):
+            raise ApiError(
+                400,
+                f"max_tokens is {asked.max_tokens} and max_completion_tokens {asked.max_completion_tokens}; send one",
+                param="max_completion_tokens",
+                code="invalid_value",
+            )
+        given["max_tokens"] = asked.max_completion_tokens
+    if asked.logprobs:
+        given["logprobs"] = asked.top_logprobs or 0
+    elif asked.top_logprobs:
+        raise ApiError(
+            400, "top_logprobs needs logprobs: true beside it", param="top_logprobs", code="invalid_value"
+        )
+    return given
+
+
+def _token_id(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 10:
+        raise ApiError(
+            400,
+            f"logit_bias has the key {text!r:.80}; allowed: token ids",
+            param="logit_bias",
+            code="invalid_value",
+        )
+    return int(text)
+
+
+def priority_of(asked: GenerationRequest) -> Priority | int:
+    """A name becomes its priority; numbers are checked by the request itself."""
+    if isinstance(asked.priority, int):
+        return asked.priority
+    try:
+        return Priority[asked.priority.upper()]
+    except KeyError:
+        names = ", ".join(priority.name.lower() for priority in Priority)
+        raise ApiError(
+            400,
+            f"priority is {asked.priority!r:.80}; allowed: {names}",
+            param="priority",
+            code="invalid_value",
+        ) from None
+
+
+def prompts_of(asked: CompletionRequest, max_answers: int) -> list[Prompt]:
+    """One prompt is text or token ids; a list of either is several."""
+    prompt = asked.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise ApiError(
+            400, "prompt is empty; send text, or at least one token", param="prompt", code="invalid_value"
+        )
+    if _are_tokens(prompt):
+        _check_ids(prompt, "prompt")
+        return [prompt]
+    if len(prompt) * (asked.n or 1) > max_answers:
+        raise ApiError(
+            400,
+            f"prompt has {len(prompt)} entries and n is {asked.n or 1}; allowed: {max_answers} answers in one request",
+            param="prompt",
+            code="invalid_value",
+        )
+    for index, one in enumerate(prompt):
+        if isinstance(one, list) and _are_tokens(one):
+            _check_ids(one, f"prompt[{index}]")
+        elif not isinstance(one, str):
+            raise ApiError(
+                400,
+                f"prompt[{index}] is neither text nor a list of token ids",
+                param=f"prompt[{index}]",
+                code="invalid_type",
+            )
+    return list(prompt)
+
+
+def _are_tokens(prompt: list[Any]) -> bool:
+    return set(map(type, prompt)) <= {int}  # a loop over a quarter of a million would hold up every stream
+
+
+def _check_ids(tokens: Sequence[int], param: str) -> None:
+    """The engine knows which ids there are; these are none anywhere, and fit no message to it."""
+    for token in (min(tokens), max(tokens)) if tokens else ():
+        if not 0 <= token < 2**31:
+            raise ApiError(
+                400, f"{param} holds {token!r:.80}; allowed: token ids", param=param, code="invalid_value"
+            )
+
+
+def check_completion(asked: CompletionRequest) -> None:
+    """Refuses what completions of other servers do and these do not."""
+    if asked.suffix:
+        raise ApiError(
+            400, "suffix is not supported: weft continues a prompt only", param="suffix", code="unsupported"
+        )
+    if asked.best_of not in (None, asked.n or 1):
+        raise ApiError(
+            400,
+            f"best_of is {asked.best_of} and n {asked.n or 1}; allowed: the same. Every answer is given",
+            param="best_of",
+            code="unsupported",
+        )
+    if asked.echo and asked.stream and asked.logprobs is not None:
+        raise ApiError(
+            400,
+            "echo with logprobs cannot be streamed: a prompt's logprobs come at the end; leave out stream",
+            param="echo",
+            code="unsupported",
+        )
+
+
+def inference_request(
+    asked: GenerationRequest, prompt: Sequence[int], params: SamplingParams, key: ApiKey | None = None
+) -> InferenceRequest:
+    """What `key` may ask of the engine."""
+    request = InferenceRequest(
+        tuple(prompt),
+        params,
+        priority=priority_of(asked),  # type: ignore[arg-type]
+        session_id=asked.session_id,
+        ttft_target=asked.ttft_target,
+        deadline=asked.deadline,
+        cache_salt=key.salt_for(asked.cache_salt) if key else asked.cache_salt,
+    )
+    if key is not None and request.priority > key.max_priority:
+        raise ApiError(
+            403,
+            f"priority is {request.priority.name.lower()}; allowed for the key {key.name!r}: "
+            f"at most {key.max_priority.name.lower()}",
+            param="priority",
+            code="priority_not_allowed",
+        )
+    return request

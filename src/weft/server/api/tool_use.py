@@ -1,0 +1,153 @@
+"""What a request says about tools: checked, and as the grammar its answers must follow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.request import Grammar
+from weft.server.api.closed_schema import closed
+from weft.server.api.schema import ChatRequest
+from weft.server.errors import ApiError
+from weft.text.answer_reader import AnswerForm
+from weft.text.model_text import ModelText
+from weft.text.tool_grammar import Tool, behind_thoughts, forced_calls, possible_calls
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_CHOICES = 'auto, none, required, {"type": "function", "function": {"name": ...}}'
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of one request, and how free the model is."""
+
+    tools: tuple[Tool, ...] = ()
+    """Those it may call: none, all, or the one that was named."""
+    told: list[dict[str, Any]] | None = None
+    """What the model is told of: all that were sent, in the client's own words."""
+    is_forced: bool = False
+    is_named: bool = False
+    max_calls: int | None = None
+
+    def answer_form(self, text: ModelText, prompt: Sequence[int]) -> AnswerForm | None:
+        """How answers to this prompt are read; None for plain text."""
+        reasoning = text.reasoning
+        if reasoning is None and not self.tools:
+            return None
+        return AnswerForm(
+            reasoning,
+            begins_inside=text.begins_inside_reasoning(prompt),
+            tools=text.tool_format if self.tools else None,
+            names=frozenset(tool.name for tool in self.tools),
+            max_calls=self.max_calls,
+        )
+
+    def grammar(self, answer: Grammar | None, form: AnswerForm | None, text: ModelText) -> Grammar | None:
+        """What answers must follow, where content that is no call must follow `answer`.
+
+        A call that is forced leaves no room for content. One that is not may come instead of it.
+        """
+        if form is None or (not self.tools and answer is None):
+            return answer
+        if not self.tools:
+            assert answer is not None
+            return behind_thoughts(answer, form, text.tokenizer)
+        # A model that learned nothing of tools and has to call one goes on calling it.
+        is_single = text.writes_tools
+        if self.is_forced:
+            return forced_calls(self.tools, form, text.tokenizer, is_single=is_single)
+        if answer is not None and text.tool_format.is_bare:
+            raise ApiError(
+                400,
+                "response_format and tools exclude each other with this model, whose calls look like any JSON; "
+                "set tool_choice to none or required",
+                param="response_format",
+                code="unsupported",
+            )
+        return possible_calls(self.tools, form, text.tokenizer, answer, is_single=is_single)
+
+
+NO_TOOLS = ToolUse()
+
+
+def tool_use(asked: ChatRequest) -> ToolUse:
+    """What the request says. Raises ApiError for tools that are none, and for choices that cannot be."""
+    tools = _checked_tools(asked.tools or [])
+    choice = asked.tool_choice
+    name = _named(choice) if isinstance(choice, Mapping) else None
+    if name is None and choice not in (None, "auto", "none", "required"):
+        shown = str(choice) if isinstance(choice, str) else "an object without the name of a function"
+        raise _refusal(f"tool_choice is {shown!r:.80}; allowed: {_CHOICES}", "tool_choice")
+    if not tools:
+        if name is not None or choice == "required":
+            raise _refusal("tool_choice asks for a call, and there are no tools; send some", "tool_choice")
+        return NO_TOOLS
+    if choice == "none":
+        return NO_TOOLS
+    if name is not None:
+        tools = tuple(tool for tool in tools if tool.name == name)
+        if not tools:
+            raise _refusal(f"tool_choice names {name!r:.80}, which is none of the tools", "tool_choice")
+    is_forced = name is not None or choice == "required"
+    is_single = name is not None or asked.parallel_tool_calls is False
+    return ToolUse(tools, asked.tools, is_forced, name is not None, 1 if is_single else None)
+
+
+def _named(choice: Mapping[str, Any]) -> str | None:
+    function = choice.get("function")
+    if choice.get("type") != "function" or not isinstance(function, Mapping):
+        return None
+    name = function.get("name")
+    return name if isinstance(name, str) else None
+
+
+def _checked_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
+    checked = [_checked(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    names: set[str] = set()
+    for index, tool in enumerate(checked):
+        if tool.name in names:
+            raise _refusal(
+                f"tools[{index}] has the name of another, {tool.name!r}; every tool has its own",
+                f"tools[{index}].function.name",
+            )
+        names.add(tool.name)
+    return tuple(checked)
+
+
+def _checked(tool: Mapping[str, Any], where: str) -> Tool:
+    if tool.get("type") != "function":
+        raise _refusal(f"{where}.type is {str(tool.get('type'))!r:.80}; allowed: function", f"{where}.type")
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise _refusal(f"{where} has no function; send one with a name and parameters", f"{where}.function")
+    where += ".function"
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise _refusal(
+            f"{where}.name is {str(name)!r:.80}; allowed: 1 to 64 letters, digits, _ and -", f"{where}.name"
+        )
+    description = function.get("description")
+    if description is not None and not isinstance(description, str):
+        raise _refusal(f"{where}.description is not a string; send one", f"{where}.description")
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise _refusal(f"{where}.strict is {str(strict)!r:.80}; allowed: true, false", f"{where}.strict")
+    return Tool(name, _schema(function.get("parameters"), f"{where}.parameters"), bool(strict))
+
+
+def _schema(parameters: Any, where: str) -> Mapping[str, Any]:
+    if parameters is None or parameters == {}:
+        return _NO_PARAMETERS
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise _refusal(f"{where} is not a JSON schema of the type object; send one", where)
+    try:
+        return closed({"type": "object", **parameters})
+    except ValueError as error:
+        raise _refusal(f"{where} {error}", where) from None
+
+
+def _refusal(message: str, param: str) -> ApiError:
+    return ApiError(400, message, param=param, code="invalid_value")

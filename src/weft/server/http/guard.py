@@ -1,0 +1,181 @@
+"""Who may ask, and how much: Host and Origin, API keys, the size of bodies. Decided before anything is read or run."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.server.admission.keys import ApiKey, KeyRing
+from weft.server.errors import ApiError
+from weft.server.http.byte_budget import ByteBudget, Share, too_much_answer, too_much_body
+from weft.server.settings import ServerSettings
+
+_HOST = re.compile(r"(?P<name>[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+_OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
+"""Asked by who has no key yet, or cannot send one: a probe, and a browser. They tell what the manual tells, and no more."""
+_ADMIN_PATHS = "/admin"
+
+KEY = "weft.key"
+"""Where in the scope of a request its key is; None where none is asked for."""
+BODY = "weft.body"
+"""Where its part of the budget for bodies is."""
+ANSWER = "weft.answer"
+"""Where its part of the budget for answers is."""
+
+
+class Guard:
+    """Stands before every route."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._max_body_bytes = settings.max_body_bytes
+        self._bodies = ByteBudget(settings.max_body_bytes, settings.max_buffered_bytes, too_much_body)
+        self._answers = ByteBudget(
+            settings.max_answer_bytes, settings.max_buffered_answer_bytes, too_much_answer
+        )
+        self._keys = KeyRing(settings.api_keys)
+        self._has_admin = any(key.admin for key in settings.api_keys)
+        self._origins = frozenset(settings.allowed_origins)
+        self._is_loopback = is_loopback(settings.host)
+        self._own_name = settings.host.lower()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # neither lifespan nor websockets
+        try:
+            self._check(scope)
+        except ApiError as error:
+            error.headers |= self._for_pages(scope)
+            await error.response()(scope, receive, send)
+            return
+        body = scope[BODY] = Share(self._bodies)
+        answer = scope[ANSWER] = Share(self._answers)
+        try:
+            await self._app(scope, self._limited(scope, receive), send)
+        finally:
+            body.release()
+            answer.release()
+
+    def _check(self, scope: Scope) -> None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._check_host(headers.get(b"host"))
+        self._check_origin(headers.get(b"origin"), headers.get(b"host"))
+        scope[KEY] = None
+        if scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
+            key = self._keys.find(headers.get(b"authorization", b""))
+            if scope["path"] == _ADMIN_PATHS or scope["path"].startswith(_ADMIN_PATHS + "/"):
+                self._check_admin(key)
+            elif key is None and self._keys.keys:
+                raise ApiError(
+                    401,
+                    "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+            scope[KEY] = key
+        self._check_encoding(headers.get(b"content-encoding", b"identity"))
+        length = headers.get(b"content-length", b"0")
+        if int(length) > self._max_body_bytes:
+            raise self._too_large(f"{int(length)} bytes")
+
+    def _check_host(self, host: bytes | None) -> None:
+        """A page that lets its name point at this machine has the browser's leave to call it; not ours."""
+        if host is None:
+            return  # HTTP/1.0
+        found = _HOST.fullmatch(host.decode("latin-1"))
+        if found is None:
+            raise ApiError(400, "the Host header is not a host and a port", code="invalid_host")
+        name = found["name"].lower()
+        if self._is_loopback and not (name == self._own_name or is_loopback(name)):
+            raise ApiError(
+                403,
+                f"the Host header names {name!r:.80}; this server answers to this machine alone, as localhost. "
+                "Start it with --host to serve others",
+                code="forbidden_host",
+            )
+
+    def _check_origin(self, origin: bytes | None, host: bytes | None) -> None:
+        """A browser says which page a request is from; a page of somebody else has no business on a loopback server."""
+        if origin is None or not self._is_loopback or "*" in self._origins:
+            return
+        name = origin.decode("latin-1")
+        if name in self._origins or (host is not None and urlsplit(name).netloc == host.decode("latin-1")):
+            return
+        raise ApiError(
+            403,
+            f"the page {name!r:.80} may not call this server; allowed_origins in its settings would let it",
+            code="forbidden_origin",
+        )
+
+    def _for_pages(self, scope: Scope) -> dict[str, str]:
+        """What lets a page that may call the server read why it may not now; answers have it from the middleware."""
+        origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
+        is_allowed = bool(origin) and (origin in self._origins or "*" in self._origins)
+        return {"access-control-allow-origin": origin, "vary": "Origin"} if is_allowed else {}
+
+    def _check_admin(self, key: ApiKey | None) -> None:
+        if key is not None and key.admin:
+            return
+        if self._has_admin:
+            message = "this needs the key of an operator; send it as 'Authorization: Bearer KEY'"
+        else:
+            message = (
+                "admin routes are off; a key with admin = true in the file of --api-key-file turns them on"
+            )
+        raise ApiError(403, message, code="admin_key_required")
+
+    def _check_encoding(self, encoding: bytes) -> None:
+        """A body that grows when it is unpacked is unpacked by nobody."""
+        if encoding.strip().lower() not in (b"", b"identity"):
+            raise ApiError(
+                400,
+                f"the body is encoded as {encoding.decode('latin-1')!r:.80}; send it as it is, without Content-Encoding",
+                code="unsupported_encoding",
+            )
+
+    def _limited(self, scope: Scope, receive: Receive) -> Receive:
+        """As `receive`, for a body whose length nobody announced, and for all bodies together. One that was announced
+        has its place from the beginning: many at once would otherwise all come half way and be refused there."""
+        body: Share = scope[BODY]
+        announced = int(dict(scope["headers"]).get(b"content-length", b"0"))
+        size = 0
+
+        async def limited() -> Message:
+            nonlocal size
+            is_first = size == 0
+            message = await receive()
+            num_bytes = len(message.get("body", b""))
+            size += num_bytes
+            if size > self._max_body_bytes:
+                raise self._too_large("more")
+            try:
+                if announced == 0 or (is_first and size):
+                    body.add(announced or num_bytes)
+            except ApiError:
+                del message["body"]
+                # To the end: a client that is still sending would find the connection closed, and not this answer.
+                while message.get("more_body", False) and size <= self._max_body_bytes:
+                    message = await receive()
+                    size += len(message.get("body", b""))
+                raise
+            return message
+
+        return limited
+
+    def _too_large(self, found: str) -> ApiError:
+        return ApiError(
+            413,
+            f"the body has {found}; allowed: {self._max_body_bytes} bytes",
+            code="body_too_large",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

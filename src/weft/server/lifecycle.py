@@ -1,0 +1,250 @@
+"""The life of a server: engine and text side up, listening, draining, gone."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from weft.engine.ipc.client import EngineClient
+from weft.engine.ipc.launch import LaunchedEngine
+from weft.errors import WeftError
+from weft.loading.checkpoint import open_checkpoint
+from weft.plan import BackendInfo
+from weft.server.app import ServerApp
+from weft.server.http.protocol import TimedProtocol
+from weft.server.logs import LibraryHandler, ServerLog
+from weft.server.settings import ServerSettings
+from weft.text.model_text import ModelText, open_model_text
+
+_BACKLOG = 1024
+_ACCEPTS_PER_ROUND = 8
+"""Connections taken in one round of the event loop: hundreds at once must not hold up those that are there."""
+_KEEP_ALIVE_SECONDS = 30
+_LAST_WORDS_SECONDS = 2.0
+_OWN_DESCRIPTORS = 64
+"""Of the server itself: files, the sockets it listens on, those of its processes and of one that is being restarted."""
+_DESCRIPTORS_PER_REQUEST = 2
+"""Its connection, and another that is kept alive without a request or gets a refusal meanwhile."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """What there is to tell once requests are taken."""
+
+    host: str
+    port: int
+    info: BackendInfo
+    max_context: int
+    has_chat_template: bool
+
+
+def serve(
+    settings: ServerSettings,
+    on_start: Callable[[Started], object],
+    log: ServerLog,
+    launched: LaunchedEngine | None = None,
+) -> None:
+    """Serves until a signal ends it. The log is closed then. `launched` is the engine's process where it was started
+    before all that a server imports."""
+    logging.basicConfig(handlers=[LibraryHandler(log)], level=logging.WARNING)
+    settings = _within_descriptors(settings, log)
+    try:
+        asyncio.run(_Life(settings, on_start, log, launched).run())
+    finally:
+        gc.unfreeze()  # so that what is left is given back in order
+        log.close()
+
+
+def _within_descriptors(settings: ServerSettings, log: ServerLog) -> ServerSettings:
+    """Raises the limit of open descriptors as far as the system lets it, and takes no more requests than it allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # on macOS the hard limit may be more than can be had
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(1, (limit - _OWN_DESCRIPTORS) // _DESCRIPTORS_PER_REQUEST)
+    if limit == resource.RLIM_INFINITY or settings.max_requests <= most:
+        return settings
+    log.event(
+        "warning",
+        f"max_requests is {most} instead of {settings.max_requests}: this process may have {limit} descriptors open, "
+        f"{_DESCRIPTORS_PER_REQUEST} for each request and {_OWN_DESCRIPTORS} of its own. A higher hard limit "
+        "(ulimit -n, LimitNOFILE) allows more.",
+        "warning",
+    )
+    return dataclasses.replace(settings, max_requests=most)
+
+
+def _tame_garbage_collection() -> None:
+    """Everything stands still while garbage is looked for, up to 0.16 s among the objects of five hundred streams. What
+    is loaded by now stays and need not be looked through, not even once: a start leaves a megabyte of garbage, which is
+    not worth waiting for. The young are looked through often and so in milliseconds, and become old at once; the old are
+    gone through once in a long while: requests leave nothing behind that has to be found this way
+    (tests/server/test_garbage.py)."""
+    gc.freeze()
+    gc.enable()  # `weft serve` starts without
+    gc.set_threshold(1_000, 1, 1_500)
+
+
+class _Life:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        on_start: Callable[[Started], object],
+        log: ServerLog,
+        launched: LaunchedEngine | None,
+    ) -> None:
+        self._settings = settings
+        self._on_start = on_start
+        self._log = log
+        self._stop = asyncio.Event()
+        self._state = ServerState()
+        self._new_protocol: Callable[[], TimedProtocol]
+        self._engine = EngineClient(
+            settings.backend,
+            settings.backend_options,
+            settings.engine,
+            stall_seconds=settings.stall_seconds,
+            log=log.event,
+            launched=launched,
+        )
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        starting: asyncio.Future[None] | None = None
+        text: ModelText | None = None
+        stopping = asyncio.ensure_future(self._stop.wait())
+        try:
+            server = await self._bind()  # a port that is taken is told before a model is loaded for nothing
+            starting = asyncio.ensure_future(self._engine.start())
+            await asyncio.sleep(0)  # its process works from here on, while the text side keeps this one busy
+            text, suggestions = self._open_text()
+            await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                return
+            starting.result()
+            app = ServerApp(self._settings, text, suggestions, self._engine, self._log)
+            watching = asyncio.create_task(app.watch_loop())
+            try:
+                await self._listen(server, app)
+            finally:
+                watching.cancel()
+                await app.close()
+        finally:
+            stopping.cancel()
+            if starting is None or not starting.done():
+                self._engine.kill()  # it reads no messages before its weights are loaded
+            if starting is not None and not starting.cancel():
+                starting.exception()  # told already, or of no interest beside what is raised here
+            await self._engine.stop()
+            if text is not None:
+                text.close()
+
+    def _open_text(self) -> tuple[ModelText, Mapping[str, Any]]:
+        """And what the model's makers suggest. The files themselves are let go of: a vocabulary takes megabytes."""
+        checkpoint = open_checkpoint(self._settings.model)
+        text = open_model_text(checkpoint, self._settings.chat_template, self._settings.tool_format)
+        return text, checkpoint.generation
+
+    async def _bind(self) -> asyncio.Server:
+        """The address is ours; nobody is listened to yet."""
+        settings = self._settings
+        try:
+            return await asyncio.get_running_loop().create_server(
+                lambda: self._new_protocol(),
+                settings.host,
+                settings.port,
+                backlog=_ACCEPTS_PER_ROUND,  # asyncio's word for both; the kernel's queue is set when it listens
+                start_serving=False,
+            )
+        except OSError as error:
+            raise WeftError(
+                f"cannot listen on {settings.host}, port {settings.port}: {error.strerror or error}; "
+                "name another with --host and --port"
+            ) from error
+
+    async def _listen(self, server: asyncio.Server, app: ServerApp) -> None:
+        settings = self._settings
+        config = uvicorn.Config(
+            app.asgi(),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            h11_max_incomplete_event_size=settings.max_header_bytes,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        )
+        config.load()
+        self._new_protocol = lambda: TimedProtocol(
+            config,
+            self._state,
+            header_seconds=settings.header_seconds,
+            body_seconds=settings.body_seconds,
+            stalled_reader_seconds=settings.stalled_reader_seconds,
+        )
+        _tame_garbage_collection()
+        await server.start_serving()
+        for listening in server.sockets:
+            with socket.fromfd(listening.fileno(), listening.family, listening.type) as same:
+                same.listen(_BACKLOG)
+        info = self._engine.info
+        assert info is not None
+        port = server.sockets[0].getsockname()[1]
+        self._on_start(
+            Started(
+                settings.host,
+                port,
+                info,
+                self._engine.max_sequence_length,
+                has_chat_template=app.text.chat_template is not None,
+            )
+        )
+        await self._stop.wait()
+        # Until the last request is over new ones are still answered: with a 503, which says more than a closed door.
+        app.is_draining = True
+        seconds = settings.drain_seconds
+        said = f"Stopping: what is under way has {seconds:g} s to end. Once more quits at once."
+        self._log.event("draining", said, seconds=seconds)
+        if not await app.wait_until_idle(seconds):
+            self._log.event("cancelling", "Not everything ended in time; the rest is cancelled.", "warning")
+            await self._engine.stop()
+            await app.wait_until_idle(_LAST_WORDS_SECONDS)
+        server.close()
+        await self._close_connections()
+        self._log.event("stopped", "Stopped.")
+
+    async def _close_connections(self) -> None:
+        """Each once what was written to it has left; whoever does not read is not waited for long."""
+        give_up_at = time.monotonic() + _LAST_WORDS_SECONDS
+        if self._state.tasks:
+            await asyncio.wait(self._state.tasks, timeout=_LAST_WORDS_SECONDS)
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        while self._state.connections and time.monotonic() < give_up_at:
+            await asyncio.sleep(0.01)
+        for connection in list(self._state.connections):
+            connection.transport.abort()  # an answer that waits for its client to read would keep the process
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop.is_set():
+            self._engine.kill()
+            os._exit(128 + number)
+        self._stop.set()

@@ -1,0 +1,344 @@
+"""The answers to one HTTP request while they come: outputs of the engine become text, and text its parts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from weft.engine.ipc.client import Answer, EngineClient, Unread
+from weft.errors import WeftError
+from weft.request import GenerationResult, InferenceRequest, RequestState, TokenLogprobs, TokenOutput
+from weft.server.errors import ApiError
+from weft.server.http.byte_budget import Share
+from weft.text.answer_parts import CallBegins, Delta
+from weft.text.answer_reader import AnswerForm, AnswerReader
+from weft.text.answer_text import AnswerText
+from weft.text.tokenizer import Tokenizer
+
+_OWN_FAULTS = ("every token is forbidden", "the grammar cannot be followed")
+"""What backends say of a request that leaves itself no token to go on with: asking again would not help."""
+_EFFORT = 512
+"""What is done at a time for one request, in tokens without logprobs: 2 ms or so. A thousand answers, or a burst of
+tokens with twenty logprobs each, would otherwise hold everyone else up for a second."""
+_EFFORT_PER_PIECE = 16
+
+
+class Piece(NamedTuple):
+    """What was added to one answer."""
+
+    choice: Choice
+    text: str
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+    deltas: Sequence[Delta] | None = None
+    """The same as parts of the answer; None for one that has none but its text."""
+    is_last: bool = False
+
+
+class Choice:
+    """One answer while it comes, and in the end its result. Its text is in the pieces and not kept here."""
+
+    def __init__(
+        self,
+        index: int,
+        answer: Answer,
+        text: AnswerText,
+        reader: AnswerReader | None,
+        *,
+        effort_per_token: int = 1,
+        waited: float = 0.0,
+    ) -> None:
+        self.index = index
+        self.result: GenerationResult | None = None
+        """Without tokens and text, once the answer is over."""
+        self.num_reasoning_tokens = 0
+        self.has_calls = False
+        self._answer = answer
+        self.effort_per_token = effort_per_token
+        self._text = text
+        self._reader = reader
+        self._is_plain = reader is None and not text.may_stop
+        self._waited = waited
+        """Seconds before the engine had it."""
+
+    def prompt_logprobs(self) -> Iterator[Sequence[TokenLogprobs | None]]:
+        """Those of all tokens of the prompt, some tokens at a time, once the answer is over."""
+        return self._answer.prompt_logprobs()
+
+    def take(self, effort: int) -> Piece | None:
+        """What arrived since the last call, as much as `effort` allows; None for nothing. Raises what keeps the answer
+        from being one."""
+        most = effort // self.effort_per_token or 1
+        if self._is_plain:
+            piece = self._read_all(self._answer.take_plainly(most))
+        else:
+            outputs = self._answer.take(most)
+            piece = self._read(outputs) if outputs else None
+        if piece is not None and piece.is_last:
+            self.result = self._end()
+        return piece
+
+    def _read(self, outputs: Sequence[TokenOutput]) -> Piece:
+        """Token by token: the one that completes a stop string, or the last call, is the last."""
+        answer, reader = self._text, self._reader
+        text, tokens, logprobs = "", [], []
+        deltas: list[Delta] | None = None if reader is None else []
+        for output in outputs:
+            if answer.is_cut:
+                break  # sent before the engine heard that the answer is complete
+            new = answer.add(output)
+            text += new
+            if output.token_id is not None:
+                tokens.append(output.token_id)
+                if output.logprob is not None:
+                    logprobs.append(TokenLogprobs(output.logprob, output.top_logprobs))
+            if reader is not None and deltas is not None:
+                deltas += self._read_parts(reader, new, output.is_final)
+            if answer.is_cut:
+                self._answer.finish(answer.num_tokens)
+        return Piece(self, text, tokens, logprobs, deltas, outputs[-1].is_final)
+
+    def _read_all(self, outputs: Sequence[Unread]) -> Piece | None:
+        """The same where nothing but the engine ends an answer, all at once."""
+        if not outputs:
+            return None
+        last = outputs[-1]
+        if len(outputs) == 1 and isinstance(last, int):  # most pieces of a stream that is not paced
+            return Piece(self, self._text.add_one(last), (last,), ())
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        for output in outputs:
+            if isinstance(output, int):
+                tokens.append(output)
+            elif output.token_id is not None:
+                tokens.append(output.token_id)
+                if (scored := output.logprobs) is not None:
+                    logprobs.append(scored)
+        reason = None if isinstance(last, int) else last.finish_reason
+        return Piece(self, self._text.add_all(tokens, reason), tokens, logprobs, is_last=reason is not None)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer, looked at or not; none behind a stop."""
+        return self._text.num_tokens if self.result is not None else self._answer.num_tokens
+
+    def check(self) -> None:
+        self._answer.check()
+
+    def cancel(self) -> None:
+        if self.result is None:
+            self._answer.cancel("the client is gone")
+
+    def _read_parts(self, reader: AnswerReader, text: str, is_final: bool) -> list[Delta]:
+        self.num_reasoning_tokens += reader.is_thinking
+        deltas = reader.add(text)
+        if reader.is_over:
+            self._text.cut()
+        if is_final or self._text.is_cut:
+            deltas += reader.finish()
+        self.has_calls = self.has_calls or any(isinstance(delta, CallBegins) for delta in deltas)
+        return deltas
+
+    def _end(self) -> GenerationResult:
+        result = self._answer.result
+        assert result is not None, "the final output comes with the result"
+        if self._waited:
+            first = result.time_to_first_token
+            result = dataclasses.replace(
+                result,
+                waiting_time=result.waiting_time + self._waited,
+                time_to_first_token=None if first is None else first + self._waited,
+            )
+        if not self._text.is_cut and result.state is not RequestState.COMPLETED:
+            message = result.error or f"the request was {result.state.value}"
+            if message.startswith("deadline"):
+                raise ApiError(504, message, code="deadline_exceeded")
+            if message.startswith(_OWN_FAULTS):
+                raise ApiError(400, message, code="cannot_continue")
+            raise WeftError(message)
+        return self._text.result(result)
+
+
+class _Arrival(asyncio.Event):
+    """Set when there may be something to take. Whoever takes without a task is called when it is."""
+
+    on_set: Callable[[], object] | None = None
+
+    def set(self) -> None:
+        if not self.is_set():
+            super().set()
+            if self.on_set is not None:
+                self.on_set()
+
+
+class _Growth:
+    """Counts the bytes of all answers to a request that arrived and were not taken. Answers refer to this object and not to
+    `Choices`: a cycle would stay until the next garbage collection."""
+
+    def __init__(self, share: Share | None) -> None:
+        self._share = share
+        self.refusal: ApiError | None = None
+
+    def may_grow(self, num_bytes: int) -> bool:
+        if self._share is not None and self.refusal is None:
+            self.refusal = self._share.try_add(num_bytes)
+        return self.refusal is None
+
+
+class Choices:
+    """All answers to one HTTP request, numbered prompt by prompt. Whoever made it calls `cancel` in the end."""
+
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, share: Share | None = None) -> None:
+        """`share` is what they may hold of the budget for answers; None: anything."""
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._growth = _Growth(share)
+        self._arrived = _Arrival()
+        self._choices: list[Choice] = []
+        self._is_submitted = False
+        self._failure: ApiError | WeftError | None = None
+        self._later: asyncio.Task[None] | None = None
+        self._next = 0
+        """Who is first when not all can be taken from at once."""
+        self._shown: frozenset[int] | None = None
+        self.on_answer_end: Callable[[int], object] = lambda num_tokens: None
+        """Called with the tokens of each answer that is over."""
+
+    async def submit(
+        self,
+        requests: Sequence[InferenceRequest],
+        form: AnswerForm | None = None,
+        *,
+        is_streamed: bool = True,
+        wake_every: int = 1,
+        waited: float = 0.0,
+        indices: range | None = None,
+        is_last: bool = True,
+    ) -> None:
+        """Hands them to the engine: all answers to each, or those in `indices`; others follow unless `is_last`. `form` says
+        which parts the answers may have; None: they are all text. The reader is woken after each first token, then
+        after every `wake_every`; the requests have been held back for `waited` seconds. Answers that are not streamed
+        are never too far behind: only the server reads them."""
+        if self._shown is None:
+            self._shown = frozenset() if form is None else form.shown_ids(self._tokenizer)
+        for request in requests:
+            for answer in await self._engine.submit(
+                request,
+                self._arrived,
+                wake_every=wake_every,
+                indices=indices,
+                waited=waited,
+                may_fall_behind=not is_streamed,
+                may_grow=self._growth.may_grow,
+            ):
+                text = AnswerText(self._tokenizer, request.params, shown=self._shown, keeps_text=False)
+                reader = None if form is None else AnswerReader(form)
+                effort = 1 + (request.params.logprobs or 0)
+                self._choices.append(
+                    Choice(len(self._choices), answer, text, reader, effort_per_token=effort, waited=waited)
+                )
+                if answer.has_news:  # it came before, and who looked for it did not know the answer yet
+                    self._arrived.set()
+        self._is_submitted = is_last
+
+    def submit_later(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Runs `work`, which calls `submit` in its own time; `wait` also waits for that, and `take` raises its error."""
+        self._later = asyncio.create_task(self._report(work))
+
+    async def _report(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except (ApiError, WeftError) as error:
+            self.fail(error)
+        except Exception:
+            self.fail(ApiError.mistake())
+            raise
+
+    def fail(self, error: ApiError | WeftError) -> None:
+        """Whoever reads gets this error."""
+        self._failure = error
+        self._arrived.set()
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all answers, as far as they are generated."""
+        return sum(choice.num_generated for choice in self._choices)
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_submitted and all(choice.result is not None for choice in self._choices)
+
+    @property
+    def results(self) -> list[GenerationResult]:
+        """Of an answer that is over."""
+        results = [choice.result for choice in self._choices]
+        assert None not in results
+        return results  # type: ignore[return-value]
+
+    def prompt_logprobs(self, index: int) -> Iterator[Sequence[TokenLogprobs | None]]:
+        """Those of the prompt of an answer."""
+        return self._choices[index].prompt_logprobs()
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(choice.num_reasoning_tokens for choice in self._choices)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there may be something to take."""
+        return self._arrived.is_set()
+
+    async def wait(self) -> None:
+        """Until there may be something to take."""
+        await self._arrived.wait()
+
+    def call_on_arrival(self, call: Callable[[], object] | None) -> None:
+        """The same without a task: `call` is called, now or later, whenever there may be something to take that there
+        was not before. It must not take: what arrives is still being handed out."""
+        self._arrived.on_set = call
+        if call is not None and self._arrived.is_set():
+            call()
+
+    def check(self) -> None:
+        """Raises where the engine refused the request."""
+        self._raise_failure()
+        for choice in self._choices:
+            choice.check()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._growth.refusal is not None:
+            raise self._growth.refusal
+
+    def take(self) -> list[Piece]:
+        """What arrived since the last call, or as much of it as may be done at a time: the rest counts as arriving now.
+        Raises where one of the answers cannot be given: then none is."""
+        self._arrived.clear()
+        self._raise_failure()
+        pieces: list[Piece] = []
+        effort = _EFFORT
+        choices = self._choices
+        for choice in choices[self._next :] + choices[: self._next] if self._next else choices:
+            if choice.result is not None:
+                continue
+            if effort <= 0:
+                self._next = choice.index
+                self._arrived.set()
+                break
+            piece = choice.take(effort)
+            if piece is not None:
+                pieces.append(piece)
+                if piece.is_last:
+                    self.on_answer_end(choice.num_generated)
+                effort -= _EFFORT_PER_PIECE + len(piece.tokens) * choice.effort_per_token
+        return pieces
+
+    def cancel(self) -> None:
+        """Ends what is not over, wherever it is."""
+        if self._later is not None:
+            self._later.cancel()
+        for choice in self._choices:
+            choice.cancel()

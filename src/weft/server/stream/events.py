@@ -1,0 +1,221 @@
+"""Answers as server-sent events: the first token at once, then as many together as the load makes sensible."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from weft.errors import WeftError
+from weft.request import GenerationResult
+from weft.server.api.openai import Shape, TokenOffsets
+from weft.server.errors import ApiError, as_api_error
+from weft.server.http.protocol import WRITER, BodyWriter
+from weft.server.metrics import ServerMetrics
+from weft.server.stream.choices import Choices, Piece
+from weft.server.stream.chunks import Chunks, event
+from weft.server.stream.loop_turns import Rounds
+
+_SECONDS_PER_EVENT = 1e-4
+"""What writing one event costs. Each stream rests so long for each stream that is open, so that all together never take
+more than the time there is: alone a stream is not slowed, and among hundreds its events hold several tokens."""
+_LONGEST_REST = 0.1
+_SHORTEST_REST = 1e-3
+
+T = TypeVar("T")
+
+
+class Disconnected(Exception):
+    """The client is gone; there is nobody to answer."""
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """The outcome of `work`. Where the client goes away first, `work` is cancelled and Disconnected raised."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Disconnected
+    finally:
+        for task in (working, watching):
+            if not task.done():
+                task.cancel()
+        # Cancelled, it gives back what it holds; that has to be over before anybody hears of it.
+        await asyncio.gather(working, watching, return_exceptions=True)
+        # An error knows this frame by its traceback; it must not be known here in turn, or both stay as garbage.
+        del working, watching, task
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Streams `choices` to whoever asked. Everything it holds is given back when the client goes away."""
+
+    open_streams = 0
+
+    def __init__(
+        self,
+        choices: Choices,
+        shape: Shape,
+        metrics: ServerMetrics,
+        *,
+        rounds: Rounds,
+        began: float,
+        include_usage: bool,
+        headers: dict[str, str],
+        on_end: Callable[[list[GenerationResult] | ApiError | None], object],
+    ) -> None:
+        super().__init__(None, 200, {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+        del self.headers["content-length"]
+        self._choices = choices
+        self._shape = shape
+        self._chunks = Chunks(shape, include_usage=include_usage)
+        self._metrics = metrics
+        self._rounds = rounds
+        self._include_usage = include_usage
+        self._on_end = on_end
+        self._last = began
+        self._loop = asyncio.get_running_loop()
+        self._rests_until = 0.0
+        self._resting: asyncio.TimerHandle | None = None
+        self._writer: BodyWriter | None = None
+        self._stopped: asyncio.Future[bytes] | None = None
+        """Done when pieces cannot be written as they arrive any more, with what is left to send."""
+        self._offsets: dict[int, TokenOffsets] = {}
+        """Of each answer of which something was sent."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        EventStream.open_streams += 1
+        self._writer = scope.get("state", {}).get(WRITER)
+        outcome: list[GenerationResult] | ApiError | None = None
+        try:
+            outcome = await unless_disconnected(receive, self._send_all(send))
+        except Disconnected:
+            pass
+        except Exception:
+            outcome = ApiError.mistake()
+            raise
+        finally:
+            EventStream.open_streams -= 1
+            self._choices.cancel()
+            self._on_end(outcome)
+
+    async def _send_all(self, send: Send) -> list[GenerationResult] | ApiError:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        if self._writer is not None and not self._writer.takes_chunks:
+            self._writer = None
+        outcome: list[GenerationResult] | ApiError
+        try:
+            outcome = await self._send_pieces(send)
+        except WeftError as error:
+            outcome = as_api_error(error)
+        except ApiError as error:
+            outcome = error
+        # The status went out long ago: an error is one more event, and the stream has no [DONE].
+        if isinstance(outcome, ApiError):
+            last = event(outcome.body)
+        else:
+            last = b"data: [DONE]\n\n"
+            if self._include_usage:
+                last = event(self._shape.chunk([], usage=self._shape.usage(self._choices))) + last
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+        return outcome
+
+    async def _send_pieces(self, send: Send) -> list[GenerationResult]:
+        """Pieces are written where they arrive (`_write`): a task that is woken for each costs more than they do. Here
+        is waited for the end, and sent what cannot be written at once."""
+        choices = self._choices
+        while not choices.is_over:
+            self._stopped = self._loop.create_future()
+            choices.call_on_arrival(self._ask_for_turn)
+            try:
+                unsent = await self._stopped
+            finally:
+                choices.call_on_arrival(None)
+                if self._resting is not None:
+                    self._resting.cancel()
+                # An error that it was given knows this stream; it must not be known here in turn.
+                self._stopped = self._resting = None
+            if unsent:
+                await send(_body(unsent))
+        return choices.results
+
+    def _ask_for_turn(self) -> None:
+        """Something arrived."""
+        rest = self._rests_until - time.monotonic()
+        if rest > 0:
+            self._resting = self._loop.call_later(rest, self._rounds.call, self._write)
+        elif EventStream.open_streams > 1:
+            self._rounds.call(self._write)
+        else:
+            self._loop.call_soon(self._write)
+
+    def _write(self) -> None:
+        """What has arrived, now that it is this stream's turn. An error is for who waits, not for who calls."""
+        if self._stopped is None or self._stopped.done():
+            return
+        now = time.monotonic()
+        rest = min(_SECONDS_PER_EVENT * EventStream.open_streams, _LONGEST_REST)
+        self._rests_until = now + rest if rest > _SHORTEST_REST else 0.0
+        try:
+            pieces = self._choices.take()
+            if not pieces:
+                return
+            self._measure(pieces, now)
+            content = self._events(pieces)
+            if content and not (self._writer is not None and self._writer.write(content)):
+                self._stopped.set_result(content)
+            elif pieces[-1].is_last and self._choices.is_over:
+                self._stopped.set_result(b"")
+        except Exception as error:
+            self._stopped.set_exception(error)
+
+    def _events(self, pieces: list[Piece]) -> bytes:
+        shape, chunks = self._shape, self._chunks
+        events: list[bytes] = []
+        for piece in pieces:
+            choice = piece.choice
+            offsets = self._offsets.get(choice.index)
+            if offsets is None:
+                offsets = self._offsets[choice.index] = TokenOffsets(
+                    shape.tokenizer, self._open(choice.index, events)
+                )
+            if piece.deltas is not None or shape.wants_logprobs:
+                events += map(chunks.event, shape.pieces(piece, offsets))
+            elif piece.text:
+                events.append(chunks.text(choice.index, piece.text))
+            if choice.result is not None:
+                events.append(chunks.event(shape.closing(choice, choice.result)))
+        return events[0] if len(events) == 1 else b"".join(events)
+
+    def _open(self, index: int, events: list[bytes]) -> int:
+        """What comes before the first token; returns where the text stands then."""
+        if self._shape.form == "chat":
+            events.append(self._chunks.event(self._shape.opening(index)))
+            return 0
+        echo = self._shape.echo(index)
+        if echo.text:
+            events.append(self._chunks.text(index, echo.text))
+        return len(echo.text)
+
+    def _measure(self, pieces: list[Piece], now: float) -> None:
+        num_tokens = len(pieces[0].tokens) if len(pieces) == 1 else sum(len(piece.tokens) for piece in pieces)
+        if num_tokens and not self._offsets:
+            self._metrics.first_token(now - self._last)
+        elif num_tokens:
+            self._metrics.delivery(now - self._last, num_tokens)
+        self._last = now
+
+
+def _body(content: bytes) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": True}

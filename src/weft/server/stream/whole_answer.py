@@ -1,0 +1,207 @@
+"""An answer in one piece: what arrives is kept as the JSON that it becomes, and sent in parts.
+
+Logprobs as objects take twenty times the memory of their JSON, and to encode them all at the end would hold up the event
+loop for seconds. So each piece is encoded when it arrives, and the body is never put together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from weft.request import GenerationResult, InferenceRequest
+from weft.server.api.openai import Shape, TokenOffsets
+from weft.server.http.byte_budget import Share
+from weft.server.stream.choices import Choices, Piece
+from weft.server.stream.loop_turns import Rounds
+from weft.text.answer_parts import Delta, joined
+
+_encode = msgspec.json.Encoder().encode
+_NO_LOGPROBS = b'"logprobs":null'
+_PART_BYTES = 64 << 10
+"""Sent or encoded at a time, before the event loop runs other work."""
+_CHOICE_BYTES = 512
+"""An answer with an empty text takes as much time as this many bytes of text."""
+_DELTA_BYTES = 128
+"""What a part of an answer takes in memory beside its text."""
+_SMALLEST_ENTRY = {"chat": 50, "completion": 16}
+"""Bytes of one token and its logprob, of which each token of an answer has 1 and as many as `logprobs` asks for."""
+
+
+def smallest_size(requests: Sequence[InferenceRequest], shape: Shape, max_length: int) -> int:
+    """The bytes of an answer of `max_tokens` tokens, at least, in a context of `max_length`. Answers without max_tokens count
+    as empty: they are mostly short."""
+    entry, size = _SMALLEST_ENTRY[shape.form], 0
+    for request in requests:
+        params = request.params
+        per_token = 1 if params.logprobs is None else 1 + (1 + params.logprobs) * entry
+        size += params.n * min(params.max_tokens or 0, max_length - len(request.prompt)) * per_token
+        if params.prompt_logprobs is not None:
+            size += len(request.prompt) * (1 + params.prompt_logprobs) * entry
+    return size
+
+
+class _Logprobs:
+    """The logprobs of some tokens as JSON: what is between the brackets of each list that they consist of."""
+
+    def __init__(self) -> None:
+        self._lists: dict[str, bytearray] = {}
+
+    def add(self, lists: dict[str, list[Any]]) -> int:
+        """Returns how many bytes there are more."""
+        num_bytes = 0
+        for name, values in lists.items():
+            encoded = _encode(values)
+            known = self._lists.setdefault(name, bytearray())
+            if known:
+                known += b","
+            known += memoryview(encoded)[1:-1]
+            num_bytes += len(encoded) - 1
+        return num_bytes
+
+    def behind(self, prompt: _Logprobs) -> Iterator[bytes | bytearray]:
+        """The whole object, with those of the prompt before."""
+        lists = {
+            name: [some for some in (prompt._lists.get(name), known) if some]
+            for name, known in self._lists.items()
+        }
+        opening = b"{"
+        for name, found in lists.items():
+            yield opening + _encode(name) + b":["
+            yield from (found[0], b",", found[1]) if len(found) == 2 else found
+            opening = b"],"
+        yield b"]}"
+
+
+class _Written:
+    """One answer, as far as it is there."""
+
+    def __init__(self, offsets: TokenOffsets) -> None:
+        self.text: list[str] = []
+        self.deltas: list[Delta] = []
+        self.logprobs = _Logprobs()
+        self.offsets = offsets
+
+
+class WholeAnswer:
+    """Collects the answers to one request. `share` is what it may hold of the budget for answers."""
+
+    def __init__(self, shape: Shape, share: Share) -> None:
+        self._shape = shape
+        self._share = share
+        self._written: dict[int, _Written] = {}
+        self._starts: Sequence[int] = ()
+        """Where in the text the answers to each prompt begin, for those that repeat it."""
+        self._body: deque[bytes | bytearray] = deque()
+
+    async def collect(self, choices: Choices, rounds: Rounds) -> list[GenerationResult]:
+        """Until the answers are over and their JSON is complete."""
+        if self._shape.wants_logprobs:
+            self._starts = [await self._end_of_prompt(echo.tokens, rounds) for echo in self._shape.echoes]
+        while not choices.is_over:
+            await choices.wait()
+            await rounds.turn()
+            self.add(choices.take())
+            if choices.has_more:
+                await asyncio.sleep(0)  # or it would be taken in the same round of the event loop
+        await self.write(choices, rounds)
+        return choices.results
+
+    def response(self, headers: dict[str, str]) -> Response:
+        return _InParts(self._body, self._share, headers)
+
+    async def _end_of_prompt(self, tokens: Sequence[int], rounds: Rounds) -> int:
+        """Where in the text the prompt ends, by its tokens."""
+        offsets = TokenOffsets(self._shape.tokenizer)
+        for start in range(0, len(tokens), 512):
+            await rounds.turn()
+            for token in tokens[start : start + 512]:
+                offsets.add(token)
+        return offsets.offset
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """What arrived. Raises where the answers become too large."""
+        shape, num_bytes = self._shape, 0
+        for piece in pieces:
+            index = piece.choice.index
+            written = self._written.get(index)
+            if written is None:
+                start = self._starts[index // shape.num_choices_per_prompt] if self._starts else 0
+                written = self._written[index] = _Written(TokenOffsets(shape.tokenizer, start))
+                if shape.wants_logprobs:
+                    written.logprobs.add(shape.logprobs((), (), written.offsets))  # empty lists
+            if piece.deltas is not None:
+                written.deltas += piece.deltas
+                num_bytes += _DELTA_BYTES * len(piece.deltas)
+            elif piece.text:
+                written.text.append(piece.text)
+            num_bytes += len(piece.text)
+            if shape.wants_logprobs and piece.tokens:
+                num_bytes += written.logprobs.add(
+                    shape.logprobs(piece.tokens, piece.logprobs, written.offsets)
+                )
+        self._share.add(num_bytes)
+
+    async def write(self, choices: Choices, rounds: Rounds) -> None:
+        """Encodes the texts too, answer by answer, and frees what was kept of each."""
+        shape, body = self._shape, self._body
+        whole = _encode(shape.answer([], choices))
+        place = whole.rindex(b"[]") + 1  # behind the choices there is no other list
+        body.append(whole[:place])
+        prompt, num_bytes = _Logprobs(), 0
+        for index, result in enumerate(choices.results):
+            if index % shape.num_choices_per_prompt == 0:
+                prompt = await self._prompt_logprobs(index, choices, rounds)
+            written = self._written.pop(index)
+            said = joined(written.deltas) if shape.has_parts else "".join(written.text)
+            choice = _encode(shape.choice(index, result, said))
+            body.append(b"," + choice if index else choice)
+            if shape.wants_logprobs:
+                before, behind = body.pop().rsplit(_NO_LOGPROBS, 1)  # in a text its quotes would be escaped
+                body += (before + b'"logprobs":', *written.logprobs.behind(prompt), behind)
+            num_bytes += _CHOICE_BYTES + len(choice)
+            if num_bytes > _PART_BYTES:
+                await rounds.turn()
+                num_bytes = 0
+        body.append(whole[place:])
+
+    async def _prompt_logprobs(self, index: int, choices: Choices, rounds: Rounds) -> _Logprobs:
+        """Those of the prompt of this answer, which come with the first of its answers and are repeated with each."""
+        logprobs, offsets, start = _Logprobs(), TokenOffsets(self._shape.tokenizer), 0
+        for scored in choices.prompt_logprobs(index):
+            await rounds.turn()
+            tokens = self._shape.echo(index).tokens[start : start + len(scored)]
+            self._share.add(logprobs.add(self._shape.logprobs(tokens, scored, offsets)))
+            await asyncio.sleep(0)
+            start += len(scored)
+        return logprobs
+
+
+class _InParts(Response):
+    """Sends a body that is in pieces, and frees each piece once it is sent."""
+
+    def __init__(self, body: deque[bytes | bytearray], share: Share, headers: dict[str, str]) -> None:
+        super().__init__(None, 200, headers, media_type="application/json")
+        self.headers["content-length"] = str(sum(map(len, body)))
+        self._body = body
+        self._share = share
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        part = bytearray()
+        while self._body:
+            piece = memoryview(self._body.popleft())
+            for start in range(0, len(piece), _PART_BYTES):
+                part += piece[start : start + _PART_BYTES]
+                if len(part) >= _PART_BYTES:
+                    await send({"type": "http.response.body", "body": bytes(part), "more_body": True})
+                    self._share.add(-min(len(part), self._share.num_bytes))
+                    part.clear()
+                    await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": bytes(part), "more_body": False})

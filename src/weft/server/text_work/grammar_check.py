@@ -1,0 +1,123 @@
+"""Grammars of requests, tried out in processes of their own before the engine sees them. Owns those processes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+
+import msgspec
+
+from weft.errors import InvalidRequestError
+from weft.request import Grammar
+from weft.server.text_work.grammar_process import Accepted, Outcome, Trial, Unfinished, Verdict
+from weft.server.text_work.places import CHEAP_SECONDS
+from weft.server.text_work.text_process import Refusal
+from weft.server.text_work.worker import Workers
+
+_PROCESSES = 2
+_COMPILE_SECONDS = 5.0
+"""Of the processor. An ordinary grammar takes a few milliseconds, the largest that is accepted about half a second."""
+_FIRST_SECONDS = (CHEAP_SECONDS, 1.0)
+"""What a grammar costs is not known before. Each is first tried with so little that others need not wait; one that takes
+longer begins anew, behind the cheap ones, and never in all processes at once."""
+_STUCK_SECONDS = 20.0
+"""A process that has not answered for so long is stuck."""
+_MAX_VERDICTS = 256
+
+
+class GrammarChecker:
+    """Belongs to one event loop. Processes are started when the first grammar comes."""
+
+    def __init__(
+        self,
+        path: str,
+        vocabulary_size: int,
+        compile_seconds: float = _COMPILE_SECONDS,
+        stuck_seconds: float = _STUCK_SECONDS,
+    ) -> None:
+        self._workers = Workers(
+            "weft.server.text_work.grammar_process", path, str(vocabulary_size), count=_PROCESSES
+        )
+        self._outcomes = msgspec.msgpack.Decoder(Outcome)
+        self._compile_seconds = compile_seconds
+        self._stuck_seconds = stuck_seconds
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._trials: dict[bytes, _SharedTrial] = {}
+
+    async def check(self, grammar: Grammar, asker: str = "") -> Grammar:
+        """The grammar as the engine takes it. Raises InvalidRequestError for one that cannot be used."""
+        key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = await self._tried(key, grammar, asker)
+        else:
+            self._verdicts.move_to_end(key)
+        if not isinstance(verdict, Accepted):
+            raise InvalidRequestError(verdict.message, field=verdict.field, code=verdict.code)
+        return grammar if verdict.definition is None else Grammar(grammar.kind, verdict.definition)
+
+    async def close(self) -> None:
+        tasks = [trial.task for trial in self._trials.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._workers.close()
+
+    async def _tried(self, key: bytes, grammar: Grammar, asker: str) -> Verdict:
+        """Several requests may ask for the same grammar at once. The trial is dropped when all of them are gone."""
+        trial = self._trials.get(key)
+        if trial is None:
+            trial = _SharedTrial(asyncio.create_task(self._try_out(key, grammar, asker)))
+            self._trials[key] = trial
+        trial.num_waiting += 1
+        try:
+            return await asyncio.shield(trial.task)
+        finally:
+            trial.num_waiting -= 1
+            if not trial.num_waiting:
+                trial.task.cancel()
+                del self._trials[key]
+
+    async def _try_out(self, key: bytes, grammar: Grammar, asker: str) -> Verdict:
+        first = (seconds for seconds in _FIRST_SECONDS if seconds < self._compile_seconds)
+        is_slow = False
+        for seconds in (*first, self._compile_seconds):
+            try:
+                outcome = await self._ask(Trial(grammar, seconds), asker)
+            except TimeoutError:  # a process that was stuck, whatever the grammar is
+                is_slow = True
+                continue
+            if not isinstance(outcome, Unfinished):
+                return self._remembered(key, outcome)
+            if not outcome.is_out_of_time:
+                return _too_complex("it takes more memory than there is for it")
+        refusal = _too_complex(f"it takes more than {self._compile_seconds:g} s to compile")
+        return refusal if is_slow else self._remembered(key, refusal)
+
+    async def _ask(self, trial: Trial, asker: str) -> Outcome:
+        answer = await self._workers.ask(
+            msgspec.msgpack.encode(trial),
+            asker=asker,
+            cost=trial.seconds,
+            seconds=self._stuck_seconds,
+        )
+        return self._outcomes.decode(answer)
+
+    def _remembered(self, key: bytes, verdict: Verdict) -> Verdict:
+        self._verdicts[key] = verdict
+        while len(self._verdicts) > _MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+
+class _SharedTrial:
+    """One grammar that is being tried out, and how many requests wait for the verdict."""
+
+    def __init__(self, task: asyncio.Task[Verdict]) -> None:
+        self.task = task
+        self.num_waiting = 0
+
+
+def _too_complex(why: str) -> Refusal:
+    return Refusal(f"the grammar cannot be used: {why}; make it simpler", "grammar", "grammar_too_complex")

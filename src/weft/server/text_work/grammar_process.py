@@ -1,0 +1,94 @@
+"""The process that compiles grammars before the engine sees them.
+
+llguidance bounds its own work, but the server's life must not depend on that. Each grammar is compiled in a child of this
+process, with limits on memory and on seconds of the processor: what a hostile grammar costs is that child.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from functools import partial
+
+import msgspec
+
+from weft.errors import InvalidRequestError
+from weft.loading.checkpoint import open_checkpoint
+from weft.request import Grammar
+from weft.server.text_work.text_process import Refusal
+from weft.server.text_work.worker import answer_all, ignore_signals
+from weft.text.grammar import GrammarCompiler, as_lark
+from weft.text.model_text import open_tokenizer
+
+_MEMORY_BYTES = 1 << 30
+
+
+class Trial(msgspec.Struct, frozen=True):
+    grammar: Grammar
+    seconds: float
+    """Of the processor."""
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    definition: str | None = None
+    """The same grammar written otherwise, where it was in a form that the engine need not know."""
+
+
+class Unfinished(msgspec.Struct, frozen=True, tag=True):
+    is_out_of_time: bool
+    """Else the child died, mostly of too much memory."""
+
+
+Verdict = Accepted | Refusal
+Outcome = Accepted | Refusal | Unfinished
+
+
+def _verdict(compiler: GrammarCompiler, grammar: Grammar) -> Verdict:
+    try:
+        compiler.compile(grammar)
+    except InvalidRequestError as error:
+        return Refusal(str(error), error.field, error.code)
+    if grammar.kind == "lark" and (definition := as_lark(grammar.definition)) != grammar.definition:
+        return Accepted(definition)
+    return Accepted()
+
+
+def _try_out(compiler: GrammarCompiler, trial: Trial) -> bytes:
+    """The outcome, from a child of this process: to start one takes no more than to copy the tables of its memory."""
+    source, drain = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends it
+            signal.setitimer(signal.ITIMER_PROF, trial.seconds)
+            with open(drain, "wb") as pipe:
+                pipe.write(msgspec.msgpack.encode(_verdict(compiler, trial.grammar)))
+        except BaseException:  # also a panic in a library
+            os._exit(1)
+        os._exit(0)
+    os.close(drain)
+    with open(source, "rb") as pipe:
+        content = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return content if status == 0 else msgspec.msgpack.encode(Unfinished(status == -signal.SIGPROF))
+
+
+def main() -> None:
+    ignore_signals()
+    # What it allocates, not what it maps: a model file may be larger than the machine's memory.
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    path, vocabulary_size = sys.argv[1:]
+    checkpoint = open_checkpoint(path)
+    compiler = GrammarCompiler(partial(open_tokenizer, checkpoint), checkpoint.end_ids, int(vocabulary_size))
+    with suppress(InvalidRequestError):  # each grammar will get the same error
+        compiler.compile(Grammar("regex", "a"))  # reads the vocabulary, for all children
+    trials = msgspec.msgpack.Decoder(Trial)
+    answer_all(lambda question: _try_out(compiler, trials.decode(question)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The process that makes tokens of long prompts, and text of many tokens.
+
+The tokenizer holds the interpreter's lock while it works, half a second for a megabyte: a thread of the server would
+stop every stream for as long.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import msgspec
+
+from weft.errors import InvalidRequestError, WeftError
+from weft.loading.checkpoint import open_checkpoint
+from weft.server.text_work.worker import answer_all, ignore_signals
+from weft.text.model_text import ModelText, open_model_text
+
+
+class Chat(msgspec.Struct, frozen=True, tag=True):
+    """The arguments of `ModelText.encode_chat`, under the names that clients know."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class Text(msgspec.Struct, frozen=True, tag=True):
+    text: str
+    add_special_tokens: bool = True
+    """What the model's files put around a prompt, such as a token for its beginning."""
+
+
+class Ids(msgspec.Struct, frozen=True, tag=True):
+    """Tokens to be made text of."""
+
+    ids: list[int]
+
+
+Part = Chat | Text | Ids
+
+
+class Question(msgspec.Struct, frozen=True):
+    parts: list[Part]
+    max_tokens: int
+    """More are counted, not sent."""
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    ids: list[int]
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    message: str
+    field: str
+    code: str
+
+
+class TooLong(msgspec.Struct, frozen=True, tag=True):
+    count: int
+
+
+Answer = Tokens | Text | Refusal | TooLong
+
+
+def done(text: ModelText, part: Part) -> list[int] | str:
+    """The tokens of a prompt, or the text of tokens. Raises InvalidRequestError for what cannot be encoded."""
+    if isinstance(part, Ids):
+        return text.tokenizer.decode(part.ids, skip_control=False)
+    if isinstance(part, Text):
+        return text.tokenizer.encode(part.text, add_bos=None if part.add_special_tokens else False)
+    if part.continue_final_message and not part.messages:
+        raise InvalidRequestError("messages is empty; send at least one message", field="messages")
+    return text.encode_chat(
+        part.messages,
+        tools=part.tools,
+        documents=part.documents,
+        options=part.chat_template_kwargs,
+        add_generation_prompt=part.add_generation_prompt,
+        continue_final_message=part.continue_final_message,
+    )
+
+
+def _answer(text: ModelText, part: Part, max_tokens: int) -> Answer:
+    try:
+        value = done(text, part)
+    except InvalidRequestError as error:
+        return Refusal(str(error), error.field, error.code)
+    except WeftError as error:
+        return Refusal(str(error), "", "failed")
+    if isinstance(value, str):
+        return Text(value)
+    return Tokens(value) if len(value) <= max_tokens else TooLong(len(value))
+
+
+def _answers(text: ModelText, question: Question) -> list[Answer]:
+    return [_answer(text, part, question.max_tokens) for part in question.parts]
+
+
+def main() -> None:
+    ignore_signals()
+    path, chat_template, tool_format = sys.argv[1:]
+    questions = msgspec.msgpack.Decoder(Question)
+    text = open_model_text(open_checkpoint(path), chat_template or None, tool_format or None)
+    answer_all(lambda question: msgspec.msgpack.encode(_answers(text, questions.decode(question))))
+
+
+if __name__ == "__main__":
+    main()
