@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 # Where each public name lives. The TYPE_CHECKING block below repeats it for type checkers; a test keeps the two equal.
 _HOME = {
     "LLM": "weft.llm",
-    "Job": "weft.llm",
+    "PromptJob": "weft.llm",
     "ServingEngine": "weft.engine.serving",
     "ContinuousBatchScheduler": "weft.scheduling.scheduler",
     "ServingEngineConfig": "weft.config",
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         QueueFullError,
         WeftError,
     )
-    from weft.llm import LLM, Job
+    from weft.llm import LLM, PromptJob
     from weft.plan import IterationPlan
     from weft.request import (
         FinishReason,
@@ -83,7 +83,6 @@ __all__ = [
     "InferenceRequest",
     "InvalidRequestError",
     "IterationPlan",
-    "Job",
     "KvCacheKind",
     "KvCachePoolConfig",
     "ModelFileError",
@@ -91,6 +90,7 @@ __all__ = [
     "PreemptionMode",
     "Priority",
     "PriorityPolicy",
+    "PromptJob",
     "QueueFullError",
     "RequestId",
     "RequestState",

@@ -27,7 +27,7 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.loading.cache import Progress
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
 from weft.loading.pull import pull
-from weft.local_answers import Choices, Feeder
+from weft.local_answers import Feeder, LocalChoices
 from weft.progress import GenerationBar, PullBar
 from weft.request import (
     GenerationResult,
@@ -54,7 +54,7 @@ _frozen_for: weakref.WeakSet[LLM] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
-class Job:
+class PromptJob:
     """One thing to generate: a prompt (text or token ids), or the messages of a conversation."""
 
     prompt: Prompt | None = None
@@ -184,7 +184,7 @@ class LLM:
         several = _as_list(prompts)
         each = _for_each(params, len(several))
         return self._all(
-            [Job(prompt, params=one) for prompt, one in zip(several, each, strict=True)], show_progress
+            [PromptJob(prompt, params=one) for prompt, one in zip(several, each, strict=True)], show_progress
         )
 
     def chat(
@@ -219,7 +219,7 @@ class LLM:
         jobs = [_chat_job(talk, one, tools, template_options) for talk, one in each]
         return self._all(jobs, show_progress)
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, GenerationResult | WeftError]]:
+    def run(self, jobs: Iterable[PromptJob]) -> Iterator[tuple[PromptJob, GenerationResult | WeftError]]:
         """Each job with its result, or with the error that kept it from running, as they end.
 
         Jobs are taken from the iterable only as fast as they are done, so it may be endless. Leaving the loop early
@@ -234,7 +234,7 @@ class LLM:
 
         At the end `on_result` gets the whole result; WeftError says that the text is not complete, and why.
         """
-        return self._stream(Job(prompt, params=params), on_result)
+        return self._stream(PromptJob(prompt, params=params), on_result)
 
     def stream_chat(
         self,
@@ -269,10 +269,10 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _request(self, job: Job) -> InferenceRequest:
+    def _request(self, job: PromptJob) -> InferenceRequest:
         """Tokenised and checked; raises InvalidRequestError for a job that can never run."""
-        if not isinstance(job, Job):
-            raise InvalidRequestError(f"a job is {type(job).__name__}; allowed: weft.Job")
+        if not isinstance(job, PromptJob):
+            raise InvalidRequestError(f"a job is {type(job).__name__}; allowed: weft.PromptJob")
         if (job.prompt is None) == (job.messages is None):
             raise InvalidRequestError("a job has either a prompt or messages", field="prompt")
         if job.messages is not None:
@@ -290,13 +290,13 @@ class LLM:
             _ = self.text  # or an error: there is no text to look for them in
         return request
 
-    def _attempt(self, job: Job) -> InferenceRequest | WeftError:
+    def _attempt(self, job: PromptJob) -> InferenceRequest | WeftError:
         try:
             return self._request(job)
         except WeftError as error:
             return error
 
-    def _all(self, jobs: list[Job], show_progress: bool | None) -> list[GenerationResult]:
+    def _all(self, jobs: list[PromptJob], show_progress: bool | None) -> list[GenerationResult]:
         """The results of all jobs, in their order. Raises before any runs where one of them never could."""
         results: dict[int, GenerationResult] = {}
         with ExitStack() as stack:
@@ -333,7 +333,7 @@ class LLM:
         if feeder.failure is not None:
             raise feeder.failure
 
-    def _stream(self, job: Job, on_result: OnResult | None) -> Generator[str, None, None]:
+    def _stream(self, job: PromptJob, on_result: OnResult | None) -> Generator[str, None, None]:
         request = self._request(job)
         if request.params.n != 1:
             raise InvalidRequestError(
@@ -341,7 +341,7 @@ class LLM:
                 field="n",
             )
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        choices = Choices(
+        choices = LocalChoices(
             self.engine, self._known_tokenizer, request.params, partial(pieces.put, None), pieces.put
         )
 
@@ -378,8 +378,8 @@ def _chat_job(
     tools: Sequence[Mapping[str, Any]] | None,
     template_options: Mapping[str, Any] | None,
     session_id: str | None = None,
-) -> Job:
-    return Job(
+) -> PromptJob:
+    return PromptJob(
         messages=messages,
         params=params,
         tools=tools,

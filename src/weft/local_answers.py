@@ -28,7 +28,7 @@ class Feeder:
         source: Iterable[tuple[Any, InferenceRequest | WeftError]],
         most: int,
     ) -> None:
-        self.ended: queue.SimpleQueue[tuple[Any, Choices | WeftError] | None] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[tuple[Any, LocalChoices | WeftError] | None] = queue.SimpleQueue()
         """None, once everything has ended."""
         self.room = threading.Semaphore(most)
         """Given back when an ended one is taken, so that the source is read only as fast as its results are."""
@@ -38,7 +38,7 @@ class Feeder:
         self._tokenizer = tokenizer
         self._source = iter(source)
         self._lock = threading.Lock()
-        self._under_way: set[Choices] = set()
+        self._under_way: set[LocalChoices] = set()
         self._is_exhausted = self._is_stopped = False
         threading.Thread(target=self._feed, name="weft-feeder", daemon=True).start()
 
@@ -70,7 +70,9 @@ class Feeder:
                 self.ended.put(None)
 
     def _submit(self, key: Any, request: InferenceRequest) -> None:
-        choices = Choices(self._engine, self._tokenizer, request.params, lambda: self._finish(key, choices))
+        choices = LocalChoices(
+            self._engine, self._tokenizer, request.params, lambda: self._finish(key, choices)
+        )
         with self._lock:
             self._under_way.add(choices)
         try:
@@ -80,7 +82,7 @@ class Feeder:
         if self._is_stopped:
             choices.cancel()
 
-    def _finish(self, key: Any, choices: Choices, error: WeftError | None = None) -> None:
+    def _finish(self, key: Any, choices: LocalChoices, error: WeftError | None = None) -> None:
         with self._lock:
             self._under_way.discard(choices)
             self.ended.put((key, error or choices))
@@ -88,7 +90,7 @@ class Feeder:
                 self.ended.put(None)
 
 
-class Choices:
+class LocalChoices:
     """The answers to one request, collected in the engine's thread; `on_end` is called there once all are over."""
 
     def __init__(
@@ -104,7 +106,7 @@ class Choices:
         self._params = params
         self._on_end = on_end
         self._deliver = deliver
-        self._answers: dict[RequestId, Answer] = {}
+        self._answers: dict[RequestId, LocalAnswer] = {}
         self._num_over = 0
         self._ids: tuple[RequestId, ...] = ()
 
@@ -128,7 +130,7 @@ class Choices:
     def _take(self, output: TokenOutput) -> None:
         answer = self._answers.get(output.request_id)
         if answer is None:
-            answer = Answer(self._engine, self._tokenizer, self._params, self._deliver)
+            answer = LocalAnswer(self._engine, self._tokenizer, self._params, self._deliver)
             self._answers[output.request_id] = answer
         is_over = output.is_final
         try:
@@ -145,7 +147,7 @@ class Choices:
                     self._on_end()
 
 
-class Answer:
+class LocalAnswer:
     """Collects one answer: text as it comes, and the result, cut at a stop string."""
 
     def __init__(

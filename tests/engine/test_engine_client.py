@@ -19,7 +19,7 @@ import pytest
 
 from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
 from weft.engine.ipc import wire
-from weft.engine.ipc.client import Answer, EngineClient, EngineDiedError, EngineState, SlowReaderError
+from weft.engine.ipc.client import EngineClient, EngineDiedError, EngineState, RemoteAnswer, SlowReaderError
 from weft.engine.ipc.launch import launch_engine
 from weft.engine.ipc.liveness import Liveness
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
@@ -51,7 +51,7 @@ def with_client(
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-async def outputs_of(answer: Answer) -> list[TokenOutput]:
+async def outputs_of(answer: RemoteAnswer) -> list[TokenOutput]:
     return [output async for outputs in answer for output in outputs]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from weft.errors import EngineStoppedError, InvalidRequestError, WeftError
-from weft.llm import LLM, Job
+from weft.llm import LLM, PromptJob
 from weft.request import GenerationResult, InferenceRequest, RequestState, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
@@ -69,13 +69,13 @@ def test_several_conversations_are_answered_as_one_batch(llm: LLM) -> None:
 
 def test_a_bad_job_is_answered_with_its_error_and_the_others_with_their_results(llm: LLM) -> None:
     jobs = [
-        Job(CAPITAL, params=GREEDY, key="good"),
-        Job("word " * 6000, params=GREEDY, key="long"),
-        Job(params=GREEDY, key="empty"),
-        Job(messages=[], params=GREEDY, key="silent"),
-        Job(messages=QUESTION, params=GREEDY, key="chat"),
-        Job(CAPITAL, params=SamplingParams(logit_bias={10**6: 1.0}), key="bias"),
-        Job(7, params=GREEDY, key="number"),  # type: ignore[arg-type]
+        PromptJob(CAPITAL, params=GREEDY, key="good"),
+        PromptJob("word " * 6000, params=GREEDY, key="long"),
+        PromptJob(params=GREEDY, key="empty"),
+        PromptJob(messages=[], params=GREEDY, key="silent"),
+        PromptJob(messages=QUESTION, params=GREEDY, key="chat"),
+        PromptJob(CAPITAL, params=SamplingParams(logit_bias={10**6: 1.0}), key="bias"),
+        PromptJob(7, params=GREEDY, key="number"),  # type: ignore[arg-type]
     ]
     outcomes = {job.key: result for job, result in llm.run(jobs)}
     assert isinstance(outcomes["long"], InvalidRequestError)
@@ -88,7 +88,7 @@ def test_a_bad_job_is_answered_with_its_error_and_the_others_with_their_results(
 
 
 def test_something_that_is_no_job_is_answered_with_an_error(llm: LLM) -> None:
-    outcomes = [result for _, result in llm.run([None, Job(CAPITAL, params=GREEDY)])]  # type: ignore[list-item]
+    outcomes = [result for _, result in llm.run([None, PromptJob(CAPITAL, params=GREEDY)])]  # type: ignore[list-item]
     assert sorted(type(outcome).__name__ for outcome in outcomes) == [
         "GenerationResult",
         "InvalidRequestError",
@@ -120,10 +120,10 @@ def test_a_model_nobody_refers_to_any_more_is_stopped() -> None:
 def test_jobs_are_taken_only_as_fast_as_they_are_done(llm: LLM) -> None:
     taken = []
 
-    def endless() -> Iterator[Job]:
+    def endless() -> Iterator[PromptJob]:
         for number in itertools.count():
             taken.append(number)
-            yield Job(f"Number {number} is", params=SamplingParams(max_tokens=1), key=number)
+            yield PromptJob(f"Number {number} is", params=SamplingParams(max_tokens=1), key=number)
 
     outcomes = llm.run(endless())
     done = [next(outcomes)[0].key for _ in range(20)]
@@ -137,10 +137,10 @@ def test_jobs_are_taken_only_as_fast_as_they_are_done(llm: LLM) -> None:
 def test_answers_come_out_while_the_next_job_is_awaited(llm: LLM) -> None:
     answered = threading.Event()
 
-    def slowly() -> Iterator[Job]:
-        yield Job(CAPITAL, params=GREEDY, key=0)
+    def slowly() -> Iterator[PromptJob]:
+        yield PromptJob(CAPITAL, params=GREEDY, key=0)
         assert answered.wait(60), "the first answer is not given out before the second job is here"
-        yield Job(CAPITAL, params=GREEDY, key=1)
+        yield PromptJob(CAPITAL, params=GREEDY, key=1)
 
     keys = []
     for job, _ in llm.run(slowly()):
@@ -150,8 +150,8 @@ def test_answers_come_out_while_the_next_job_is_awaited(llm: LLM) -> None:
 
 
 def test_what_the_source_of_jobs_raises_is_raised_and_ends_the_rest(llm: LLM) -> None:
-    def broken() -> Iterator[Job]:
-        yield Job(CAPITAL, params=SamplingParams(max_tokens=200, ignore_eos=True))
+    def broken() -> Iterator[PromptJob]:
+        yield PromptJob(CAPITAL, params=SamplingParams(max_tokens=200, ignore_eos=True))
         raise ZeroDivisionError("planted")
 
     with pytest.raises(ZeroDivisionError):

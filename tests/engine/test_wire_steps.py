@@ -32,18 +32,18 @@ def final(name: int) -> TokenOutput:
 
 
 def test_steps_that_wait_are_merged_and_others_stay_where_they_are() -> None:
-    first = wire.Step((1, 2), (10, 20), (), ())
+    first = wire.StepReport((1, 2), (10, 20), (), ())
     last = wire.Output.of(final(2), 2)
-    second = wire.Step((1,), (11,), (last,), ())
+    second = wire.StepReport((1,), (11,), (last,), ())
     refused = wire.Refused((3,), "WeftError", "no")
-    third = wire.Step((1,), (12,), (), ())
+    third = wire.StepReport((1,), (12,), (), ())
     together, kept, after = _merged([first, second, refused, third])
-    assert together == wire.Step((1, 2, 1), (10, 20, 11), (last,), ())
+    assert together == wire.StepReport((1, 2, 1), (10, 20, 11), (last,), ())
     assert kept is refused and after is third
 
 
 def test_a_large_step_is_not_made_larger() -> None:
-    large = wire.Step(tuple(range(300)), tuple(range(300)), (), ())
+    large = wire.StepReport(tuple(range(300)), tuple(range(300)), (), ())
     assert _merged([large, large]) == [large, large]
 
 
@@ -52,18 +52,20 @@ def test_what_does_not_fit_is_written_later_complete_and_in_order() -> None:
     with ours, theirs:
         outbox = Outbox(ours)
         for number in range(20_000):  # nobody reads yet: much more than a connection takes
-            outbox.send(wire.Step((1,), (number,), (), ()))
+            outbox.send(wire.StepReport((1,), (number,), (), ()))
         frames, tokens = wire.Frames(), []
         theirs.settimeout(60.0)
         while len(tokens) < 20_000:
             for content in frames.feed(theirs.recv(1 << 16)):
                 step = wire.from_engine.decode(content)
-                assert isinstance(step, wire.Step)
+                assert isinstance(step, wire.StepReport)
                 tokens += step.tokens
         assert tokens == list(range(20_000))
-        outbox.send(wire.Step((1,), (20_000,), (), ()))
+        outbox.send(wire.StepReport((1,), (20_000,), (), ()))
         outbox.close(10.0)
-        assert [*frames.feed(theirs.recv(1 << 16))] == [wire.framed(wire.Step((1,), (20_000,), (), ()))[4:]]
+        assert [*frames.feed(theirs.recv(1 << 16))] == [
+            wire.framed(wire.StepReport((1,), (20_000,), (), ()))[4:]
+        ]
 
 
 def test_sending_to_a_reader_that_is_gone_does_nothing() -> None:
@@ -71,8 +73,8 @@ def test_sending_to_a_reader_that_is_gone_does_nothing() -> None:
     with ours:
         theirs.close()
         outbox = Outbox(ours)
-        outbox.send(wire.Step((1,), (1,), (), ()))
-        outbox.send(wire.Step((1,), (2,), (), ()))
+        outbox.send(wire.StepReport((1,), (1,), (), ()))
+        outbox.send(wire.StepReport((1,), (2,), (), ()))
         outbox.close(10.0)
 
 

@@ -19,7 +19,7 @@ import pytest
 from in_process import InProcess, in_process
 from server_process import Server
 
-from weft.engine.ipc.client import Answer
+from weft.engine.ipc.client import RemoteAnswer
 from weft.request import InferenceRequest
 from weft.server.admission.keys import ApiKey
 
@@ -102,7 +102,9 @@ def test_others_have_their_turn_while_a_thousand_answers_are_begun(
             engine, turns, sent = server.server.engine, 0, []
             submit = engine.submit
 
-            async def noting(request: InferenceRequest, *arguments: Any, **options: Any) -> list[Answer]:
+            async def noting(
+                request: InferenceRequest, *arguments: Any, **options: Any
+            ) -> list[RemoteAnswer]:
                 answers = await submit(request, *arguments, **options)
                 sent.append((turns, len(answers)))
                 return answers

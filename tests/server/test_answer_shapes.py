@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from weft.config import ServingEngineConfig
 from weft.engine.ipc import wire
-from weft.engine.ipc.client import Answer, EngineClient
+from weft.engine.ipc.client import EngineClient, RemoteAnswer
 from weft.request import (
     FinishReason,
     GenerationResult,
@@ -23,7 +23,7 @@ from weft.request import (
 from weft.server.api.openai import Shape, TokenOffsets
 from weft.server.http.byte_budget import ByteBudget, Share, too_much_answer
 from weft.server.stream.choices import Choice, Choices
-from weft.server.stream.loop_turns import Rounds
+from weft.server.stream.loop_turns import LoopTurns
 from weft.server.stream.whole_answer import WholeAnswer
 from weft.text.answer_reader import AnswerForm, AnswerReader
 from weft.text.answer_text import AnswerText
@@ -39,11 +39,11 @@ TOOLS = AnswerForm(tools=HERMES)
 
 def answered(
     text: str, tokenizer: Tokenizer, reason: FinishReason, capacity: int = 1000
-) -> tuple[Answer, list[wire.Output]]:
+) -> tuple[RemoteAnswer, list[wire.Output]]:
     """An answer of the engine, as its client has it, and the outputs that make it."""
     tokens = tokenizer.encode(text, allow_control=True, add_bos=False)
     client = EngineClient("noop", {}, ServingEngineConfig())
-    answer = Answer(client, 0, capacity, asyncio.Event(), prompt_length=7)
+    answer = RemoteAnswer(client, 0, capacity, asyncio.Event(), prompt_length=7)
     told = [
         TokenOutput(RequestId(0), token, "", -0.5, False, None, place, ((token, -0.5),))
         for place, token in enumerate(tokens)
@@ -89,7 +89,7 @@ class Said:
         self.chunks = [self.shape.chunk([event]) for event in events]
         choices = Choices(answer._client, tokenizer)
         choices._choices = [self.choice]
-        asyncio.run(whole.write(choices, Rounds()))
+        asyncio.run(whole.write(choices, LoopTurns()))
         self.whole = ChatCompletion.model_validate_json(b"".join(whole._body)).choices[0]
         state: Any = ChatCompletionStreamState()
         for chunk in self.chunks:

@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 
 from weft.config import ServingEngineConfig
 from weft.engine.ipc import wire
-from weft.engine.ipc.client import Answer, EngineClient
+from weft.engine.ipc.client import EngineClient, RemoteAnswer
 from weft.errors import WeftError
 from weft.request import (
     FinishReason,
@@ -37,7 +37,7 @@ from weft.server.metrics import ServerMetrics
 from weft.server.stream import events as streaming
 from weft.server.stream.choices import Choices
 from weft.server.stream.events import EventStream
-from weft.server.stream.loop_turns import Rounds
+from weft.server.stream.loop_turns import LoopTurns
 from weft.text.tokenizer import Tokenizer
 
 TEXT = "one two three four five six seven eight nine ten"
@@ -60,12 +60,12 @@ class Engine(EngineClient):
         waited: float = 0.0,
         may_fall_behind: bool = False,
         may_grow: Callable[[int], bool] = lambda num_bytes: True,
-    ) -> list[Answer]:
+    ) -> list[RemoteAnswer]:
         assert arrived is not None
-        self.answer = Answer(self, 0, 100, arrived, len(request.prompt), wake_every, may_grow)
+        self.answer = RemoteAnswer(self, 0, 100, arrived, len(request.prompt), wake_every, may_grow)
         return [self.answer]
 
-    def _cancel(self, answer: Answer, reason: str | None) -> None:
+    def _cancel(self, answer: RemoteAnswer, reason: str | None) -> None:
         self.cancelled.append(reason)
 
 
@@ -144,7 +144,7 @@ async def streamed(tokenizer: Tokenizer) -> AsyncIterator[Streamed]:
         choices,
         Shape("completion", "m", tokenizer),
         ServerMetrics("m"),
-        rounds=Rounds(),
+        rounds=LoopTurns(),
         began=0.0,
         include_usage=False,
         headers={},
@@ -191,7 +191,7 @@ def test_what_arrives_before_a_request_is_handed_over_whole_is_not_lost(default_
     class Slow(Engine):
         may_return = asyncio.Event()
 
-        async def submit(self, *arguments: Any, **options: Any) -> list[Answer]:
+        async def submit(self, *arguments: Any, **options: Any) -> list[RemoteAnswer]:
             answers = await super().submit(*arguments, **options)
             await self.may_return.wait()
             return answers

@@ -107,7 +107,7 @@ async def leftovers_of_deadlines(model_path: Path) -> Counter[str]:
 
 def test_requests_whose_deadline_the_server_keeps_leave_no_garbage(default_model_path: Path) -> None:
     found = asyncio.run(leftovers_of_deadlines(default_model_path))
-    own = {"EventStream", "Choices", "Visit", "Answer", "ApiError", "TimerHandle"}
+    own = {"EventStream", "Choices", "ActiveRequest", "RemoteAnswer", "ApiError", "TimerHandle"}
     assert not own & {name for name, count in found.items() if count >= ROUNDS}, found
 
 
@@ -116,5 +116,5 @@ def test_requests_leave_no_garbage(default_model_path: Path) -> None:
     often = {name: count for name, count in found.items() if count >= ROUNDS}
     # The clients of this test have transports of asyncio's too, which nobody cleans up after.
     own = {"TimedProtocol", "RequestResponseCycle", "BodyWriter", "EventStream"}
-    own |= {"Choices", "Visit", "Answer", "ApiError", "Task", "frame"}
+    own |= {"Choices", "ActiveRequest", "RemoteAnswer", "ApiError", "Task", "frame"}
     assert not own & often.keys(), often

@@ -10,7 +10,7 @@ import pytest
 
 from weft.server.stream.choices import Piece
 from weft.server.stream.events import EventStream
-from weft.server.stream.loop_turns import Rounds
+from weft.server.stream.loop_turns import LoopTurns
 
 
 def busy(seconds: float) -> None:
@@ -22,7 +22,7 @@ def busy(seconds: float) -> None:
 
 def test_whoever_is_alone_does_not_wait() -> None:
     async def run() -> None:
-        rounds = Rounds()
+        rounds = LoopTurns()
         turn = rounds.turn()
         try:
             turn.send(None)
@@ -73,7 +73,7 @@ def test_one_stream_of_many_answers_lets_everyone_else_have_turns(
                 num_turns += 1
 
         stream = EventStream.__new__(EventStream)
-        stream._choices, stream._rounds = Plenty(), Rounds()  # type: ignore[assignment]
+        stream._choices, stream._rounds = Plenty(), LoopTurns()  # type: ignore[assignment]
         stream._loop, stream._rests_until, stream._resting = asyncio.get_running_loop(), 0.0, None
         stream._measure = stream._events = lambda *_: b""  # type: ignore[assignment, method-assign]
         beside = asyncio.create_task(others())
@@ -86,7 +86,7 @@ def test_one_stream_of_many_answers_lets_everyone_else_have_turns(
 
 def test_everyone_gets_a_turn_in_the_order_of_asking() -> None:
     async def run() -> list[int]:
-        rounds, done = Rounds(), []
+        rounds, done = LoopTurns(), []
 
         async def work(number: int) -> None:
             await rounds.turn()
@@ -100,7 +100,7 @@ def test_everyone_gets_a_turn_in_the_order_of_asking() -> None:
 
 def test_work_without_a_task_has_its_turn_among_those_with_one() -> None:
     async def run() -> list[int]:
-        rounds, done = Rounds(), []
+        rounds, done = LoopTurns(), []
 
         async def work(number: int) -> None:
             await rounds.turn()
@@ -125,7 +125,7 @@ def test_work_without_a_task_has_its_turn_among_those_with_one() -> None:
 
 def test_no_round_calls_more_than_it_has_time_for() -> None:
     async def run() -> list[int]:
-        rounds, done = Rounds(), []
+        rounds, done = LoopTurns(), []
 
         def work() -> None:
             busy(0.002)
@@ -148,7 +148,7 @@ def test_rounds_do_not_grow_by_work_that_they_had_room_for() -> None:
     """Two streams for hours, and then hundreds at once."""
 
     async def run() -> list[int]:
-        rounds, called, in_a_round = Rounds(), 0, []
+        rounds, called, in_a_round = LoopTurns(), 0, []
 
         def work() -> None:
             nonlocal called
@@ -172,7 +172,7 @@ def test_rounds_do_not_grow_by_work_that_they_had_room_for() -> None:
 
 def test_a_round_that_took_too_long_is_learned_from_though_nobody_waits_for_the_next() -> None:
     async def run() -> tuple[int, int]:
-        rounds, done = Rounds(), []
+        rounds, done = LoopTurns(), []
 
         def work() -> None:
             busy(0.002)
@@ -195,7 +195,7 @@ def test_a_round_that_took_too_long_is_learned_from_though_nobody_waits_for_the_
 
 def test_work_that_raises_costs_nobody_else_a_turn() -> None:
     async def run() -> None:
-        rounds, done = Rounds(), []
+        rounds, done = LoopTurns(), []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         rounds.call(lambda: 1 // 0)
         for number in range(3):
@@ -211,7 +211,7 @@ def test_a_newcomer_who_is_not_paced_passes_hundreds_who_are() -> None:
     """Each round of the loop lets a few of the three hundred in; a task that needs ten rounds waits for few of them."""
 
     async def run() -> int:
-        rounds, done = Rounds(), []
+        rounds, done = LoopTurns(), []
 
         async def work() -> None:
             await rounds.turn()
@@ -234,7 +234,7 @@ def test_a_newcomer_who_is_not_paced_passes_hundreds_who_are() -> None:
 
 def test_whoever_is_gone_takes_nobodys_turn() -> None:
     async def run() -> None:
-        rounds = Rounds()
+        rounds = LoopTurns()
         tasks = [asyncio.create_task(rounds.turn()) for _ in range(100)]
         await asyncio.sleep(0)
         for task in tasks[::2]:
@@ -248,7 +248,7 @@ def test_whoever_is_gone_takes_nobodys_turn() -> None:
 
 def test_nothing_is_scheduled_while_nobody_asks() -> None:
     async def run() -> None:
-        rounds = Rounds()
+        rounds = LoopTurns()
         await rounds.turn()
         rounds.call(lambda: None)
         for _ in range(3):

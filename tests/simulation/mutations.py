@@ -25,14 +25,14 @@ class Mutation(NamedTuple):
     """Where to look first, for a mistake that few scenarios bring to light."""
 
 
-ROSTER = "weft.scheduling.sequence_table:Roster"
+ROSTER = "weft.scheduling.sequence_table:SequenceTable"
 PLANNER = "weft.scheduling.planner:Planner"
 STEP_SIZE = "weft.scheduling.prompt_order:StepSize"
 PREFIX = "weft.scheduling.cache.prefix:PrefixSharing"
 SCHEDULER = "weft.scheduling.scheduler:ContinuousBatchScheduler"
 KV_CACHE = "weft.scheduling.cache.manager:KvCacheManager"
 POOL = "weft.scheduling.cache.block_pool:BlockPool"
-SWAPS = "weft.scheduling.cache.swap:SwapSpace"
+SWAPS = "weft.scheduling.cache.swap:SwapSlots"
 SPECULATION = "weft.scheduling.draft_tokens:Speculation"
 NOOP = "weft.backends.noop:NoopBackend"
 
@@ -81,7 +81,7 @@ MUTATIONS = (
     # -- positions, chunks, progress
     Mutation(
         "position off by one",
-        "weft.scheduling.plan_builder:Draft.freeze",
+        "weft.scheduling.plan_builder:PlanBuilder.freeze",
         "starts.append(start)",
         "starts.append(start - 1)",
     ),
@@ -240,7 +240,7 @@ MUTATIONS = (
     Mutation("no rotation", f"{ROSTER}.rotate", "if skipped and", "if False and"),
     Mutation(
         "victim's task stays in the plan",
-        "weft.scheduling.plan_builder:Draft.drop",
+        "weft.scheduling.plan_builder:PlanBuilder.drop",
         "self.decodes.remove(sequence)",
         "pass",
     ),
@@ -418,7 +418,7 @@ MUTATIONS = (
     ),
     Mutation(
         "drafts are told with those that have none",
-        "weft.scheduling.plan_builder:Draft.freeze",
+        "weft.scheduling.plan_builder:PlanBuilder.freeze",
         "[*decodes, *drafts,",
         "[*drafts, *decodes,",
     ),
@@ -530,7 +530,7 @@ TIER_MUTATIONS = (
     ),
     Mutation(
         "store block of a failed step stays findable",
-        "weft.scheduling.plan_builder:Draft._move",
+        "weft.scheduling.plan_builder:PlanBuilder._move",
         "self.registered += registered",
         "pass",
     ),

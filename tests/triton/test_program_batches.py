@@ -19,7 +19,7 @@ from small_decoders import (
     relative_error,
 )
 
-from weft.ops.triton import piecewise_graphs as stretches
+from weft.ops.triton import piecewise_graphs
 from weft.ops.triton.device import Device, Graph
 from weft.ops.triton.linear import padded_rows
 
@@ -165,8 +165,8 @@ def test_a_stretch_that_cannot_be_captured_is_launched(
 def test_so_many_numbers_of_rows_have_graphs_and_no_more(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stretches, "_MOST_SIZES", 1)
-    graphs = stretches.StretchGraphs(device)
+    monkeypatch.setattr(piecewise_graphs, "_MOST_SIZES", 1)
+    graphs = piecewise_graphs.PiecewiseGraphs(device)
     assert [graphs.serve(rows) for rows in (16, 32, 16, 32, 32, 16)] == [
         False,
         False,

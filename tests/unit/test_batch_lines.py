@@ -17,7 +17,7 @@ from weft.cli.batch_file import Output, open_output
 from weft.cli.lines import Line, Wishes, make_job, read_line, read_lines
 from weft.cli.result_json import answer, error_answer
 from weft.errors import InvalidRequestError, WeftError
-from weft.llm import Job
+from weft.llm import PromptJob
 from weft.request import (
     FinishReason,
     GenerationResult,
@@ -40,7 +40,7 @@ class Model:
         return SamplingParams(**{"max_tokens": None if chat else 16, **self.suggestions, **overrides})
 
 
-def job_of(content: object, wishes: Wishes | None = None, model: Model | None = None) -> Job:
+def job_of(content: object, wishes: Wishes | None = None, model: Model | None = None) -> PromptJob:
     line, read = read_line(json.dumps(content).encode(), 0, "plain")
     if isinstance(read, InvalidRequestError):
         raise read

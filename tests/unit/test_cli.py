@@ -18,7 +18,7 @@ import pytest
 from weft.cli.chat import chat_command
 from weft.cli.main import main
 from weft.errors import InvalidRequestError, WeftError
-from weft.llm import Job, MemoryUse
+from weft.llm import MemoryUse, PromptJob
 from weft.request import MAX_SEED, FinishReason, GenerationResult, RequestId, RequestState, SamplingParams
 from weft.terminal import one_line, printable
 
@@ -81,7 +81,7 @@ class FakeLLM:
             raise answer
         return dataclasses.replace(DONE, text=answer) if isinstance(answer, str) else answer
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, GenerationResult | WeftError]]:
+    def run(self, jobs: Iterable[PromptJob]) -> Iterator[tuple[PromptJob, GenerationResult | WeftError]]:
         for job in jobs:
             try:
                 assert isinstance(job.prompt, str)

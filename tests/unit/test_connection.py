@@ -15,11 +15,11 @@ WAIT = 30.0
 
 
 def step(token: int) -> bytes:
-    return wire.framed(wire.Step((1,), (token,), (), ()))
+    return wire.framed(wire.StepReport((1,), (token,), (), ()))
 
 
 def token_of(message: wire.FromEngine) -> int:
-    assert isinstance(message, wire.Step)
+    assert isinstance(message, wire.StepReport)
     return message.tokens[0]
 
 

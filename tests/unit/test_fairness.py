@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from weft.request import Priority
-from weft.server.admission.fairness import FairGate, Job, Turn
+from weft.server.admission.fairness import AnswerJob, FairGate, Turn
 from weft.server.admission.keys import ApiKey
 
 PROMPT, ANSWER = 10, 30
@@ -42,7 +42,7 @@ class Paper:
         answers: int = 1,
     ) -> Turn:
         key = next(key for key in self.keys if key.name == name)
-        turn = self.gate.ask(key, Job(priority, prompt, answers, most))
+        turn = self.gate.ask(key, AnswerJob(priority, prompt, answers, most))
         assert turn is not None
         self.waiting.append((name, turn))
         self.look()
@@ -304,7 +304,7 @@ def test_without_keys_and_with_one_nobody_takes_turns() -> None:
     async def story() -> None:
         for keys in ([], [ApiKey("a", "0" * 64)]):
             gate = FairGate(keys, max_running=1, max_tokens=1, count_answers=lambda: (9, 9))
-            job = Job(Priority.NORMAL, 1, 1, 1)
+            job = AnswerJob(Priority.NORMAL, 1, 1, 1)
             assert gate.ask(keys[0] if keys else None, job) is None
 
     run(story)

@@ -13,7 +13,7 @@ from weft.config import SchedulerConfig
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import Grammar, InferenceRequest, RequestId, SamplingParams
 from weft.scheduling import draft_tokens as guessing
-from weft.scheduling.draft_tokens import FIRST_CHANCE, LEARNING_RATE, LOOKED_BACK, Guesser
+from weft.scheduling.draft_tokens import FIRST_CHANCE, LEARNING_RATE, LOOKED_BACK, DraftProposer
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
@@ -47,7 +47,7 @@ def continued(tokens: list[int], source: int, count: int) -> list[int]:
 def test_what_followed_the_longest_match_the_last_time_is_guessed_and_a_loop_goes_on(
     tokens: list[int], count: int
 ) -> None:
-    guesser, source = Guesser(tokens), found_plainly(tokens)
+    guesser, source = DraftProposer(tokens), found_plainly(tokens)
     assert guesser.has_guess is (source >= 0)
     assert list(guesser.guesses(count)) == continued(tokens, source, count)
 
@@ -58,7 +58,7 @@ def test_a_source_that_is_right_is_followed_and_one_that_is_wrong_is_left(
     tokens: list[int], pieces: list[list[int]]
 ) -> None:
     """Told token by token or several at once, it is the same as looking for a source only where there is none."""
-    guesser, source, chance = Guesser(tokens), found_plainly(tokens), FIRST_CHANCE
+    guesser, source, chance = DraftProposer(tokens), found_plainly(tokens), FIRST_CHANCE
     for piece in pieces:
         for token in piece:
             if source >= 0:
@@ -74,7 +74,7 @@ def test_a_source_that_is_right_is_followed_and_one_that_is_wrong_is_left(
 
 def test_a_source_is_followed_past_a_later_place_that_matches_as_well() -> None:
     tokens = [1, 2, 3, 4, 5, 1, 2, 9, 9, 1, 2]
-    guesser = Guesser(tokens)
+    guesser = DraftProposer(tokens)
     assert guesser.guesses(2) == (9, 9)
     tokens += [3]  # wrong: it looks anew, and finds the first place
     guesser.learn()
@@ -89,27 +89,27 @@ def test_bytes_that_match_across_the_borders_of_tokens_are_no_match() -> None:
     assert b"".join(t.to_bytes(4, "little") for t in pair) in b"".join(
         t.to_bytes(4, "little") for t in shifted
     ), "the case is none"
-    assert not Guesser([*shifted, *pair]).has_guess
-    assert Guesser([*pair, 9, *shifted, *pair]).guesses(1) == (9,)
+    assert not DraftProposer([*shifted, *pair]).has_guess
+    assert DraftProposer([*pair, 9, *shifted, *pair]).guesses(1) == (9,)
     # The zeros of the token behind the pair make three places that match, and the fourth is the right one.
-    assert Guesser([7, 0, 0, 1 << 24, 9, 0, 0]).guesses(1) == (1 << 24,)
+    assert DraftProposer([7, 0, 0, 1 << 24, 9, 0, 0]).guesses(1) == (1 << 24,)
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 1], [1, 2], [1, 2, 3], [1, 2, 1]])
 def test_where_no_pair_stood_before_there_is_no_guess(tokens: list[int]) -> None:
-    guesser = Guesser(tokens)
+    guesser = DraftProposer(tokens)
     assert not guesser.has_guess and guesser.guesses(5) == ()
 
 
 @pytest.mark.parametrize("length", [LOOKED_BACK, LOOKED_BACK + 1])
 def test_no_more_than_the_last_tokens_are_searched(length: int) -> None:
     tokens = [1, 2, *range(10, 10 + length - 4), 1, 2]
-    assert Guesser(tokens).guesses(1) == ((10,) if length == LOOKED_BACK else ())
+    assert DraftProposer(tokens).guesses(1) == ((10,) if length == LOOKED_BACK else ())
 
 
 def test_the_chance_rises_with_every_guess_that_was_right_and_falls_with_every_wrong_one() -> None:
     tokens = [1, 2] * 4
-    guesser, chances = Guesser(tokens), [FIRST_CHANCE]
+    guesser, chances = DraftProposer(tokens), [FIRST_CHANCE]
     for _ in range(30):
         tokens += [1, 2]
         guesser.learn()
@@ -269,8 +269,8 @@ def test_nothing_is_guessed_where_the_backend_the_settings_or_a_grammar_forbid_i
 
 def test_learning_costs_no_search_while_the_source_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = [1, 2, 3, 1, 2]
-    guesser = Guesser(tokens)
-    monkeypatch.setattr(guessing.Guesser, "_find", lambda self: pytest.fail("searched"))
+    guesser = DraftProposer(tokens)
+    monkeypatch.setattr(guessing.DraftProposer, "_find", lambda self: pytest.fail("searched"))
     for token in (3, 1, 2, 3, 1, 2):
         tokens.append(token)
         guesser.learn()

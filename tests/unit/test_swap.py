@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weft.backends.cpu.swap import SwapSpace
+from weft.backends.cpu.swap import HostSwap
 from weft.plan import IterationPlan, SwapTask
 from weft.request import RequestId
 
@@ -27,7 +27,7 @@ def cache() -> np.ndarray:
 
 def test_blocks_come_back_to_other_places_unchanged(cache: np.ndarray) -> None:
     original = cache.copy()
-    space = SwapSpace(cache, 3)
+    space = HostSwap(cache, 3)
     space.accept(plan(out=(task(0, (3, 1), (2, 0)),)))
     space.run_ready(0)
     cache[:] = -1
@@ -42,7 +42,7 @@ def test_blocks_of_both_tiers_come_back_each_from_its_own_slots(cache: np.ndarra
     """Blocks 4 to 6 are the store's, slots 2 and 3 theirs."""
     store = np.arange(3 * 5, dtype=np.uint8).reshape(3, 5)
     original, original_store = cache.copy(), store.copy()
-    space = SwapSpace(cache, 2, store, 2)
+    space = HostSwap(cache, 2, store, 2)
     space.accept(plan(out=(task(0, (6, 3, 4), (2, 1, 3)),)))
     space.run_ready(0)
     cache[:], store[:] = -1, 99
@@ -55,14 +55,14 @@ def test_blocks_of_both_tiers_come_back_each_from_its_own_slots(cache: np.ndarra
 
 
 def test_a_block_and_a_slot_of_different_tiers_fail_and_copy_nothing(cache: np.ndarray) -> None:
-    space = SwapSpace(cache, 2, np.zeros((3, 5), np.uint8), 2)
+    space = HostSwap(cache, 2, np.zeros((3, 5), np.uint8), 2)
     space.accept(plan(out=(task(0, (1, 4), (2, 3)),)))
     space.run_ready(0)
     assert space.take_reports() == ((), {0: "a block and its slot are of different tiers"})
 
 
 def test_a_swap_waits_for_its_step_and_its_swaps(cache: np.ndarray) -> None:
-    space = SwapSpace(cache, 2)
+    space = HostSwap(cache, 2)
     # Accepted in an order that is not theirs: 5 reads back what 4 writes, and 4 waits for step 7.
     space.accept(plan(back=(task(5, (2,), (0,), step=0, after=(4,)),)))
     space.accept(plan(out=(task(4, (1,), (0,), step=7),)))
@@ -79,7 +79,7 @@ def test_a_swap_waits_for_its_step_and_its_swaps(cache: np.ndarray) -> None:
 
 def test_a_swap_that_builds_on_a_failed_or_unknown_one_fails_and_copies_nothing(cache: np.ndarray) -> None:
     original = cache.copy()
-    space = SwapSpace(cache, 2)
+    space = HostSwap(cache, 2)
     space.accept(
         plan(
             out=(task(0, (1,), (9,)),),

@@ -23,7 +23,7 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.request import GenerationResult
 
 if TYPE_CHECKING:
-    from weft.llm import LLM, Job
+    from weft.llm import LLM, PromptJob
 
 
 class Output:
@@ -189,7 +189,7 @@ class Batch:
             total = self.num_done + self.num_failed
             raise WeftError(f"{self.num_failed} of {total} lines failed; the error in the output says why")
 
-    def _jobs(self, source: IO[bytes]) -> Iterator[Job]:
+    def _jobs(self, source: IO[bytes]) -> Iterator[PromptJob]:
         """The jobs of all good lines; bad ones are answered on the way."""
         form: Form = "plain"
         lines_of: dict[Key, int] = {}

@@ -23,7 +23,7 @@ from weft.request import GenerationResult, Grammar
 from weft.terminal import one_line, printable
 
 if TYPE_CHECKING:
-    from weft.llm import LLM, Job
+    from weft.llm import LLM, PromptJob
 
 
 def generate_command(
@@ -161,7 +161,7 @@ def _open_input(path: Path | None, texts: list[str]) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _jobs(llm: LLM, texts: list[str], wishes: Wishes) -> list[Job]:
+def _jobs(llm: LLM, texts: list[str], wishes: Wishes) -> list[PromptJob]:
     return [make_job(Line(index), {"prompt": text}, wishes, llm) for index, text in enumerate(texts)]
 
 
@@ -199,7 +199,7 @@ def _print_texts(llm: LLM, texts: list[str], wishes: Wishes) -> None:
     raise WeftError(f"{len(failures)} of {len(texts)} prompts failed")
 
 
-def _stream(llm: LLM, job: Job) -> None:
+def _stream(llm: LLM, job: PromptJob) -> None:
     """One completion alone is given out as it is made, and as it is, for use in a pipe."""
     if job.messages is not None:
         pieces = llm.stream_chat(job.messages, job.params)

@@ -17,7 +17,7 @@ from weft.errors import InvalidRequestError
 from weft.request import SamplingParams
 
 if TYPE_CHECKING:
-    from weft.llm import LLM, Job
+    from weft.llm import LLM, PromptJob
 
 MAX_LINE_BYTES = 64 << 20
 """Longer than any context; one line is the most that is held of a file at once."""
@@ -130,10 +130,10 @@ def read_line(raw: bytes, index: int, previous: Form) -> tuple[Line, dict[str, A
     return line, content["body"]
 
 
-def make_job(line: Line, content: Mapping[str, Any], wishes: Wishes, llm: LLM) -> Job:
+def make_job(line: Line, content: Mapping[str, Any], wishes: Wishes, llm: LLM) -> PromptJob:
     """The job of a line; raises InvalidRequestError with the field that is wrong. null stands for the default, which
     is the API's in the forms of the API."""
-    from weft.llm import Job
+    from weft.llm import PromptJob
 
     given = {name: value for name, value in content.items() if value is not None}
     prompt, messages = given.pop("prompt", None), given.pop("messages", None)
@@ -149,7 +149,7 @@ def make_job(line: Line, content: Mapping[str, Any], wishes: Wishes, llm: LLM) -
         params = command_params(llm, chat=is_chat, **sampling)
     else:
         params = llm.default_params(chat=is_chat, **sampling)
-    return Job(prompt=prompt, messages=messages, params=params, key=line, tools=tools)
+    return PromptJob(prompt=prompt, messages=messages, params=params, key=line, tools=tools)
 
 
 def _check_question(form: Form, prompt: Any, messages: Any) -> None:

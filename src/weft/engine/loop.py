@@ -31,7 +31,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightStep:
     plan: IterationPlan
     handle: StepHandle
     submitted_at: float
@@ -52,7 +52,7 @@ class EngineCore:
         self._backend = backend
         self._clock = clock
         self._lock = lock
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InFlightStep] = deque()
         self._last_finish = 0.0
         self._max_failed_steps = max_failed_steps
         self._num_failed_steps = 0
@@ -104,13 +104,13 @@ class EngineCore:
         with self._lock:
             return self.scheduler.schedule()
 
-    def _submit(self, plan: IterationPlan) -> Flight:
+    def _submit(self, plan: IterationPlan) -> InFlightStep:
         submitted_at = self._clock()
         try:
             handle = self._backend.submit(plan)
         except Exception as error:
             handle = Rejected(plan, _describe(error))
-        return Flight(plan, handle, submitted_at)
+        return InFlightStep(plan, handle, submitted_at)
 
     def _finish_oldest(self) -> None:
         # Taken out when it is booked, not before: an interrupt while waiting must not lose a step.
@@ -138,7 +138,7 @@ class EngineCore:
         if self._num_failed_steps == self._max_failed_steps:
             raise WeftError(f"{self._num_failed_steps} steps in a row failed, the last with: {error}")
 
-    def _result(self, flight: Flight) -> StepResult:
+    def _result(self, flight: InFlightStep) -> StepResult:
         try:
             result = flight.handle.result()
         except Exception as error:

@@ -112,7 +112,7 @@ class _RecordingScheduler(ContinuousBatchScheduler):
         self._log.write(line.encode() + b"\n")
 
 
-class Recorder:
+class RunRecorder:
     """Owns the log of a run and the scheduler that writes it."""
 
     def __init__(self, path: str, config: SchedulerConfig, info: BackendInfo, clock: Clock) -> None:

@@ -18,7 +18,7 @@ from weft.config import PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.engine.engine_metrics import Figures
 from weft.engine.loop import MAX_FAILED_STEPS, EngineCore
 from weft.engine.output_texts import AnswerTexts
-from weft.engine.replay import Recorder
+from weft.engine.replay import RunRecorder
 from weft.engine.streams import TokenBuffer
 from weft.errors import EngineStoppedError, QueueFullError
 from weft.metrics import ServingMetrics
@@ -74,10 +74,10 @@ class ServingEngine:
         self._seeds = random.Random(seed)
         scheduling = self.config.scheduler
         info = backend.allocate(self.config.cache, scheduling.max_running, scheduling.max_tokens_per_step)
-        self._recorder: Recorder | None = None
+        self._recorder: RunRecorder | None = None
         try:
             if self.config.log_path is not None:
-                self._recorder = Recorder(self.config.log_path, self.config.scheduler, info, clock)
+                self._recorder = RunRecorder(self.config.log_path, self.config.scheduler, info, clock)
                 self.scheduler: ContinuousBatchScheduler = self._recorder.scheduler
             else:
                 self.scheduler = ContinuousBatchScheduler(self.config.scheduler, info, clock)

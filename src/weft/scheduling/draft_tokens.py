@@ -17,7 +17,7 @@ from weft.config import SchedulerConfig
 from weft.plan import BackendInfo, IterationPlan
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.decode_costs import DecodeCosts
-from weft.scheduling.plan_builder import Draft
+from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.sequence import Phase, Sequence
 
 MATCHED_LENGTHS = (2, 4, 8)
@@ -32,7 +32,7 @@ LEARNING_RATE = 0.1
 _TOKEN_BYTES = array("i").itemsize
 
 
-class Guesser:
+class DraftProposer:
     """Follows the tokens of one sequence. Every token that comes tells how good its guesses are, checked by a step or not."""
 
     __slots__ = ("_bytes", "_next", "_tokens", "chance")
@@ -46,7 +46,7 @@ class Guesser:
         self.chance = FIRST_CHANCE
         """That the next guess is right, by how the last ones did."""
 
-    def sibling(self, tokens: list[int]) -> Guesser:
+    def sibling(self, tokens: list[int]) -> DraftProposer:
         """A copy that follows `tokens`, which are equal to those of this one."""
         other = copy(self)
         other._tokens, other._bytes = tokens, self._bytes.copy()
@@ -120,7 +120,7 @@ class Speculation:
     def begin(self, sequence: Sequence) -> None:
         """Gives a sequence a guesser, if it may have one: what a grammar allows is known for one token at a time."""
         if self._most and sequence.request.params.grammar is None:
-            sequence.guesser = Guesser(sequence.tokens)
+            sequence.guesser = DraftProposer(sequence.tokens)
 
     def learn(self, plan: IterationPlan, seconds: float | None, now: float, has_next: bool) -> None:
         """Takes in what a step cost that ended `now`. `has_next`: the step after it is planned already."""
@@ -130,13 +130,13 @@ class Speculation:
                 self.costs.learn_gap(now - self._free_since - seconds)
         self._free_since = None if has_next else now
 
-    def may_have_drafts(self, draft: Draft) -> bool:
+    def may_have_drafts(self, draft: PlanBuilder) -> bool:
         """Whether there is anyone in a step to guess for. Asked for every step, so before anything is reckoned."""
         if not self._most or draft.prefills:
             return False
         return any(s.target == len(s.tokens) for s in draft.decodes)
 
-    def add_drafts(self, draft: Draft, kv_cache: KvCacheManager, room: int) -> None:
+    def add_drafts(self, draft: PlanBuilder, kv_cache: KvCacheManager, room: int) -> None:
         """Lets decodes go on with what they are guessed to say, while there is room for so many tokens in the step. Nobody gives
         way for it, and nobody waits much longer: a step takes half as long again at most, or what one sequence's guesses take."""
         num_running = len(draft.decodes)
@@ -155,7 +155,9 @@ class Speculation:
                 room -= count
                 draft.guesses[sequence] = guessed[:count]
 
-    def _take_blocks(self, draft: Draft, kv_cache: KvCacheManager, sequence: Sequence, count: int) -> int:
+    def _take_blocks(
+        self, draft: PlanBuilder, kv_cache: KvCacheManager, sequence: Sequence, count: int
+    ) -> int:
         """How many of `count` drafts a decode has blocks for, or gets them."""
         allocation, start = sequence.allocation, sequence.scheduled
         assert allocation is not None
@@ -182,7 +184,7 @@ class Speculation:
                 saved += sum(chances) * worth - len(chances)
         return saved > self.costs.gap_rows
 
-    def _chances(self, guesser: Guesser, num_running: int) -> list[float]:
+    def _chances(self, guesser: DraftProposer, num_running: int) -> list[float]:
         """Of each guess worth checking where so many run, that it and all before it are right."""
         chances: list[float] = []
         if not guesser.has_guess:

@@ -11,7 +11,7 @@ from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.sequence import Sequence
 
 
-class Draft:
+class PlanBuilder:
     """Mutable, short-lived. Decodes may still leave (preemption) until `freeze`; prefills are final once added."""
 
     __slots__ = (

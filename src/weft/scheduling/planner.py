@@ -10,12 +10,12 @@ from weft.plan import BackendInfo
 from weft.request import RequestState
 from weft.scheduling.cache.block_pool import Blocks
 from weft.scheduling.draft_tokens import Speculation
-from weft.scheduling.plan_builder import Draft
+from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.policy import AdmissionPolicy, PolicyKey, StepCostModel
 from weft.scheduling.preemption import choose_victims, is_below, work_lost
 from weft.scheduling.prompt_order import PromptOrder, StepSize
 from weft.scheduling.sequence import Phase, Sequence
-from weft.scheduling.sequence_table import Roster
+from weft.scheduling.sequence_table import SequenceTable
 
 MAX_LOOKED_PAST = 16
 """Waiting requests that one plan may pass over because they cannot start just now. Keeps planning flat in the queue."""
@@ -30,7 +30,7 @@ class Planner:
         self,
         config: SchedulerConfig,
         info: BackendInfo,
-        roster: Roster,
+        roster: SequenceTable,
         policy: AdmissionPolicy,
         cost_model: StepCostModel,
         clock: Clock,
@@ -46,7 +46,7 @@ class Planner:
         self._last_prefill_step = -1
         self._batch_is_open = True
 
-    def plan(self, draft: Draft) -> None:
+    def plan(self, draft: PlanBuilder) -> None:
         """Plans over all that run and wait; once more where everyone whose turn it was gave way."""
         while True:
             num_victims = len(draft.preempted)
@@ -60,13 +60,13 @@ class Planner:
             room = self._size.room_for_drafts(draft.decodes, draft.budget.tokens)
             self.speculation.add_drafts(draft, self._roster.kv_cache, room)
 
-    def plan_only(self, draft: Draft, sequences: list[Sequence]) -> None:
+    def plan_only(self, draft: PlanBuilder, sequences: list[Sequence]) -> None:
         """Plans a step over these alone."""
         self._plan_mixed(draft, sequences, may_admit=False)
 
     # ------------------------------------------------------------------ the shape of a step
 
-    def _plan_mixed(self, draft: Draft, sequences: list[Sequence], may_admit: bool) -> None:
+    def _plan_mixed(self, draft: PlanBuilder, sequences: list[Sequence], may_admit: bool) -> None:
         """Decodes first, then prompts, both those under way and new ones."""
         may_admit = may_admit and bool(self._roster.queue) and self._joins_open()
         places = draft.budget.sequences
@@ -89,7 +89,7 @@ class Planner:
             elif draft.budget.for_prefill:
                 self._continue_prefill(draft, sequence)
 
-    def _plan_pure(self, draft: Draft) -> None:
+    def _plan_pure(self, draft: PlanBuilder) -> None:
         """Either prompts or decodes: a full round of decodes, then one step of prompts if there are any."""
         decodes, prefills, _ = self._split(self._roster.running, len(self._roster.running))
         may_admit = bool(self._roster.queue) and self._joins_open()
@@ -104,7 +104,7 @@ class Planner:
             still_running = [s for s in decodes if s.state is RequestState.RUNNING]
             self._take_decodes(draft, still_running[: draft.budget.sequences])
 
-    def _plan_prompts(self, draft: Draft, prefills: list[Sequence], may_admit: bool) -> None:
+    def _plan_prompts(self, draft: PlanBuilder, prefills: list[Sequence], may_admit: bool) -> None:
         """Whoever is due first goes first, until something needed is used up: a prompt under way, or the next of the queue."""
         self._size.begin_prompts(draft)
         queue = self._roster.queue
@@ -163,7 +163,7 @@ class Planner:
 
     # ------------------------------------------------------------------ decodes
 
-    def _take_decodes(self, draft: Draft, decodes: list[Sequence]) -> None:
+    def _take_decodes(self, draft: PlanBuilder, decodes: list[Sequence]) -> None:
         """Puts decodes into the step and gives those a block that stand at the end of theirs."""
         block_size = self._info.block_size
         draft.budget.take_decodes(len(decodes))
@@ -192,7 +192,7 @@ class Planner:
         assert allocation is not None
         return self._roster.kv_cache.needed(len(allocation.blocks), allocation.stored, end)
 
-    def _grow(self, draft: Draft, sequence: Sequence, needed: Blocks) -> bool:
+    def _grow(self, draft: PlanBuilder, sequence: Sequence, needed: Blocks) -> bool:
         """Takes blocks for a running sequence, preempting others below it where memory is gone."""
         kv_cache, allocation = self._roster.kv_cache, sequence.allocation
         assert allocation is not None
@@ -214,7 +214,7 @@ class Planner:
             draft.moving.append(sequence)
         return True
 
-    def _may_sit_out(self, draft: Draft, sequence: Sequence) -> bool:
+    def _may_sit_out(self, draft: PlanBuilder, sequence: Sequence) -> bool:
         """Whether memory is about to come free by itself, and the sequence can wait for it without falling behind."""
         is_coming = bool(draft.moving) or self._roster.blocks_are_coming
         return is_coming and self._is_on_time(draft.step, sequence)
@@ -241,7 +241,7 @@ class Planner:
 
     # ------------------------------------------------------------------ prompts under way
 
-    def _continue_prefill(self, draft: Draft, sequence: Sequence) -> Sequence | None:
+    def _continue_prefill(self, draft: PlanBuilder, sequence: Sequence) -> Sequence | None:
         """Gives a prompt under way its next chunk, if it can go on. Returns the one that it waits for, if it does."""
         if sequence.state is not RequestState.RUNNING:
             return None  # preempted while this plan was made
@@ -269,7 +269,7 @@ class Planner:
             self._preempt(draft, sequence)
         return None
 
-    def _adopt_hits(self, draft: Draft, sequence: Sequence) -> None:
+    def _adopt_hits(self, draft: PlanBuilder, sequence: Sequence) -> None:
         """Takes over blocks that another sequence has filled, or fills in this step, since the last chunk."""
         allocation, block_size = sequence.allocation, self._info.block_size
         assert allocation is not None
@@ -282,7 +282,7 @@ class Planner:
             sequence.scheduled += block_size
         draft.note_tables(sequence, first)
 
-    def _add_prefill(self, draft: Draft, sequence: Sequence, count: int) -> None:
+    def _add_prefill(self, draft: PlanBuilder, sequence: Sequence, count: int) -> None:
         start = sequence.scheduled
         sequence.scheduled = end = start + count
         samples = end == sequence.target
@@ -342,7 +342,7 @@ class Planner:
             cached = len(hits) * self._info.block_size
         return self._order.key(sequence, cached)
 
-    def _start(self, draft: Draft, sequence: Sequence, most: int) -> bool | Sequence:
+    def _start(self, draft: PlanBuilder, sequence: Sequence, most: int) -> bool | Sequence:
         """Gives a waiting sequence a row, its prefix hits and a first chunk of at most so many tokens. False: no room; a
         sequence: not yet, since that one is about to compute what it needs next."""
         kv_cache, prefixes, block_size = self._roster.kv_cache, self._roster.prefixes, self._info.block_size
@@ -379,7 +379,7 @@ class Planner:
         self._add_prefill(draft, sequence, count)
         return True
 
-    def _resume(self, draft: Draft, sequence: Sequence) -> bool:
+    def _resume(self, draft: PlanBuilder, sequence: Sequence) -> bool:
         """Starts the copy of a swapped-out sequence back into blocks; it runs once the copy is there."""
         allocation = sequence.allocation
         assert allocation is not None
@@ -395,7 +395,7 @@ class Planner:
         self._roster.resuming[task.swap_id] = sequence
         return True
 
-    def _make_room(self, draft: Draft, sequence: Sequence, needed: Blocks, needed_soon: Blocks) -> bool:
+    def _make_room(self, draft: PlanBuilder, sequence: Sequence, needed: Blocks, needed_soon: Blocks) -> bool:
         """Whether a row and the `needed` blocks are there for a waiting sequence, preempting for it where it may.
 
         Without preempting it starts only where all it needs soon is there beside what running prompts still need:
@@ -447,7 +447,7 @@ class Planner:
             if allocation is not None and len(allocation.blocks) > keeps:
                 self._roster.kv_cache.truncate(allocation, keeps)
 
-    def _victims(self, draft: Draft) -> list[Sequence]:
+    def _victims(self, draft: PlanBuilder) -> list[Sequence]:
         """Running sequences that have made progress since they were admitted and are not final in this plan."""
         return [
             s
@@ -455,7 +455,7 @@ class Planner:
             if s.admitted_step <= s.last_step < draft.step and not s.is_finishing
         ]
 
-    def _preempt(self, draft: Draft, sequence: Sequence) -> None:
+    def _preempt(self, draft: PlanBuilder, sequence: Sequence) -> None:
         draft.drop(sequence)
         self._give_up_adopted(draft, sequence)
         task = self._roster.suspend(sequence, draft.step, self._clock())
@@ -463,7 +463,7 @@ class Planner:
             draft.swap_out.append(task)
         draft.preempted.append(sequence.request_id)
 
-    def _give_up_adopted(self, draft: Draft, sequence: Sequence) -> None:
+    def _give_up_adopted(self, draft: PlanBuilder, sequence: Sequence) -> None:
         """Gives back what it adopted in this very plan: only this step fills it, and a copy to swap space comes before."""
         allocation = sequence.allocation
         assert allocation is not None

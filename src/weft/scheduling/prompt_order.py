@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.config import PriorityPolicy, SchedulerConfig
 from weft.plan import BackendInfo
 from weft.scheduling.budget import NO_LIMIT
-from weft.scheduling.plan_builder import Draft
+from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.policy import AdmissionPolicy, PolicyKey, StepCostModel
 from weft.scheduling.sequence import Sequence
 
@@ -29,7 +29,7 @@ class StepSize:
         self._cost_model = cost_model
         self._is_adaptive = config.policy is PriorityPolicy.ADAPTIVE
 
-    def begin_prompts(self, draft: Draft) -> None:
+    def begin_prompts(self, draft: PlanBuilder) -> None:
         """Sets the time that prompts have beside the decodes of the step."""
         if not self._is_adaptive or not self._config.chunked_prefill:
             return
@@ -41,7 +41,7 @@ class StepSize:
             affordable = self._block_size * (1 + 2 * (draft.step % 3))
             budget.prefill_tokens = min(budget.prefill_tokens, affordable)
 
-    def chunk(self, draft: Draft, start: int, remaining: int) -> int:
+    def chunk(self, draft: PlanBuilder, start: int, remaining: int) -> int:
         """How many of a prompt's remaining tokens, from `start` on, go into this step. 0: wait for a step with more room."""
         room = draft.budget.for_prefill
         if self._config.chunked_prefill:
@@ -51,7 +51,7 @@ class StepSize:
             return 0
         return min(remaining, room)  # a replay after preemption may be longer than a step: then it is split
 
-    def take_chunk(self, draft: Draft, start: int, count: int) -> None:
+    def take_chunk(self, draft: PlanBuilder, start: int, count: int) -> None:
         """Takes a chunk from what is left of the step: its tokens, and the time for them."""
         seconds = self._cost_model.chunk_seconds(start, count) if self._is_timed(draft) else 0.0
         draft.budget.take_prefill(count, seconds)
@@ -72,7 +72,7 @@ class StepSize:
             room = min(room, self._cost_model.affordable_tokens(longest, self._spare_seconds(decodes)))
         return max(0, room)
 
-    def _affordable(self, draft: Draft, start: int, remaining: int) -> int:
+    def _affordable(self, draft: PlanBuilder, start: int, remaining: int) -> int:
         """How many tokens there is time for. The first prompt of a step gets a block in any case: prompts must go on. Others get
         nothing where it would be less than that: not worth a row and a place."""
         if not self._is_timed(draft):
@@ -82,7 +82,7 @@ class StepSize:
             return max(tokens, self._block_size)
         return tokens if tokens >= min(remaining, self._block_size) else 0
 
-    def _is_timed(self, draft: Draft) -> bool:
+    def _is_timed(self, draft: PlanBuilder) -> bool:
         return draft.budget.prefill_seconds < NO_LIMIT
 
     def _spare_seconds(self, decodes: list[Sequence]) -> float:

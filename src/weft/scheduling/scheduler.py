@@ -30,18 +30,18 @@ from weft.scheduling.budget import TokenBudget
 from weft.scheduling.cache.block_pool import BlockKey
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.checks import check_request
-from weft.scheduling.plan_builder import Draft
+from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.planner import Planner
 from weft.scheduling.policy import AdmissionPolicy, StepCostModel
 from weft.scheduling.queue import RequestQueue
 from weft.scheduling.sequence import Phase, Sequence
-from weft.scheduling.sequence_table import Roster
+from weft.scheduling.sequence_table import SequenceTable
 from weft.scheduling.stats import SchedulerStats
 from weft.tiers import longest_sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class PendingPlan:
     """A plan that was submitted and not applied yet, with the sequences of its entries."""
 
     plan: IterationPlan
@@ -63,9 +63,9 @@ class ContinuousBatchScheduler:
         """Seconds between a sequence's tokens -> how often, since the engine last took them."""
         self._clock = clock
         policy = AdmissionPolicy(config)
-        self._roster = Roster(config, info, policy)
+        self._roster = SequenceTable(config, info, policy)
         self._planner = Planner(config, info, self._roster, policy, self.cost_model, clock)
-        self._in_flight: deque[Flight] = deque()
+        self._in_flight: deque[PendingPlan] = deque()
         self._retries: deque[list[Sequence]] = deque()
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._outputs: list[TokenOutput] = []
@@ -258,7 +258,7 @@ class ContinuousBatchScheduler:
         self._expire()
         config, roster = self.config, self._roster
         budget = TokenBudget(config.max_tokens_per_step, config.max_prefill_tokens, config.sequences_per_step)
-        draft = Draft(self._next_step, budget, self._untold_tables)
+        draft = PlanBuilder(self._next_step, budget, self._untold_tables)
         is_retry = self._plan_retry(draft)
         if not is_retry:
             self._planner.plan(draft)
@@ -273,10 +273,10 @@ class ContinuousBatchScheduler:
         if len(sequences) < len(roster.running):
             roster.rotate(draft.step)
         self._next_step += 1
-        self._in_flight.append(Flight(plan, sequences, draft.registered, is_retry))
+        self._in_flight.append(PendingPlan(plan, sequences, draft.registered, is_retry))
         return plan
 
-    def _plan_retry(self, draft: Draft) -> bool:
+    def _plan_retry(self, draft: PlanBuilder) -> bool:
         """Plans the next half of a failed step, alone. False: there is none, or none of it can run just now."""
         while self._retries:
             group = [s for s in self._retries.popleft() if s.state is RequestState.RUNNING]
@@ -306,7 +306,7 @@ class ContinuousBatchScheduler:
         self._planner.speculation.learn(plan, seconds, now, has_next=bool(self._in_flight))
         self._is_worth_waiting = self._planner.is_worth_waiting()
 
-    def _commit_decodes(self, flight: Flight, result: StepResult, now: float) -> None:
+    def _commit_decodes(self, flight: PendingPlan, result: StepResult, now: float) -> None:
         """The loop that runs for every token of every stream: what is usual is done here, the rest elsewhere."""
         plan, block_size = flight.plan, self.info.block_size
         decoding, outputs, new = Phase.DECODE, self._outputs, tuple.__new__
@@ -344,7 +344,7 @@ class ContinuousBatchScheduler:
             )
         self._count_gaps(now - last_token_at, num_alike)
 
-    def _commit_drafts(self, flight: Flight, result: StepResult, now: float) -> None:
+    def _commit_drafts(self, flight: PendingPlan, result: StepResult, now: float) -> None:
         """Takes what was sampled behind drafts that turned out right. The rest is as if it had not been computed."""
         plan, sampled = flight.plan, flight.plan.num_decodes
         for entry, drafts in enumerate(plan.drafts, plan.num_decodes):
@@ -366,7 +366,7 @@ class ContinuousBatchScheduler:
             self.stats.drafts_accepted += index
             sampled += 1 + len(drafts)
 
-    def _commit_prefills(self, flight: Flight, result: StepResult, now: float) -> None:
+    def _commit_prefills(self, flight: PendingPlan, result: StepResult, now: float) -> None:
         plan = flight.plan
         sampled = plan.first_prefill + sum(map(len, plan.drafts))
         for entry in range(plan.first_prefill, len(plan.rows)):

@@ -19,7 +19,7 @@ from weft.scheduling.cache.allocation import KvCacheAllocation
 from weft.scheduling.cache.block_pool import BlockKey, extend_keys, root_key
 
 if TYPE_CHECKING:
-    from weft.scheduling.draft_tokens import Guesser
+    from weft.scheduling.draft_tokens import DraftProposer
 
 NEVER = 1 << 62
 """A step that does not come: the admission step of a sequence that is not resident."""
@@ -115,7 +115,7 @@ class Sequence:
         self.row_known = False
         self.sits_out = False
         """Whether the host must know its last token before the next one is sampled: it has a grammar."""
-        self.guesser: Guesser | None = None
+        self.guesser: DraftProposer | None = None
         """None: nothing is guessed for it."""
         self.swap_id: int | None = None
         self.admitted_step = NEVER

@@ -17,7 +17,7 @@ from weft.scheduling.queue import RequestQueue
 from weft.scheduling.sequence import NEVER, Phase, Sequence
 
 
-class Roster:
+class SequenceTable:
     """Moves sequences between those places, with the memory they hold. The planner and the scheduler share it."""
 
     def __init__(self, config: SchedulerConfig, info: BackendInfo, policy: AdmissionPolicy) -> None:

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from weft import __version__
 from weft.engine.ipc.client import EngineClient, EngineState
 from weft.errors import WeftError
-from weft.server.admission.active_requests import Outcome, Visit, Visits
+from weft.server.admission.active_requests import ActiveRequest, ActiveRequests, Outcome
 from weft.server.admission.keys import ApiKey
 from weft.server.api import docs_page
 from weft.server.api.openai import Shape
@@ -38,7 +38,7 @@ from weft.server.metrics import CONTENT_TYPE, ServerMetrics
 from weft.server.settings import ServerSettings
 from weft.server.stream.choices import Choices
 from weft.server.stream.events import Disconnected, EventStream, unless_disconnected
-from weft.server.stream.loop_turns import Rounds
+from weft.server.stream.loop_turns import LoopTurns
 from weft.server.stream.whole_answer import WholeAnswer, smallest_size
 from weft.text.model_text import ModelText
 
@@ -83,8 +83,8 @@ class ServerApp:
         self._name = settings.names[0]
         self._metrics = ServerMetrics(self._name, is_two_tier=settings.engine.cache.is_two_tier)
         self._created = int(time.time())
-        self._rounds = Rounds()
-        self._visits = Visits(settings, engine, self._metrics, time.monotonic)
+        self._rounds = LoopTurns()
+        self._visits = ActiveRequests(settings, engine, self._metrics, time.monotonic)
 
     async def wait_until_idle(self, seconds: float) -> bool:
         """Whether all requests ended in time."""
@@ -211,7 +211,12 @@ class ServerApp:
             outcome = None  # an error and a frame that know each other would stay as garbage
 
     async def _begin(
-        self, asked: ChatRequest | CompletionRequest, size: int, visit: Visit, share: Share, asker: str
+        self,
+        asked: ChatRequest | CompletionRequest,
+        size: int,
+        visit: ActiveRequest,
+        share: Share,
+        asker: str,
     ) -> Prepared:
         """Everything until the engine has the request and did not refuse it, or it waits for its turn."""
         self._check_model(asked.model)
@@ -231,7 +236,7 @@ class ServerApp:
             visit.choices.check()
         return prepared
 
-    def _end(self, outcome: Outcome, shape: Shape, visit: Visit, is_streamed: bool = True) -> None:
+    def _end(self, outcome: Outcome, shape: Shape, visit: ActiveRequest, is_streamed: bool = True) -> None:
         """Books how a request ended."""
         self._visits.leave(visit, outcome)
         record = current_record()
@@ -277,7 +282,7 @@ class ServerApp:
     # ------------------------------------------------------------------ everything else
 
     async def _tokenize(self, request: Request) -> Response:
-        async def work(asked: TokenizeRequest, size: int, visit: Visit) -> dict[str, Any]:
+        async def work(asked: TokenizeRequest, size: int, visit: ActiveRequest) -> dict[str, Any]:
             self._visits.reserve(visit, size // _BYTES_PER_TOKEN or 1)
             tokens = await self._preparer.tokens(asked, size, _asker(request))
             visit.text_tokens = len(tokens)
@@ -286,14 +291,17 @@ class ServerApp:
         return await self._without_engine(request, TokenizeRequest, work)
 
     async def _detokenize(self, request: Request) -> Response:
-        async def work(asked: DetokenizeRequest, size: int, visit: Visit) -> dict[str, Any]:
+        async def work(asked: DetokenizeRequest, size: int, visit: ActiveRequest) -> dict[str, Any]:
             self._visits.reserve(visit, len(asked.tokens))
             return {"prompt": await self._preparer.text(asked.tokens, _asker(request))}
 
         return await self._without_engine(request, DetokenizeRequest, work)
 
     async def _without_engine(
-        self, request: Request, kind: type[T], work: Callable[[T, int, Visit], Awaitable[dict[str, Any]]]
+        self,
+        request: Request,
+        kind: type[T],
+        work: Callable[[T, int, ActiveRequest], Awaitable[dict[str, Any]]],
     ) -> Response:
         """A request for text work alone: it takes a place as all others do, and tokens of its key's minute."""
         key: ApiKey | None = request.scope[KEY]

@@ -18,8 +18,8 @@ import numpy as np
 from weft.backends.cpu.kernels import has_kernels, instruction_set
 from weft.backends.cpu.memory_ahead import MemoryAhead
 from weft.backends.cpu.memory_budget import CacheRoom
-from weft.backends.cpu.step_thread import Step, StepThread
-from weft.backends.cpu.swap import SwapSpace
+from weft.backends.cpu.step_thread import QueuedStep, StepThread
+from weft.backends.cpu.swap import HostSwap
 from weft.backends.cpu.threads import thread_count
 from weft.backends.grammar import Masks, RowGrammars
 from weft.backends.host_memory import HostMemory, host_memory
@@ -153,11 +153,11 @@ class CpuBackend:
             if pool.is_two_tier:
                 store = self._decoder.new_store(sizes.store, pool.block_size, pool.store_bits)
                 self._cache = TwoTierCache(full, store, pool.store_bits, pool.tail_blocks)
-                self._swaps = SwapSpace(full, swap_blocks, store, store_swap_blocks)
+                self._swaps = HostSwap(full, swap_blocks, store, store_swap_blocks)
                 self._rows = Rows(num_rows, max_context, pool.block_size, num_blocks, pool.tail_blocks)
             else:
                 self._cache = full
-                self._swaps = SwapSpace(full, swap_blocks)
+                self._swaps = HostSwap(full, swap_blocks)
                 self._rows = Rows(num_rows, max_context, pool.block_size)
             self._grammars = RowGrammars(self._compiler, num_rows, config.vocabulary_size)
             self._memory = MemoryAhead(full, _CACHE_BYTES_AHEAD, self._pool)
@@ -197,7 +197,7 @@ class CpuBackend:
     def check_grammar(self, grammar: Grammar) -> None:
         self._compiler.compile(grammar)
 
-    def submit(self, plan: IterationPlan) -> Step:
+    def submit(self, plan: IterationPlan) -> QueuedStep:
         self._rows.update(plan)
         step = self._rows.prepare(plan) if plan.rows else None
         return self._thread.submit(partial(self._run, plan, step))

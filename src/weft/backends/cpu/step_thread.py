@@ -23,13 +23,13 @@ _BEGINNING_SECONDS = 0.001
 """How long a step may take to begin before whoever submitted it goes on all the same: it has something else to do first."""
 
 
-class Step:
+class QueuedStep:
     """A step under way; a `StepHandle`."""
 
     __slots__ = ("_has_begun", "_is_beginning", "_is_told", "_outcome", "_run")
 
-    def __init__(self, run: Callable[[Step], None]) -> None:
-        self._run: Callable[[Step], None] | None = run
+    def __init__(self, run: Callable[[QueuedStep], None]) -> None:
+        self._run: Callable[[QueuedStep], None] | None = run
         self._outcome: StepResult | BaseException | None = None
         self._is_told = threading.Lock()
         self._is_told.acquire()
@@ -74,19 +74,19 @@ class StepThread:
     """Runs steps in the order in which they are submitted; while there are none it takes memory for those to come."""
 
     def __init__(self, name: str) -> None:
-        self._steps: SimpleQueue[Step | MemoryAhead | None] = SimpleQueue()
-        self._newest: Step | None = None
-        self._running: Step | None = None
-        self._untold: tuple[Step, StepResult | BaseException] | None = None
+        self._steps: SimpleQueue[QueuedStep | MemoryAhead | None] = SimpleQueue()
+        self._newest: QueuedStep | None = None
+        self._running: QueuedStep | None = None
+        self._untold: tuple[QueuedStep, StepResult | BaseException] | None = None
         thread = threading.Thread(target=_work, args=(self._steps,), name=name, daemon=True)
         # Also where nobody closes it: when it is forgotten, or before the interpreter ends under a step.
         self._end = weakref.finalize(self, _end, self._steps, thread)
         thread.start()
 
-    def submit(self, run: Callable[[], StepResult]) -> Step:
+    def submit(self, run: Callable[[], StepResult]) -> QueuedStep:
         if not self._end.alive:
             raise RuntimeError("the backend is closed and runs no more steps")
-        step = Step(lambda step: self._run(step, run))
+        step = QueuedStep(lambda step: self._run(step, run))
         is_awaited = self._newest is None or self._newest.is_told
         self._newest = step
         self._steps.put(step)
@@ -113,7 +113,7 @@ class StepThread:
             (step, outcome), self._untold = self._untold, None
             step.tell(outcome)
 
-    def _run(self, step: Step, run: Callable[[], StepResult]) -> None:
+    def _run(self, step: QueuedStep, run: Callable[[], StepResult]) -> None:
         outcome: StepResult | BaseException
         self._running = step
         try:
@@ -127,11 +127,11 @@ class StepThread:
             self.tell()
 
 
-def _work(steps: SimpleQueue[Step | MemoryAhead | None]) -> None:
+def _work(steps: SimpleQueue[QueuedStep | MemoryAhead | None]) -> None:
     """Holds no thread object and no backend: they can be forgotten while it waits."""
     memory: MemoryAhead | None = None
     while (next_one := _next(steps, memory)) is not None:
-        if isinstance(next_one, Step):
+        if isinstance(next_one, QueuedStep):
             next_one.run()
         else:
             memory = next_one
@@ -139,8 +139,8 @@ def _work(steps: SimpleQueue[Step | MemoryAhead | None]) -> None:
 
 
 def _next(
-    steps: SimpleQueue[Step | MemoryAhead | None], memory: MemoryAhead | None
-) -> Step | MemoryAhead | None:
+    steps: SimpleQueue[QueuedStep | MemoryAhead | None], memory: MemoryAhead | None
+) -> QueuedStep | MemoryAhead | None:
     patience = _IDLE_SECONDS
     while memory is not None and memory.is_wanting:
         try:
@@ -151,7 +151,7 @@ def _next(
     return steps.get()
 
 
-def _end(steps: SimpleQueue[Step | MemoryAhead | None], thread: threading.Thread) -> None:
+def _end(steps: SimpleQueue[QueuedStep | MemoryAhead | None], thread: threading.Thread) -> None:
     steps.put(None)
     if thread is not threading.current_thread():
         thread.join()

@@ -33,7 +33,7 @@ class _Tier:
             self.cache[blocks] = self.space[slots]
 
 
-class SwapSpace:
+class HostSwap:
     """Host memory for blocks that left the cache, and the swaps under way. The blocks of a store come behind those of the
     cache, and so do their slots."""
 

@@ -22,7 +22,7 @@ _ALIGNED = 4
 """Words: where 16 bytes begin, kernels may read them at once; else they are compiled once more."""
 
 
-class Step(Protocol):
+class MailboxStep(Protocol):
     """The handle of a step that uses a slot."""
 
     def collect(self) -> None:
@@ -39,7 +39,7 @@ class Slot:
         self.outbox = outbox  # int32 [2, rows]: tokens and errors
         self.event = device.event()
         """The end of the slot's last step."""
-        self.step: Step | None = None
+        self.step: MailboxStep | None = None
         """The step whose result was not taken yet."""
         self._parcel = device.pinned(parcel_words, dtype=torch.int32)
         self._words = self._parcel.numpy()
@@ -99,7 +99,7 @@ class Mailbox:
             lambda: {"SLOTS": SLOTS, "CAPACITY": self.capacity, "WIDTH": self.width, "num_warps": 4},
         )
 
-    def send(self, slot: Slot, step: Step) -> None:
+    def send(self, slot: Slot, step: MailboxStep) -> None:
         """The step is launched up to its end; the next one has the next slot."""
         slot.event.record()
         slot.step = step

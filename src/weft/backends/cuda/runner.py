@@ -31,7 +31,7 @@ from weft.backends.cuda.prompt_logprobs import PromptPiece, ScoredPrompts, indic
 from weft.backends.cuda.rows import DeviceRows, is_decode
 from weft.backends.cuda.sampler import DeviceSampler, SamplingPath
 from weft.backends.cuda.step import DeviceStep
-from weft.backends.cuda.swap import SwapSpace
+from weft.backends.cuda.swap import CardSwap
 from weft.backends.grammar import RowGrammars
 from weft.backends.open_model import check_context, grammar_compiler
 from weft.config import KvCachePoolConfig
@@ -148,7 +148,7 @@ class CudaBackend:
             )
             self._foreseen.begin(Sizes(chosen, num_rows, max_tokens))
         max_context = min(max_context, memory.longest_context(sizes))
-        self._swaps = SwapSpace(device, full, slots.full, store, slots.store)
+        self._swaps = CardSwap(device, full, slots.full, store, slots.store)
         self._grammars = RowGrammars(self._compiler, num_rows, config.vocabulary_size)
         self._prompts = ScoredPrompts()
         self._graphs = DecodeGraphs(device, self._launch_decodes, num_rows, max_context, self._invariant)

@@ -74,7 +74,7 @@ class _Tier:
         return piece
 
 
-class SwapSpace:
+class CardSwap:
     """Pinned memory for blocks that left the cache, and the copies under way. The blocks of a store come behind those of
     the cache, and so do their slots."""
 

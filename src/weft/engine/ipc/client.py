@@ -53,7 +53,7 @@ class SlowReaderError(WeftError):
     """Whoever reads an answer fell too far behind, and it was cancelled."""
 
 
-class Answer:
+class RemoteAnswer:
     """One answer under way: the outputs that arrived and were not read yet. What was read is not kept."""
 
     def __init__(
@@ -228,7 +228,7 @@ class EngineClient:
         self._capacity = config.stream_buffer
         self._stall_seconds = stall_seconds
         self._log = log
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, RemoteAnswer] = {}
         self._numbers = itertools.count()
         self._metrics: dict[int, asyncio.Future[ServingMetrics]] = {}
         self._connection: Connection | None = None
@@ -269,15 +269,15 @@ class EngineClient:
         waited: float = 0.0,
         may_fall_behind: bool = False,
         may_grow: Callable[[int], bool] = lambda num_bytes: True,
-    ) -> list[Answer]:
+    ) -> list[RemoteAnswer]:
         """One answer for each of the request's `n`, or for those in `indices`, all of which set `arrived`: for its first
         token, then for every so many, and at its end. A refusal is raised when one is first read. The request arrived
-        `waited` seconds ago. `may_fall_behind`: a reader that does is not cancelled. `may_grow` is that of each `Answer`."""
+        `waited` seconds ago. `may_fall_behind`: a reader that does is not cancelled. `may_grow` is that of each `RemoteAnswer`."""
         if self.state is not EngineState.READY:
             raise EngineStoppedError("the engine is not ready; try again in a moment")
         indices = range(request.params.n) if indices is None else indices
         answers = [
-            Answer(
+            RemoteAnswer(
                 self,
                 next(self._numbers),
                 None if may_fall_behind else self._capacity,
@@ -435,12 +435,12 @@ class EngineClient:
         if self._connection is not None:
             self._connection.send(message)
 
-    def _cancel(self, answer: Answer, reason: str | None) -> None:
+    def _cancel(self, answer: RemoteAnswer, reason: str | None) -> None:
         if answer.id in self._answers:
             self._send(wire.Cancel(answer.id, reason))
 
     def _take(self, message: wire.FromEngine) -> None:
-        if isinstance(message, wire.Step):
+        if isinstance(message, wire.StepReport):
             if self._running is not None:
                 self._running.liveness.moved()
             self._take_step(message)
@@ -469,7 +469,7 @@ class EngineClient:
             if self.state is EngineState.READY and self._connection is not None:
                 self._connection.abort()  # its last message: its end is not waited for
 
-    def _take_step(self, step: wire.Step) -> None:
+    def _take_step(self, step: wire.StepReport) -> None:
         answers = self._answers
         has_begun = False
         for answer_id, token in zip(step.ids, step.tokens, strict=True):

@@ -70,7 +70,7 @@ class Connection(asyncio.Protocol):
                 if isinstance(message, wire.Beat | wire.Warned):
                     continue
                 self.heard.set()
-                if isinstance(message, wire.Step):
+                if isinstance(message, wire.StepReport):
                     num_taken += len(message.tokens) + sum(one.effort for one in message.outputs)
                 if num_taken >= self._tokens_per_turn or self._loop.time() > turn_ends:
                     self._transport.pause_reading()

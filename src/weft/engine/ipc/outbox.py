@@ -90,11 +90,11 @@ def _merged(messages: list[wire.Message]) -> list[wire.Message]:
     for message in messages:
         last = merged[-1] if merged else None
         if (
-            isinstance(message, wire.Step)
-            and isinstance(last, wire.Step)
+            isinstance(message, wire.StepReport)
+            and isinstance(last, wire.StepReport)
             and len(last.tokens) + len(last.outputs) < _LARGE_STEP
         ):
-            merged[-1] = wire.Step(
+            merged[-1] = wire.StepReport(
                 last.ids + message.ids,
                 last.tokens + message.tokens,
                 last.outputs + message.outputs,

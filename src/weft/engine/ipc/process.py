@@ -259,7 +259,7 @@ class EngineProcess:
     def _flush(self) -> None:
         if self._tokens or self._outputs:
             ids, tokens = tuple(self._token_ids), tuple(self._tokens)
-            self._outbox.send(wire.Step(ids, tokens, tuple(self._outputs), tuple(self._ended)))
+            self._outbox.send(wire.StepReport(ids, tokens, tuple(self._outputs), tuple(self._ended)))
             self._token_ids.clear()
             self._tokens.clear()
             self._outputs.clear()

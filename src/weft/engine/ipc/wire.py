@@ -186,7 +186,7 @@ class PromptLogprobs(Message):
     """For `prompt_logprobs`."""
 
 
-class Step(Message):
+class StepReport(Message):
     """What happened since the last one. Ids are the client's.
 
     Most outputs are a token and no more; they come as two columns, which cost a tenth. `outputs` are those that say more
@@ -205,7 +205,7 @@ class Metrics(Message):
     metrics: ServingMetrics
 
 
-FromEngine = Beat | Ready | Failed | Warned | Refused | Step | PromptLogprobs | Metrics
+FromEngine = Beat | Ready | Failed | Warned | Refused | StepReport | PromptLogprobs | Metrics
 
 encode = msgspec.msgpack.Encoder().encode
 to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -21,7 +21,7 @@ _MOST_SIZES = 16
 """So many numbers of rows have graphs; those of one take some ten megabytes of the card."""
 
 
-class StretchGraphs:
+class PiecewiseGraphs:
     """The graphs of all stretches of a program, by number of rows. The first step with a number of rows is launched,
     so that kernels are there; the second is captured."""
 

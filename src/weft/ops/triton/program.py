@@ -26,7 +26,7 @@ from weft.ops.triton.device_batch import DeviceBatch
 from weft.ops.triton.linear import Places, Product, padded_rows
 from weft.ops.triton.mixture import MixtureProduct, MixtureSpace
 from weft.ops.triton.ops import TritonOps
-from weft.ops.triton.piecewise_graphs import StretchGraphs
+from weft.ops.triton.piecewise_graphs import PiecewiseGraphs
 from weft.ops.triton.rope import RopeTables
 from weft.ops.triton.steps import (
     AttentionStep,
@@ -126,7 +126,7 @@ class CudaProgram:
             device.zeros(padded_rows(height), columns, dtype=dtype)
             for height, columns in zip(heights, slots.columns, strict=True)
         ]
-        self._stretches = StretchGraphs(device)
+        self._stretches = PiecewiseGraphs(device)
         self._forward = [
             self._launch_stretch(number, steps)
             for number, steps in enumerate(stretches(first_part[:selection]))

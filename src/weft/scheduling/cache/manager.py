@@ -11,7 +11,7 @@ from weft.plan import SwapTask
 from weft.request import RequestId
 from weft.scheduling.cache.allocation import GONE, KvCacheAllocation, Move
 from weft.scheduling.cache.block_pool import BlockKey, BlockPool, Blocks
-from weft.scheduling.cache.swap import SwapSpace
+from weft.scheduling.cache.swap import SwapSlots
 from weft.tiers import stored_blocks
 
 NO_TAIL = 1 << 62
@@ -75,7 +75,7 @@ class KvCacheManager:
         self.bytes_per_store_block = bytes_per_store_block
         self._block_size = block_size
         self._tail_blocks = tail_blocks if store_blocks else NO_TAIL
-        self._swaps = SwapSpace(Blocks(swap_blocks, store_swap_blocks))
+        self._swaps = SwapSlots(Blocks(swap_blocks, store_swap_blocks))
         self._allocations: dict[RequestId, KvCacheAllocation] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._rows_given_up: set[int] = set()

@@ -9,7 +9,7 @@ from weft.request import RequestId
 from weft.scheduling.cache.block_pool import Blocks
 
 
-class SwapSpace:
+class SwapSlots:
     """Slots of each tier, those of full blocks first, and guards.
 
     Guards: a swap copies beside the steps, so a block or swap slot that it touches may be given to someone else

@@ -12,7 +12,7 @@ from typing import Any
 from weft.clock import Clock
 from weft.engine.ipc.client import EngineClient, EngineState
 from weft.request import GenerationResult, InferenceRequest
-from weft.server.admission.fairness import FairGate, Job, Turn
+from weft.server.admission.fairness import AnswerJob, FairGate, Turn
 from weft.server.admission.keys import ApiKey
 from weft.server.admission.limits import KeyLimits
 from weft.server.admission.pace import Pace
@@ -38,7 +38,7 @@ _WAKE_EVERY_FOR_STOPS = 8
 the text, so that an answer runs on for up to so many tokens behind it."""
 
 
-class Visit:
+class ActiveRequest:
     """One request from the moment its body is read until its answer is out. Whoever entered it calls `leave`."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Visit:
         }
 
 
-class Visits:
+class ActiveRequests:
     """Owns what is open. Belongs to one event loop."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Visits:
             count_answers=self._count_answers,
         )
         engine.on_progress = self._gate.let_through
-        self._open: dict[str, Visit] = {}
+        self._open: dict[str, ActiveRequest] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         metrics.open_requests.set_function(lambda: len(self._open))
@@ -156,19 +156,19 @@ class Visits:
             code="queue_full",
         )
 
-    def enter(self, key: ApiKey | None, choices: Choices, given_id: str | None = None) -> Visit:
+    def enter(self, key: ApiKey | None, choices: Choices, given_id: str | None = None) -> ActiveRequest:
         """One more request. Raises a 429 where there is no place, or its key has no more to ask."""
         self.check_room(key)  # others may have come in while the body did
         limits = self._limits[key.name] if key else None
         if limits is not None:
             limits.take_request()
             limits.num_open += 1
-        visit = Visit(key, limits, choices, self._clock(), given_id)
+        visit = ActiveRequest(key, limits, choices, self._clock(), given_id)
         self._open[visit.id] = visit
         self._idle.clear()
         return visit
 
-    def set_deadline(self, visit: Visit, seconds: float | None) -> None:
+    def set_deadline(self, visit: ActiveRequest, seconds: float | None) -> None:
         """The request ends so long after it came in, and the grace, whatever the engine does."""
         visit.deadline = self._settings.engine.request_timeout if seconds is None else seconds
         if visit.deadline is not None:
@@ -177,7 +177,7 @@ class Visits:
 
     async def submit(
         self,
-        visit: Visit,
+        visit: ActiveRequest,
         requests: Sequence[InferenceRequest],
         form: AnswerForm | None = None,
         *,
@@ -191,7 +191,7 @@ class Visits:
             wishes = sum(request.params.n * self._max_tokens(request, _FIRST_GUESS) for request in requests)
             visit.reserved = visit.limits.reserve(visit.prompt_tokens + wishes)
         first = requests[0]
-        job = Job(
+        job = AnswerJob(
             first.priority,
             visit.prompt_tokens,
             sum(request.params.n for request in requests),
@@ -208,14 +208,14 @@ class Visits:
         else:
             visit.choices.submit_later(work)
 
-    def reserve(self, visit: Visit, num_tokens: int) -> None:
+    def reserve(self, visit: ActiveRequest, num_tokens: int) -> None:
         """Takes so many tokens of the key's minute for text work, or raises a 429. In the end the request costs its
         `text_tokens`."""
         visit.text_tokens = num_tokens
         if visit.limits is not None:
             visit.reserved = visit.limits.reserve(num_tokens)
 
-    def leave(self, visit: Visit, outcome: Outcome) -> None:
+    def leave(self, visit: ActiveRequest, outcome: Outcome) -> None:
         """It is over. Who got an error of the server's pays nothing, and who was refused; everyone else what was computed
         until then, however it ended: a deadline would otherwise make everything free."""
         if self._open.pop(visit.id, None) is None:
@@ -253,7 +253,7 @@ class Visits:
         return True
 
     async def _submit_in_turn(
-        self, visit: Visit, form: AnswerForm | None, is_streamed: bool, wake_every: int
+        self, visit: ActiveRequest, form: AnswerForm | None, is_streamed: bool, wake_every: int
     ) -> None:
         """All answers, in their order, each as soon as its turn comes. What may go at the same time and has the same
         prompt goes in one message."""

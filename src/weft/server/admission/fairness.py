@@ -29,7 +29,7 @@ steps, and few enough not to be in the way of another key's."""
 
 
 @dataclass(frozen=True)
-class Job:
+class AnswerJob:
     """What one request asks of the engine."""
 
     priority: Priority
@@ -44,7 +44,7 @@ class Turn:
     """One request from its arrival at the gate until it is over. Its answers pass one by one. Every
     turn ends with a call of `FairGate.leave`."""
 
-    def __init__(self, account: _Account, job: Job, number: int) -> None:
+    def __init__(self, account: _Account, job: AnswerJob, number: int) -> None:
         self.account = account
         self.job = job
         self.order = (-job.priority, number)
@@ -169,7 +169,7 @@ class FairGate:
         """Answers."""
         return sum(turn.num_waiting for account in self._accounts.values() for turn in account.waiting)
 
-    def ask(self, key: ApiKey | None, job: Job) -> Turn | None:
+    def ask(self, key: ApiKey | None, job: AnswerJob) -> Turn | None:
         """A turn, whose `may_go` is to be waited for; None where nobody takes turns."""
         account = self._accounts.get(key.name) if key is not None else None
         if account is None:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from weft.engine.ipc.client import Answer, EngineClient, Unread
+from weft.engine.ipc.client import EngineClient, RemoteAnswer, Unread
 from weft.errors import WeftError
 from weft.request import GenerationResult, InferenceRequest, RequestState, TokenLogprobs, TokenOutput
 from weft.server.errors import ApiError
@@ -43,7 +43,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        answer: Answer,
+        answer: RemoteAnswer,
         text: AnswerText,
         reader: AnswerReader | None,
         *,

@@ -18,7 +18,7 @@ from weft.server.http.protocol import WRITER, BodyWriter
 from weft.server.metrics import ServerMetrics
 from weft.server.stream.choices import Choices, Piece
 from weft.server.stream.chunks import Chunks, event
-from weft.server.stream.loop_turns import Rounds
+from weft.server.stream.loop_turns import LoopTurns
 
 _SECONDS_PER_EVENT = 1e-4
 """What writing one event costs. Each stream rests so long for each stream that is open, so that all together never take
@@ -68,7 +68,7 @@ class EventStream(Response):
         shape: Shape,
         metrics: ServerMetrics,
         *,
-        rounds: Rounds,
+        rounds: LoopTurns,
         began: float,
         include_usage: bool,
         headers: dict[str, str],

@@ -13,7 +13,7 @@ server's health) needs about five rounds, and a server with hundreds of streams 
 _FIRST_GUESS = 16
 
 
-class Rounds:
+class LoopTurns:
     """Lets so many go on in each round of the loop as the last rounds had time for. Belongs to one event loop."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from weft.request import GenerationResult, InferenceRequest
 from weft.server.api.openai import Shape, TokenOffsets
 from weft.server.http.byte_budget import Share
 from weft.server.stream.choices import Choices, Piece
-from weft.server.stream.loop_turns import Rounds
+from weft.server.stream.loop_turns import LoopTurns
 from weft.text.answer_parts import Delta, joined
 
 _encode = msgspec.json.Encoder().encode
@@ -100,7 +100,7 @@ class WholeAnswer:
         """Where in the text the answers to each prompt begin, for those that repeat it."""
         self._body: deque[bytes | bytearray] = deque()
 
-    async def collect(self, choices: Choices, rounds: Rounds) -> list[GenerationResult]:
+    async def collect(self, choices: Choices, rounds: LoopTurns) -> list[GenerationResult]:
         """Until the answers are over and their JSON is complete."""
         if self._shape.wants_logprobs:
             self._starts = [await self._end_of_prompt(echo.tokens, rounds) for echo in self._shape.echoes]
@@ -116,7 +116,7 @@ class WholeAnswer:
     def response(self, headers: dict[str, str]) -> Response:
         return _InParts(self._body, self._share, headers)
 
-    async def _end_of_prompt(self, tokens: Sequence[int], rounds: Rounds) -> int:
+    async def _end_of_prompt(self, tokens: Sequence[int], rounds: LoopTurns) -> int:
         """Where in the text the prompt ends, by its tokens."""
         offsets = TokenOffsets(self._shape.tokenizer)
         for start in range(0, len(tokens), 512):
@@ -148,7 +148,7 @@ class WholeAnswer:
                 )
         self._share.add(num_bytes)
 
-    async def write(self, choices: Choices, rounds: Rounds) -> None:
+    async def write(self, choices: Choices, rounds: LoopTurns) -> None:
         """Encodes the texts too, answer by answer, and frees what was kept of each."""
         shape, body = self._shape, self._body
         whole = _encode(shape.answer([], choices))
@@ -171,7 +171,7 @@ class WholeAnswer:
                 num_bytes = 0
         body.append(whole[place:])
 
-    async def _prompt_logprobs(self, index: int, choices: Choices, rounds: Rounds) -> _Logprobs:
+    async def _prompt_logprobs(self, index: int, choices: Choices, rounds: LoopTurns) -> _Logprobs:
         """Those of the prompt of this answer, which come with the first of its answers and are repeated with each."""
         logprobs, offsets, start = _Logprobs(), TokenOffsets(self._shape.tokenizer), 0
         for scored in choices.prompt_logprobs(index):
