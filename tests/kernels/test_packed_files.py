@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from collections.abc import Callable
@@ -208,6 +209,17 @@ def test_processes_that_find_the_same_damage_make_one_new_file(
         thread.join()
     assert right == [True] * 6 and packed.num_filled == 6
     assert len(caplog.messages) == 1
+
+
+def test_a_start_does_not_wait_forever_for_another_process_that_packs(
+    packed: Packed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.loading.packed._LOCK_SECONDS", 0.2)
+    packed.path.unlink()
+    with packed.lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert packed.open() is None, "the caller packs in memory"
+    assert packed.opened_right(), "the lock is free again"
 
 
 def test_packing_deletes_what_no_start_will_use_again(packed: Packed) -> None:

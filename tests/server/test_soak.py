@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import select
 import subprocess
 import sys
 import time
@@ -17,7 +18,16 @@ import pytest
 from server_process import Server, wait_for
 
 from weft.bench import soak_watch
-from weft.bench.soak_client import Excused, Ledger, Received, SoakClient, Target, Violation
+from weft.bench.soak_client import (
+    LATE_CLIENT,
+    Excused,
+    Lateness,
+    Ledger,
+    Received,
+    SoakClient,
+    Target,
+    Violation,
+)
 from weft.bench.soak_plan import (
     NOOP,
     Behaviour,
@@ -172,6 +182,7 @@ LEAK = ProcessHistory("engine", [0.0, 50.0, 100.0, 150.0], [100.0, 150.0, 200.0,
     [
         ({"ledger": Ledger(violations=["lost"])}, "did not end"),
         ({"ledger": Ledger(excused=[Excused(50.0, 51.0, "engine_died")])}, "did not end"),
+        ({"ledger": Ledger(Counter({(Conduct.READ, LATE_CLIENT): 1}))}, "were late"),
         ({"gauges": Gauges(1, 0, 0, 0)}, "open, running"),
         ({"gauges": Gauges(0, 0, 0, 0.01)}, "open, running"),
         ({"files": (9, 10)}, "open files"),
@@ -186,6 +197,39 @@ LEAK = ProcessHistory("engine", [0.0, 50.0, 100.0, 150.0], [100.0, 150.0, 200.0,
 def test_each_thing_that_must_not_be_fails_its_check(changes: dict[str, Any], criterion: str) -> None:
     failed = [check.criterion for check in checks(soaked(**changes)) if not check.is_met]
     assert len(failed) == 1 and criterion in failed[0], failed
+
+
+def test_a_request_that_timed_out_is_excused_only_where_the_clients_were_late() -> None:
+    now = time.monotonic()
+    late = Lateness([(now - 5.0, 30.0), (now - 1.0, 40.0)])
+    assert late.explains(now - 100.0) and not late.explains(now - 150.0)
+    assert not Lateness([(now - 200.0, 90.0)]).explains(now - 100.0), "it was late before the request began"
+    assert late.longest == 40.0
+
+
+def test_a_connection_that_the_server_closed_while_idle_is_not_used_again() -> None:
+    async def run() -> None:
+        num_connections = 0
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal num_connections
+            num_connections += 1
+            await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+
+        listening = await asyncio.start_server(answer, "127.0.0.1", 0)
+        target = Target("127.0.0.1", listening.sockets[0].getsockname()[1], [], [], [])
+        client = SoakClient(target, Behaviour(0, 0), Ledger())
+        await client._send(target.message("GET", "/", b""))
+        while not select.select([client._writer.get_extra_info("socket")], [], [], 0)[0]:
+            await asyncio.sleep(0)
+        await client._send(target.message("GET", "/", b""))
+        while num_connections < 2:
+            await asyncio.sleep(0.01)
+        client._drop()
+        listening.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_an_error_during_a_kill_is_nobodys_fault() -> None:

@@ -103,11 +103,13 @@ async def _run(work: SoakWork, host: str, port: int, noop: Tokenizer | None, siz
     await health.start()
     os.nice(_CLIENTS_NICE)
     watching = asyncio.create_task(processes.watch())
+    ticking = asyncio.create_task(ledger.lateness.watch())
     killing = asyncio.create_task(kill_engine(processes, planned))
     clients = [SoakClient(target, Behaviour(work.seed, number), ledger) for number in range(work.clients)]
     load_average = os.getloadavg()[0]
     await asyncio.gather(*(client.run(began + work.seconds) for client in clients))
     ended = time.monotonic()
+    ticking.cancel()
     kills = await killing
     # Health is polled until the storm is over and no longer: an idle server would only make its figures look better.
     await health.stop()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import select
 import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from weft.bench.serve_stream import EventReader, JunkError, ResponseReader
 from weft.bench.soak_plan import Behaviour, Conduct, Question, WrongQuestion
@@ -21,6 +24,10 @@ _READ_BYTES = 64 << 10
 _SLOW_BYTES = 4 << 10
 _SLOW_REST_SECONDS = 0.05
 _ERRORS_OF_A_KILL = ("engine_died", "engine_not_ready")
+_TICK_SECONDS = 0.1
+LATE_CLIENT = "the clients were late"
+"""The outcome of a request that timed out while this process was too busy to read or write in time."""
+_decode = msgspec.json.Decoder().decode
 
 
 class Violation(Exception):
@@ -41,6 +48,33 @@ class Excused:
 
 
 @dataclass
+class Lateness:
+    """How late the event loop of the clients is. All clients share one process, and on a small machine the server and the
+    engine leave it little of the processor."""
+
+    ticks: list[tuple[float, float]] = field(default_factory=list)
+    """When the loop was late, and by how many seconds."""
+
+    async def watch(self) -> None:
+        while True:
+            due = time.monotonic() + _TICK_SECONDS
+            await asyncio.sleep(_TICK_SECONDS)
+            now = time.monotonic()
+            if now - due > _TICK_SECONDS:
+                self.ticks.append((now, now - due))
+
+    @property
+    def longest(self) -> float:
+        return max((late for _, late in self.ticks), default=0.0)
+
+    def explains(self, began: float) -> bool:
+        """Whether the loop was late for at least half of the time since `began`."""
+        now = time.monotonic()
+        late = sum(late for ended, late in self.ticks if ended > began)
+        return 2 * late > now - began
+
+
+@dataclass
 class Ledger:
     """What all clients saw together."""
 
@@ -50,6 +84,7 @@ class Ledger:
     ids: set[str] = field(default_factory=set)
     num_tokens: int = 0
     first_tokens: list[float] = field(default_factory=list)
+    lateness: Lateness = field(default_factory=Lateness)
 
     def see_id(self, answer_id: str) -> None:
         if answer_id in self.ids:
@@ -100,7 +135,7 @@ class Received:
         if payload == b"[DONE]":
             self.is_done = True
             return
-        chunk = json.loads(payload)
+        chunk = _decode(payload)
         if "error" in chunk:
             self.error = chunk["error"]
             return
@@ -111,7 +146,7 @@ class Received:
         self._usage = chunk.get("usage") or self._usage
 
     def whole(self, body: bytes) -> None:
-        answer = json.loads(body)
+        answer = _decode(body)
         self._take_id(answer)
         for choice in answer["choices"]:
             self._take_choice(
@@ -171,8 +206,15 @@ class SoakClient:
                 async with asyncio.timeout(PATIENCE_SECONDS):
                     outcome = await self._ask(conduct)
             except TimeoutError:
-                self._violate(conduct, f"no end after {PATIENCE_SECONDS:g} s")
-            except (Violation, JunkError, LookupError, TypeError, ValueError) as error:
+                if self._ledger.lateness.explains(began):
+                    self._drop()
+                    self._ledger.outcomes[conduct, LATE_CLIENT] += 1
+                else:
+                    self._violate(conduct, f"no end after {PATIENCE_SECONDS:g} s")
+            except (
+                *(Violation, JunkError, LookupError, TypeError, ValueError),
+                msgspec.MsgspecError,
+            ) as error:
                 self._violate(conduct, f"{type(error).__name__}: {error}")
             except OSError as error:
                 self._violate(conduct, f"Lost: {error}")
@@ -212,13 +254,15 @@ class SoakClient:
         return await self._receive(Received(question), conduct, is_streamed)
 
     async def _ask_wrongly(self, number: int) -> str:
-        wrong = self._target.wrong_questions[number]
+        wrong, began = self._target.wrong_questions[number], time.monotonic()
         await self._send(self._target.message(wrong.method, wrong.path, wrong.body))
         response, body = await self._read_whole(ResponseReader())
         self._keep(response)
         error = json.loads(body)["error"]
         if response.status == 503:
             return str(error["code"])
+        if response.status == 408 and self._ledger.lateness.explains(began):
+            return LATE_CLIENT
         if response.status != wrong.status:
             raise Violation(f"status {response.status} for {wrong.body[:60]!r}; {wrong.status} is right")
         return "refused"
@@ -237,7 +281,7 @@ class SoakClient:
             had_text = received.has_text
             body = response.feed(data)
             if response.status and (response.status != 200 or not is_streamed):
-                return await self._receive_whole(received, response, body)
+                return await self._receive_whole(received, response, body, began)
             for payload in events.feed(body):
                 received.event(payload)
             if received.has_text and not had_text:
@@ -250,19 +294,21 @@ class SoakClient:
         if received.id is not None:
             self._ledger.see_id(received.id)
         if received.error is not None:
-            return self._excuse(received.error)
+            return self._excuse(received.error, began)
         if not received.is_done:
             raise Lost("the stream ended without [DONE] and without an error")
         return self._book(received)
 
-    async def _receive_whole(self, received: Received, response: ResponseReader, first: bytes) -> str:
+    async def _receive_whole(
+        self, received: Received, response: ResponseReader, first: bytes, began: float
+    ) -> str:
         _, body = await self._read_whole(response, first)
         self._keep(response)
         if response.status != 200:
             error = json.loads(body)["error"]
             if response.status in (429, 503) and not int(response.headers.get("retry-after", "0")):
                 raise Violation(f"a {response.status} that does not say when to come back")
-            return self._excuse(error)
+            return self._excuse(error, began)
         received.whole(body)
         assert received.id is not None
         self._ledger.see_id(received.id)
@@ -273,8 +319,10 @@ class SoakClient:
         self._ledger.num_tokens += received.question.num_tokens or 0
         return "answered"
 
-    def _excuse(self, error: dict[str, Any]) -> str:
+    def _excuse(self, error: dict[str, Any], began: float) -> str:
         code = str(error["code"])
+        if code == "timeout" and self._ledger.lateness.explains(began):
+            return LATE_CLIENT
         if code in (*_ERRORS_OF_A_KILL, "slow_reader", "queue_full"):
             return code
         raise Violation(f"an error: {error!r:.200}")
@@ -282,7 +330,7 @@ class SoakClient:
     # ------------------------------------------------------------------ the connection
 
     async def _send(self, message: bytes, is_slow: bool = False) -> asyncio.StreamWriter:
-        if self._writer is None or self._writer.is_closing() or self._reader.at_eof():
+        if self._writer is None or self._writer.is_closing() or self._is_closed_by_server(self._writer):
             self._drop()
             connection = socket.socket(
                 socket.AF_INET6 if ":" in self._target.host else socket.AF_INET, socket.SOCK_STREAM
@@ -301,6 +349,13 @@ class SoakClient:
             )
         self._writer.write(message)
         return self._writer
+
+    def _is_closed_by_server(self, writer: asyncio.StreamWriter) -> bool:
+        """Whether an idle connection has something to read, which can only be its end: the server closes connections that
+        are idle for long. HTTP clients look before they use a connection again."""
+        poll = select.poll()
+        poll.register(writer.get_extra_info("socket"), select.POLLIN)
+        return self._reader.at_eof() or bool(poll.poll(0))
 
     async def _read_whole(self, response: ResponseReader, body: bytes = b"") -> tuple[ResponseReader, bytes]:
         while not response.is_complete:

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from weft.bench.report import Check, machine, print_checks, print_line, print_table, quantile
-from weft.bench.soak_client import Ledger
+from weft.bench.soak_client import LATE_CLIENT, Ledger
 from weft.bench.soak_watch import Kill, Poll, ProcessHistory, undisturbed
 
 HEALTH_P99_SECONDS = 0.1
 LOOP_LAG_P99_SECONDS = 0.05
 NOTICED_SECONDS = 1.0
 GROWTH_MIB = 8.0
+MOST_LATE = 0.001
+"""The share of requests that may fail because the clients were late: with more, the run says little about the server."""
 """A minute, of one process, in the second half of what was seen of it: less is an allocator at work, not a leak."""
 LONG_ENOUGH_SECONDS = 90.0
 """A process that was watched for less says nothing about growth: its caches are still filling."""
@@ -74,9 +76,16 @@ class Soaked:
 def checks(soaked: Soaked) -> list[Check]:
     count = sum(soaked.ledger.outcomes.values())
     violations = soaked.violations
+    late = sum(n for (_, outcome), n in soaked.ledger.outcomes.items() if outcome == LATE_CLIENT)
     found = [
         Check(
             "requests that did not end as they must", f"{len(violations)} of {count:,}", "0", not violations
+        ),
+        Check(
+            "requests that failed because the clients were late",
+            f"{late:,} of {count:,}; at most {soaked.ledger.lateness.longest:.1f} s late",
+            f"1 in {1 / MOST_LATE:,.0f}",
+            late <= MOST_LATE * count,
         ),
         Check(
             "open, running, waiting, cache in use", str(_plain(soaked.gauges)), "as before", _is_back(soaked)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from weft.errors import ModelFileError
 
@@ -47,16 +50,30 @@ def partial_path(target: Path) -> Path:
 
 
 @contextmanager
-def only_one_pull(lock_path: Path, progress: Progress) -> Iterator[None]:
-    """A lock that the kernel takes back when its holder dies."""
+def only_one_pull(lock_path: Path, progress: Progress, seconds: float = math.inf) -> Iterator[None]:
+    """A lock that the kernel releases when its holder dies. Raises TimeoutError after `seconds` of waiting."""
     lock_path.parent.mkdir(parents=True, exist_ok=True)
     with lock_path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             progress(PullProgress("wait"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            if seconds == math.inf:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            else:
+                _lock_within(lock, seconds)
         yield
+
+
+def _lock_within(lock: IO[str], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"another process held {lock.name} for {seconds:g} s") from None
+        time.sleep(0.05)
 
 
 @contextmanager

@@ -36,6 +36,8 @@ _ALIGNMENT = 64
 _PART_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 64 << 20
 _WRITABLE_BY_OTHERS = 0o022
+_LOCK_SECONDS = 60.0
+"""A wait for a process that packs the same folder. An engine that waits longer would look stuck (`stall_seconds`)."""
 
 Sizes = Mapping[str, int]
 Fill = Callable[[str, np.ndarray], None]
@@ -70,14 +72,15 @@ def open_packed(
     path: Path, identity: str, sizes: Sizes, fill: Fill, checksum: Checksum, threads: int
 ) -> dict[str, np.ndarray] | None:
     """The pieces by name, mapped from the file at `path`, which is made first where it is missing, damaged or of another
-    identity. None where it cannot be kept: no room, no right to write, or a folder of another user."""
+    identity. None where it cannot be kept: no space, no permission to write, a folder of another user, or another process
+    that has been packing for too long. Then the caller packs the weights in memory."""
     layout = _Layout.of(identity, sizes, checksum)
     try:
         _make_private(path.parent)
         with suppress(_Unusable):  # decided under the lock: another process may be replacing it
             if (pieces := _map(path, layout, checksum, threads)) is not None:
                 return pieces
-        with only_one_pull(path.parent / ".lock", lambda progress: None):
+        with only_one_pull(path.parent / ".lock", lambda progress: None, _LOCK_SECONDS):
             try:
                 if (pieces := _map(path, layout, checksum, threads)) is not None:
                     return pieces
