@@ -13,7 +13,7 @@ from weft.config import SchedulerConfig
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import Grammar, InferenceRequest, RequestId, SamplingParams
 from weft.scheduling import draft_tokens as guessing
-from weft.scheduling.draft_tokens import FIRST_CHANCE, LEARNING_RATE, LOOKED_BACK, DraftProposer
+from weft.scheduling.draft_tokens import INITIAL_ACCEPTANCE, LEARNING_RATE, SEARCH_WINDOW, DraftProposer
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
@@ -48,7 +48,7 @@ def test_what_followed_the_longest_match_the_last_time_is_guessed_and_a_loop_goe
     tokens: list[int], count: int
 ) -> None:
     guesser, source = DraftProposer(tokens), found_plainly(tokens)
-    assert guesser.has_guess is (source >= 0)
+    assert guesser.has_match is (source >= 0)
     assert list(guesser.guesses(count)) == continued(tokens, source, count)
 
 
@@ -58,7 +58,7 @@ def test_a_source_that_is_right_is_followed_and_one_that_is_wrong_is_left(
     tokens: list[int], pieces: list[list[int]]
 ) -> None:
     """Told token by token or several at once, it is the same as looking for a source only where there is none."""
-    guesser, source, chance = DraftProposer(tokens), found_plainly(tokens), FIRST_CHANCE
+    guesser, source, chance = DraftProposer(tokens), found_plainly(tokens), INITIAL_ACCEPTANCE
     for piece in pieces:
         for token in piece:
             if source >= 0:
@@ -89,7 +89,7 @@ def test_bytes_that_match_across_the_borders_of_tokens_are_no_match() -> None:
     assert b"".join(t.to_bytes(4, "little") for t in pair) in b"".join(
         t.to_bytes(4, "little") for t in shifted
     ), "the case is none"
-    assert not DraftProposer([*shifted, *pair]).has_guess
+    assert not DraftProposer([*shifted, *pair]).has_match
     assert DraftProposer([*pair, 9, *shifted, *pair]).guesses(1) == (9,)
     # The zeros of the token behind the pair make three places that match, and the fourth is the right one.
     assert DraftProposer([7, 0, 0, 1 << 24, 9, 0, 0]).guesses(1) == (1 << 24,)
@@ -98,18 +98,18 @@ def test_bytes_that_match_across_the_borders_of_tokens_are_no_match() -> None:
 @pytest.mark.parametrize("tokens", [[], [1], [1, 1], [1, 2], [1, 2, 3], [1, 2, 1]])
 def test_where_no_pair_stood_before_there_is_no_guess(tokens: list[int]) -> None:
     guesser = DraftProposer(tokens)
-    assert not guesser.has_guess and guesser.guesses(5) == ()
+    assert not guesser.has_match and guesser.guesses(5) == ()
 
 
-@pytest.mark.parametrize("length", [LOOKED_BACK, LOOKED_BACK + 1])
+@pytest.mark.parametrize("length", [SEARCH_WINDOW, SEARCH_WINDOW + 1])
 def test_no_more_than_the_last_tokens_are_searched(length: int) -> None:
     tokens = [1, 2, *range(10, 10 + length - 4), 1, 2]
-    assert DraftProposer(tokens).guesses(1) == ((10,) if length == LOOKED_BACK else ())
+    assert DraftProposer(tokens).guesses(1) == ((10,) if length == SEARCH_WINDOW else ())
 
 
 def test_the_chance_rises_with_every_guess_that_was_right_and_falls_with_every_wrong_one() -> None:
     tokens = [1, 2] * 4
-    guesser, chances = DraftProposer(tokens), [FIRST_CHANCE]
+    guesser, chances = DraftProposer(tokens), [INITIAL_ACCEPTANCE]
     for _ in range(30):
         tokens += [1, 2]
         guesser.learn()
@@ -118,7 +118,7 @@ def test_the_chance_rises_with_every_guess_that_was_right_and_falls_with_every_w
     assert guesser.chance > 0.95
     tokens.append(7)
     guesser.learn()
-    assert guesser.chance == pytest.approx(0.9 * chances[-1]) and not guesser.has_guess
+    assert guesser.chance == pytest.approx(0.9 * chances[-1]) and not guesser.has_match
     before = guesser.chance
     tokens += [8, 9]
     guesser.learn()
@@ -224,15 +224,15 @@ def test_a_step_waits_for_the_one_before_it_only_where_guesses_save_more_than_th
     for _ in range(200):
         speculation.costs.learn_gap(2 / 3 * 0.001)
     assert speculation.costs.gap_rows == pytest.approx(2.0, rel=1e-3)
-    assert speculation.is_worth_waiting(scheduler.running) is is_worth
+    assert speculation.should_wait_for_tokens(scheduler.running) is is_worth
     if num_running == 8:
         for sequence in sequences:
             assert sequence.guesser is not None
             sequence.guesser.chance = chance
-        assert speculation.is_worth_waiting(scheduler.running), "5.6 rows saved, 2 lost"
+        assert speculation.should_wait_for_tokens(scheduler.running), "5.6 rows saved, 2 lost"
     for sequence in sequences:
         sequence.guesser = None
-    assert not speculation.is_worth_waiting(scheduler.running)
+    assert not speculation.should_wait_for_tokens(scheduler.running)
 
 
 def test_the_scheduler_asks_not_to_plan_ahead_where_guesses_are_worth_it_and_allows_it_again_after() -> None:

@@ -13,7 +13,7 @@ from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig
 from weft.plan import IterationPlan
 from weft.request import InferenceRequest, Priority, RequestId, SamplingParams
-from weft.scheduling.prompt_order import PATIENCE, SHARE_OF_TARGET
+from weft.scheduling.prompt_order import SHARE_OF_TARGET, TTFT_FACTOR
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
@@ -166,12 +166,12 @@ def test_a_very_long_prompt_is_passed_for_a_bounded_time_however_many_short_ones
     policy: PriorityPolicy,
 ) -> None:
     machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
-    due = PATIENCE * alone(1500)
+    due = TTFT_FACTOR * alone(1500)
     # Short ones that would take all of the time, and more, until long after it is due.
     shorts = [(0.03 * number, 100) for number in range(1, int(2 * due / 0.03))]
     long = machine.add(1500, max_tokens=1)
     machine.run(shorts, max_tokens=1)
-    assert machine.passed_by(long, shorts) == pytest.approx(due - PATIENCE * alone(100), abs=0.1)
+    assert machine.passed_by(long, shorts) == pytest.approx(due - TTFT_FACTOR * alone(100), abs=0.1)
 
 
 @pytest.mark.parametrize("policy", [PriorityPolicy.PRIORITY, PriorityPolicy.ADAPTIVE])
@@ -206,7 +206,7 @@ def test_age_makes_up_for_the_priority_of_a_prompt_under_way(policy: PriorityPol
     arrivals = [(0.05 * number, 200) for number in range(1, 200)]
     machine.run(arrivals, max_tokens=1, priority=Priority.NORMAL)
     one_level = 1.0
-    expected = one_level + PATIENCE * (alone(600) - alone(200))
+    expected = one_level + TTFT_FACTOR * (alone(600) - alone(200))
     assert machine.passed_by(low, arrivals) == pytest.approx(expected, abs=0.1)
 
 
@@ -229,7 +229,7 @@ def test_what_is_cached_of_a_prompt_does_not_make_it_due_later() -> None:
     assert known.cached_tokens == 2000
     arrivals = [(machine.clock() + 0.03 * number, 100) for number in range(200)]
     machine.run(arrivals, max_tokens=1)
-    waits = PATIENCE * (chunk_seconds(2000, 400) - alone(100))
+    waits = TTFT_FACTOR * (chunk_seconds(2000, 400) - alone(100))
     assert machine.passed_by(known, arrivals) == pytest.approx(known.arrival + waits, abs=0.1)
 
 
@@ -333,7 +333,7 @@ def test_who_waits_for_what_another_computes_is_not_late_because_that_one_is_lon
     machine.step()
     sharing = machine.add(600, max_tokens=1, family=7)
     machine.run([(0.046 * number, 110) for number in range(1, 400)], max_tokens=1)
-    assert machine.waited(sharing) < 2 * PATIENCE * alone(600)
+    assert machine.waited(sharing) < 2 * TTFT_FACTOR * alone(600)
 
 
 @ANY_POLICY

@@ -112,7 +112,7 @@ def test_a_flood_of_sessions_keeps_no_more_keys_than_there_are_blocks() -> None:
     assert len(sessions) == 2
     sessions.expire(now=61.0)
     sessions.check_integrity()
-    assert len(sessions) == 0 and pool.heat_of_keys == {}
+    assert len(sessions) == 0 and pool.hot_counts == {}
 
 
 def test_what_a_turn_no_longer_uses_cools() -> None:
@@ -121,7 +121,7 @@ def test_what_a_turn_no_longer_uses_cools() -> None:
     sessions.keep(("", "talk"), [b"a", b"b", b"c"], now=0.0)
     sessions.keep(("", "other"), [b"a"], now=0.0)
     sessions.keep(("", "talk"), [b"a", b"x"], now=1.0)
-    assert pool.heat_of_keys == {b"a": 2, b"x": 1}
+    assert pool.hot_counts == {b"a": 2, b"x": 1}
     sessions.check_integrity()
 
 
@@ -131,7 +131,7 @@ def test_the_memory_of_sessions_is_bounded_whatever_they_are_called() -> None:
     for number in range(3 * MAX_SESSIONS):
         sessions.keep(("", str(number)), [b"%d" % number], now=0.0)
     sessions.check_integrity()
-    assert len(sessions) == len(pool.heat_of_keys) == MAX_SESSIONS
+    assert len(sessions) == len(pool.hot_counts) == MAX_SESSIONS
     sessions.keep(("", str(2 * MAX_SESSIONS)), [b"again"], now=1.0)  # the oldest: it is the newest now
     sessions.keep(("", "new"), [b"new"], now=1.0)
     sessions.expire(now=60.5)
