@@ -87,7 +87,7 @@ class RecentRate:
 
 @dataclass(frozen=True, slots=True)
 class LatencySummary:
-    """Seconds."""
+    """Statistics of a latency, in seconds."""
 
     count: int
     mean: float

@@ -27,7 +27,7 @@ class BackendInfo:
     eos_token_ids: frozenset[int] = frozenset()
     recompute_seconds_per_token: float = 1e-4
     swap_seconds_per_block: float = 1e-4
-    """One direction. Compared with the line above, to preempt by swap or by recompute."""
+    """One direction. With the line above, it decides between preemption by swap and by recompute."""
     weight_bytes: int = 0
     device: str = ""
     """The name of the device that computes, if it is not the host's processor."""

@@ -154,7 +154,8 @@ def read_all(tensors: Mapping[str, StoredTensor], size: int) -> None:
 
 
 def check(read: Callable[[], object], size: int, description: object) -> bool:
-    """Whether the file was accepted. Fails on any other error than ModelFileError, and if the memory use is too high."""
+    """Whether the file was accepted. Fails on any other error than ModelFileError, and if the memory use is too
+    high."""
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     try:

@@ -1,4 +1,5 @@
-"""Compares the two tiers of the cache manager with a model of the content. Steps succeed later, or fail and are undone."""
+"""Compares the two tiers of the cache manager with a model of the content. Steps succeed later, or fail and are
+undone."""
 
 from __future__ import annotations
 

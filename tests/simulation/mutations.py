@@ -1,7 +1,7 @@
 """Mutations: each one changes the real source in one place, and the simulation must detect it.
 
-A mutation names a function and a piece of its text. The function is compiled again with that piece replaced. If a change
-of the source removes the piece, the mutation raises LookupError: write the same error against the new text.
+A mutation names a function and a piece of its text. The function is compiled again with that piece replaced. If a
+change of the source removes the piece, the mutation raises LookupError: write the same error against the new text.
 """
 
 from __future__ import annotations
@@ -363,8 +363,8 @@ MUTATIONS = (
     Mutation(
         "one draft token too many is accepted",
         f"{SCHEDULER}._commit_drafts",
-        "tokens[: 1 + num_right]",
-        "tokens[: 2 + num_right]",
+        "tokens[: 1 + num_accepted]",
+        "tokens[: 2 + num_accepted]",
     ),
     Mutation(
         "rejected draft tokens count as computed",

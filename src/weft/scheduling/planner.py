@@ -216,7 +216,7 @@ class Planner:
         return True
 
     def _may_skip_step(self, builder: PlanBuilder, sequence: Sequence) -> bool:
-        """Whether this step or those in flight will free blocks, and the sequence can wait for them in its rotation."""
+        """Whether this step or those in flight will free blocks, and the sequence may still wait for them."""
         blocks_are_coming = bool(builder.moving) or self._sequences.blocks_will_be_freed
         return blocks_are_coming and self._is_on_time(builder.step, sequence)
 
@@ -260,7 +260,7 @@ class Planner:
         count = self._size.chunk(builder, start, sequence.target - start)
         if not count:
             return None
-        # A smaller chunk is better than a preemption: preempt only if not a single position has a block.
+        # A smaller chunk is better than a preemption: preempt only if not even one position has a block.
         kv_cache = self._sequences.kv_cache
         room = kv_cache.affordable(len(allocation.blocks), allocation.stored, start, kv_cache.available)
         count = min(count, room or block_size - start % block_size)
@@ -271,7 +271,7 @@ class Planner:
         return None
 
     def _adopt_hits(self, builder: PlanBuilder, sequence: Sequence) -> None:
-        """Shares blocks that another sequence has filled since the last chunk, or fills in this step."""
+        """Adopts (shares) blocks that another sequence has filled since the last chunk, or fills in this step."""
         allocation, block_size = sequence.allocation, self._info.block_size
         assert allocation is not None
         first = len(allocation.blocks)
@@ -328,7 +328,7 @@ class Planner:
         next_key, _ = in_progress[-1]
         if self._prefill_sort_key(first) < next_key:
             return self._config.max_tokens_per_step
-        # It blocks later prompts: only a prompt that has started can be overtaken. So it starts with one block.
+        # It delays later prompts: only a prompt that has started can be overtaken. So it starts with one block.
         delays_others = self._config.chunked_prefill and any(
             self._prefill_sort_key(sequence) < next_key
             for sequence in self._sequences.queue.near_front(MAX_SKIPPED)
@@ -448,7 +448,7 @@ class Planner:
     # ------------------------------------------------------------------ preemption
 
     def _release_spare_blocks(self) -> None:
-        """Frees blocks that rejected draft tokens left. A sequence keeps the block of its next position."""
+        """Frees blocks of rejected draft tokens. A sequence keeps the block of its next position."""
         if not self.speculation.is_on:
             return
         for sequence in self._sequences.running:
@@ -470,7 +470,7 @@ class Planner:
         builder.preempted.append(sequence.request_id)
 
     def _release_adopted(self, builder: PlanBuilder, sequence: Sequence) -> None:
-        """Releases blocks that it adopted in this plan: the step fills them, and a swap-out copies before the step."""
+        """Releases blocks adopted in this plan: the step fills them, but a swap-out copies before the step."""
         allocation = sequence.allocation
         assert allocation is not None
         filled = {block for block, _ in builder.registered}

@@ -1,4 +1,4 @@
-"""Orders admission, and learns what a step costs. Prompts are ordered and ADAPTIVE sizes them by that cost.
+"""Orders admission, and learns what a step costs. That cost orders prompts, and sizes their chunks under ADAPTIVE.
 
 A policy is a sort key per sequence that never changes while the sequence waits, so the queue is a plain heap. Ageing
 fits too: base + rate * (now - arrival) grows equally fast for all, so the order is that of rate * arrival - base.
@@ -94,7 +94,7 @@ class StepCostModel:
     DECAY = 0.98
     TRUSTED_SECONDS = 0.5
     MAX_PREDICTED_RATIO = 4.0
-    """A step counts for at most the larger of these: so many seconds, or so many times its predicted seconds. A laptop
+    """A step counts for at most TRUSTED_SECONDS, or MAX_PREDICTED_RATIO times its prediction if that is more. A laptop
     that slept is not slower. A machine that is slower is believed after some dozens of steps."""
     SCALES = (1.0, 256.0, 4096.0, 262_144.0)
     """Features are divided by these, for numerical accuracy."""

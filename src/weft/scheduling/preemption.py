@@ -89,7 +89,7 @@ def _holds_some(sequence: Sequence, shortage: BlockCounts) -> bool:
 
 
 def _freed_by(victim: Sequence, released: Counter[int], kv_cache: KvCacheManager) -> BlockCounts:
-    """Blocks with no reference left after `victim` is preempted. `released` counts those of earlier victims."""
+    """Blocks with no reference left after `victim` is preempted. `released`: references dropped so far, by block."""
     allocation = victim.allocation
     assert allocation is not None
     held = (*allocation.blocks, *allocation.leaving.values())

@@ -60,7 +60,7 @@ class ContinuousBatchScheduler:
         self._outputs: list[TokenOutput] = []
         self._results: list[GenerationResult] = []
         self._unsent_tables: list[tuple[Sequence, int, int]] = []
-        """New block-table entries that no plan has sent yet, because planning gave no plan."""
+        """New block-table entries from planning that gave no plan. The next plan sends them."""
         self.keeps_logprobs = True
         """Whether results include logprobs. Outputs always do."""
         self._should_wait_for_tokens = False
@@ -152,7 +152,7 @@ class ContinuousBatchScheduler:
         for sequence in sequences:
             sequence.order = self._next_order
             self._next_order += 1
-            sequence.arrival = sequence.since = now
+            sequence.arrival = sequence.phase_since = now
             if sequence.request.deadline is not None:
                 sequence.deadline_at = now + sequence.request.deadline
                 self._deadlines.add(sequence)
@@ -299,13 +299,13 @@ class ContinuousBatchScheduler:
         plan, block_size = pending.plan, self.info.block_size
         decoding, outputs, new = Phase.DECODE, self._outputs, tuple.__new__
         logprobs = result.logprobs if result.logprobs is not None else repeat(None)
-        last_token_at, num_alike = now, 0
+        last_token_at, num_equal_gaps = now, 0
         entries = zip(pending.sequences, plan.starts, result.tokens, logprobs, strict=False)
         for sequence, start, token, logprob in islice(entries, plan.num_decodes):
             tokens = sequence.tokens
             length = len(tokens) + 1
-            is_usual = sequence.phase is decoding and length < sequence.limit
-            if not is_usual or token in sequence.stop_ids:
+            is_common_case = sequence.phase is decoding and length < sequence.limit
+            if not is_common_case or token in sequence.stop_ids:
                 self._commit(sequence, plan.step, start + 1)
                 self._take_token(sequence, token, logprob, now)
                 sequence.update_proposer()
@@ -313,9 +313,9 @@ class ContinuousBatchScheduler:
             tokens.append(token)
             sequence.computed = computed = start + 1
             if sequence.last_token_at != last_token_at:
-                self._count_gaps(now - last_token_at, num_alike)
-                last_token_at, num_alike = sequence.last_token_at, 0
-            num_alike += 1
+                self._count_gaps(now - last_token_at, num_equal_gaps)
+                last_token_at, num_equal_gaps = sequence.last_token_at, 0
+            num_equal_gaps += 1
             sequence.last_token_at = now
             value: float | None = None
             top: tuple[tuple[int, float], ...] = ()
@@ -330,7 +330,7 @@ class ContinuousBatchScheduler:
             outputs.append(
                 new(TokenOutput, (sequence.request_id, token, "", value, False, None, length, top))
             )
-        self._count_gaps(now - last_token_at, num_alike)
+        self._count_gaps(now - last_token_at, num_equal_gaps)
 
     def _commit_drafts(self, pending: PendingPlan, result: StepResult, now: float) -> None:
         """Commits the accepted draft tokens, and the token sampled after them. The rest counts as not computed."""
@@ -338,10 +338,10 @@ class ContinuousBatchScheduler:
         for entry, drafts in enumerate(plan.drafts, plan.num_decodes):
             sequence, start = pending.sequences[entry], plan.starts[entry]
             tokens = result.tokens[sampled : sampled + 1 + len(drafts)]
-            num_right = sum(takewhile(bool, map(eq, drafts, tokens)))
-            gap = (now - sequence.last_token_at) / (1 + num_right)
+            num_accepted = sum(takewhile(bool, map(eq, drafts, tokens)))
+            gap = (now - sequence.last_token_at) / (1 + num_accepted)
             index = 0
-            for index, token in enumerate(tokens[: 1 + num_right]):
+            for index, token in enumerate(tokens[: 1 + num_accepted]):
                 self._commit(sequence, plan.step, start + index + 1)
                 logprob = None if result.logprobs is None else result.logprobs[sampled + index]
                 self._take_token(sequence, token, logprob, now, gap)

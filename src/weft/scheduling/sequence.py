@@ -75,6 +75,7 @@ class Sequence:
         "needs_last_token",
         "order",
         "phase",
+        "phase_since",
         "phase_times",
         "preemptions",
         "priority",
@@ -87,7 +88,6 @@ class Sequence:
         "row_sent",
         "scheduled",
         "seed",
-        "since",
         "state",
         "stop_ids",
         "swap_id",
@@ -104,6 +104,7 @@ class Sequence:
         self.prompt_length = len(self.tokens)
         self.min_length = self.prompt_length + request.params.min_tokens
         self.limit = self.prompt_length + (request.params.max_tokens or MAX_TOKENS)
+        """The sequence ends at this many tokens, prompt included."""
         self.computed = self.scheduled = 0
         self.target = self.prompt_length
         self.block_hashes: list[BlockHash] = []
@@ -121,10 +122,13 @@ class Sequence:
         """None: it gets no draft tokens."""
         self.swap_id: int | None = None
         self.admitted_step = NEVER
+        """The first step that it may take part in since it was last admitted."""
         self.last_step = -1
+        """The last step that it was planned in."""
         self.queue_item: object = None
         self.order = -1
-        self.arrival = self.since = 0.0
+        """Its number in order of arrival."""
+        self.arrival = self.phase_since = 0.0
         self.deadline_at: float | None = None
         self.stop_ids: frozenset[int] = frozenset(request.params.stop_token_ids)
         self.finish_reason: FinishReason | None = None
@@ -134,6 +138,7 @@ class Sequence:
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
         self.cached_tokens: int | None = None
+        """Tokens of the prefix hit at its first admission. None: not admitted yet."""
         self.preemptions = 0
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
@@ -185,8 +190,8 @@ class Sequence:
 
     def enter(self, phase: Phase, now: float) -> None:
         """Starts a phase, and adds the time since the last change to the phase that ends."""
-        self.phase_times[self.phase] += now - self.since
-        self.phase, self.since = phase, now
+        self.phase_times[self.phase] += now - self.phase_since
+        self.phase, self.phase_since = phase, now
 
     def result(self) -> GenerationResult:
         assert self.finish_reason is not None

@@ -152,8 +152,8 @@ class PlanChecker:
         has_run = self._last_ran.get(sequence.request_id, -1) >= sequence.admitted_step
         was_finishing = sequence.is_finishing and sequence.last_step < plan.step
         is_final = sequence.request_id in plan.request_ids[plan.first_prefill :]
-        # Blocks that it held before this plan and did not share: their content is not cached. With two tiers, either may
-        # have been short, so only a sequence with blocks in both would certainly have helped.
+        # Blocks that it held before this plan and did not share: their content is not cached. With two tiers, either
+        # may have been short, so only a sequence with blocks in both would certainly have helped.
         kv_cache, allocation = self._scheduler.kv_cache, sequence.allocation
         blocks = allocation.blocks if allocation is not None else []
         new = {*plan.table_blocks, *plan.moved_to}

@@ -98,7 +98,7 @@ def _draw_plain(seed: int) -> Scenario:
 
 
 def _draw_tiers(rng: random.Random, cache: KvCachePoolConfig) -> KvCachePoolConfig:
-    """The same cache, or one with two tiers: short tails, and full blocks that often suffice for little more than one."""
+    """The same cache, or one with two tiers: short tails, and often full blocks for little more than one tail."""
     if rng.random() < 0.6:
         return cache
     assert cache.num_blocks is not None
@@ -217,8 +217,8 @@ def _draw_grammars(rng: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[A
 
 
 def _draw_drafts(rng: random.Random, scenario: Scenario) -> Scenario:
-    """The same scenario, or one with draft tokens. Its vocabulary is tiny, so that many draft tokens are accepted and many
-    rejected."""
+    """The same scenario, or one with draft tokens. Its vocabulary is tiny, so that many draft tokens are accepted and
+    many rejected."""
     if rng.random() < 0.6:
         return scenario
     vocabulary_size = rng.choice((2, 3, 5))

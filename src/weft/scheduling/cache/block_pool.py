@@ -61,7 +61,7 @@ class BlockPool:
     `available` counts the free and the evictable blocks.
 
     A block that was never used may have no physical memory yet. Beyond `eager_blocks`, untouched blocks are used only
-    while touched ones are at most twice the referenced ones. After that, cached blocks are evicted instead, so that
+    while fewer than twice the referenced blocks are touched. After that, cached blocks are evicted instead, so that
     memory follows the load.
 
     Ids start at `first_block`: those of the store follow those of the full blocks.

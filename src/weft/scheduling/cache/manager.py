@@ -49,8 +49,8 @@ class KvCacheManager:
     """Allocations by request. Running out of memory is a return value; misuse raises and changes nothing.
 
     Moves: a full block that moves to the store is held until the step that moves it ends. If that step fails, the block
-    becomes the table entry again. A sequence that is preempted before the step ends loses both copies: if the step then
-    fails, its swap slots hold invalid data and are dropped.
+    becomes the table entry again. A sequence that is preempted before the step ends releases both blocks. If it was
+    swapped out and the step fails, its swap slots hold invalid data and are dropped.
     """
 
     def __init__(

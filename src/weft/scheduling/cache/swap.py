@@ -23,7 +23,7 @@ class SwapSlots:
         self._free_store = list(range(slots.full + slots.store - 1, slots.full - 1, -1))
         self._next_swap_id = 0
         self._swaps: dict[int, list[tuple[dict[int, int], dict[int, int | None]]]] = {}
-        """Swaps in flight: for each dict of guards, the blocks or slots of the swap and the guards that it replaced."""
+        """Swaps in flight: their block guards and slot guards, each with the earlier guard that it replaced."""
         self._block_guards: dict[int, int] = {}
         self._slot_guards: dict[int, int] = {}
         self._dependencies: set[int] = set()
