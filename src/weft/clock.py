@@ -1,4 +1,4 @@
-"""The clock: a function that returns seconds. Passed in everywhere, so that a run can be replayed."""
+"""The clock: a function that returns seconds. It is always passed in, so that a run can be replayed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Clock = Callable[[], float]
 
 
 class VirtualClock:
-    """A clock that moves only when told to. Time never runs backwards."""
+    """A clock that only its owner advances. It never goes back."""
 
     __slots__ = ("now",)
 
@@ -20,9 +20,9 @@ class VirtualClock:
 
     def advance(self, seconds: float) -> None:
         if seconds < 0:
-            raise ValueError(f"a clock cannot go back: asked to advance by {seconds} s")
+            raise ValueError(f"a clock cannot go back: seconds is {seconds}; allowed: at least 0")
         self.now += seconds
 
     def advance_to(self, moment: float) -> None:
-        """Moves to `moment`, or stays when it has already passed."""
+        """Advances to `moment`, unless it has passed."""
         self.now = max(self.now, moment)

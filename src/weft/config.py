@@ -1,4 +1,4 @@
-"""The options of scheduler, cache and engine: frozen, checked once, few, each with a default that suits most."""
+"""The options of scheduler, KV cache and engine. Frozen, and checked when they are created."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.errors import InvalidRequestError
 
 
 class PriorityPolicy(Enum):
-    """In which order waiting requests are admitted."""
+    """The order in which waiting requests are admitted."""
 
     FCFS = "fcfs"
     SHORTEST_JOB_FIRST = "shortest-job-first"
@@ -18,7 +18,7 @@ class PriorityPolicy(Enum):
 
 
 class PreemptionMode(Enum):
-    """How a victim gives its memory back. AUTO takes the cheaper way for each victim."""
+    """How a sequence is preempted. AUTO chooses the cheaper way for each one."""
 
     AUTO = "auto"
     RECOMPUTE = "recompute"
@@ -26,14 +26,14 @@ class PreemptionMode(Enum):
 
 
 class KvCacheKind(Enum):
-    """FULL keeps all K and V as computed. TWO_TIER keeps the newest tokens so and quantises what is older."""
+    """FULL keeps all K and V in full precision. TWO_TIER does so for recent tokens, and quantises older ones."""
 
     FULL = "full"
     TWO_TIER = "two-tier"
 
 
 def _check(name: str, value: float, low: float, high: float | None = None) -> None:
-    """Refuses what is no finite number in low..high, naming the field, the value and the range."""
+    """Raises unless `value` is a finite number from `low` to `high`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
     if not is_number or value < low or (high is not None and value > high):
         allowed = f"at least {low}" if high is None else f"{low} to {high}"
@@ -52,7 +52,7 @@ def _check_switch(name: str, value: object) -> None:
 
 
 def named_choice(name: str, value: object, choices: type[Enum]) -> object:
-    """A choice that somebody typed, by its word; whatever is no text is left to the checks of its field."""
+    """Converts the name of a choice, as a user types it. Other types are left to the check of their field."""
     words = {choice.value: choice for choice in choices}
     if isinstance(value, str) and value not in words:
         raise InvalidRequestError(f"{name} is {value!r}; allowed: {', '.join(words)}", field=name)
@@ -67,35 +67,35 @@ def _check_choice(name: str, value: object, choices: type[Enum]) -> None:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What one step may hold, who goes first, and how long the queue may grow."""
+    """Limits of a step, the order of requests, and limits of the queue."""
 
     policy: PriorityPolicy = PriorityPolicy.FCFS
     max_running: int = 256
     """Sequences that hold a row (slot) at the same time."""
     max_sequences_per_step: int | None = None
-    """Sequences in one step; None: all that run. With fewer, running sequences take turns."""
+    """Sequences in one step. None: all running ones. With fewer, running sequences rotate."""
     max_tokens_per_step: int = 2048
-    """The one token budget of a step, over prefill and decode together."""
+    """The token budget of a step, for prefill and decode together."""
     max_prefill_tokens: int = 1024
-    """How much of that budget prompts may take."""
+    """The part of that budget that prompts may use."""
     max_chunk_tokens: int = 512
-    """How much of one prompt is computed in one step."""
+    """The largest chunk of one prompt in one step."""
     chunked_prefill: bool = True
     prefer_pure_decode: bool = False
-    """Steps hold either prompts or decodes, never both; a full round of decodes, then one step of prompts."""
+    """A step holds either prompts or decodes: one step of prompts each time all running sequences have decoded."""
     dynamic_batching: bool = True
-    """New requests join while others generate. Off: a batch is formed, closed, and run to its end."""
+    """New requests join while others generate. Off: a batch closes when it generates, and runs to its end."""
     prefix_caching: bool = True
     max_draft_tokens: int = 11
-    """Tokens that are guessed from the sequence's own text and checked in one step, at most; 0: none. They change how many
-    steps an answer takes, never the answer. Only where the backend checks drafts (the CPU's does)."""
+    """The most draft tokens of a sequence in one step; 0: none. They are proposed from the sequence's own text, and
+    change how many steps an answer takes, never the answer. Only the CPU backend checks draft tokens."""
     preemption: PreemptionMode = PreemptionMode.AUTO
     ageing_rate: float = 0.1
     """Priority levels that a waiting request gains per second (policies PRIORITY and ADAPTIVE)."""
     target_inter_token_latency: float = 0.1
-    """Seconds between two tokens of a stream that ADAPTIVE holds by sizing the prompt share of a step."""
+    """ADAPTIVE sizes prompt chunks so that the seconds between two tokens of a stream stay below this."""
     session_lifetime: float = 600.0
-    """Seconds after a turn of a conversation (a request with a session id) that its cached blocks are evicted last."""
+    """Seconds after a request with a session id during which its cached blocks are evicted last."""
     max_waiting_requests: int = 8192
     max_waiting_tokens: int = 4_194_304
 
@@ -128,31 +128,31 @@ class SchedulerConfig:
 
     @property
     def longest_whole_prompt(self) -> int:
-        """With chunked prefill off: the longest prompt that fits one step beside the decodes."""
+        """With chunked prefill off: the longest prompt that fits into one step together with the decodes."""
         return min(self.max_prefill_tokens, self.max_tokens_per_step - self.sequences_per_step)
 
 
 @dataclass(frozen=True)
 class KvCachePoolConfig:
-    """The paged pool. Where neither `num_blocks` nor `memory` says how large, the backend chooses from what it has."""
+    """The KV cache. Without `num_blocks` and `memory`, the backend chooses the size by its free memory."""
 
     num_blocks: int | None = None
     block_size: int = 16
     swap_blocks: int | None = None
-    """Blocks of host memory for swapping; None: the backend's default; 0: never swap."""
+    """Swap slots in host memory. None: the backend's default. 0: never swap."""
     memory: int | None = None
-    """Bytes for blocks, instead of their number: the backend knows what one takes."""
+    """Bytes for blocks, instead of `num_blocks`."""
     kv_cache: KvCacheKind = KvCacheKind.FULL
-    """TWO_TIER: older tokens are quantised, so that several times as many fit."""
+    """TWO_TIER quantises older tokens, so that several times as many fit."""
     tail_length: int = 256
-    """TWO_TIER: tokens of every sequence that stay in full precision, a multiple of block_size."""
+    """TWO_TIER: recent tokens of each sequence in full precision. A multiple of block_size."""
     store_bits: int = 8
-    """TWO_TIER: bits of a quantised value, 8 or 4."""
+    """TWO_TIER: bits per quantised value, 8 or 4."""
     store_blocks: int | None = None
-    """TWO_TIER: quantised blocks, beside num_blocks full ones; None: both follow from memory."""
+    """TWO_TIER: number of quantised blocks; num_blocks is that of full blocks. None: both follow from memory."""
     expected_context: int | None = None
-    """TWO_TIER: tokens of a usual sequence, for which memory is split between the tiers. None: 4096, or what the model
-    can. Longer and shorter ones run all the same."""
+    """TWO_TIER: the typical length of a sequence in tokens; it decides how memory is split between the tiers. None:
+    4096, or the model's context if that is shorter. Other lengths work too."""
 
     def __post_init__(self) -> None:
         _check_count("block_size", self.block_size, 1)
@@ -210,11 +210,11 @@ class KvCachePoolConfig:
 
     @property
     def tail_blocks(self) -> int:
-        """Blocks of the tail; 0 where the cache has one tier."""
+        """The tail in blocks. 0: the cache has one tier."""
         return self.tail_length // self.block_size if self.is_two_tier else 0
 
     def blocks_in_memory(self, bytes_per_block: int) -> int | None:
-        """How many were asked for; None: the choice is the backend's."""
+        """The configured number of blocks. None: the backend chooses."""
         if self.memory is None:
             return self.num_blocks
         if self.memory < bytes_per_block:
@@ -228,20 +228,20 @@ class KvCachePoolConfig:
 
 @dataclass(frozen=True)
 class ServingEngineConfig:
-    """The engine: its scheduler, its cache, and how it treats requests and readers."""
+    """The engine: its scheduler, its KV cache, and its handling of requests, streams and results."""
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: KvCachePoolConfig = field(default_factory=KvCachePoolConfig)
     overlap: bool = True
-    """Plan step N+1 while N runs."""
+    """Plan step N+1 while step N runs."""
     request_timeout: float | None = None
-    """Seconds after which a request ends that has no deadline of its own."""
+    """The deadline, in seconds, of requests without one of their own."""
     stream_buffer: int = 1024
-    """Tokens a stream reader may be behind before its request is cancelled."""
+    """Unread tokens of a stream before its request is cancelled."""
     max_kept_results: int = 16384
-    """Results kept for `get_result`; the oldest go first."""
+    """Results kept for `get_result`. The oldest are dropped first."""
     log_path: str | None = None
-    """Writes a log here that `weft replay` runs again. Those of earlier starts are kept beside it, as .1 to .5."""
+    """Path of the event log, for `weft replay`. Logs of earlier runs are kept next to it, as .1 to .5."""
 
     def __post_init__(self) -> None:
         _check_switch("overlap", self.overlap)

@@ -1,4 +1,4 @@
-"""Measured values: histograms, and the figures an operator asks for, all derived from them."""
+"""Measured values: histograms, rates, and the snapshot of the engine that `metrics()` returns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Histogram:
-    """Counts in buckets that grow by a tenth, from a microsecond to a day: quantiles are exact within 5%."""
+    """Counts in buckets that grow by 10%, from a microsecond to a day. Quantiles are exact within 5%."""
 
     FIRST = 1e-6
     GROWTH = 1.1
@@ -33,14 +33,14 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """The value that `share` of the recorded ones do not exceed, up to the width of a bucket."""
+        """The value that a `share` of the recorded values does not exceed, up to the width of a bucket."""
         if not self.count:
             return 0.0
-        wanted = max(1, math.ceil(share * self.count))
+        rank = max(1, math.ceil(share * self.count))
         seen = 0
         for bucket, count in enumerate(self.counts):
             seen += count
-            if seen >= wanted:
+            if seen >= rank:
                 if bucket == 0:
                     return min(self.FIRST, self.largest)
                 if bucket == self.NUM_BUCKETS:
@@ -59,12 +59,12 @@ _LOG_GROWTH = math.log(Histogram.GROWTH)
 
 
 class RecentRate:
-    """How many a second, over the last ten seconds: counted by whole seconds of the clock."""
+    """Events per second over the last ten seconds, counted per whole second of the clock."""
 
     SECONDS = 10
 
-    def __init__(self, began: float) -> None:
-        self._began = began
+    def __init__(self, start: float) -> None:
+        self._start = start
         self._counts: dict[int, int] = {}
 
     def record(self, now: float, count: int) -> None:
@@ -73,13 +73,13 @@ class RecentRate:
             self._counts[second] += count
             return
         first = self._first(now)
-        self._counts = {one: number for one, number in self._counts.items() if one >= first}
+        self._counts = {old: number for old, number in self._counts.items() if old >= first}
         self._counts[second] = count
 
     def per_second(self, now: float) -> float:
         first = self._first(now)
         recent = sum(number for second, number in self._counts.items() if second >= first)
-        return recent / max(now - max(first, self._began), 1e-9)
+        return recent / max(now - max(first, self._start), 1e-9)
 
     def _first(self, now: float) -> int:
         return math.floor(now) - self.SECONDS + 1
@@ -87,7 +87,7 @@ class RecentRate:
 
 @dataclass(frozen=True, slots=True)
 class LatencySummary:
-    """Seconds."""
+    """Statistics of a latency, in seconds."""
 
     count: int
     mean: float
@@ -99,11 +99,11 @@ class LatencySummary:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One row and the request in it, if there is one."""
+    """One row, and its request, if any."""
 
     row: int
     state: str
-    """idle, prefilling, decoding, or preempted (coming back from swap space)."""
+    """idle, prefilling, decoding, or preempted (its swap-in is in flight)."""
     request_id: int | None
     context_used: int
     context_limit: int
@@ -112,24 +112,24 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class TwoTierKvCache:
-    """What the requests of this moment hold in each tier of a two-tier cache, and what has moved since the start."""
+    """What the current requests hold in each tier of a two-tier cache, and the moves since the start."""
 
     tail_tokens: int
-    """Room for tokens in the full blocks in use: the tails, and prompts under way."""
+    """Token positions of the full blocks in use: tails, and prompts in progress."""
     store_tokens: int
     tail_bytes: int
     store_bytes: int
     compression_ratio: float
-    """Bytes that a plain cache would need for the same tokens, over the bytes in use. 1 where nothing is held."""
+    """Bytes that a one-tier cache would need for the same tokens, over the bytes in use. 1 if none are in use."""
     migrations: int
-    """Blocks that fell behind a tail and moved to the store."""
+    """Blocks that left a tail and moved to the store."""
     migrations_shared: int
-    """Of these, blocks that the store held already, found by their content: nothing was copied."""
+    """Of these, blocks whose content the store held already: nothing was copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingMetrics:
-    """A moment of the engine, with totals since its start."""
+    """A snapshot of the engine, with totals since its start."""
 
     uptime: float
     requests_pending: int
@@ -142,9 +142,9 @@ class ServingMetrics:
     cached_tokens: int
     generated_tokens: int
     drafted_tokens: int
-    """Guessed and checked."""
+    """Draft tokens that steps checked."""
     accepted_drafts: int
-    """Those of them that were right."""
+    """Draft tokens that were accepted."""
     steps: int
     preemptions: int
     requests_per_second: float
@@ -156,9 +156,9 @@ class ServingMetrics:
     inter_token_latency: LatencySummary
     waiting_time: LatencySummary
     batch_utilisation: float
-    """Rows in use."""
+    """The share of rows in use."""
     cache_utilisation: float
-    """Blocks in use."""
+    """The share of the cache memory in use."""
     slots: tuple[Slot, ...]
     two_tier: TwoTierKvCache | None = None
     """None: the cache has one tier."""

@@ -1,8 +1,8 @@
-"""The plan of one step, what comes back from it, and what a backend is: all that scheduler and backend tell each other.
+"""The interface between scheduler and backend: the plan of a step, its result, and the properties of a backend.
 
-A plan is complete, frozen and cheap. Block tables, tokens and sampling parameters live in the backend's rows;
-a plan carries only what changes, always by absolute index, so that planning a step again after a failure
-overwrites whatever the failed one left behind.
+A plan is complete, frozen and small. Block tables, tokens and sampling parameters live in the backend's rows; a plan
+carries only changes. They use absolute indices, so a step that is planned again after a failure overwrites what the
+failed one wrote.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.request import RequestId, SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """What a backend has, told once after it took its memory."""
+    """Properties of a backend, fixed once it has allocated its memory."""
 
     vocabulary_size: int
     max_context: int
@@ -27,25 +27,25 @@ class BackendInfo:
     eos_token_ids: frozenset[int] = frozenset()
     recompute_seconds_per_token: float = 1e-4
     swap_seconds_per_block: float = 1e-4
-    """One direction. With the line above: which way of preempting is the cheaper one."""
+    """One direction. With the line above, it decides between preemption by swap and by recompute."""
     weight_bytes: int = 0
     device: str = ""
-    """What computes, by its own name, where that is not the host's processor."""
+    """The name of the device that computes, if it is not the host's processor."""
     eager_blocks: int | None = None
-    """Where a block takes memory only once it is used: how many may be used for cached content alone. None: all."""
+    """If blocks take memory on first use: how many may be touched for cached content alone. None: all."""
     grammars_may_overlap: bool = False
-    """Whether a row with a grammar may be in a step while the one that samples its last token is still in flight: the
-    backend knows that token in time for the next mask. Else such a row sits out one step."""
+    """Whether a row with a grammar may be in a step while the previous step, which samples its last token, is in
+    flight: the backend gets that token in time for the next mask. If not, the row waits until that step ends."""
     fixed_cost_rows: float = 0.0
-    """How many rows cost as much as what a step costs whatever it computes: mostly reading the weights. It says how many
-    drafts are worth their rows. A first value: the scheduler learns the true one (`DecodeCosts`). 0: the backend checks no drafts."""
+    """The fixed cost of a step, mostly reading the weights, as a number of rows. It decides how many draft tokens a
+    step checks. The scheduler starts with this value and learns the true one (`DecodeCosts`). 0: no draft tokens."""
     store_blocks: int = 0
-    """Quantised blocks of a two-tier cache: their ids follow those of the full blocks. 0: a plain cache."""
+    """Quantised blocks of a two-tier cache. Their ids follow those of the full blocks. 0: the cache has one tier."""
     store_swap_blocks: int = 0
-    """Host memory for quantised blocks: these slots follow the `swap_blocks` for full ones."""
+    """Swap slots for quantised blocks. Their ids follow those of the `swap_blocks` for full blocks."""
     bytes_per_store_block: int = 0
     tail_blocks: int = 0
-    """Complete blocks that a query still reads in full (`weft.tiers`)."""
+    """How many complete blocks a query reads in full precision (`weft.tiers`)."""
 
     @property
     def cache_bytes(self) -> int:
@@ -61,7 +61,7 @@ class BackendInfo:
 
 
 class RowStart(NamedTuple):
-    """The whole content of a row, sent when a request enters it and again after a failed step."""
+    """The whole content of a row. Sent when a sequence gets the row, and again after a failed step."""
 
     row: int
     request_id: RequestId
@@ -71,19 +71,19 @@ class RowStart(NamedTuple):
     params: SamplingParams
     seed: int
     blocks: tuple[int, ...]
-    """The block table, this step's new blocks included.
+    """The block table, with the new blocks of this step.
 
-    With two tiers an entry is a store block where the content moved there before this step, and no query from here on
-    reads it in full; otherwise a full block. This step's moves come on top.
+    With two tiers, an entry is a store block if its content moved there before this step and no later query reads it in
+    full precision. All others are full blocks. The moves of this step come on top.
     """
 
 
 class SwapTask(NamedTuple):
-    """Copies blocks[i] to swap_slots[i] (out) or back (in), after the stated step and swaps are over.
+    """Copies blocks[i] to swap_slots[i] (out) or back (in), after step `after_step` and swaps `after_swaps` have ended.
 
-    A full block goes with a slot below `swap_blocks`, a store block with one from there on.
+    These dependencies are the only order of a swap: nothing else may be assumed.
 
-    These dependencies are the only order a swap has: nothing else may be assumed.
+    Full blocks use slots below `swap_blocks`, store blocks use the slots from there on.
     """
 
     swap_id: int
@@ -95,7 +95,7 @@ class SwapTask(NamedTuple):
 
 
 class PrefillTask(NamedTuple):
-    """A view of a plan entry, for people: part of a prompt (or of a replay after preemption)."""
+    """A plan entry as an object, for display: a chunk of a prompt, or of a recompute after preemption."""
 
     request_id: RequestId
     row: int
@@ -105,7 +105,7 @@ class PrefillTask(NamedTuple):
 
 
 class DecodeTask(NamedTuple):
-    """A view of a plan entry, for people: one token of a running sequence, and what is guessed to follow it."""
+    """A plan entry as an object, for display: one token of a running sequence, and its draft tokens."""
 
     request_id: RequestId
     row: int
@@ -117,9 +117,12 @@ class DecodeTask(NamedTuple):
 class IterationPlan:
     """One step. Entry i computes positions starts[i] .. starts[i]+counts[i]-1 of rows[i].
 
-    The first `num_decodes` entries compute one token each and sample; their input may be the token that the step
-    before samples, which only the device knows yet: the backend takes it from its own row. Then come decodes with
-    drafts, one for each of `drafts`. The others are prefills and sample where samples[i] says so, from their last position.
+        entries  [ decodes ......... | decodes with draft tokens | prefills ............. ]
+                   num_decodes         len(drafts)                 num_prefills
+
+    A decode computes one token and samples the next. Its input may be the token that the previous step samples, which
+    only the device knows yet: the backend reads it from its own row. A prefill samples, from its last position, if
+    samples[i] is set.
     """
 
     step: int
@@ -131,17 +134,19 @@ class IterationPlan:
     samples: tuple[bool, ...]
     row_starts: tuple[RowStart, ...] = ()
     table_rows: tuple[int, ...] = ()
-    """New block-table entries of rows already known: table[table_rows[i]][table_indices[i]] = table_blocks[i]."""
+    """New block-table entries of existing rows: table[table_rows[i]][table_indices[i]] = table_blocks[i]."""
     table_indices: tuple[int, ...] = ()
     table_blocks: tuple[int, ...] = ()
-    """Always full blocks: what comes into the store comes by a move."""
+    """Always full blocks: store blocks enter a table only by a move."""
     moved_rows: tuple[int, ...] = ()
-    """Moves of a two-tier cache: in this step full block moved_from[i] is quantised into store block moved_to[i], which is
-    from this step on entry moved_indices[i] of the store side of the table of row moved_rows[i].
+    """Moves of a two-tier cache. This step quantises full block moved_from[i] into store block moved_to[i], which
+    becomes entry moved_indices[i] of the table of row moved_rows[i].
 
-    moved_from -1: the content is in the store already (or another move of this step or one in flight brings it there), only
-    the entry is new. A step of decodes alone moves only what was complete before it; in any other, K and V of a moved
-    block may be written by the step itself. The full block stays valid until the step is over.
+    moved_from -1: only the table entry is new. The content is in the store already, or another move of this step or of
+    a step in flight brings it there.
+
+    A step without prefills moves only blocks that were complete before it. In other steps, the step itself may write K
+    and V of a block that it moves. The full block stays valid until the step ends.
     """
     moved_indices: tuple[int, ...] = ()
     moved_from: tuple[int, ...] = ()
@@ -149,15 +154,16 @@ class IterationPlan:
     swap_out: tuple[SwapTask, ...] = ()
     swap_in: tuple[SwapTask, ...] = ()
     after_swaps: tuple[int, ...] = ()
-    """Swaps that must be over before this step may write: it reuses their blocks."""
+    """Swaps that must end before this step writes: it reuses their blocks."""
     preempted: tuple[RequestId, ...] = ()
     freed: tuple[int, ...] = ()
-    """Blocks whose content is dead from this step on. A backend that looks for mistakes poisons them."""
+    """Blocks whose content is dead from this step on. A backend that detects errors poisons them."""
     drafts: tuple[tuple[int, ...], ...] = ()
-    """Tokens guessed to follow the first of their entry, which every token before is known of: the entry computes that one
-    and these, and samples behind each. A sample stands for nothing unless all drafts before it were sampled too; the
-    backend need not care, since whatever comes next is told by absolute index. No other step holds such a row before
-    this one is over."""
+    """Draft tokens of an entry. They follow its last known token. The entry computes that token and these, and samples
+    after each of them.
+
+    A sample is valid only if all draft tokens before it were accepted. The backend need not check that: the next plan
+    uses absolute indices. No other step holds the row until this step ends."""
 
     @property
     def num_tokens(self) -> int:
@@ -169,7 +175,7 @@ class IterationPlan:
 
     @property
     def first_prefill(self) -> int:
-        """The number of entries that decode, with or without drafts: prefills come behind them."""
+        """The index of the first prefill: the number of decodes, with or without draft tokens."""
         return self.num_decodes + len(self.drafts)
 
     @property
@@ -190,18 +196,18 @@ class IterationPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave. Swaps report here too, each exactly once, in whatever step's result comes next."""
+    """The result of a step. Each swap is reported exactly once, in the next result after it ends."""
 
     tokens: Sequence[int] = ()
-    """One for every entry that samples, in the order of the entries; of one with drafts, one for each of its positions."""
+    """One per entry that samples, in entry order. An entry with draft tokens has one per position."""
     logprobs: Sequence[TokenLogprobs | None] | None = None
-    """One for each of the tokens, None where its request asked for none; None for all where nobody asked."""
+    """One per token, None for a request without logprobs. None if no request of the step has logprobs."""
     prompt_logprobs: Mapping[RequestId, tuple[int, Sequence[TokenLogprobs]]] = field(default_factory=dict)
-    """Of prompt tokens, from the stated position on; a prompt in chunks is told piece by piece."""
+    """Logprobs of prompt tokens: (position of the first, values). A prompt in chunks is reported chunk by chunk."""
     errors: Mapping[RequestId, str] = field(default_factory=dict)
-    """Errors that belong to one request; the rest of the step is planned again without it."""
+    """Errors of single requests. These requests end; the others are planned again."""
     error: str | None = None
-    """An error that belongs to nobody; the step is tried once more in halves."""
+    """An error of the whole step. The step is retried in halves."""
     finished_swaps: tuple[int, ...] = ()
     failed_swaps: Mapping[int, str] = field(default_factory=dict)
 

@@ -1,10 +1,10 @@
-"""The arithmetic of the two-tier KV cache: which blocks a position reads from which tier, and how large the pools are.
+"""Arithmetic of the two-tier KV cache: which blocks a position reads from which tier, and the sizes of the tiers.
 
     blocks   0 .................. q(p) ............... p // B
-             [ store: quantised  )[ tail: full precision   ]       what the query at position p reads
+             [ store: quantised  )[ tail: full precision   ]       read by the query at position p
 
-The border q(p) follows from the position alone, so batching, chunking, preemption, swapping and prefix hits cannot move
-it. Scheduler and backends both count with these functions.
+The border q(p) depends on the position alone, so batching, chunking, preemption, swapping and prefix hits cannot change
+results. The scheduler and the backends both use these functions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEFAULT_EXPECTED_CONTEXT = 4096
 
 
 class PoolSizes(NamedTuple):
-    """How many blocks of each tier. They share one id space: full blocks come first, store blocks after them."""
+    """The number of blocks of each tier. They share one id space: full blocks first, then store blocks."""
 
     full: int
     store: int
@@ -28,7 +28,7 @@ class PoolSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class TierSizes:
-    """What both tiers can hold, for people: tails and prompts under way in full precision, the rest in the store."""
+    """The capacity of both tiers, for display. Tails and prompts in progress are full blocks, the rest store blocks."""
 
     tail_tokens: int
     tail_bytes: int
@@ -37,7 +37,7 @@ class TierSizes:
     tail_length: int
     store_bits: int
     ratio: float
-    """Tokens in all, over those that a plain cache keeps in the same memory."""
+    """Capacity in tokens, relative to a one-tier cache of the same memory."""
 
 
 def tier_sizes(info: BackendInfo, pool: KvCachePoolConfig) -> TierSizes | None:
@@ -62,11 +62,10 @@ def stored_blocks(position: int, block_size: int, tail_blocks: int) -> int:
 
 
 def store_vector_bytes(head_size: int, bits: int) -> int:
-    """What the store keeps of one key or value vector of one KV head: packed codes, a scale of one byte and an offset of
-    one byte."""
+    """Bytes of one key or value vector of one KV head in the store: packed codes, one-byte scale, one-byte offset."""
     if bits == 4 and head_size % 2:
         raise InvalidRequestError(
-            f"store_bits is 4 and the model's heads have {head_size} values; two go into a byte, so their number must be "
+            f"store_bits is 4 and the model's heads have {head_size} values; one byte holds two, so their number must be "
             "even; use 8 bits",
             field="store_bits",
         )
@@ -74,15 +73,15 @@ def store_vector_bytes(head_size: int, bits: int) -> int:
 
 
 def longest_context(model_context: int, sizes: PoolSizes, block_size: int, tail_blocks: int) -> int:
-    """Tokens of the longest sequence that the pools can hold, and the model too."""
+    """Tokens of the longest sequence that the model and the tiers allow."""
     return min(model_context, (sizes.store + tail_blocks) * block_size)
 
 
 def longest_sequence(info: BackendInfo) -> int:
-    """Tokens of the longest sequence that a backend's cache can hold, alone, whatever its kind."""
+    """Tokens of the longest sequence that a backend's cache can hold alone, with one tier or two."""
     if not info.store_blocks:
         return min(info.max_context, info.num_blocks * info.block_size)
-    # Its tail, the block it writes, and one that is leaving for the store.
+    # A sequence needs its tail, the block it writes, and one that is moving to the store.
     if info.num_blocks < info.tail_blocks + 2:
         raise InvalidRequestError(
             f"the cache has {info.num_blocks} full blocks; a tail of {info.tail_blocks} needs at least "
@@ -102,7 +101,7 @@ def choose_sizes(
     model_context: int,
     step_tokens: int,
 ) -> PoolSizes:
-    """The pools of a two-tier cache: as asked for, or from its memory, or from the `free_memory` that there is."""
+    """The sizes of both tiers: as configured, or from the configured memory, or from `free_memory`."""
     if pool.num_blocks is not None and pool.store_blocks is not None:
         return PoolSizes(pool.num_blocks, pool.store_blocks)
     expected = pool.expected_context or min(DEFAULT_EXPECTED_CONTEXT, model_context)
@@ -127,11 +126,11 @@ def split_memory(
     expected_context: int,
     step_tokens: int,
 ) -> PoolSizes:
-    """Splits bytes so that sequences of the expected length use both pools up together.
+    """Splits memory so that sequences of the expected length fill both tiers at the same time.
 
-    A sequence takes its tail and the block it writes in full, and the rest in the store. Prompts under way need more
-    full blocks for a moment, up to a step's tokens; with little memory they get a smaller part of it and are computed
-    in smaller chunks.
+    A sequence needs full blocks for its tail and the block it writes, and store blocks for the rest. Prompts in
+    progress need more full blocks for a short time, up to the tokens of a step. With little memory they get fewer, and
+    are computed in smaller chunks.
     """
     smallest = PoolSizes(tail_blocks + 2, 2)
     smallest_bytes = smallest.full * block_bytes + smallest.store * store_block_bytes

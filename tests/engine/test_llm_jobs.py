@@ -221,7 +221,7 @@ def test_memory_of_the_cache_follows_the_load(monkeypatch: pytest.MonkeyPatch) -
         pool = small.engine.scheduler.kv_cache.pool
         for number in range(12):
             small.generate(f"{number} times the same words, " + "word " * 40, SamplingParams(max_tokens=2))
-        assert pool.num_blocks > 1000 and pool.num_touched <= 2 * 4
+        assert pool.num_blocks > 1000 and pool.first_untouched <= 2 * 4
 
 
 @pytest.mark.parametrize("wanted", [1, 0, -5, 8193, "64", 64.0, True])

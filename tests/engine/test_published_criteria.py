@@ -29,7 +29,7 @@ from weft.request import (
     SamplingParams,
     TokenOutput,
 )
-from weft.scheduling.cache.block_pool import Blocks
+from weft.scheduling.cache.block_pool import BlockCounts
 from weft.scheduling.cache.manager import KvCacheManager
 
 
@@ -163,22 +163,22 @@ def test_05_memory_is_taken_as_it_is_needed_and_not_for_the_longest_possible_ans
 
 def test_06_misuse_of_the_cache_is_an_error_and_nothing_is_lost() -> None:
     cache = KvCacheManager(num_blocks=4, num_rows=2, swap_blocks=4)
-    held = cache.allocate(RequestId(1), Blocks(2))
+    held = cache.allocate(RequestId(1), BlockCounts(2))
     assert held is not None
     with pytest.raises(ValueError, match="already holds memory"):
-        cache.allocate(RequestId(1), Blocks(1))
+        cache.allocate(RequestId(1), BlockCounts(1))
     out = cache.swap_out(held, after_step=0)
     assert out is not None
     cache.free_row(out[1])
     with pytest.raises(ValueError, match="cannot be extended"):
-        cache.extend(held, Blocks(1))
-    other = cache.allocate(RequestId(2), Blocks(3))
+        cache.extend(held, BlockCounts(1))
+    other = cache.allocate(RequestId(2), BlockCounts(3))
     assert other is not None
     assert cache.swap_in(held, after_step=0) is None and cache.is_swapped(RequestId(1)), (
         "no room: the copy stays"
     )
     assert cache.free(held) is None, "its row went back when it was swapped out"
-    with pytest.raises(ValueError, match="given back already"):
+    with pytest.raises(ValueError, match="released already"):
         cache.free(held)
     cache.check_integrity()
     stats = cache.stats()

@@ -1105,7 +1105,7 @@ def test_several_answers_are_taken_in_together_or_not_at_all() -> None:
     with pytest.raises(QueueFullError):
         engine.submit_choices(InferenceRequest((1, 2), SamplingParams(n=4)))
     assert engine.metrics().requests_pending == 1
-    with pytest.raises(InvalidRequestError, match="5 answers are asked for at once; allowed: 4"):
+    with pytest.raises(InvalidRequestError, match="5 answers were requested at once; allowed: at most 4"):
         engine.submit_choices(InferenceRequest((1, 2), SamplingParams(n=5)), block=True)
     assert len(engine.submit_choices(InferenceRequest((1, 2), SamplingParams(n=3)))) == 3
     engine.stop()

@@ -1,4 +1,4 @@
-"""However an answer is cut into pieces, its parts are the same, and no text is lost. Everything random comes from a seed."""
+"""An answer cut into any pieces has the same parts, and no text is lost. All randomness is seeded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.text.tool_formats import FORMATS, ToolFormat
 
 NUM_TEXTS = 400
 THINK = ReasoningMarkers("<think>", "</think>")
-# What answers are made of: markers, halves of markers, pieces of calls, and text that is none of these.
+# The pieces of random answers: markers, halves of markers, parts of calls, and other text.
 PIECES = (
     *(
         "<tool_call>",
@@ -71,7 +71,7 @@ def whole(form: AnswerForm, pieces: list[str]) -> AnswerParts:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("thinks", [False, True])
-def test_any_cutting_gives_the_same_whole(name: str, thinks: bool) -> None:
+def test_any_cutting_gives_the_same_answer(name: str, thinks: bool) -> None:
     num_calls = 0
     for seed in range(NUM_TEXTS):
         source = random.Random(f"{name} {seed}")
@@ -94,7 +94,7 @@ def test_any_cutting_gives_the_same_whole(name: str, thinks: bool) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_nothing_is_told_that_was_not_written_there_and_without_calls_all_of_it_is(name: str) -> None:
+def test_content_is_part_of_the_text_and_all_of_it_if_there_are_no_calls(name: str) -> None:
     form = AnswerForm(tools=FORMATS[name], names={"f"})
     for seed in range(NUM_TEXTS):
         text = random_text(random.Random(f"{name} {seed}"), FORMATS[name])
@@ -112,7 +112,7 @@ def test_nothing_is_told_that_was_not_written_there_and_without_calls_all_of_it_
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_words_and_calls_come_back_as_they_were_put_together(name: str) -> None:
+def test_content_and_calls_are_read_as_they_were_written(name: str) -> None:
     form = FORMATS[name]
     for seed in range(NUM_TEXTS):
         source = random.Random(f"{name} {seed}")

@@ -1,6 +1,6 @@
-"""Files damaged in thousands of ways: each is read in full or refused with `ModelFileError`, and costs little memory.
+"""Damaged model files are read completely or rejected with `ModelFileError`, and cost little memory.
 
-Everything random comes from a seed, which a failure names beside the damage done.
+All randomness is seeded. A failure names the seed and the damage.
 """
 
 from __future__ import annotations
@@ -69,38 +69,38 @@ RICH_GGUF = gguf(
 ABSURD = (0, 1, 2, 127, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 
 
-def flip_bits(content: bytes, dice: random.Random) -> bytes:
+def flip_bits(content: bytes, rng: random.Random) -> bytes:
     damaged = bytearray(content)
-    for _ in range(dice.randint(1, 6)):
-        damaged[dice.randrange(len(damaged))] ^= 1 << dice.randrange(8)
+    for _ in range(rng.randint(1, 6)):
+        damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
     return bytes(damaged)
 
 
-def overwrite_number(content: bytes, dice: random.Random) -> bytes:
-    width = dice.choice((1, 2, 4, 8))
-    number = dice.choice((*ABSURD, dice.getrandbits(64), len(content), len(content) - 1))
-    start = dice.randrange(len(content) - width)
+def overwrite_number(content: bytes, rng: random.Random) -> bytes:
+    width = rng.choice((1, 2, 4, 8))
+    number = rng.choice((*ABSURD, rng.getrandbits(64), len(content), len(content) - 1))
+    start = rng.randrange(len(content) - width)
     return content[:start] + (number % (1 << 8 * width)).to_bytes(width, "little") + content[start + width :]
 
 
-def cut(content: bytes, dice: random.Random) -> bytes:
-    return content[: dice.randrange(len(content))]
+def cut(content: bytes, rng: random.Random) -> bytes:
+    return content[: rng.randrange(len(content))]
 
 
-def remove(content: bytes, dice: random.Random) -> bytes:
-    start = dice.randrange(len(content))
-    return content[:start] + content[start + dice.randint(1, 40) :]
+def remove(content: bytes, rng: random.Random) -> bytes:
+    start = rng.randrange(len(content))
+    return content[:start] + content[start + rng.randint(1, 40) :]
 
 
-def splice(content: bytes, dice: random.Random) -> bytes:
-    """A piece of the file repeated somewhere else in it."""
-    start, place = dice.randrange(len(content)), dice.randrange(len(content))
-    return content[:place] + content[start : start + dice.randint(1, 200)] + content[place:]
+def splice(content: bytes, rng: random.Random) -> bytes:
+    """Repeats a piece of the file at another place."""
+    start, place = rng.randrange(len(content)), rng.randrange(len(content))
+    return content[:place] + content[start : start + rng.randint(1, 200)] + content[place:]
 
 
-def add_noise(content: bytes, dice: random.Random) -> bytes:
-    start = dice.randrange(len(content))
-    return content[:start] + dice.randbytes(dice.randint(1, 60)) + content[start:]
+def add_noise(content: bytes, rng: random.Random) -> bytes:
+    start = rng.randrange(len(content))
+    return content[:start] + rng.randbytes(rng.randint(1, 60)) + content[start:]
 
 
 DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
@@ -118,30 +118,30 @@ HOSTILE_VALUES: tuple[Any, ...] = (
 )
 
 
-def damage_json(value: Any, dice: random.Random) -> Any:
-    """A copy in which something, anywhere, is missing, twice under another name, or something else altogether."""
+def damage_json(value: Any, rng: random.Random) -> Any:
+    """A copy in which one value, at any depth, is removed, duplicated under another name, or replaced."""
     value = copy.deepcopy(value)
     place = value
     while True:
         keys = list(place) if isinstance(place, dict) else range(len(place))
-        key = dice.choice(keys)
+        key = rng.choice(keys)
         inner = place[key]
-        if not isinstance(inner, dict | list) or not inner or dice.random() < 0.3:
+        if not isinstance(inner, dict | list) or not inner or rng.random() < 0.3:
             break
         place = inner
-    kind = dice.randrange(6)
+    kind = rng.randrange(6)
     if kind == 0:
         del place[key]
     elif kind == 1 and isinstance(place, dict):
         place[key + "\x1b"] = inner
     elif kind == 2 and type(inner) is int:
-        place[key] = inner + dice.choice((-1, 1, 4, 1 << 40))
+        place[key] = inner + rng.choice((-1, 1, 4, 1 << 40))
     else:
-        place[key] = dice.choice(HOSTILE_VALUES)
+        place[key] = rng.choice(HOSTILE_VALUES)
     return value
 
 
-# --- the verdict ------------------------------------------------------------------------------------------------------
+# --- the check --------------------------------------------------------------------------------------------------------
 
 
 def read_all(tensors: Mapping[str, StoredTensor], size: int) -> None:
@@ -153,8 +153,9 @@ def read_all(tensors: Mapping[str, StoredTensor], size: int) -> None:
             assert entry.rows(np.array([0])).shape == (1, entry.shape[1])
 
 
-def check(read: Callable[[], object], size: int, story: object) -> bool:
-    """Whether the file was accepted; fails on any error but ours, and on memory out of proportion to the file."""
+def check(read: Callable[[], object], size: int, description: object) -> bool:
+    """Whether the file was accepted. Fails on any other error than ModelFileError, and if the memory use is too
+    high."""
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     try:
@@ -162,11 +163,11 @@ def check(read: Callable[[], object], size: int, story: object) -> bool:
         accepted = True
     except ModelFileError as error:
         accepted = False
-        assert str(error).isprintable(), story
-        assert len(str(error)) < 2_000, story
+        assert str(error).isprintable(), description
+        assert len(str(error)) < 2_000, description
     except BaseException as error:
-        raise AssertionError(f"{story}: {error!r}") from error
-    assert tracemalloc.get_traced_memory()[1] - before < 500_000 + 40 * size, story
+        raise AssertionError(f"{description}: {error!r}") from error
+    assert tracemalloc.get_traced_memory()[1] - before < 500_000 + 40 * size, description
     return accepted
 
 
@@ -199,29 +200,29 @@ READERS = {
 
 @pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_damaged_file_is_read_in_full_or_refused(tmp_path: Path, kind: str, seed: int) -> None:
+def test_a_damaged_file_is_read_completely_or_rejected(tmp_path: Path, kind: str, seed: int) -> None:
     content, name, read = READERS[kind]
     path = tmp_path / name
-    verdicts = []
+    accepted = []
     for case in range(CASES_PER_SEED):
-        dice = random.Random(f"{kind} {seed} {case}")
-        damages = [dice.choice(DAMAGES) for _ in range(dice.choice((1, 1, 1, 2, 3)))]
+        rng = random.Random(f"{kind} {seed} {case}")
+        damages = [rng.choice(DAMAGES) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
         damaged = content
         for damage in damages:
-            damaged = damage(damaged.ljust(9, b"\0"), dice)
+            damaged = damage(damaged.ljust(9, b"\0"), rng)
         path.unlink(missing_ok=True)
         path.write_bytes(damaged)
-        story = (kind, seed, case, [damage.__name__ for damage in damages])
-        verdicts.append(check(lambda: read(path), len(damaged), story))
-    # Damage that is never noticed, or always, would test one half of the reader only.
-    assert 0.01 < np.mean(verdicts) < 0.9
+        description = (kind, seed, case, [damage.__name__ for damage in damages])
+        accepted.append(check(lambda: read(path), len(damaged), description))
+    # If all files were accepted, or all rejected, half of the reader would not be tested.
+    assert 0.01 < np.mean(accepted) < 0.9
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_truncated_file_is_rejected(tmp_path: Path, kind: str) -> None:
     content, name, read = READERS[kind]
     path = tmp_path / name
-    # The last tensor of the GGUF files is followed by padding, which nobody misses.
+    # Padding follows the last tensor of the GGUF files. A file without it is accepted.
     needed = len(content.rstrip(b"\0")) if name.endswith(".gguf") else len(content)
     for length in range(len(content)):
         path.unlink(missing_ok=True)
@@ -231,13 +232,13 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_safetensors_header_with_hostile_values_is_read_in_full_or_refused(
+def test_a_safetensors_header_with_hostile_values_is_read_completely_or_rejected(
     tmp_path: Path, seed: int
 ) -> None:
     path = tmp_path / "model.safetensors"
     for case in range(CASES_PER_SEED):
-        dice = random.Random(f"header {seed} {case}")
-        header = damage_json(HEADER, dice)
+        rng = random.Random(f"header {seed} {case}")
+        header = damage_json(HEADER, rng)
         path.unlink(missing_ok=True)
         path.write_bytes(safetensors(header, TENSOR_BYTES))
         check(lambda: read_safetensors_file(path), path.stat().st_size, (seed, case, header))
@@ -272,13 +273,13 @@ def test_the_undamaged_files_are_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FOLDER)
-def test_a_folder_with_hostile_json_is_opened_or_refused(tmp_path: Path, name: str) -> None:
+def test_a_folder_with_hostile_json_is_opened_or_rejected(tmp_path: Path, name: str) -> None:
     folder = write_folder(tmp_path / "m", {**FOLDER, SHARD: GOOD_SAFETENSORS})
     for case in range(CASES_PER_SEED):
-        dice = random.Random(f"{name} {case}")
-        if dice.random() < 0.6:
-            text = json.dumps(damage_json(FOLDER[name], dice)).encode()
+        rng = random.Random(f"{name} {case}")
+        if rng.random() < 0.6:
+            text = json.dumps(damage_json(FOLDER[name], rng)).encode()
         else:
-            text = dice.choice(DAMAGES)(json.dumps(FOLDER[name]).encode(), dice)
+            text = rng.choice(DAMAGES)(json.dumps(FOLDER[name]).encode(), rng)
         (folder / name).write_bytes(text)
         check(lambda: open_checkpoint(folder), 4_000, (name, case, text))

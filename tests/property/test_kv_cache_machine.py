@@ -1,4 +1,4 @@
-"""The cache manager against a model that holds content: swaps run in any order their stated dependencies allow."""
+"""Compares the cache manager with a model of the content. Swaps run in any order that their dependencies allow."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from weft.plan import SwapTask
 from weft.request import RequestId
 from weft.scheduling.cache.allocation import KvCacheAllocation
-from weft.scheduling.cache.block_pool import Blocks
+from weft.scheduling.cache.block_pool import BlockCounts
 from weft.scheduling.cache.manager import KvCacheManager
 
 
 @dataclass
 class Holder:
-    """A request: its allocation, and what must be read back from each of its blocks or swap slots."""
+    """A request: its allocation, and the expected content of each block or swap slot."""
 
     allocation: KvCacheAllocation
     content: list[int]
     swap_in: int | None = None
-    """The copy back that it waits for."""
+    """The swap-in that it waits for."""
 
 
 @dataclass
 class Step:
-    """Writes of one step, in the order of the device."""
+    """The writes of one step."""
 
     number: int
     writes: dict[int, int]
@@ -38,7 +38,7 @@ class Step:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """The manager plans; a device of the test executes late, steps in order and swaps in any order that is allowed."""
+    """The manager plans. A simulated device executes later: steps in order, swaps in any allowed order."""
 
     @initialize(blocks=st.integers(1, 8), rows=st.integers(1, 4), slots=st.integers(0, 8))
     def start(self, blocks: int, rows: int, slots: int) -> None:
@@ -59,14 +59,14 @@ class CacheMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------------ helpers
 
     def resident(self) -> list[Holder]:
-        """Requests that may be in a step: not swapped out, and not on the way back."""
+        """Requests that may be in a step: not swapped out, and not being swapped in."""
         return [h for h in self.holders.values() if h.allocation.row is not None and h.swap_in is None]
 
     def swapped(self) -> list[Holder]:
         return [h for h in self.holders.values() if h.allocation.is_swapped]
 
     def fill(self, holder: Holder, first: int) -> None:
-        """New content for the blocks from index `first` on, written by the step being planned."""
+        """Writes new content to the blocks from index `first` on, in the step being planned."""
         for block in holder.allocation.blocks[first:]:
             holder.content.append(self.next_value)
             self.writes[block] = self.next_value
@@ -76,20 +76,20 @@ class CacheMachine(RuleBasedStateMachine):
         manager = self.manager
         tables = {rid: manager.block_table(rid) for rid in self.holders}
         slots = {rid: tuple(h.allocation.swap_slots) for rid, h in self.holders.items()}
-        return manager.stats(), tables, slots, manager.swaps_under_way
+        return manager.stats(), tables, slots, manager.swaps_in_flight
 
     # ------------------------------------------------------------------ planning
 
     @rule(count=st.integers(0, 4), data=st.data())
     def allocate(self, count: int, data: st.DataObject) -> None:
-        # A prefix hit on a request whose blocks are written, or will be by this very step.
+        # A prefix hit on blocks that are written, or that this step writes.
         donor = data.draw(st.none() | st.sampled_from(self.resident())) if self.resident() else None
         shared = [] if donor is None else donor.allocation.blocks[:2]
         before = self.snapshot()
         fits = self.manager.free_rows > 0 and count <= self.manager.pool.available
-        assert self.manager.can_allocate(Blocks(count)) is fits
+        assert self.manager.can_allocate(BlockCounts(count)) is fits
         request_id = RequestId(self.next_id)
-        allocation = self.manager.allocate(request_id, Blocks(count), shared)
+        allocation = self.manager.allocate(request_id, BlockCounts(count), shared)
         assert (allocation is not None) is fits
         if allocation is None:
             assert self.snapshot() == before
@@ -105,7 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
         holder = self.resident()[which % len(self.resident())]
         before, first = self.snapshot(), len(holder.allocation.blocks)
         fits = count <= self.manager.pool.available
-        assert self.manager.extend(holder.allocation, Blocks(count)) is fits
+        assert self.manager.extend(holder.allocation, BlockCounts(count)) is fits
         if fits:
             self.fill(holder, first)
         else:
@@ -139,17 +139,17 @@ class CacheMachine(RuleBasedStateMachine):
         if row is not None:
             self.manager.free_row(row)
         before = self.snapshot()
-        with pytest.raises(ValueError, match="given back already"):
+        with pytest.raises(ValueError, match="released already"):
             self.manager.free(holder.allocation)
         if row is not None:
-            with pytest.raises(ValueError, match=f"row {row} was given back twice"):
+            with pytest.raises(ValueError, match=f"row {row} is free already"):
                 self.manager.free_row(row)
         assert self.snapshot() == before
 
     @precondition(lambda self: self.resident())
     @rule(which=st.integers(0, 9))
     def swap_out(self, which: int) -> None:
-        self.plan_step()  # the copy is made after the step that fills the blocks
+        self.plan_step()  # the copy runs after the step that fills the blocks
         holder = self.resident()[which % len(self.resident())]
         before = self.snapshot()
         free_slots = self.manager.num_swap_slots - self.manager.stats().swap_blocks_used
@@ -169,10 +169,10 @@ class CacheMachine(RuleBasedStateMachine):
     def misuse_swapped(self, holder: Holder) -> None:
         before = self.snapshot()
         for misuse in (
-            lambda: self.manager.extend(holder.allocation, Blocks(1)),
+            lambda: self.manager.extend(holder.allocation, BlockCounts(1)),
             lambda: self.manager.swap_out(holder.allocation, 0),
             lambda: self.manager.adopt(holder.allocation, 0),
-            lambda: self.manager.allocate(holder.allocation.request_id, Blocks(1)),
+            lambda: self.manager.allocate(holder.allocation.request_id, BlockCounts(1)),
         ):
             with pytest.raises(ValueError, match=f"request {holder.allocation.request_id} "):
                 misuse()
@@ -184,7 +184,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.plan_step()
         holder = self.swapped()[which % len(self.swapped())]
         before = self.snapshot()
-        fits = self.manager.can_allocate(Blocks(len(holder.allocation.swap_slots)))
+        fits = self.manager.can_allocate(BlockCounts(len(holder.allocation.swap_slots)))
         task = self.manager.swap_in(holder.allocation, after_step=self.next_step - 1)
         assert (task is not None) is fits
         if task is None:
@@ -201,19 +201,19 @@ class CacheMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="is not swapped out"):
             self.manager.swap_in(holder.allocation, 0)
         with pytest.raises(ValueError, match="already holds memory"):
-            self.manager.allocate(holder.allocation.request_id, Blocks(0))
+            self.manager.allocate(holder.allocation.request_id, BlockCounts(0))
         assert self.snapshot() == before
 
     @rule()
     def plan_step(self) -> None:
         writes, self.writes = self.writes, {}
         held = {block for holder in self.holders.values() for block in holder.allocation.blocks}
-        after, freed = self.manager.take_dependencies(), self.manager.take_dead()
-        assert held.isdisjoint(freed), "a block in use is called dead"
+        after, freed = self.manager.take_dependencies(), self.manager.take_freed()
+        assert held.isdisjoint(freed), "a block in use is reported as freed"
         self.steps.append(Step(self.next_step, writes, after, freed))
         self.next_step += 1
 
-    # ------------------------------------------------------------------ the device, late
+    # ------------------------------------------------------------------ the simulated device
 
     def is_ready(self, swap_id: int) -> bool:
         task, _ = self.swaps[swap_id]
@@ -251,14 +251,14 @@ class CacheMachine(RuleBasedStateMachine):
         for holder in self.holders.values():
             if holder.swap_in == swap_id:
                 holder.swap_in = None
-                # Nothing else writes to these blocks, so the content is there and stays there.
+                # Nothing else writes to these blocks, so the content must be there.
                 found = [self.device.get(block) for block in holder.allocation.blocks]
-                assert found == holder.content, "a request came back with something else"
+                assert found == holder.content, "a swap-in restored other content"
 
-    # ------------------------------------------------------------------ what must hold
+    # ------------------------------------------------------------------ invariants
 
     @invariant()
-    def everything_adds_up(self) -> None:
+    def manager_equals_the_model(self) -> None:
         if not hasattr(self, "manager"):
             return
         self.manager.check_integrity()
@@ -267,7 +267,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.rows_used == sum(h.allocation.row is not None for h in self.holders.values())
         assert stats.blocks_used == len({b for h in self.holders.values() for b in h.allocation.blocks})
         assert stats.swap_blocks_used == sum(len(h.content) for h in self.swapped())
-        assert len(self.manager.swaps_under_way) == len(self.swaps) + len(self.executed)
+        assert len(self.manager.swaps_in_flight) == len(self.swaps) + len(self.executed)
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
@@ -278,14 +278,14 @@ class CacheMachine(RuleBasedStateMachine):
             self.run_a_step() if self.steps else None
             if self.swaps:
                 self.run_a_swap(1)
-            assert len(self.steps) + len(self.swaps) < left, "the stated dependencies can never be met"
+            assert len(self.steps) + len(self.swaps) < left, "the dependencies can never be met"
         for holder in self.holders.values():
-            where, places = (
+            memory, indices = (
                 (self.host, holder.allocation.swap_slots)
                 if holder.allocation.is_swapped
                 else (self.device, holder.allocation.blocks)
             )
-            assert [where.get(place) for place in places] == holder.content, "content was lost"
+            assert [memory.get(index) for index in indices] == holder.content, "content was lost"
         for holder in list(self.holders.values()):
             row = self.manager.free(holder.allocation)
             if row is not None:
@@ -297,76 +297,76 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
-TestCacheNeverLosesContentWhateverOrderCopiesRunIn = CacheMachine.TestCase
+TestCacheKeepsContentInAnyOrderOfSwaps = CacheMachine.TestCase
 
 
-def test_a_stale_handle_cannot_free_the_memory_of_the_next_request_with_its_id() -> None:
+def test_a_stale_allocation_cannot_free_the_memory_of_a_later_request_with_its_id() -> None:
     manager = KvCacheManager(num_blocks=4, num_rows=2)
-    old = manager.allocate(RequestId(1), Blocks(2))
+    old = manager.allocate(RequestId(1), BlockCounts(2))
     assert old is not None
     row = manager.free(old)
     assert row is not None
     manager.free_row(row)
-    new = manager.allocate(RequestId(1), Blocks(2))
+    new = manager.allocate(RequestId(1), BlockCounts(2))
     with pytest.raises(ValueError):
         manager.free(old)
     assert new is not None and manager.block_table(RequestId(1)) == tuple(new.blocks)
     manager.check_integrity()
 
 
-def test_a_refused_prefix_hit_leaves_no_reference_behind() -> None:
+def test_a_rejected_prefix_hit_leaves_no_references() -> None:
     manager = KvCacheManager(num_blocks=4, num_rows=2)
-    donor = manager.allocate(RequestId(1), Blocks(1))
+    donor = manager.allocate(RequestId(1), BlockCounts(1))
     assert donor is not None
     free_block = next(b for b in range(4) if b not in donor.blocks)
     with pytest.raises(ValueError, match=f"block {free_block} is free"):
-        manager.allocate(RequestId(2), Blocks(1), [donor.blocks[0], free_block])
+        manager.allocate(RequestId(2), BlockCounts(1), [donor.blocks[0], free_block])
     manager.check_integrity()
 
 
-def test_a_row_that_a_request_still_holds_cannot_be_given_back() -> None:
+def test_a_row_that_a_request_holds_cannot_be_freed() -> None:
     manager = KvCacheManager(num_blocks=4, num_rows=2)
-    holder = manager.allocate(RequestId(1), Blocks(1))
+    holder = manager.allocate(RequestId(1), BlockCounts(1))
     assert holder is not None and holder.row is not None
     with pytest.raises(ValueError):
         manager.free_row(holder.row)
     manager.check_integrity()
 
 
-def test_a_swapped_request_that_finds_no_room_keeps_its_copy() -> None:
+def test_a_request_that_cannot_be_swapped_in_keeps_its_swap_slots() -> None:
     manager = KvCacheManager(num_blocks=2, num_rows=2, swap_blocks=2)
-    first = manager.allocate(RequestId(1), Blocks(2))
+    first = manager.allocate(RequestId(1), BlockCounts(2))
     assert first is not None
     swap = manager.swap_out(first, after_step=0)
     assert swap is not None
     manager.free_row(swap[1])
     slots = list(first.swap_slots)
-    assert manager.allocate(RequestId(2), Blocks(2)) is not None
+    assert manager.allocate(RequestId(2), BlockCounts(2)) is not None
     assert manager.swap_in(first, after_step=1) is None
     assert first.swap_slots == slots and manager.is_swapped(RequestId(1))
     manager.check_integrity()
 
 
-def test_who_takes_a_block_that_a_copy_still_reads_waits_for_that_copy() -> None:
+def test_a_step_that_reuses_a_block_of_a_swap_depends_on_that_swap() -> None:
     manager = KvCacheManager(num_blocks=2, num_rows=2, swap_blocks=2)
-    first = manager.allocate(RequestId(1), Blocks(2))
+    first = manager.allocate(RequestId(1), BlockCounts(2))
     assert first is not None and manager.take_dependencies() == ()
     swap = manager.swap_out(first, after_step=0)
     assert swap is not None
     manager.free_row(swap[1])
-    assert manager.take_dead() == (), "a block under copy is not dead"
-    second = manager.allocate(RequestId(2), Blocks(1))
+    assert manager.take_freed() == (), "a block that a swap copies is not dead"
+    second = manager.allocate(RequestId(2), BlockCounts(1))
     assert second is not None
     assert manager.take_dependencies() == (swap[0].swap_id,)
     assert manager.take_dependencies() == ()
     manager.finish_swap(swap[0].swap_id)
-    assert manager.extend(second, Blocks(1)) and manager.take_dependencies() == ()
+    assert manager.extend(second, BlockCounts(1)) and manager.take_dependencies() == ()
 
 
-def test_a_copy_to_a_slot_that_another_still_reads_is_ordered_after_it() -> None:
+def test_a_swap_to_a_slot_of_another_swap_depends_on_it() -> None:
     manager = KvCacheManager(num_blocks=2, num_rows=2, swap_blocks=1)
-    first = manager.allocate(RequestId(1), Blocks(1))
-    second = manager.allocate(RequestId(2), Blocks(1))
+    first = manager.allocate(RequestId(1), BlockCounts(1))
+    second = manager.allocate(RequestId(2), BlockCounts(1))
     assert first is not None and second is not None
     out = manager.swap_out(first, after_step=0)
     assert out is not None
@@ -378,13 +378,11 @@ def test_a_copy_to_a_slot_that_another_still_reads_is_ordered_after_it() -> None
     assert back.swap_id in other[0].after_swaps
 
 
-def test_a_copy_into_a_block_that_another_still_reads_is_ordered_after_it_and_guards_the_block_in_its_turn() -> (
-    None
-):
+def test_a_swap_into_a_block_of_another_swap_depends_on_it_and_guards_the_block() -> None:
     manager = KvCacheManager(num_blocks=1, num_rows=2, swap_blocks=2)
 
     def swap_out(request_id: int) -> tuple[KvCacheAllocation, SwapTask]:
-        allocation = manager.allocate(RequestId(request_id), Blocks(1))
+        allocation = manager.allocate(RequestId(request_id), BlockCounts(1))
         assert allocation is not None
         swap = manager.swap_out(allocation, after_step=0)
         assert swap is not None
@@ -397,14 +395,14 @@ def test_a_copy_into_a_block_that_another_still_reads_is_ordered_after_it_and_gu
     back = manager.swap_in(first, after_step=0)
     assert back is not None and back.blocks == second_out.blocks
     assert second_out.swap_id in back.after_swaps, (
-        "or the second request's content is overwritten before it is saved"
+        "else the content of the second request is overwritten before it is copied"
     )
     manager.finish_swap(second_out.swap_id)
-    row = manager.free(first)  # cancelled while its copy is on the way back
+    row = manager.free(first)  # cancelled during its swap-in
     assert row is not None
     manager.free_row(row)
     manager.take_dependencies()
-    assert manager.allocate(RequestId(3), Blocks(1)) is not None
+    assert manager.allocate(RequestId(3), BlockCounts(1)) is not None
     assert manager.take_dependencies() == (back.swap_id,), (
-        "the end of an older copy does not end the guard of a newer"
+        "the end of an older swap does not end the guard of a newer one"
     )

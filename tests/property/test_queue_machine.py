@@ -1,4 +1,4 @@
-"""The queue against a sorted list, for every policy, and the order of ageing against its definition."""
+"""Compares the queue with a sorted list under every policy, and ageing with its definition."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_sequence(
 
 
 def rank(sequence: Sequence, config: SchedulerConfig) -> tuple[Any, ...]:
-    """The order as a person would define it; times and rates in the tests are exact binary fractions."""
+    """The definition of the order. Times and rates in the tests are exact binary fractions."""
     preempted = sequence.state is RequestState.PREEMPTED
     if config.policy is PriorityPolicy.FCFS:
         return (sequence.order,)
@@ -56,8 +56,8 @@ def rank(sequence: Sequence, config: SchedulerConfig) -> tuple[Any, ...]:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Model: the waiting sequences in a list, sorted when asked; promoted ones stand before all others
-    but, where priorities rank, CRITICAL ones."""
+    """Model: a list of waiting sequences, sorted on demand. Promoted ones come first, but after CRITICAL ones under
+    policies with priorities."""
 
     @initialize(
         policy=st.sampled_from(PriorityPolicy),
@@ -93,7 +93,7 @@ class QueueMachine(RuleBasedStateMachine):
         priority=st.sampled_from(Priority),
         ttft=st.sampled_from([None, 0.0, 0.5, 60.0]),
         wait=st.sampled_from([0.0, 0.25, 3.0]),
-        is_victim=st.booleans(),
+        is_preempted=st.booleans(),
     )
     def push(
         self,
@@ -102,7 +102,7 @@ class QueueMachine(RuleBasedStateMachine):
         priority: Priority,
         ttft: float | None,
         wait: float,
-        is_victim: bool,
+        is_preempted: bool,
     ) -> None:
         self.now += wait
         sequence = make_sequence(
@@ -112,10 +112,10 @@ class QueueMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             priority=priority,
             target=ttft,
-            preempted=is_victim,
+            preempted=is_preempted,
         )
         self.next_order += 1
-        if not is_victim:
+        if not is_preempted:
             too_many = len(self.waiting) >= self.config.max_waiting_requests
             tokens = sum(len(s.tokens) for s in self.waiting) + length
             if too_many or (self.waiting and tokens > self.config.max_waiting_tokens):
@@ -129,7 +129,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.outside)
     @rule(which=st.integers(0, 99))
-    def push_again_as_a_victim(self, which: int) -> None:
+    def push_again_as_preempted(self, which: int) -> None:
         sequence = self.outside.pop(which % len(self.outside))
         sequence.state = RequestState.PREEMPTED
         self.queue.push(sequence)
@@ -170,13 +170,13 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.aside)
     @rule()
     def put_back(self) -> None:
-        for sequence, entry in self.aside:
-            self.queue.put_back(entry)
+        for sequence, item in self.aside:
+            self.queue.put_back(item)
             self.waiting.append(sequence)
         self.aside.clear()
 
     @rule()
-    def look_at_the_first(self) -> None:
+    def peek(self) -> None:
         model = self.sorted_model()
         assert self.queue.peek() is (model[0] if model else None)
 
@@ -211,7 +211,7 @@ TestQueueEqualsASortedListUnderEveryPolicy = QueueMachine.TestCase
     rate=st.floats(0.001, 10),
     later=st.floats(0, 10_000),
 )
-def test_the_order_of_ageing_is_that_of_the_aged_priorities_at_any_moment(
+def test_ageing_orders_requests_by_their_aged_priorities_at_any_time(
     arrivals: list[tuple[float, Priority]], rate: float, later: float
 ) -> None:
     config = SchedulerConfig(policy=PriorityPolicy.PRIORITY, ageing_rate=rate)
@@ -230,7 +230,7 @@ def test_the_order_of_ageing_is_that_of_the_aged_priorities_at_any_moment(
     for position, first in enumerate(served):
         for second in served[position + 1 :]:
             if Priority.CRITICAL in (first.priority, second.priority):
-                # However old, nobody comes to stand before a critical request.
+                # Age never overtakes a CRITICAL request.
                 assert first.priority == Priority.CRITICAL
                 if first.priority == second.priority:
                     assert first.order < second.order
@@ -255,20 +255,20 @@ def test_removing_most_of_a_long_queue_keeps_the_order_of_the_rest() -> None:
     assert left == sorted((s for s in sequences if s.order % 50 == 0), key=lambda s: (s.limit, s.order))
 
 
-def test_setting_aside_takes_the_first_that_still_waits() -> None:
+def test_set_aside_takes_the_first_sequence_that_still_waits() -> None:
     config = SchedulerConfig()
     queue = RequestQueue(config, AdmissionPolicy(config))
     gone, stays = make_sequence(0, 0.0), make_sequence(1, 0.0)
     queue.push(gone)
     queue.push(stays)
     queue.remove(gone)
-    entry = queue.set_aside()
+    item = queue.set_aside()
     assert len(queue) == 0 and queue.peek() is None
-    queue.put_back(entry)
+    queue.put_back(item)
     assert queue.peek() is stays
 
 
-def test_an_empty_queue_takes_a_request_longer_than_its_bound() -> None:
+def test_an_empty_queue_accepts_a_request_above_its_token_limit() -> None:
     config = SchedulerConfig(max_waiting_tokens=4)
     queue = RequestQueue(config, AdmissionPolicy(config))
     queue.check_room(9)

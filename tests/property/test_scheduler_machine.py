@@ -1,4 +1,4 @@
-"""The scheduler, driven by hand in any order that the engine could drive it, against the detector backend."""
+"""Drives the scheduler in any order that an engine could, on the noop backend, which detects errors."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ MAX_AHEAD = 2
 
 
 class ScriptedFaults:
-    """Fails exactly what the machine asked for, once."""
+    """Fails exactly what the machine requested, once."""
 
     def __init__(self) -> None:
         self.reject_next = False
         self.fail_next_result = False
         self.culprit: int | None = None
         self.fail_next_swap = False
-        self.named: set[RequestId] = set()
-        self.unnamed_failures = 0
+        self.culprits: set[RequestId] = set()
+        self.num_unattributed = 0
 
     def at_submit(self, plan: IterationPlan) -> str | None:
         if not self.reject_next:
             return None
         self.reject_next = False
-        self.unnamed_failures += 1
+        self.num_unattributed += 1
         return "out of memory"
 
     def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
         if self.culprit is not None and plan.request_ids:
             culprit = plan.request_ids[self.culprit % len(plan.request_ids)]
             self.culprit = None
-            self.named.add(culprit)
+            self.culprits.add(culprit)
             return None, {culprit: "its own fault"}
         if self.fail_next_result and plan.request_ids:
             self.fail_next_result = False
-            self.unnamed_failures += 1
-            return "the device fell over", {}
+            self.num_unattributed += 1
+            return "the device failed", {}
         return None, {}
 
     def at_wait(self, plan: IterationPlan) -> str | None:
@@ -70,12 +70,12 @@ class ScriptedFaults:
 
     def at_swap(self, task: SwapTask) -> str | None:
         failed, self.fail_next_swap = self.fail_next_swap, False
-        return "host memory went away" if failed else None
+        return "host memory is gone" if failed else None
 
 
 @dataclass
 class Known:
-    """What the test remembers of a request."""
+    """The test's record of a request."""
 
     sequence: Sequence
     expected: list[int]
@@ -110,7 +110,7 @@ def scheduler_configs(draw: st.DrawFn) -> SchedulerConfig:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Rules are what an engine may do; invariants are what must hold after each of them."""
+    """Rules are the calls that an engine may make. The invariants are checked after each of them."""
 
     @initialize(
         config=scheduler_configs(),
@@ -145,7 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         cache = KvCachePoolConfig(num_blocks, block_size, swap_blocks)
         if tail_blocks:
-            # Everything else of the machine is the same: what is in which tier must show nowhere.
+            # The rest of the machine is the same: tiers must not change any result.
             cache = dataclasses.replace(
                 cache,
                 kv_cache=KvCacheKind.TWO_TIER,
@@ -155,9 +155,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         self.info = self.backend.allocate(cache, config.max_running)
         self.scheduler = ContinuousBatchScheduler(config, self.info, self.clock)
-        self.flights: deque[tuple[IterationPlan, object]] = deque()
+        self.in_flight: deque[tuple[IterationPlan, object]] = deque()
         self.known: dict[RequestId, Known] = {}
-        self.heard: dict[RequestId, list[int]] = {}
+        self.reported: dict[RequestId, list[int]] = {}
         self.finals: Counter[RequestId] = Counter()
         self.next_id = 0
         self.max_length = self.scheduler.max_sequence_length
@@ -193,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs: int | None,
         longest: int | None,
     ) -> None:
-        # Prompts of one family share their beginnings, so that prefix hits happen.
+        # Prompts of one family share a prefix, so that there are prefix hits.
         prompt = [(family * 11 + position * 3) % VOCABULARY for position in range(length)]
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -220,7 +220,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.add(sequence)
         except InvalidRequestError:
             too_long = not self.config.chunked_prefill and length > self.config.longest_whole_prompt
-            assert length >= limit or too_long, "a request that fits was refused"
+            assert length >= limit or too_long, "a request that fits was rejected"
             return
         except QueueFullError:
             assert waiting >= min(self.config.max_waiting_requests, 1)
@@ -236,7 +236,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_over = known.sequence.state.is_over
         assert self.scheduler.cancel(known.sequence.request_id, "unwanted") is not is_over
         known.cancelled |= not is_over
-        self.listen()
+        self.collect()
 
     @rule()
     def schedule(self) -> None:
@@ -245,23 +245,23 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        """Schedule and finish, the usual rhythm, so that runs get far."""
+        """Schedules and finishes, as the plain loop does, so that runs progress."""
         if self.may_schedule:
             self.plan_one()
-        if self.flights:
+        if self.in_flight:
             self.finish_oldest()
 
     @rule(times=st.integers(1, 6))
     def step_ahead(self, times: int) -> None:
-        """The rhythm of the overlapped loop: the next step is planned before the last one is finished."""
+        """As the overlapped loop does: plans the next step before the last one is finished."""
         for _ in range(times):
             if self.may_schedule:
                 self.plan_one()
-            if len(self.flights) >= MAX_AHEAD:
+            if len(self.in_flight) >= MAX_AHEAD:
                 self.finish_oldest()
             self.scheduler.check_integrity()
 
-    @precondition(lambda self: self.flights)
+    @precondition(lambda self: self.in_flight)
     @rule()
     def finish(self) -> None:
         self.finish_oldest()
@@ -281,23 +281,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.faults.fail_next_swap = True
 
-    # ------------------------------------------------------------------ the engine's part
+    # ------------------------------------------------------------------ what the engine does
 
     @property
     def may_schedule(self) -> bool:
-        if len(self.flights) >= MAX_AHEAD:
+        if len(self.in_flight) >= MAX_AHEAD:
             return False
-        if not self.flights:
+        if not self.in_flight:
             return True
-        return self.scheduler.may_plan_ahead and not isinstance(self.flights[-1][1], Rejected)
+        return self.scheduler.may_plan_ahead and not isinstance(self.in_flight[-1][1], Rejected)
 
     def plan_one(self) -> None:
         plan = self.scheduler.schedule()
-        self.listen()
+        self.collect()
         if plan is None:
-            if not self.flights:
+            if not self.in_flight:
                 assert not self.scheduler.sequences, (
-                    "requests wait, nothing is in flight, and no step is planned"
+                    "requests wait, no step is in flight, and none is planned"
                 )
             return
         self.check_plan(plan)
@@ -306,32 +306,32 @@ class SchedulerMachine(RuleBasedStateMachine):
             handle = self.backend.submit(plan)
         except RuntimeError as error:
             handle = Rejected(plan, str(error))
-        self.flights.append((plan, handle))
+        self.in_flight.append((plan, handle))
 
     def finish_oldest(self) -> None:
-        plan, handle = self.flights.popleft()
+        plan, handle = self.in_flight.popleft()
         result: StepResult = handle.result()  # type: ignore[attr-defined]
         if result.failed:
-            behind = [later.result() for _, later in self.flights]  # type: ignore[attr-defined]
-            self.flights.clear()
-            self.scheduler.fail(result, behind)
+            later_results = [later.result() for _, later in self.in_flight]  # type: ignore[attr-defined]
+            self.in_flight.clear()
+            self.scheduler.fail(result, later_results)
         else:
             self.scheduler.apply(plan, result, seconds=0.001 + 0.0001 * plan.num_tokens)
-        self.listen()
+        self.collect()
 
-    def listen(self) -> None:
+    def collect(self) -> None:
         outputs, results = self.scheduler.take_outputs()
         for output in outputs:
-            self.hear(output)
+            self.take(output)
         for result in results:
             known = self.known[result.request_id]
             assert known.result is None, "a request ended twice"
             known.result = result
             self.check_result(known, result)
 
-    def hear(self, output: TokenOutput) -> None:
-        assert not self.finals[output.request_id], "something came after the final output"
-        tokens = self.heard.setdefault(output.request_id, [])
+    def take(self, output: TokenOutput) -> None:
+        assert not self.finals[output.request_id], "an output was reported after the final one"
+        tokens = self.reported.setdefault(output.request_id, [])
         known = self.known[output.request_id]
         if output.token_id is not None:
             tokens.append(output.token_id)
@@ -339,7 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert output.is_final is (output.finish_reason is not None)
         self.finals[output.request_id] += output.is_final
 
-    # ------------------------------------------------------------------ what must hold
+    # ------------------------------------------------------------------ invariants
 
     def check_plan(self, plan: IterationPlan) -> None:
         config = self.config
@@ -355,22 +355,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not (prefills and plan.num_decodes), "a pure step holds both prompts and decodes"
         busy = {
             row: rid
-            for flight, _ in self.flights
-            for row, rid in zip(flight.rows, flight.request_ids, strict=True)
+            for pending, _ in self.in_flight
+            for row, rid in zip(pending.rows, pending.request_ids, strict=True)
         }
         for row, request_id in zip(plan.rows, plan.request_ids, strict=True):
-            assert busy.get(row, request_id) == request_id, "a row in flight was given to another request"
+            assert busy.get(row, request_id) == request_id, "a row in flight was allocated to another request"
         for request_id, start, count in zip(plan.request_ids, plan.starts, plan.counts, strict=True):
             sequence = self.known[request_id].sequence
-            assert sequence.state is RequestState.RUNNING, "a request that does not run is in the plan"
-            assert start + count <= sequence.limit - 1, "more is computed than can be used"
-        assert set(plan.preempted).isdisjoint(plan.request_ids), "a victim's task stays in the plan"
+            assert sequence.state is RequestState.RUNNING, "a request in the plan is not running"
+            assert start + count <= sequence.limit - 1, "more positions are computed than can be used"
+        assert set(plan.preempted).isdisjoint(plan.request_ids), "a preempted request is still in the plan"
         swapped = [task.request_id for task in (*plan.swap_out, *plan.swap_in)]
         assert set(swapped).isdisjoint(plan.request_ids)
 
     def check_result(self, known: Known, result: GenerationResult) -> None:
         tokens, expected = list(result.tokens), known.expected
-        assert tokens == self.heard.get(result.request_id, []), "the result differs from what was streamed"
+        assert tokens == self.reported.get(result.request_id, []), (
+            "the result differs from the reported tokens"
+        )
         assert self.finals[result.request_id] == 1
         if result.state is RequestState.COMPLETED:
             assert tokens == expected
@@ -386,10 +388,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert tokens == expected[: len(tokens)]
         if result.state is RequestState.FAILED:
             assert result.finish_reason is FinishReason.ERROR and result.error
-            is_named = result.request_id in self.faults.named
-            assert is_named or self.faults.unnamed_failures >= 2, (
-                "a request failed without a fault of its own"
-            )
+            is_culprit = result.request_id in self.faults.culprits
+            assert is_culprit or self.faults.num_unattributed >= 2, "a request failed without a cause"
         if result.state is RequestState.CANCELLED:
             assert result.finish_reason is FinishReason.CANCELLED
             assert (
@@ -397,33 +397,33 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         assert min(result.waiting_time, result.prefill_time, result.decode_time) >= 0
         assert abs(result.total_time - (self.clock() - known.arrival)) < 1e-6, (
-            "the phases do not make the total"
+            "the phases do not add up to the total time"
         )
 
     @invariant()
-    def everything_adds_up(self) -> None:
+    def no_request_is_lost(self) -> None:
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check_integrity()
         alive = {rid for rid, known in self.known.items() if known.result is None}
-        assert alive == self.scheduler.sequences.keys(), "a request was lost, or lives on after its end"
+        assert alive == self.scheduler.sequences.keys(), "a request was lost, or still exists after its end"
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
         self.faults.reject_next = self.faults.fail_next_result = self.faults.fail_next_swap = False
         self.faults.culprit = None
-        patience = 400 + 60 * sum(len(k.sequence.tokens) + 12 for k in self.known.values())
+        steps_left = 400 + 60 * sum(len(k.sequence.tokens) + 12 for k in self.known.values())
         while self.scheduler.has_work:
-            patience -= 1
-            assert patience, "requests are left that never end"
+            steps_left -= 1
+            assert steps_left, "some requests never end"
             if self.may_schedule:
                 self.plan_one()
-            if self.flights:
+            if self.in_flight:
                 self.finish_oldest()
             self.scheduler.check_integrity()
             self.clock.advance(0.01)
-        self.listen()
+        self.collect()
         for known in self.known.values():
             assert known.result is not None, "a request never ended"
         stats = self.scheduler.kv_cache.stats()
@@ -443,11 +443,11 @@ SchedulerMachine.TestCase.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-TestSchedulerKeepsItsPromisesInAnyOrderOfEvents = SchedulerMachine.TestCase
+TestSchedulerKeepsItsInvariantsInAnyOrderOfCalls = SchedulerMachine.TestCase
 
 
-def test_a_victim_whose_only_step_failed_starts_anew_and_ends_once() -> None:
-    """Swapped out while its first chunk was in flight, then that step failed: nothing of it is left, not even in swap space."""
+def test_a_preempted_request_whose_only_step_failed_starts_again_and_ends_once() -> None:
+    """It is swapped out while its first chunk is in flight, then that step fails: no computed token is left."""
     clock = VirtualClock()
     faults = ScriptedFaults()
     backend = NoopBackend(max_context=64, faults=faults)

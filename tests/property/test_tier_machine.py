@@ -1,4 +1,5 @@
-"""The cache manager's two tiers against a model that holds content: steps succeed late, or fail and are undone."""
+"""Compares the two tiers of the cache manager with a model of the content. Steps succeed later, or fail and are
+undone."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from weft.plan import SwapTask
 from weft.request import RequestId
 from weft.scheduling.cache.allocation import KvCacheAllocation
-from weft.scheduling.cache.block_pool import BlockKey, Blocks
+from weft.scheduling.cache.block_pool import BlockCounts, BlockHash
 from weft.scheduling.cache.manager import KvCacheManager
 
 BLOCK = 2
-MOST_IN_FLIGHT = 2
+MAX_IN_FLIGHT = 2
 
 
 @dataclass
 class Holder:
-    """A request: what it holds, and the content of each of its blocks."""
+    """A request: its allocation, and the expected content of each block."""
 
     allocation: KvCacheAllocation
     content: list[str] = field(default_factory=list)
@@ -30,7 +31,7 @@ class Holder:
     computed: int = 0
     last_step: int = -1
     swap_in: int | None = None
-    """The copy back that it waits for."""
+    """The swap-in that it waits for."""
 
 
 @dataclass
@@ -39,34 +40,34 @@ class Step:
     holder: Holder
     end: int
     writes: dict[int, str]
-    begun: list[int]
-    """Of the blocks it writes to, those that it is the first to write to."""
+    first_written: list[int]
+    """The blocks that no earlier step has written to."""
     moves: dict[int, int]
-    registered: list[tuple[int, BlockKey]]
+    registered: list[tuple[int, BlockHash]]
     swaps: list[tuple[SwapTask, bool]] = field(default_factory=list)
-    """Copies that are made after this step."""
+    """(swap, whether it is out) of the swaps that run after this step."""
 
 
 def quantised(content: str) -> str:
     return f"q({content})"
 
 
-def behind_tail(length: int, tail_blocks: int) -> int:
-    """Blocks that the last of `length` positions reads from the store."""
+def num_stored(length: int, tail_blocks: int) -> int:
+    """How many blocks the last of `length` positions reads from the store."""
     return max(0, (length - tail_blocks * BLOCK) // BLOCK)
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Every step computes some positions of one request. The device of the test runs it when it is over."""
+    """Every step computes some positions of one request. The simulated device executes it when it ends."""
 
     @initialize(
         tail=st.integers(1, 2),
         more=st.integers(0, 4),
         store=st.integers(2, 6),
-        slots=st.sampled_from([Blocks(0, 0), Blocks(4, 3), Blocks(9, 9)]),
+        slots=st.sampled_from([BlockCounts(0, 0), BlockCounts(4, 3), BlockCounts(9, 9)]),
         shares=st.booleans(),
     )
-    def start(self, tail: int, more: int, store: int, slots: Blocks, shares: bool) -> None:
+    def start(self, tail: int, more: int, store: int, slots: BlockCounts, shares: bool) -> None:
         self.tail, self.shares = tail, shares
         self.manager = KvCacheManager(
             tail + 2 + more,
@@ -79,7 +80,7 @@ class TierMachine(RuleBasedStateMachine):
             store_swap_blocks=slots.store,
             bytes_per_store_block=4,
         )
-        self.longest = (store + tail) * BLOCK
+        self.max_length = (store + tail) * BLOCK
         self.holders: dict[RequestId, Holder] = {}
         self.memory: dict[int, str] = {}
         self.host: dict[int, str] = {}
@@ -88,20 +89,20 @@ class TierMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ helpers
 
-    def keys(self, holder: Holder) -> list[BlockKey]:
-        """Content is its own key: all that are full are known. Without sharing nothing has one."""
-        complete = holder.content[: self.longest] if self.shares else []
+    def hashes(self, holder: Holder) -> list[BlockHash]:
+        """Content serves as its own hash. Without sharing there are no hashes."""
+        complete = holder.content[: self.max_length] if self.shares else []
         return [content.encode() for content in complete]
 
     def resident(self) -> list[Holder]:
-        """Those that may be in a step: not swapped out, and not on the way back."""
+        """Requests that may be in a step: not swapped out, and not being swapped in."""
         return [h for h in self.holders.values() if h.allocation.row is not None and h.swap_in is None]
 
     def swapped(self) -> list[Holder]:
         return [h for h in self.holders.values() if h.allocation.is_swapped]
 
     def content_of(self, holder: Holder, num_blocks: int) -> list[str]:
-        """All requests with sharing have the same content: what one moves, another finds."""
+        """With sharing, all requests have the same content: what one moves to the store is a hit for another."""
         owner = "" if self.shares else f"{holder.allocation.request_id}:"
         return [f"{owner}{index}" for index in range(num_blocks)]
 
@@ -109,19 +110,19 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def arrive(self) -> None:
-        allocation = self.manager.allocate(RequestId(self.next_id), Blocks(0))
+        allocation = self.manager.allocate(RequestId(self.next_id), BlockCounts(0))
         rows_used = sum(h.allocation.row is not None for h in self.holders.values())
         assert (allocation is not None) is (rows_used < 3)
         if allocation is not None:
             self.holders[allocation.request_id] = Holder(allocation)
             self.next_id += 1
 
-    @precondition(lambda self: self.resident() and len(self.in_flight) < MOST_IN_FLIGHT)
+    @precondition(lambda self: self.resident() and len(self.in_flight) < MAX_IN_FLIGHT)
     @rule(which=st.integers(0, 9), count=st.integers(1, 9))
     def compute(self, which: int, count: int) -> None:
         holder = self.resident()[which % len(self.resident())]
         allocation, start = holder.allocation, holder.scheduled
-        count = min(count, self.longest - start)
+        count = min(count, self.max_length - start)
         if not count:
             return
         end, first = start + count, len(allocation.blocks)
@@ -129,29 +130,31 @@ class TierMachine(RuleBasedStateMachine):
         affordable = self.manager.affordable(first, allocation.stored, start, self.manager.available)
         assert self.manager.available.covers(needed) is (affordable >= count)
         content = self.content_of(holder, -(-end // BLOCK))
-        keys = [c.encode() for c in content[: end // BLOCK]] if self.shares else []
+        hashes = [c.encode() for c in content[: end // BLOCK]] if self.shares else []
         before = self.manager.available, tuple(allocation.blocks)
-        if not self.manager.extend(allocation, needed, keys):
+        if not self.manager.extend(allocation, needed, hashes):
             assert affordable < count
             assert (self.manager.available, tuple(allocation.blocks)) == before
             return
         writes = {allocation.blocks[i]: content[i] for i in range(start // BLOCK, len(content))}
-        begun = allocation.blocks[-(-start // BLOCK) :]
-        moves, registered = self.manager.move(allocation, keys, self.next_step)
-        border = behind_tail(end, self.tail)
-        assert allocation.stored == border, "not all that fell behind the tail is in the store"
+        first_written = allocation.blocks[-(-start // BLOCK) :]
+        moves, registered = self.manager.move(allocation, hashes, self.next_step)
+        border = num_stored(end, self.tail)
+        assert allocation.stored == border, "not all blocks before the tail are in the store"
         held = [allocation.leaving.get(i, block) for i, block in enumerate(allocation.blocks)]
-        still_read = held[behind_tail(start + 1, self.tail) :]
-        assert all(block < self.manager.pool.num_blocks for block in still_read), "read in full and not held"
+        still_read = held[num_stored(start + 1, self.tail) :]
+        assert all(block < self.manager.pool.num_blocks for block in still_read), (
+            "a block is read in full precision and not held"
+        )
         copied = {move.block: move.origin for move in moves if move.origin != -1}
-        waited_for = set(self.manager.take_dependencies())
-        # The newest first: a copy that is waited for has waited itself for those before it.
+        dependencies = set(self.manager.take_dependencies())
+        # The newest first: a dependency includes the dependencies of that swap.
         for task in reversed([task for step in self.in_flight for task, _ in step.swaps]):
-            if task.swap_id in waited_for:
-                waited_for.update(task.after_swaps)
-            touches = not set(task.blocks).isdisjoint((*begun, *copied))
-            assert not touches or task.swap_id in waited_for, "a block is taken from a copy that is under way"
-        self.in_flight.append(Step(self.next_step, holder, end, writes, begun, copied, registered))
+            if task.swap_id in dependencies:
+                dependencies.update(task.after_swaps)
+            touches = not set(task.blocks).isdisjoint((*first_written, *copied))
+            assert not touches or task.swap_id in dependencies, "a step writes to a block of a swap in flight"
+        self.in_flight.append(Step(self.next_step, holder, end, writes, first_written, copied, registered))
         holder.content, holder.scheduled, holder.last_step = content, end, self.next_step
         self.next_step += 1
         self.moved += len(moves)
@@ -179,7 +182,7 @@ class TierMachine(RuleBasedStateMachine):
     def swap_in(self, which: int) -> None:
         holder = self.swapped()[which % len(self.swapped())]
         if self.in_flight and holder.last_step >= self.in_flight[0].number:
-            return  # nobody comes back while a step that it is in runs
+            return  # a request is not swapped in while it is in a step in flight
         task = self.manager.swap_in(holder.allocation, self.next_step - 1)
         if task is not None:
             holder.swap_in = task.swap_id
@@ -202,7 +205,7 @@ class TierMachine(RuleBasedStateMachine):
             if holder.swap_in == task.swap_id:
                 holder.swap_in = None
 
-    # ------------------------------------------------------------------ what becomes of steps
+    # ------------------------------------------------------------------ steps end
 
     @precondition(lambda self: self.in_flight)
     @rule()
@@ -221,12 +224,11 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule()
     def fail(self) -> None:
-        """The oldest step and all behind it come to nothing; their copies are made all the same, each before the steps that
-        wait for it."""
+        """All steps in flight fail. Their swaps still run, each before the steps that depend on it."""
         for step in self.in_flight:
-            self.memory.update(dict.fromkeys((*step.begun, *step.moves), "garbage"))
-            for block, key in step.registered:
-                self.manager.pool_of(block).forget(block, key)
+            self.memory.update(dict.fromkeys((*step.first_written, *step.moves), "garbage"))
+            for block, block_hash in step.registered:
+                self.manager.pool_of(block).unregister(block, block_hash)
             for task, is_out in step.swaps:
                 self.copy(task, is_out)
         self.in_flight.clear()
@@ -234,7 +236,7 @@ class TierMachine(RuleBasedStateMachine):
         for request_id, holder in list(self.holders.items()):
             allocation, num_blocks = holder.allocation, -(-holder.computed // BLOCK)
             if not allocation.is_swapped and allocation.row is None:
-                del self.holders[request_id]  # its copy was worthless
+                del self.holders[request_id]  # its swap slots held invalid content
                 continue
             self.manager.truncate(allocation, num_blocks)
             if allocation.row is None and not allocation.is_swapped:
@@ -244,21 +246,21 @@ class TierMachine(RuleBasedStateMachine):
             holder.content = holder.content[:num_blocks]
         self.check_content()
 
-    # ------------------------------------------------------------------ what must hold
+    # ------------------------------------------------------------------ invariants
 
     def check_content(self) -> None:
-        """What was computed is where the next position reads it."""
+        """All computed content is in the tier from which the next position reads it."""
         for holder in self.holders.values():
             allocation = holder.allocation
             if allocation.is_swapped or holder.swap_in is not None or holder.scheduled != holder.computed:
                 continue
-            border = behind_tail(holder.computed, self.tail)
+            border = num_stored(holder.computed, self.tail)
             expected = [quantised(c) if i < border else c for i, c in enumerate(holder.content)]
             found = [self.memory.get(block) for block in allocation.blocks]
             assert found == expected, "content was lost"
 
     @invariant()
-    def everything_adds_up(self) -> None:
+    def manager_equals_the_model(self) -> None:
         if not hasattr(self, "manager"):
             return
         self.manager.check_integrity()
@@ -293,7 +295,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TierMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
-TestTiersNeverLoseContentWhateverBecomesOfSteps = TierMachine.TestCase
+TestTiersKeepContentWhetherStepsSucceedOrFail = TierMachine.TestCase
 
 
 def two_tiers(full: int = 6, store: int = 6, swap: int = 0) -> KvCacheManager:
@@ -311,16 +313,16 @@ def two_tiers(full: int = 6, store: int = 6, swap: int = 0) -> KvCacheManager:
 
 
 def computing(
-    manager: KvCacheManager, request: int, end: int, keys: tuple[BlockKey, ...] = ()
+    manager: KvCacheManager, request: int, end: int, hashes: tuple[BlockHash, ...] = ()
 ) -> KvCacheAllocation:
     """A new request that computes its first `end` positions in step 0."""
-    allocation = manager.allocate(RequestId(request), manager.needed(0, 0, end), keys=keys)
+    allocation = manager.allocate(RequestId(request), manager.needed(0, 0, end), hashes=hashes)
     assert allocation is not None
-    manager.move(allocation, keys, step=0)
+    manager.move(allocation, hashes, step=0)
     return allocation
 
 
-def test_the_full_block_of_a_move_is_held_until_its_step_is_over() -> None:
+def test_the_full_block_of_a_move_is_held_until_its_step_ends() -> None:
     manager = two_tiers()
     allocation = computing(manager, 1, end=6)
     assert manager.available.full == 3 and allocation.stored == 2 and sorted(allocation.leaving) == [0, 1]
@@ -328,12 +330,12 @@ def test_the_full_block_of_a_move_is_held_until_its_step_is_over() -> None:
     assert manager.available.full == 5 and not allocation.leaving
 
 
-def test_what_another_has_moved_is_shared_and_not_copied() -> None:
-    manager, keys = two_tiers(), (b"a", b"b", b"c")
-    first = computing(manager, 1, 6, keys)
-    second = manager.allocate(RequestId(2), manager.needed(0, 0, 6), keys=keys)
+def test_content_that_another_request_moved_is_shared_and_not_copied() -> None:
+    manager, hashes = two_tiers(), (b"a", b"b", b"c")
+    first = computing(manager, 1, 6, hashes)
+    second = manager.allocate(RequestId(2), manager.needed(0, 0, 6), hashes=hashes)
     assert second is not None
-    moves, registered = manager.move(second, keys, step=0)
+    moves, registered = manager.move(second, hashes, step=0)
     assert [move.origin for move in moves] == [-1, -1] and registered == []
     assert second.blocks[:2] == first.blocks[:2]
     manager.settle_moves(0)
@@ -341,7 +343,7 @@ def test_what_another_has_moved_is_shared_and_not_copied() -> None:
     assert figures is not None and (figures.migrations, figures.migrations_shared) == (4, 2)
 
 
-def test_a_copy_of_what_a_failed_step_was_to_move_is_dropped() -> None:
+def test_a_swap_out_of_blocks_that_a_failed_step_moves_is_dropped() -> None:
     manager = two_tiers(swap=6)
     allocation = computing(manager, 1, end=6)
     swap = manager.swap_out(allocation, after_step=0)
@@ -352,29 +354,31 @@ def test_a_copy_of_what_a_failed_step_was_to_move_is_dropped() -> None:
     manager.check_integrity()
 
 
-def test_old_tails_are_evicted_before_all_but_content_that_was_of_use_to_another() -> None:
+def test_full_blocks_that_moved_are_evicted_first_unless_they_were_prefix_hits() -> None:
     manager = two_tiers(full=6)
     cached = computing(manager, 1, end=2)
     manager.pool.register(cached.blocks[0], b"cached")
     manager.free_row(manager.free(cached) or 0)
     allocation = computing(manager, 2, end=6)
-    for index, key in enumerate((b"useful", b"old")):
-        manager.pool.register(allocation.leaving[index], key)
+    for index, block_hash in enumerate((b"useful", b"old")):
+        manager.pool.register(allocation.leaving[index], block_hash)
     manager.pool.share(allocation.leaving[0])
     manager.pool.release([allocation.leaving[0]])
     manager.settle_moves(0)
     kept = []
     while manager.pool.available:
         manager.pool.allocate(1)
-        kept.append([key for key in (b"cached", b"useful", b"old") if manager.pool.lookup(key) is not None])
+        kept.append(
+            [name for name in (b"cached", b"useful", b"old") if manager.pool.lookup(name) is not None]
+        )
     assert kept[-3:] == [[b"cached", b"useful"], [b"useful"], []]
 
 
-def test_a_prefix_hit_over_both_tiers_leaves_no_reference_behind_where_it_is_refused() -> None:
+def test_a_rejected_prefix_hit_over_both_tiers_leaves_no_references() -> None:
     manager = two_tiers(full=4)
-    donor = computing(manager, 1, end=6, keys=(b"a", b"b", b"c"))
+    donor = computing(manager, 1, end=6, hashes=(b"a", b"b", b"c"))
     manager.settle_moves(0)
     free_block = next(b for b in range(4) if b not in donor.blocks)
     with pytest.raises(ValueError, match=f"block {free_block} is free"):
-        manager.allocate(RequestId(2), Blocks(1), [*donor.blocks[:2], free_block])
+        manager.allocate(RequestId(2), BlockCounts(1), [*donor.blocks[:2], free_block])
     manager.check_integrity()

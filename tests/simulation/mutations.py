@@ -1,7 +1,7 @@
-"""Planted mistakes: each is one change to the real source, which the simulation must notice.
+"""Mutations: each one changes the real source in one place, and the simulation must detect it.
 
-A mutation names a function and a piece of its text; the function is compiled again with that piece replaced. When the
-source changes so that the piece is gone, the mutation fails loudly and is to be written anew.
+A mutation names a function and a piece of its text. The function is compiled again with that piece replaced. If a
+change of the source removes the piece, the mutation raises LookupError: write the same error against the new text.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Mutation(NamedTuple):
     old: str
     new: str
     first_seed: int = 0
-    """Where to look first, for a mistake that few scenarios bring to light."""
+    """The seed to start with, for an error that few scenarios detect."""
 
 
-ROSTER = "weft.scheduling.sequence_table:SequenceTable"
+SEQUENCE_TABLE = "weft.scheduling.sequence_table:SequenceTable"
 PLANNER = "weft.scheduling.planner:Planner"
 STEP_SIZE = "weft.scheduling.prompt_order:StepSize"
 PREFIX = "weft.scheduling.cache.prefix:PrefixSharing"
@@ -37,38 +37,43 @@ SPECULATION = "weft.scheduling.draft_tokens:Speculation"
 NOOP = "weft.backends.noop:NoopBackend"
 
 MUTATIONS = (
-    # -- blocks and keys
-    Mutation("block is free while another still refers to it", f"{POOL}.release", "] == 0", "] <= 1"),
-    Mutation("evicted block stays findable", f"{POOL}.allocate", "self._drop_key(block)", "pass"),
+    # -- blocks and hashes
+    Mutation("block is free while another sequence references it", f"{POOL}.release", "] == 0", "] <= 1"),
+    Mutation("evicted block stays in the prefix cache", f"{POOL}.allocate", "self._drop_hash(block)", "pass"),
     Mutation(
         "shared block stays evictable", f"{POOL}.share", "del self._eviction_order(block)[block]", "pass"
     ),
-    Mutation("hot block is put back among the cold", f"{POOL}._eviction_order", "in self._heat", "is None"),
+    Mutation("hot block is evicted like others", f"{POOL}._eviction_order", "in self._hot_counts", "is None"),
     Mutation(
         "content stays hot after its session",
         "weft.scheduling.cache.sessions:Sessions._drop",
-        "pool.cool(key)",
+        "pool.unmark_hot(block_hash)",
         "pass",
     ),
     Mutation(
-        "keys of a dropped session are still counted",
+        "hashes of a dropped session are still counted",
         "weft.scheduling.cache.sessions:Sessions._drop",
         "-= len",
         "-= 0 * len",
     ),
-    Mutation("block of a failed step stays findable", f"{POOL}.forget", "!= key", "!= key or True"),
     Mutation(
-        "block is findable before it is full",
+        "block of a failed step stays in the prefix cache",
+        f"{POOL}.unregister",
+        "!= block_hash",
+        "!= block_hash or True",
+    ),
+    Mutation(
+        "block is cached before it is full",
         f"{PREFIX}.register",
         "end // block_size, len",
         "-(-end // block_size), len",
     ),
     Mutation(
-        "prefix key without salt", "weft.scheduling.cache.block_pool:root_key", "cache_salt.encode()", 'b""'
+        "block hash without salt", "weft.scheduling.cache.block_pool:root_hash", "cache_salt.encode()", 'b""'
     ),
     Mutation(
-        "prefix key without what stands before",
-        "weft.scheduling.cache.block_pool:extend_keys",
+        "block hash without the previous hash",
+        "weft.scheduling.cache.block_pool:extend_block_hashes",
         "previous + content",
         "content",
     ),
@@ -86,7 +91,7 @@ MUTATIONS = (
         "starts.append(start - 1)",
     ),
     Mutation(
-        "chunk starts one late",
+        "chunk starts one position late",
         f"{PLANNER}._add_prefill",
         "start = sequence.scheduled\n",
         "start = sequence.scheduled + (sequence.scheduled > 0)\n",
@@ -99,22 +104,25 @@ MUTATIONS = (
     ),
     Mutation(
         "progress committed before success",
-        f"{ROSTER}.roll_back",
+        f"{SEQUENCE_TABLE}.roll_back",
         "sequence.scheduled = sequence.computed",
         "sequence.computed = sequence.scheduled",
     ),
     Mutation(
         "failed step's token still expected",
-        f"{ROSTER}.roll_back",
+        f"{SEQUENCE_TABLE}.roll_back",
         "sequence.target = len(sequence.tokens)",
         "pass",
     ),
     Mutation(
-        "rows not sent anew after a failure", f"{ROSTER}.roll_back", "sequence.row_known = False", "pass"
+        "rows not sent again after a failure",
+        f"{SEQUENCE_TABLE}.roll_back",
+        "sequence.row_sent = False",
+        "pass",
     ),
     Mutation(
-        "victim keeps its progress without its memory",
-        f"{ROSTER}.forget_computed",
+        "preempted sequence keeps its progress without its memory",
+        f"{SEQUENCE_TABLE}.reset_progress",
         "sequence.computed = sequence.scheduled = 0",
         "pass",
     ),
@@ -141,26 +149,26 @@ MUTATIONS = (
     ),
     Mutation(
         "swap-out before its step",
-        f"{ROSTER}.suspend",
+        f"{SEQUENCE_TABLE}.preempt",
         "after_step=step - 1",
         "after_step=-1",
         first_seed=150,
     ),
     Mutation(
-        "swap-in beside the step that still uses the blocks",
+        "swap-in during a step that still uses the blocks",
         f"{PLANNER}._resume",
-        "after_step=draft.step - 1",
+        "after_step=builder.step - 1",
         "after_step=-1",
         first_seed=3840,
     ),
     Mutation(
         "step writes to blocks that are being copied",
-        f"{SWAPS}.note_taken",
+        f"{SWAPS}.note_writes",
         "self._dependencies.update",
         "set().update",
     ),
     Mutation(
-        "failed swap taken for a good one",
+        "failed swap counts as successful",
         f"{SCHEDULER}._finish_swaps",
         "failed = swap_id in result.failed_swaps",
         "failed = False",
@@ -168,10 +176,10 @@ MUTATIONS = (
     ),
     Mutation("swap slots leak", f"{SWAPS}.give_back", "self._free_full if", "[] if"),
     # -- overlap
-    Mutation("row reused too soon", f"{ROSTER}.suspend", "self.is_in_flight(sequence)", "False"),
+    Mutation("row reused too soon", f"{SEQUENCE_TABLE}.preempt", "self.is_in_flight(sequence)", "False"),
     Mutation(
         "memory of an ended request free too soon",
-        f"{ROSTER}.remove",
+        f"{SEQUENCE_TABLE}.remove",
         "and self.is_in_flight(sequence)",
         "and False",
         first_seed=310,
@@ -183,13 +191,13 @@ MUTATIONS = (
         "if False",
     ),
     Mutation(
-        "block adopted by planning that led to no plan is never told",
+        "block shared by planning that gave no plan is never sent",
         f"{SCHEDULER}.schedule",
-        "self._untold_tables = draft.tables",
-        "self._untold_tables = []",
+        "self._unsent_tables = builder.tables",
+        "self._unsent_tables = []",
         first_seed=5_940,
     ),
-    # -- budgets, turns, priorities
+    # -- budgets, rotation, priorities
     Mutation(
         "budget ignored by prompts",
         "weft.scheduling.budget:TokenBudget.take_prefill",
@@ -203,43 +211,41 @@ MUTATIONS = (
         "pass",
     ),
     Mutation(
-        "places ignored by decodes",
+        "sequence limit ignored by decodes",
         "weft.scheduling.budget:TokenBudget.take_decodes",
         "self.sequences -= count",
         "pass",
     ),
     Mutation("chunk limit ignored", f"{STEP_SIZE}.chunk", "self._config.max_chunk_tokens, ", ""),
     Mutation(
-        "prompts stop where decodes take all of the time",
+        "prompts stop if decodes use all of the time target",
         f"{STEP_SIZE}._affordable",
         "return max(tokens, self._block_size)",
         "return tokens",
     ),
     Mutation(
-        "prompts have less than no time where a step takes longer than its target",
+        "prompts have negative time if decodes exceed the time target",
         f"{STEP_SIZE}.begin_prompts",
-        "max(0.0, self._spare_seconds(draft.decodes))",
-        "self._spare_seconds(draft.decodes)",
+        "max(0.0, self._spare_seconds(builder.decodes))",
+        "self._spare_seconds(builder.decodes)",
     ),
+    Mutation("skipped requests are lost", f"{PLANNER}._plan_prompts", "queue.put_back(item)", "pass"),
     Mutation(
-        "requests that were passed over are lost", f"{PLANNER}._plan_prompts", "queue.put_back(entry)", "pass"
-    ),
-    Mutation(
-        "victim is admitted again in the plan that it gave way in",
+        "preempted sequence is admitted again in the same plan",
         f"{PLANNER}._plan_prompts",
-        "self._roster.is_in_flight(first) or first.request_id in draft.preempted",
+        "self._sequences.is_in_flight(first) or first.request_id in builder.preempted",
         "False",
         first_seed=930,
     ),
     Mutation(
-        "prompt goes on that gave way in this plan",
+        "preempted prompt continues in the same plan",
         f"{PLANNER}._continue_prefill",
         "if sequence.state is not RequestState.RUNNING:",
         "if False:",
     ),
-    Mutation("no rotation", f"{ROSTER}.rotate", "if skipped and", "if False and"),
+    Mutation("no rotation", f"{SEQUENCE_TABLE}.rotate", "if skipped and", "if False and"),
     Mutation(
-        "victim's task stays in the plan",
+        "entry of a preempted sequence stays in the plan",
         "weft.scheduling.plan_builder:PlanBuilder.drop",
         "self.decodes.remove(sequence)",
         "pass",
@@ -266,49 +272,62 @@ MUTATIONS = (
         first_seed=550,
     ),
     Mutation(
-        "request waits for what it was to compute itself",
-        f"{PREFIX}.awaited",
+        "request waits for a block that it computes itself",
+        f"{PREFIX}.producer",
         "owner is not sequence and is_below(sequence, owner)",
         "True",
     ),
     Mutation(
-        "promise of a request that is gone", f"{PREFIX}.withdraw", "if sequence.has_promised", "if False"
+        "announced blocks of a request that ended",
+        f"{PREFIX}.withdraw",
+        "if sequence.has_announced",
+        "if False",
     ),
-    Mutation("deadline ignored", f"{SCHEDULER}._expire", "deadlines[0][0] <= now", "False"),
-    Mutation("pure decode not pure", f"{PLANNER}._plan_pure", "if draft.prefills:", "if False:"),
-    Mutation("closed batch joined", f"{PLANNER}._joins_open", "self._batch_is_open = False", "pass"),
     Mutation(
-        "cancelled request stays in the queue", f"{ROSTER}.remove", "self.queue.remove(sequence)", "pass"
+        "deadline ignored",
+        "weft.scheduling.deadlines:Deadlines.take_expired",
+        "self._heap[0][0] <= now",
+        "False",
     ),
-    Mutation("failure of nobody ends everybody", f"{SCHEDULER}.fail", "if failed.is_retry:", "if True:"),
+    Mutation("pure decode not pure", f"{PLANNER}._plan_pure", "if builder.prefills:", "if False:"),
+    Mutation("closed batch joined", f"{PLANNER}._admission_is_open", "self._batch_is_open = False", "pass"),
+    Mutation(
+        "cancelled request stays in the queue",
+        f"{SEQUENCE_TABLE}.remove",
+        "self.queue.remove(sequence)",
+        "pass",
+    ),
+    Mutation(
+        "failure of a step ends all its requests", f"{SCHEDULER}.fail", "if failed.is_retry:", "if True:"
+    ),
     # -- grammars
     Mutation(
         "row with a grammar is planned before its last token is known",
         f"{PLANNER}._split",
-        "sequence.sits_out and",
+        "sequence.needs_last_token and",
         "False and",
     ),
     Mutation(
-        "row with a grammar does not sit out after its first token",
+        "row with a grammar does not wait after its first token",
         f"{PLANNER}._split",
         "target > len(sequence.tokens)",
         "target > len(sequence.tokens) > sequence.prompt_length",
     ),
     Mutation(
-        "row with a grammar sits out for good",
+        "row with a grammar waits forever",
         f"{PLANNER}._split",
         "target > len(sequence.tokens)",
         "target >= len(sequence.tokens)",
     ),
     Mutation(
-        "neighbours wait for a row with a grammar",
+        "other rows wait for a row with a grammar",
         f"{PLANNER}._split",
-        "continue  # what its grammar",
-        "return [], [], []  # what its grammar",
+        "continue  # its grammar",
+        "return [], [], []  # its grammar",
         first_seed=1800,
     ),
     Mutation(
-        "any stop ends an answer with a grammar before min_tokens",
+        "any stop token ends an answer with a grammar before min_tokens",
         f"{SCHEDULER}._take_token",
         "is_forced = is_eos and",
         "is_forced =",
@@ -316,7 +335,7 @@ MUTATIONS = (
     ),
     # -- logprobs
     Mutation(
-        "logprobs of a prompt are one place off",
+        "logprobs of a prompt are off by one position",
         f"{SCHEDULER}._take_prompt_logprobs",
         "logprobs, first",
         "logprobs, first + 1",
@@ -329,107 +348,112 @@ MUTATIONS = (
     ),
     Mutation("a prompt with logprobs takes prefix hits", f"{PREFIX}.max_hits", "is not None", "is Ellipsis"),
     Mutation(
-        "a decode's logprobs are told and not kept",
+        "logprobs of a decode are reported and not kept",
         f"{SCHEDULER}._commit_decodes",
         "sequence.logprobs.append(logprob)",
         "pass",
     ),
     Mutation(
-        "a first token's logprobs are another's",
+        "logprobs of a first token are those of another request",
         f"{SCHEDULER}._commit_prefills",
         "result.logprobs[sampled]",
         "result.logprobs[0]",
     ),
-    # -- drafts
+    # -- draft tokens
     Mutation(
-        "one draft too many is taken",
+        "one draft token too many is accepted",
         f"{SCHEDULER}._commit_drafts",
-        "tokens[: 1 + num_right]",
-        "tokens[: 2 + num_right]",
+        "tokens[: 1 + num_accepted]",
+        "tokens[: 2 + num_accepted]",
     ),
     Mutation(
-        "wrong drafts still count as computed",
+        "rejected draft tokens count as computed",
         f"{SCHEDULER}._commit_drafts",
         "sequence.scheduled, sequence.target = sequence.computed, len(sequence.tokens)",
         "sequence.target = len(sequence.tokens)",
     ),
     Mutation(
-        "tokens behind wrong drafts are still expected",
+        "tokens after rejected draft tokens are still expected",
         f"{SCHEDULER}._commit_drafts",
         "sequence.scheduled, sequence.target = sequence.computed, len(sequence.tokens)",
         "sequence.scheduled = sequence.computed",
     ),
     Mutation(
-        "all drafts count as computed, right or wrong",
+        "all draft tokens count as computed",
         f"{SCHEDULER}._commit_drafts",
         "start + index + 1)",
         "start + 1 + len(drafts))",
     ),
     Mutation(
-        "the samples of a sequence with drafts are another's",
+        "samples of a sequence with draft tokens are those of another",
         f"{SCHEDULER}._commit_drafts",
         "sampled += 1 + len(drafts)",
         "sampled += len(drafts)",
     ),
     Mutation(
-        "logprobs behind drafts are those of the first",
+        "logprobs after draft tokens are those of the first",
         f"{SCHEDULER}._commit_drafts",
         "result.logprobs[sampled + index]",
         "result.logprobs[sampled]",
     ),
     Mutation(
-        "drafts go past the end of the answer",
-        f"{SPECULATION}.add_drafts",
+        "draft tokens exceed the length limit",
+        f"{SPECULATION}.add_draft_tokens",
         "sequence.limit - sequence.target - 1",
         "sequence.limit - sequence.target",
     ),
     Mutation(
-        "budget ignored by drafts",
-        f"{SPECULATION}.add_drafts",
+        "budget ignored by draft tokens",
+        f"{SPECULATION}.add_draft_tokens",
         "room -= count",
         "pass",
         first_seed=440,
     ),
     Mutation(
-        "drafts behind a token that is being sampled",
-        f"{SPECULATION}.add_drafts",
+        "draft tokens after a token that is being sampled",
+        f"{SPECULATION}.add_draft_tokens",
         " or sequence.target > len(sequence.tokens)",
         "",
     ),
     Mutation(
-        "drafts for which there are no blocks",
+        "draft tokens without blocks",
         f"{SPECULATION}._take_blocks",
         "return first * self._block_size - start - 1",
         "return count",
         first_seed=330,
     ),
     Mutation(
-        "blocks of drafts are never told",
+        "blocks of draft tokens are never sent",
         f"{SPECULATION}._take_blocks",
-        "draft.note_tables(sequence, first)",
+        "builder.note_tables(sequence, first)",
         "pass",
     ),
-    Mutation("drafts for a grammar", f"{SPECULATION}.begin", "grammar is None", "grammar is not Ellipsis"),
     Mutation(
-        "step is planned behind one with drafts",
+        "draft tokens for a grammar",
+        f"{SPECULATION}.attach_proposer",
+        "grammar is None",
+        "grammar is not Ellipsis",
+    ),
+    Mutation(
+        "step is planned while one with draft tokens is in flight",
         "weft.engine.loop:EngineCore._may_plan",
         "self.scheduler.may_plan_ahead and",
         "(self.scheduler.may_plan_ahead or self._flights[-1].plan.drafts) and",
     ),
     Mutation(
-        "drafts are told with those that have none",
+        "decodes with draft tokens come before plain decodes",
         "weft.scheduling.plan_builder:PlanBuilder.freeze",
         "[*decodes, *drafts,",
         "[*drafts, *decodes,",
     ),
     Mutation(
-        "drafts are written one position off",
+        "draft tokens are written one position off",
         f"{NOOP}.submit",
         "row_tokens[start + 1 :] = drafts",
         "row_tokens[start + 2 :] = drafts",
     ),
     Mutation(
-        "samples behind drafts are written one position off",
+        "samples after draft tokens are written one position off",
         f"{NOOP}._sample_behind_drafts",
         "row.tokens[start + 1 :] =",
         "row.tokens[start + 2 :] =",
@@ -437,7 +461,7 @@ MUTATIONS = (
 )
 
 TIER_MUTATIONS = (
-    # -- what moves when
+    # -- when blocks move
     Mutation(
         "block moves one position early", f"{KV_CACHE}.needed", "stored_blocks(end - 1", "stored_blocks(end"
     ),
@@ -448,13 +472,13 @@ TIER_MUTATIONS = (
         "stored_blocks(end - 2",
     ),
     Mutation(
-        "move of a request that begins with a hit is forgotten",
+        "move of a request that starts with a prefix hit is lost",
         f"{PLANNER}._start",
         "if needed.store:",
         "if needed.store and not hits:",
     ),
     Mutation(
-        "move of what was adopted is forgotten",
+        "move of an adopted block is lost",
         f"{KV_CACHE}.adopt",
         "allocation.blocks.append(block)",
         "allocation.stored += len(allocation.blocks) == allocation.stored; allocation.blocks.append(block)",
@@ -474,24 +498,24 @@ TIER_MUTATIONS = (
     Mutation(
         "content that the store lacks is not copied",
         f"{KV_CACHE}.move",
-        "self.store.register(block, keys[index])",
-        "origin = -1 if self.store.register(block, keys[index]) else origin",
+        "self.store.register(block, hashes[index])",
+        "origin = -1 if self.store.register(block, hashes[index]) else origin",
     ),
     Mutation(
-        "row start shows the moves of its own step",
+        "row start contains the moves of its own step",
         "weft.scheduling.plan_builder:_row_start",
         "blocks=tuple(allocation.blocks)",
         "blocks=tuple([*allocation.arriving, *allocation.blocks[len(allocation.arriving) :]])",
     ),
     Mutation(
-        "draft completes a block",
+        "draft token completes a block",
         f"{SPECULATION}._take_blocks",
         "self._block_size - 2 - start",
         "self._block_size - 1 - start",
     ),
-    # -- who holds the full block, and until when
+    # -- how long the full block is held
     Mutation(
-        "full block is free before the step that moves it is over",
+        "full block is free before the step that moves it ends",
         f"{KV_CACHE}.settle_moves",
         "self._moving[0][0] <= step",
         "self._moving[0][0] <= step + 1",
@@ -506,12 +530,17 @@ TIER_MUTATIONS = (
         "full block that moved is never free", f"{KV_CACHE}.settle_moves", "self.pool.retire(full)", "pass"
     ),
     Mutation(
-        "victim keeps what it took for moves",
+        "preempted sequence keeps store blocks for its moves",
         f"{KV_CACHE}._drop_moves",
         "if allocation.arriving:",
         "if False:",
     ),
-    Mutation("victim keeps what was leaving", f"{KV_CACHE}._drop_moves", "self.pool.retire(full)", "pass"),
+    Mutation(
+        "preempted sequence keeps full blocks that were leaving",
+        f"{KV_CACHE}._drop_moves",
+        "self.pool.retire(full)",
+        "pass",
+    ),
     # -- failures
     Mutation(
         "rolled-back move keeps its store block",
@@ -526,29 +555,32 @@ TIER_MUTATIONS = (
         "pass",
     ),
     Mutation(
-        "moves of a failed step are settled", f"{ROSTER}.roll_back", "self.kv_cache.undo_moves()", "pass"
+        "moves of a failed step are settled",
+        f"{SEQUENCE_TABLE}.roll_back",
+        "self.kv_cache.undo_moves()",
+        "pass",
     ),
     Mutation(
-        "store block of a failed step stays findable",
+        "store block of a failed step stays in the prefix cache",
         "weft.scheduling.plan_builder:PlanBuilder._move",
         "self.registered += registered",
         "pass",
     ),
     # -- hits, swaps
     Mutation(
-        "hit taken with the full side missing",
+        "prefix hit without its full blocks",
         f"{PREFIX}._hits_in_tiers",
         "first_full <= border and",
         "True and",
     ),
     Mutation(
-        "hit taken with the store side missing",
+        "prefix hit without its store blocks",
         f"{PREFIX}._hits_in_tiers",
         "border = min(max(0, length + first_ends_a_block - self._tail_blocks), len(stored))",
         "border = max(0, length + first_ends_a_block - self._tail_blocks)",
     ),
     Mutation(
-        "adopts until no full block is left to go on with",
+        "adopts blocks until no full block is left to continue",
         f"{PREFIX}.next_hit",
         "if index - allocation.stored >= self._pool.num_blocks - 1",
         "if False",
@@ -564,15 +596,15 @@ TIER_MUTATIONS = (
     Mutation(
         "step moves into a block that is being copied",
         f"{KV_CACHE}._take",
-        "self._swaps.note_taken(taken)",
+        "self._swaps.note_writes(taken)",
         "pass",
     ),
 )
 
 
 @contextmanager
-def planted(mutation: Mutation) -> Iterator[None]:
-    """The mutation is in force inside."""
+def applied(mutation: Mutation) -> Iterator[None]:
+    """Applies the mutation inside the `with` block."""
     module_name, path = mutation.target.split(":")
     module = importlib.import_module(module_name)
     *owners, name = path.split(".")
@@ -600,6 +632,6 @@ def planted(mutation: Mutation) -> Iterator[None]:
 
 
 def _importers(function: Any, name: str) -> list[Any]:
-    """The modules of weft that have imported the function by its name."""
+    """The modules of weft that imported the function by name."""
     modules = [m for key, m in list(sys.modules.items()) if key.startswith("weft")]
     return [m for m in modules if getattr(m, name, None) is function]

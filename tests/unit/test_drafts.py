@@ -1,4 +1,4 @@
-"""Steps with drafts, from the plan to what is told: the answer is the one without them, in fewer steps."""
+"""Steps with draft tokens, from the plan to the reported tokens: the same answer in fewer steps."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 from weft.scheduling.views import BatchStats, BatchType, ScheduledBatch
 
-JUNK = 777
-"""Sampled behind a draft that is wrong."""
+WRONG = 777
+"""Sampled after a rejected draft token."""
 LOOP = (1, 2, 3, 4, 5)
 
 
 class Script:
-    """A scheduler whose backend says what was written down for each request, and nonsense behind a wrong draft."""
+    """A scheduler whose backend samples a given text for each request, and WRONG after a rejected draft token."""
 
     def __init__(
         self,
@@ -61,15 +61,15 @@ class Script:
         self.plans: list[IterationPlan] = []
 
     def add(
-        self, prompt: tuple[int, ...], answer: tuple[int, ...], chance: float = 0.95, **params: Any
+        self, prompt: tuple[int, ...], answer: tuple[int, ...], rate: float = 0.95, **params: Any
     ) -> Sequence:
         request_id = RequestId(len(self.texts))
         fields = {"max_tokens": len(answer), "logprobs": 0, **params}
         sequence = Sequence(InferenceRequest(prompt, SamplingParams(**fields)), request_id, seed=1)
         self.texts[request_id] = prompt + answer
         self.scheduler.add(sequence)
-        if sequence.guesser is not None:
-            sequence.guesser.chance = chance
+        if sequence.draft_proposer is not None:
+            sequence.draft_proposer.acceptance_rate = rate
         return sequence
 
     def plan(self) -> IterationPlan:
@@ -84,11 +84,11 @@ class Script:
         for entry, request_id in enumerate(plan.request_ids):
             if not plan.samples[entry]:
                 continue
-            text = (*self.texts[request_id], *([JUNK] * 64))
+            text = (*self.texts[request_id], *([WRONG] * 64))
             first = plan.starts[entry] + plan.counts[entry] - len(drafts[entry])
             for number in range(len(drafts[entry]) + 1):
                 is_right = drafts[entry][:number] == text[first : first + number]
-                tokens.append(text[first + number] if is_right else JUNK)
+                tokens.append(text[first + number] if is_right else WRONG)
         logprobs = [TokenLogprobs(-token / 8) for token in tokens]
         return StepResult(tokens=tokens, logprobs=logprobs, finished_swaps=_swaps(plan))
 
@@ -114,10 +114,10 @@ class Script:
             if not self.scheduler.has_work:
                 return self
             self.step()
-        raise AssertionError("requests are left that never end")
+        raise AssertionError("some requests never end")
 
-    def told(self, request_id: int = 0) -> list[int]:
-        """The tokens that were told, which must be those of the result, with their own logprobs and lengths."""
+    def reported(self, request_id: int = 0) -> list[int]:
+        """The reported tokens. They must be those of the result, with the right logprobs and lengths."""
         outputs = self.outputs[request_id]
         tokens = [output.token_id for output in outputs if output.token_id is not None]
         prompt_length = len(self.texts[request_id]) - len(self.answer(request_id))
@@ -141,10 +141,10 @@ def _swaps(plan: IterationPlan) -> tuple[int, ...]:
     return tuple(task.swap_id for task in (*plan.swap_out, *plan.swap_in))
 
 
-# ---------------------------------------------------------------------- what a plan holds
+# ---------------------------------------------------------------------- the plan
 
 
-def test_a_plan_tells_decodes_first_then_decodes_with_drafts_and_its_views_say_so() -> None:
+def test_a_plan_has_decodes_first_then_decodes_with_draft_tokens_and_so_do_its_views() -> None:
     script = Script(max_chunk_tokens=4)
     script.add(tuple(range(30, 40)), tuple(range(40, 60)))
     script.add(LOOP * 3, LOOP * 4)
@@ -177,7 +177,7 @@ def test_a_plan_tells_decodes_first_then_decodes_with_drafts_and_its_views_say_s
     assert len(script.result(plan).tokens) == plan.num_samples
 
 
-def test_beside_a_prompt_nothing_is_drafted() -> None:
+def test_a_step_with_a_prompt_has_no_draft_tokens() -> None:
     script = Script(max_chunk_tokens=4)
     script.add(LOOP * 2, LOOP * 6)
     script.step()
@@ -190,10 +190,10 @@ def test_beside_a_prompt_nothing_is_drafted() -> None:
     while not script.step().drafts:
         pass
     script.run()
-    assert script.told() == list(script.answer())
+    assert script.reported() == list(script.answer())
 
 
-def test_a_step_of_decodes_with_drafts_alone_is_a_step_of_decodes() -> None:
+def test_a_step_that_has_only_decodes_with_draft_tokens_is_a_decode_batch() -> None:
     script = Script()
     script.add(LOOP * 2, LOOP * 4)
     script.step()
@@ -202,53 +202,55 @@ def test_a_step_of_decodes_with_drafts_alone_is_a_step_of_decodes() -> None:
     assert ScheduledBatch(plan).batch_type is BatchType.DECODE
 
 
-# ---------------------------------------------------------------------- what comes of it
+# ---------------------------------------------------------------------- results
 
 
 @pytest.mark.parametrize("num_right", range(12))
-def test_as_many_tokens_are_told_as_drafts_were_right_and_one_more(num_right: int) -> None:
+def test_the_accepted_draft_tokens_and_one_more_token_are_reported(num_right: int) -> None:
     script = Script()
     answer = (*(LOOP * 4)[: 1 + num_right], 50, 51, 52)
     sequence = script.add(LOOP * 2, answer)
     script.step()
     plan = script.step()
     assert plan.counts == (min(12, len(answer) - 1),)
-    assert sequence.generated == list(answer[: 2 + num_right]), "the right ones, and what follows the last"
+    assert sequence.generated == list(answer[: 2 + num_right]), (
+        "the accepted ones, and the token after the last"
+    )
     assert sequence.computed == sequence.scheduled == 10 + 1 + num_right
     assert sequence.target == len(sequence.tokens)
     stats = script.scheduler.stats
     assert (stats.tokens_drafted, stats.drafts_accepted) == (len(plan.drafts[0]), num_right)
     assert stats.tokens_generated == 2 + num_right
     script.run()
-    assert script.told() == list(answer)
+    assert script.reported() == list(answer)
 
 
-def test_the_answer_is_the_same_with_and_without_drafts_and_takes_fewer_steps() -> None:
+def test_the_answer_is_the_same_with_and_without_draft_tokens_and_takes_fewer_steps() -> None:
     answer = (*LOOP, *LOOP[:3], 60, *LOOP[3:], *LOOP, 61, 60, *LOOP[3:], *LOOP)
     steps = []
-    for most in (0, 1, 11):
-        script = Script(max_draft_tokens=most)
+    for max_draft_tokens in (0, 1, 11):
+        script = Script(max_draft_tokens=max_draft_tokens)
         script.add(LOOP * 2, answer)
         script.run()
-        assert script.told() == list(answer)
+        assert script.reported() == list(answer)
         steps.append(len(script.plans))
     assert steps[0] == len(answer) and steps[0] > steps[1] > steps[2]
 
 
 @pytest.mark.parametrize("kind", ["stop", "eos"])
-@pytest.mark.parametrize("behind", [0, 1, 3])
-def test_nothing_is_drafted_from_a_stop_on_and_nothing_behind_it_is_told(kind: str, behind: int) -> None:
-    """The stop could be guessed, since it stands in the prompt, and so could what followed it there."""
-    loop = (*LOOP[: 4 - behind], 99, *LOOP[4 - behind :])
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_draft_tokens_end_before_a_stop_token_and_nothing_is_reported_after_it(kind: str, after: int) -> None:
+    """The prompt contains the stop token and tokens after it, so both could be proposed."""
+    loop = (*LOOP[: 4 - after], 99, *LOOP[4 - after :])
     script = Script(eos=frozenset({99}) if kind == "eos" else frozenset())
     stops = () if kind == "eos" else (99,)
     script.add(loop * 2, loop * 2, stop_token_ids=stops, max_tokens=50)
     script.run()
-    drafts = [guessed for plan in script.plans for guessed in plan.drafts]
-    assert not any(99 in guessed for guessed in drafts)
-    assert max(map(len, drafts), default=0) == max(0, 3 - behind)
-    assert script.told() == list(loop[: loop.index(99) + 1])
-    assert script.scheduler.stats.drafts_accepted == len(script.told()) - len(script.plans)
+    drafts = [proposed for plan in script.plans for proposed in plan.drafts]
+    assert not any(99 in proposed for proposed in drafts)
+    assert max(map(len, drafts), default=0) == max(0, 3 - after)
+    assert script.reported() == list(loop[: loop.index(99) + 1])
+    assert script.scheduler.stats.drafts_accepted == len(script.reported()) - len(script.plans)
     assert script.results[0].finish_reason is (
         FinishReason.STOP if kind == "stop" else FinishReason.END_OF_SEQUENCE
     )
@@ -256,12 +258,12 @@ def test_nothing_is_drafted_from_a_stop_on_and_nothing_behind_it_is_told(kind: s
     assert (used.rows_used, used.blocks_used) == (0, 0)
 
 
-def test_before_min_tokens_a_stop_inside_drafts_ends_nothing() -> None:
+def test_before_min_tokens_a_stop_token_among_draft_tokens_does_not_end_the_answer() -> None:
     script = Script()
     loop = (1, 99, 3)
     script.add(loop * 3, loop * 5, stop_token_ids=(99,), min_tokens=7)
     script.run()
-    assert script.told() == list((loop * 5)[:8]), "the first stop after the seventh token"
+    assert script.reported() == list((loop * 5)[:8]), "the first stop after the seventh token"
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 16))
@@ -269,24 +271,24 @@ def test_max_tokens_is_exact(max_tokens: int) -> None:
     script = Script()
     sequence = script.add(LOOP * 2, LOOP * 4, max_tokens=max_tokens)
     script.run()
-    assert script.told() == list((LOOP * 4)[:max_tokens])
+    assert script.reported() == list((LOOP * 4)[:max_tokens])
     assert script.results[0].finish_reason is FinishReason.LENGTH
     ends = [
         start + count for plan in script.plans for start, count in zip(plan.starts, plan.counts, strict=True)
     ]
-    assert max(ends) < sequence.limit, "nothing is computed that no token could be sampled behind"
+    assert max(ends) < sequence.limit, "no position is computed after which no token can be sampled"
 
 
-def test_the_longest_context_is_reached_and_not_passed() -> None:
+def test_the_longest_context_is_reached_and_not_exceeded() -> None:
     script = Script(max_context=24, num_blocks=3, block_size=8)
     script.add(LOOP * 2, LOOP * 10, max_tokens=50)
     script.run()
-    assert script.told() == list((LOOP * 10)[:14])
+    assert script.reported() == list((LOOP * 10)[:14])
     assert max(plan.starts[0] + plan.counts[0] for plan in script.plans) == 23
 
 
 @pytest.mark.parametrize("budget", [8, 9, 12, 19])
-def test_the_token_budget_is_kept(budget: int) -> None:
+def test_draft_tokens_stay_within_the_token_budget(budget: int) -> None:
     script = Script(max_tokens_per_step=budget, max_prefill_tokens=8, max_running=4)
     for number in range(4):
         loop = tuple(10 * (number + 1) + digit for digit in range(5))
@@ -295,27 +297,27 @@ def test_the_token_budget_is_kept(budget: int) -> None:
     assert max(plan.num_tokens for plan in script.plans) == budget
     assert any(plan.drafts for plan in script.plans)
     for number in range(4):
-        assert script.told(number) == list(script.answer(number))
+        assert script.reported(number) == list(script.answer(number))
 
 
-def test_where_memory_is_short_drafts_stay_inside_the_blocks_there_are_and_nobody_gives_way() -> None:
-    # Prompts of 10 in 3 blocks of 4 each: two places are left in each, and no block.
+def test_without_free_blocks_draft_tokens_use_the_held_blocks_and_preempt_nothing() -> None:
+    # Prompts of 10 tokens in 3 blocks of 4: two positions are left in each, and no free block.
     script = Script(num_blocks=6, block_size=4, prefix_caching=False)
     first = script.add(LOOP * 2, LOOP[:2])
     second = script.add(tuple(10 + t for t in LOOP * 2), tuple(10 + t for t in LOOP[:2]))
     script.step()
     for sequence in (first, second):
-        sequence.limit += 40  # they would like to say much more
-        script.texts[sequence.request_id] += (JUNK,)
+        sequence.limit += 40  # both could generate much more
+        script.texts[sequence.request_id] += (WRONG,)
     plan = script.plan()
     assert script.scheduler.kv_cache.available.full == 0
     assert plan.starts == (10, 10) and plan.counts == (2, 2) and [len(d) for d in plan.drafts] == [1, 1]
     assert not plan.preempted and script.scheduler.stats.preemptions_by_recompute == 0
 
 
-def test_drafts_take_new_blocks_where_there_are_some_and_what_was_wrong_costs_none_the_next_time() -> None:
+def test_draft_tokens_allocate_free_blocks_and_rejected_ones_leave_them_for_later_tokens() -> None:
     script = Script(block_size=4)
-    sequence = script.add(LOOP * 2, (1, 2, *(JUNK + n for n in range(20))))
+    sequence = script.add(LOOP * 2, (1, 2, *(WRONG + n for n in range(20))))
     script.step()
     plan = script.step()
     assert plan.counts == (12,) and plan.starts == (10,) and plan.table_indices == (3, 4, 5)
@@ -325,71 +327,71 @@ def test_drafts_take_new_blocks_where_there_are_some_and_what_was_wrong_costs_no
         plan = script.step()
         assert plan.table_rows == () and sequence.allocation.blocks == held
     script.run()
-    assert script.told() == list(script.answer())
+    assert script.reported() == list(script.answer())
 
 
-def test_over_two_tiers_no_draft_completes_a_block() -> None:
+def test_with_two_tiers_no_draft_token_completes_a_block() -> None:
     tiers = {"store_blocks": 32, "tail_blocks": 1, "bytes_per_store_block": 4, "store_swap_blocks": 32}
     script = Script(block_size=8, tiers=tiers)
     script.add(LOOP * 2, LOOP * 10)
     script.run()
-    assert script.told() == list(LOOP * 10)
+    assert script.reported() == list(LOOP * 10)
     entries = [(plan.starts[0], plan.counts[0]) for plan in script.plans[1:]]
     assert any(count > 1 for _, count in entries)
     assert all(count == 1 or start % 8 + count <= 7 for start, count in entries)
-    assert any(count > 1 and start % 8 + count == 7 for start, count in entries), "as many as there can be"
+    assert any(count > 1 and start % 8 + count == 7 for start, count in entries), "as many as possible"
 
 
 # ---------------------------------------------------------------------- steps in flight
 
 
-def test_no_step_is_planned_behind_one_with_drafts_and_one_may_be_behind_any_other() -> None:
+def test_only_a_step_with_draft_tokens_forbids_planning_ahead() -> None:
     script = Script()
     sequence = script.add(LOOP * 2, (*LOOP, 50, 51, 52, 53, 54))
     first = script.plan()
-    assert script.scheduler.may_plan_ahead, "of a prompt it is known how far it gets"
+    assert script.scheduler.may_plan_ahead, "the end of a step with a prompt is known"
     script.apply(first)
     plan = script.plan()
     assert plan.drafts and not script.scheduler.may_plan_ahead
     assert sequence.scheduled == 10 + plan.counts[0] and sequence.target == sequence.scheduled + 1, (
-        "if all are right"
+        "as if all were accepted"
     )
     script.apply(plan)
 
 
-def test_a_sequence_whose_last_token_is_being_sampled_gets_no_drafts() -> None:
+def test_a_sequence_whose_last_token_is_being_sampled_gets_no_draft_tokens() -> None:
     script = Script()
     script.add(LOOP * 2, LOOP * 3)
     prompt = script.plan()
-    behind = script.plan()
-    assert behind.drafts == () and behind.num_decodes == 1
+    later = script.plan()
+    assert later.drafts == () and later.num_decodes == 1
     script.apply(prompt)
-    script.apply(behind)
+    script.apply(later)
     assert script.plan().drafts
 
 
-def test_a_failed_step_with_drafts_is_rolled_back_and_tried_again_without_them() -> None:
+def test_a_failed_step_with_draft_tokens_is_rolled_back_and_retried_without_them() -> None:
     script = Script(block_size=4)
     sequence = script.add(LOOP * 2, LOOP * 4)
     script.step()
     before = (sequence.computed, list(sequence.tokens))
     plan = script.plan()
     assert plan.drafts
-    script.scheduler.fail(StepResult(error="nobody's"))
+    script.scheduler.fail(StepResult(error="of the whole step"))
     script.collect()
     assert (sequence.computed, list(sequence.tokens)) == before
     assert sequence.scheduled == sequence.computed and sequence.target == len(sequence.tokens)
     assert sequence.allocation is not None and len(sequence.allocation.blocks) == 3, (
-        "no place for drafts is kept"
+        "no block for draft tokens is kept"
     )
     again = script.step()
     assert again.row_starts[0].tokens == (*LOOP, *LOOP, 1) and not again.drafts
     script.run()
-    assert script.told() == list(LOOP * 4)
+    assert script.reported() == list(LOOP * 4)
     assert any(plan.drafts for plan in script.plans[3:])
 
 
-def test_an_error_of_one_request_in_a_step_with_drafts_ends_that_one_alone() -> None:
+def test_an_error_of_one_request_in_a_step_with_draft_tokens_ends_only_that_request() -> None:
     script = Script()
     script.add(LOOP * 2, LOOP * 4)
     other = tuple(10 + token for token in LOOP)
@@ -397,28 +399,28 @@ def test_an_error_of_one_request_in_a_step_with_drafts_ends_that_one_alone() -> 
     script.step()
     plan = script.plan()
     assert len(plan.drafts) == 2
-    script.scheduler.fail(StepResult(errors={RequestId(0): "its own"}))
+    script.scheduler.fail(StepResult(errors={RequestId(0): "of one request"}))
     script.run()
     assert script.results[0].state is RequestState.FAILED and script.results[0].tokens == (1,)
-    assert script.told(1) == list(other * 4)
+    assert script.reported(1) == list(other * 4)
 
 
 @pytest.mark.parametrize("how", ["cancel", "finish"])
-def test_a_request_that_ends_while_its_drafts_are_in_flight_is_told_nothing_of_them(how: str) -> None:
+def test_a_request_that_ends_while_its_draft_tokens_are_in_flight_reports_none_of_them(how: str) -> None:
     script = Script()
     sequence = script.add(LOOP * 2, LOOP * 4)
     script.step()
     script.step()
-    told = list(sequence.generated)
+    reported = list(sequence.generated)
     plan = script.plan()
     assert plan.drafts
     if how == "cancel":
         assert script.scheduler.cancel(sequence.request_id)
     else:
         assert script.scheduler.finish(sequence.request_id, 2)
-        told = told[:2]
+        reported = reported[:2]
     script.apply(plan)
-    assert list(script.results[0].tokens) == told
+    assert list(script.results[0].tokens) == reported
     assert [o.is_final for o in script.outputs[0]].count(True) == 1 and script.outputs[0][-1].is_final
     assert not script.scheduler.has_work
     used = script.scheduler.kv_cache.stats()
@@ -426,7 +428,7 @@ def test_a_request_that_ends_while_its_drafts_are_in_flight_is_told_nothing_of_t
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
-def test_sequences_that_had_drafts_are_preempted_and_come_back(mode: PreemptionMode) -> None:
+def test_sequences_with_draft_tokens_are_preempted_and_resumed(mode: PreemptionMode) -> None:
     script = Script(num_blocks=14, block_size=4, preemption=mode)
     for number in range(3):
         loop = tuple(10 * (number + 1) + digit for digit in range(5))
@@ -437,26 +439,26 @@ def test_sequences_that_had_drafts_are_preempted_and_come_back(mode: PreemptionM
     assert (swaps if mode is PreemptionMode.SWAP else recomputes) > 0
     assert stats.drafts_accepted > 0
     for number in range(3):
-        assert script.told(number) == list(script.answer(number))
+        assert script.reported(number) == list(script.answer(number))
 
 
-def test_a_block_that_drafts_filled_is_found_by_a_later_request() -> None:
+def test_a_block_filled_by_accepted_draft_tokens_is_a_prefix_hit_for_a_later_request() -> None:
     script = Script(block_size=4)
     script.add(LOOP * 2, LOOP * 3)
     script.run()
     assert script.scheduler.stats.drafts_accepted > 8
     script.add(LOOP * 4, (9,))
     script.run()
-    assert script.results[1].cached_token_count == 16, "of 20, four blocks: the last token is computed"
+    assert script.results[1].cached_token_count == 16, "four blocks of 20 tokens: the last token is computed"
 
 
-def test_a_block_with_a_wrong_draft_in_it_is_not_found() -> None:
+def test_a_block_with_a_rejected_draft_token_is_no_prefix_hit() -> None:
     script = Script(block_size=4)
     script.add(LOOP * 2, (1, 2, 50, 51, 52, 53, 54, 55, 56))
     script.run()
     script.add(LOOP * 4, (9,))
     script.run()
-    assert script.results[1].cached_token_count == 12, "the prompt, 1 and 2; behind them stood other tokens"
+    assert script.results[1].cached_token_count == 12, "the prompt, 1 and 2; other tokens followed"
     script.add((*LOOP, *LOOP, 1, 2, 50, 51, 52, 53, 54, 55, 56, 57), (9,))
     script.run()
     assert script.results[2].cached_token_count == 16

@@ -1,4 +1,4 @@
-"""Histograms against exact quantiles."""
+"""Compares histograms with exact quantiles."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from weft.metrics import Histogram
 
 TOLERANCE = 0.05
-"""What the class promises."""
+"""The documented error of `Histogram`."""
 
 
 def exact(values: list[float], share: float) -> float:
-    """The smallest value that `share` of all do not exceed."""
+    """The smallest value that a `share` of the values does not exceed."""
     return sorted(values)[max(1, math.ceil(share * len(values))) - 1]
 
 
@@ -56,7 +56,7 @@ def test_recording_a_value_many_times_equals_recording_it_that_often() -> None:
     assert at_once.counts == one_by_one.counts and at_once.summary() == one_by_one.summary()
 
 
-def test_an_empty_histogram_says_zero_everywhere() -> None:
+def test_a_summary_of_an_empty_histogram_is_zero() -> None:
     summary = Histogram().summary()
     assert (summary.count, summary.mean, summary.p50, summary.p99, summary.largest) == (0, 0.0, 0.0, 0.0, 0.0)
 
@@ -67,7 +67,7 @@ def test_no_quantile_exceeds_the_largest_value() -> None:
     assert histogram.quantile(0.5) == histogram.quantile(0.99) == 0.0
 
 
-def test_a_value_beyond_a_day_is_not_made_shorter_by_more_than_its_bucket() -> None:
+def test_a_value_above_the_last_bucket_is_reported_exactly() -> None:
     histogram = Histogram()
     histogram.record(1_000_000.0)
     assert histogram.quantile(0.99) == pytest.approx(1_000_000.0, rel=TOLERANCE)

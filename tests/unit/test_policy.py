@@ -1,4 +1,4 @@
-"""The order of each policy, and the cost model from which ADAPTIVE sizes its prompts."""
+"""The order of each policy, and the cost model by which ADAPTIVE sizes prompt chunks."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def waiting(
 
 def order_of(config: SchedulerConfig, *sequences: Sequence) -> list[int]:
     policy = AdmissionPolicy(config)
-    return [s.order for s in sorted(sequences, key=lambda s: policy.key(s))]
+    return [s.order for s in sorted(sequences, key=lambda s: policy.sort_key(s))]
 
 
-def test_first_come_is_served_first_whatever_its_priority_or_length() -> None:
+def test_fcfs_ignores_priority_and_length() -> None:
     config = SchedulerConfig(policy=PriorityPolicy.FCFS)
     long_low = waiting(0, priority=Priority.LOW, max_tokens=500)
     short_critical = waiting(1, arrival=1.0, priority=Priority.CRITICAL)
     assert order_of(config, short_critical, long_low) == [0, 1]
 
 
-def test_a_victim_goes_before_those_that_came_after_it() -> None:
+def test_fcfs_admits_a_preempted_sequence_before_later_arrivals() -> None:
     config = SchedulerConfig(policy=PriorityPolicy.FCFS)
     assert order_of(config, waiting(2), waiting(0, preempted=True), waiting(1)) == [0, 1, 2]
 
@@ -61,24 +61,24 @@ def test_the_shortest_job_goes_first_counting_prompt_and_new_tokens_together() -
     assert order_of(config, *jobs) == [1, 2, 0]
 
 
-def test_equally_short_jobs_go_in_the_order_they_came() -> None:
+def test_equally_short_jobs_go_in_order_of_arrival() -> None:
     config = SchedulerConfig(policy=PriorityPolicy.SHORTEST_JOB_FIRST)
     assert order_of(config, waiting(3), waiting(1), waiting(2)) == [1, 2, 3]
 
 
-def test_a_long_victim_goes_before_new_short_jobs() -> None:
+def test_a_long_preempted_sequence_goes_before_new_short_jobs() -> None:
     config = SchedulerConfig(policy=PriorityPolicy.SHORTEST_JOB_FIRST)
     assert order_of(config, waiting(1), waiting(0, max_tokens=900, preempted=True)) == [0, 1]
 
 
-def test_higher_priority_goes_first_and_age_makes_up_for_it_at_the_stated_rate() -> None:
+def test_higher_priority_goes_first_and_age_offsets_it_at_the_configured_rate() -> None:
     config = SchedulerConfig(policy=PriorityPolicy.PRIORITY, ageing_rate=0.1)
     low, high = waiting(0, 0.0, Priority.LOW), waiting(1, 19.0, Priority.HIGH)
-    assert order_of(config, low, high) == [1, 0], "19 s are worth 1.9 levels, two are missing"
+    assert order_of(config, low, high) == [1, 0], "19 s are worth 1.9 levels, and the difference is 2"
     assert order_of(config, low, waiting(1, 21.0, Priority.HIGH)) == [0, 1]
 
 
-def test_no_age_reaches_critical() -> None:
+def test_age_never_overtakes_critical() -> None:
     config = SchedulerConfig(policy=PriorityPolicy.PRIORITY, ageing_rate=10.0)
     assert order_of(config, waiting(0, 0.0, Priority.HIGH), waiting(1, 1e9, Priority.CRITICAL)) == [1, 0]
 
@@ -94,7 +94,7 @@ def test_without_ageing_only_priority_and_arrival_count() -> None:
     assert order_of(config, *requests) == [3, 1, 2, 0]
 
 
-def test_adaptive_serves_first_whose_first_token_is_due_first() -> None:
+def test_adaptive_admits_the_earliest_first_token_target_first() -> None:
     config = SchedulerConfig(policy=PriorityPolicy.ADAPTIVE)
     requests = [
         waiting(0, 0.0),
@@ -105,7 +105,7 @@ def test_adaptive_serves_first_whose_first_token_is_due_first() -> None:
     assert order_of(config, *requests) == [2, 1, 0, 3]
 
 
-def test_adaptive_takes_a_victim_as_due_at_once() -> None:
+def test_adaptive_ages_a_preempted_sequence_from_its_arrival() -> None:
     config = SchedulerConfig(policy=PriorityPolicy.ADAPTIVE)
     assert order_of(config, waiting(1, 1.0, target=0.0), waiting(0, 0.0, preempted=True)) == [0, 1]
 
@@ -119,7 +119,7 @@ def test_adaptive_takes_a_victim_as_due_at_once() -> None:
         (PriorityPolicy.ADAPTIVE, True),
     ],
 )
-def test_only_policies_that_know_priorities_push_running_requests_out(
+def test_only_policies_with_priorities_preempt_for_waiting_requests(
     policy: PriorityPolicy, preempts: bool
 ) -> None:
     assert AdmissionPolicy(SchedulerConfig(policy=policy)).preempts is preempts
@@ -145,9 +145,9 @@ def train(
 ) -> None:
     for _ in range(steps):
         prefill, decodes = source.choice([0, 16, 64, 256, 512]), source.randrange(1, 64)
-        behind, before = decodes * source.randrange(1, 2000), source.randrange(0, 4000)
-        tokens, context = prefill + decodes, behind + (before + prefill if prefill else 0)
-        pairs = behind + prefill * before + prefill * (prefill + 1) // 2
+        decode_context, before = decodes * source.randrange(1, 2000), source.randrange(0, 4000)
+        tokens, context = prefill + decodes, decode_context + (before + prefill if prefill else 0)
+        pairs = decode_context + prefill * before + prefill * (prefill + 1) // 2
         seconds = machine(tokens, context, pairs, **truth) * (1 + noise * source.uniform(-1, 1))
         model.learn(prefill, tokens, context, pairs, seconds)
 
@@ -177,7 +177,7 @@ def test_the_cost_model_follows_a_machine_that_becomes_slower() -> None:
     assert model.predict(300, 20_000, 90_000) == pytest.approx(expected, rel=0.05)
 
 
-def test_a_long_stretch_of_decodes_does_not_wash_out_what_a_prompt_token_costs() -> None:
+def test_many_decode_steps_do_not_erase_the_cost_of_a_prompt_token() -> None:
     model = StepCostModel()
     train(model, 200, random.Random(4))
     for step in range(5000):
@@ -194,19 +194,19 @@ def test_affordable_tokens_fill_the_target_and_do_not_exceed_it() -> None:
     pairs = 5010 + tokens * start + tokens * (tokens + 1) // 2
     assert machine(10 + tokens, 5010 + start + tokens, pairs) == pytest.approx(0.1, rel=0.02)
     assert model.affordable_tokens(0, -0.001) == 0, (
-        "no time is left: no prompt token, never a negative number"
+        "without time there are no tokens, never a negative number"
     )
 
 
 @pytest.mark.parametrize("odd_step", [0, 4, 9])
-def test_one_step_that_took_long_by_chance_does_not_make_all_others_seem_long(odd_step: int) -> None:
+def test_one_slow_step_does_not_raise_all_predictions(odd_step: int) -> None:
     model, source = StepCostModel(), random.Random(8)
     ratios = []
     for step in range(60):
         decodes, start, prefill = step // 3, source.randrange(0, 400), source.randrange(16, 200)
-        behind = 200 * decodes
-        tokens, context = decodes + prefill, behind + start + prefill
-        pairs = behind + prefill * start + prefill * (prefill + 1) // 2
+        decode_context = 200 * decodes
+        tokens, context = decodes + prefill, decode_context + start + prefill
+        pairs = decode_context + prefill * start + prefill * (prefill + 1) // 2
         seconds = machine(tokens, context, pairs) * source.uniform(0.95, 1.05) + 0.25 * (step == odd_step)
         if step > odd_step + 20:
             ratios.append(model.predict(tokens, context, pairs) / seconds)
@@ -214,7 +214,7 @@ def test_one_step_that_took_long_by_chance_does_not_make_all_others_seem_long(od
     assert sum(ratios) / len(ratios) == pytest.approx(1.0, abs=0.2)
 
 
-def test_a_step_in_which_the_machine_slept_says_little_about_the_next() -> None:
+def test_a_step_during_which_the_machine_slept_hardly_changes_predictions() -> None:
     model = StepCostModel()
     train(model, 200, random.Random(9))
     for prefill in (256, 0):
@@ -223,7 +223,7 @@ def test_a_step_in_which_the_machine_slept_says_little_about_the_next() -> None:
     assert model.affordable_tokens(0, 0.1) > 100
 
 
-def test_what_took_no_time_may_take_seconds_later() -> None:
+def test_steps_that_took_no_time_may_take_seconds_later() -> None:
     model = StepCostModel()
     for _ in range(3):
         model.learn(16, 16, 16, 136, 0.0)
@@ -232,7 +232,7 @@ def test_what_took_no_time_may_take_seconds_later() -> None:
     assert model.predict(512, 512, 131_328) == pytest.approx(5.0, rel=0.05)
 
 
-def test_a_machine_whose_every_step_takes_seconds_is_believed() -> None:
+def test_a_machine_whose_steps_all_take_seconds_is_learned() -> None:
     model = StepCostModel()
     train(model, 200, random.Random(10))
     train(model, 400, random.Random(11), base=2.0, per_token=0.1)
@@ -241,7 +241,7 @@ def test_a_machine_whose_every_step_takes_seconds_is_believed() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1, 700, 6000])
-def test_what_is_affordable_is_what_a_chunk_costs_to_the_token(start: int) -> None:
+def test_affordable_tokens_match_the_cost_of_a_chunk_to_the_token(start: int) -> None:
     model = StepCostModel()
     train(model, 200, random.Random(6))
     tokens = model.affordable_tokens(start, 0.05)
@@ -258,9 +258,9 @@ def test_what_is_affordable_is_what_a_chunk_costs_to_the_token(start: int) -> No
         [(1, 1, 1, 1e-9), (10**6, 10**6, 10**6, 1e-9)],
         [(512, 512, 512, 0.5), (16, 16, 16, 5.0)],
     ],
-    ids=["all alike", "no time", "decodes only", "giant", "free", "larger is faster"],
+    ids=["equal steps", "no time", "decodes only", "giant", "free", "larger is faster"],
 )
-def test_degenerate_steps_leave_finite_costs_that_are_never_negative(
+def test_degenerate_steps_give_finite_coefficients_that_are_never_negative(
     steps: list[tuple[int, int, int, float]],
 ) -> None:
     model = StepCostModel()
@@ -272,25 +272,25 @@ def test_degenerate_steps_leave_finite_costs_that_are_never_negative(
     assert model.chunk_seconds(100, 100) >= 0
 
 
-def test_a_model_that_learned_nothing_is_not_ready() -> None:
+def test_a_cost_model_without_prompts_is_not_ready() -> None:
     model = StepCostModel()
     for _ in range(10):
         model.learn(0, 4, 4, 4, 0.01)
-    assert not model.is_ready, "decodes alone say nothing about prompts"
+    assert not model.is_ready, "decode steps do not show the cost of prompts"
     for _ in range(3):
         model.learn(16, 20, 20, 20, 0.01)
     assert model.is_ready
 
 
-@pytest.mark.parametrize("per_context", [0.0, 1e-6, 1e-5], ids=["flat", "usual", "dear context"])
-def test_adaptive_holds_the_target_between_tokens_on_a_known_machine(per_context: float) -> None:
+@pytest.mark.parametrize("per_context", [0.0, 1e-6, 1e-5], ids=["flat", "usual", "expensive context"])
+def test_adaptive_meets_the_inter_token_target_on_a_known_machine(per_context: float) -> None:
     clock = VirtualClock()
     backend = NoopBackend(max_context=8192)
     info = backend.allocate(KvCachePoolConfig(num_blocks=2048), 16)
     config = SchedulerConfig(policy=PriorityPolicy.ADAPTIVE, max_running=16, target_inter_token_latency=0.1)
     scheduler = ContinuousBatchScheduler(config, info, clock)
     source = random.Random(7)
-    took: list[tuple[float, int]] = []
+    measured: list[tuple[float, int]] = []
     next_id = 0
     for step in range(600):
         if step % 20 == 0:
@@ -307,9 +307,9 @@ def test_adaptive_holds_the_target_between_tokens_on_a_known_machine(per_context
         clock.advance(seconds)
         scheduler.apply(plan, backend.submit(plan).result(), seconds)
         if plan.num_decodes and plan.num_prefills:
-            took.append((seconds, sum(task.num_tokens for task in plan.prefill_tasks)))
-    learned = took[len(took) // 4 :]
+            measured.append((seconds, sum(task.num_tokens for task in plan.prefill_tasks)))
+    learned = measured[len(measured) // 4 :]
     assert len(learned) > 30
     assert max(seconds for seconds, _ in learned) <= 0.1 * 1.1
-    # And it is not held by doing nothing: a machine of 0.2 ms a token has room for hundreds of them in 0.1 s.
+    # Prompts still progress: at 0.2 ms a token, hundreds of tokens fit into 0.1 s.
     assert max(tokens for _, tokens in learned) > 200

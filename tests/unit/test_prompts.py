@@ -1,4 +1,4 @@
-"""Which prompt gets its first token when, and how much of the prompts a step takes: on a machine whose cost is known."""
+"""The order of prompts, and the sizes of their chunks, on a machine with known costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig
 from weft.plan import IterationPlan
 from weft.request import InferenceRequest, Priority, RequestId, SamplingParams
-from weft.scheduling.prompt_order import PATIENCE, SHARE_OF_TARGET
+from weft.scheduling.prompt_order import SHARE_OF_TARGET, TTFT_FACTOR
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
@@ -29,12 +29,12 @@ def chunk_seconds(start: int, tokens: int) -> float:
 
 
 def alone(prompt: int) -> float:
-    """Seconds that a prompt of so many tokens takes, beside the base of its steps."""
+    """Seconds of a prefill of `prompt` tokens, without the fixed seconds of its steps."""
     return chunk_seconds(0, prompt)
 
 
 class Machine:
-    """The scheduler on the detector backend, in the time that its steps take on this machine. It knows that time from the start."""
+    """The scheduler on the noop backend, on a clock that advances by the costs above. The cost model is trained already."""
 
     def __init__(self, policy: PriorityPolicy = PriorityPolicy.ADAPTIVE, **options: Any) -> None:
         self.clock = VirtualClock()
@@ -46,7 +46,7 @@ class Machine:
         info = self.backend.allocate(pool, config.max_running)
         self.scheduler = ContinuousBatchScheduler(config, info, self.clock)
         self.first_token_at: dict[int, float] = {}
-        self.most_under_way = 0
+        self.max_in_progress = 0
         self._ids = count()
         for step in range(40):
             decodes, context, start, tokens = step % 7, 300 * (step % 5), 100 * (step % 11), 16 * (step % 9)
@@ -61,7 +61,7 @@ class Machine:
             )
 
     def add(self, length: int, max_tokens: int = 4, family: int | None = None, **fields: Any) -> Sequence:
-        """A prompt of this length; those of one family begin alike, others share nothing."""
+        """Adds a prompt. Prompts of one family share a prefix, others share nothing."""
         number = next(self._ids)
         first = 10_000 + number if family is None else family
         prompt = (first, *range(1, length))
@@ -71,7 +71,7 @@ class Machine:
         return sequence
 
     def seconds(self, plan: IterationPlan) -> float:
-        """What the step takes: exactly what the scheduler has learned."""
+        """The duration of a step, equal to what the cost model has learned."""
         entries = zip(plan.starts, plan.counts, strict=True)
         return BASE + sum(chunk_seconds(start, tokens) for start, tokens in entries)
 
@@ -84,13 +84,13 @@ class Machine:
         for output in self.scheduler.take_outputs()[0]:
             self.first_token_at.setdefault(output.request_id, self.clock())
         running = self.scheduler.running
-        self.most_under_way = max(
-            self.most_under_way, sum(0 < s.scheduled < s.prompt_length for s in running)
+        self.max_in_progress = max(
+            self.max_in_progress, sum(0 < s.scheduled < s.prompt_length for s in running)
         )
         return plan
 
     def run(self, arrivals: Iterable[tuple[float, int]] = (), max_tokens: int = 4, **fields: Any) -> Machine:
-        """Until all is done; prompts of these lengths come at these times."""
+        """Runs to the end. `arrivals` are (time, prompt length)."""
         pending = sorted(arrivals, reverse=True)
         while pending or self.scheduler.has_work:
             while pending and pending[-1][0] <= self.clock():
@@ -99,8 +99,8 @@ class Machine:
                 self.clock.advance_to(pending[-1][0])
         return self
 
-    def passed_by(self, sequence: Sequence, arrivals: list[tuple[float, int]]) -> float:
-        """When the last of those came that got their first token before this one, which came before them."""
+    def last_overtaken_by(self, sequence: Sequence, arrivals: list[tuple[float, int]]) -> float:
+        """The latest arrival that overtook `sequence`: it got its first token before it."""
         own = self.first_token_at[sequence.request_id]
         times = enumerate((at for at, _ in arrivals), sequence.request_id + 1)
         return max(at for number, at in times if self.first_token_at[number] < own)
@@ -113,18 +113,18 @@ class Machine:
 
 
 @ANY_POLICY
-def test_prompts_end_in_the_order_in_which_they_came_and_are_not_all_under_way_together(
+def test_prompts_finish_in_order_of_arrival_with_few_in_progress_at_once(
     policy: PriorityPolicy,
 ) -> None:
     machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
     machine.run([(0.05 * number, 480) for number in range(20)], max_tokens=40)
     in_order = [machine.first_token_at[number] for number in range(20)]
     assert in_order == sorted(in_order)
-    assert machine.most_under_way <= 2, "the one that is first, and one that got what it left"
+    assert machine.max_in_progress <= 2, "the first one, and one that uses the rest of the step"
 
 
 @ANY_POLICY
-def test_a_short_prompt_passes_a_long_one_that_came_shortly_before(policy: PriorityPolicy) -> None:
+def test_a_short_prompt_overtakes_a_long_one_that_arrived_shortly_before(policy: PriorityPolicy) -> None:
     machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
     long = machine.add(2000)
     machine.step()
@@ -135,26 +135,26 @@ def test_a_short_prompt_passes_a_long_one_that_came_shortly_before(policy: Prior
 
 
 @ANY_POLICY
-def test_a_very_long_prompt_keeps_no_short_one_waiting(policy: PriorityPolicy) -> None:
+def test_short_prompts_do_not_wait_for_a_very_long_prompt_in_progress(policy: PriorityPolicy) -> None:
     machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
     long = machine.add(6000)
     machine.step()
     shorts = [(0.1 + 0.05 * number, 32) for number in range(64)]
     machine.run(shorts)
-    # A step is under way when one comes, and takes it in the next; no more.
+    # A short prompt waits for the step in flight, and is computed in the next one.
     slowest = max(machine.first_token_at[number + 1] - at for number, (at, _) in enumerate(shorts))
     assert slowest <= 3 * (BASE + chunk_seconds(6000, 200))
     assert machine.waited(long) > alone(6000)
 
 
 @ANY_POLICY
-def test_long_prompts_that_wait_keep_no_short_one_behind_them_waiting(policy: PriorityPolicy) -> None:
+def test_short_prompts_do_not_wait_for_long_prompts_that_wait_before_them(policy: PriorityPolicy) -> None:
     machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
     longs = [machine.add(3000) for _ in range(10)]
     machine.step()
     shorts = [(0.1 + 0.1 * number, 32) for number in range(32)]
     machine.run(shorts)
-    # The first is behind ten that have to start before it; a step does that, beside the one under way.
+    # Ten long prompts must start before the first short one. One step does that, besides the step in flight.
     slowest = max(machine.first_token_at[number + 10] - at for number, (at, _) in enumerate(shorts))
     assert slowest <= 4 * (BASE + chunk_seconds(3000, 200))
     in_order = [machine.first_token_at[long.request_id] for long in longs]
@@ -162,20 +162,22 @@ def test_long_prompts_that_wait_keep_no_short_one_behind_them_waiting(policy: Pr
 
 
 @ANY_POLICY
-def test_a_very_long_prompt_is_passed_for_a_bounded_time_however_many_short_ones_come(
+def test_a_very_long_prompt_is_overtaken_only_for_a_bounded_time(
     policy: PriorityPolicy,
 ) -> None:
     machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
-    due = PATIENCE * alone(1500)
-    # Short ones that would take all of the time, and more, until long after it is due.
-    shorts = [(0.03 * number, 100) for number in range(1, int(2 * due / 0.03))]
+    target = TTFT_FACTOR * alone(1500)
+    # Short prompts overload the machine until long after the target of the long one.
+    shorts = [(0.03 * number, 100) for number in range(1, int(2 * target / 0.03))]
     long = machine.add(1500, max_tokens=1)
     machine.run(shorts, max_tokens=1)
-    assert machine.passed_by(long, shorts) == pytest.approx(due - PATIENCE * alone(100), abs=0.1)
+    assert machine.last_overtaken_by(long, shorts) == pytest.approx(
+        target - TTFT_FACTOR * alone(100), abs=0.1
+    )
 
 
 @pytest.mark.parametrize("policy", [PriorityPolicy.PRIORITY, PriorityPolicy.ADAPTIVE])
-def test_a_prompt_that_outranks_those_under_way_does_not_wait_for_them(policy: PriorityPolicy) -> None:
+def test_a_prompt_of_higher_priority_overtakes_those_in_progress(policy: PriorityPolicy) -> None:
     machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
     normal = machine.add(600)
     machine.step()
@@ -188,7 +190,7 @@ def test_a_prompt_that_outranks_those_under_way_does_not_wait_for_them(policy: P
     assert critical.first_token_at is not None
 
 
-def test_where_priorities_do_not_rank_they_change_nothing() -> None:
+def test_fcfs_ignores_the_priorities_of_prompts() -> None:
     machine = Machine(PriorityPolicy.FCFS, max_prefill_tokens=200, max_chunk_tokens=200)
     first = machine.add(600, priority=Priority.LOW)
     machine.step()
@@ -198,29 +200,29 @@ def test_where_priorities_do_not_rank_they_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("policy", [PriorityPolicy.PRIORITY, PriorityPolicy.ADAPTIVE])
-def test_age_makes_up_for_the_priority_of_a_prompt_under_way(policy: PriorityPolicy) -> None:
+def test_age_offsets_the_priority_of_a_prompt_in_progress(policy: PriorityPolicy) -> None:
     machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200, ageing_rate=1.0)
     low = machine.add(600, priority=Priority.LOW)
     machine.step()
-    # Each takes a step, and comes sooner than one is over: without age they would keep it out until the last is done.
+    # Each fills a step, and the next arrives before it ends: without ageing the first prompt would wait for all.
     arrivals = [(0.05 * number, 200) for number in range(1, 200)]
     machine.run(arrivals, max_tokens=1, priority=Priority.NORMAL)
     one_level = 1.0
-    expected = one_level + PATIENCE * (alone(600) - alone(200))
-    assert machine.passed_by(low, arrivals) == pytest.approx(expected, abs=0.1)
+    expected = one_level + TTFT_FACTOR * (alone(600) - alone(200))
+    assert machine.last_overtaken_by(low, arrivals) == pytest.approx(expected, abs=0.1)
 
 
 @ANY_POLICY
-def test_a_victim_that_is_computed_again_is_due_since_it_came(policy: PriorityPolicy) -> None:
+def test_a_preempted_prompt_is_ordered_by_its_arrival(policy: PriorityPolicy) -> None:
     machine = Machine(policy)
     order = machine.scheduler._planner._order
-    victim = machine.add(300)
+    preempted = machine.add(300)
     machine.clock.advance(30.0)
-    victim.target = 900  # with what it had generated
-    assert order.key(victim, 0) < order.key(machine.add(20), 0)
+    preempted.target = 900  # with its generated tokens
+    assert order.sort_key(preempted, 0) < order.sort_key(machine.add(20), 0)
 
 
-def test_what_is_cached_of_a_prompt_does_not_make_it_due_later() -> None:
+def test_cached_tokens_do_not_delay_the_target_of_a_prompt() -> None:
     machine = Machine(max_prefill_tokens=200, max_chunk_tokens=200)
     machine.add(2001, max_tokens=1, family=7)
     machine.run()
@@ -229,13 +231,13 @@ def test_what_is_cached_of_a_prompt_does_not_make_it_due_later() -> None:
     assert known.cached_tokens == 2000
     arrivals = [(machine.clock() + 0.03 * number, 100) for number in range(200)]
     machine.run(arrivals, max_tokens=1)
-    waits = PATIENCE * (chunk_seconds(2000, 400) - alone(100))
-    assert machine.passed_by(known, arrivals) == pytest.approx(known.arrival + waits, abs=0.1)
+    waits = TTFT_FACTOR * (chunk_seconds(2000, 400) - alone(100))
+    assert machine.last_overtaken_by(known, arrivals) == pytest.approx(known.arrival + waits, abs=0.1)
 
 
 @pytest.mark.parametrize("target", [1.5 * BASE, TARGET])
 @pytest.mark.parametrize("policy", [PriorityPolicy.FCFS, PriorityPolicy.ADAPTIVE])
-def test_what_a_prompt_takes_alone_is_known_with_the_base_of_its_steps(
+def test_the_predicted_seconds_alone_include_the_fixed_seconds_of_all_steps(
     policy: PriorityPolicy, target: float
 ) -> None:
     machine = Machine(policy, target_inter_token_latency=target, max_chunk_tokens=64)
@@ -249,7 +251,7 @@ def test_what_a_prompt_takes_alone_is_known_with_the_base_of_its_steps(
 
 
 def crowded(**options: Any) -> Machine:
-    """Ten decode, and three long prompts are under way at different places."""
+    """Ten sequences decode, and three long prompts are in progress at different positions."""
     machine = Machine(**options)
     for _ in range(10):
         machine.add(100, max_tokens=400)
@@ -261,7 +263,7 @@ def crowded(**options: Any) -> Machine:
     return machine
 
 
-def test_steps_take_the_planned_share_of_the_target_to_the_token() -> None:
+def test_steps_use_the_planned_share_of_the_time_target_to_the_token() -> None:
     machine = crowded()
     planned = 0
     while True:
@@ -276,12 +278,12 @@ def test_steps_take_the_planned_share_of_the_target_to_the_token() -> None:
             one_more = chunk_seconds(last.start, last.num_tokens + 1) - chunk_seconds(
                 last.start, last.num_tokens
             )
-            assert seconds + one_more > SHARE_OF_TARGET * TARGET * 0.999, "there was time for more"
+            assert seconds + one_more > SHARE_OF_TARGET * TARGET * 0.999, "there was time for another token"
             planned += 1
     assert planned > 20
 
 
-def test_several_prompts_share_a_step_and_each_is_charged_for_its_own_place() -> None:
+def test_several_prompts_share_a_step_and_each_counts_with_its_own_position() -> None:
     machine = Machine()
     far = machine.add(3000)
     while far.scheduled < 2500:
@@ -294,7 +296,7 @@ def test_several_prompts_share_a_step_and_each_is_charged_for_its_own_place() ->
 
 
 @pytest.mark.parametrize("start", [0, 1008])
-def test_where_no_time_is_left_the_first_prompt_gets_a_block_and_no_other_gets_any(start: int) -> None:
+def test_without_time_the_first_prompt_gets_one_block_and_no_other_gets_any(start: int) -> None:
     machine = Machine(target_inter_token_latency=BASE / 2)
     first = machine.add(2000)
     while first.scheduled < start:
@@ -306,13 +308,13 @@ def test_where_no_time_is_left_the_first_prompt_gets_a_block_and_no_other_gets_a
         assert [(task.request_id, task.num_tokens) for task in plan.prefill_tasks] == [(0, BLOCK)]
 
 
-def test_gaps_between_tokens_stay_within_the_target_while_prompts_come_and_go() -> None:
+def test_inter_token_latency_stays_within_the_target_while_prompts_arrive() -> None:
     machine = Machine()
     machine.run([(0.06 * number, (40, 500, 250, 16)[number % 4]) for number in range(64)], max_tokens=60)
     assert 0.8 * TARGET < max(machine.scheduler.token_gaps) <= SHARE_OF_TARGET * TARGET * 1.001
 
 
-def test_drafts_take_no_more_of_a_step_than_its_time_allows() -> None:
+def test_draft_tokens_stay_within_the_time_target() -> None:
     machine = crowded(max_draft_tokens=64)
     decodes = [s for s in machine.scheduler.running if s.first_token_at is not None]
     room = machine.scheduler._planner._size.room_for_drafts(decodes, 1000)
@@ -323,44 +325,44 @@ def test_drafts_take_no_more_of_a_step_than_its_time_allows() -> None:
 
 
 @ANY_POLICY
-def test_who_waits_for_what_another_computes_is_not_late_because_that_one_is_long(
+def test_a_prompt_that_waits_for_blocks_of_a_long_one_is_not_delayed_by_its_length(
     policy: PriorityPolicy,
 ) -> None:
-    """A prompt of 600 tokens that begins as one of 4,000 does, which is not due for long. Short ones nearly fill the machine: without it
-    the long one would be passed by all of them."""
+    """A prompt of 600 tokens shares the prefix of one of 4,000. Short prompts nearly fill the machine: unless the long one
+    inherits the place of the other, all of them would overtake it."""
     machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
     machine.add(4000, max_tokens=1, family=7)
     machine.step()
     sharing = machine.add(600, max_tokens=1, family=7)
     machine.run([(0.046 * number, 110) for number in range(1, 400)], max_tokens=1)
-    assert machine.waited(sharing) < 2 * PATIENCE * alone(600)
+    assert machine.waited(sharing) < 2 * TTFT_FACTOR * alone(600)
 
 
 @ANY_POLICY
-def test_with_adaptive_a_prompt_is_due_when_its_first_token_is_hoped_for(policy: PriorityPolicy) -> None:
+def test_adaptive_orders_prompts_by_their_own_first_token_targets(policy: PriorityPolicy) -> None:
     machine = Machine(policy)
-    patient, urgent = machine.add(2000), machine.add(2000, ttft_target=0.1)
+    normal, urgent = machine.add(2000), machine.add(2000, ttft_target=0.1)
     machine.run()
-    assert (machine.waited(urgent) < machine.waited(patient)) == (policy is PriorityPolicy.ADAPTIVE)
+    assert (machine.waited(urgent) < machine.waited(normal)) == (policy is PriorityPolicy.ADAPTIVE)
 
 
 @ANY_POLICY
-def test_what_is_cached_of_a_waiting_prompt_does_not_count_as_its_work(policy: PriorityPolicy) -> None:
-    """The next turn of a long conversation, behind long prompts that are under way."""
+def test_cached_tokens_do_not_count_as_work_of_a_waiting_prompt(policy: PriorityPolicy) -> None:
+    """The next request of a long conversation waits for long prompts in progress."""
     machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
     machine.add(3000, max_tokens=1, family=7)
     machine.run()
     for _ in range(4):
         machine.add(1500, max_tokens=1)
     machine.step()
-    next_turn = machine.add(3030, max_tokens=1, family=7)
+    next_request = machine.add(3030, max_tokens=1, family=7)
     machine.run()
-    assert machine.waited(next_turn) < alone(1500)
+    assert machine.waited(next_request) < alone(1500)
 
 
 @ANY_POLICY
-def test_every_policy_learns_from_steps_with_prompts_what_they_cost(policy: PriorityPolicy) -> None:
-    """The order of prompts needs it, whoever orders the queue."""
+def test_every_policy_learns_the_cost_of_steps_with_prompts(policy: PriorityPolicy) -> None:
+    """The order of prompts needs that cost under every policy."""
     clock, backend = VirtualClock(), NoopBackend(max_context=4096)
     config = SchedulerConfig(policy=policy, max_running=4, max_chunk_tokens=64)
     info = backend.allocate(KvCachePoolConfig(num_blocks=64, block_size=BLOCK), config.max_running)

@@ -1,4 +1,4 @@
-"""Conversations are kept hot: what is cached of them is evicted last, for a time, and never at a request's cost."""
+"""Sessions: cached blocks of a conversation are evicted last, for a limited time, and never block a request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 4
 
 
 class Conversation:
-    """A small engine that turns are sent to one after the other, with strangers in between."""
+    """A small engine that serves the requests of a conversation, with other requests in between."""
 
     def __init__(self, num_blocks: int = 16, lifetime: float = 60.0) -> None:
         self.clock = VirtualClock()
@@ -29,9 +29,9 @@ class Conversation:
             ),
             clock=self.clock,
         )
-        self.strangers = 1000
+        self.next_token = 1000
 
-    def ask(self, prompt: list[int], session: str | None = None, salt: str = "") -> GenerationResult:
+    def send(self, prompt: list[int], session: str | None = None, salt: str = "") -> GenerationResult:
         params = SamplingParams(max_tokens=4, seed=1)
         request_id = self.engine.submit(
             InferenceRequest(tuple(prompt), params, session_id=session, cache_salt=salt)
@@ -43,67 +43,67 @@ class Conversation:
         assert result is not None and result.state is RequestState.COMPLETED
         return result
 
-    def fill_with_strangers(self, count: int = 8) -> None:
-        """More different prompts than the pool holds: whatever can be evicted is."""
+    def fill_with_other_requests(self, count: int = 8) -> None:
+        """Sends more different prompts than the pool holds, so that all other cached blocks are evicted."""
         for _ in range(count):
-            self.strangers += 100
-            self.ask(list(range(self.strangers, self.strangers + 20)))
+            self.next_token += 100
+            self.send(list(range(self.next_token, self.next_token + 20)))
 
 
-TURN = list(range(10, 34))  # six full blocks
+PROMPT = list(range(10, 34))  # six full blocks
 
 
-def test_a_conversation_is_found_again_after_strangers_filled_the_pool() -> None:
+def test_a_session_stays_cached_after_other_requests_filled_the_pool() -> None:
     talk = Conversation()
-    first = talk.ask(TURN, "talk")
-    talk.fill_with_strangers()
-    second = talk.ask([*TURN, *first.tokens, 1, 2, 3], "talk")
-    assert second.cached_token_count >= len(TURN)
+    first = talk.send(PROMPT, "talk")
+    talk.fill_with_other_requests()
+    second = talk.send([*PROMPT, *first.tokens, 1, 2, 3], "talk")
+    assert second.cached_token_count >= len(PROMPT)
 
 
-def test_without_a_session_it_would_be_gone() -> None:
+def test_without_a_session_the_conversation_is_evicted() -> None:
     talk = Conversation()
-    first = talk.ask(TURN)
-    talk.fill_with_strangers()
-    assert talk.ask([*TURN, *first.tokens, 1, 2, 3]).cached_token_count == 0
+    first = talk.send(PROMPT)
+    talk.fill_with_other_requests()
+    assert talk.send([*PROMPT, *first.tokens, 1, 2, 3]).cached_token_count == 0
 
 
-def test_a_session_ends_with_its_lifetime() -> None:
+def test_a_session_expires_after_its_lifetime() -> None:
     talk = Conversation(lifetime=5.0)
-    first = talk.ask(TURN, "talk")
+    first = talk.send(PROMPT, "talk")
     talk.clock.advance(6.0)
-    talk.fill_with_strangers()
-    assert talk.ask([*TURN, *first.tokens, 1, 2, 3], "talk").cached_token_count == 0
+    talk.fill_with_other_requests()
+    assert talk.send([*PROMPT, *first.tokens, 1, 2, 3], "talk").cached_token_count == 0
 
 
-def test_every_turn_begins_the_lifetime_anew() -> None:
+def test_every_request_of_a_session_restarts_its_lifetime() -> None:
     talk = Conversation(lifetime=5.0)
-    prompt = TURN
+    prompt = PROMPT
     for _ in range(3):
-        prompt = [*prompt, *talk.ask(prompt, "talk").tokens]
+        prompt = [*prompt, *talk.send(prompt, "talk").tokens]
         talk.clock.advance(4.0)
-    talk.fill_with_strangers()
-    assert talk.ask([*prompt, 1], "talk").cached_token_count >= len(TURN)
+    talk.fill_with_other_requests()
+    assert talk.send([*prompt, 1], "talk").cached_token_count >= len(PROMPT)
 
 
-def test_a_session_gives_way_to_a_request_that_needs_all_the_memory() -> None:
+def test_a_session_is_evicted_for_a_request_that_needs_all_the_memory() -> None:
     talk = Conversation(num_blocks=16)
-    talk.ask(TURN, "talk")
-    needy = talk.ask(list(range(500, 500 + 58)))  # all sixteen blocks
-    assert needy.preemptions == 0
-    assert talk.ask([*TURN, 1], "talk").cached_token_count == 0
+    talk.send(PROMPT, "talk")
+    large = talk.send(list(range(500, 500 + 58)))  # all sixteen blocks
+    assert large.preemptions == 0
+    assert talk.send([*PROMPT, 1], "talk").cached_token_count == 0
 
 
-def test_a_session_never_reaches_over_cache_salts() -> None:
+def test_equal_session_ids_under_different_cache_salts_are_different_sessions() -> None:
     talk = Conversation(num_blocks=32)
-    talk.ask(TURN, "talk", salt="a")
-    talk.ask(list(range(60, 70)), "talk", salt="b")
-    talk.fill_with_strangers(12)
-    assert talk.ask([*TURN, 1], "talk", salt="b").cached_token_count == 0
-    assert talk.ask([*TURN, 1], "talk", salt="a").cached_token_count == len(TURN)
+    talk.send(PROMPT, "talk", salt="a")
+    talk.send(list(range(60, 70)), "talk", salt="b")
+    talk.fill_with_other_requests(12)
+    assert talk.send([*PROMPT, 1], "talk", salt="b").cached_token_count == 0
+    assert talk.send([*PROMPT, 1], "talk", salt="a").cached_token_count == len(PROMPT)
 
 
-def test_a_flood_of_sessions_keeps_no_more_keys_than_there_are_blocks() -> None:
+def test_sessions_keep_at_most_as_many_hashes_as_there_are_blocks() -> None:
     pool = BlockPool(10)
     sessions = Sessions(pool, lifetime=60.0)
     for number in range(50):
@@ -112,30 +112,30 @@ def test_a_flood_of_sessions_keeps_no_more_keys_than_there_are_blocks() -> None:
     assert len(sessions) == 2
     sessions.expire(now=61.0)
     sessions.check_integrity()
-    assert len(sessions) == 0 and pool.heat_of_keys == {}
+    assert len(sessions) == 0 and pool.hot_counts == {}
 
 
-def test_what_a_turn_no_longer_uses_cools() -> None:
+def test_blocks_that_the_latest_request_does_not_use_are_no_longer_hot() -> None:
     pool = BlockPool(10)
     sessions = Sessions(pool, lifetime=60.0)
     sessions.keep(("", "talk"), [b"a", b"b", b"c"], now=0.0)
     sessions.keep(("", "other"), [b"a"], now=0.0)
     sessions.keep(("", "talk"), [b"a", b"x"], now=1.0)
-    assert pool.heat_of_keys == {b"a": 2, b"x": 1}
+    assert pool.hot_counts == {b"a": 2, b"x": 1}
     sessions.check_integrity()
 
 
-def test_the_memory_of_sessions_is_bounded_whatever_they_are_called() -> None:
+def test_the_number_of_sessions_and_the_length_of_their_ids_are_limited() -> None:
     pool = BlockPool(4 * MAX_SESSIONS)
     sessions = Sessions(pool, lifetime=60.0)
     for number in range(3 * MAX_SESSIONS):
         sessions.keep(("", str(number)), [b"%d" % number], now=0.0)
     sessions.check_integrity()
-    assert len(sessions) == len(pool.heat_of_keys) == MAX_SESSIONS
-    sessions.keep(("", str(2 * MAX_SESSIONS)), [b"again"], now=1.0)  # the oldest: it is the newest now
+    assert len(sessions) == len(pool.hot_counts) == MAX_SESSIONS
+    sessions.keep(("", str(2 * MAX_SESSIONS)), [b"again"], now=1.0)  # was the oldest, and is the newest now
     sessions.keep(("", "new"), [b"new"], now=1.0)
     sessions.expire(now=60.5)
-    assert len(sessions) == 2, "what was kept last stays"
+    assert len(sessions) == 2, "the latest two are kept"
     for field in ("session_id", "cache_salt"):
         with pytest.raises(InvalidRequestError, match=f"{field} is '257 characters'; allowed: at most 256"):
             InferenceRequest((1,), **{field: "x" * 257})  # type: ignore[arg-type]

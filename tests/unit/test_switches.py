@@ -1,4 +1,4 @@
-"""Every switch really switches: the plans of the same requests, with it and without it."""
+"""Every switch of the scheduler has its effect: the plans of equal requests with and without it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
 
-class Rig:
-    """A scheduler on the detector backend, one step at a time, with every plan kept."""
+class Harness:
+    """A scheduler on the noop backend, run step by step. Keeps every plan."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class Rig:
         self.results.update((result.request_id, result) for result in self.scheduler.take_outputs()[1])
         return plan
 
-    def run(self, patience: int = 2000) -> Rig:
+    def run(self, max_steps: int = 2000) -> Harness:
         while self.scheduler.has_work:
-            patience -= 1
-            assert patience, "requests are left that never end"
+            max_steps -= 1
+            assert max_steps, "some requests never end"
             self.step()
         for sequence in self.sequences:
             request = sequence.request
@@ -74,7 +74,7 @@ class Rig:
         return self
 
     def computed(self, request_id: int) -> list[int]:
-        """Tokens of one request computed as prompt, step by step."""
+        """The sizes of the prefill chunks of one request."""
         return [t.num_tokens for plan in self.plans for t in plan.prefill_tasks if t.request_id == request_id]
 
 
@@ -85,113 +85,123 @@ def prompt_of(length: int, family: int = 0) -> list[int]:
 # ---------------------------------------------------------------------- shape of a step
 
 
-def test_chunked_prefill_on_cuts_a_prompt_into_chunks_of_the_stated_size() -> None:
-    rig = Rig(max_chunk_tokens=16, max_prefill_tokens=64, max_tokens_per_step=64)
-    rig.add(prompt_of(50))
-    assert rig.run().computed(0) == [16, 16, 16, 2]
+def test_chunked_prefill_on_splits_a_prompt_into_chunks_of_the_configured_size() -> None:
+    harness = Harness(max_chunk_tokens=16, max_prefill_tokens=64, max_tokens_per_step=64)
+    harness.add(prompt_of(50))
+    assert harness.run().computed(0) == [16, 16, 16, 2]
 
 
-def test_chunked_prefill_off_computes_every_prompt_in_one_piece() -> None:
-    rig = Rig(chunked_prefill=False, max_chunk_tokens=16, max_prefill_tokens=64, max_tokens_per_step=72)
+def test_chunked_prefill_off_computes_every_prompt_in_one_step() -> None:
+    harness = Harness(
+        chunked_prefill=False, max_chunk_tokens=16, max_prefill_tokens=64, max_tokens_per_step=72
+    )
     for family in range(5):
-        rig.add(prompt_of(50, family))
-    rig.run()
-    assert [rig.computed(number) for number in range(5)] == [[50]] * 5
-    assert all(plan.num_prefills <= 1 for plan in rig.plans), "two prompts of 50 do not fit 64"
+        harness.add(prompt_of(50, family))
+    harness.run()
+    assert [harness.computed(number) for number in range(5)] == [[50]] * 5
+    assert all(plan.num_prefills <= 1 for plan in harness.plans), (
+        "two prompts of 50 tokens do not fit into 64"
+    )
 
 
-def test_chunked_prefill_off_refuses_a_prompt_longer_than_a_step_saying_both_numbers() -> None:
-    rig = Rig(chunked_prefill=False, max_prefill_tokens=64, max_tokens_per_step=72)
+def test_chunked_prefill_off_rejects_a_prompt_longer_than_a_step_with_both_numbers() -> None:
+    harness = Harness(chunked_prefill=False, max_prefill_tokens=64, max_tokens_per_step=72)
     with pytest.raises(InvalidRequestError, match=r"prompt has 65 tokens; allowed: at most 64"):
-        rig.add(prompt_of(65))
-    rig.add(prompt_of(64))
-    assert rig.run().computed(0) == [64]
+        harness.add(prompt_of(65))
+    harness.add(prompt_of(64))
+    assert harness.run().computed(0) == [64]
 
 
 @pytest.mark.parametrize("pure", [True, False])
-def test_prefer_pure_decode_never_mixes_prompts_with_decodes_and_without_it_they_mix(pure: bool) -> None:
-    rig = Rig(prefer_pure_decode=pure, max_chunk_tokens=8, max_prefill_tokens=8, max_tokens_per_step=64)
-    rig.add(prompt_of(4), max_tokens=20)
+def test_prefer_pure_decode_never_mixes_prompts_with_decodes(pure: bool) -> None:
+    harness = Harness(
+        prefer_pure_decode=pure, max_chunk_tokens=8, max_prefill_tokens=8, max_tokens_per_step=64
+    )
+    harness.add(prompt_of(4), max_tokens=20)
     for _ in range(3):
-        rig.step()
-    rig.add(prompt_of(40, 1), max_tokens=5)
-    rig.run()
-    mixed = [plan for plan in rig.plans if plan.num_decodes and plan.num_prefills]
+        harness.step()
+    harness.add(prompt_of(40, 1), max_tokens=5)
+    harness.run()
+    mixed = [plan for plan in harness.plans if plan.num_decodes and plan.num_prefills]
     assert bool(mixed) is not pure
 
 
 def test_pure_decode_alternates_so_that_neither_prompts_nor_decodes_starve() -> None:
-    rig = Rig(prefer_pure_decode=True, max_chunk_tokens=8, max_prefill_tokens=8, max_tokens_per_step=64)
-    rig.add(prompt_of(4), max_tokens=30)
-    rig.step()
-    rig.add(prompt_of(40, 1), max_tokens=5)
-    kinds = ["decode" if plan.num_decodes else "prefill" for plan in (rig.step() for _ in range(8)) if plan]
+    harness = Harness(
+        prefer_pure_decode=True, max_chunk_tokens=8, max_prefill_tokens=8, max_tokens_per_step=64
+    )
+    harness.add(prompt_of(4), max_tokens=30)
+    harness.step()
+    harness.add(prompt_of(40, 1), max_tokens=5)
+    kinds = [
+        "decode" if plan.num_decodes else "prefill" for plan in (harness.step() for _ in range(8)) if plan
+    ]
     assert kinds == ["decode", "prefill"] * 4
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_dynamic_batching_lets_requests_join_in_mid_flight_and_off_keeps_them_out_until_the_batch_is_done(
+def test_requests_join_a_running_batch_only_with_dynamic_batching(
     dynamic: bool,
 ) -> None:
-    rig = Rig(dynamic_batching=dynamic)
-    rig.add(prompt_of(4), max_tokens=10)
-    rig.step()
-    rig.add(prompt_of(4, 1), max_tokens=10)
-    rig.run()
-    last_of_first = max(number for number, plan in enumerate(rig.plans) if 0 in plan.request_ids)
-    first_of_second = min(number for number, plan in enumerate(rig.plans) if 1 in plan.request_ids)
+    harness = Harness(dynamic_batching=dynamic)
+    harness.add(prompt_of(4), max_tokens=10)
+    harness.step()
+    harness.add(prompt_of(4, 1), max_tokens=10)
+    harness.run()
+    last_of_first = max(number for number, plan in enumerate(harness.plans) if 0 in plan.request_ids)
+    first_of_second = min(number for number, plan in enumerate(harness.plans) if 1 in plan.request_ids)
     assert (first_of_second <= last_of_first) is dynamic
 
 
 def test_without_dynamic_batching_requests_that_wait_together_still_form_one_batch() -> None:
-    rig = Rig(dynamic_batching=False)
+    harness = Harness(dynamic_batching=False)
     for family in range(3):
-        rig.add(prompt_of(4, family), max_tokens=5)
-    first = rig.step()
+        harness.add(prompt_of(4, family), max_tokens=5)
+    first = harness.step()
     assert first is not None and first.request_ids == (0, 1, 2)
-    rig.run()
+    harness.run()
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, None])
-def test_no_step_holds_more_sequences_than_stated_and_all_take_turns(limit: int | None) -> None:
-    rig = Rig(max_sequences_per_step=limit)
+def test_no_step_holds_more_sequences_than_configured_and_all_of_them_run(limit: int | None) -> None:
+    harness = Harness(max_sequences_per_step=limit)
     for family in range(6):
-        rig.add(prompt_of(4, family), max_tokens=8)
-    rig.run()
-    assert max(len(plan.rows) for plan in rig.plans) == (limit or 6)
+        harness.add(prompt_of(4, family), max_tokens=8)
+    harness.run()
+    assert max(len(plan.rows) for plan in harness.plans) == (limit or 6)
 
 
 def test_sequences_that_do_not_fit_one_step_advance_evenly() -> None:
-    rig = Rig(max_sequences_per_step=2)
+    harness = Harness(max_sequences_per_step=2)
     for family in range(5):
-        rig.add(prompt_of(4, family), max_tokens=40)
-    while not all(sequence.generated for sequence in rig.sequences):
-        rig.step()
+        harness.add(prompt_of(4, family), max_tokens=40)
+    while not all(sequence.generated for sequence in harness.sequences):
+        harness.step()
     seen: Counter[int] = Counter()
     for _ in range(20):
-        plan = rig.step()
+        plan = harness.step()
         assert plan is not None
         seen.update(plan.request_ids)
     assert sum(seen.values()) == 40 and set(seen.values()) == {8}
 
 
 def test_the_prefill_cap_holds_below_the_token_budget() -> None:
-    rig = Rig(max_prefill_tokens=10, max_tokens_per_step=100, max_chunk_tokens=100)
+    harness = Harness(max_prefill_tokens=10, max_tokens_per_step=100, max_chunk_tokens=100)
     for family in range(4):
-        rig.add(prompt_of(30, family))
-    rig.run()
-    spent = [sum(task.num_tokens for task in plan.prefill_tasks) for plan in rig.plans]
+        harness.add(prompt_of(30, family))
+    harness.run()
+    spent = [sum(task.num_tokens for task in plan.prefill_tasks) for plan in harness.plans]
     assert max(spent) == 10
 
 
 # ---------------------------------------------------------------------- preemption
 
 
-def crowd(rig: Rig) -> None:
-    """Two requests that fit together only at first."""
-    rig.add(prompt_of(12), max_tokens=20)
-    rig.add(prompt_of(12, 1), max_tokens=20)
-    rig.run()
+def crowd(harness: Harness) -> None:
+    """Runs two requests that fit into memory together only at first."""
+    harness.add(prompt_of(12), max_tokens=20)
+    harness.add(prompt_of(12, 1), max_tokens=20)
+    harness.run()
 
 
 @pytest.mark.parametrize(
@@ -209,31 +219,35 @@ def crowd(rig: Rig) -> None:
         "recompute",
         "auto: swap is cheaper",
         "auto: recompute is cheaper",
-        "no swap space",
-        "too little of it",
+        "no swap slots",
+        "too few swap slots",
     ],
 )
-def test_a_victim_gives_its_memory_back_the_way_the_mode_says(
+def test_the_preemption_mode_decides_between_swap_and_recompute(
     mode: PreemptionMode, costs: tuple[float, float], swap_blocks: int, swaps: bool
 ) -> None:
-    rig = Rig(num_blocks=12, swap_blocks=swap_blocks, preemption=mode, costs=costs, prefix_caching=False)
-    crowd(rig)
-    stats = rig.scheduler.stats
-    assert stats.preemptions_by_swap + stats.preemptions_by_recompute > 0, "nobody had to give way"
+    harness = Harness(
+        num_blocks=12, swap_blocks=swap_blocks, preemption=mode, costs=costs, prefix_caching=False
+    )
+    crowd(harness)
+    stats = harness.scheduler.stats
+    assert stats.preemptions_by_swap + stats.preemptions_by_recompute > 0, "no request was preempted"
     assert bool(stats.preemptions_by_swap) is swaps
     assert bool(stats.preemptions_by_recompute) is not swaps
-    assert any(plan.swap_out for plan in rig.plans) is any(plan.swap_in for plan in rig.plans) is swaps
+    assert (
+        any(plan.swap_out for plan in harness.plans) is any(plan.swap_in for plan in harness.plans) is swaps
+    )
 
 
-def test_without_prefix_caching_a_recomputed_victim_computes_its_tokens_again() -> None:
-    rig = Rig(num_blocks=12, preemption=PreemptionMode.RECOMPUTE, prefix_caching=False)
-    crowd(rig)
-    assert sum(rig.computed(1)) > 12 and sum(rig.computed(0)) == 12, "the newer one gives way"
-    assert rig.results[1].preemptions >= 1 and rig.results[0].preemptions == 0
+def test_without_prefix_caching_a_preempted_request_computes_its_tokens_again() -> None:
+    harness = Harness(num_blocks=12, preemption=PreemptionMode.RECOMPUTE, prefix_caching=False)
+    crowd(harness)
+    assert sum(harness.computed(1)) > 12 and sum(harness.computed(0)) == 12, "the newer one is preempted"
+    assert harness.results[1].preemptions >= 1 and harness.results[0].preemptions == 0
 
 
-def test_a_victim_in_mid_prompt_that_comes_back_from_swap_space_is_still_timed_as_prefill() -> None:
-    rig = Rig(
+def test_a_prompt_that_was_swapped_out_and_in_is_still_timed_as_prefill() -> None:
+    harness = Harness(
         num_blocks=12,
         policy=PriorityPolicy.PRIORITY,
         preemption=PreemptionMode.SWAP,
@@ -242,53 +256,51 @@ def test_a_victim_in_mid_prompt_that_comes_back_from_swap_space_is_still_timed_a
         max_tokens_per_step=16,
         prefix_caching=False,
     )
-    rig.add(prompt_of(40), max_tokens=1, priority=Priority.LOW)
+    harness.add(prompt_of(40), max_tokens=1, priority=Priority.LOW)
     for _ in range(5):
-        rig.step()
-    rig.add(prompt_of(30, 1), max_tokens=1, priority=Priority.HIGH)
-    rig.run()
-    assert rig.results[0].preemptions == 1 and rig.scheduler.stats.preemptions_by_swap == 1
-    assert rig.results[0].decode_time == 0.0, "it never decoded: it had one token to make"
-    assert rig.results[0].prefill_time > 0
+        harness.step()
+    harness.add(prompt_of(30, 1), max_tokens=1, priority=Priority.HIGH)
+    harness.run()
+    assert harness.results[0].preemptions == 1 and harness.scheduler.stats.preemptions_by_swap == 1
+    assert harness.results[0].decode_time == 0.0, "it never decoded: it generates one token"
+    assert harness.results[0].prefill_time > 0
 
 
 # ---------------------------------------------------------------------- prefix caching
 
 
-def test_prefix_caching_off_computes_every_prompt_in_full_and_on_shares_all_full_blocks_but_the_last_token() -> (
-    None
-):
+def test_prefix_caching_shares_all_full_blocks_but_that_of_the_last_token() -> None:
     for caching, second in ((False, 40), (True, 4)):
-        rig = Rig(prefix_caching=caching, block_size=4)
-        rig.add(prompt_of(40))
-        rig.run()
-        rig.add(prompt_of(40))
-        rig.run()
-        assert sum(rig.computed(0)) == 40
-        # A hit ends at prompt length - 1: of ten full blocks nine are shared, since the last token gives the logits.
-        assert sum(rig.computed(1)) == second
-        assert rig.results[1].cached_token_count == 40 - second
+        harness = Harness(prefix_caching=caching, block_size=4)
+        harness.add(prompt_of(40))
+        harness.run()
+        harness.add(prompt_of(40))
+        harness.run()
+        assert sum(harness.computed(0)) == 40
+        # A hit ends before the last token, whose logits are needed: nine of ten full blocks are shared.
+        assert sum(harness.computed(1)) == second
+        assert harness.results[1].cached_token_count == 40 - second
 
 
 @pytest.mark.parametrize(("length", "cached"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])
 def test_hits_end_at_prompt_length_minus_one(length: int, cached: int) -> None:
-    rig = Rig(block_size=4)
-    rig.add(prompt_of(12))
-    rig.run()
-    rig.add(prompt_of(length))
-    rig.run()
-    assert rig.results[1].cached_token_count == cached
-    assert sum(rig.computed(1)) == length - cached
+    harness = Harness(block_size=4)
+    harness.add(prompt_of(12))
+    harness.run()
+    harness.add(prompt_of(length))
+    harness.run()
+    assert harness.results[1].cached_token_count == cached
+    assert sum(harness.computed(1)) == length - cached
 
 
-def test_tokens_that_were_generated_are_found_by_the_next_turn_of_a_conversation() -> None:
-    rig = Rig(block_size=4)
-    first = rig.add(prompt_of(8), max_tokens=9)
-    rig.run()
-    rig.add([*first.tokens, 7, 7])
-    rig.run()
-    assert rig.results[1].cached_token_count == 16, (
-        "8 of the prompt, 8 generated; the last token was never computed"
+def test_generated_tokens_are_prefix_hits_for_the_next_request_of_a_conversation() -> None:
+    harness = Harness(block_size=4)
+    first = harness.add(prompt_of(8), max_tokens=9)
+    harness.run()
+    harness.add([*first.tokens, 7, 7])
+    harness.run()
+    assert harness.results[1].cached_token_count == 16, (
+        "8 prompt tokens and 8 generated ones; the last token was never computed"
     )
 
 
@@ -301,55 +313,55 @@ def test_tokens_that_were_generated_are_found_by_the_next_turn_of_a_conversation
         ({"cache_salt": "a"}, {}, False),
     ],
 )
-def test_prefixes_are_shared_only_with_equal_salt(
+def test_prefixes_are_shared_only_under_equal_cache_salts(
     first: dict[str, str], second: dict[str, str], shares: bool
 ) -> None:
-    rig = Rig()
-    rig.add(prompt_of(20), **first)
-    rig.run()
-    rig.add(prompt_of(20), **second)
-    rig.run()
-    assert bool(rig.results[1].cached_token_count) is shares
+    harness = Harness()
+    harness.add(prompt_of(20), **first)
+    harness.run()
+    harness.add(prompt_of(20), **second)
+    harness.run()
+    assert bool(harness.results[1].cached_token_count) is shares
 
 
-def test_prompt_logprobs_bypass_hits_and_are_still_found_by_others() -> None:
-    rig = Rig()
-    rig.add(prompt_of(20))
-    rig.run()
-    rig.add(prompt_of(20), params=SamplingParams(max_tokens=2, prompt_logprobs=0, ignore_eos=True))
-    rig.run()
-    assert sum(rig.computed(1)) == 20 and rig.results[1].cached_token_count == 0
+def test_a_request_with_prompt_logprobs_takes_no_prefix_hits() -> None:
+    harness = Harness()
+    harness.add(prompt_of(20))
+    harness.run()
+    harness.add(prompt_of(20), params=SamplingParams(max_tokens=2, prompt_logprobs=0, ignore_eos=True))
+    harness.run()
+    assert sum(harness.computed(1)) == 20 and harness.results[1].cached_token_count == 0
 
 
-def test_a_prompt_that_another_request_is_computing_is_shared_and_not_computed_twice() -> None:
-    rig = Rig(block_size=4, max_chunk_tokens=8, max_prefill_tokens=16, max_tokens_per_step=32)
-    rig.add([*prompt_of(64), 5000], max_tokens=30)
-    rig.step()
-    rig.add([*prompt_of(64), 6000], max_tokens=4)
-    rig.add([*prompt_of(64), 7000], max_tokens=4)
-    rig.run()
-    assert sum(rig.computed(0)) == 65
-    assert sum(rig.computed(1)) == sum(rig.computed(2)) == 1, (
-        "they waited for the blocks in flight and shared them"
+def test_a_prompt_that_another_request_is_computing_is_not_computed_twice() -> None:
+    harness = Harness(block_size=4, max_chunk_tokens=8, max_prefill_tokens=16, max_tokens_per_step=32)
+    harness.add([*prompt_of(64), 5000], max_tokens=30)
+    harness.step()
+    harness.add([*prompt_of(64), 6000], max_tokens=4)
+    harness.add([*prompt_of(64), 7000], max_tokens=4)
+    harness.run()
+    assert sum(harness.computed(0)) == 65
+    assert sum(harness.computed(1)) == sum(harness.computed(2)) == 1, (
+        "they waited for the blocks of the first request and shared them"
     )
 
 
-def test_requests_that_arrive_together_with_one_prompt_compute_it_once() -> None:
-    rig = Rig(block_size=4)
+def test_requests_that_arrive_together_with_equal_prompts_compute_them_once() -> None:
+    harness = Harness(block_size=4)
     for last in range(4):
-        rig.add([*prompt_of(64), 5000 + last], max_tokens=3)
-    rig.run()
-    assert sum(sum(rig.computed(number)) for number in range(4)) == 64 + 4
+        harness.add([*prompt_of(64), 5000 + last], max_tokens=3)
+    harness.run()
+    assert sum(sum(harness.computed(number)) for number in range(4)) == 64 + 4
 
 
 def test_a_request_that_waits_for_blocks_of_one_that_is_cancelled_computes_them_itself() -> None:
-    rig = Rig(block_size=4, max_chunk_tokens=8, max_prefill_tokens=8, max_tokens_per_step=32)
-    rig.add(prompt_of(64))
-    rig.step()
-    rig.add(prompt_of(64))
-    rig.step()
-    assert rig.scheduler.cancel(RequestId(0))
-    rig.sequences.pop(0)
-    rig.run()
-    assert rig.results[1].state is RequestState.COMPLETED
-    assert sum(rig.computed(0)) + sum(rig.computed(1)) == 64, "and takes over what was finished"
+    harness = Harness(block_size=4, max_chunk_tokens=8, max_prefill_tokens=8, max_tokens_per_step=32)
+    harness.add(prompt_of(64))
+    harness.step()
+    harness.add(prompt_of(64))
+    harness.step()
+    assert harness.scheduler.cancel(RequestId(0))
+    harness.sequences.pop(0)
+    harness.run()
+    assert harness.results[1].state is RequestState.COMPLETED
+    assert sum(harness.computed(0)) + sum(harness.computed(1)) == 64, "it uses the blocks that were finished"

@@ -1,4 +1,4 @@
-"""The two-tier cache without a device: its arithmetic, its options, what the scheduler admits and finds, its figures."""
+"""The two-tier cache without a device: arithmetic, options, scheduling, prefix hits and metrics."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def request(prompt: tuple[int, ...], max_tokens: int = 4, **others: Any) -> Infe
 
 
 class Run:
-    """A scheduler over the detector, one step at a time."""
+    """A scheduler on the noop backend, run step by step."""
 
     def __init__(self, cache: KvCachePoolConfig, config: SchedulerConfig | None = None) -> None:
         self.config = config or SchedulerConfig(max_running=8)
@@ -82,7 +82,7 @@ class Run:
 
     def finish(self) -> None:
         while self.scheduler.has_work:
-            assert self.step() is not None, "work is left and nothing is planned"
+            assert self.step() is not None, "requests are left and no step is planned"
         for sequence in self.sequences:
             alone = generate_alone(
                 sequence.request.prompt, sequence.seed, sequence.request.params, sequence.limit, self.info
@@ -94,16 +94,16 @@ class Run:
 
 
 @pytest.mark.parametrize(("block_size", "tail_blocks"), [(1, 1), (1, 3), (4, 1), (4, 2), (16, 16)])
-def test_a_position_reads_from_the_store_what_ends_a_whole_tail_before_it(
+def test_a_position_reads_from_the_store_the_blocks_that_end_a_tail_before_it(
     block_size: int, tail_blocks: int
 ) -> None:
     tail = block_size * tail_blocks
     for position in range(6 * tail):
-        behind = [i for i in range(position + 1) if (i + 1) * block_size + tail <= position + 1]
-        assert stored_blocks(position, block_size, tail_blocks) == len(behind)
+        in_store = [i for i in range(position + 1) if (i + 1) * block_size + tail <= position + 1]
+        assert stored_blocks(position, block_size, tail_blocks) == len(in_store)
 
 
-def test_sequences_of_the_expected_length_use_both_pools_up_together() -> None:
+def test_sequences_of_the_expected_length_fill_both_tiers_at_the_same_time() -> None:
     sizes = split_memory(
         1 << 20,
         block_bytes=128,
@@ -118,7 +118,7 @@ def test_sequences_of_the_expected_length_use_both_pools_up_together() -> None:
     assert abs((sizes.full - prompts) / 17 - sizes.store / 240) < 0.1
 
 
-def test_less_memory_than_the_shortest_sequence_with_a_store_needs_is_refused() -> None:
+def test_less_memory_than_a_tail_and_two_store_blocks_is_rejected() -> None:
     def split(memory: int) -> PoolSizes:
         return split_memory(
             memory,
@@ -135,7 +135,7 @@ def test_less_memory_than_the_shortest_sequence_with_a_store_needs_is_refused() 
         split(459)
 
 
-def test_sizes_said_outright_are_taken_and_bound_the_context() -> None:
+def test_configured_sizes_are_used_and_limit_the_context() -> None:
     pool = two_tier(full=5, store=7, tail_blocks=2)
     sizes = choose_sizes(
         pool, block_bytes=1, store_block_bytes=1, free_memory=0, model_context=999, step_tokens=0
@@ -147,13 +147,13 @@ def test_sizes_said_outright_are_taken_and_bound_the_context() -> None:
     )
 
 
-def test_a_scheduler_over_fewer_full_blocks_than_a_tail_needs_is_refused() -> None:
+def test_fewer_full_blocks_than_a_tail_needs_are_rejected() -> None:
     info = BackendInfo(10, 99, 3, BLOCK, 0, 0, store_blocks=4, tail_blocks=2)
     with pytest.raises(InvalidRequestError, match=r"has 3 full blocks.*needs at least 4"):
         longest_sequence(info)
 
 
-def test_a_head_of_odd_size_does_not_go_into_half_bytes() -> None:
+def test_a_head_of_odd_size_is_rejected_with_4_bits() -> None:
     assert (
         store_vector_bytes(64, 8) == 66
         and store_vector_bytes(64, 4) == 34
@@ -180,39 +180,39 @@ def test_a_head_of_odd_size_does_not_go_into_half_bytes() -> None:
         ({"kv_cache": "two-tier"}, "kv_cache is 'two-tier'; allowed: KvCacheKind.FULL, KvCacheKind.TWO_TIER"),
     ],
 )
-def test_options_that_do_not_fit_together_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_options_that_contradict_each_other_are_rejected_by_name(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         KvCachePoolConfig(**({"kv_cache": KvCacheKind.TWO_TIER} | options))
 
 
-def test_a_plain_cache_may_have_any_block_size_whatever_the_default_tail() -> None:
+def test_a_one_tier_cache_may_have_any_block_size() -> None:
     assert KvCachePoolConfig(block_size=24).tail_blocks == 0
     assert KvCachePoolConfig(kv_cache=KvCacheKind.TWO_TIER).tail_blocks == 16
 
 
-# ---------------------------------------------------------------------- what is planned
+# ---------------------------------------------------------------------- plans
 
 
-def test_blocks_move_when_they_fall_behind_the_tail_and_not_before() -> None:
+def test_blocks_move_when_they_leave_the_tail_and_not_before() -> None:
     run = Run(two_tier())
     run.add(request((1, 2, 3, 4, 5, 6), max_tokens=12))
     run.finish()
     moved = {start: plan.moved_indices for plan in run.plans for start in plan.starts if plan.moved_indices}
-    assert moved == {7: (0,), 11: (1,), 15: (2,)}, (
-        "positions whose query is the first to read them from the store"
-    )
+    assert moved == {7: (0,), 11: (1,), 15: (2,)}, "the first positions that read them from the store"
 
 
-def test_a_chunk_longer_than_the_tail_moves_what_it_writes_itself() -> None:
+def test_a_chunk_longer_than_the_tail_moves_blocks_that_it_writes() -> None:
     run = Run(two_tier())
     run.add(request(tuple(range(20)), max_tokens=2))
     first = run.step()
     assert first is not None and first.counts == (20,) and first.moved_indices == (0, 1, 2, 3)
-    assert first.moved_from == first.row_starts[0].blocks[:4], "the row start has them in full"
+    assert first.moved_from == first.row_starts[0].blocks[:4], "the row start has the full blocks"
     run.finish()
 
 
-def test_what_two_requests_of_one_step_move_is_moved_once() -> None:
+def test_content_that_two_requests_of_one_step_move_is_moved_once() -> None:
     run = Run(two_tier(full=16))
     run.add(request(tuple(range(20)), max_tokens=2))
     run.add(request(tuple(range(20)), max_tokens=2))
@@ -223,7 +223,7 @@ def test_what_two_requests_of_one_step_move_is_moved_once() -> None:
     run.finish()
 
 
-def test_a_full_tier_of_one_tail_computes_a_long_prompt_in_small_chunks() -> None:
+def test_with_full_blocks_for_one_tail_a_long_prompt_is_computed_in_small_chunks() -> None:
     run = Run(two_tier(full=3, store=30))
     run.add(request(tuple(range(90)), max_tokens=3))
     run.finish()
@@ -231,7 +231,7 @@ def test_a_full_tier_of_one_tail_computes_a_long_prompt_in_small_chunks() -> Non
     assert run.scheduler.stats.preemptions_by_recompute == 0
 
 
-def test_prompts_under_way_wait_for_each_other_instead_of_giving_way() -> None:
+def test_prompts_in_progress_wait_for_each_other_instead_of_being_preempted() -> None:
     run = Run(two_tier(full=8, store=60, swap_blocks=0))
     for number in range(3):
         run.add(request(tuple(range(100 * number, 100 * number + 60)), max_tokens=8))
@@ -240,7 +240,7 @@ def test_prompts_under_way_wait_for_each_other_instead_of_giving_way() -> None:
     assert (stats.preemptions_by_recompute, stats.preemptions_by_swap) == (0, 0)
 
 
-def test_the_full_tier_never_runs_out_for_answers_that_grow() -> None:
+def test_growing_answers_never_run_out_of_full_blocks() -> None:
     run = Run(two_tier(full=8, store=60))
     for number in range(3):
         run.add(request((100 * number, 100 * number + 1), max_tokens=24))
@@ -249,8 +249,8 @@ def test_the_full_tier_never_runs_out_for_answers_that_grow() -> None:
     assert (stats.preemptions_by_recompute, stats.preemptions_by_swap) == (0, 0)
 
 
-def test_who_gives_way_holds_what_is_short() -> None:
-    """The store is gone, and the newest request has nothing in it: the one before it gives way."""
+def test_a_preempted_request_holds_blocks_of_the_tier_that_is_short() -> None:
+    """The store is full, and the newest request has no store blocks: the one before it is preempted."""
     run = Run(two_tier(full=20, store=6, swap_blocks=0))
     for length in (14, 14, 1):
         first = 100 * len(run.sequences)
@@ -261,7 +261,7 @@ def test_who_gives_way_holds_what_is_short() -> None:
     run.finish()
 
 
-def test_swapped_out_requests_come_back_with_both_tiers() -> None:
+def test_swaps_copy_the_blocks_of_both_tiers() -> None:
     run = Run(two_tier(full=12, store=9), SchedulerConfig(max_running=4, preemption=PreemptionMode.SWAP))
     for number in range(3):
         run.add(request((100 * number, 100 * number + 1), max_tokens=24))
@@ -276,7 +276,7 @@ def test_swapped_out_requests_come_back_with_both_tiers() -> None:
 # ---------------------------------------------------------------------- prefix hits
 
 
-def hits_of(run: Run, prompt: tuple[int, ...]) -> IterationPlan:
+def start_of(run: Run, prompt: tuple[int, ...]) -> IterationPlan:
     """The step in which a request with this prompt starts."""
     sequence = run.add(request(prompt, max_tokens=2))
     while True:
@@ -286,37 +286,37 @@ def hits_of(run: Run, prompt: tuple[int, ...]) -> IterationPlan:
             return plan
 
 
-def test_a_prefix_hit_takes_the_store_where_it_may_and_its_tail_in_full() -> None:
+def test_a_prefix_hit_uses_store_blocks_before_the_tail_and_full_blocks_in_it() -> None:
     run = Run(two_tier())
     run.add(request(tuple(range(20)), max_tokens=2))
     run.finish()
-    plan = hits_of(run, (*range(20), 900))
+    plan = start_of(run, (*range(20), 900))
     blocks = plan.row_starts[0].blocks
     assert plan.starts == (20,) and [block >= 8 for block in blocks] == [True] * 4 + [False] * 2
     assert plan.moved_to == ()
     run.finish()
 
 
-def test_a_shorter_prefix_is_no_hit_once_its_own_tail_is_gone() -> None:
+def test_a_shorter_prefix_is_no_hit_once_its_tail_is_evicted() -> None:
     run = Run(two_tier(full=3, store=30))
     run.add(request(tuple(range(60)), max_tokens=2))
     run.finish()
-    assert hits_of(run, (*range(20), 900)).starts == (0,)
+    assert start_of(run, (*range(20), 900)).starts == (0,)
     run.finish()
 
 
-def test_the_end_of_a_prefix_that_was_missed_once_is_kept_for_the_next() -> None:
+def test_full_blocks_that_a_lookup_missed_stay_cached_once_computed_again() -> None:
     run = Run(two_tier(full=8, store=60))
     shared = tuple(range(20))
     for others in (100, 200, 300, 400):
         run.add(request((*shared, *range(others, others + 30)), max_tokens=2))
         run.finish()
     starts = [plan.starts for plan in run.plans if plan.row_starts]
-    # The second finds only what was not evicted yet, and computes the rest again; what it missed is kept for the others.
+    # The second finds part of the prefix, and computes the rest again. That rest stays cached for the others.
     assert starts == [(0,), (8,), (20,), (20,)]
 
 
-def test_what_the_store_has_lost_is_taken_in_full_and_moved_again() -> None:
+def test_content_evicted_from_the_store_is_hit_in_full_blocks_and_moved_again() -> None:
     run = Run(two_tier(full=16))
     run.add(request(tuple(range(20)), max_tokens=2))
     run.finish()
@@ -324,14 +324,14 @@ def test_what_the_store_has_lost_is_taken_in_full_and_moved_again() -> None:
     taken = store.allocate(store.num_blocks)
     assert taken is not None
     store.release(taken)
-    plan = hits_of(run, (*range(20), 900))
+    plan = start_of(run, (*range(20), 900))
     assert plan.starts == (20,) and plan.moved_indices == (0, 1, 2, 3)
     assert plan.moved_from == plan.row_starts[0].blocks[:4]
     run.finish()
 
 
-def test_a_hit_leaves_a_full_block_to_go_on_with() -> None:
-    """All blocks of the full tier hold the prefix and the store has lost it: a hit on all would wait for itself."""
+def test_a_prefix_hit_leaves_one_full_block_to_continue() -> None:
+    """All full blocks hold the prefix, and the store does not: a hit on all of them would block itself."""
     run = Run(two_tier(full=6, store=30))
     run.add(request(tuple(range(24)), max_tokens=1))
     while run.scheduler.has_work:
@@ -341,27 +341,27 @@ def test_a_hit_leaves_a_full_block_to_go_on_with() -> None:
     assert taken is not None
     store.release(taken)
     assert all(pool.is_cached(block) for block in range(6))
-    plan = hits_of(run, (*range(24), 900, 901))
+    plan = start_of(run, (*range(24), 900, 901))
     assert plan.starts == (20,)
     run.finish()
 
 
-def test_the_next_turn_of_a_session_finds_its_store_and_its_tail() -> None:
+def test_the_next_request_of_a_session_hits_its_store_blocks_and_its_tail() -> None:
     run = Run(two_tier(full=11, store=20))
     run.add(request(tuple(range(20)), max_tokens=2, session_id="talk"))
     run.finish()
     for number in range(4):
         run.add(request(tuple(range(100 * number, 100 * number + 30)), max_tokens=2))
         run.finish()
-    assert hits_of(run, (*range(20), 900)).starts == (20,)
+    assert start_of(run, (*range(20), 900)).starts == (20,)
     run.finish()
 
 
-# ---------------------------------------------------------------------- how much fits, and figures
+# ---------------------------------------------------------------------- capacity and metrics
 
 
-def most_running(cache: KvCachePoolConfig) -> int:
-    """How many contexts of 4,096 tokens run at once where memory is that of 16 in a plain cache; none gives way."""
+def max_running_contexts(cache: KvCachePoolConfig) -> int:
+    """How many contexts of 4,096 tokens run at once, in the memory for 16 of them with one tier, without preemptions."""
     clock = VirtualClock()
     backend = CostModelBackend(clock)
     info = backend.allocate(cache, 256, 2048)
@@ -369,24 +369,24 @@ def most_running(cache: KvCachePoolConfig) -> int:
     for number in range(60):
         prompt = tuple(range(number, number + 3840))
         scheduler.add(Sequence(request(prompt, max_tokens=256), RequestId(number), 0))
-    most = 0
+    max_running = 0
     while scheduler.stats.tokens_generated < 60 * 128:
         plan = scheduler.schedule()
         assert plan is not None
         scheduler.apply(plan, backend.submit(plan).result())
-        most = max(most, len(scheduler.running))
+        max_running = max(max_running, len(scheduler.running))
     assert scheduler.stats.preemptions_by_recompute + scheduler.stats.preemptions_by_swap == 0
-    return most
+    return max_running
 
 
-def test_the_same_memory_holds_so_many_more_contexts() -> None:
+def test_two_tiers_hold_1_8_times_as_many_contexts_and_3_times_with_4_bits() -> None:
     tiers = KvCachePoolConfig(kv_cache=KvCacheKind.TWO_TIER, swap_blocks=0)
-    assert most_running(KvCachePoolConfig(num_blocks=4096, swap_blocks=0)) == 16
-    assert most_running(tiers) >= 1.8 * 16
-    assert most_running(dataclasses.replace(tiers, store_bits=4)) >= 3 * 16
+    assert max_running_contexts(KvCachePoolConfig(num_blocks=4096, swap_blocks=0)) == 16
+    assert max_running_contexts(tiers) >= 1.8 * 16
+    assert max_running_contexts(dataclasses.replace(tiers, store_bits=4)) >= 3 * 16
 
 
-def test_figures_say_what_is_in_which_tier_and_what_moved() -> None:
+def test_metrics_report_the_use_of_each_tier_and_the_moves() -> None:
     engine = ServingEngine(
         NoopBackend(vocabulary_size=1000),
         ServingEngineConfig(cache=two_tier(), overlap=False),
@@ -398,7 +398,7 @@ def test_figures_say_what_is_in_which_tier_and_what_moved() -> None:
     engine.run_iteration()
     figures = engine.metrics().two_tier
     assert figures is not None
-    # Five blocks of 32 bytes, four of them moved to 16 each: the step is over, so each is in one tier.
+    # Five blocks of 32 bytes. Four moved to 16 bytes each. The step has ended, so each is in one tier only.
     assert (figures.tail_tokens, figures.store_tokens) == (4, 16)
     assert (figures.tail_bytes, figures.store_bytes) == (32, 64)
     assert figures.compression_ratio == pytest.approx(5 * 32 / 96)
@@ -409,16 +409,16 @@ def test_figures_say_what_is_in_which_tier_and_what_moved() -> None:
     assert after.two_tier is not None and after.two_tier.migrations == 8 and after.cache_utilisation == 0
 
 
-def test_a_plain_cache_has_no_figures_of_tiers() -> None:
+def test_a_one_tier_cache_has_no_tier_metrics() -> None:
     engine = ServingEngine(NoopBackend(), ServingEngineConfig(), clock=VirtualClock())
     assert engine.metrics().two_tier is None
 
 
-# ---------------------------------------------------------------------- found on the way
+# ---------------------------------------------------------------------- regressions
 
 
-def test_what_a_request_adopted_in_the_plan_that_swaps_it_out_is_not_in_its_copy() -> None:
-    """The copy is made before the step that fills the adopted block: it would hold what was there before."""
+def test_a_swap_out_does_not_copy_blocks_that_were_adopted_in_the_same_plan() -> None:
+    """The copy runs before the step that fills the adopted block, so it would hold old content."""
     cache = KvCachePoolConfig(num_blocks=7, block_size=2, swap_blocks=50)
     config = SchedulerConfig(
         policy=PriorityPolicy.PRIORITY,

@@ -1,4 +1,4 @@
-"""Views of plans and rows: what a dashboard shows is what the plan says."""
+"""Views of plans and rows agree with the plan."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MIXED = IterationPlan(
 )
 
 
-def test_a_plan_is_seen_as_prefill_and_decode_tasks() -> None:
+def test_a_plan_can_be_read_as_prefill_and_decode_tasks() -> None:
     assert [(t.request_id, t.position) for t in MIXED.decode_tasks] == [(4, 9), (5, 7)]
     assert [(t.request_id, t.start, t.num_tokens, t.samples) for t in MIXED.prefill_tasks] == [
         (6, 16, 3, False)
     ]
 
 
-def test_micro_batches_hold_every_token_once_and_no_more_than_allowed() -> None:
+def test_micro_batches_hold_every_token_once_and_at_most_max_tokens() -> None:
     batch = ScheduledBatch(MIXED)
     parts = batch.micro_batches(2)
     assert [len(part.tokens) for part in parts] == [2, 2, 1]
@@ -38,7 +38,7 @@ def test_micro_batches_hold_every_token_once_and_no_more_than_allowed() -> None:
     assert (batch.stats.tokens, batch.stats.prefill_tokens, batch.stats.samples) == (5, 3, 2)
 
 
-def test_micro_batches_name_the_tokens_and_positions_that_a_step_computes() -> None:
+def test_micro_batches_list_the_tokens_and_positions_that_a_step_computes() -> None:
     scheduler = SchedulerConfig(
         max_running=3, max_tokens_per_step=16, max_prefill_tokens=8, max_chunk_tokens=8
     )
@@ -54,14 +54,14 @@ def test_micro_batches_name_the_tokens_and_positions_that_a_step_computes() -> N
     assert second is not None
     parts = ScheduledBatch(second, engine.scheduler.sequences).micro_batches(4)
     assert [part.token_ids() for part in parts] == [[None, 21, 22, 23], [24, 25]], (
-        "the first is being sampled"
+        "the first token is being sampled"
     )
     assert [part.positions() for part in parts] == [[3, 0, 1, 2], [3, 4]]
     assert ScheduledBatch(MIXED).micro_batches(5)[0].positions() == [9, 7, 16, 17, 18]
     assert ScheduledBatch(MIXED).micro_batches(5)[0].token_ids() == [None] * 5
 
 
-def test_the_tail_of_a_cut_prompt_is_no_decode() -> None:
+def test_the_last_token_of_a_split_prompt_is_no_decode() -> None:
     prompt = IterationPlan(
         step=0,
         num_decodes=0,
@@ -75,11 +75,11 @@ def test_the_tail_of_a_cut_prompt_is_no_decode() -> None:
     assert kinds == [BatchType.PREFILL, BatchType.PREFILL]
 
 
-def test_the_sequence_batch_names_the_positions_of_every_sequence() -> None:
+def test_the_sequence_batch_lists_the_positions_of_every_sequence() -> None:
     assert ScheduledBatch(MIXED).sequence_batch.ranges == (range(9, 10), range(7, 8), range(16, 19))
 
 
-def test_slots_show_every_row_with_its_request_and_how_far_it_is() -> None:
+def test_slots_list_every_row_with_its_request_and_progress() -> None:
     clock = VirtualClock()
     config = ServingEngineConfig(
         scheduler=SchedulerConfig(max_running=3, max_tokens_per_step=8, max_prefill_tokens=8),

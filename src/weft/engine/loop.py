@@ -145,7 +145,7 @@ class EngineCore:
             # What it would have said about swaps is lost with it: all that are under way count as failed.
             message = _describe(error)
             with self._lock:
-                lost = self.scheduler.kv_cache.swaps_under_way
+                lost = self.scheduler.kv_cache.swaps_in_flight
             return StepResult(error=message, failed_swaps=dict.fromkeys(lost, message))
         return _checked(result, flight.plan)
 

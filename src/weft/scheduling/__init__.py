@@ -1,1 +1,1 @@
-"""The brain: decides what every step computes and where it lives in the cache. Standard library only."""
+"""Decides what each step computes, and which KV blocks it uses. Standard library only."""

@@ -1,4 +1,4 @@
-"""Owns the limits of one step: tokens over all phases, tokens of prompts and their time, sequences."""
+"""Owns the limits of one step: sequences, tokens, and the tokens and seconds for prompts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ NO_LIMIT = float("inf")
 
 
 class TokenBudget:
-    """What is left of a step. Everything that enters the step is taken from here."""
+    """What is left of the limits while a plan is built. Every entry of the plan is subtracted."""
 
     __slots__ = ("prefill_seconds", "prefill_tokens", "sequences", "tokens")
 
@@ -14,12 +14,12 @@ class TokenBudget:
         self.tokens = tokens
         self.prefill_tokens = prefill_tokens
         self.prefill_seconds = NO_LIMIT
-        """Below zero once prompts have taken more than there was, which only the first of them may."""
+        """Negative once the first prompt of a step has taken more than there was. No prompt is added after that."""
         self.sequences = sequences
 
     @property
     def for_prefill(self) -> int:
-        """Tokens that a prompt may take now."""
+        """Tokens that the next prompt may take."""
         return min(self.tokens, self.prefill_tokens) if self.sequences and self.prefill_seconds >= 0 else 0
 
     def take_decodes(self, count: int) -> None:
@@ -33,6 +33,6 @@ class TokenBudget:
         self.sequences -= 1
 
     def give_back_decode(self) -> None:
-        """A decode left the step before it was final: its sequence was preempted."""
+        """Undoes one decode of `take_decodes`: the sequence left the plan."""
         self.tokens += 1
         self.sequences += 1

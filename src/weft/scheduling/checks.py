@@ -1,4 +1,4 @@
-"""What can never run is refused before it waits, saying both numbers."""
+"""Rejects requests that can never run, before they are queued."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from weft.errors import InvalidRequestError
 from weft.request import InferenceRequest
 
 
-def check_request(request: InferenceRequest, vocabulary: int, longest: int, config: SchedulerConfig) -> None:
-    """Raises InvalidRequestError; `longest` is how many tokens the request's sequence may grow to."""
+def check_request(
+    request: InferenceRequest, vocabulary_size: int, max_length: int, config: SchedulerConfig
+) -> None:
+    """Raises InvalidRequestError. `max_length` limits prompt and generated tokens together."""
     prompt, params = request.prompt, request.params
     for token in (min(prompt), max(prompt)):
-        if not 0 <= token < vocabulary:
+        if not 0 <= token < vocabulary_size:
             raise InvalidRequestError(
-                f"prompt holds token id {token}; allowed: 0 to {vocabulary - 1}", field="prompt"
+                f"prompt holds token id {token}; allowed: 0 to {vocabulary_size - 1}", field="prompt"
             )
-    beyond = [token for token in params.logit_bias if token >= vocabulary]
-    if beyond:
+    unknown = [token for token in params.logit_bias if token >= vocabulary_size]
+    if unknown:
         raise InvalidRequestError(
-            f"logit_bias names token id {beyond[0]}; allowed: 0 to {vocabulary - 1}", field="logit_bias"
+            f"logit_bias names token id {unknown[0]}; allowed: 0 to {vocabulary_size - 1}", field="logit_bias"
         )
-    if len(prompt) >= longest:
+    if len(prompt) >= max_length:
         raise InvalidRequestError(
-            f"prompt has {len(prompt)} tokens; allowed: at most {longest - 1}, so that one new token fits; "
-            f"this model's maximum context length is {longest} tokens here; shorten it",
+            f"prompt has {len(prompt)} tokens; allowed: at most {max_length - 1}, so that one new token fits; "
+            f"this model's maximum context length is {max_length} tokens here; shorten it",
             field="prompt",
             code="context_length_exceeded",
         )

@@ -1,72 +1,77 @@
-"""What a step of decodes costs beside its rows, learned from the steps as they run. From it follows how many draft tokens are worth their rows."""
+"""Learns the fixed cost of a decode step, in rows. Speculation compares the cost of draft tokens with it."""
 
 from __future__ import annotations
 
-RATE = 1 / 16
-"""The weight of a new step in the mean step, to which each step is compared."""
+MEAN_WEIGHT = 1 / 16
+"""Weight of a new step in the running mean. Each step is compared with that mean."""
 
-MEMORY = 256.0
-FIRST_MEMORY = 16.0
-"""Squared rows by which steps differed from the mean: what is remembered of them, and what the first value counts for."""
+INITIAL_EVIDENCE = 16.0
+MAX_EVIDENCE = 256.0
+"""Evidence is the sum of squared differences in rows. It starts at the first value and stops growing at the second."""
 
-MOST_OF_ONE_STEP = 0.25
-LONGEST = 3.0
-"""One step moves the estimate by this share at most, and counts for so many times the mean at most: the machine may have stalled."""
+MAX_CORRECTION = 0.25
+MAX_STEP_RATIO = 3.0
+"""Limits for one step, since the machine may have stalled: its weight in the estimate, and its length over the mean."""
 
-MOST_OFF = 16.0
-"""The estimate stays within this factor of what the backend stated."""
+MAX_DEVIATION = 16.0
+"""The estimate stays within this factor of the value that the backend states."""
 
 GAP_FACTOR = 3.0
-"""A step that is planned late costs more than the time between two steps: threads have to wake up, and caches have gone cold. Measured with
+"""A step that is planned late costs more than the gap before it: threads wake up and caches are cold. Measured with
 one to eight decodes: 2 to 6 times as much."""
 
-LONGEST_GAP = 0.25
-"""Of the mean step: what such a gap counts for at most. A caller may run the engine at its own pace."""
+MAX_GAP_COST = 0.25
+"""The largest cost of a gap, as a share of the mean step. A caller may run the engine at its own pace."""
 
 
 class DecodeCosts:
-    """Learns `fixed_rows`: seconds of a step = (`fixed_rows` + rows) * seconds of a row.
+    """Learns `fixed_rows` in: seconds of a step = (`fixed_rows` + rows) * seconds per row.
 
-    The true cost has steps, since kernels compute rows in tiles; a straight line is off by up to a seventh, which changes few choices.
-    A table of every number of rows would need many times as many steps to be sure of each. Only the ratio is kept, so a machine that
-    becomes slower as a whole changes nothing. Each step is compared to the mean of the last ones. So contexts that grow slowly do not count as
-    rows, and steps that are all alike leave the estimate as it is.
+    The true cost is a staircase, since kernels compute rows in tiles. A straight line is off by up to 1/7, which
+    changes few decisions; a table by number of rows would need many times as many steps.
+
+    Only the ratio is kept, so a machine that slows down as a whole changes nothing. Each step is compared with the mean
+    of recent steps, so slowly growing contexts are not mistaken for rows, and equal steps leave the estimate unchanged.
     """
 
     def __init__(self, fixed_rows: float) -> None:
         self.fixed_rows = fixed_rows
-        self._least, self._most = fixed_rows / MOST_OFF, fixed_rows * MOST_OFF
-        self._rows = 0.0
-        self._seconds = 0.0
-        self._known = FIRST_MEMORY
-        self._gap = 0.0
+        self._min_fixed, self._max_fixed = fixed_rows / MAX_DEVIATION, fixed_rows * MAX_DEVIATION
+        self._mean_rows = 0.0
+        self._mean_seconds = 0.0
+        self._evidence = INITIAL_EVIDENCE
+        self._mean_gap = 0.0
 
     @property
     def gap_rows(self) -> float:
-        """What it costs to plan a step only after the end of the one before it, as a number of rows."""
-        return GAP_FACTOR * self._gap * (self.fixed_rows + self._rows) / self._seconds if self._gap else 0.0
+        """The cost, in rows, of planning a step only after the previous one has ended."""
+        if not self._mean_gap:
+            return 0.0
+        return GAP_FACTOR * self._mean_gap * (self.fixed_rows + self._mean_rows) / self._mean_seconds
 
     def learn(self, rows: int, seconds: float) -> None:
-        """Takes in a step without prompts."""
+        """Updates the estimate with one step that had no prompts."""
         if seconds <= 0.0:
             return
-        if not self._seconds:
-            self._rows, self._seconds = rows, seconds
+        if not self._mean_seconds:
+            self._mean_rows, self._mean_seconds = rows, seconds
             return
-        more_rows = rows - self._rows
-        longer = min(seconds, LONGEST * self._seconds) - self._seconds
+        more_rows = rows - self._mean_rows
+        more_seconds = min(seconds, MAX_STEP_RATIO * self._mean_seconds) - self._mean_seconds
         weight = more_rows * more_rows
         if weight:
-            row = self._seconds / (self.fixed_rows + self._rows)
-            self._known = min(self._known + weight, MEMORY)
-            row += min(weight / self._known, MOST_OF_ONE_STEP) * (longer / more_rows - row)
-            # Seconds of a row at the two bounds of the ratio; a step may seem to cost less with more rows.
-            cheapest, dearest = (self._seconds / (fixed + self._rows) for fixed in (self._most, self._least))
-            self.fixed_rows = self._seconds / min(max(row, cheapest), dearest) - self._rows
-        self._rows += RATE * more_rows
-        self._seconds += RATE * longer
+            per_row = self._mean_seconds / (self.fixed_rows + self._mean_rows)
+            self._evidence = min(self._evidence + weight, MAX_EVIDENCE)
+            per_row += min(weight / self._evidence, MAX_CORRECTION) * (more_seconds / more_rows - per_row)
+            # Bounds of `per_row`. Noise can make it negative: a step with more rows may have been faster.
+            lowest, highest = (
+                self._mean_seconds / (fixed + self._mean_rows) for fixed in (self._max_fixed, self._min_fixed)
+            )
+            self.fixed_rows = self._mean_seconds / min(max(per_row, lowest), highest) - self._mean_rows
+        self._mean_rows += MEAN_WEIGHT * more_rows
+        self._mean_seconds += MEAN_WEIGHT * more_seconds
 
     def learn_gap(self, seconds: float) -> None:
-        """Takes in the time from the end of one step to the start of the next, which could not be planned before."""
-        seconds = min(max(seconds, 0.0), LONGEST_GAP / GAP_FACTOR * self._seconds)
-        self._gap += RATE * (seconds - self._gap) if self._gap else seconds
+        """Updates the mean gap: from the end of a step to the start of the next, which was not planned ahead."""
+        seconds = min(max(seconds, 0.0), MAX_GAP_COST / GAP_FACTOR * self._mean_seconds)
+        self._mean_gap += MEAN_WEIGHT * (seconds - self._mean_gap) if self._mean_gap else seconds

@@ -1,9 +1,9 @@
-"""Guesses what a sequence goes on with from what stands in it already, and says which guesses a step should check.
+"""Prompt-lookup speculation: proposes draft tokens from a sequence's own text, and decides how many a step checks.
 
-A step reads all the weights whatever it computes: while few sequences run, a few tokens more cost little. And text comes back:
-code that is edited, words of the question in the answer, lists, the loops of a small model. So the tokens that followed the
-same words the last time are computed along, as drafts. What is sampled behind each of them shows whether it was right; from
-the first wrong one on they count for nothing. Answers are the same token for token: they only take fewer steps.
+A step reads all weights whatever it computes, so a few more rows cost little while few sequences run. Text repeats
+itself: edited code, quotes of the question, lists, loops. The proposer finds the last place where the same tokens
+stood, and proposes the tokens that followed them there. The model samples after each draft token; the first
+mismatch discards the rest. Answers are the same token for token, in fewer steps.
 """
 
 from __future__ import annotations
@@ -20,44 +20,45 @@ from weft.scheduling.decode_costs import DecodeCosts
 from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.sequence import Phase, Sequence
 
-MATCHED_LENGTHS = (2, 4, 8)
-"""How many of the last tokens must have stood together before; the longest that did counts."""
+MATCH_LENGTHS = (2, 4, 8)
+"""How many of the last tokens must occur earlier. The longest match is used."""
 
-LOOKED_BACK = 2048
-"""Tokens that are searched, for every token of a sequence that has no guess: 1 to 6 us, more in text made of few bytes."""
+SEARCH_WINDOW = 2048
+"""Tokens that are searched after each token while there is no match: 1 to 6 us, more where token ids share bytes."""
 
-FIRST_CHANCE = 0.5
+INITIAL_ACCEPTANCE = 0.5
 LEARNING_RATE = 0.1
 
 _TOKEN_BYTES = array("i").itemsize
 
 
 class DraftProposer:
-    """Follows the tokens of one sequence. Every token that comes tells how good its guesses are, checked by a step or not."""
+    """Proposes draft tokens for one sequence. Each new token updates the acceptance rate, checked by a step or not."""
 
-    __slots__ = ("_bytes", "_next", "_tokens", "chance")
+    __slots__ = ("_bytes", "_next", "_tokens", "acceptance_rate")
 
     def __init__(self, tokens: list[int]) -> None:
-        """`tokens` belong to the sequence and grow."""
+        """`tokens` is the sequence's own list. The sequence appends to it and then calls `update`."""
         self._tokens = tokens
-        # The same, in a form that can be searched at once.
+        # The same tokens as bytes: `rfind` is far faster than a loop over the list.
         self._bytes = bytearray(array("i", tokens).tobytes())
         self._next = self._find()
-        self.chance = FIRST_CHANCE
-        """That the next guess is right, by how the last ones did."""
+        """Index of the token that is proposed next; -1: no match."""
+        self.acceptance_rate = INITIAL_ACCEPTANCE
+        """Estimated probability that the next draft token is accepted."""
 
     def sibling(self, tokens: list[int]) -> DraftProposer:
-        """A copy that follows `tokens`, which are equal to those of this one."""
+        """A copy for another sequence with equal `tokens`."""
         other = copy(self)
         other._tokens, other._bytes = tokens, self._bytes.copy()
         return other
 
     @property
-    def has_guess(self) -> bool:
+    def has_match(self) -> bool:
         return self._next >= 0
 
-    def learn(self) -> None:
-        """Takes in the tokens that have come since."""
+    def update(self) -> None:
+        """Reads the tokens that the sequence has appended since the last call."""
         tokens, source = self._tokens, self._next
         known = len(self._bytes) // _TOKEN_BYTES
         new = tokens[known:]
@@ -65,134 +66,138 @@ class DraftProposer:
         for token in new:
             if source >= 0:
                 is_right = tokens[source] == token
-                self.chance += LEARNING_RATE * (is_right - self.chance)
+                self.acceptance_rate += LEARNING_RATE * (is_right - self.acceptance_rate)
                 source = source + 1 if is_right else -1
         self._next = source if source >= 0 else self._find()
 
-    def guesses(self, count: int, stop_ids: Collection[int] = ()) -> tuple[int, ...]:
-        """The next `count` tokens, if all goes on as it did; less where a stop is among them, behind which nothing is said."""
+    def propose(self, count: int, stop_ids: Collection[int] = ()) -> tuple[int, ...]:
+        """Up to `count` draft tokens. They end before the first stop token, since nothing is generated after it."""
         if self._next < 0 or count <= 0:
             return ()
         found = self._tokens[self._next : self._next + count]
-        # What reaches the end of the sequence goes on with itself: a loop.
+        # A match that reaches the end of the sequence is a loop: repeat it.
         looped = (found * (count // len(found) + 1))[:count]
         return tuple(takewhile(lambda token: token not in stop_ids, looped))
 
     def _find(self) -> int:
-        """Where the last tokens stood before: the index behind them. -1: nowhere."""
-        text, behind = self._bytes, -1
-        lowest = max(0, len(text) - LOOKED_BACK * _TOKEN_BYTES)
-        for length in MATCHED_LENGTHS:
+        """The index after the last earlier occurrence of the final tokens, or -1."""
+        text, after_match = self._bytes, -1
+        lowest = max(0, len(text) - SEARCH_WINDOW * _TOKEN_BYTES)
+        for length in MATCH_LENGTHS:
             size = length * _TOKEN_BYTES
             last, end = text[-size:], len(text) - _TOKEN_BYTES
             found = text.rfind(last, lowest, end) if size < len(text) else -1
-            while found % _TOKEN_BYTES and found >= 0:  # not at the border of a token
+            while found % _TOKEN_BYTES and found >= 0:  # not aligned to a token
                 end = found + size - 1
                 found = text.rfind(last, lowest, end)
             if found < 0:
                 break
-            behind = (found + size) // _TOKEN_BYTES
-        return behind
+            after_match = (found + size) // _TOKEN_BYTES
+        return after_match
 
 
 class Speculation:
-    """How many guesses are worth a place in a step.
+    """Decides how many draft tokens a step checks.
 
-    Let n sequences run, and let a step cost as much beside its rows as `fixed` rows do (`DecodeCosts`). A draft token costs one
-    row whether it is right or not. It is worth that if the step gives more tokens for its cost with it than without: its chance is
-    above n / (fixed + n), and the more drafts there are before it, the higher it must be. One sequence alone makes many drafts;
-    among many, only a sequence that repeats itself surely makes some. Beside prompts there are none: prompts fill a step by
-    themselves, and requests wait for their first token.
+    Let n sequences run, and let the fixed cost of a step equal that of `fixed` rows (`DecodeCosts`). A draft token
+    costs one row. It pays off if the step yields more tokens per cost with it: its probability of acceptance must
+    exceed n / (fixed + n), and more after each draft token before it. So one sequence alone gets many draft tokens;
+    among many sequences only those with a high acceptance rate get some.
+
+    Steps with prompts have no draft tokens: prompts fill a step by themselves, and requests wait for their first token.
     """
 
     def __init__(self, config: SchedulerConfig, info: BackendInfo) -> None:
-        self._most = config.max_draft_tokens if info.fixed_cost_rows else 0
+        self._max_draft_tokens = config.max_draft_tokens if info.fixed_cost_rows else 0
         self.costs = DecodeCosts(info.fixed_cost_rows)
-        self._free_since: float | None = None
+        self._idle_since: float | None = None
         """When the last step ended, if the next was not planned by then."""
         self._block_size = info.block_size
         self._has_tiers = info.store_blocks > 0
 
     @property
     def is_on(self) -> bool:
-        return self._most > 0
+        return self._max_draft_tokens > 0
 
-    def begin(self, sequence: Sequence) -> None:
-        """Gives a sequence a guesser, if it may have one: what a grammar allows is known for one token at a time."""
-        if self._most and sequence.request.params.grammar is None:
-            sequence.guesser = DraftProposer(sequence.tokens)
+    def attach_proposer(self, sequence: Sequence) -> None:
+        """Not for a sequence with a grammar: its mask is known for one token at a time."""
+        if self._max_draft_tokens and sequence.request.params.grammar is None:
+            sequence.draft_proposer = DraftProposer(sequence.tokens)
 
     def learn(self, plan: IterationPlan, seconds: float | None, now: float, has_next: bool) -> None:
-        """Takes in what a step cost that ended `now`. `has_next`: the step after it is planned already."""
-        if self._most and seconds is not None and not plan.num_prefills and plan.num_tokens:
+        """Learns from a step that ended `now`. `has_next`: the next step was planned before that."""
+        if self._max_draft_tokens and seconds is not None and not plan.num_prefills and plan.num_tokens:
             self.costs.learn(plan.num_tokens, seconds)
-            if self._free_since is not None:
-                self.costs.learn_gap(now - self._free_since - seconds)
-        self._free_since = None if has_next else now
+            if self._idle_since is not None:
+                self.costs.learn_gap(now - self._idle_since - seconds)
+        self._idle_since = None if has_next else now
 
-    def may_have_drafts(self, draft: PlanBuilder) -> bool:
-        """Whether there is anyone in a step to guess for. Asked for every step, so before anything is reckoned."""
-        if not self._most or draft.prefills:
+    def may_have_drafts(self, builder: PlanBuilder) -> bool:
+        """Whether any sequence of the step can have draft tokens. A cheap test, made for every step."""
+        if not self._max_draft_tokens or builder.prefills:
             return False
-        return any(s.target == len(s.tokens) for s in draft.decodes)
+        return any(s.target == len(s.tokens) for s in builder.decodes)
 
-    def add_drafts(self, draft: PlanBuilder, kv_cache: KvCacheManager, room: int) -> None:
-        """Lets decodes go on with what they are guessed to say, while there is room for so many tokens in the step. Nobody gives
-        way for it, and nobody waits much longer: a step takes half as long again at most, or what one sequence's guesses take."""
-        num_running = len(draft.decodes)
-        room = min(room, max(self._most, int(self.costs.fixed_rows + num_running) // 2))
-        for sequence in draft.decodes:
-            guesser = sequence.guesser
-            if guesser is None or sequence.target > len(sequence.tokens):
+    def add_draft_tokens(self, builder: PlanBuilder, kv_cache: KvCacheManager, room: int) -> None:
+        """Adds at most `room` draft tokens to the decodes of a step, without preempting anything.
+
+        A step becomes at most 1.5 times as long, or longer by the draft tokens of one sequence."""
+        num_running = len(builder.decodes)
+        room = min(room, max(self._max_draft_tokens, int(self.costs.fixed_rows + num_running) // 2))
+        for sequence in builder.decodes:
+            proposer = sequence.draft_proposer
+            if proposer is None or sequence.target > len(sequence.tokens):
                 continue  # its last token is being sampled
             count = min(
-                len(self._chances(guesser, num_running)),
+                len(self._worthwhile_drafts(proposer, num_running)),
                 sequence.limit - sequence.target - 1,
                 room,
             )
-            guessed = guesser.guesses(count, sequence.stop_ids)
-            if guessed and (count := self._take_blocks(draft, kv_cache, sequence, len(guessed))) > 0:
+            proposed = proposer.propose(count, sequence.stop_ids)
+            if proposed and (count := self._take_blocks(builder, kv_cache, sequence, len(proposed))) > 0:
                 room -= count
-                draft.guesses[sequence] = guessed[:count]
+                builder.draft_tokens[sequence] = proposed[:count]
 
     def _take_blocks(
-        self, draft: PlanBuilder, kv_cache: KvCacheManager, sequence: Sequence, count: int
+        self, builder: PlanBuilder, kv_cache: KvCacheManager, sequence: Sequence, count: int
     ) -> int:
-        """How many of `count` drafts a decode has blocks for, or gets them."""
+        """Allocates blocks for `count` draft tokens of a decode. Returns how many of them have blocks."""
         allocation, start = sequence.allocation, sequence.scheduled
         assert allocation is not None
         if self._has_tiers:
-            # NOTE: what moves behind the tail is final, and drafts may be wrong: none of them may complete a block.
+            # NOTE: computing the last position of a block moves an older block to the store. That move is final, but a
+            # draft token may be rejected: so none may stand at that position.
             count = min(count, self._block_size - 2 - start % self._block_size)
         first = len(allocation.blocks)
         needed = kv_cache.needed(first, allocation.stored, start + 1 + count)
         if not needed.full:
             return count
-        if not kv_cache.extend(allocation, needed, sequence.keys):
+        if not kv_cache.extend(allocation, needed, sequence.block_hashes):
             return first * self._block_size - start - 1
-        draft.note_tables(sequence, first)
+        builder.note_tables(sequence, first)
         return count
 
-    def is_worth_waiting(self, running: list[Sequence]) -> bool:
-        """Whether to let the step in flight end before another is planned, since guesses need its tokens."""
-        if not self._most or any(s.phase is not Phase.DECODE for s in running):
+    def should_wait_for_tokens(self, running: list[Sequence]) -> bool:
+        """Whether the next step should wait for the tokens of the step in flight, so that it can have draft tokens."""
+        if not self._max_draft_tokens or any(s.phase is not Phase.DECODE for s in running):
             return False
-        saved, worth = 0.0, self.costs.fixed_rows / max(1, len(running)) + 1.0
+        # In rows: what the expected draft tokens save, and what waiting costs.
+        saved, per_token = 0.0, self.costs.fixed_rows / max(1, len(running)) + 1.0
         for sequence in running:
-            if sequence.guesser is not None:
-                chances = self._chances(sequence.guesser, len(running))
-                saved += sum(chances) * worth - len(chances)
+            if sequence.draft_proposer is not None:
+                probabilities = self._worthwhile_drafts(sequence.draft_proposer, len(running))
+                saved += sum(probabilities) * per_token - len(probabilities)
         return saved > self.costs.gap_rows
 
-    def _chances(self, guesser: DraftProposer, num_running: int) -> list[float]:
-        """Of each guess worth checking where so many run, that it and all before it are right."""
-        chances: list[float] = []
-        if not guesser.has_guess:
-            return chances
+    def _worthwhile_drafts(self, proposer: DraftProposer, num_running: int) -> list[float]:
+        """For each draft token that pays off: the probability that it and all before it are accepted."""
+        probabilities: list[float] = []
+        if not proposer.has_match:
+            return probabilities
         tokens, cost = float(num_running), self.costs.fixed_rows + num_running
-        chance = guesser.chance
-        while chance * cost > tokens and len(chances) < self._most:
-            chances.append(chance)
-            tokens, cost = tokens + chance, cost + 1.0
-            chance *= guesser.chance
-        return chances
+        probability = proposer.acceptance_rate
+        while probability * cost > tokens and len(probabilities) < self._max_draft_tokens:
+            probabilities.append(probability)
+            tokens, cost = tokens + probability, cost + 1.0
+            probability *= proposer.acceptance_rate
+        return probabilities

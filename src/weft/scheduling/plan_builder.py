@@ -1,4 +1,4 @@
-"""A plan while it is made: what enters the step, until it is frozen."""
+"""Builds the plan of one step, and freezes it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from weft.plan import IterationPlan, RowStart, SwapTask
 from weft.request import RequestId, RequestState
 from weft.scheduling.budget import TokenBudget
 from weft.scheduling.cache.allocation import Move
-from weft.scheduling.cache.block_pool import BlockKey
+from weft.scheduling.cache.block_pool import BlockHash
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.sequence import Sequence
 
 
 class PlanBuilder:
-    """Mutable, short-lived. Decodes may still leave (preemption) until `freeze`; prefills are final once added."""
+    """Lives while one step is planned. A preempted decode leaves it again; prefills are final once added."""
 
     __slots__ = (
         "budget",
         "decodes",
-        "guesses",
+        "draft_tokens",
         "moving",
         "preempted",
         "prefills",
@@ -33,32 +33,33 @@ class PlanBuilder:
         self.budget = budget
         self.decodes: list[Sequence] = []
         self.prefills: list[tuple[Sequence, int, int, bool]] = []
-        """Sequence, start, count, samples."""
-        self.guesses: dict[Sequence, tuple[int, ...]] = {}
-        """Of decodes: what is guessed to follow."""
+        """(sequence, start, count, whether it samples)."""
+        self.draft_tokens: dict[Sequence, tuple[int, ...]] = {}
+        """Draft tokens by decode."""
         self.tables = tables
-        """Sequence, index in its block table, block."""
+        """New block-table entries: (sequence, index, block)."""
         self.moving: list[Sequence] = []
-        """Those that hold store blocks for moves in this step."""
-        self.registered: list[tuple[int, BlockKey]] = []
+        """Sequences with blocks that move to the store in this step."""
+        self.registered: list[tuple[int, BlockHash]] = []
+        """Blocks that this step fills and that prefix lookups can find from now on."""
         self.swap_out: list[SwapTask] = []
         self.swap_in: list[SwapTask] = []
         self.preempted: list[RequestId] = []
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing for the backend to do."""
+        """Whether the backend has nothing to do."""
         return not (self.decodes or self.prefills or self.swap_out or self.swap_in)
 
     def note_tables(self, sequence: Sequence, first: int) -> None:
-        """Records that the block table of `sequence` is new from index `first` on."""
-        if sequence.row_known:
+        """Records the entries from index `first` on as new, if the backend has the row already."""
+        if sequence.row_sent:
             assert sequence.allocation is not None
             blocks = sequence.allocation.blocks
             self.tables += [(sequence, index, blocks[index]) for index in range(first, len(blocks))]
 
     def drop(self, sequence: Sequence) -> None:
-        """Takes a sequence out that is preempted while the plan is made."""
+        """Removes a decode that is preempted, or that skips this step."""
         if sequence in self.decodes:
             self.decodes.remove(sequence)
             self.budget.give_back_decode()
@@ -66,14 +67,16 @@ class PlanBuilder:
             self.moving.remove(sequence)
 
     def freeze(self, kv_cache: KvCacheManager) -> tuple[IterationPlan, list[Sequence]]:
-        """The plan and the sequences of its entries. Advances every sequence in it to after this step."""
-        step, decodes, prefills, drafts = self.step, self.decodes, self.prefills, self.guesses
+        """Returns the plan and the sequences of its entries. Advances these sequences as if the step had succeeded."""
+        step, decodes, prefills, drafts = self.step, self.decodes, self.prefills, self.draft_tokens
         if drafts:
             decodes = [s for s in decodes if s not in drafts]
         sequences = [*decodes, *drafts, *[entry[0] for entry in prefills]] if prefills or drafts else decodes
-        row_starts = [_row_start(s) for s in sequences if not s.row_known]
-        moves = self._move(kv_cache) if self.moving else ()  # after the row starts, which do not show them
-        tables = self._known_tables() if self.tables else ()
+        row_starts = [_row_start(s) for s in sequences if not s.row_sent]
+        moves = (
+            self._move(kv_cache) if self.moving else ()
+        )  # after the row starts: they list blocks before moves
+        tables = self._sent_tables() if self.tables else ()
         starts = []
         counts = [1] * len(decodes)
         samples = [True] * len(decodes)
@@ -84,21 +87,21 @@ class PlanBuilder:
             sequence.target = start + 2
             sequence.last_step = step
         for sequence in decodes if row_starts else ():
-            sequence.row_known = True
-        for sequence, guessed in drafts.items():
-            start, count = sequence.scheduled, 1 + len(guessed)
+            sequence.row_sent = True
+        for sequence, proposed in drafts.items():
+            start, count = sequence.scheduled, 1 + len(proposed)
             starts.append(start)
             counts.append(count)
             samples.append(True)
             sequence.scheduled = start + count
             sequence.target = start + count + 1
             sequence.last_step = step
-            sequence.row_known = True
+            sequence.row_sent = True
         for sequence, start, count, sampling in prefills:
             starts.append(start)
             counts.append(count)
             samples.append(sampling)
-            sequence.row_known = True
+            sequence.row_sent = True
         plan = IterationPlan(
             step=step,
             num_decodes=len(decodes),
@@ -109,7 +112,7 @@ class PlanBuilder:
             samples=tuple(samples),
             drafts=tuple(drafts.values()),
             row_starts=tuple(row_starts),
-            # Mostly there are none, and this is made for every step.
+            # Usually there are none, and this code runs for every step.
             table_rows=tuple([row for row, _, _ in tables]) if tables else (),
             table_indices=tuple([index for _, index, _ in tables]) if tables else (),
             table_blocks=tuple([block for _, _, block in tables]) if tables else (),
@@ -121,29 +124,29 @@ class PlanBuilder:
             swap_in=tuple(self.swap_in),
             after_swaps=kv_cache.take_dependencies(),
             preempted=tuple(self.preempted),
-            freed=kv_cache.take_dead(),
+            freed=kv_cache.take_freed(),
         )
         return plan, sequences
 
-    def _known_tables(self) -> list[tuple[int, int, int]]:
-        """Row, index and block of each new table entry, of rows that the backend knows and that go on."""
+    def _sent_tables(self) -> list[tuple[int, int, int]]:
+        """(row, index, block) of each new entry of a running sequence. A new row sends its whole table instead."""
         return [
             (s.allocation.row, index, block)
             for s, index, block in self.tables
-            if s.row_known
+            if s.row_sent
             and s.state is RequestState.RUNNING
             and s.allocation is not None
             and s.allocation.row is not None
         ]
 
     def _move(self, kv_cache: KvCacheManager) -> list[tuple[int, Move]]:
-        """The moves of this step with their rows. Only now are they final, so that what one of them brings into the store
-        is there for the others."""
+        """(row, move) for each move of this step. Made when the plan is final, so that two sequences that move the same
+        content share one store block."""
         moves: list[tuple[int, Move]] = []
         for sequence in self.moving:
             allocation = sequence.allocation
             assert allocation is not None and allocation.row is not None
-            made, registered = kv_cache.move(allocation, sequence.keys, self.step)
+            made, registered = kv_cache.move(allocation, sequence.block_hashes, self.step)
             self.registered += registered
             moves += [(allocation.row, move) for move in made]
         return moves

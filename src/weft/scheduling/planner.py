@@ -1,4 +1,4 @@
-"""Decides what one step computes: which sequences, how many tokens of each, who is admitted and who gives way."""
+"""Plans one step: which sequences it computes, how many tokens of each, which are admitted and which preempted."""
 
 from __future__ import annotations
 
@@ -8,36 +8,38 @@ from weft.clock import Clock
 from weft.config import SchedulerConfig
 from weft.plan import BackendInfo
 from weft.request import RequestState
-from weft.scheduling.cache.block_pool import Blocks
+from weft.scheduling.cache.block_pool import BlockCounts
 from weft.scheduling.draft_tokens import Speculation
 from weft.scheduling.plan_builder import PlanBuilder
-from weft.scheduling.policy import AdmissionPolicy, PolicyKey, StepCostModel
+from weft.scheduling.policy import AdmissionPolicy, SortKey, StepCostModel
 from weft.scheduling.preemption import choose_victims, is_below, work_lost
 from weft.scheduling.prompt_order import PromptOrder, StepSize
 from weft.scheduling.sequence import Phase, Sequence
 from weft.scheduling.sequence_table import SequenceTable
 
-MAX_LOOKED_PAST = 16
-"""Waiting requests that one plan may pass over because they cannot start just now. Keeps planning flat in the queue."""
+MAX_SKIPPED = 16
+"""How many waiting sequences that cannot start yet one plan may skip. Keeps planning time independent of the queue."""
 
-ONE_BLOCK = Blocks(1)
+ONE_BLOCK = BlockCounts(1)
+
+_Prompts = list[tuple[SortKey, Sequence]]
 
 
 class Planner:
-    """Fills drafts. What it changes is in the roster; its own state is whose turn it is."""
+    """Fills a PlanBuilder, and admits and preempts sequences in the SequenceTable."""
 
     def __init__(
         self,
         config: SchedulerConfig,
         info: BackendInfo,
-        roster: SequenceTable,
+        sequence_table: SequenceTable,
         policy: AdmissionPolicy,
         cost_model: StepCostModel,
         clock: Clock,
     ) -> None:
         self._config = config
         self._info = info
-        self._roster = roster
+        self._sequences = sequence_table
         self._policy = policy
         self._clock = clock
         self._size = StepSize(config, info, cost_model)
@@ -46,103 +48,102 @@ class Planner:
         self._last_prefill_step = -1
         self._batch_is_open = True
 
-    def plan(self, draft: PlanBuilder) -> None:
-        """Plans over all that run and wait; once more where everyone whose turn it was gave way."""
+    def plan(self, builder: PlanBuilder) -> None:
+        """Plans over all running and waiting sequences. Repeats if preemptions left the step empty."""
         while True:
-            num_victims = len(draft.preempted)
+            num_victims = len(builder.preempted)
             if self._config.prefer_pure_decode:
-                self._plan_pure(draft)
+                self._plan_pure(builder)
             else:
-                self._plan_mixed(draft, self._roster.running, may_admit=True)
-            if draft.decodes or draft.prefills or len(draft.preempted) == num_victims:
+                self._plan_mixed(builder, self._sequences.running, may_admit=True)
+            if builder.decodes or builder.prefills or len(builder.preempted) == num_victims:
                 break
-        if self.speculation.may_have_drafts(draft):
-            room = self._size.room_for_drafts(draft.decodes, draft.budget.tokens)
-            self.speculation.add_drafts(draft, self._roster.kv_cache, room)
+        if self.speculation.may_have_drafts(builder):
+            room = self._size.room_for_drafts(builder.decodes, builder.budget.tokens)
+            self.speculation.add_draft_tokens(builder, self._sequences.kv_cache, room)
 
-    def plan_only(self, draft: PlanBuilder, sequences: list[Sequence]) -> None:
-        """Plans a step over these alone."""
-        self._plan_mixed(draft, sequences, may_admit=False)
+    def plan_only(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
+        """Plans a step over `sequences` alone."""
+        self._plan_mixed(builder, sequences, may_admit=False)
 
     # ------------------------------------------------------------------ the shape of a step
 
-    def _plan_mixed(self, draft: PlanBuilder, sequences: list[Sequence], may_admit: bool) -> None:
-        """Decodes first, then prompts, both those under way and new ones."""
-        may_admit = may_admit and bool(self._roster.queue) and self._joins_open()
-        places = draft.budget.sequences
+    def _plan_mixed(self, builder: PlanBuilder, sequences: list[Sequence], may_admit: bool) -> None:
+        """Decodes first, then prompts: those in progress and new ones."""
+        may_admit = may_admit and bool(self._sequences.queue) and self._admission_is_open()
+        places = builder.budget.sequences
         is_full = len(sequences) >= places
-        if may_admit and is_full and (self._roster.kv_cache.free_rows or self._first_outranks_someone()):
-            # A place for arrivals, or sequences that run would keep them out for good.
-            places = places - 1 if places > 1 else draft.step % 2
+        if may_admit and is_full and (self._sequences.kv_cache.free_rows or self._first_may_preempt()):
+            # Keep one place for arrivals: running sequences would block them forever.
+            places = places - 1 if places > 1 else builder.step % 2
         decodes, prefills, others = self._split(sequences, places)
-        self._take_decodes(draft, decodes)
+        self._take_decodes(builder, decodes)
         if prefills or others or may_admit:
-            self._plan_prompts(draft, prefills, may_admit)
-        # Places that nobody took whose turn it was go to the others, in turn.
+            self._plan_prompts(builder, prefills, may_admit)
+        # Give the unused places to the remaining sequences, in rotation order.
         for sequence in others:
-            if not draft.budget.sequences or not draft.budget.tokens:
+            if not builder.budget.sequences or not builder.budget.tokens:
                 break
             if sequence.state is not RequestState.RUNNING:
                 continue  # preempted while this plan was made
             if _is_decode(sequence):
-                self._take_decodes(draft, [sequence])
-            elif draft.budget.for_prefill:
-                self._continue_prefill(draft, sequence)
+                self._take_decodes(builder, [sequence])
+            elif builder.budget.for_prefill:
+                self._continue_prefill(builder, sequence)
 
-    def _plan_pure(self, draft: PlanBuilder) -> None:
-        """Either prompts or decodes: a full round of decodes, then one step of prompts if there are any."""
-        decodes, prefills, _ = self._split(self._roster.running, len(self._roster.running))
-        may_admit = bool(self._roster.queue) and self._joins_open()
-        round_is_over = all(
-            s.last_step > self._last_prefill_step and self._is_on_time(draft.step, s) for s in decodes
+    def _plan_pure(self, builder: PlanBuilder) -> None:
+        """Either prompts or decodes: one step of prompts each time all running sequences have decoded."""
+        decodes, prefills, _ = self._split(self._sequences.running, len(self._sequences.running))
+        may_admit = bool(self._sequences.queue) and self._admission_is_open()
+        all_decoded = all(
+            s.last_step > self._last_prefill_step and self._is_on_time(builder.step, s) for s in decodes
         )
-        if round_is_over and (prefills or may_admit):
-            self._plan_prompts(draft, prefills, may_admit)
-        if draft.prefills:
-            self._last_prefill_step = draft.step
+        if all_decoded and (prefills or may_admit):
+            self._plan_prompts(builder, prefills, may_admit)
+        if builder.prefills:
+            self._last_prefill_step = builder.step
         else:
             still_running = [s for s in decodes if s.state is RequestState.RUNNING]
-            self._take_decodes(draft, still_running[: draft.budget.sequences])
+            self._take_decodes(builder, still_running[: builder.budget.sequences])
 
-    def _plan_prompts(self, draft: PlanBuilder, prefills: list[Sequence], may_admit: bool) -> None:
-        """Whoever is due first goes first, until something needed is used up: a prompt under way, or the next of the queue."""
-        self._size.begin_prompts(draft)
-        queue = self._roster.queue
-        under_way = [(self._due(sequence), sequence) for sequence in prefills]
-        under_way.sort(key=itemgetter(0), reverse=True)
-        passed: list[object] = []
-        floor = -1
-        while draft.budget.for_prefill:
-            may_admit = may_admit and len(passed) < MAX_LOOKED_PAST
-            first = self._first_to_admit(floor) if may_admit else None
-            most = self._most_before(under_way, first) if first is not None else 0
-            if under_way and not most:
-                due, sequence = under_way.pop()
-                awaited = self._continue_prefill(draft, sequence)
-                if awaited is not None:
-                    _lend(due, awaited, under_way)
+    def _plan_prompts(self, builder: PlanBuilder, prefills: list[Sequence], may_admit: bool) -> None:
+        """Adds prompts, in progress and waiting, in the order of `PromptOrder`, until a budget or memory is used up."""
+        self._size.begin_prompts(builder)
+        queue = self._sequences.queue
+        in_progress = [(self._prefill_sort_key(sequence), sequence) for sequence in prefills]
+        in_progress.sort(key=itemgetter(0), reverse=True)
+        skipped: list[object] = []
+        skipped_priority = -1
+        while builder.budget.for_prefill:
+            may_admit = may_admit and len(skipped) < MAX_SKIPPED
+            first = self._first_to_admit(skipped_priority) if may_admit else None
+            max_tokens = self._max_tokens_before(in_progress, first) if first is not None else 0
+            if in_progress and not max_tokens:
+                sort_key, sequence = in_progress.pop()
+                producer = self._continue_prefill(builder, sequence)
+                if producer is not None:
+                    _inherit_place(sort_key, producer, in_progress)
             elif first is None:
                 break
-            elif self._roster.is_in_flight(first) or first.request_id in draft.preempted:
-                # A victim of this very plan, or in flight. What is behind it must outrank it to pass.
-                floor = max(floor, first.priority)
-                passed.append(queue.set_aside())
+            elif self._sequences.is_in_flight(first) or first.request_id in builder.preempted:
+                # Preempted by this plan, or still in a step in flight. Only a higher priority may overtake it.
+                skipped_priority = max(skipped_priority, first.priority)
+                skipped.append(queue.set_aside())
             elif first.allocation is not None:
-                may_admit = self._resume(draft, first)
+                may_admit = self._resume(builder, first)
             else:
-                started = self._start(draft, first, most)
+                started = self._start(builder, first, max_tokens)
                 may_admit = started is not False
                 if isinstance(started, Sequence):
-                    passed.append(queue.set_aside())
-                    _lend(self._due(first), started, under_way)
-        for entry in passed:
-            queue.put_back(entry)
+                    skipped.append(queue.set_aside())
+                    _inherit_place(self._prefill_sort_key(first), started, in_progress)
+        for item in skipped:
+            queue.put_back(item)
 
     def _split(
         self, sequences: list[Sequence], places: int
     ) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
-        """Of the first `places` in turn, those that need one token computed to sample the next and those with more to
-        compute; and all others, in turn."""
+        """Splits into decodes, prefills and others, in rotation order. The first two get `places` sequences in all."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         others: list[Sequence] = []
@@ -150,8 +151,8 @@ class Planner:
             scheduled, target = sequence.scheduled, sequence.target
             if target >= sequence.limit:
                 continue  # its last token is being sampled
-            if sequence.sits_out and target > len(sequence.tokens):
-                continue  # what its grammar allows next follows from a token that is being sampled
+            if sequence.needs_last_token and target > len(sequence.tokens):
+                continue  # its grammar mask depends on a token that is being sampled
             if places <= 0:
                 others.append(sequence)
             elif target - scheduled == 1 and scheduled >= sequence.prompt_length:
@@ -163,324 +164,329 @@ class Planner:
 
     # ------------------------------------------------------------------ decodes
 
-    def _take_decodes(self, draft: PlanBuilder, decodes: list[Sequence]) -> None:
-        """Puts decodes into the step and gives those a block that stand at the end of theirs."""
+    def _take_decodes(self, builder: PlanBuilder, decodes: list[Sequence]) -> None:
+        """Adds decodes to the step, and allocates a block for each one whose last block is full."""
         block_size = self._info.block_size
-        draft.budget.take_decodes(len(decodes))
-        draft.decodes += decodes
+        builder.budget.take_decodes(len(decodes))
+        builder.decodes += decodes
         if self._info.store_blocks:
-            # The first position of a block needs it in full; the last one has a block behind the tail, which moves.
+            # The first position of a block needs a new full block; the last one moves an older block to the store.
             growing = [s for s in decodes if (s.scheduled + 1) % block_size < 2]
         else:
             growing = [s for s in decodes if s.scheduled % block_size == 0 and _is_full(s, block_size)]
-        kv_cache = self._roster.kv_cache
-        if growing and len(growing) > kv_cache.fewest_available:
+        kv_cache = self._sequences.kv_cache
+        if growing and len(growing) > kv_cache.min_available:
             growing.sort(key=lambda s: (-s.priority, s.order))
         for sequence in growing:
             if sequence.state is not RequestState.RUNNING:
-                continue  # preempted for one before it
+                continue  # preempted for an earlier sequence of this loop
             needed = self._needed(sequence, 1) if self._info.store_blocks else ONE_BLOCK
-            if not self._grow(draft, sequence, needed):
-                if self._may_sit_out(draft, sequence):
-                    draft.drop(sequence)
+            if not self._grow(builder, sequence, needed):
+                if self._may_skip_step(builder, sequence):
+                    builder.drop(sequence)
                 else:
-                    self._preempt(draft, sequence)  # nobody below it: it gives way itself
+                    self._preempt(builder, sequence)  # no victim ranks below it
 
-    def _needed(self, sequence: Sequence, count: int) -> Blocks:
-        """What a running sequence must get to compute `count` more positions."""
+    def _needed(self, sequence: Sequence, count: int) -> BlockCounts:
+        """Blocks that a running sequence lacks to compute `count` more positions."""
         allocation, end = sequence.allocation, sequence.scheduled + count
         assert allocation is not None
-        return self._roster.kv_cache.needed(len(allocation.blocks), allocation.stored, end)
+        return self._sequences.kv_cache.needed(len(allocation.blocks), allocation.stored, end)
 
-    def _grow(self, draft: PlanBuilder, sequence: Sequence, needed: Blocks) -> bool:
-        """Takes blocks for a running sequence, preempting others below it where memory is gone."""
-        kv_cache, allocation = self._roster.kv_cache, sequence.allocation
+    def _grow(self, builder: PlanBuilder, sequence: Sequence, needed: BlockCounts) -> bool:
+        """Allocates blocks for a running sequence. Preempts sequences that rank below it if memory is short."""
+        kv_cache, allocation = self._sequences.kv_cache, sequence.allocation
         assert allocation is not None
         first = len(allocation.blocks)
-        if not kv_cache.extend(allocation, needed, sequence.keys):
-            if self._may_sit_out(draft, sequence):
+        if not kv_cache.extend(allocation, needed, sequence.block_hashes):
+            if self._may_skip_step(builder, sequence):
                 return False
-            self._take_back_spare_blocks()
-            below = [s for s in self._victims(draft) if is_below(s, sequence)]
+            self._release_spare_blocks()
+            below = [s for s in self._victims(builder) if is_below(s, sequence)]
             victims = choose_victims(below, sequence, needed - kv_cache.available, kv_cache, self._info)
             if victims is None:
                 return False
             for victim in victims:
-                self._preempt(draft, victim)
-            if not kv_cache.extend(allocation, needed, sequence.keys):
+                self._preempt(builder, victim)
+            if not kv_cache.extend(allocation, needed, sequence.block_hashes):
                 return False
-        draft.note_tables(sequence, first)
+        builder.note_tables(sequence, first)
         if needed.store:
-            draft.moving.append(sequence)
+            builder.moving.append(sequence)
         return True
 
-    def _may_sit_out(self, draft: PlanBuilder, sequence: Sequence) -> bool:
-        """Whether memory is about to come free by itself, and the sequence can wait for it without falling behind."""
-        is_coming = bool(draft.moving) or self._roster.blocks_are_coming
-        return is_coming and self._is_on_time(draft.step, sequence)
+    def _may_skip_step(self, builder: PlanBuilder, sequence: Sequence) -> bool:
+        """Whether this step or those in flight will free blocks, and the sequence may still wait for them."""
+        blocks_are_coming = bool(builder.moving) or self._sequences.blocks_will_be_freed
+        return blocks_are_coming and self._is_on_time(builder.step, sequence)
 
     def _is_on_time(self, step: int, sequence: Sequence) -> bool:
-        """Whether it has not missed a turn since it last ran, or since it was admitted."""
-        turn = -(-len(self._roster.running) // self._config.sequences_per_step)
+        """Whether the last step of the sequence, or its admission, is at most one rotation ago."""
+        rotation = -(-len(self._sequences.running) // self._config.sequences_per_step)
         is_prompt_in_tiers = self._info.store_blocks and not _is_decode(sequence)
-        if is_prompt_in_tiers and all(s.priority >= sequence.priority for s in self._roster.running):
-            # Prompts pass through what the tails leave of the full tier, which may be little: they take turns at it. Only
-            # one that is above somebody does not: it may push that one out instead.
-            turn = max(turn, len(self._roster.running))
-        return step - max(sequence.last_step, sequence.admitted_step - 1) <= turn
+        if is_prompt_in_tiers and all(s.priority >= sequence.priority for s in self._sequences.running):
+            # Prompts share the full blocks that the tails leave free, which may be few, so one prompt may have to wait
+            # for all others. A prompt that outranks a running sequence preempts it instead.
+            rotation = max(rotation, len(self._sequences.running))
+        return step - max(sequence.last_step, sequence.admitted_step - 1) <= rotation
 
-    def is_worth_waiting(self) -> bool:
-        """Whether to let the step in flight end before another is planned, since guesses need its tokens. Not where prompts are
-        next, or where there is no room for guesses."""
-        roster = self._roster
-        if roster.queue and roster.kv_cache.free_rows:
+    def should_wait_for_tokens(self) -> bool:
+        """Whether the next step should wait for the tokens of the step in flight, so that it can have draft tokens. Not
+        if prompts come next, or if it has no room for draft tokens."""
+        queue, running = self._sequences.queue, self._sequences.running
+        if queue and self._sequences.kv_cache.free_rows:
             return False
-        return self.speculation.is_worth_waiting(roster.running) and bool(
-            self._size.room_for_drafts(roster.running, self._config.max_tokens_per_step - len(roster.running))
+        return self.speculation.should_wait_for_tokens(running) and bool(
+            self._size.room_for_drafts(running, self._config.max_tokens_per_step - len(running))
         )
 
-    # ------------------------------------------------------------------ prompts under way
+    # ------------------------------------------------------------------ prompts in progress
 
-    def _continue_prefill(self, draft: PlanBuilder, sequence: Sequence) -> Sequence | None:
-        """Gives a prompt under way its next chunk, if it can go on. Returns the one that it waits for, if it does."""
+    def _continue_prefill(self, builder: PlanBuilder, sequence: Sequence) -> Sequence | None:
+        """Adds the next chunk of a prompt. If it waits for a block of another sequence, returns that sequence."""
         if sequence.state is not RequestState.RUNNING:
             return None  # preempted while this plan was made
-        self._adopt_hits(draft, sequence)
+        self._adopt_hits(builder, sequence)
         allocation, block_size, start = sequence.allocation, self._info.block_size, sequence.scheduled
         assert allocation is not None
         held = len(allocation.blocks) * block_size - start
-        # NOTE: until it has run since it was admitted, nobody may push it out: it must neither wait for another
-        # nor keep memory it cannot go on with, or the two would block each other for good.
+        # NOTE: a sequence that has not run since its admission cannot be preempted. If it waited for another, or kept
+        # blocks without progress, the two could block each other forever.
         has_run = sequence.last_step >= sequence.admitted_step
         if held == 0 and has_run:
-            awaited = self._roster.prefixes.awaited(sequence, len(allocation.blocks))
-            if awaited is not None:
-                return awaited
-        count = self._size.chunk(draft, start, sequence.target - start)
+            producer = self._sequences.prefixes.producer(sequence, len(allocation.blocks))
+            if producer is not None:
+                return producer
+        count = self._size.chunk(builder, start, sequence.target - start)
         if not count:
             return None
-        # Take what memory there is; only where there is none at all must someone give way.
-        kv_cache = self._roster.kv_cache
+        # A smaller chunk is better than a preemption: preempt only if not even one position has a block.
+        kv_cache = self._sequences.kv_cache
         room = kv_cache.affordable(len(allocation.blocks), allocation.stored, start, kv_cache.available)
         count = min(count, room or block_size - start % block_size)
-        if self._grow(draft, sequence, self._needed(sequence, count)):
-            self._add_prefill(draft, sequence, count)
-        elif not has_run and not self._may_sit_out(draft, sequence):
-            self._preempt(draft, sequence)
+        if self._grow(builder, sequence, self._needed(sequence, count)):
+            self._add_prefill(builder, sequence, count)
+        elif not has_run and not self._may_skip_step(builder, sequence):
+            self._preempt(builder, sequence)
         return None
 
-    def _adopt_hits(self, draft: PlanBuilder, sequence: Sequence) -> None:
-        """Takes over blocks that another sequence has filled, or fills in this step, since the last chunk."""
+    def _adopt_hits(self, builder: PlanBuilder, sequence: Sequence) -> None:
+        """Adopts (shares) blocks that another sequence has filled since the last chunk, or fills in this step."""
         allocation, block_size = sequence.allocation, self._info.block_size
         assert allocation is not None
         first = len(allocation.blocks)
         while sequence.scheduled == len(allocation.blocks) * block_size:
-            block = self._roster.prefixes.next_hit(sequence, len(allocation.blocks))
+            block = self._sequences.prefixes.next_hit(sequence, len(allocation.blocks))
             if block is None:
                 break
-            self._roster.kv_cache.adopt(allocation, block)
+            self._sequences.kv_cache.adopt(allocation, block)
             sequence.scheduled += block_size
-        draft.note_tables(sequence, first)
+        builder.note_tables(sequence, first)
 
-    def _add_prefill(self, draft: PlanBuilder, sequence: Sequence, count: int) -> None:
+    def _add_prefill(self, builder: PlanBuilder, sequence: Sequence, count: int) -> None:
         start = sequence.scheduled
         sequence.scheduled = end = start + count
         samples = end == sequence.target
         if samples:
             sequence.target += 1
-        sequence.last_step = draft.step
-        self._size.take_chunk(draft, start, count)
-        draft.prefills.append((sequence, start, count, samples))
-        draft.registered += self._roster.prefixes.register(sequence, start, end)
+        sequence.last_step = builder.step
+        self._size.take_chunk(builder, start, count)
+        builder.prefills.append((sequence, start, count, samples))
+        builder.registered += self._sequences.prefixes.register(sequence, start, end)
 
     # ------------------------------------------------------------------ admission
 
-    def _joins_open(self) -> bool:
-        """Dynamic batching off: a batch is closed once its first member generates, until all are done."""
+    def _admission_is_open(self) -> bool:
+        """Dynamic batching off: a batch closes when its first sequence generates, and opens when all have ended."""
         if self._config.dynamic_batching:
             return True
-        if not self._roster.running and not self._roster.resuming:
+        if not self._sequences.running and not self._sequences.resuming:
             self._batch_is_open = True
-        elif any(s.target > s.prompt_length for s in self._roster.running):
+        elif any(s.target > s.prompt_length for s in self._sequences.running):
             self._batch_is_open = False
-        first = self._roster.queue.peek()
+        first = self._sequences.queue.peek()
         return self._batch_is_open or (first is not None and first.state is RequestState.PREEMPTED)
 
-    def _first_outranks_someone(self) -> bool:
-        """Whether the next request to admit may push a running one out."""
-        first = self._roster.queue.peek()
+    def _first_may_preempt(self) -> bool:
+        """Whether the first waiting sequence may preempt a running one."""
+        first = self._sequences.queue.peek()
         if first is None or not self._policy.preempts:
             return False
-        return any(s.priority < first.priority for s in self._roster.running)
+        return any(s.priority < first.priority for s in self._sequences.running)
 
-    def _first_to_admit(self, floor: int) -> Sequence | None:
-        """The next of the queue, if it may join. Where somebody was passed over, it must be above `floor` to pass too."""
-        first = self._roster.queue.peek()
-        if first is None or first.priority <= floor:
+    def _first_to_admit(self, skipped_priority: int) -> Sequence | None:
+        """The first waiting sequence, if it may join. It must outrank every sequence that was skipped before it."""
+        first = self._sequences.queue.peek()
+        if first is None or first.priority <= skipped_priority:
             return None
         return first if self._batch_is_open or first.state is not RequestState.PENDING else None
 
-    def _most_before(self, under_way: list[tuple[PolicyKey, Sequence]], first: Sequence) -> int:
-        """How many tokens the next of the queue may take before the last of those under way goes on. 0: none."""
-        if not under_way:
+    def _max_tokens_before(self, in_progress: _Prompts, first: Sequence) -> int:
+        """How many tokens the first waiting sequence may take before the next prompt in progress. 0: none."""
+        if not in_progress:
             return self._config.max_tokens_per_step
-        due, _ = under_way[-1]
-        if self._due(first) < due:
+        next_key, _ = in_progress[-1]
+        if self._prefill_sort_key(first) < next_key:
             return self._config.max_tokens_per_step
-        # It stands in the way of who is due behind it, since only who has started can be passed.
-        is_in_the_way = self._config.chunked_prefill and any(
-            self._due(sequence) < due for sequence in self._roster.queue.near_front(MAX_LOOKED_PAST)
+        # It delays later prompts: only a prompt that has started can be overtaken. So it starts with one block.
+        delays_others = self._config.chunked_prefill and any(
+            self._prefill_sort_key(sequence) < next_key
+            for sequence in self._sequences.queue.near_front(MAX_SKIPPED)
         )
-        return self._info.block_size if is_in_the_way else 0
+        return self._info.block_size if delays_others else 0
 
-    def _due(self, sequence: Sequence) -> PolicyKey:
-        """When a prompt is due, as a key: the smallest goes first."""
+    def _prefill_sort_key(self, sequence: Sequence) -> SortKey:
+        """Sort key of a prompt, by the target of its first token. The smallest goes first."""
         cached = sequence.cached_tokens
         if cached is None:
-            # It waits. In two tiers to look for what is known takes too long to be done for every one near the front.
-            hits = [] if self._info.store_blocks else self._roster.prefixes.hits(sequence)
+            # It waits. With two tiers the lookup is too slow to be done for every sequence near the front.
+            hits = [] if self._info.store_blocks else self._sequences.prefixes.hits(sequence)
             cached = len(hits) * self._info.block_size
-        return self._order.key(sequence, cached)
+        return self._order.sort_key(sequence, cached)
 
-    def _start(self, draft: PlanBuilder, sequence: Sequence, most: int) -> bool | Sequence:
-        """Gives a waiting sequence a row, its prefix hits and a first chunk of at most so many tokens. False: no room; a
-        sequence: not yet, since that one is about to compute what it needs next."""
-        kv_cache, prefixes, block_size = self._roster.kv_cache, self._roster.prefixes, self._info.block_size
+    def _start(self, builder: PlanBuilder, sequence: Sequence, max_tokens: int) -> bool | Sequence:
+        """Admits a waiting sequence: a row, its prefix hits, and a first chunk of at most `max_tokens`. Returns False
+        if there is no room, or the sequence that is about to compute the next block it needs."""
+        kv_cache, prefixes, block_size = (
+            self._sequences.kv_cache,
+            self._sequences.prefixes,
+            self._info.block_size,
+        )
         if not kv_cache.free_rows and not self._policy.preempts:
             return False
         hits = prefixes.hits(sequence)
-        if (awaited := prefixes.awaited(sequence, len(hits))) is not None:
-            return awaited
+        if (producer := prefixes.producer(sequence, len(hits))) is not None:
+            return producer
         start = len(hits) * block_size
-        count = min(most, self._size.chunk(draft, start, sequence.target - start))
+        count = min(max_tokens, self._size.chunk(builder, start, sequence.target - start))
         if not count:
             return False
-        kv_cache.share(hits)  # held while room is made, or a victim's going would count them as room
+        kv_cache.share(hits)  # held first: else a preemption would count them as free
         stored = kv_cache.num_stored(hits)
         if self._info.store_blocks:
-            # A prompt passes through the full tier: where that is small, in smaller chunks.
+            # Every token of a prompt first needs a full block. If few are free, the chunk is smaller.
             room = kv_cache.affordable(len(hits), stored, start, kv_cache.available - self._still_needed())
             count = min(count, room or block_size)
         needed = kv_cache.needed(len(hits), stored, start + count)
-        needed_soon = kv_cache.needed_after(len(hits), stored, sequence.target + 1)
-        has_room = self._make_room(draft, sequence, needed, needed_soon)
-        allocation = kv_cache.allocate(sequence.request_id, needed, hits, sequence.keys) if has_room else None
+        needed_soon = kv_cache.needed_over_steps(len(hits), stored, sequence.target + 1)
+        has_room = self._make_room(builder, sequence, needed, needed_soon)
+        allocation = (
+            kv_cache.allocate(sequence.request_id, needed, hits, sequence.block_hashes) if has_room else None
+        )
         kv_cache.release(hits)
         if allocation is None:
             return False
         if needed.store:
-            draft.moving.append(sequence)
-        self._roster.queue.remove(sequence)
+            builder.moving.append(sequence)
+        self._sequences.queue.remove(sequence)
         sequence.allocation = allocation
         sequence.scheduled = start
         if sequence.cached_tokens is None:
             sequence.cached_tokens = start
-        self._roster.join(sequence, draft.step, Phase.PREFILL, self._clock())
-        self._add_prefill(draft, sequence, count)
+        self._sequences.add_running(sequence, builder.step, Phase.PREFILL, self._clock())
+        self._add_prefill(builder, sequence, count)
         return True
 
-    def _resume(self, draft: PlanBuilder, sequence: Sequence) -> bool:
-        """Starts the copy of a swapped-out sequence back into blocks; it runs once the copy is there."""
+    def _resume(self, builder: PlanBuilder, sequence: Sequence) -> bool:
+        """Starts the swap-in of a sequence. It runs once the copy is finished."""
         allocation = sequence.allocation
         assert allocation is not None
         needed = allocation.size
-        if not self._make_room(draft, sequence, needed, needed + Blocks(1, self._info.store_blocks and 1)):
+        if not self._make_room(
+            builder, sequence, needed, needed + BlockCounts(1, self._info.store_blocks and 1)
+        ):
             return False
-        task = self._roster.kv_cache.swap_in(allocation, after_step=draft.step - 1)
+        task = self._sequences.kv_cache.swap_in(allocation, after_step=builder.step - 1)
         if task is None:
             return False
-        self._roster.queue.remove(sequence)
-        draft.swap_in.append(task)
+        self._sequences.queue.remove(sequence)
+        builder.swap_in.append(task)
         sequence.swap_id = task.swap_id
-        self._roster.resuming[task.swap_id] = sequence
+        self._sequences.resuming[task.swap_id] = sequence
         return True
 
-    def _make_room(self, draft: PlanBuilder, sequence: Sequence, needed: Blocks, needed_soon: Blocks) -> bool:
-        """Whether a row and the `needed` blocks are there for a waiting sequence, preempting for it where it may.
-
-        Without preempting it starts only where all it needs soon is there beside what running prompts still need:
-        a sequence that starts and is pushed out again has only cost time.
-        """
-        roster = self._roster
-        available, has_row = roster.kv_cache.available, roster.kv_cache.free_rows > 0
-        is_alone = not (roster.running or roster.resuming)
+    def _make_room(
+        self, builder: PlanBuilder, sequence: Sequence, needed: BlockCounts, needed_soon: BlockCounts
+    ) -> bool:
+        """Whether a row and the `needed` blocks are free for a waiting sequence. May preempt others for it. Otherwise
+        `needed_soon` must be free too, on top of what prompts in progress still need: a sequence that starts and is
+        preempted at once only costs time."""
+        kv_cache = self._sequences.kv_cache
+        available, has_row = kv_cache.available, kv_cache.free_rows > 0
+        is_alone = not (self._sequences.running or self._sequences.resuming)
         if has_row and (is_alone or (available - self._still_needed()).covers(needed_soon)):
             return available.covers(needed)
         if not self._policy.preempts:
             return False
-        below = [s for s in self._victims(draft) if s.priority < sequence.priority]
-        if not below or (not has_row and roster.rows_are_coming):
+        below = [s for s in self._victims(builder) if s.priority < sequence.priority]
+        if not below or (not has_row and self._sequences.rows_will_be_freed):
             return False
-        self._take_back_spare_blocks()
-        shortage = needed - roster.kv_cache.available
-        victims = choose_victims(below, sequence, shortage, roster.kv_cache, self._info)
+        self._release_spare_blocks()
+        victims = choose_victims(below, sequence, needed - kv_cache.available, kv_cache, self._info)
         if victims is None:
             return False
         if not has_row and not victims:
             victims = [min(below, key=lambda s: (s.priority, work_lost(s, self._info), -s.order))]
         for victim in victims:
-            self._preempt(draft, victim)
-        if roster.kv_cache.free_rows:
+            self._preempt(builder, victim)
+        if kv_cache.free_rows:
             return True
-        # The victim's row is in a step in flight. Next time this one is first, or the victim would be.
-        roster.queue.promote(sequence)
+        # The victim's row is still in a step in flight. Promote this sequence, or the victim would be admitted first.
+        self._sequences.queue.promote(sequence)
         return False
 
-    def _still_needed(self) -> Blocks:
-        """Blocks that the prompts under way will still ask for, and those that come back from swap space."""
-        kv_cache, total = self._roster.kv_cache, Blocks(0)
-        for sequence in (*self._roster.running, *self._roster.resuming.values()):
+    def _still_needed(self) -> BlockCounts:
+        """Blocks that prompts in progress, and sequences whose swap-in is in flight, will still allocate."""
+        kv_cache, total = self._sequences.kv_cache, BlockCounts(0)
+        for sequence in (*self._sequences.running, *self._sequences.resuming.values()):
             allocation = sequence.allocation
             if sequence.target - sequence.scheduled > 1 and allocation is not None:
-                total += kv_cache.needed_after(len(allocation.blocks), allocation.stored, sequence.target + 1)
+                end = sequence.target + 1
+                total += kv_cache.needed_over_steps(len(allocation.blocks), allocation.stored, end)
         return total
 
-    # ------------------------------------------------------------------ giving way
+    # ------------------------------------------------------------------ preemption
 
-    def _take_back_spare_blocks(self) -> None:
-        """Frees the blocks that rejected drafts left with running sequences, before any of these is preempted. A sequence keeps
-        the block of its next position: a decode of this plan needs it."""
+    def _release_spare_blocks(self) -> None:
+        """Frees blocks of rejected draft tokens. A sequence keeps the block of its next position."""
         if not self.speculation.is_on:
             return
-        for sequence in self._roster.running:
-            allocation, keeps = sequence.allocation, sequence.scheduled // self._info.block_size + 1
-            if allocation is not None and len(allocation.blocks) > keeps:
-                self._roster.kv_cache.truncate(allocation, keeps)
+        for sequence in self._sequences.running:
+            allocation, num_kept = sequence.allocation, sequence.scheduled // self._info.block_size + 1
+            if allocation is not None and len(allocation.blocks) > num_kept:
+                self._sequences.kv_cache.truncate(allocation, num_kept)
 
-    def _victims(self, draft: PlanBuilder) -> list[Sequence]:
-        """Running sequences that have made progress since they were admitted and are not final in this plan."""
-        return [
-            s
-            for s in self._roster.running
-            if s.admitted_step <= s.last_step < draft.step and not s.is_finishing
-        ]
+    def _victims(self, builder: PlanBuilder) -> list[Sequence]:
+        """Sequences that may be preempted: no prefills of this plan, and none that just started or is finishing."""
+        running = self._sequences.running
+        return [s for s in running if s.admitted_step <= s.last_step < builder.step and not s.is_finishing]
 
-    def _preempt(self, draft: PlanBuilder, sequence: Sequence) -> None:
-        draft.drop(sequence)
-        self._give_up_adopted(draft, sequence)
-        task = self._roster.suspend(sequence, draft.step, self._clock())
+    def _preempt(self, builder: PlanBuilder, sequence: Sequence) -> None:
+        builder.drop(sequence)
+        self._release_adopted(builder, sequence)
+        task = self._sequences.preempt(sequence, builder.step, self._clock())
         if task is not None:
-            draft.swap_out.append(task)
-        draft.preempted.append(sequence.request_id)
+            builder.swap_out.append(task)
+        builder.preempted.append(sequence.request_id)
 
-    def _give_up_adopted(self, draft: PlanBuilder, sequence: Sequence) -> None:
-        """Gives back what it adopted in this very plan: only this step fills it, and a copy to swap space comes before."""
+    def _release_adopted(self, builder: PlanBuilder, sequence: Sequence) -> None:
+        """Releases blocks adopted in this plan: the step fills them, but a swap-out copies before the step."""
         allocation = sequence.allocation
         assert allocation is not None
-        filled = {block for block, _ in draft.registered}
+        filled = {block for block, _ in builder.registered}
         for index, block in enumerate(allocation.blocks if filled else ()):
             if block in filled:
-                self._roster.kv_cache.truncate(allocation, index)
+                self._sequences.kv_cache.truncate(allocation, index)
                 sequence.scheduled = index * self._info.block_size
                 return
 
 
-def _lend(due: PolicyKey, awaited: Sequence, under_way: list[tuple[PolicyKey, Sequence]]) -> None:
-    """Lets who is waited for go on in the place of who waits, or it would be passed by all that are due before it."""
-    for place, (_, sequence) in enumerate(under_way):
-        if sequence is awaited:
-            del under_way[place]
-            under_way.append((due, awaited))
+def _inherit_place(sort_key: SortKey, producer: Sequence, in_progress: _Prompts) -> None:
+    """Priority inheritance: the producer takes the place of the sequence that waits for it."""
+    for place, (_, sequence) in enumerate(in_progress):
+        if sequence is producer:
+            del in_progress[place]
+            in_progress.append((sort_key, producer))
             return
 
 

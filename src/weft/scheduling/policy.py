@@ -1,8 +1,7 @@
-"""The order of admission, and the learned cost of a step, from which prompts are ordered and ADAPTIVE sizes them.
+"""Orders admission, and learns what a step costs. That cost orders prompts, and sizes their chunks under ADAPTIVE.
 
-A policy is a key per sequence that does not change while it waits, so the queue is a plain heap. Ageing is no
-exception: base + rate * (now - arrival) grows equally fast for everyone, so the order is that of
-rate * arrival - base, whenever it is looked at.
+A policy is a sort key per sequence that never changes while the sequence waits, so the queue is a plain heap. Ageing
+fits too: base + rate * (now - arrival) grows equally fast for all, so the order is that of rate * arrival - base.
 """
 
 from __future__ import annotations
@@ -13,37 +12,37 @@ from weft.config import PriorityPolicy, SchedulerConfig
 from weft.request import Priority, RequestState
 from weft.scheduling.sequence import Sequence
 
-PolicyKey = tuple[float, ...]
+SortKey = tuple[float, ...]
 
 DEFAULT_TTFT_TARGET = 30.0
-"""Seconds to the first token assumed of a request that names no target."""
+"""Seconds to the first token, for a request without a target of its own."""
 
 
-def _first_come(sequence: Sequence, config: SchedulerConfig) -> PolicyKey:
+def _first_come(sequence: Sequence, config: SchedulerConfig) -> SortKey:
     return (sequence.order,)
 
 
-def _shortest_job(sequence: Sequence, config: SchedulerConfig) -> PolicyKey:
+def _shortest_job(sequence: Sequence, config: SchedulerConfig) -> SortKey:
     if sequence.state is RequestState.PREEMPTED:
         return (0, sequence.order)
     return (1, sequence.limit, sequence.order)
 
 
-def _aged_priority(sequence: Sequence, config: SchedulerConfig) -> PolicyKey:
+def _aged_priority(sequence: Sequence, config: SchedulerConfig) -> SortKey:
     return _aged(sequence, config, sequence.arrival)
 
 
-def _aged_urgency(sequence: Sequence, config: SchedulerConfig) -> PolicyKey:
-    """As priority with ageing, counted from the moment the first token is due. A victim is due at once."""
-    due = sequence.arrival
+def _aged_urgency(sequence: Sequence, config: SchedulerConfig) -> SortKey:
+    """Priority with ageing, counted from the target of the first token. A preempted sequence ages from its arrival."""
+    since = sequence.arrival
     if sequence.state is not RequestState.PREEMPTED:
         target = sequence.request.ttft_target
-        due += DEFAULT_TTFT_TARGET if target is None else target
-    return _aged(sequence, config, due)
+        since += DEFAULT_TTFT_TARGET if target is None else target
+    return _aged(sequence, config, since)
 
 
-def _aged(sequence: Sequence, config: SchedulerConfig, since: float) -> PolicyKey:
-    # CRITICAL stands before everyone: age must never reach it.
+def _aged(sequence: Sequence, config: SchedulerConfig, since: float) -> SortKey:
+    # CRITICAL is always first: age must never overtake it.
     if sequence.priority == Priority.CRITICAL:
         return (0, sequence.order)
     if config.ageing_rate == 0:
@@ -52,52 +51,53 @@ def _aged(sequence: Sequence, config: SchedulerConfig, since: float) -> PolicyKe
 
 
 class AdmissionPolicy:
-    """Who is admitted next, and whether a more important request may push a running one out to get in."""
+    """Which waiting sequence is admitted next, and whether it may preempt running ones of lower priority."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._key: Callable[[Sequence, SchedulerConfig], PolicyKey] = {
+        self._sort_key: Callable[[Sequence, SchedulerConfig], SortKey] = {
             PriorityPolicy.FCFS: _first_come,
             PriorityPolicy.SHORTEST_JOB_FIRST: _shortest_job,
             PriorityPolicy.PRIORITY: _aged_priority,
             PriorityPolicy.ADAPTIVE: _aged_urgency,
         }[config.policy]
         self.preempts = config.policy in (PriorityPolicy.PRIORITY, PriorityPolicy.ADAPTIVE)
-        self._keeps_targets = config.policy is PriorityPolicy.ADAPTIVE
+        self._uses_ttft_targets = config.policy is PriorityPolicy.ADAPTIVE
 
-    def key(self, sequence: Sequence) -> PolicyKey:
-        return self._key(sequence, self._config)
+    def sort_key(self, sequence: Sequence) -> SortKey:
+        return self._sort_key(sequence, self._config)
 
-    def key_when_due(self, sequence: Sequence, patience: float) -> PolicyKey:
-        """The order of prompts that are due so many seconds after they came, or with ADAPTIVE when their first token is hoped for, if
-        that is sooner. As in the queue, age makes up for priority where priorities rank."""
+    def prefill_sort_key(self, sequence: Sequence, ttft: float) -> SortKey:
+        """Orders prompts by the target of their first token: `ttft` seconds after arrival or, with ADAPTIVE, the
+        request's own target if that is sooner. Under policies with priorities, age offsets priority as in the queue."""
         target = sequence.request.ttft_target
-        if self._keeps_targets and target is not None:
-            patience = min(patience, target)
-        due = sequence.arrival + patience
-        return _aged(sequence, self._config, due) if self.preempts else (due, sequence.order)
+        if self._uses_ttft_targets and target is not None:
+            ttft = min(ttft, target)
+        target_time = sequence.arrival + ttft
+        return _aged(sequence, self._config, target_time) if self.preempts else (target_time, sequence.order)
 
-    def key_of_promoted(self, sequence: Sequence) -> PolicyKey:
-        """Before all others; where priorities rank, behind CRITICAL ones unless it is one itself."""
+    def promoted_sort_key(self, sequence: Sequence) -> SortKey:
+        """Before all others. Under policies with priorities, CRITICAL sequences still come first."""
         return (0.5,) if self.preempts and sequence.priority != Priority.CRITICAL else (-1.0,)
 
 
 class StepCostModel:
-    """Learns seconds = base + per_token * tokens + per_context * context + per_pair * pairs from the steps as they come.
+    """Learns seconds = base + per_token * tokens + per_context * context + per_pair * pairs from measured steps.
 
-    Context is what decodes read; pairs (a token and each position before it) are what attention computes, so that
-    the end of a long prompt is known to cost more than its beginning.
-    Least squares over sums that fade. They fade only with steps that hold prompts: a long stretch of steps that
-    are all alike says nothing new about what a prompt token costs, and must not wash out what was known.
+    Context: positions whose K and V are read. Pairs: (token, earlier position) pairs that attention computes; they make
+    the end of a long prompt cost more than its beginning.
+
+    Least squares over decaying sums. Only steps with prompts decay them: many equal decode steps contain no news about
+    prompt tokens, and must not erase what was learned.
     """
 
-    FADE = 0.98
-    LONG = 0.5
-    LONGEST = 4.0
-    """A step counts for at most so many seconds or so many times what was predicted of it, whichever is more: a laptop that slept has not
-    become slower, and one that has is believed after some dozens of steps."""
+    DECAY = 0.98
+    TRUSTED_SECONDS = 0.5
+    MAX_PREDICTED_RATIO = 4.0
+    """A step counts for at most TRUSTED_SECONDS, or MAX_PREDICTED_RATIO times its prediction if that is more. A laptop
+    that slept is not slower. A machine that is slower is believed after some dozens of steps."""
     SCALES = (1.0, 256.0, 4096.0, 262_144.0)
-    """Features are divided by these: equations of like size are solved more exactly."""
+    """Features are divided by these, for numerical accuracy."""
 
     def __init__(self) -> None:
         size = len(self.SCALES)
@@ -114,12 +114,13 @@ class StepCostModel:
         weight = 1.0 if prefill_tokens else 0.05
         values = (1, tokens, context, pairs)
         features = [value / scale for value, scale in zip(values, self.SCALES, strict=True)]
-        if seconds > self.LONG and self.is_ready:
-            seconds = min(seconds, max(self.LONG, self.LONGEST * self.predict(tokens, context, pairs)))
+        if seconds > self.TRUSTED_SECONDS and self.is_ready:
+            predicted = self.predict(tokens, context, pairs)
+            seconds = min(seconds, max(self.TRUSTED_SECONDS, self.MAX_PREDICTED_RATIO * predicted))
         if prefill_tokens:
             self._steps += 1
-            self._moments = [[cell * self.FADE for cell in line] for line in self._moments]
-            self._products = [cell * self.FADE for cell in self._products]
+            self._moments = [[cell * self.DECAY for cell in line] for line in self._moments]
+            self._products = [cell * self.DECAY for cell in self._products]
         for i, feature in enumerate(features):
             self._products[i] += weight * feature * seconds
             for j, other in enumerate(features):
@@ -128,7 +129,7 @@ class StepCostModel:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """Seconds a step, a token, a context token, a pair; solved for when asked, which is when a prompt is planned."""
+        """Seconds per step, token, context position and pair. Solved on demand: only planning a prompt needs them."""
         if self._coefficients is None:
             solved = zip(self._solve_above_zero(), self.SCALES, strict=True)
             self._coefficients = tuple(value / scale for value, scale in solved)
@@ -140,21 +141,21 @@ class StepCostModel:
 
     @property
     def base_seconds(self) -> float:
-        """What a step takes whatever it computes."""
+        """Fixed seconds of a step."""
         return self.coefficients[0]
 
     def decode_seconds(self, count: int, context: int) -> float:
-        """A step of so many decodes, which have `context` tokens behind them in all."""
+        """Seconds of a step with `count` decodes whose contexts add up to `context` tokens."""
         return self.predict(count, context + count, context + count)
 
     def chunk_seconds(self, start: int, count: int) -> float:
-        """What `count` tokens of one sequence, from `start` on, add to a step."""
+        """Seconds that `count` tokens of one sequence, from `start` on, add to a step."""
         _, per_token, per_context, per_pair = self.coefficients
         pairs = count * start + count * (count + 1) / 2
         return per_token * count + per_context * (start + count) + per_pair * pairs
 
     def affordable_tokens(self, start: int, seconds: float) -> int:
-        """How many tokens of one sequence, from `start` on, may be added to a step for so many seconds."""
+        """How many tokens of one sequence, from `start` on, fit into `seconds` of a step."""
         _, per_token, per_context, per_pair = self.coefficients
         spare = seconds - per_context * start
         if spare <= 0:
@@ -166,8 +167,8 @@ class StepCostModel:
         return int(2 * spare / (each + (each**2 + 2 * per_pair * spare) ** 0.5))
 
     def _solve_above_zero(self) -> list[float]:
-        """The best costs of which none is below zero. What comes out below counts for nothing and the others are solved for
-        anew: kept as they were, they would make up for something that is gone, and every step seem to take longer."""
+        """The best coefficients, none negative. A negative one is set to zero and the others are solved again: left as
+        they are, they would still offset the negative one, and every prediction would be too high."""
         used = list(range(len(self._products)))
         while True:
             solution = self._solve(used)
@@ -181,7 +182,7 @@ class StepCostModel:
         return values
 
     def _solve(self, used: list[int]) -> list[float]:
-        """Gauss elimination of the normal equations of these features, kept regular by a small ridge."""
+        """Gaussian elimination of the normal equations of the `used` features, with a small ridge for stability."""
         size = len(used)
         lines = [[*[self._moments[i][j] for j in used], self._products[i]] for i in used]
         for i in range(size):

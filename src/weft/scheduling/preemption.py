@@ -1,4 +1,4 @@
-"""Who gives way when memory or rows run out, and how: pure decisions, nothing is changed here."""
+"""Chooses which sequences to preempt, and whether by swap or recompute. Pure functions: nothing is changed here."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 from weft.config import PreemptionMode
 from weft.plan import BackendInfo
-from weft.scheduling.cache.block_pool import Blocks
+from weft.scheduling.cache.block_pool import BlockCounts
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.sequence import Sequence
 from weft.tiers import stored_blocks
 
 
 def is_below(sequence: Sequence, other: Sequence) -> bool:
-    """Whether `sequence` gives way to `other`: a lower base priority, or the same and newer."""
+    """Whether `sequence` may be preempted for `other`: it has a lower priority, or the same and arrived later."""
     if sequence.priority != other.priority:
         return sequence.priority < other.priority
     return sequence.order > other.order
@@ -23,15 +23,15 @@ def is_below(sequence: Sequence, other: Sequence) -> bool:
 def choose_victims(
     candidates: Iterable[Sequence],
     beneficiary: Sequence,
-    shortage: Blocks,
+    shortage: BlockCounts,
     kv_cache: KvCacheManager,
     info: BackendInfo,
 ) -> list[Sequence] | None:
-    """The sequences to preempt so that `shortage` blocks come free, or None where all of them do not suffice.
+    """The sequences to preempt so that `shortage` blocks become free. None: preempting all candidates is not enough.
 
-    Lowest priority first. Among those strictly below the beneficiary the one that loses the least work goes
-    first, and none goes in vain; inside the beneficiary's own priority it is the newest. Who holds nothing of what is
-    short stays.
+    Lowest priority first. Within a priority below the beneficiary's, least lost work first, and no victim is preempted
+    needlessly. Within the beneficiary's own priority, newest first. A sequence without blocks in a tier that is short
+    is never a victim.
     """
     order = sorted(
         candidates,
@@ -42,19 +42,19 @@ def choose_victims(
         ),
     )
     victims: list[Sequence] = []
-    given_up: Counter[int] = Counter()
-    freed = Blocks(0)
+    released: Counter[int] = Counter()
+    freed = BlockCounts(0)
     for victim in order:
         if _holds_some(victim, shortage - freed):
             victims.append(victim)
-            freed += _freed_by(victim, given_up, kv_cache)
+            freed += _freed_by(victim, released, kv_cache)
     if not freed.covers(shortage):
         return None
-    return _without_needless(victims, beneficiary, shortage, kv_cache)
+    return _without_unneeded(victims, beneficiary, shortage, kv_cache)
 
 
 def work_lost(sequence: Sequence, info: BackendInfo) -> float:
-    """Seconds that preempting this sequence costs, by the cheaper way."""
+    """Seconds that preempting this sequence costs, by swap or recompute, whichever is cheaper."""
     return min(recompute_seconds(sequence, info), swap_seconds(sequence, info))
 
 
@@ -63,7 +63,7 @@ def recompute_seconds(sequence: Sequence, info: BackendInfo) -> float:
 
 
 def swap_seconds(sequence: Sequence, info: BackendInfo) -> float:
-    """Out and in again. What is in the store has fewer bytes to copy."""
+    """Seconds to copy out and in. Store blocks have fewer bytes to copy."""
     num_blocks: float = -(-sequence.scheduled // info.block_size)
     if info.store_blocks and info.bytes_per_block:
         stored = stored_blocks(sequence.scheduled - 1, info.block_size, info.tail_blocks)
@@ -74,7 +74,7 @@ def swap_seconds(sequence: Sequence, info: BackendInfo) -> float:
 def prefers_swap(
     sequence: Sequence, mode: PreemptionMode, kv_cache: KvCacheManager, info: BackendInfo
 ) -> bool:
-    """Whether to swap this victim out. Falls back to recompute where swap space is full."""
+    """Whether to swap this victim out. False, so recompute, if the swap slots do not suffice."""
     if mode is PreemptionMode.RECOMPUTE or sequence.allocation is None or sequence.scheduled == 0:
         return False
     if not kv_cache.can_swap_out(sequence.allocation):
@@ -82,26 +82,26 @@ def prefers_swap(
     return mode is PreemptionMode.SWAP or swap_seconds(sequence, info) < recompute_seconds(sequence, info)
 
 
-def _holds_some(sequence: Sequence, shortage: Blocks) -> bool:
-    """Whether it has anything in a tier that is short. In the full tier everyone has."""
+def _holds_some(sequence: Sequence, shortage: BlockCounts) -> bool:
+    """Whether it holds blocks in a tier that is short. Every running sequence holds full blocks."""
     assert sequence.allocation is not None
     return shortage.full > 0 or (shortage.store > 0 and sequence.allocation.stored > 0)
 
 
-def _freed_by(victim: Sequence, given_up: Counter[int], kv_cache: KvCacheManager) -> Blocks:
-    """Blocks that nobody refers to any more once `victim` and those before it are gone."""
+def _freed_by(victim: Sequence, released: Counter[int], kv_cache: KvCacheManager) -> BlockCounts:
+    """Blocks with no reference left after `victim` is preempted. `released`: references dropped so far, by block."""
     allocation = victim.allocation
     assert allocation is not None
     held = (*allocation.blocks, *allocation.leaving.values())
-    given_up.update(held)
-    freed = [kv_cache.pool_of(block).references(block) == given_up[block] for block in held]
-    return Blocks(sum(freed[allocation.stored :]), sum(freed[: allocation.stored]))
+    released.update(held)
+    freed = [kv_cache.pool_of(block).references(block) == released[block] for block in held]
+    return BlockCounts(sum(freed[allocation.stored :]), sum(freed[: allocation.stored]))
 
 
-def _without_needless(
-    victims: list[Sequence], beneficiary: Sequence, shortage: Blocks, kv_cache: KvCacheManager
+def _without_unneeded(
+    victims: list[Sequence], beneficiary: Sequence, shortage: BlockCounts, kv_cache: KvCacheManager
 ) -> list[Sequence]:
-    """Spares those of the last victim's priority whose blocks turned out not to be needed."""
+    """Removes victims of the last victim's priority that later victims made unnecessary."""
     if not victims or victims[-1].priority == beneficiary.priority:
         return victims
     kept = list(victims)
@@ -109,7 +109,7 @@ def _without_needless(
         if victim.priority != victims[-1].priority:
             break
         without = [other for other in kept if other is not victim]
-        given_up: Counter[int] = Counter()
-        if sum((_freed_by(other, given_up, kv_cache) for other in without), Blocks(0)).covers(shortage):
+        released: Counter[int] = Counter()
+        if sum((_freed_by(other, released, kv_cache) for other in without), BlockCounts(0)).covers(shortage):
             kept = without
     return kept

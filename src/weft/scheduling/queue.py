@@ -1,4 +1,4 @@
-"""Owns the waiting requests: new ones and victims of preemption, in the order of the policy."""
+"""Owns the waiting sequences, new or preempted, in policy order."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import NamedTuple
 from weft.config import SchedulerConfig
 from weft.errors import InvalidRequestError, QueueFullError
 from weft.request import RequestState
-from weft.scheduling.policy import AdmissionPolicy, PolicyKey
+from weft.scheduling.policy import AdmissionPolicy, SortKey
 from weft.scheduling.sequence import Sequence
 
 
-class _Entry(NamedTuple):
-    key: PolicyKey
+class _QueueItem(NamedTuple):
+    sort_key: SortKey
     order: int
     sequence: Sequence
     num_tokens: int
-    """As counted on entry: a victim's last token may still arrive while it waits."""
+    """Counted at `push`: the last token of a preempted sequence may still arrive while it waits."""
     is_preempted: bool
 
 
 class RequestQueue:
-    """A heap with lazy removal: an entry counts only while its sequence points back to it.
+    """A heap with lazy removal: an item is valid only while its sequence refers to it (`queue_item`).
 
-    Push and pop are O(log n), removal is O(1); the heap is rebuilt when half of it is dead.
+    Push and pop are O(log n), removal is O(1). The heap is rebuilt when over half of its items are invalid.
     """
 
     def __init__(self, config: SchedulerConfig, policy: AdmissionPolicy) -> None:
         self._config = config
         self._policy = policy
-        self._heap: list[_Entry] = []
+        self._heap: list[_QueueItem] = []
         self._length = 0
         self.num_preempted = 0
         self.waiting_tokens = 0
@@ -41,14 +41,15 @@ class RequestQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """In no particular order."""
-        return (entry.sequence for entry in self._heap if entry.sequence.queue_entry is entry)
+        return (item.sequence for item in self._heap if item.sequence.queue_item is item)
 
     def check_room(self, num_tokens: int, num_requests: int = 1) -> None:
-        """Raises QueueFullError where requests of that many tokens together would overfill the queue."""
+        """Raises QueueFullError if the queue has no room for `num_requests` with `num_tokens` in all."""
         config = self._config
         if num_requests > config.max_waiting_requests:
             raise InvalidRequestError(
-                f"{num_requests} answers are asked for at once; allowed: {config.max_waiting_requests}, the room of the queue",
+                f"{num_requests} answers were requested at once; allowed: at most "
+                f"{config.max_waiting_requests}, the limit of the queue",
                 field="n",
             )
         if self._length + num_requests > config.max_waiting_requests:
@@ -63,68 +64,68 @@ class RequestQueue:
             )
 
     def push(self, sequence: Sequence) -> None:
-        """Takes a sequence in, new or preempted. Room is checked by `check_room`, for new ones only."""
-        self._insert(sequence, self._policy.key(sequence))
+        """Adds a new or preempted sequence. Callers use `check_room` for new ones only: preempted ones always fit."""
+        self._insert(sequence, self._policy.sort_key(sequence))
 
     def promote(self, sequence: Sequence) -> None:
-        """Puts a waiting sequence before all others but CRITICAL ones: someone was preempted for it."""
+        """Moves a waiting sequence before all but CRITICAL ones: a running sequence was preempted for it."""
         self.remove(sequence)
-        self._insert(sequence, self._policy.key_of_promoted(sequence))
+        self._insert(sequence, self._policy.promoted_sort_key(sequence))
 
     def peek(self) -> Sequence | None:
         heap = self._heap
-        while heap and heap[0].sequence.queue_entry is not heap[0]:
+        while heap and heap[0].sequence.queue_item is not heap[0]:
             heapq.heappop(heap)
         return heap[0].sequence if heap else None
 
     def near_front(self, count: int) -> list[Sequence]:
-        """About the first `count`, in no particular order; the very first is among them."""
-        return [entry.sequence for entry in self._heap[:count] if entry.sequence.queue_entry is entry]
+        """About the first `count` sequences, in no particular order. The very first is among them."""
+        return [item.sequence for item in self._heap[:count] if item.sequence.queue_item is item]
 
     def remove(self, sequence: Sequence) -> None:
-        if sequence.queue_entry is None:
+        if sequence.queue_item is None:
             raise ValueError(f"request {sequence.request_id} is not waiting")
-        self._forget(sequence)
+        self._detach(sequence)
         if len(self._heap) > 64 and len(self._heap) > 2 * self._length:
-            self._heap = [entry for entry in self._heap if entry.sequence.queue_entry is entry]
+            self._heap = [item for item in self._heap if item.sequence.queue_item is item]
             heapq.heapify(self._heap)
 
     def set_aside(self) -> object:
-        """Takes the first entry out for a moment; `put_back` returns it to its place."""
+        """Removes the first item while a plan is made. `put_back` returns it to its place."""
         if self.peek() is None:
             raise ValueError("the queue is empty")
-        entry = heapq.heappop(self._heap)
-        self._forget(entry.sequence)
-        return entry
+        item = heapq.heappop(self._heap)
+        self._detach(item.sequence)
+        return item
 
-    def put_back(self, entry: object) -> None:
-        assert isinstance(entry, _Entry)
-        self._insert(entry.sequence, entry.key)
+    def put_back(self, item: object) -> None:
+        assert isinstance(item, _QueueItem)
+        self._insert(item.sequence, item.sort_key)
 
     def check_integrity(self) -> None:
         alive = list(self)
-        assert len(alive) == self._length, "the queue miscounts its requests"
-        counted = sum(e.num_tokens for e in self._heap if e.sequence.queue_entry is e)
+        assert len(alive) == self._length, "the queue counts its requests wrongly"
+        counted = sum(e.num_tokens for e in self._heap if e.sequence.queue_item is e)
         assert sum(s.state is RequestState.PREEMPTED for s in alive) == self.num_preempted, (
-            "victims are miscounted"
+            "the queue counts preempted sequences wrongly"
         )
-        assert counted == self.waiting_tokens, "the queue miscounts its tokens"
+        assert counted == self.waiting_tokens, "the queue counts its tokens wrongly"
 
-    def _insert(self, sequence: Sequence, key: PolicyKey) -> None:
-        if sequence.queue_entry is not None:
+    def _insert(self, sequence: Sequence, sort_key: SortKey) -> None:
+        if sequence.queue_item is not None:
             raise ValueError(f"request {sequence.request_id} is waiting already")
         is_preempted = sequence.state is RequestState.PREEMPTED
-        entry = _Entry(key, sequence.order, sequence, len(sequence.tokens), is_preempted)
-        sequence.queue_entry = entry
-        heapq.heappush(self._heap, entry)
+        item = _QueueItem(sort_key, sequence.order, sequence, len(sequence.tokens), is_preempted)
+        sequence.queue_item = item
+        heapq.heappush(self._heap, item)
         self._length += 1
         self.num_preempted += is_preempted
-        self.waiting_tokens += entry.num_tokens
+        self.waiting_tokens += item.num_tokens
 
-    def _forget(self, sequence: Sequence) -> None:
-        entry = sequence.queue_entry
-        assert isinstance(entry, _Entry)
-        sequence.queue_entry = None
+    def _detach(self, sequence: Sequence) -> None:
+        item = sequence.queue_item
+        assert isinstance(item, _QueueItem)
+        sequence.queue_item = None
         self._length -= 1
-        self.num_preempted -= entry.is_preempted
-        self.waiting_tokens -= entry.num_tokens
+        self.num_preempted -= item.is_preempted
+        self.waiting_tokens -= item.num_tokens

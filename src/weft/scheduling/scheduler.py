@@ -1,15 +1,13 @@
-"""The scheduler: takes requests in, plans step after step over them, and applies what came back.
+"""The scheduler: accepts requests, plans one step after another, and applies the results.
 
-One iteration: `schedule()` makes a plan, the backend runs it, `apply()` commits it (or `fail()` rolls it back).
-Planning ahead is allowed: `schedule()` may be called again before the last plan was applied.
+One iteration: `schedule()` returns a plan, the backend executes it, `apply()` commits the result (or `fail()` rolls the
+step back). `schedule()` may plan ahead: it may be called again before the last plan is applied.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice, pairwise, repeat, takewhile
 from operator import eq
 
@@ -27,9 +25,10 @@ from weft.request import (
     TokenOutput,
 )
 from weft.scheduling.budget import TokenBudget
-from weft.scheduling.cache.block_pool import BlockKey
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.checks import check_request
+from weft.scheduling.deadlines import Deadlines
+from weft.scheduling.pending_plan import PendingPlan
 from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.planner import Planner
 from weft.scheduling.policy import AdmissionPolicy, StepCostModel
@@ -40,18 +39,8 @@ from weft.scheduling.stats import SchedulerStats
 from weft.tiers import longest_sequence
 
 
-@dataclass(frozen=True, slots=True)
-class PendingPlan:
-    """A plan that was submitted and not applied yet, with the sequences of its entries."""
-
-    plan: IterationPlan
-    sequences: list[Sequence]
-    registered: list[tuple[int, BlockKey]]
-    is_retry: bool
-
-
 class ContinuousBatchScheduler:
-    """The brain. Not thread-safe: one owner calls it. Deterministic: same calls and clock, same plans."""
+    """Not thread-safe: one thread calls it. Deterministic: the same calls and clock give the same plans."""
 
     def __init__(self, config: SchedulerConfig, info: BackendInfo, clock: Clock) -> None:
         self.config = config
@@ -60,50 +49,50 @@ class ContinuousBatchScheduler:
         self.cost_model = StepCostModel()
         self.max_sequence_length = longest_sequence(info)
         self.token_gaps: dict[float, int] = {}
-        """Seconds between a sequence's tokens -> how often, since the engine last took them."""
+        """Inter-token latency -> how often it occurred. The engine reads and clears it."""
         self._clock = clock
         policy = AdmissionPolicy(config)
-        self._roster = SequenceTable(config, info, policy)
-        self._planner = Planner(config, info, self._roster, policy, self.cost_model, clock)
+        self._sequence_table = SequenceTable(config, info, policy)
+        self._planner = Planner(config, info, self._sequence_table, policy, self.cost_model, clock)
         self._in_flight: deque[PendingPlan] = deque()
         self._retries: deque[list[Sequence]] = deque()
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._deadlines = Deadlines()
         self._outputs: list[TokenOutput] = []
         self._results: list[GenerationResult] = []
-        self._untold_tables: list[tuple[Sequence, int, int]] = []
-        """Block-table entries made by planning that led to no plan."""
+        self._unsent_tables: list[tuple[Sequence, int, int]] = []
+        """New block-table entries from planning that gave no plan. The next plan sends them."""
         self.keeps_logprobs = True
-        """Whether results have the logprobs of their tokens. Outputs have them in any case."""
-        self._is_worth_waiting = False
-        """Whether guesses about sequences in flight are worth more than planning ahead."""
+        """Whether results include logprobs. Outputs always do."""
+        self._should_wait_for_tokens = False
+        """Whether draft tokens, which need the tokens of the step in flight, save more than planning ahead."""
         self._next_order = 0
         self._next_step = 0
 
     @property
     def kv_cache(self) -> KvCacheManager:
-        return self._roster.kv_cache
+        return self._sequence_table.kv_cache
 
     @property
     def queue(self) -> RequestQueue:
-        return self._roster.queue
+        return self._sequence_table.queue
 
     @property
     def running(self) -> list[Sequence]:
-        return self._roster.running
+        return self._sequence_table.running
 
     @property
     def sequences(self) -> dict[RequestId, Sequence]:
-        """All requests that are not over."""
-        return self._roster.sequences
+        """All sequences that have not ended."""
+        return self._sequence_table.sequences
 
     @property
     def resuming(self) -> list[Sequence]:
-        """Preempted requests whose swap-in is under way."""
-        return list(self._roster.resuming.values())
+        """Preempted sequences whose swap-in is in flight."""
+        return list(self._sequence_table.resuming.values())
 
     @property
     def has_work(self) -> bool:
-        return bool(self._roster.sequences or self._in_flight)
+        return bool(self._sequence_table.sequences or self._in_flight)
 
     @property
     def has_outputs(self) -> bool:
@@ -111,47 +100,48 @@ class ContinuousBatchScheduler:
 
     @property
     def may_plan_ahead(self) -> bool:
-        """Not while a failed step is tried again, nor behind a step with drafts, nor where one should be next."""
-        if self._is_worth_waiting or self.is_retrying:
+        """Whether `schedule()` may be called before the step in flight is applied. Not during a retry, and not if that
+        step or the next one has draft tokens."""
+        if self._should_wait_for_tokens or self.is_retrying:
             return False
         return not self._in_flight or not self._in_flight[-1].plan.drafts
 
     @property
     def is_retrying(self) -> bool:
-        """Whether a failed step is tried again in halves: each half must be seen to succeed on its own."""
+        """Whether a failed step is retried in halves. Each half must succeed before the next step is planned."""
         return bool(self._retries) or (bool(self._in_flight) and self._in_flight[-1].is_retry)
 
-    # ------------------------------------------------------------------ requests come and go
+    # ------------------------------------------------------------------ requests begin and end
 
     def check(self, request: InferenceRequest) -> None:
-        """Raises InvalidRequestError for what can never run, saying both numbers. Any thread may call it."""
-        check_request(request, self.info.vocabulary_size, self._longest(request), self.config)
+        """Raises InvalidRequestError for a request that can never run. Thread-safe."""
+        check_request(request, self.info.vocabulary_size, self._max_length(request), self.config)
 
     def prepare(self, sequence: Sequence) -> None:
-        """Checks it and computes its block keys: the long part of taking a long prompt in. It touches nothing but the
-        sequence: any thread may call it."""
+        """Checks a sequence and computes its block hashes, which is slow for a long prompt. Changes only the sequence,
+        so any thread may call it."""
         request = sequence.request
         if request.params.n != 1:
             raise InvalidRequestError(
-                f"n is {request.params.n}; allowed here: 1. `submit_choices` takes requests for several answers",
+                f"n is {request.params.n}; allowed here: 1; use `submit_choices` for several answers",
                 field="n",
             )
         self.check(request)
-        sequence.limit = min(sequence.limit, self._longest(request))
+        sequence.limit = min(sequence.limit, self._max_length(request))
         if not request.params.ignore_eos:
             sequence.stop_ids |= self.info.eos_token_ids
-        sequence.sits_out = request.params.grammar is not None and not self.info.grammars_may_overlap
-        self._roster.prefixes.extend_keys(sequence)
-        self._planner.speculation.begin(sequence)
+        sequence.needs_last_token = request.params.grammar is not None and not self.info.grammars_may_overlap
+        self._sequence_table.prefixes.extend_block_hashes(sequence)
+        self._planner.speculation.attach_proposer(sequence)
         sequence.is_prepared = True
 
-    def _longest(self, request: InferenceRequest) -> int:
-        """Tokens that the request's sequence may grow to."""
-        wanted = request.max_sequence_length
-        return self.max_sequence_length if wanted is None else min(self.max_sequence_length, wanted)
+    def _max_length(self, request: InferenceRequest) -> int:
+        """The most tokens that the sequence may have, prompt included."""
+        limit = request.max_sequence_length
+        return self.max_sequence_length if limit is None else min(self.max_sequence_length, limit)
 
     def add(self, *sequences: Sequence) -> None:
-        """Takes new requests in, all of them, or raises InvalidRequestError or QueueFullError and changes nothing."""
+        """Queues new sequences: all of them or, on InvalidRequestError or QueueFullError, none."""
         for sequence in sequences:
             if not sequence.is_prepared:
                 self.prepare(sequence)
@@ -162,21 +152,20 @@ class ContinuousBatchScheduler:
         for sequence in sequences:
             sequence.order = self._next_order
             self._next_order += 1
-            sequence.arrival = sequence.since = now
+            sequence.arrival = sequence.phase_since = now
             if sequence.request.deadline is not None:
                 sequence.deadline_at = now + sequence.request.deadline
-                heapq.heappush(self._deadlines, (sequence.deadline_at, sequence.order, sequence))
+                self._deadlines.add(sequence)
             self.sequences[sequence.request_id] = sequence
             self.queue.push(sequence)
             self.stats.prompt_tokens += sequence.prompt_length
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
-        """Ends a request in whatever state it is. False: it is over already, or never was."""
+        """Ends a request in any state. False: it has ended already, or is unknown."""
         return self._end_early(request_id, RequestState.CANCELLED, FinishReason.CANCELLED, reason)
 
     def finish(self, request_id: RequestId, num_tokens: int) -> bool:
-        """Ends a request as complete after its first `num_tokens` new tokens: a stop was found in its text.
-        False: it is over already."""
+        """Ends a request after `num_tokens` generated tokens: a stop string was found. False: it has ended already."""
         sequence = self.sequences.get(request_id)
         if sequence is None:
             return False
@@ -185,18 +174,18 @@ class ContinuousBatchScheduler:
         return self._end_early(request_id, RequestState.COMPLETED, FinishReason.STOP, None)
 
     def fail_request(self, request_id: RequestId, error: str) -> bool:
-        """Ends one request in error, for a cause outside the step. False: it is over already."""
+        """Ends a request with an error from outside the steps. False: it has ended already."""
         return self._end_early(request_id, RequestState.FAILED, FinishReason.ERROR, error)
 
     def abandon(self, error: str) -> None:
-        """Tells every request that it failed and gives nothing back: for when the state itself is broken."""
+        """Reports every request as failed, and frees nothing: for a scheduler whose state is broken."""
         for sequence in list(self.sequences.values()):
             sequence.state, sequence.finish_reason = RequestState.FAILED, FinishReason.ERROR
-            self._tell_end(sequence, error)
+            self._report_end(sequence, error)
         self.sequences.clear()
 
     def take_outputs(self) -> tuple[list[TokenOutput], list[GenerationResult]]:
-        """What happened since the last call: tokens and ends in order, and the results of those that ended."""
+        """Returns the outputs since the last call, in order, and the results of the requests that ended."""
         outputs, results = self._outputs, self._results
         self._outputs, self._results = [], []
         return outputs, results
@@ -207,127 +196,126 @@ class ContinuousBatchScheduler:
         sequence = self.sequences.get(request_id)
         if sequence is None:
             return False
-        self._roster.remove(sequence)
+        self._sequence_table.remove(sequence)
         sequence.state, sequence.finish_reason = state, reason
-        self._tell_end(sequence, error)
+        self._report_end(sequence, error)
         return True
 
     def _complete(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends a request whose last token has just been told."""
-        self._roster.remove(sequence)
+        """Ends a request whose last token was just reported."""
+        self._sequence_table.remove(sequence)
         sequence.state, sequence.finish_reason = RequestState.COMPLETED, reason
-        self._book_result(sequence)
+        self._report_result(sequence)
 
-    def _tell_end(self, sequence: Sequence, error: str | None) -> None:
-        """The final output of a request that ends without a token, and its result."""
+    def _report_end(self, sequence: Sequence, error: str | None) -> None:
+        """Reports the end of a request that ends without a new token."""
         sequence.error = error
         reason, length = sequence.finish_reason, len(sequence.tokens)
         self._outputs.append(TokenOutput(sequence.request_id, None, "", None, True, reason, length))
-        self._book_result(sequence)
+        self._report_result(sequence)
 
-    def _book_result(self, sequence: Sequence) -> None:
+    def _report_result(self, sequence: Sequence) -> None:
         now = self._clock()
         sequence.enter(Phase.WAITING, now)
         if sequence.request.session_id is not None:
             session = (sequence.request.cache_salt, sequence.request.session_id)
-            self._roster.sessions.keep(session, sequence.keys, now)
+            self._sequence_table.sessions.keep(session, sequence.block_hashes, now)
         self.stats.prompt_tokens_cached += sequence.cached_tokens or 0
         self._results.append(sequence.result())
 
     def _expire(self) -> None:
-        """Ends what is past its deadline, wherever it is, and lets go of sessions that are over."""
-        deadlines, sessions = self._deadlines, self._roster.sessions
+        """Ends requests whose deadline has passed, and sessions that have expired."""
+        deadlines, sessions = self._deadlines, self._sequence_table.sessions
         if not deadlines and not sessions:
             return
         now = self._clock()
         sessions.expire(now)
-        while deadlines and deadlines[0][0] <= now:
-            sequence = heapq.heappop(deadlines)[2]
+        for sequence in deadlines.take_expired(now):
             waited = now - sequence.arrival
             message = f"deadline of {sequence.request.deadline:g} s passed after {waited:.3f} s"
             self._end_early(sequence.request_id, RequestState.CANCELLED, FinishReason.CANCELLED, message)
-        if len(deadlines) > 64 and len(deadlines) > 4 * len(self.sequences):
-            self._deadlines = [entry for entry in deadlines if entry[2].finish_reason is None]
-            heapq.heapify(self._deadlines)
+        deadlines.compact(len(self.sequences))
 
     # ------------------------------------------------------------------ planning
 
     def schedule(self) -> IterationPlan | None:
-        """Plans one step over everything that waits and runs. None: there is nothing to do just now."""
-        assert not (self._in_flight and self._in_flight[-1].plan.drafts), "it gets nobody knows how far"
+        """Plans one step over all waiting and running sequences. None: there is nothing to do now."""
+        assert not (self._in_flight and self._in_flight[-1].plan.drafts), (
+            "the step in flight has draft tokens"
+        )
         self._expire()
-        config, roster = self.config, self._roster
+        config, sequence_table = self.config, self._sequence_table
         budget = TokenBudget(config.max_tokens_per_step, config.max_prefill_tokens, config.sequences_per_step)
-        draft = PlanBuilder(self._next_step, budget, self._untold_tables)
-        is_retry = self._plan_retry(draft)
+        builder = PlanBuilder(self._next_step, budget, self._unsent_tables)
+        is_retry = self._plan_retry(builder)
         if not is_retry:
-            self._planner.plan(draft)
-        self.stats.preemptions_by_swap += len(draft.swap_out)
-        self.stats.preemptions_by_recompute += len(draft.preempted) - len(draft.swap_out)
-        if draft.is_empty and (self._in_flight or not roster.resuming):
-            # NOTE: a sequence may have adopted blocks all the same; the next plan tells the backend.
-            self._untold_tables = draft.tables
+            self._planner.plan(builder)
+        self.stats.preemptions_by_swap += len(builder.swap_out)
+        self.stats.preemptions_by_recompute += len(builder.preempted) - len(builder.swap_out)
+        if builder.is_empty and (self._in_flight or not sequence_table.resuming):
+            # NOTE: a sequence may have shared new blocks all the same. The next plan sends them to the backend.
+            self._unsent_tables = builder.tables
             return None
-        self._untold_tables = []
-        plan, sequences = draft.freeze(roster.kv_cache)
-        if len(sequences) < len(roster.running):
-            roster.rotate(draft.step)
+        self._unsent_tables = []
+        plan, sequences = builder.freeze(sequence_table.kv_cache)
+        if len(sequences) < len(sequence_table.running):
+            sequence_table.rotate(builder.step)
         self._next_step += 1
-        self._in_flight.append(PendingPlan(plan, sequences, draft.registered, is_retry))
+        self._in_flight.append(PendingPlan(plan, sequences, builder.registered, is_retry))
         return plan
 
-    def _plan_retry(self, draft: PlanBuilder) -> bool:
-        """Plans the next half of a failed step, alone. False: there is none, or none of it can run just now."""
+    def _plan_retry(self, builder: PlanBuilder) -> bool:
+        """Plans the next half of a failed step, without other sequences. False: no half is left that can run now."""
         while self._retries:
             group = [s for s in self._retries.popleft() if s.state is RequestState.RUNNING]
-            self._planner.plan_only(draft, group)
-            if draft.decodes or draft.prefills:
+            self._planner.plan_only(builder, group)
+            if builder.decodes or builder.prefills:
                 return True
         return False
 
-    # ------------------------------------------------------------------ what came back
+    # ------------------------------------------------------------------ results of steps
 
     def apply(self, plan: IterationPlan, result: StepResult, seconds: float | None = None) -> None:
-        """Commits a step that succeeded. `seconds` it took, where the engine measured it."""
-        flight = self._in_flight.popleft()
-        assert flight.plan is plan, "steps are applied in the order they were planned"
-        assert len(result.tokens) == plan.num_samples, "a token for every sample"
-        self._roster.applied_step = plan.step
+        """Commits a step that succeeded. `seconds` is its duration, if the engine measured it."""
+        pending = self._in_flight.popleft()
+        assert pending.plan is plan, "steps must be applied in plan order"
+        assert len(result.tokens) == plan.num_samples, "the result must hold one token per sample"
+        self._sequence_table.applied_step = plan.step
         now = self._clock()
-        num_told = len(self._outputs)
+        num_reported = len(self._outputs)
         self._take_prompt_logprobs(result)
-        self._commit_decodes(flight, result, now)
-        self._commit_drafts(flight, result, now)
-        self._commit_prefills(flight, result, now)
-        self.stats.tokens_generated += len(self._outputs) - num_told
+        self._commit_decodes(pending, result, now)
+        self._commit_drafts(pending, result, now)
+        self._commit_prefills(pending, result, now)
+        self.stats.tokens_generated += len(self._outputs) - num_reported
         self._finish_swaps(result)
-        self._roster.settle(plan.step)
+        self._sequence_table.settle(plan.step)
         self._account(plan, seconds)
         self._planner.speculation.learn(plan, seconds, now, has_next=bool(self._in_flight))
-        self._is_worth_waiting = self._planner.is_worth_waiting()
+        self._should_wait_for_tokens = self._planner.should_wait_for_tokens()
 
-    def _commit_decodes(self, flight: PendingPlan, result: StepResult, now: float) -> None:
-        """The loop that runs for every token of every stream: what is usual is done here, the rest elsewhere."""
-        plan, block_size = flight.plan, self.info.block_size
+    def _commit_decodes(self, pending: PendingPlan, result: StepResult, now: float) -> None:
+        """The hottest loop of the scheduler. It handles the common case inline and calls `_take_token` for the rest."""
+        plan, block_size = pending.plan, self.info.block_size
         decoding, outputs, new = Phase.DECODE, self._outputs, tuple.__new__
         logprobs = result.logprobs if result.logprobs is not None else repeat(None)
-        last_token_at, num_alike = now, 0
-        entries = zip(flight.sequences, plan.starts, result.tokens, logprobs, strict=False)
+        last_token_at, num_equal_gaps = now, 0
+        entries = zip(pending.sequences, plan.starts, result.tokens, logprobs, strict=False)
         for sequence, start, token, logprob in islice(entries, plan.num_decodes):
             tokens = sequence.tokens
             length = len(tokens) + 1
-            is_usual = sequence.phase is decoding and length < sequence.limit
-            if not is_usual or token in sequence.stop_ids:
+            is_common_case = sequence.phase is decoding and length < sequence.limit
+            if not is_common_case or token in sequence.stop_ids:
                 self._commit(sequence, plan.step, start + 1)
                 self._take_token(sequence, token, logprob, now)
-                sequence.learn()
+                sequence.update_proposer()
                 continue
             tokens.append(token)
             sequence.computed = computed = start + 1
             if sequence.last_token_at != last_token_at:
-                self._count_gaps(now - last_token_at, num_alike)
-                last_token_at, num_alike = sequence.last_token_at, 0
-            num_alike += 1
+                self._count_gaps(now - last_token_at, num_equal_gaps)
+                last_token_at, num_equal_gaps = sequence.last_token_at, 0
+            num_equal_gaps += 1
             sequence.last_token_at = now
             value: float | None = None
             top: tuple[tuple[int, float], ...] = ()
@@ -336,24 +324,24 @@ class ContinuousBatchScheduler:
                     sequence.logprobs.append(logprob)
                 value, top = logprob
             if computed % block_size == 0:
-                self._roster.prefixes.register_generated(sequence)
-            if sequence.guesser is not None:
-                sequence.guesser.learn()
+                self._sequence_table.prefixes.register_generated(sequence)
+            if sequence.draft_proposer is not None:
+                sequence.draft_proposer.update()
             outputs.append(
                 new(TokenOutput, (sequence.request_id, token, "", value, False, None, length, top))
             )
-        self._count_gaps(now - last_token_at, num_alike)
+        self._count_gaps(now - last_token_at, num_equal_gaps)
 
-    def _commit_drafts(self, flight: PendingPlan, result: StepResult, now: float) -> None:
-        """Takes what was sampled behind drafts that turned out right. The rest is as if it had not been computed."""
-        plan, sampled = flight.plan, flight.plan.num_decodes
+    def _commit_drafts(self, pending: PendingPlan, result: StepResult, now: float) -> None:
+        """Commits the accepted draft tokens, and the token sampled after them. The rest counts as not computed."""
+        plan, sampled = pending.plan, pending.plan.num_decodes
         for entry, drafts in enumerate(plan.drafts, plan.num_decodes):
-            sequence, start = flight.sequences[entry], plan.starts[entry]
+            sequence, start = pending.sequences[entry], plan.starts[entry]
             tokens = result.tokens[sampled : sampled + 1 + len(drafts)]
-            num_right = sum(takewhile(bool, map(eq, drafts, tokens)))
-            gap = (now - sequence.last_token_at) / (1 + num_right)
+            num_accepted = sum(takewhile(bool, map(eq, drafts, tokens)))
+            gap = (now - sequence.last_token_at) / (1 + num_accepted)
             index = 0
-            for index, token in enumerate(tokens[: 1 + num_right]):
+            for index, token in enumerate(tokens[: 1 + num_accepted]):
                 self._commit(sequence, plan.step, start + index + 1)
                 logprob = None if result.logprobs is None else result.logprobs[sampled + index]
                 self._take_token(sequence, token, logprob, now, gap)
@@ -361,25 +349,25 @@ class ContinuousBatchScheduler:
                     break
             else:
                 sequence.scheduled, sequence.target = sequence.computed, len(sequence.tokens)
-                sequence.learn()
+                sequence.update_proposer()
             self.stats.tokens_drafted += len(drafts)
             self.stats.drafts_accepted += index
             sampled += 1 + len(drafts)
 
-    def _commit_prefills(self, flight: PendingPlan, result: StepResult, now: float) -> None:
-        plan = flight.plan
+    def _commit_prefills(self, pending: PendingPlan, result: StepResult, now: float) -> None:
+        plan = pending.plan
         sampled = plan.first_prefill + sum(map(len, plan.drafts))
         for entry in range(plan.first_prefill, len(plan.rows)):
-            sequence = flight.sequences[entry]
+            sequence = pending.sequences[entry]
             self._commit(sequence, plan.step, plan.starts[entry] + plan.counts[entry])
             if plan.samples[entry]:
                 logprob = None if result.logprobs is None else result.logprobs[sampled]
                 self._take_token(sequence, result.tokens[sampled], logprob, now)
-                sequence.learn()
+                sequence.update_proposer()
                 sampled += 1
 
     def _commit(self, sequence: Sequence, step: int, end: int) -> None:
-        """What the step computed is in the cache for good, if its sequence still holds that memory."""
+        """Marks positions before `end` as computed, unless the sequence was preempted after the step was planned."""
         if sequence.admitted_step <= step:
             sequence.computed = end
 
@@ -396,10 +384,11 @@ class ContinuousBatchScheduler:
         now: float,
         gap: float | None = None,
     ) -> None:
-        """Appends a sampled token, tells it, and ends the request where it is the last one. `gap`: its share of the time since
-        the token before, where several come together."""
+        """Appends and reports a sampled token, and ends the request if it is the last one.
+
+        `gap`: its share of the time since the previous token, if one step gave several tokens."""
         if sequence.finish_reason is not None:
-            return  # it ended while the step was in flight: the token is discarded
+            return  # it ended while the step was in flight: discard the token
         sequence.tokens.append(token)
         length = len(sequence.tokens)
         if logprob is not None and self.keeps_logprobs:
@@ -415,11 +404,11 @@ class ContinuousBatchScheduler:
             sequence.enter(Phase.DECODE, now)
         computed = sequence.computed
         if computed and computed % self.info.block_size == 0 and sequence.state is RequestState.RUNNING:
-            self._roster.prefixes.register_generated(sequence)
+            self._sequence_table.prefixes.register_generated(sequence)
         reason = None
         params = sequence.request.params
         is_eos = token in self.info.eos_token_ids and not params.ignore_eos
-        # Before min_tokens a grammar lets the end be sampled only where nothing else is allowed.
+        # Before min_tokens, a grammar lets EOS be sampled only if it allows nothing else.
         is_forced = is_eos and params.grammar is not None
         if token in sequence.stop_ids and (length >= sequence.min_length or is_forced):
             reason = FinishReason.END_OF_SEQUENCE if is_eos else FinishReason.STOP
@@ -440,8 +429,8 @@ class ContinuousBatchScheduler:
         num_tokens, first = plan.num_tokens, plan.num_decodes
         self.stats.steps += 1
         self.stats.tokens_computed += num_tokens
-        asks_for_decodes = self.config.policy is PriorityPolicy.ADAPTIVE
-        if seconds is not None and num_tokens and (plan.num_prefills or asks_for_decodes):
+        needs_decodes = self.config.policy is PriorityPolicy.ADAPTIVE
+        if seconds is not None and num_tokens and (plan.num_prefills or needs_decodes):
             prompts = zip(plan.starts[first:], plan.counts[first:], strict=True)
             pairs = sum(count * start + count * (count + 1) // 2 for start, count in prompts)
             self.cost_model.learn(
@@ -455,21 +444,21 @@ class ContinuousBatchScheduler:
     def _finish_swaps(self, result: StepResult) -> None:
         for swap_id in (*result.finished_swaps, *result.failed_swaps):
             failed = swap_id in result.failed_swaps
-            if self._roster.finish_swap(swap_id, failed, self._next_step, self._clock()):
+            if self._sequence_table.finish_swap(swap_id, failed, self._next_step, self._clock()):
                 self.stats.swaps_failed += failed
 
-    # ------------------------------------------------------------------ what went wrong
+    # ------------------------------------------------------------------ failed steps
 
-    def fail(self, result: StepResult, behind: Iterable[StepResult] = ()) -> None:
-        """Rolls back the oldest step in flight, which failed, and all behind it, whose results are discarded.
+    def fail(self, result: StepResult, later_results: Iterable[StepResult] = ()) -> None:
+        """Rolls back the oldest step in flight, which failed, and all later ones. Their results are discarded.
 
-        Requests that the failure belongs to end; the rest is planned again. A failure that belongs to nobody is
-        tried once more in halves, and ends the requests of the half that fails again.
+        Requests with an error of their own end; the others are planned again. A failure without such a request is
+        retried in halves, and ends the requests of a half that fails again.
         """
         failed = self._in_flight[0]
         self.stats.steps_failed += 1
         self._roll_back()
-        for step_result in (result, *behind):
+        for step_result in (result, *later_results):
             self._finish_swaps(step_result)
         for request_id, error in result.errors.items():
             self._end_early(request_id, RequestState.FAILED, FinishReason.ERROR, error)
@@ -485,18 +474,18 @@ class ContinuousBatchScheduler:
             self._retries.extend(part for part in (alive[:half], alive[half:]) if part)
 
     def _roll_back(self) -> None:
-        """None of the steps in flight will be."""
-        flights = list(self._in_flight)
+        """Discards all steps in flight."""
+        pending_plans = list(self._in_flight)
         self._in_flight.clear()
-        self._roster.roll_back(
-            [sequence for flight in flights for sequence in flight.sequences],
-            [entry for flight in flights for entry in flight.registered],
+        self._sequence_table.roll_back(
+            [sequence for pending in pending_plans for sequence in pending.sequences],
+            [block for pending in pending_plans for block in pending.registered],
             self._next_step - 1,
         )
 
     # ------------------------------------------------------------------ for tests
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where blocks, rows, swap space, requests or steps do not add up."""
-        self._roster.check_integrity()
+        """Raises AssertionError if blocks, rows, swap slots, sequences or steps are inconsistent."""
+        self._sequence_table.check_integrity()
         assert all(a.plan.step + 1 == b.plan.step for a, b in pairwise(self._in_flight)), "a step is missing"

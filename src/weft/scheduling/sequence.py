@@ -1,4 +1,4 @@
-"""One request on its way: its tokens, how far they are computed, what it holds, and the time it spent where."""
+"""The state of one answer: its tokens, how far they are computed, the memory it holds, and the time spent per phase."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from weft.request import (
     TokenLogprobs,
 )
 from weft.scheduling.cache.allocation import KvCacheAllocation
-from weft.scheduling.cache.block_pool import BlockKey, extend_keys, root_key
+from weft.scheduling.cache.block_pool import BlockHash, extend_block_hashes, root_hash
 
 if TYPE_CHECKING:
     from weft.scheduling.draft_tokens import DraftProposer
 
 NEVER = 1 << 62
-"""A step that does not come: the admission step of a sequence that is not resident."""
+"""`admitted_step` of a sequence that holds no row: later than every step."""
 
 
 class Phase(IntEnum):
@@ -32,7 +32,7 @@ class Phase(IntEnum):
 
 
 class SeqState(Enum):
-    """A view for people, derived from state and phase."""
+    """State and phase as one word, for display."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -42,52 +42,52 @@ class SeqState(Enum):
 
 
 class Sequence:
-    """Written by the scheduler alone.
+    """Only the scheduler writes to it.
 
-        tokens   [ prompt ........... | generated .... ]          known to the host
-        computed  ---------------------->                         K and V are in the cache, the step is over
-        scheduled ---------------------------->                   ... or will be, once the steps in flight are over
-        target    ---------------------------------------->       known tokens and those being sampled in flight
+        tokens    [ prompt ........... | generated .... ]         known to the host
+        computed  ---------------------->                         K and V are in the cache
+        scheduled ---------------------------->                   ... or will be, after the steps in flight
+        target    ---------------------------------------->       known tokens, and those being sampled in flight
 
-    There is no prefill and no decode but this: a sequence is given tokens until `scheduled` reaches `target`, and
-    the step that reaches it samples one more.
+    Prefill and decode are one case: steps compute tokens until `scheduled` reaches `target`, and the step that reaches
+    it samples one more.
     """
 
     __slots__ = (
         "admitted_step",
         "allocation",
         "arrival",
+        "block_hashes",
         "cached_tokens",
         "computed",
         "deadline_at",
+        "draft_proposer",
         "error",
         "finish_reason",
         "first_token_at",
-        "guesser",
-        "has_promised",
+        "has_announced",
         "is_prepared",
-        "keys",
         "last_step",
         "last_token_at",
         "limit",
         "logprobs",
         "min_length",
+        "needs_last_token",
         "order",
         "phase",
+        "phase_since",
         "phase_times",
         "preemptions",
         "priority",
         "prompt_length",
         "prompt_logprobs",
-        "queue_entry",
+        "queue_item",
         "request",
         "request_id",
-        "root",
-        "row_known",
+        "root_hash",
+        "row_sent",
         "scheduled",
         "seed",
-        "since",
-        "sits_out",
         "state",
         "stop_ids",
         "swap_id",
@@ -104,25 +104,31 @@ class Sequence:
         self.prompt_length = len(self.tokens)
         self.min_length = self.prompt_length + request.params.min_tokens
         self.limit = self.prompt_length + (request.params.max_tokens or MAX_TOKENS)
+        """The sequence ends at this many tokens, prompt included."""
         self.computed = self.scheduled = 0
         self.target = self.prompt_length
-        self.keys: list[BlockKey] = []
-        self.root = root_key(request.cache_salt, request.adapter_id)
-        self.has_promised = False
+        self.block_hashes: list[BlockHash] = []
+        self.root_hash = root_hash(request.cache_salt, request.adapter_id)
+        self.has_announced = False
+        """Whether `PrefixSharing` has announced the blocks that it will compute."""
         self.is_prepared = False
         self.state = RequestState.PENDING
         self.allocation: KvCacheAllocation | None = None
-        self.row_known = False
-        self.sits_out = False
-        """Whether the host must know its last token before the next one is sampled: it has a grammar."""
-        self.guesser: DraftProposer | None = None
-        """None: nothing is guessed for it."""
+        self.row_sent = False
+        """Whether the backend has this row. If not, the next plan sends all of it (`RowStart`)."""
+        self.needs_last_token = False
+        """Whether the host must know its last token before the next one is sampled, for the grammar mask."""
+        self.draft_proposer: DraftProposer | None = None
+        """None: it gets no draft tokens."""
         self.swap_id: int | None = None
         self.admitted_step = NEVER
+        """The first step that it may take part in since it was last admitted."""
         self.last_step = -1
-        self.queue_entry: object = None
+        """The last step that it was planned in."""
+        self.queue_item: object = None
         self.order = -1
-        self.arrival = self.since = 0.0
+        """Its number in order of arrival."""
+        self.arrival = self.phase_since = 0.0
         self.deadline_at: float | None = None
         self.stop_ids: frozenset[int] = frozenset(request.params.stop_token_ids)
         self.finish_reason: FinishReason | None = None
@@ -132,20 +138,21 @@ class Sequence:
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
         self.cached_tokens: int | None = None
+        """Tokens of the prefix hit at its first admission. None: not admitted yet."""
         self.preemptions = 0
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
-        """By position: a prompt that is computed again writes the same again."""
+        """By position: a prompt that is recomputed writes the same values again."""
 
     def sibling(self, request: InferenceRequest, seed: int) -> Sequence:
-        """Another answer to the same prompt, prepared as this one is and not queued yet. What follows from the prompt and
-        from the lists of the params (block keys, stop ids) is not computed again."""
+        """Another answer to the same prompt, for a sequence that is prepared but not queued. Copies the block hashes
+        and stop ids instead of computing them again."""
         other = copy(self)
         other.request, other.seed = request, seed
-        other.tokens, other.keys = self.tokens.copy(), self.keys.copy()
+        other.tokens, other.block_hashes = self.tokens.copy(), self.block_hashes.copy()
         other.phase_times, other.logprobs, other.prompt_logprobs = [0.0, 0.0, 0.0], [], {}
-        if self.guesser is not None:
-            other.guesser = self.guesser.sibling(other.tokens)
+        if self.draft_proposer is not None:
+            other.draft_proposer = self.draft_proposer.sibling(other.tokens)
         return other
 
     @property
@@ -169,22 +176,22 @@ class Sequence:
 
     @property
     def is_finishing(self) -> bool:
-        """Whether its last token is being sampled in a step in flight."""
+        """Whether a step in flight samples its last token."""
         return self.target >= self.limit
 
-    def extend_keys(self, block_size: int) -> None:
-        """Computes the keys of all full blocks of the tokens known so far."""
-        extend_keys(self.keys, self.root, self.tokens, block_size)
+    def extend_block_hashes(self, block_size: int) -> None:
+        """Computes the hashes of all full blocks of the known tokens."""
+        extend_block_hashes(self.block_hashes, self.root_hash, self.tokens, block_size)
 
-    def learn(self) -> None:
-        """Lets whoever guesses what comes next see what came."""
-        if self.guesser is not None:
-            self.guesser.learn()
+    def update_proposer(self) -> None:
+        """Shows new tokens to the draft proposer."""
+        if self.draft_proposer is not None:
+            self.draft_proposer.update()
 
     def enter(self, phase: Phase, now: float) -> None:
-        """Books the time since the last change on the phase that ends."""
-        self.phase_times[self.phase] += now - self.since
-        self.phase, self.since = phase, now
+        """Starts a phase, and adds the time since the last change to the phase that ends."""
+        self.phase_times[self.phase] += now - self.phase_since
+        self.phase, self.phase_since = phase, now
 
     def result(self) -> GenerationResult:
         assert self.finish_reason is not None

@@ -1,4 +1,4 @@
-"""What the scheduler has done since the start, in numbers."""
+"""Counters of the scheduler."""
 
 from __future__ import annotations
 

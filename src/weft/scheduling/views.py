@@ -1,4 +1,4 @@
-"""Plans and rows as people and dashboards like to see them. Made when somebody looks; nothing here decides anything."""
+"""Read-only views of plans and rows, for tests, logs and dashboards. The scheduler does not use them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ class BatchType(Enum):
     DECODE = "decode"
     MIXED = "mixed"
     EMPTY = "empty"
-    """Only swaps."""
+    """The plan has swaps only."""
 
 
 class BatchToken(NamedTuple):
-    """One token of a step: where it stands, whether it is a decode, and whether the next token is sampled from it."""
+    """One token that a step computes."""
 
     request_id: RequestId
     row: int
     position: int
     is_decode: bool
     samples: bool
+    """Whether the step samples the token after it."""
     token_id: int | None = None
-    """None: a step in flight samples it, or the batch was made without its sequences."""
+    """None: a step in flight samples it, or the view was made without `sequences`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class BatchStats:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """At most so many tokens of a step, in the order of the plan."""
+    """A slice of the tokens of a step, in plan order."""
 
     tokens: tuple[BatchToken, ...]
 
@@ -63,7 +64,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class SequenceBatch:
-    """The sequences of a step with the range of positions each computes."""
+    """The sequences of a step, and the positions that it computes of each."""
 
     request_ids: tuple[RequestId, ...]
     rows: tuple[int, ...]
@@ -72,7 +73,7 @@ class SequenceBatch:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """A plan, looked at as one batch. The tokens themselves are known from `sequences` (`scheduler.sequences`)."""
+    """A plan as one batch. A plan holds positions only; token ids come from `sequences` (`scheduler.sequences`)."""
 
     plan: IterationPlan
     sequences: Mapping[RequestId, Sequence] = field(default_factory=dict)
@@ -120,7 +121,7 @@ class ScheduledBatch:
 
 
 def slots(scheduler: ContinuousBatchScheduler, now: float) -> tuple[Slot, ...]:
-    """Every row, in order, with the request in it or none."""
+    """All rows, in order, each with its request, if any."""
     holders = (*scheduler.running, *scheduler.resuming)
     by_row = {s.allocation.row: s for s in holders if s.allocation is not None}
     return tuple(_slot(row, by_row.get(row), now) for row in range(scheduler.kv_cache.num_rows))

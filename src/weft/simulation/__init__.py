@@ -1,1 +1,1 @@
-"""The real engine on a virtual clock: seeded scenarios, checked after every step against what must always hold."""
+"""Runs the real engine on a virtual clock, over seeded scenarios, and checks invariants after every step."""

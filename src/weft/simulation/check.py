@@ -1,4 +1,4 @@
-"""Runs many scenarios, over several processes, and reports the first that breaks something."""
+"""Runs many scenarios, in several processes, and reports the first violation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH = 100
 
 
 class SimulationFailed(WeftError):
-    """A scenario broke an invariant; the message holds its seed."""
+    """A scenario violated an invariant. The message holds its seed."""
 
     def __init__(self, seed: int, finding: str) -> None:
         super().__init__(
@@ -34,7 +34,7 @@ class Report:
 def check(
     scenarios: int, first_seed: int = 0, jobs: int = 1, progress: Callable[[int], None] | None = None
 ) -> Report:
-    """Runs `scenarios` scenarios from `first_seed` on. Raises SimulationFailed at the first that fails."""
+    """Runs `scenarios` scenarios with seeds from `first_seed` on. Raises SimulationFailed at the first violation."""
     report, start = Report(), time.perf_counter()
     last = first_seed + scenarios
     batches = [(seed, min(seed + BATCH, last)) for seed in range(first_seed, last, BATCH)]

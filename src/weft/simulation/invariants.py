@@ -1,4 +1,4 @@
-"""What must hold after every step and at the end, whatever the scenario. Each violation names itself."""
+"""Invariants of every plan, of every request, and of the end of a run."""
 
 from __future__ import annotations
 
@@ -23,34 +23,35 @@ from weft.simulation.require import require
 from weft.simulation.tier_invariants import check_tiers
 
 
-class PlanWatch:
-    """Looks at every plan in the moment it is submitted, when the scheduler is as it left it."""
+class PlanChecker:
+    """Checks every plan when it is submitted: the scheduler is then in the state after planning."""
 
     def __init__(self, scheduler: ContinuousBatchScheduler) -> None:
         self._scheduler = scheduler
         self._running_counts: list[int] = []
-        self._last_turn: dict[RequestId, int] = {}
+        self._last_token_step: dict[RequestId, int] = {}
+        """The last step that computed a token of each decoding request."""
         self._preempted_before: tuple[RequestId, ...] = ()
         self._last_ran: dict[RequestId, int] = {}
-        """The last step each request was in, before the one looked at."""
+        """The last step of each request, before the current plan."""
         self._resident: set[RequestId] = set()
-        """Those that ran or came back after the plan before."""
+        """Requests that were running or being swapped in after the previous plan."""
         self._salts: dict[int, str] = {}
         """Block -> the cache salt of the request that filled it."""
         self.preemptions = 0
 
-    def forget_turns(self) -> None:
-        """A step failed or is tried again in halves: turns are counted anew."""
-        self._last_turn.clear()
+    def reset_rotation(self) -> None:
+        """Forgets the last steps of all requests: a step failed, or is retried in halves."""
+        self._last_token_step.clear()
 
-    def look(self, plan: IterationPlan) -> None:
+    def check(self, plan: IterationPlan) -> None:
         self._check_budgets(plan)
         if plan.drafts:
             self._check_drafts(plan)
         if self._scheduler.is_retrying:
-            self.forget_turns()
+            self.reset_rotation()
         else:
-            self._check_turns(plan)
+            self._check_rotation(plan)
         if plan.preempted:
             self._check_victims(plan)
         self._check_order(plan)
@@ -68,68 +69,72 @@ class PlanWatch:
     def _check_budgets(self, plan: IterationPlan) -> None:
         config = self._scheduler.config
         prompts = plan.counts[plan.first_prefill :]
-        require(len(set(plan.rows)) == len(plan.rows), "a row is twice in one step")
-        require(len(plan.rows) <= config.sequences_per_step, "more sequences in a step than allowed")
-        require(plan.num_tokens <= config.max_tokens_per_step, "token budget overrun")
-        require(sum(prompts) <= config.max_prefill_tokens, "prefill budget overrun")
-        require(all(count > 0 for count in plan.counts), "an entry without tokens")
+        require(len(set(plan.rows)) == len(plan.rows), "a row occurs twice in one step")
+        require(len(plan.rows) <= config.sequences_per_step, "too many sequences in a step")
+        require(plan.num_tokens <= config.max_tokens_per_step, "token budget exceeded")
+        require(sum(prompts) <= config.max_prefill_tokens, "prefill budget exceeded")
+        require(all(count > 0 for count in plan.counts), "an entry has no tokens")
         if config.chunked_prefill:
             require(all(c <= config.max_chunk_tokens for c in prompts), "a chunk is too long")
         if config.prefer_pure_decode:
-            require(not (plan.first_prefill and prompts), "a mixed step although pure decode is preferred")
+            require(not (plan.first_prefill and prompts), "a step is mixed although prefer_pure_decode is on")
 
     def _check_drafts(self, plan: IterationPlan) -> None:
-        """Whatever they turn out to be, every one of them could be part of the answer, and every token before is known."""
+        """Every draft token could become part of the answer, and all tokens before it are known."""
         scheduler = self._scheduler
         for task in plan.decode_tasks[plan.num_decodes :]:
             sequence, name = scheduler.sequences[task.request_id], f"request {task.request_id}"
             end = task.position + 1 + len(task.drafts)
             require(
                 0 < len(task.drafts) <= scheduler.config.max_draft_tokens,
-                f"{name} has too many drafts or none",
+                f"{name} has too many draft tokens, or none",
             )
             require(
-                task.position + 1 == len(sequence.tokens), f"{name} has drafts behind a token nobody knows"
+                task.position + 1 == len(sequence.tokens),
+                f"{name} has draft tokens after a token that is not known",
             )
-            require(end < sequence.limit, f"{name} has drafts up to {end}, and ends at {sequence.limit}")
-            require(sequence.request.params.grammar is None, f"{name} has drafts and a grammar")
+            require(
+                end < sequence.limit,
+                f"{name} has draft tokens up to position {end}, and ends at {sequence.limit}",
+            )
+            require(sequence.request.params.grammar is None, f"{name} has draft tokens and a grammar")
 
-    def _check_turns(self, plan: IterationPlan) -> None:
+    def _check_rotation(self, plan: IterationPlan) -> None:
         """At most 2 x ceil(running / sequences per step) steps between a running sequence's tokens."""
         scheduler, step = self._scheduler, plan.step
         running = scheduler.running
         self._running_counts += [len(running)] * (step + 1 - len(self._running_counts))
-        turns: dict[RequestId, int] = {}
+        token_steps: dict[RequestId, int] = {}
         for sequence in running:
             if sequence.target <= sequence.prompt_length or sequence.target - sequence.scheduled > 1:
-                continue  # still computing its prompt, or replaying
+                continue  # in prefill, or recomputing after a preemption
             rid = sequence.request_id
-            last = self._last_turn.get(rid)
+            last = self._last_token_step.get(rid)
             if sequence.last_step == step or sequence.target >= sequence.limit or last is None:
-                turns[rid] = step
+                token_steps[rid] = step
             else:
-                turns[rid] = last
+                token_steps[rid] = last
             if last is not None and step - last > 1:
                 most = max(self._running_counts[last : step + 1])
                 allowed = 2 * -(-most // scheduler.config.sequences_per_step)
                 require(
                     step - last <= allowed,
-                    f"request {rid} waited {step - last} steps for a token, allowed are {allowed}",
+                    f"request {rid} waited {step - last} steps for a token; allowed: {allowed}",
                 )
-        self._last_turn = turns
+        self._last_token_step = token_steps
 
     def _check_victims(self, plan: IterationPlan) -> None:
-        """Nobody gives way while someone less important, who could, keeps memory; and nobody in vain."""
+        """No request is preempted while one of lower priority could be, and none needlessly."""
         scheduler = self._scheduler
-        require(not set(plan.preempted) & set(plan.request_ids), "a victim is still in the plan")
+        require(not set(plan.preempted) & set(plan.request_ids), "a preempted request is still in the plan")
         victims = [scheduler.sequences[rid] for rid in plan.preempted if rid in scheduler.sequences]
-        spared = [s for s in scheduler.running if self._could_give_way(s, plan)]
+        spared = [s for s in scheduler.running if self._could_be_preempted(s, plan)]
         lowest = min((s.priority for s in spared), default=Priority.CRITICAL)
         for victim in victims:
             name = Priority(victim.priority).name
             require(
                 victim.priority <= lowest,
-                f"request {victim.request_id} ({name}) gave way while a {Priority(lowest).name} one was spared",
+                f"request {victim.request_id} ({name}) was preempted, a {Priority(lowest).name} one was not",
             )
         by_memory_alone = scheduler.config.policy in (PriorityPolicy.FCFS, PriorityPolicy.SHORTEST_JOB_FIRST)
         if (
@@ -139,16 +144,16 @@ class PlanWatch:
             and victims
             and victims[-1].allocation is not None
         ):
-            # What it had computed, and the block of its next position. More than that is taken back before it is preempted.
-            had = victims[-1].scheduled // scheduler.info.block_size + 1
-            require(scheduler.kv_cache.pool.available <= had, "someone gave way in vain")
+            # It held its computed tokens and the block of its next position. Spare blocks were released before.
+            num_held = victims[-1].scheduled // scheduler.info.block_size + 1
+            require(scheduler.kv_cache.pool.available <= num_held, "a request was preempted needlessly")
 
-    def _could_give_way(self, sequence: Sequence, plan: IterationPlan) -> bool:
+    def _could_be_preempted(self, sequence: Sequence, plan: IterationPlan) -> bool:
         has_run = self._last_ran.get(sequence.request_id, -1) >= sequence.admitted_step
         was_finishing = sequence.is_finishing and sequence.last_step < plan.step
         is_final = sequence.request_id in plan.request_ids[plan.first_prefill :]
-        # Blocks that it had before this plan and that nobody else can have shared: their content is not cached. Where there
-        # are two tiers either may have been the short one: only who has some of both could have helped for sure.
+        # Blocks that it held before this plan and did not share: their content is not cached. With two tiers, either
+        # may have been short, so only a sequence with blocks in both would certainly have helped.
         kv_cache, allocation = self._scheduler.kv_cache, sequence.allocation
         blocks = allocation.blocks if allocation is not None else []
         new = {*plan.table_blocks, *plan.moved_to}
@@ -159,7 +164,7 @@ class PlanWatch:
         return has_run and holds_memory and not was_finishing and not is_final
 
     def _check_order(self, plan: IterationPlan) -> None:
-        """No lesser request starts in a step in which a CRITICAL one is left waiting that could have started."""
+        """No other request starts in a step while a CRITICAL one waits that could have started."""
         scheduler = self._scheduler
         ranks = scheduler.config.policy in (PriorityPolicy.PRIORITY, PriorityPolicy.ADAPTIVE)
         if not ranks or scheduler.config.prefix_caching or not scheduler.config.dynamic_batching:
@@ -170,7 +175,7 @@ class PlanWatch:
             waiting = [
                 s for s in scheduler.queue if s.priority == Priority.CRITICAL and s.last_step < plan.step - 1
             ]
-            require(not waiting, "a lesser request started while a CRITICAL one waits")
+            require(not waiting, "a request started while a CRITICAL one waits")
 
     def _check_sharing(self, plan: IterationPlan) -> None:
         """Requests with different cache salts never read each other's blocks."""
@@ -182,7 +187,7 @@ class PlanWatch:
         for request_id, start, count in entries:
             sequence = scheduler.sequences[request_id]
             assert sequence.allocation is not None
-            table = _in_full(sequence)
+            table = _full_table(sequence)
             written = table[start // block_size : -(-(start + count) // block_size)]
             self._salts.update(dict.fromkeys(written, sequence.request.cache_salt))
         by_row = dict(zip(plan.rows, plan.request_ids, strict=True))
@@ -192,14 +197,14 @@ class PlanWatch:
         for request_id, start, _ in entries[plan.first_prefill :]:
             sequence = scheduler.sequences[request_id]
             assert sequence.allocation is not None
-            read = {*sequence.allocation.blocks, *_in_full(sequence)[: start // block_size]}
+            read = {*sequence.allocation.blocks, *_full_table(sequence)[: start // block_size]}
             salt = sequence.request.cache_salt
             require(
-                all(self._salts[b] == salt for b in read), "a prefix hit on the block of another cache salt"
+                all(self._salts[b] == salt for b in read), "a prefix hit on a block of another cache salt"
             )
 
     def _check_batch_is_closed(self, plan: IterationPlan) -> None:
-        """Dynamic batching off: nobody new joins once a member of the batch generates."""
+        """Dynamic batching off: no new request joins once a request of the batch generates."""
         if not any(s.preemptions == 0 for s in self._started(plan)):
             return
         decoding = set(plan.request_ids[: plan.first_prefill])
@@ -207,11 +212,11 @@ class PlanWatch:
             generates = sequence.target > sequence.prompt_length and sequence.last_step < plan.step
             require(
                 sequence.request_id not in decoding and not generates,
-                "a request joined a batch that was closed",
+                "a request joined a closed batch",
             )
 
     def _started(self, plan: IterationPlan) -> list[Sequence]:
-        """Those that left the queue in this plan and compute at once; not those that come back from swap space."""
+        """Sequences that left the queue in this plan and compute in it. Not those that are swapped in."""
         return [
             s
             for s in self._scheduler.running
@@ -219,15 +224,15 @@ class PlanWatch:
         ]
 
 
-def _in_full(sequence: Sequence) -> list[int]:
-    """The block table before the moves of the steps in flight."""
+def _full_table(sequence: Sequence) -> list[int]:
+    """The block table without the moves of the steps in flight."""
     allocation = sequence.allocation
     assert allocation is not None
     return [allocation.leaving.get(index, block) for index, block in enumerate(allocation.blocks)]
 
 
-class OutputWatch:
-    """Collects what one request is given and checks that it is told once, in order, and to the end."""
+class OutputChecker:
+    """Collects the outputs of one request, and checks that each is reported once, in order, with one final output."""
 
     def __init__(self, request: InferenceRequest, request_id: RequestId) -> None:
         self.request = request
@@ -239,57 +244,57 @@ class OutputWatch:
     def take(self, output: TokenOutput) -> None:
         self.outputs.append(output)
         require(self.final is None, f"request {self.request_id} got an output after its final one")
-        require(output.request_id == self.request_id, "an output went to the wrong request")
+        require(output.request_id == self.request_id, "an output was reported to the wrong request")
         if output.token_id is not None:
             self.tokens.append(output.token_id)
             expected = len(self.request.prompt) + len(self.tokens)
             require(
                 output.sequence_length == expected,
-                f"sequence length {output.sequence_length}, not {expected}",
+                f"sequence length is {output.sequence_length}; expected {expected}",
             )
         if output.is_final:
             self.final = output
 
 
 def check_result(
-    watch: OutputWatch, result: GenerationResult, sequence: Sequence, scheduler: ContinuousBatchScheduler
+    checker: OutputChecker, result: GenerationResult, sequence: Sequence, scheduler: ContinuousBatchScheduler
 ) -> None:
-    """The output is what the request gets alone on an empty engine; cut short only where it was ended early."""
-    rid = watch.request_id
-    params = watch.request.params
-    alone = generate_alone(watch.request.prompt, sequence.seed, params, sequence.limit, scheduler.info)
+    """The tokens are those that the request gets alone on an empty engine, or a prefix of them if it ended early."""
+    rid = checker.request_id
+    params = checker.request.params
+    alone = generate_alone(checker.request.prompt, sequence.seed, params, sequence.limit, scheduler.info)
     tokens = list(result.tokens)
     if result.state is RequestState.COMPLETED:
         require(tokens == alone, f"request {rid} got {tokens}, alone it gets {alone}")
         ended_by_length = len(sequence.request.prompt) + len(tokens) == sequence.limit
         is_stop = _is_stop(tokens, sequence)
         if result.finish_reason is FinishReason.LENGTH:
-            require(ended_by_length and not is_stop, f"request {rid} says it ended by length and did not")
+            require(ended_by_length and not is_stop, f"request {rid} did not end by length")
         else:
-            require(is_stop, f"request {rid} says it ended by a stop token and did not")
+            require(is_stop, f"request {rid} did not end by a stop token")
     else:
         require(tokens == alone[: len(tokens)], f"request {rid} got {tokens}, alone it gets {alone}")
-    _check_logprobs(watch, result, scheduler)
+    _check_logprobs(checker, result, scheduler)
     require(
         min(result.waiting_time, result.prefill_time, result.decode_time) >= 0,
-        "a phase took less than no time",
+        "the time of a phase is negative",
     )
 
 
 def _check_logprobs(
-    watch: OutputWatch, result: GenerationResult, scheduler: ContinuousBatchScheduler
+    checker: OutputChecker, result: GenerationResult, scheduler: ContinuousBatchScheduler
 ) -> None:
-    """Those of the tokens are what the request gets alone; those of the prompt too, once it has an answer."""
-    params, prompt, info = watch.request.params, list(watch.request.prompt), scheduler.info
-    rid = watch.request_id
+    """Logprobs are those that the request gets alone. Those of the prompt are checked once it has an answer."""
+    params, prompt, info = checker.request.params, list(checker.request.prompt), scheduler.info
+    rid = checker.request_id
     tokens = [*prompt, *result.tokens]
     if params.logprobs is not None:
         alone = score_alone(tokens, len(prompt), params.logprobs, info)
         require(list(result.logprobs or ()) == alone, f"request {rid} got other logprobs than alone")
-        told = [
-            TokenLogprobs(o.logprob or 0.0, o.top_logprobs) for o in watch.outputs if o.token_id is not None
+        reported = [
+            TokenLogprobs(o.logprob or 0.0, o.top_logprobs) for o in checker.outputs if o.token_id is not None
         ]
-        require(told == alone[: len(told)], f"request {rid} was told other logprobs")
+        require(reported == alone[: len(reported)], f"request {rid} was reported other logprobs")
     if params.prompt_logprobs is not None and result.tokens:
         alone = score_alone(prompt, 1, params.prompt_logprobs, info)
         require(
@@ -299,12 +304,12 @@ def _check_logprobs(
 
 
 def _is_stop(tokens: Listing[int], sequence: Sequence) -> bool:
-    enough = len(tokens) >= sequence.request.params.min_tokens
-    return bool(tokens) and tokens[-1] in sequence.stop_ids and enough
+    has_min_tokens = len(tokens) >= sequence.request.params.min_tokens
+    return bool(tokens) and tokens[-1] in sequence.stop_ids and has_min_tokens
 
 
 def check_empty(scheduler: ContinuousBatchScheduler) -> None:
-    """When all is over, everything is back where it was."""
+    """After the last request, all memory is free."""
     scheduler.check_integrity()
     stats = scheduler.kv_cache.stats()
     require(stats.blocks_used == 0, f"{stats.blocks_used} blocks are still in use")

@@ -1,8 +1,8 @@
-"""How a check says that something does not hold."""
+"""`require`: the assertion of the invariant checks."""
 
 
 class InvariantError(AssertionError):
-    """Something that must always hold does not."""
+    """An invariant is violated."""
 
 
 def require(condition: bool, message: str) -> None:

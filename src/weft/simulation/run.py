@@ -1,4 +1,4 @@
-"""Runs one scenario on the real engine, the detector backend and a virtual clock, and checks it all the way."""
+"""Runs one scenario on the real engine, with the noop backend and a virtual clock, and checks every step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from weft.errors import InvalidRequestError, QueueFullError
 from weft.plan import IterationPlan, StepResult
 from weft.request import RequestId, RequestState, TokenOutput
 from weft.scheduling.sequence import Sequence
-from weft.simulation.invariants import OutputWatch, PlanWatch, check_empty, check_result
+from weft.simulation.invariants import OutputChecker, PlanChecker, check_empty, check_result
 from weft.simulation.require import require
 from weft.simulation.scenario import Arrival, DrawnFaults, Scenario
 
 MAX_ITERATIONS = 5000
-"""Far more than any scenario needs: one that gets there is making no progress."""
+"""Far more than any scenario needs: a run that reaches it makes no progress."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run covered, to see that the scenarios reach what they are meant to reach."""
+    """Counts of what a run covered. A test checks that the scenarios cover everything."""
 
     steps: int = 0
     completed: int = 0
@@ -47,46 +47,46 @@ class Outcome:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-class _WatchedBackend(NoopBackend):
-    """The detector, with a look at every plan. What breaks in here is a finding, not a fault to recover from."""
+class _CheckedBackend(NoopBackend):
+    """The noop backend, with a check of every plan. An exception in here ends the run: the engine must not recover."""
 
-    watch: PlanWatch
-    broken: Exception | None = None
+    plan_checker: PlanChecker
+    violation: Exception | None = None
 
     def submit(self, plan: IterationPlan) -> Any:
         try:
-            self.watch.look(plan)
+            self.plan_checker.check(plan)
             return super().submit(plan)
         except SimulatedFault:
-            self.watch.forget_turns()
+            self.plan_checker.reset_rotation()
             raise
         except Exception as error:
-            self.broken = self.broken or error
+            self.violation = self.violation or error
             raise
 
     def _finish(self, step: Any) -> StepResult:
         try:
             result = super()._finish(step)
         except SimulatedFault:
-            self.watch.forget_turns()
+            self.plan_checker.reset_rotation()
             raise
         except Exception as error:
-            self.broken = self.broken or error
+            self.violation = self.violation or error
             raise
         if result.failed:
-            self.watch.forget_turns()
+            self.plan_checker.reset_rotation()
         return result
 
 
 class Simulation:
-    """One run. Owns the clock, the engine and what was seen of every request."""
+    """One run. Owns the clock, the engine, and the outputs of every request."""
 
     def __init__(self, scenario: Scenario, log_path: str | None = None) -> None:
         self.scenario = scenario
         self._rng = random.Random(scenario.seed ^ 0x5EED)
         self.faults = DrawnFaults(scenario, self._rng)
         self.clock = VirtualClock()
-        self.backend = _WatchedBackend(
+        self.backend = _CheckedBackend(
             vocabulary_size=scenario.vocabulary_size,
             max_context=scenario.max_context,
             eos_token_ids=scenario.eos_token_ids,
@@ -102,15 +102,15 @@ class Simulation:
         if log_path is not None:
             config = dataclasses.replace(config, log_path=log_path)
         self.engine = ServingEngine(
-            # Faults are drawn at any rate, and many in a row are chance.
+            # Many random faults in a row are no sign of a broken backend.
             self.backend,
             config,
             clock=self.clock,
             seed=scenario.seed,
             max_failed_steps=None,
         )
-        self.watch = self.backend.watch = PlanWatch(self.engine.scheduler)
-        self.watches: dict[RequestId, OutputWatch] = {}
+        self.backend.plan_checker = PlanChecker(self.engine.scheduler)
+        self.output_checkers: dict[RequestId, OutputChecker] = {}
         self.sequences: dict[RequestId, Sequence] = {}
         self._callback_failed: set[RequestId] = set()
         self._cancelled: set[RequestId] = set()
@@ -130,8 +130,8 @@ class Simulation:
                     self._cancelled.add(entry[1])
             worked = self.engine.has_work
             self.engine.run_iteration()
-            if self.backend.broken is not None:
-                raise self.backend.broken
+            if self.backend.violation is not None:
+                raise self.backend.violation
             self.engine.scheduler.check_integrity()
             self._check_deadlines(before)
             before = now
@@ -142,18 +142,18 @@ class Simulation:
                 elif not self.engine.scheduler.has_work:
                     break
         else:
-            require(False, f"no end after {MAX_ITERATIONS} iterations: it makes no progress")
+            require(False, f"the run has not ended after {MAX_ITERATIONS} iterations")
         self._check_end()
         return self.outcome
 
     def _submit(self, arrival: Arrival, cancels: list[tuple[float, RequestId]]) -> None:
         outputs_seen = 0
-        watch: OutputWatch | None = None
+        checker: OutputChecker | None = None
 
         def take(output: TokenOutput) -> None:
             nonlocal outputs_seen
-            assert watch is not None
-            watch.take(output)
+            assert checker is not None
+            checker.take(output)
             outputs_seen += 1
             if arrival.callback_raises_at == outputs_seen - 1:
                 self._callback_failed.add(output.request_id)
@@ -164,7 +164,7 @@ class Simulation:
         except (QueueFullError, InvalidRequestError):
             self.outcome.refused += 1
             return
-        watch = self.watches[request_id] = OutputWatch(arrival.request, request_id)
+        checker = self.output_checkers[request_id] = OutputChecker(arrival.request, request_id)
         self.sequences[request_id] = self.engine.scheduler.sequences[request_id]
         if arrival.cancel_at is not None:
             cancels.append((arrival.cancel_at, request_id))
@@ -172,22 +172,25 @@ class Simulation:
     def _check_deadlines(self, moment: float) -> None:
         for sequence in self.engine.scheduler.sequences.values():
             overdue = sequence.deadline_at is not None and sequence.deadline_at <= moment
-            require(not overdue, f"request {sequence.request_id} goes on after its deadline")
+            require(not overdue, f"request {sequence.request_id} runs after its deadline")
 
     def _check_end(self) -> None:
         scheduler = self.engine.scheduler
         check_empty(scheduler)
         outcome = self.outcome
-        for request_id, watch in self.watches.items():
+        for request_id, checker in self.output_checkers.items():
             result = self.engine.get_result(request_id)
             if result is None:
                 require(False, f"request {request_id} was lost")
                 continue
             sequence = self.sequences[request_id]
-            check_result(watch, result, sequence, scheduler)
+            check_result(checker, result, sequence, scheduler)
             if request_id not in self._callback_failed:
-                require(watch.final is not None, f"request {request_id} was never told its end")
-                require(watch.tokens == list(result.tokens), f"request {request_id} was told other tokens")
+                require(checker.final is not None, f"the end of request {request_id} was not reported")
+                require(
+                    checker.tokens == list(result.tokens),
+                    f"request {request_id} was reported other tokens than its result holds",
+                )
             self._check_cause(request_id, result.state)
             outcome.completed += result.state is RequestState.COMPLETED
             outcome.cancelled += result.state is RequestState.CANCELLED
@@ -208,11 +211,13 @@ class Simulation:
             outcome.migrations_shared += two_tier.migrations_shared
 
     def _check_cause(self, request_id: RequestId, state: RequestState) -> None:
-        """Nobody fails or is cancelled without a reason of its own."""
+        """A request fails, or is cancelled, only for a cause of its own."""
         if state is RequestState.FAILED:
-            # A fault that belongs to nobody is survived once; only a second one may end requests.
-            own = request_id in self.faults.hit or request_id in self._callback_failed
-            require(own or self.faults.belong_to_nobody > 1, f"request {request_id} failed without a cause")
+            # A fault of a whole step is retried; only a second one may end requests.
+            has_cause = request_id in self.faults.hit_requests or request_id in self._callback_failed
+            require(
+                has_cause or self.faults.num_unattributed > 1, f"request {request_id} failed without a cause"
+            )
         elif state is RequestState.CANCELLED:
             has_deadline = self.sequences[request_id].deadline_at is not None
             require(

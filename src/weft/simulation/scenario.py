@@ -1,4 +1,4 @@
-"""What happens in one simulated run, drawn from a seed: a machine, a configuration, requests, cancels and faults."""
+"""A simulated run, drawn from a seed: a machine, a configuration, requests, cancellations and faults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Arrival:
     request: InferenceRequest
     cancel_at: float | None
     callback_raises_at: int | None
-    """The callback raises on this output, counted from 0."""
+    """The index of the output on which the callback raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +45,25 @@ class Scenario:
     grammars_may_overlap: bool
     fixed_cost_rows: float
     fault_rates: tuple[float, float, float, float]
-    """Per submit, per step, per request and step, per swap."""
+    """Probabilities: per submit, per step, per request and step, per swap."""
     max_step_seconds: float
     arrivals: tuple[Arrival, ...]
 
 
 def draw(seed: int) -> Scenario:
-    """A scenario small enough to be quick and tight enough to hurt: tiny blocks, tiny pools, few rows."""
+    """Draws a small scenario with scarce resources: tiny blocks, tiny pools, few rows."""
     return _draw_drafts(random.Random(f"drafts {seed}"), _draw_plain(seed))
 
 
 def _draw_plain(seed: int) -> Scenario:
     rng = random.Random(seed)
     scheduler = _draw_scheduler(rng)
-    # What was added later is drawn from a source of its own: a seed that once found a mistake draws the same today.
+    # Later additions use random sources of their own, so that old seeds still draw the same scenarios.
     later = random.Random(f"later {seed}")
     latest = random.Random(f"latest {seed}")
     scheduler = dataclasses.replace(scheduler, session_lifetime=later.choice((0.0, 0.05, 600.0)))
     block_size = rng.choice((1, 2, 2, 3, 4, 4, 8))
-    # Most pools hold two or three sequences at their longest: memory runs out all the time.
+    # Most pools hold two or three sequences of full length, so memory often runs out.
     num_blocks = -(-rng.randint(12, 60) // block_size) if rng.random() < 0.8 else rng.randint(40, 100)
     swap_blocks = rng.choice((0, rng.randint(1, 8), num_blocks))
     engine = ServingEngineConfig(
@@ -98,7 +98,7 @@ def _draw_plain(seed: int) -> Scenario:
 
 
 def _draw_tiers(rng: random.Random, cache: KvCachePoolConfig) -> KvCachePoolConfig:
-    """The same cache, or one of two tiers: short tails, and a full tier that often holds little more than one of them."""
+    """The same cache, or one with two tiers: short tails, and often full blocks for little more than one tail."""
     if rng.random() < 0.6:
         return cache
     assert cache.num_blocks is not None
@@ -185,7 +185,7 @@ def _draw_arrivals(rng: random.Random, scheduler: SchedulerConfig, capacity: int
 
 
 def _draw_later(rng: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arrival, ...]:
-    """The same arrivals, some in sessions, with logprobs, or as long as the context allows."""
+    """The same arrivals, some with sessions, logprobs, or no token limit."""
     has_sessions = rng.random() < 0.4
     drawn = []
     for arrival in arrivals:
@@ -202,7 +202,7 @@ def _draw_later(rng: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arri
 
 
 def _draw_grammars(rng: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arrival, ...]:
-    """The same arrivals, in half of the scenarios some with a grammar, in some of those all that may have one."""
+    """The same arrivals, some or all with a grammar in half of the scenarios."""
     share = rng.choice((0.0, 0.0, 0.4, 1.0))
     drawn = []
     for arrival in arrivals:
@@ -217,8 +217,8 @@ def _draw_grammars(rng: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[A
 
 
 def _draw_drafts(rng: random.Random, scenario: Scenario) -> Scenario:
-    """The same scenario, or one whose backend checks drafts, with a language of so few words that guesses are often right and
-    often wrong."""
+    """The same scenario, or one with draft tokens. Its vocabulary is tiny, so that many draft tokens are accepted and
+    many rejected."""
     if rng.random() < 0.6:
         return scenario
     vocabulary_size = rng.choice((2, 3, 5))
@@ -230,28 +230,29 @@ def _draw_drafts(rng: random.Random, scenario: Scenario) -> Scenario:
         vocabulary_size=vocabulary_size,
         eos_token_ids=frozenset([0]) if rng.random() < 0.2 else frozenset(),
         fixed_cost_rows=rng.choice((2.0, 8.0, 1000.0)),
-        arrivals=tuple(_in_few_words(arrival, vocabulary_size) for arrival in scenario.arrivals),
+        arrivals=tuple(_with_few_tokens(arrival, vocabulary_size) for arrival in scenario.arrivals),
     )
 
 
-def _in_few_words(arrival: Arrival, vocabulary_size: int) -> Arrival:
+def _with_few_tokens(arrival: Arrival, vocabulary_size: int) -> Arrival:
     request = arrival.request
     prompt = tuple(token % vocabulary_size for token in request.prompt)
     return dataclasses.replace(arrival, request=dataclasses.replace(request, prompt=prompt))
 
 
 class DrawnFaults:
-    """Faults at the scenario's rates. Remembers whom they hit, so that the check knows who may have failed."""
+    """Faults at the scenario's rates. Records the requests they hit: only these may fail."""
 
     def __init__(self, scenario: Scenario, rng: random.Random) -> None:
         self._submit, self._step, self._request, self._swap = scenario.fault_rates
         self._rng = rng
-        self.belong_to_nobody = 0
-        self.hit: set[RequestId] = set()
+        self.num_unattributed = 0
+        """Faults of a whole step that held requests."""
+        self.hit_requests: set[RequestId] = set()
 
     def at_submit(self, plan: IterationPlan) -> str | None:
         if self._submit and self._rng.random() < self._submit:
-            self.belong_to_nobody += bool(plan.rows)
+            self.num_unattributed += bool(plan.rows)
             return "simulated fault at submit"
         return None
 
@@ -259,15 +260,15 @@ class DrawnFaults:
         errors: dict[RequestId, str] = {}
         if self._request:
             errors = {r: "simulated fault" for r in plan.request_ids if self._rng.random() < self._request}
-            self.hit.update(errors)
+            self.hit_requests.update(errors)
         if self._step and self._rng.random() < self._step:
-            self.belong_to_nobody += bool(plan.rows)
+            self.num_unattributed += bool(plan.rows)
             return "simulated fault at result", errors
         return None, errors
 
     def at_wait(self, plan: IterationPlan) -> str | None:
         if self._step and self._rng.random() < self._step / 2:
-            self.belong_to_nobody += bool(plan.rows)
+            self.num_unattributed += bool(plan.rows)
             return "simulated fault while waiting"
         return None
 

@@ -1,35 +1,35 @@
-"""What one request holds of the cache: its row, its block table over both tiers, and its swap slots."""
+"""The memory of one sequence: its row, its block table over both tiers, and its swap slots."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from weft.request import RequestId
-from weft.scheduling.cache.block_pool import Blocks
+from weft.scheduling.cache.block_pool import BlockCounts
 
-GONE = -1
-"""Stands for the full block of a moving entry whose request was swapped out: the block is given up, but the step that moves
-the entry is not over."""
+RELEASED = -1
+"""In `leaving`: the full block was released by a swap-out, but the step that moves it is still in flight."""
 
 
 class Move(NamedTuple):
-    """One entry on its way to the store, in a step that is planned or in flight."""
+    """One block-table entry that a planned step, or one in flight, moves to the store."""
 
     entry: int
-    """Of the block table."""
+    """Its index in the block table."""
     origin: int
-    """The full block, or -1 where the store had the content already."""
+    """The full block, or -1 if the store has the content already."""
     block: int
+    """The store block."""
 
 
 class KvCacheAllocation:
-    """A row and blocks while the request runs, swap slots while it is swapped out. Written by the `KvCacheManager` alone.
+    """A row and blocks while the sequence runs, swap slots while it is swapped out. Only `KvCacheManager` writes to it.
 
         blocks   [ store ..... | full ............... ]
                                ^ stored
 
-    `arriving` are store blocks for the entries from `stored` on, taken for the step being planned; when its plan is final
-    they become entries, and the full blocks in their places are `leaving`, by entry, until the step is over.
+    `arriving`: store blocks for the entries from `stored` on, allocated for the step being planned. When the plan is
+    final, they replace the full blocks of these entries. Until the step ends, `leaving` holds those, by entry.
     """
 
     __slots__ = ("arriving", "blocks", "leaving", "request_id", "row", "stored", "swap_slots")
@@ -48,6 +48,6 @@ class KvCacheAllocation:
         return bool(self.swap_slots)
 
     @property
-    def size(self) -> Blocks:
-        """Of its table or, where it is swapped out, of the copy."""
-        return Blocks(len(self.blocks or self.swap_slots) - self.stored, self.stored)
+    def size(self) -> BlockCounts:
+        """The number of its blocks or, if it is swapped out, of its swap slots."""
+        return BlockCounts(len(self.blocks or self.swap_slots) - self.stored, self.stored)

@@ -1,4 +1,4 @@
-"""Owns the blocks of the paged cache: who refers to each, which are cached by content, which are free."""
+"""Owns the KV blocks of one tier: reference counts, the cache by content, and the free list."""
 
 from __future__ import annotations
 
@@ -8,56 +8,63 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BlockKey = bytes
-"""SHA-256 over the block's tokens and the key before it: equal keys mean equal content and equal past."""
+BlockHash = bytes
+"""SHA-256 over the previous block's hash and this block's tokens. Equal hashes mean equal tokens from position 0 on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """A number of blocks in each tier of the cache. A plain cache has full ones alone."""
+class BlockCounts:
+    """A number of blocks in each tier. A cache with one tier has full blocks only."""
 
     full: int
     store: int = 0
 
-    def __add__(self, other: Blocks) -> Blocks:
-        return Blocks(self.full + other.full, self.store + other.store)
+    def __add__(self, other: BlockCounts) -> BlockCounts:
+        return BlockCounts(self.full + other.full, self.store + other.store)
 
-    def __sub__(self, other: Blocks) -> Blocks:
-        return Blocks(self.full - other.full, self.store - other.store)
+    def __sub__(self, other: BlockCounts) -> BlockCounts:
+        return BlockCounts(self.full - other.full, self.store - other.store)
 
     def __bool__(self) -> bool:
         return self.full > 0 or self.store > 0
 
-    def covers(self, other: Blocks) -> bool:
+    def covers(self, other: BlockCounts) -> bool:
         return self.full >= other.full and self.store >= other.store
 
 
-def root_key(cache_salt: str, adapter_id: str) -> BlockKey:
-    """The key that stands before a sequence's first block. The length keeps ("ab", "c") apart from ("a", "bc")."""
+def root_hash(cache_salt: str, adapter_id: str) -> BlockHash:
+    """The hash before a sequence's first block. The length distinguishes ("ab", "c") from ("a", "bc")."""
     salt = cache_salt.encode()
     return hashlib.sha256(b"%d:%b%b" % (len(salt), salt, adapter_id.encode())).digest()
 
 
-def extend_keys(keys: list[BlockKey], root: BlockKey, tokens: Sequence[int], block_size: int) -> None:
-    """Appends the keys of all full blocks of `tokens` that `keys` does not hold yet."""
-    previous = keys[-1] if keys else root
-    for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
+def extend_block_hashes(
+    hashes: list[BlockHash], root: BlockHash, tokens: Sequence[int], block_size: int
+) -> None:
+    """Appends the hashes of all full blocks of `tokens` that `hashes` does not hold yet."""
+    previous = hashes[-1] if hashes else root
+    for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
         content = array("q", tokens[start : start + block_size]).tobytes()
         previous = hashlib.sha256(previous + content).digest()
-        keys.append(previous)
+        hashes.append(previous)
 
 
 class BlockPool:
-    """Blocks with reference counts and a cache of those whose content is known.
+    """Reference-counted blocks, with a prefix cache by content.
 
-    A block is in exactly one of three places: referred to (count above 0), evictable (count 0, content cached,
-    in the order it was last used; those with a hot key in a list of their own that is touched last), or free.
-    `available` is what an allocation may take: free and evictable.
+    A block is in exactly one of three states:
 
-    A block that was never used may not be memory yet. Beyond `eager_blocks` such blocks are used for what runs, and
-    for as much again of what is cached; then cold content makes room first, so that memory follows the load.
+        referenced   count above 0
+        evictable    count 0, content cached; in LRU order. Hot blocks, those of live sessions, are evicted last
+        free         count 0, no content
 
-    Ids begin at `first_block`: the store's blocks come after the full ones. What would lie before it is never used.
+    `available` counts the free and the evictable blocks.
+
+    A block that was never used may have no physical memory yet. Beyond `eager_blocks`, untouched blocks are used only
+    while fewer than twice the referenced blocks are touched. After that, cached blocks are evicted instead, so that
+    memory follows the load.
+
+    Ids start at `first_block`: those of the store follow those of the full blocks.
     """
 
     def __init__(self, num_blocks: int, eager_blocks: int | None = None, first_block: int = 0) -> None:
@@ -65,22 +72,22 @@ class BlockPool:
         self._first_block = first_block
         self._end = end = first_block + num_blocks
         self._eager_end = end if eager_blocks is None else first_block + eager_blocks
-        self.num_touched = first_block
-        """Blocks from this one on were never used: the free list gives out the lowest of them first."""
+        self.first_untouched = first_block
+        """Blocks from this id on were never used. The free list hands out the lowest of them first."""
         self._references = [0] * end
-        self._keys: list[BlockKey | None] = [None] * end
-        self._cached: dict[BlockKey, int] = {}
+        self._hashes: list[BlockHash | None] = [None] * end
+        self._cached: dict[BlockHash, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._evictable_hot: OrderedDict[int, None] = OrderedDict()
-        self._heat: dict[BlockKey, int] = {}
-        """How many sessions keep a key hot, cached or not."""
+        self._hot_counts: dict[BlockHash, int] = {}
+        """How many sessions keep a hash hot, whether its block is cached or not."""
         self._reused: set[int] = set()
-        """Blocks with content that was shared since it came to be."""
-        self._wanted: OrderedDict[BlockKey, None] = OrderedDict()
-        """Keys that somebody looked for in vain; no more of them than there are blocks, the latest."""
-        # A stack: the block used last is used again first, so that memory never touched stays untouched.
+        """Blocks whose content was a prefix hit at least once."""
+        self._missed: OrderedDict[BlockHash, None] = OrderedDict()
+        """Hashes of recent prefix lookups that missed, at most one per block."""
+        # A stack: the block freed last is reused first, so that untouched memory stays untouched.
         self._free = list(range(end - 1, first_block - 1, -1))
-        self._dead: list[int] = []
+        self._newly_free: list[int] = []
 
     @property
     def available(self) -> int:
@@ -99,40 +106,40 @@ class BlockPool:
         return self._references
 
     @property
-    def heat_of_keys(self) -> dict[BlockKey, int]:
-        return self._heat
+    def hot_counts(self) -> dict[BlockHash, int]:
+        return self._hot_counts
 
     def references(self, block: int) -> int:
         return self._references[block]
 
     def is_cached(self, block: int) -> bool:
-        return self._keys[block] is not None
+        return self._hashes[block] is not None
 
     def allocate(self, count: int) -> list[int] | None:
-        """Takes `count` blocks: free ones, then the least recently used cached ones, then hot ones. None: not enough."""
+        """Allocates `count` blocks: free ones, then evictable ones, hot ones last. None: not enough."""
         if count > self.available:
             return None
-        most_touched = max(self._eager_end, self._first_block + 2 * (self.num_referenced + count))
+        max_touched = max(self._eager_end, self._first_block + 2 * (self.num_referenced + count))
         taken = []
         for _ in range(count):
             free = self._free
             if free and (
-                free[-1] < self.num_touched or self.num_touched < most_touched or not self._evictable
+                free[-1] < self.first_untouched or self.first_untouched < max_touched or not self._evictable
             ):
                 block = free.pop()
-                self.num_touched = max(self.num_touched, block + 1)
+                self.first_untouched = max(self.first_untouched, block + 1)
             else:
                 block, _ = (self._evictable or self._evictable_hot).popitem(last=False)
-                self._drop_key(block)
+                self._drop_hash(block)
             self._references[block] = 1
             taken.append(block)
         return taken
 
-    def lookup(self, key: BlockKey) -> int | None:
-        return self._cached.get(key)
+    def lookup(self, block_hash: BlockHash) -> int | None:
+        return self._cached.get(block_hash)
 
     def share(self, block: int) -> None:
-        """Refers once more to a block that holds content: a prefix hit."""
+        """Adds a reference to a block with content: a prefix hit."""
         if self._references[block] == 0:
             if self._is_free(block):
                 raise ValueError(f"block {block} is free and holds nothing to share")
@@ -141,7 +148,7 @@ class BlockPool:
         self._reused.add(block)
 
     def share_all(self, blocks: Sequence[int]) -> None:
-        """Shares every one of them or, where one is free, none."""
+        """Shares all of them or, if one is free, none."""
         for shared, block in enumerate(blocks):
             try:
                 self.share(block)
@@ -150,103 +157,110 @@ class BlockPool:
                 raise
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Gives one reference back for each block. Later blocks of a sequence are evicted before earlier ones."""
+        """Drops one reference of each block. Later blocks of a sequence will be evicted before earlier ones."""
         for block in blocks:
             if self._references[block] <= 0:
-                raise ValueError(f"block {block} was given back more often than it was taken")
+                raise ValueError(f"block {block} was released more often than it was allocated")
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
-                if self._keys[block] is None:
+                if self._hashes[block] is None:
                     self._put_free(block)
                 else:
                     self._eviction_order(block)[block] = None
 
     def retire(self, block: int) -> None:
-        """Gives one reference back to a block whose sequence has a copy elsewhere: its content stays findable, but unless
-        it ever was of use to another, or would have been, it is the first to be evicted."""
+        """Drops one reference of a block that was copied to the store. Its content stays cached, but is evicted first
+        unless it was a prefix hit, or a recent lookup missed it."""
         self.release((block,))
-        if block in self._evictable and block not in self._reused and self._keys[block] not in self._wanted:
+        if block in self._evictable and block not in self._reused and self._hashes[block] not in self._missed:
             self._evictable.move_to_end(block, last=False)
 
-    def want(self, keys: Sequence[BlockKey]) -> None:
-        """Somebody could have used this content, and it was not there."""
-        for key in keys:
-            self._wanted[key] = None
-            self._wanted.move_to_end(key)
-        while len(self._wanted) > self.num_blocks:
-            self._wanted.popitem(last=False)
+    def note_missed(self, hashes: Sequence[BlockHash]) -> None:
+        """Records content that a prefix lookup could have used."""
+        for block_hash in hashes:
+            self._missed[block_hash] = None
+            self._missed.move_to_end(block_hash)
+        while len(self._missed) > self.num_blocks:
+            self._missed.popitem(last=False)
 
-    def heat(self, key: BlockKey) -> None:
-        """One session more wants this content kept: its block, once there is one, is evicted after all that are not."""
-        self._heat[key] = self._heat.get(key, 0) + 1
-        if self._heat[key] == 1:
-            self._move(key, self._evictable, self._evictable_hot)
+    def mark_hot(self, block_hash: BlockHash) -> None:
+        """Adds one session that keeps this content: its block, once cached, is evicted after all that are not hot."""
+        self._hot_counts[block_hash] = self._hot_counts.get(block_hash, 0) + 1
+        if self._hot_counts[block_hash] == 1:
+            self._move(block_hash, self._evictable, self._evictable_hot)
 
-    def cool(self, key: BlockKey) -> None:
-        """One session less. Content that nobody keeps any more has not been used for long: it is evicted first."""
-        self._heat[key] -= 1
-        if self._heat[key] == 0:
-            del self._heat[key]
-            if self._move(key, self._evictable_hot, self._evictable):
-                self._evictable.move_to_end(self._cached[key], last=False)
+    def unmark_hot(self, block_hash: BlockHash) -> None:
+        """Removes one session. Content that no session keeps was not used for long, so it is evicted first."""
+        self._hot_counts[block_hash] -= 1
+        if self._hot_counts[block_hash] == 0:
+            del self._hot_counts[block_hash]
+            if self._move(block_hash, self._evictable_hot, self._evictable):
+                self._evictable.move_to_end(self._cached[block_hash], last=False)
 
-    def register(self, block: int, key: BlockKey) -> bool:
-        """Makes a block findable by its content. False where another block already holds the same."""
-        if key in self._cached:
+    def register(self, block: int, block_hash: BlockHash) -> bool:
+        """Adds a block to the cache. False if another block with the same content is in it."""
+        if block_hash in self._cached:
             return False
-        if self._references[block] == 0 or self._keys[block] is not None:
-            raise ValueError(f"block {block} cannot be cached: it is free, or cached under another key")
-        self._cached[key] = block
-        self._keys[block] = key
+        if self._references[block] == 0 or self._hashes[block] is not None:
+            raise ValueError(f"block {block} cannot be cached: it is free, or cached under another hash")
+        self._cached[block_hash] = block
+        self._hashes[block] = block_hash
         return True
 
-    def forget(self, block: int, key: BlockKey) -> None:
-        """Takes a block out of the cache whose content never came to be, if it is still there under `key`."""
-        if self._keys[block] != key:
+    def unregister(self, block: int, block_hash: BlockHash) -> None:
+        """Removes a block from the cache, if it is there under `block_hash`: the step that was to fill it failed."""
+        if self._hashes[block] != block_hash:
             return
         if self._references[block] == 0:
             del self._eviction_order(block)[block]
-            self._drop_key(block)
+            self._drop_hash(block)
             self._put_free(block)
         else:
-            self._drop_key(block)
+            self._drop_hash(block)
 
-    def take_dead(self) -> list[int]:
-        """The blocks that became free since the last call and are still free."""
-        dead, self._dead = self._dead, []
-        return [block for block in dict.fromkeys(dead) if self._is_free(block)] if dead else dead
+    def take_freed(self) -> list[int]:
+        """Returns the blocks that became free since the last call and are still free."""
+        freed, self._newly_free = self._newly_free, []
+        return [block for block in dict.fromkeys(freed) if self._is_free(block)] if freed else freed
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the three places do not add up."""
+        """Raises AssertionError if the three states are inconsistent."""
         free = set(self._free)
         referenced = [block for block, count in enumerate(self._references) if count]
-        keyed = {block: key for block, key in enumerate(self._keys) if key is not None}
+        hashed = {block: value for block, value in enumerate(self._hashes) if value is not None}
         assert len(free) == len(self._free), "a block is free twice"
-        assert free.issuperset(range(self.num_touched, self._end)), "a block is in use that was never used"
+        assert free.issuperset(range(self.first_untouched, self._end)), "an untouched block is in use"
         assert min(self._references, default=0) >= 0, "a reference count is negative"
         evictable = self._evictable.keys() | self._evictable_hot.keys()
-        assert len(evictable) == len(self._evictable) + len(self._evictable_hot), "a block is hot and is not"
-        assert all((self._keys[b] in self._heat) == (b in self._evictable_hot) for b in evictable), (
-            "a block's place in the order of eviction and its heat disagree"
+        assert len(evictable) == len(self._evictable) + len(self._evictable_hot), (
+            "a block is in both eviction lists"
         )
-        assert min(self._heat.values(), default=1) > 0, "a key is hot for nobody"
+        assert all((self._hashes[b] in self._hot_counts) == (b in self._evictable_hot) for b in evictable), (
+            "a block is in the wrong eviction list"
+        )
+        assert min(self._hot_counts.values(), default=1) > 0, "a hash is hot without a session"
         assert free.isdisjoint(referenced) and free.isdisjoint(evictable), "a free block is in use"
         assert evictable.isdisjoint(referenced), "an evictable block is in use"
-        assert len(free) + len(evictable) + len(referenced) == self.num_blocks, "blocks were lost or doubled"
-        assert {block: key for key, block in self._cached.items()} == keyed, (
-            "the cache disagrees with the keys"
+        assert len(free) + len(evictable) + len(referenced) == self.num_blocks, (
+            "blocks were lost or duplicated"
         )
-        assert len(self._cached) == len(keyed), "one block is cached under two keys"
-        assert len(self._wanted) <= self.num_blocks, "more is wanted than there is room for"
-        assert self._reused <= set(referenced) | keyed.keys(), "a block without content counts as reused"
-        assert free.isdisjoint(keyed) and evictable <= keyed.keys(), "free is cached, or evictable not"
+        assert {block: value for value, block in self._cached.items()} == hashed, (
+            "the cache disagrees with the hashes of its blocks"
+        )
+        assert len(self._cached) == len(hashed), "one block is cached under two hashes"
+        assert len(self._missed) <= self.num_blocks, "too many missed hashes are kept"
+        assert self._reused <= set(referenced) | hashed.keys(), "a block without content counts as reused"
+        assert free.isdisjoint(hashed), "a free block is cached"
+        assert evictable <= hashed.keys(), "an evictable block is not cached"
 
     def _eviction_order(self, block: int) -> OrderedDict[int, None]:
-        return self._evictable_hot if self._keys[block] in self._heat else self._evictable
+        return self._evictable_hot if self._hashes[block] in self._hot_counts else self._evictable
 
-    def _move(self, key: BlockKey, origin: OrderedDict[int, None], target: OrderedDict[int, None]) -> bool:
-        block = self._cached.get(key)
+    def _move(
+        self, block_hash: BlockHash, origin: OrderedDict[int, None], target: OrderedDict[int, None]
+    ) -> bool:
+        block = self._cached.get(block_hash)
         if block is None or block not in origin:
             return False
         del origin[block]
@@ -254,16 +268,16 @@ class BlockPool:
         return True
 
     def _is_free(self, block: int) -> bool:
-        return self._references[block] == 0 and self._keys[block] is None
+        return self._references[block] == 0 and self._hashes[block] is None
 
     def _put_free(self, block: int) -> None:
         self._reused.discard(block)
         self._free.append(block)
-        self._dead.append(block)
+        self._newly_free.append(block)
 
-    def _drop_key(self, block: int) -> None:
-        key = self._keys[block]
-        assert key is not None
-        del self._cached[key]
-        self._keys[block] = None
+    def _drop_hash(self, block: int) -> None:
+        block_hash = self._hashes[block]
+        assert block_hash is not None
+        del self._cached[block_hash]
+        self._hashes[block] = None
         self._reused.discard(block)

@@ -1,4 +1,4 @@
-"""Owns rows and block tables: which request holds what, in which tier, and what moves from one tier to the other."""
+"""Owns rows, block tables and swap slots of all requests, in both tiers, and the moves from one tier to the other."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from weft.metrics import TwoTierKvCache
 from weft.plan import SwapTask
 from weft.request import RequestId
-from weft.scheduling.cache.allocation import GONE, KvCacheAllocation, Move
-from weft.scheduling.cache.block_pool import BlockKey, BlockPool, Blocks
+from weft.scheduling.cache.allocation import RELEASED, KvCacheAllocation, Move
+from weft.scheduling.cache.block_pool import BlockCounts, BlockHash, BlockPool
 from weft.scheduling.cache.swap import SwapSlots
 from weft.tiers import stored_blocks
 
-NO_TAIL = 1 << 62
-"""Blocks of the tail where there is no store: it never ends."""
+UNLIMITED_TAIL = 1 << 62
+"""Length of the tail, in blocks, of a cache without a store."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvCacheManagerStats:
-    """Derived from the truth at the moment of asking."""
+    """A snapshot, computed on demand."""
 
     rows: int
     rows_used: int
@@ -38,7 +38,7 @@ class KvCacheManagerStats:
 
     @property
     def utilisation(self) -> float:
-        """The share of the memory for blocks that is in use."""
+        """The share of the cache memory that is in use."""
         if not self.store_blocks:
             return self.blocks_used / self.blocks
         used = self.blocks_used * self.bytes_per_block + self.store_blocks_used * self.bytes_per_store_block
@@ -46,11 +46,11 @@ class KvCacheManagerStats:
 
 
 class KvCacheManager:
-    """Allocations by request. Running out of memory is a return value; misuse is an error and changes nothing.
+    """Allocations by request. Running out of memory is a return value; misuse raises and changes nothing.
 
-    Moves: the full block of an entry that moves to the store is held until the step that moves it is over, since that step
-    may fail, and then it is the entry again. A request that gives its memory up before that gives it up whole: where
-    the step fails, a copy of it in swap space is worthless and dropped.
+    Moves: a full block that moves to the store is held until the step that moves it ends. If that step fails, the block
+    becomes the table entry again. A sequence that is preempted before the step ends releases both blocks. If it was
+    swapped out and the step fails, its swap slots hold invalid data and are dropped.
     """
 
     def __init__(
@@ -74,44 +74,45 @@ class KvCacheManager:
         self.bytes_per_block = bytes_per_block
         self.bytes_per_store_block = bytes_per_store_block
         self._block_size = block_size
-        self._tail_blocks = tail_blocks if store_blocks else NO_TAIL
-        self._swaps = SwapSlots(Blocks(swap_blocks, store_swap_blocks))
+        self._tail_blocks = tail_blocks if store_blocks else UNLIMITED_TAIL
+        self._swaps = SwapSlots(BlockCounts(swap_blocks, store_swap_blocks))
         self._allocations: dict[RequestId, KvCacheAllocation] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
-        self._rows_given_up: set[int] = set()
-        """Nobody's any more, but not free before `free_row`."""
+        self._draining_rows: set[int] = set()
+        """Released by their requests, but not free before `free_row`: a step in flight may use them."""
         self._moving: deque[tuple[int, KvCacheAllocation, Move]] = deque()
-        """Moves of the steps in flight, with the step."""
+        """(step, allocation, move) of the steps in flight."""
         self._num_moved = self._num_moves_shared = 0
 
-    # -- how much it takes
+    # -- how many blocks are needed
 
     @property
-    def available(self) -> Blocks:
-        return Blocks(self.pool.available, self.store.available)
+    def available(self) -> BlockCounts:
+        return BlockCounts(self.pool.available, self.store.available)
 
     @property
-    def fewest_available(self) -> int:
-        """Of either tier."""
+    def min_available(self) -> int:
+        """Available blocks of the tier that has fewer."""
         full = self.pool.available
         return min(full, self.store.available) if self.store.num_blocks else full
 
-    def needed(self, num_blocks: int, stored: int, end: int) -> Blocks:
-        """What a table of `num_blocks`, of which `stored` are in the store, must get so that all positions before `end`
-        can be computed in one step: the blocks in which they lie, and what they read from the store."""
+    def needed(self, num_blocks: int, stored: int, end: int) -> BlockCounts:
+        """Blocks that a table lacks so that one step can compute all positions before `end`. The table has
+        `num_blocks`, of which `stored` are in the store. The step writes to full blocks, and reads older blocks from
+        the store."""
         full = -(-end // self._block_size) - num_blocks
         moving = stored_blocks(end - 1, self._block_size, self._tail_blocks) - stored
-        return Blocks(full if full > 0 else 0, moving if moving > 0 else 0)
+        return BlockCounts(full if full > 0 else 0, moving if moving > 0 else 0)
 
-    def needed_after(self, num_blocks: int, stored: int, end: int) -> Blocks:
-        """The same for a table that gets there step by step: what moves on the way goes back, so that it never needs more in
-        full than its tail and the block it writes."""
+    def needed_over_steps(self, num_blocks: int, stored: int, end: int) -> BlockCounts:
+        """The same, if several steps may compute the positions. Moves free full blocks in between, so the table never
+        needs more of them than its tail and the block it writes."""
         border = stored_blocks(end - 1, self._block_size, self._tail_blocks)
         full = min(-(-end // self._block_size), self._tail_blocks + 1) - (num_blocks - stored)
-        return Blocks(max(0, full), max(0, border - stored))
+        return BlockCounts(max(0, full), max(0, border - stored))
 
-    def affordable(self, num_blocks: int, stored: int, start: int, room: Blocks) -> int:
-        """How many positions from `start` on `room` is enough for, in one step."""
+    def affordable(self, num_blocks: int, stored: int, start: int, room: BlockCounts) -> int:
+        """How many positions from `start` on one step can compute with `room` more blocks."""
         by_full = (num_blocks + room.full) * self._block_size
         by_store = (stored + room.store + self._tail_blocks + 1) * self._block_size - 1
         return max(0, min(by_full, by_store) - start)
@@ -122,19 +123,19 @@ class KvCacheManager:
     def free_rows(self) -> int:
         return len(self._free_rows)
 
-    def can_allocate(self, needed: Blocks) -> bool:
+    def can_allocate(self, needed: BlockCounts) -> bool:
         return bool(self._free_rows) and self.available.covers(needed)
 
     def allocate(
         self,
         request_id: RequestId,
-        needed: Blocks,
+        needed: BlockCounts,
         shared: Sequence[int] = (),
-        keys: Sequence[BlockKey] = (),
+        hashes: Sequence[BlockHash] = (),
     ) -> KvCacheAllocation | None:
-        """A row, the shared blocks of a prefix hit, and what is needed beside them. None: no row or not enough blocks.
+        """Allocates a row, the `shared` blocks of a prefix hit, and the `needed` blocks. None: not enough.
 
-        `keys` are those of the whole table, as far as they are known."""
+        `hashes` are those of the whole table, as far as they are known."""
         if request_id in self._allocations:
             raise ValueError(f"request {request_id} already holds memory")
         if not self._free_rows:
@@ -143,26 +144,28 @@ class KvCacheManager:
         allocation = KvCacheAllocation(request_id)
         allocation.blocks = list(shared)
         allocation.stored = self.num_stored(shared)
-        if not self._take(allocation, needed, keys):
+        if not self._take(allocation, needed, hashes):
             self.release(shared)
             return None
         allocation.row = self._free_rows.pop()
         self._allocations[request_id] = allocation
         return allocation
 
-    def extend(self, allocation: KvCacheAllocation, needed: Blocks, keys: Sequence[BlockKey] = ()) -> bool:
-        """Grows the block table, and takes what is to move in this step. False: not enough blocks, nothing changed."""
+    def extend(
+        self, allocation: KvCacheAllocation, needed: BlockCounts, hashes: Sequence[BlockHash] = ()
+    ) -> bool:
+        """Grows the block table, and allocates store blocks for the moves of this step. False: not enough blocks."""
         self._check_resident(allocation, "extended")
-        return self._take(allocation, needed, keys)
+        return self._take(allocation, needed, hashes)
 
     def adopt(self, allocation: KvCacheAllocation, block: int) -> None:
-        """Appends a full block that another request fills or has filled: a prefix hit in mid-flight."""
+        """Appends a full block that another request has filled, or fills in this step: a prefix hit while running."""
         self._check_resident(allocation, "extended")
         self.pool.share(block)
         allocation.blocks.append(block)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Holds the blocks of a prefix hit: all of them or, where one is free, none."""
+        """Adds a reference to each block of a prefix hit or, if one is free, to none."""
         stored = self.num_stored(blocks)
         self.store.share_all(blocks[:stored])
         try:
@@ -172,14 +175,14 @@ class KvCacheManager:
             raise
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Gives back blocks of a table that were shared."""
+        """Undoes `share`."""
         stored = self.num_stored(blocks)
         self.pool.release(blocks[stored:])
         if stored:
             self.store.release(blocks[:stored])
 
     def num_stored(self, blocks: Sequence[int]) -> int:
-        """How many of a table's blocks are in the store: it begins with them."""
+        """How many leading blocks of a table are in the store."""
         first = self.pool.num_blocks
         stored = 0
         while stored < len(blocks) and blocks[stored] >= first:
@@ -190,7 +193,7 @@ class KvCacheManager:
         return self.pool if block < self.pool.num_blocks else self.store
 
     def truncate(self, allocation: KvCacheAllocation, num_blocks: int) -> None:
-        """Gives back what lies behind the first `num_blocks` blocks, or swap slots where it is swapped out."""
+        """Releases all but the first `num_blocks` blocks or, if it is swapped out, swap slots."""
         if allocation.is_swapped:
             self._swaps.give_back(allocation.swap_slots[num_blocks:])
             del allocation.swap_slots[num_blocks:]
@@ -203,23 +206,23 @@ class KvCacheManager:
         allocation.stored = min(allocation.stored, num_blocks)
 
     def free(self, allocation: KvCacheAllocation) -> int | None:
-        """Gives everything back but the row, which is returned: it may be in a step in flight (`free_row`)."""
+        """Releases everything but the row, and returns the row: a step in flight may use it. `free_row` releases it."""
         if self._allocations.get(allocation.request_id) is not allocation:
-            raise ValueError(f"the memory of request {allocation.request_id} was given back already")
+            raise ValueError(f"the memory of request {allocation.request_id} was released already")
         del self._allocations[allocation.request_id]
         self.release(allocation.blocks)
         self._swaps.give_back(allocation.swap_slots)
         self._drop_moves(allocation)
         row = allocation.row
         if row is not None:
-            self._rows_given_up.add(row)
+            self._draining_rows.add(row)
         allocation.blocks, allocation.swap_slots, allocation.row, allocation.stored = [], [], None, 0
         return row
 
     def free_row(self, row: int) -> None:
-        if row not in self._rows_given_up:
-            raise ValueError(f"row {row} was given back twice, or is held by a request")
-        self._rows_given_up.remove(row)
+        if row not in self._draining_rows:
+            raise ValueError(f"row {row} is free already, or a request holds it")
+        self._draining_rows.remove(row)
         self._free_rows.append(row)
 
     @property
@@ -237,27 +240,27 @@ class KvCacheManager:
     # -- moves to the store
 
     @property
-    def blocks_are_leaving(self) -> bool:
+    def has_moves_in_flight(self) -> bool:
         return bool(self._moving)
 
     def move(
-        self, allocation: KvCacheAllocation, keys: Sequence[BlockKey], step: int
-    ) -> tuple[list[Move], list[tuple[int, BlockKey]]]:
-        """The plan of `step` is final: what was taken for its moves becomes part of the table.
+        self, allocation: KvCacheAllocation, hashes: Sequence[BlockHash], step: int
+    ) -> tuple[list[Move], list[tuple[int, BlockHash]]]:
+        """Puts the `arriving` blocks into the table: the plan of `step` is final.
 
-        Returns the moves, and the store's blocks that can be found by their content from now on."""
+        Returns the moves, and the store blocks that are new in the prefix cache, with their hashes."""
         moves, registered = [], []
         for block in allocation.arriving:
             index = allocation.stored
             origin = full = allocation.blocks[index]
             if self.store.is_cached(block):
                 origin = -1
-            elif index < len(keys):
-                found = self.store.lookup(keys[index])
+            elif index < len(hashes):
+                found = self.store.lookup(hashes[index])
                 if found is None:
-                    self.store.register(block, keys[index])
-                    registered.append((block, keys[index]))
-                else:  # another moves the same in this step
+                    self.store.register(block, hashes[index])
+                    registered.append((block, hashes[index]))
+                else:  # another request moves the same content in this step
                     self.store.share(found)
                     self.store.release([block])
                     origin, block = -1, found
@@ -271,23 +274,23 @@ class KvCacheManager:
         return moves, registered
 
     def settle_moves(self, step: int) -> None:
-        """All steps up to this one are over: the full blocks that moved in them are free."""
+        """Frees the full blocks that moved in steps up to this one: they have ended."""
         while self._moving and self._moving[0][0] <= step:
             _, allocation, move = self._moving.popleft()
             self._num_moved += 1
             self._num_moves_shared += move.origin == -1
-            full = allocation.leaving.pop(move.entry, GONE)
-            if full != GONE:
+            full = allocation.leaving.pop(move.entry, RELEASED)
+            if full != RELEASED:
                 self.pool.retire(full)
 
     def undo_moves(self) -> None:
-        """No step in flight will be: what moved in them is full again. What they registered must be forgotten before."""
+        """Undoes the moves of all steps in flight, which failed. The caller has unregistered their blocks."""
         while self._moving:
             _, allocation, move = self._moving.pop()
             full = allocation.leaving.pop(move.entry, None)
-            if full == GONE and allocation.is_swapped:
-                self.truncate(allocation, 0)  # the copy holds what never came to be
-            elif full is not None and full != GONE:
+            if full == RELEASED and allocation.is_swapped:
+                self.truncate(allocation, 0)  # its swap slots hold content that was never computed
+            elif full is not None and full != RELEASED:
                 allocation.blocks[move.entry] = full
                 allocation.stored = move.entry
                 self.store.release([move.block])
@@ -298,9 +301,9 @@ class KvCacheManager:
         return bool(allocation.blocks) and self._swaps.free.covers(allocation.size)
 
     def swap_out(self, allocation: KvCacheAllocation, after_step: int) -> tuple[SwapTask, int] | None:
-        """Moves a request to swap space. Its blocks are free at once, guarded by the copy. None: no space.
+        """Swaps a request out. Its blocks are free at once, guarded until the copy ends. None: not enough swap slots.
 
-        Returns the copy to make and the row, which goes back through `free_row` when no step uses it any more.
+        Returns the copy to make, and the row: `free_row` releases it when no step uses it any more.
         """
         self._check_resident(allocation, "swapped out")
         if not self.can_swap_out(allocation):
@@ -308,17 +311,17 @@ class KvCacheManager:
         slots = self._swaps.take(allocation.size)
         task = self._swaps.copy(allocation.request_id, allocation.blocks, slots, after_step)
         self.release(allocation.blocks)
-        unsettled = dict.fromkeys(allocation.leaving, GONE)
+        unsettled = dict.fromkeys(allocation.leaving, RELEASED)
         self._drop_moves(allocation)
         allocation.leaving = unsettled
         row = allocation.row
         assert row is not None
-        self._rows_given_up.add(row)
+        self._draining_rows.add(row)
         allocation.blocks, allocation.swap_slots, allocation.row = [], slots, None
         return task, row
 
     def swap_in(self, allocation: KvCacheAllocation, after_step: int) -> SwapTask | None:
-        """Brings a request back into a row and fresh blocks. None: no room, and the copy stays where it is."""
+        """Swaps a request in: allocates a row and new blocks. None: no room, and it stays swapped out."""
         if not allocation.is_swapped or self._allocations.get(allocation.request_id) is not allocation:
             raise ValueError(f"request {allocation.request_id} is not swapped out")
         needed = allocation.size
@@ -334,29 +337,29 @@ class KvCacheManager:
         return task
 
     def finish_swap(self, swap_id: int) -> bool:
-        """The copy is over, well or not. False: it was over already."""
+        """Ends a swap, successful or not. False: it had ended before."""
         return self._swaps.finish(swap_id)
 
     @property
-    def swaps_under_way(self) -> list[int]:
-        return self._swaps.under_way
+    def swaps_in_flight(self) -> list[int]:
+        return self._swaps.in_flight
 
     @property
     def num_swap_slots(self) -> int:
         return self._swaps.slots.full
 
     def take_dependencies(self) -> tuple[int, ...]:
-        """The swaps that the step being planned must wait for, because it writes to blocks they touch."""
+        """Returns the swaps that the step being planned must wait for: it writes to blocks that they copy."""
         return self._swaps.take_dependencies()
 
-    def take_dead(self) -> tuple[int, ...]:
-        """Blocks that became free and that no copy touches: their content is of no use to anyone."""
-        dead = self.pool.take_dead()
+    def take_freed(self) -> tuple[int, ...]:
+        """Returns the blocks that became free and that no swap copies: their content is dead."""
+        freed = self.pool.take_freed()
         if self.store.num_blocks:
-            dead = dead + self.store.take_dead()
-        return tuple([block for block in dead if not self._swaps.is_guarded(block)])
+            freed = freed + self.store.take_freed()
+        return tuple([block for block in freed if not self._swaps.is_guarded(block)])
 
-    # -- for people and tests
+    # -- for metrics and tests
 
     def stats(self) -> KvCacheManagerStats:
         slots_used = self._swaps.slots - self._swaps.free
@@ -377,13 +380,15 @@ class KvCacheManager:
         )
 
     def two_tier(self) -> TwoTierKvCache | None:
-        """What is in which tier. None: there is no store."""
+        """Usage of both tiers. None: the cache has one tier."""
         if not self.store.num_blocks:
             return None
         tail, stored = self.pool.num_referenced, self.store.num_referenced
         tail_bytes, store_bytes = tail * self.bytes_per_block, stored * self.bytes_per_store_block
-        # A block that is leaving is in both tiers: a plain cache would hold it once.
-        leaving = {full for a in self._allocations.values() for full in a.leaving.values() if full != GONE}
+        # A block that is leaving is in both tiers. A cache with one tier would hold it once.
+        leaving = {
+            full for a in self._allocations.values() for full in a.leaving.values() if full != RELEASED
+        }
         plain_bytes = (tail - len(leaving) + stored) * self.bytes_per_block
         return TwoTierKvCache(
             tail_tokens=tail * self._block_size,
@@ -396,7 +401,7 @@ class KvCacheManager:
         )
 
     def check_integrity(self, rows_held: Sequence[int] = ()) -> None:
-        """Raises AssertionError unless blocks, rows (`rows_held` by steps in flight) and swap slots add up."""
+        """Raises AssertionError if blocks, rows (`rows_held` by steps in flight) or swap slots are inconsistent."""
         self.pool.check_integrity()
         if self.store.num_blocks:
             self.store.check_integrity()
@@ -405,37 +410,37 @@ class KvCacheManager:
         rows, slots = [*self._free_rows, *rows_held], self._swaps.free_slots
         num_leaving = 0
         for allocation in self._allocations.values():
-            leaving = [block for block in allocation.leaving.values() if block != GONE]
+            leaving = [block for block in allocation.leaving.values() if block != RELEASED]
             for block in (*allocation.blocks, *leaving):
                 references[block] += 1
             slots += allocation.swap_slots
             num_leaving += len(allocation.leaving)
             if allocation.row is not None:
                 rows.append(allocation.row)
-            assert not allocation.arriving, "blocks were taken for moves that are in no plan"
+            assert not allocation.arriving, "store blocks are held for moves that are in no plan"
             for index, (block, first) in enumerate(
                 [(b, first_stored) for b in allocation.blocks]
                 + [(slot, first_slot) for slot in allocation.swap_slots]
             ):
                 assert (block >= first) is (index < allocation.stored), "an entry is in the wrong tier"
-        assert num_leaving <= len(self._moving), "a block is leaving in no step"
-        assert sorted(rows_held) == sorted(self._rows_given_up), "rows are held for nothing, or were lost"
+        assert num_leaving <= len(self._moving), "a block is leaving, but no step moves it"
+        assert sorted(rows_held) == sorted(self._draining_rows), "rows are held without a step, or were lost"
         in_pools = [*self.pool.reference_counts, *self.store.reference_counts[first_stored:]]
         assert references == in_pools, "reference counts and block tables disagree"
-        assert sorted(rows) == list(range(self.num_rows)), "rows were lost or doubled"
+        assert sorted(rows) == list(range(self.num_rows)), "rows were lost or duplicated"
         num_slots = first_slot + self._swaps.slots.store
-        assert sorted(slots) == list(range(num_slots)), "swap slots were lost or doubled"
+        assert sorted(slots) == list(range(num_slots)), "swap slots were lost or duplicated"
 
-    def _take(self, allocation: KvCacheAllocation, needed: Blocks, keys: Sequence[BlockKey]) -> bool:
-        """Full blocks for the end of the table and store blocks for its next moves; those that the store has by their
-        content are shared."""
+    def _take(self, allocation: KvCacheAllocation, needed: BlockCounts, hashes: Sequence[BlockHash]) -> bool:
+        """Allocates full blocks for the end of the table, and store blocks for its next moves. Content that the store
+        holds is shared."""
         fresh = self.pool.allocate(needed.full)
         if fresh is None:
             return False
         if needed.store:
             arriving: list[int] = []
-            for key in keys[allocation.stored : allocation.stored + needed.store]:
-                found = self.store.lookup(key)
+            for block_hash in hashes[allocation.stored : allocation.stored + needed.store]:
+                found = self.store.lookup(block_hash)
                 if found is None:
                     break
                 arriving.append(found)
@@ -445,22 +450,22 @@ class KvCacheManager:
                 self.store.release(arriving)
                 self.pool.release(fresh)
                 return False
-            self._swaps.note_taken(taken)
+            self._swaps.note_writes(taken)
             allocation.arriving = arriving + taken
         if fresh:
-            self._swaps.note_taken(fresh)
+            self._swaps.note_writes(fresh)
         allocation.blocks += fresh
         return True
 
     def _drop_moves(self, allocation: KvCacheAllocation, first: int = 0) -> None:
-        """Gives back what is held for moves, of entries from `first` on."""
+        """Releases the blocks that are held for moves of entries from `first` on."""
         if allocation.arriving:
             self.store.release(allocation.arriving)
             allocation.arriving = []
         if allocation.leaving:
             for index in [i for i in allocation.leaving if i >= first]:
                 full = allocation.leaving.pop(index)
-                if full != GONE:
+                if full != RELEASED:
                     self.pool.retire(full)
 
     def _check_resident(self, allocation: KvCacheAllocation, verb: str) -> None:

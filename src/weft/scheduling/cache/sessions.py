@@ -1,4 +1,4 @@
-"""Owns which conversations are kept hot: whose cached blocks are evicted last, and until when."""
+"""Owns the sessions: conversations whose cached KV blocks are evicted last, until they expire."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.scheduling.cache.block_pool import BlockKey, BlockPool
+from weft.scheduling.cache.block_pool import BlockHash, BlockPool
 
 MAX_SESSIONS = 4096
-"""More conversations than a cache is likely to hold. With names of at most `MAX_NAME_LENGTH` characters they take a few
+"""More conversations than a cache is likely to hold. With ids of at most `MAX_NAME_LENGTH` characters they take a few
 megabytes."""
 
-SessionKey = tuple[str, str]
-"""Cache salt and session id: a session never reaches over salts."""
+ScopedSession = tuple[str, str]
+"""(cache salt, session id): equal ids under different salts are different sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    keys: tuple[BlockKey, ...]
+    hashes: tuple[BlockHash, ...]
     expires_at: float
 
 
 class Sessions:
-    """Between two turns of a conversation nobody refers to its blocks. While its session lives, they are evicted only
-    when nothing else is left: a session costs no running request its memory, and other caches no longer than its life.
+    """Between two requests of a conversation, no sequence references its blocks. Until its session expires, they are
+    evicted only when no other cached block is left. Running requests can still take their memory.
     """
 
     def __init__(
@@ -34,31 +34,30 @@ class Sessions:
         self._store = store
         self._lifetime = lifetime
         self._tail_blocks = tail_blocks
-        self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()
-        """In the order they expire: all live equally long."""
-        self._num_keys = 0
+        self._sessions: OrderedDict[ScopedSession, _Session] = OrderedDict()
+        """In order of expiry: all have the same lifetime."""
+        self._num_hashes = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def keep(self, session: SessionKey, keys: Sequence[BlockKey], now: float) -> None:
-        """A turn is over whose blocks have these keys: they are hot from now on, those of the turn before it only if they
-        are among them."""
-        kept = _Session(tuple(keys), now + self._lifetime)
-        for pool, hot in self._by_pool(kept.keys):
-            for key in hot:
-                pool.heat(key)
+    def keep(self, session: ScopedSession, hashes: Sequence[BlockHash], now: float) -> None:
+        """Marks the blocks of a session's latest request as hot, and unmarks those of its previous request."""
+        kept = _Session(tuple(hashes), now + self._lifetime)
+        for pool, hot in self._by_pool(kept.hashes):
+            for block_hash in hot:
+                pool.mark_hot(block_hash)
         self._drop(session)
-        if not kept.keys:
+        if not kept.hashes:
             return
         self._sessions[session] = kept
-        self._num_keys += len(kept.keys)
-        # More keys than there are blocks can never all be cached: a flood of sessions must not fill the memory.
-        while self._num_keys > self._most_keys or len(self._sessions) > MAX_SESSIONS:
+        self._num_hashes += len(kept.hashes)
+        # More hashes than blocks can never all be cached: many sessions must not fill the memory.
+        while self._num_hashes > self._max_hashes or len(self._sessions) > MAX_SESSIONS:
             self._drop(next(iter(self._sessions)))
 
     def expire(self, now: float) -> None:
-        """Lets go of sessions whose last turn is too long ago."""
+        """Drops the sessions whose last request is older than the lifetime."""
         while self._sessions:
             session, oldest = next(iter(self._sessions.items()))
             if oldest.expires_at > now:
@@ -67,29 +66,32 @@ class Sessions:
 
     def check_integrity(self) -> None:
         for pool in (self._pool, self._store):
-            heat: Counter[BlockKey] = Counter()
+            hot_counts: Counter[BlockHash] = Counter()
             for session in self._sessions.values():
-                for other, hot in self._by_pool(session.keys):
-                    heat.update(hot if other is pool else ())
-            assert pool is None or heat == pool.heat_of_keys, "sessions and the heat of keys disagree"
-        num_keys = sum(len(session.keys) for session in self._sessions.values())
-        assert self._num_keys == num_keys <= self._most_keys, "keys of sessions are miscounted"
+                for other, hot in self._by_pool(session.hashes):
+                    hot_counts.update(hot if other is pool else ())
+            assert pool is None or hot_counts == pool.hot_counts, "sessions and hot blocks disagree"
+        num_hashes = sum(len(session.hashes) for session in self._sessions.values())
+        assert self._num_hashes == num_hashes <= self._max_hashes, (
+            "the hashes of sessions are counted wrongly"
+        )
         assert len(self._sessions) <= MAX_SESSIONS, "more sessions are kept than allowed"
 
     @property
-    def _most_keys(self) -> int:
+    def _max_hashes(self) -> int:
         return (self._store or self._pool).num_blocks
 
-    def _by_pool(self, keys: Sequence[BlockKey]) -> list[tuple[BlockPool, Sequence[BlockKey]]]:
-        """Which keys are kept hot where. The next turn reads all from the store, and the last of them in full."""
+    def _by_pool(self, hashes: Sequence[BlockHash]) -> list[tuple[BlockPool, Sequence[BlockHash]]]:
+        """Which hashes are hot in which pool. The next request reads its tail from full blocks, the rest from the
+        store."""
         if self._store is None:
-            return [(self._pool, keys)]
-        return [(self._store, keys), (self._pool, keys[-self._tail_blocks - 1 :])]
+            return [(self._pool, hashes)]
+        return [(self._store, hashes), (self._pool, hashes[-self._tail_blocks - 1 :])]
 
-    def _drop(self, session: SessionKey) -> None:
+    def _drop(self, session: ScopedSession) -> None:
         dropped = self._sessions.pop(session, None)
         if dropped is not None:
-            self._num_keys -= len(dropped.keys)
-            for pool, hot in self._by_pool(dropped.keys):
-                for key in hot:
-                    pool.cool(key)
+            self._num_hashes -= len(dropped.hashes)
+            for pool, hot in self._by_pool(dropped.hashes):
+                for block_hash in hot:
+                    pool.unmark_hot(block_hash)

@@ -1,4 +1,4 @@
-"""Owns swap slots and the copies under way: which slots are free, and which copy last touches a block or slot."""
+"""Owns the swap slots and the swaps in flight: which slots are free, and which swap last touches a block or slot."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from collections.abc import Iterable, Sequence
 
 from weft.plan import SwapTask
 from weft.request import RequestId
-from weft.scheduling.cache.block_pool import Blocks
+from weft.scheduling.cache.block_pool import BlockCounts
 
 
 class SwapSlots:
-    """Slots of each tier, those of full blocks first, and guards.
+    """Slots of both tiers, those for full blocks first, and guards.
 
-    Guards: a swap copies beside the steps, so a block or swap slot that it touches may be given to someone else
-    while the copy is under way. The guard of a block or slot is the swap that touches it last; whoever takes it
-    next states that swap as a dependency.
+    Guards: a swap copies in parallel with steps, so its blocks and slots may be allocated again before the copy ends.
+    The guard of a block or slot is the last swap that touches it. The next step or swap that uses it depends on the
+    guard.
     """
 
-    def __init__(self, slots: Blocks) -> None:
+    def __init__(self, slots: BlockCounts) -> None:
         self.slots = slots
         self._free_full = list(range(slots.full - 1, -1, -1))
         self._free_store = list(range(slots.full + slots.store - 1, slots.full - 1, -1))
         self._next_swap_id = 0
         self._swaps: dict[int, list[tuple[dict[int, int], dict[int, int | None]]]] = {}
-        """Swaps that are not over: which guards each is, and whose guard it replaced there."""
+        """Swaps in flight: their block guards and slot guards, each with the earlier guard that it replaced."""
         self._block_guards: dict[int, int] = {}
         self._slot_guards: dict[int, int] = {}
         self._dependencies: set[int] = set()
 
     @property
-    def free(self) -> Blocks:
-        return Blocks(len(self._free_full), len(self._free_store))
+    def free(self) -> BlockCounts:
+        return BlockCounts(len(self._free_full), len(self._free_store))
 
     @property
     def free_slots(self) -> list[int]:
         return self._free_full + self._free_store
 
     @property
-    def under_way(self) -> list[int]:
+    def in_flight(self) -> list[int]:
         return list(self._swaps)
 
-    def take(self, count: Blocks) -> list[int]:
-        """Slots for a block table: first for what is in the store, then for full blocks. They must be there."""
+    def take(self, count: BlockCounts) -> list[int]:
+        """Allocates slots for a block table, store blocks first. The caller has checked that they are free."""
         store = [self._free_store.pop() for _ in range(count.store)]
         return store + [self._free_full.pop() for _ in range(count.full)]
 
@@ -52,7 +52,7 @@ class SwapSlots:
     def copy(
         self, request_id: RequestId, blocks: Sequence[int], slots: Sequence[int], after_step: int
     ) -> SwapTask:
-        """A new copy between blocks and slots, behind those that touch them now."""
+        """Creates a swap between blocks and slots. It depends on the swaps that touch them now."""
         guards = {self._block_guards.get(b) for b in blocks} | {self._slot_guards.get(s) for s in slots}
         after = tuple(sorted(guard for guard in guards if guard is not None))
         task = SwapTask(self._next_swap_id, request_id, tuple(blocks), tuple(slots), after_step, after)
@@ -66,26 +66,26 @@ class SwapSlots:
         return task
 
     def finish(self, swap_id: int) -> bool:
-        """The copy is over, well or not: what it touched is no longer guarded by it. False: it was over already."""
+        """Ends a swap, successful or not, and its guards. False: it had ended before."""
         if swap_id not in self._swaps:
             return False
         for guards, replaced in self._swaps.pop(swap_id):
             for index, earlier in replaced.items():
                 if guards.get(index) == swap_id:
                     del guards[index]
-                    # A swap that never began may be over before those it was to wait for.
+                    # A swap that never started may end before those that it depends on.
                     if earlier in self._swaps:
                         guards[index] = earlier
         self._dependencies.discard(swap_id)
         return True
 
-    def note_taken(self, blocks: Iterable[int]) -> None:
-        """The step being planned writes to these blocks: it waits for the copies that touch them."""
+    def note_writes(self, blocks: Iterable[int]) -> None:
+        """Makes the step being planned depend on the swaps that touch these blocks: it writes to them."""
         if self._block_guards:
             self._dependencies.update(self._block_guards[b] for b in blocks if b in self._block_guards)
 
     def take_dependencies(self) -> tuple[int, ...]:
-        """The swaps that the step being planned must wait for, because it writes to blocks they touch."""
+        """Returns the dependencies of the step being planned, and clears them for the next step."""
         if not self._dependencies:
             return ()
         taken = tuple(sorted(self._dependencies))

@@ -1,0 +1,19 @@
+"""A plan in flight, as the scheduler remembers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.plan import IterationPlan
+from weft.scheduling.cache.block_pool import BlockHash
+from weft.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPlan:
+    plan: IterationPlan
+    sequences: list[Sequence]
+    """The sequence of each entry."""
+    registered: list[tuple[int, BlockHash]]
+    """Blocks that the step fills. They leave the prefix cache if the step fails."""
+    is_retry: bool
