@@ -74,7 +74,7 @@ def test_decodes_with_drafts_alone_have_the_arrays_that_they_have_beside_a_promp
         expected = getattr(general.entries, name)[:num_tokens]
         assert np.array_equal(values, expected), name
         assert isinstance(values, list) or values.dtype == expected.dtype, name
-    assert found.token_places.tolist() == general.token_places[:num_tokens].tolist()
+    assert found.input_places.tolist() == general.input_places[:num_tokens].tolist()
     assert found.sampled_places.tolist() == general.sampled_places[:num_tokens].tolist()
     assert (found.drafts, found.first_draft) == (general.drafts, general.first_draft) == (drafts, num_decodes)
     # And what they are: each entry's last known token, then its drafts, with a sample behind each.
@@ -144,7 +144,7 @@ def test_a_sample_stands_where_all_drafts_before_it_were_sampled() -> None:
     )
 
     def standing(*tokens: int) -> list[bool]:
-        return [step.stands(sample, np.array(tokens)) for sample in range(len(tokens))]
+        return [step.is_valid_sample(sample, np.array(tokens)) for sample in range(len(tokens))]
 
     # one decode, three samples behind 70 and 71, two behind 80, one of the prompt
     assert standing(5, 70, 71, 6, 80, 7, 8) == [True] * 7
