@@ -103,7 +103,7 @@ def _append_product(program: _kernels.Program, instruction: FusedProduct, slots:
     before = instruction.before
     kind = "nothing" if before is None else "rms_norm" if isinstance(before, Norm) else before.kind
     column = 0
-    prepared_quantised: bool | None = None  # the form in which the previous part left the prepared input
+    prepared_quantised: bool | None = None  # whether the previous part quantised the input; `again` reuses it
     for part in instruction.product.layer.parts:
         program.linear(
             slots[instruction.input],
