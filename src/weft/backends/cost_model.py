@@ -60,8 +60,9 @@ ZEN3_SMOLLM2_135M = StepCosts(
     measured          2.4-2.8 ms    13.5 ms    30 ms       1,060-1,420 tokens/s
     this model        2.9 ms        8.8 ms     29 ms       1,176 tokens/s
 
-8 tokens are slower than the line because a tile of six tokens is mostly padding. Attention: 46 kB of f32 K and V per
-position at 25 GB/s, 69 kFLOP per pair at 140 GFLOP/s. Swap: a block of 16 positions at 10 GB/s.
+The model is too fast for 8 tokens: the kernels compute tiles of six tokens, and the second tile is mostly padding.
+Attention: 46 kB of f32 K and V per position at 25 GB/s, 69 kFLOP per pair at 140 GFLOP/s. Swap: a block of 16 positions
+at 10 GB/s.
 """
 
 H200_LLAMA_8B = StepCosts(

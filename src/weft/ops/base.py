@@ -103,8 +103,8 @@ class QkNorm:
     epsilon: float
 
 
-LinearRole = Literal["layer", "words", "router"]
-"""The role of a linear layer: a layer of the decoder, the output layer over the vocabulary, or the router of a mixture.
+LinearRole = Literal["layer", "vocabulary", "router"]
+"""The role of a linear layer: a layer of the decoder, the output layer or embedding, or the router of a mixture.
 The last two keep more precision when weights are quantised on request."""
 
 

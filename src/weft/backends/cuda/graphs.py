@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: the size a step is padded to, the graphs captured so far, and when to capture one.
 
 Graphs are captured on demand, so the start does not wait for them. The first step of a kind is launched kernel by
-kernel: this compiles Triton kernels and lets cuBLAS choose its own. The second step of the kind is captured; capturing
+kernel: this compiles Triton kernels and lets cuBLAS choose its kernels. The second step of the kind is captured; capturing
 costs the host little more than launching.
 
 A kind without a graph first uses a larger graph for a few steps. A batch that drains passes through many sizes, and most

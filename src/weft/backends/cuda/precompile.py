@@ -286,16 +286,16 @@ def _plans(sizes: Sizes) -> Iterator[IterationPlan]:
     for params in _SAMPLING:
         yield replace(_decode_plan(1, prompt), row_starts=(_start(0, SamplingParams(**params)),))
     if sizes.num_rows > 1:
-        beside = _prompt_plan(1, prompt)
+        second = _prompt_plan(1, prompt)
         yield replace(
-            beside,
+            second,
             num_decodes=1,
             request_ids=(RequestId(0), RequestId(1)),
             rows=(0, 1),
             starts=(prompt, 0),
             counts=(1, prompt - 1),
             samples=(True, True),
-            row_starts=(_start(0, _GREEDY), *beside.row_starts),
+            row_starts=(_start(0, _GREEDY), *second.row_starts),
         )
     yield IterationPlan(
         *(0, 0, (), (), (), (), ()),

@@ -38,7 +38,7 @@ class CpuOps(RecordingOps):
         return Experts(*(self.packing.experts(sources) for sources in (gate, up, down)))
 
     def load_embedding(self, source: WeightSource) -> Linear:
-        return self.packing.linear([source], role="words")
+        return self.packing.linear([source], role="vocabulary")
 
     def nbytes(self, weight: np.ndarray | Linear | Experts) -> int:
         return weight.nbytes
