@@ -1,8 +1,8 @@
-"""The format of KV cache vectors in the C++ kernels, in numpy. A vector is the key or value of one token for one KV head.
+"""The format of KV cache vectors in the C++ kernels, in numpy. A vector is the key or value of a token in a KV head.
 
     value = code * scale          codes are 16-bit integers; a scale is the upper half of a float32
 
-Four codes a, b, c, d share three elements of 16 bits. The lowest four bits of a, b and c hold the upper twelve bits of d.
+Four codes a, b, c, d share three 16-bit elements. The lowest four bits of a, b and c hold the upper twelve of d.
 
     element 0   a[15:4] d[15:12]
     element 1   b[15:4] d[11:8]
@@ -66,9 +66,9 @@ class Units:
 
 
 def encode_keys(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes before they share elements, int64 [..., features], and the bits of the scales, uint16 [...]. A vector with an
-    infinite or NaN value becomes NaN as a whole. The lengths of keys and queries are limited, so that the product of two
-    code vectors fits into 32 bits."""
+    """Codes before they share elements, int64 [..., features], and the bits of the scales, uint16 [...]. A vector
+    with an infinite or NaN value becomes NaN as a whole. The lengths of keys and queries are limited, so that the
+    product of two code vectors fits into 32 bits."""
     root = np.sqrt(np.float32(vectors.shape[-1]))
     return _encode(vectors, LARGEST_CODE, lambda lengths: lengths / (root * np.float32(LONGEST_KEY)))
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-# Set before numpy is imported. The threads of OpenBLAS spin while they wait: on a busy machine a step takes ten times as
-# long. One thread has no such outliers.
+# Set before numpy is imported. The threads of OpenBLAS spin while they wait: on a busy machine a step takes ten times
+# as long. One thread has no such outliers.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # The test servers run on this machine, so their addresses must not go through a proxy of the user.
 os.environ |= {

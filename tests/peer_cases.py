@@ -1,4 +1,4 @@
-"""Engines, tries and benches for the tests of `weft bench peers`. An engine is a small script; machine speeds are fake."""
+"""Engines, tries and benches for the tests of `weft bench peers`. An engine is a small script; speeds are fake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that opens and closes models on the GPU. It prints a line at each stage, and waits for a line to continue."""
+"""Opens and closes models on the GPU. Prints a line at each stage, then waits for a line on standard input."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class Distances:
 
 
 def _models(case: Case, folder: Path) -> tuple[Any, Any]:
-    """The model in float32 with weights that bfloat16 represents exactly, and the same in bfloat16. Saved in `folder`."""
+    """The model in float32, with weights that bfloat16 represents exactly, and in bfloat16. Saved in `folder`."""
     reference = build_model(case)
     with torch.no_grad():
         if reference.config.tie_word_embeddings:

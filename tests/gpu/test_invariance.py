@@ -99,8 +99,8 @@ def test_prefix_hits_change_nothing(
 def test_preemption_changes_nothing(
     checkpoint: Checkpoint, requests: list[Request], alone: list[GenerationResult], mode: PreemptionMode
 ) -> None:
-    # Four of the longest start together in 32 blocks, and need 36 blocks with their answers. They are the last requests, so
-    # all four wait when the first of them is admitted.
+    # Four of the longest start together in 32 blocks, and need 36 blocks with their answers. They are the last
+    # requests, so all four wait when the first of them is admitted.
     short = [index for index, (prompt, _) in enumerate(requests) if len(prompt) <= 130]
     with open_invariant(checkpoint, num_blocks=32, swap_blocks=256, preemption=mode) as llm:
         results = answers(llm, [requests[index] for index in short])

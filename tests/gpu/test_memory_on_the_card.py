@@ -13,8 +13,8 @@ import pytest
 HERE = Path(__file__).parent
 MIB = 1 << 20
 KEPT_BY_CUDA = 400 * MIB
-"""An upper limit for kernel code and library workspaces, which CUDA keeps until the process ends. The weights of the model
-take 1,137 MiB."""
+"""An upper limit for kernel code and library workspaces, which CUDA keeps until the process ends. The weights of the
+model take 1,137 MiB."""
 
 
 def free_memory() -> int:

@@ -50,8 +50,8 @@ def test_answers_are_correct_and_the_engine_is_idle_at_the_end(mode: PreemptionM
 
 
 def _load(llm: LLM, requests: list[Request], alone: list[GenerationResult], seed: int) -> int:
-    """Runs some requests at a time and compares their answers. Submits and cancels others. Returns how many of these ended
-    as cancelled."""
+    """Runs some requests at a time and compares their answers. Submits and cancels others. Returns how many of these
+    ended as cancelled."""
     dice = random.Random(seed)
     num_cancelled = 0
     for _ in range(ITERATIONS):

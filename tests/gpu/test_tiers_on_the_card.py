@@ -1,5 +1,5 @@
-"""The two-tier cache on the GPU, in the batch-invariant mode. Answers do not depend on the rest of the batch, chunks, prefix
-hits or preemption, bit for bit. They differ from those of a plain cache."""
+"""The two-tier cache on the GPU, in the batch-invariant mode. Answers do not depend on the rest of the batch, chunks,
+prefix hits or preemption, bit for bit. They differ from those of a plain cache."""
 
 from __future__ import annotations
 

@@ -114,8 +114,8 @@ class _DoubleTorch:
 
 @contextmanager
 def transformers_in_float64(case: Case) -> Iterator[None]:
-    """Makes transformers compute norms, softmax and RoPE frequencies in float64, to compare all digits. Normally it uses
-    float32 for these, whatever the dtype of the model."""
+    """Makes transformers compute norms, softmax and RoPE frequencies in float64, to compare all digits. Normally it
+    uses float32 for these, whatever the dtype of the model."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (case.modeling, "transformers.modeling_rope_utils"):
             patch.setattr(importlib.import_module(module), "torch", _DoubleTorch())
@@ -169,8 +169,8 @@ def generate(decoder: Decoder, chunk: int, block_size: int) -> tuple[list[int], 
 def next_step(
     texts: list[list[int]], counts: list[int], done: np.ndarray, tables: np.ndarray, block_size: int
 ) -> tuple[np.ndarray, StepIndices]:
-    """A step that computes `counts` tokens of each text, with logits for every token. Returns the texts with tokens in the
-    step, and the step. Adds `counts` to `done`, the number of computed tokens of each text."""
+    """A step that computes `counts` tokens of each text, with logits for every token. Returns the texts with tokens
+    in the step, and the step. Adds `counts` to `done`, the number of computed tokens of each text."""
     rows = np.flatnonzero(counts)
     positions = [np.arange(done[row], done[row] + counts[row]) for row in rows]
     blocks = [tables[row, at // block_size] for row, at in zip(rows, positions, strict=True)]

@@ -220,7 +220,7 @@ def test_logits_equal_transformers_to_the_last_digits_of_float64(name: str, tmp_
     assert error <= 1e-10
 
 
-# Cases that GGUF can express. GGUF has no key for the windows of Mistral and Qwen2, nor for query_pre_attn_scalar of Gemma.
+# Cases that GGUF can express. It has no key for the windows of Mistral and Qwen2 and query_pre_attn_scalar of Gemma.
 GGUF_CASES = {
     **{
         name: CASES[name]

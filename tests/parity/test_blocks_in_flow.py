@@ -49,7 +49,8 @@ def test_long_and_short_prompts_with_decodes_get_the_same_bits_as_alone(
 ) -> None:
     alone = decoder_of(name, tmp_path, 1, quantize)
     together = decoder_of(name, tmp_path, 3, quantize)
-    # First chunks that end inside a KV block; then the rest of the prompts with decodes, one of them longer than a row block.
+    # First chunks that end inside a KV block; then the rest of the prompts with decodes, one of them longer than a
+    # row block.
     plan = [
         [90, 37, 1, 64, 5, 40, 1],
         [1, 130, 1, 1, 100, 16, 31],

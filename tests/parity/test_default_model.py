@@ -136,8 +136,8 @@ def neighbours_to_halves(weight: np.ndarray, heads: int) -> np.ndarray:
 def reference_logits(model: Any, prompt: list[int], text: list[int]) -> np.ndarray:
     """transformers' logits for each token of `text` after `prompt`, in one forward pass.
 
-    `text` is the greedy text exactly if each of its tokens has the highest logit: by induction, the tokens before it are
-    those of greedy generation.
+    `text` is the greedy text exactly if each of its tokens has the highest logit: by induction, the tokens before it
+    are those of greedy generation.
     """
     with torch.no_grad():
         output = model(torch.tensor([prompt + text]), use_cache=False, logits_to_keep=len(text) + 1)

@@ -28,7 +28,7 @@ TALK = [
 def reference(
     default_model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, Any, Any]]:
-    """A folder, its transformers model and its tokenizer: random weights in bf16, the vocabulary of the default model."""
+    """A folder, its transformers model and its tokenizer: random bf16 weights, the default model's vocabulary."""
     from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(5)

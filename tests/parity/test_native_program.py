@@ -13,8 +13,8 @@ from test_architectures import CASES
 
 from weft import _kernels
 
-# Limits of the error relative to the largest logit: for 90% of the tokens, and for the worst token. K and V have 12 bits;
-# queries and attention weights are quantised to 16 bits; everything else is float32.
+# Limits of the error relative to the largest logit: for 90% of the tokens, and for the worst token. K and V have 12
+# bits; queries and attention weights are quantised to 16 bits; everything else is float32.
 CODED = 2.5e-3
 CODED_AT_WORST = 1e-2
 
@@ -41,7 +41,7 @@ def test_logits_of_the_cpp_program_are_close_to_transformers(name: str, tmp_path
     errors = np.abs(ours - theirs).max(axis=-1) / np.abs(theirs).max()
     print(f"{name}: relative errors {np.quantile(errors, [0.5, 0.9, 1.0])}")
     assert np.quantile(errors, 0.9) <= CODED
-    # In this case two experts have nearly equal weights for one token, and weft chooses the other. From there texts differ.
+    # Here two experts have nearly equal weights for one token, and weft chooses the other. From there texts differ.
     flipped = np.argmax(errors > CODED_AT_WORST) if name == "mixtral, no window" else len(errors)
     assert flipped > 100 and errors[:flipped].max() <= CODED_AT_WORST
 
@@ -70,7 +70,7 @@ def test_logits_are_the_same_bits_in_any_batch_and_in_any_chunks(
 
 
 def test_logits_are_the_same_bits_for_any_block_size(instructions: str, tmp_path: Path) -> None:
-    """Keys are in tiles of 16 positions. The block sizes are multiples of 16, less than 16, and other sizes above 16."""
+    """Keys are in tiles of 16 positions. Block sizes are multiples of 16, less than 16, and others above 16."""
     checkpoint = save(build_model(CASES["gemma3"]), tmp_path)
     decoder = NativeDecoder("huggingface", checkpoint.config, checkpoint.sources)
     text = np.random.default_rng(7).integers(1, VOCABULARY, 110).tolist()

@@ -84,9 +84,9 @@ def test_selected_rows_have_the_same_bits_as_without_selection(
 def test_logits_have_the_same_bits_if_threads_start_them_before_other_threads_end_the_layers(
     name: str, quantize: str | None, tmp_path: Path
 ) -> None:
-    """Every row of the step samples. The vocabulary is large, so logits are computed in pieces. There are more threads than
-    processors, so some pieces start early. Cases: with and without a cap of logits, and with experts, where a step is
-    split by rows."""
+    """Every row of the step samples. The vocabulary is large, so logits are computed in pieces. There are more
+    threads than processors, so some pieces start early. Cases: with and without a cap of logits, and with experts,
+    where a step is split by rows."""
     case = CASES[name]
     case = replace(case, options={**case.options, "vocab_size": 9000})
     checkpoint = save(build_model(case), tmp_path)
@@ -110,8 +110,8 @@ def test_logits_have_the_same_bits_if_threads_start_them_before_other_threads_en
 
 
 def test_steps_with_about_as_many_requests_as_threads_get_the_same_bits_as_alone(tmp_path: Path) -> None:
-    """Seven requests on eight threads leave one thread without a request. Steps of other sizes run in between, so that a
-    thread without work could mistake their old state for work."""
+    """Seven requests on eight threads leave one thread without a request. Steps of other sizes run in between, so
+    that a thread without work could mistake their old state for work."""
     checkpoint = save(build_model(CASES["llama"]), tmp_path)
     together, alone = (
         NativeDecoder("huggingface", checkpoint.config, checkpoint.sources, threads=threads)
@@ -129,8 +129,8 @@ def test_steps_with_about_as_many_requests_as_threads_get_the_same_bits_as_alone
 def test_a_request_waits_for_a_kv_block_that_another_request_fills_in_the_same_step(
     readers_first: bool, tmp_path: Path
 ) -> None:
-    """A prefix hit in a block that another request fills in the same step. The cache starts with NaN. The pool is idle before
-    each step, so that one thread wakes up late."""
+    """A prefix hit in a block that another request fills in the same step. The cache starts with NaN. The pool is
+    idle before each step, so that one thread wakes up late."""
     together, alone = decoders("llama", tmp_path)
     size, pairs = 4, 8
     texts = random_texts([size + 2] * pairs)

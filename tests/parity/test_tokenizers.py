@@ -117,8 +117,8 @@ def test_text_never_becomes_a_control_token(pair: Pair) -> None:
 
 def test_any_tokens_decode_as_in_transformers(pair: Pair) -> None:
     rng = random.Random(1)
-    # Excluded, because transformers differs: it decodes a user-defined token such as 'õ' as a byte, replaces invalid bytes
-    # one by one, and does not treat padding of type unknown as special.
+    # Excluded, because transformers differs: it decodes a user-defined token such as 'õ' as a byte, replaces invalid
+    # bytes one by one, and does not treat padding of type unknown as special.
     special = {index for index, token in pair.reference.added_tokens_decoder.items() if token.special}
     taken = {*pair.vocabulary.user_defined_ids, *pair.vocabulary.byte_ids, *(pair.ours.control_ids - special)}
     plain = [index for index in range(len(pair.vocabulary.tokens)) if index not in taken]

@@ -1,5 +1,5 @@
-"""The two-tier cache in the C++ program and in numpy: close logits, and the same bits from the program in any batch. Blocks
-are moved in the step that fills them."""
+"""The two-tier cache in the C++ program and in numpy: close logits, and the same bits from the program in any batch.
+Blocks are moved in the step that fills them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def logits_in_a_batch(
     block_size: int = 8,
     tail: int = 2,
 ) -> list[np.ndarray]:
-    """The logits of every token of each text. Each entry of `plan` is a step: the number of tokens of each text. A step moves
-    all blocks that its last token reads from the store. Then the moved full blocks are filled with NaN."""
+    """The logits of every token of each text. Each entry of `plan` is a step: the number of tokens of each text. A
+    step moves all blocks that its last token reads from the store. Then the moved full blocks are filled with NaN."""
     needed = [-(-len(text) // block_size) for text in texts]
     order = np.random.default_rng(2).permutation(sum(needed) + 3)
     tables, store_tables = (np.zeros((len(texts), max(needed)), np.int64) for _ in range(2))

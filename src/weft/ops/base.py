@@ -74,10 +74,10 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: at position p, pair i of a head is rotated by p * frequencies[i] and scaled by `scale`.
+    """Rotary position embedding: at position p, pair i is rotated by p * frequencies[i] and scaled by `scale`.
 
-    With n frequencies the first 2n features of a head are rotated, the others unchanged. The pairs are (0, 1), (2, 3), ...
-    if `interleaved`, else (0, n), (1, n + 1), ...
+    With n frequencies the first 2n features of a head are rotated, the others unchanged. `interleaved` pairs are
+    (0, 1), (2, 3), ...; the others are (0, n), (1, n + 1), ...
     """
 
     frequencies: tuple[float, ...]
@@ -87,7 +87,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """The attention of one kind of layer. With a window w, position p attends to p - w + 1 .. p; without one, to 0 .. p."""
+    """The attention of one kind of layer. Position p attends to 0 .. p, or with a window w to p - w + 1 .. p."""
 
     rope: Rope
     window: int | None = None
@@ -138,7 +138,7 @@ class WeightSource(Protocol):
 class Ops(Protocol):
     """All operations of a decoder, in one implementation.
 
-    Activations are [T, features], one row per token. `prepared` is the result of `prepare`, `cache` that of `new_cache`.
+    Activations are [T, features], one row per token. `prepared` is from `prepare`, `cache` from `new_cache`.
     """
 
     # --- once, at load ------------------------------------------------------------------------------------------
@@ -152,14 +152,14 @@ class Ops(Protocol):
         biases: Sequence[WeightSource] = (),
         role: LinearRole = "layer",
     ) -> Any:
-        """A linear layer from one or more [outputs, inputs] tensors, stacked by outputs. `biases` has one [outputs] tensor
-        for each of them, or none."""
+        """A linear layer from one or more [outputs, inputs] tensors, stacked by outputs. `biases` has one [outputs]
+        tensor for each of them, or none."""
 
     def load_experts(
         self, gate: Sequence[WeightSource], up: Sequence[WeightSource], down: Sequence[WeightSource]
     ) -> Any:
-        """The feed-forward layers of a mixture of experts. Each of the three is one [experts, outputs, inputs] tensor, or one
-        [outputs, inputs] tensor per expert."""
+        """The feed-forward layers of a mixture of experts. Each of the three is one [experts, outputs, inputs]
+        tensor, or one [outputs, inputs] tensor per expert."""
 
     def load_embedding(self, source: WeightSource) -> Any:
         """A [vocabulary, features] table that is only used for lookups. It may keep the format of the file."""
@@ -178,12 +178,12 @@ class Ops(Protocol):
     def prepare(
         self, step: StepIndices, cache: Any, shape: AttentionShape, patterns: Sequence[AttentionPattern]
     ) -> Any:
-        """What all layers of one step share, in the arrays of this implementation. Layers refer to a pattern by its index in
-        `patterns`."""
+        """What all layers of one step share, in the arrays of this implementation. Layers refer to a pattern by its
+        index in `patterns`."""
 
     def embedding(self, prepared: Any, table: Any, scale: float = 1.0) -> Any:
-        """The rows of `table` for the token ids of the step, times `scale`: [T, features]. `table` is from `load_embedding`,
-        or is the output layer if the model ties both."""
+        """The rows of `table` for the token ids of the step, times `scale`: [T, features]. `table` is from
+        `load_embedding`, or is the output layer if the model ties both."""
 
     def select_logit_rows(self, prepared: Any, hidden: Any) -> Any:
         """The rows of the tokens in `logit_indices`: [S, features]."""
@@ -202,15 +202,15 @@ class Ops(Protocol):
     def rope_and_write(
         self, prepared: Any, qkv: Any, cache: Any, layer: int, pattern: int, norm: QkNorm | None = None
     ) -> Any:
-        """Takes packed [Q | K | V] rows. Normalises Q and K if there is a norm, rotates them, writes K and V to the cache,
-        moves the blocks of this step to the store, and returns Q.
+        """Takes packed [Q | K | V] rows. Normalises Q and K if there is a norm, rotates them, writes K and V to the
+        cache, moves the blocks of this step to the store, and returns Q.
 
         All rows are written before it returns: a row may read a block that another row of the same step fills.
         """
 
     def paged_attention(self, prepared: Any, queries: Any, cache: Any, layer: int, pattern: int) -> Any:
-        """Causal attention of each token over the context of its request, within the window of the pattern. K and V are read
-        through the block table, also those of this step: [T, heads * head size]."""
+        """Causal attention of each token over the context of its request, within the window of the pattern. K and V
+        are read through the block table, also those of this step: [T, heads * head size]."""
 
     def silu_mul(self, gate_up: Any) -> Any:
         """silu(gate) * up, from packed [gate | up] rows."""

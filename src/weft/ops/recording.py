@@ -280,8 +280,8 @@ def read_by(instruction: Instruction) -> Iterator[Buffer]:
 def assigned_slots(
     instructions: Sequence[Instruction], kept: set[Buffer], new_slot: Callable[[int], int]
 ) -> dict[Buffer, int]:
-    """A memory slot for every buffer. `new_slot` makes one with a number of columns. A slot is used again by a buffer of
-    the same width after the last read of its content."""
+    """A memory slot for every buffer. `new_slot` makes one with a number of columns. A slot is used again by a buffer
+    of the same width after the last read of its content."""
     last_read = {
         buffer: index for index, instruction in enumerate(instructions) for buffer in read_by(instruction)
     }

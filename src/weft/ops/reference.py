@@ -1,8 +1,8 @@
 """The operations in numpy. The other implementations are tested against this one.
 
 `dtype` applies to everything: weights, activations, cache. In float64 the results of a request depend on the rest of
-the batch only in the last few bits; tests that compare tokens exactly use it. In float32 logits can differ by about 1e-5
-with the batch, because BLAS chooses its summation order by the shape of the product.
+the batch only in the last few bits; tests that compare tokens exactly use it. In float32 logits can differ by about
+1e-5 with the batch, because BLAS chooses its summation order by the shape of the product.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class _SingleQueries:
-    """Requests with one token in the step that read similar numbers of blocks. Attention runs on them as a padded batch."""
+    """Requests with one token in the step and similar numbers of blocks, computed as one padded batch."""
 
     tokens: np.ndarray  # [N] into the tokens of the step
     blocks: ReadBlocks
@@ -349,8 +349,8 @@ def _query_runs(
     tail_blocks: int,
     heads: int,
 ) -> tuple[_QueryRun, ...]:
-    """Requests with several tokens, in runs of at most `_MAX_SCORES` scores. A run reads only blocks in its window. With a
-    store, all its queries read the same blocks from the store."""
+    """Requests with several tokens, in runs of at most `_MAX_SCORES` scores. A run reads only blocks in its window.
+    With a store, all its queries read the same blocks from the store."""
     runs = []
     for request in requests:
         first, end = int(step.query_starts[request]), int(step.query_starts[request + 1])

@@ -1,4 +1,4 @@
-"""The two-tier cache in numpy: which blocks queries read from which tier, and moves to the store. Part of `reference`."""
+"""The two-tier cache of `reference`: which blocks queries read from which tier, and moves to the store."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def rotates_keys(bits: int) -> bool:
 
 
 def rotate(vectors: np.ndarray) -> np.ndarray:
-    """Multiplies each n values of vectors [..., size] by the normalised Hadamard matrix of size n. n is the largest power of
-    two that divides `size`. The function is its own inverse."""
+    """Multiplies each n values of vectors [..., size] by the normalised Hadamard matrix of size n. n is the largest
+    power of two that divides `size`. The function is its own inverse."""
     *outer, size = vectors.shape
     n = size & -size
     rotated = vectors.reshape(*outer, size // n, n)

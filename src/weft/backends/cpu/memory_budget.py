@@ -20,8 +20,8 @@ _LEAST_TOKENS = 512
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Raises an error for sizes beyond the limit of the cgroup: there the kernel would kill the process. Without a limit,
-    requested sizes are not checked here."""
+    """Raises an error for sizes beyond the limit of the cgroup: there the kernel would kill the process. Without a
+    limit, requested sizes are not checked here."""
 
     memory: HostMemory
     """Measured before the weights are loaded."""
@@ -37,7 +37,7 @@ class MemoryBudget:
             raise self._does_not_fit(0, "or take a smaller model") from error
 
     def default_cache_bytes(self, block_bytes: int, block_size: int, max_context: int) -> int:
-        """`_DEFAULT_CACHE_BYTES`, or one whole context of the model if that is more. At most half of the free memory."""
+        """`_DEFAULT_CACHE_BYTES`, or a whole context of the model if larger. At most half of the free memory."""
         least = -(-min(max_context, _LEAST_TOKENS) // block_size) * block_bytes
         self._require(least, "or take a smaller model")
         whole_context = -(-max_context // block_size) * block_bytes

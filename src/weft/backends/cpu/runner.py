@@ -1,7 +1,7 @@
 """The CPU backend: owns the rows, the KV cache and the swap slots of one model, and runs steps in a thread.
 
-The thread runs plans in the order of submission. Kernels release the GIL, so the caller plans and prepares the next step
-meanwhile. That needs no lock: `submit` writes only to rows that no step in flight uses.
+The thread runs plans in the order of submission. Kernels release the GIL, so the caller plans and prepares the next
+step meanwhile. That needs no lock: `submit` writes only to rows that no step in flight uses.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class StepThread:
         return step
 
     def prefault_when_idle(self, memory: Prefaulter) -> None:
-        """Hands the cache memory to the thread. Do not call it during a step: an item in the queue counts as a next step."""
+        """Hands the cache memory to the thread. Not during a step: an item in the queue counts as a next step."""
         self._steps.put(memory)
 
     def close(self) -> None:

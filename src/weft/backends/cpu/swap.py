@@ -34,7 +34,7 @@ class _Tier:
 
 
 class HostSwap:
-    """Swap slots in host memory, and the swaps in flight. Ids of store blocks follow those of full blocks; likewise slots."""
+    """Swap slots in host memory, and the swaps in flight. Block and slot ids of the store follow those of the cache."""
 
     def __init__(
         self, cache: np.ndarray, slots: int, store: np.ndarray | None = None, store_slots: int = 0

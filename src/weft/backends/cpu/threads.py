@@ -22,7 +22,7 @@ def thread_count(threads: int | None) -> int:
 
 
 def _physical_cores() -> int:
-    """Hardware threads of one core count once: they share its arithmetic units, so a second one only slows the first."""
+    """Hardware threads of one core count once: they share its arithmetic units, and slow each other down."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = set()

@@ -1,12 +1,12 @@
 """CUDA graphs of decode steps: the size a step is padded to, the graphs captured so far, and when to capture one.
 
 Graphs are captured on demand, so the start does not wait for them. The first step of a kind is launched kernel by
-kernel: this compiles Triton kernels and lets cuBLAS choose its kernels. The second step of the kind is captured; capturing
-costs the host little more than launching.
+kernel: this compiles Triton kernels and lets cuBLAS choose its kernels. The second step of the kind is captured;
+capturing costs the host little more than launching.
 
-A kind without a graph first uses a larger graph for a few steps. A batch that drains passes through many sizes, and most
-are not worth a capture. But padding is not free: from about 100 rows on, the matrix products of a large model take
-longer with every row. If a capture fails, steps of the kind use a larger graph or are launched.
+A kind without a graph first uses a larger graph for a few steps. A batch that drains passes through many sizes, and
+most are not worth a capture. But padding is not free: from about 100 rows on, the matrix products of a large model
+take longer with every row. If a capture fails, steps of the kind use a larger graph or are launched.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SMALL_SIZES = (1, 2, 4, 8, 16)
 _SMALLEST_CONTEXT = 512
 _MOST_PADDING = 2
 _STEPS_IN_LARGER_GRAPH = 2
-"""After this many steps in a larger graph, a kind gets its own. A capture costs a few milliseconds once; padding costs up
-to two in every step (8 billion weights, 128 rows in a graph of 256)."""
+"""After this many steps in a larger graph, a kind gets its own. A capture costs a few milliseconds once; padding
+costs up to two in every step (8 billion weights, 128 rows in a graph of 256)."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class DecodeGraphs:
         return captured
 
     def _larger_graph(self, kind: Kind) -> _CapturedGraph | None:
-        """The smallest graph of at most `_MOST_PADDING` times the size that can run this kind. None: capture its own."""
+        """The smallest graph, up to `_MOST_PADDING` times the size, that can run this kind. None: capture one."""
         steps = self._steps_in_larger.get(kind, 0)
         if steps >= _STEPS_IN_LARGER_GRAPH and kind not in self._failed:
             return None

@@ -76,7 +76,7 @@ class Mailbox:
         self.step_count = device.zeros(1, dtype=torch.int32)
         self._num_sent = 0
         inboxes, outboxes = self.inbox.numpy(), self.outbox.numpy()
-        # Enough for the prompts that start in a step and the changes of its rows. Pinning more later takes milliseconds.
+        # Enough for the prompts that start in a step and its row changes. Pinning more later takes milliseconds.
         words = max(_LEAST_STAGING_WORDS, 4 * max_tokens)
         self._slots = [Slot(device, inboxes[index], outboxes[index], words) for index in range(SLOTS)]
 

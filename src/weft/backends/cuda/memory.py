@@ -1,5 +1,5 @@
-"""Decides how many KV blocks fit into GPU memory and how many swap slots into host memory, and makes the error if memory
-is too small."""
+"""Decides how many KV blocks fit into GPU memory and how many swap slots into host memory, and makes the error if
+memory is too small."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ class BlockMemory:
         return min(self.model_context, sizes.full * self.pool.block_size)
 
     def swap_slots(self, sizes: PoolSizes) -> PoolSizes:
-        """The numbers of swap slots, in the proportion of `sizes`. By default they use at most half of the available host
-        memory. Raises OutOfMemoryError if a requested number does not fit."""
+        """The numbers of swap slots, in the proportion of `sizes`. By default they use at most half of the available
+        host memory. Raises OutOfMemoryError if a requested number does not fit."""
         each = self.block_bytes + self.store_block_bytes * sizes.store / sizes.full
         available, full = host_memory().available, self.pool.swap_blocks
         if full is None:

@@ -130,7 +130,7 @@ class KernelPrecompiler:
     def __init__(self, outline: Outline) -> None:
         self._outline = outline
         self._process: subprocess.Popen[bytes] | None = None
-        # Started early, before the sizes are known, if nothing of this model was compiled yet: it imports torch meanwhile.
+        # Started before the sizes are known, so that it imports torch early, unless this model was compiled before.
         if next(_cache_folder().glob(_marker_name(outline) + "*"), None) is None:
             self._start()
 
@@ -184,7 +184,7 @@ def _cache_folder() -> Path:
 
 
 def _marker_name(outline: Outline, sizes: Sizes | None = None) -> str:
-    """The name of the marker file for this model, GPU, source code and Triton. Without sizes, the prefix of the name."""
+    """The name of the marker file for this model, GPU, source code and Triton. Without sizes, its prefix."""
     digest = hashlib.sha256(repr((outline, triton.__version__, torch.__version__)).encode())
     package = Path(__file__).parents[2]
     for source in sorted((*package.glob("ops/triton/*.py"), *package.glob("backends/cuda/*.py"))):

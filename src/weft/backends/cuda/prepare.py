@@ -1,6 +1,6 @@
 """Kernels that make the index arrays of a step from what the host wrote, and that write sampled tokens for the host.
 
-Kernels access the pinned memory of the host directly, so a decode step needs no copy in either direction. Every slot has:
+Kernels access pinned host memory directly, so a decode step needs no copy in either direction. Every slot has:
 
     inbox   [ entries | updates | rows .. | starts .. | update rows .. | indices .. | blocks .. ]
     outbox  [ tokens .. | errors .. ]
@@ -43,8 +43,8 @@ def prepare_decodes(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Makes the index arrays of a step of decodes, padded to `size` entries. One program does all of it, because it reads
-    block-table entries that it has just written."""
+    """Makes the index arrays of a step of decodes, padded to `size` entries. One program does all of it, because it
+    reads block-table entries that it has just written."""
     slot = inbox + (tl.load(step_count) % SLOTS) * (2 + 5 * CAPACITY)
     # Loads whole columns, also their unused part: loading the counts first would be a second round trip to host memory.
     entries = tl.load(slot)
@@ -143,7 +143,7 @@ def apply_changes(
     ROW_BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Writes the segments of new rows, and new block-table entries. Nothing is written twice, so programs need no order.
+    """Writes the segments of new rows, and new block-table entries. The order does not matter: none is written twice.
 
     staged  [ part .. | row .. | first index .. | length .. | offset in staged .. ]     of each segment
             [ row .. | index .. | block .. ]                                            of each update

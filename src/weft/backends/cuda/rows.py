@@ -81,8 +81,8 @@ class DeviceRows:
     # --- changes of a plan --------------------------------------------------------------------------------------------
 
     def change(self, plan: IterationPlan, slot: Slot) -> None:
-        """Launches the kernel that applies the row changes of a plan. For a decode step, table entries are written to the
-        inbox instead if they fit: `prepare_decodes` applies them."""
+        """Launches the kernel that applies the row changes of a plan. For a decode step, table entries are written to
+        the inbox instead if they fit: `prepare_decodes` applies them."""
         updates = self._updates(plan)
         if is_decode(plan):
             capacity = self._mailbox.capacity
@@ -124,7 +124,7 @@ class DeviceRows:
         )
 
     def _table_parts(self, blocks: tuple[int, ...]) -> Iterator[tuple[int, Sequence[int]]]:
-        """Splits the block table of a plan into its contiguous parts in a row: the start index and the blocks of each."""
+        """Splits a block table into its contiguous parts in a row: the start index and the blocks of each."""
         if self._full_blocks is None:
             stored: list[int] = []
         else:

@@ -1,8 +1,8 @@
 """The CUDA backend: launches the steps of plans on the GPU without waiting for them.
 
 `submit` runs in the engine's thread: it writes the changes of a plan into a slot of the mailbox, launches the step, and
-returns. `result` waits for the end of one step and reads its slot. A step writes its sampled tokens into the rows on the
-GPU, where the next step reads them. So the engine plans and submits step N + 1 while step N runs.
+returns. `result` waits for the end of one step and reads its slot. A step writes its sampled tokens into the rows on
+the GPU, where the next step reads them. So the engine plans and submits step N + 1 while step N runs.
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ Nothing here waits for the GPU. The launches depend only on the path, and all ar
 can be part of a CUDA graph.
 
     copy -> count -> penalise -> clear -> lists     makes the scores, if parameters or grammars change logits
-    survey -> shortlist                             filters: samples if few tokens are kept, else finds the lowest scores kept
-    choose                                          samples all other entries
+    survey -> shortlist                             filters: samples if few tokens are kept, else finds their floors
+    choose                                          samples all other entries, from tokens above their floors
     logprobs
+
+A floor is the lowest score that a filter (top-k, top-p, ...) keeps.
 """
 
 from __future__ import annotations
@@ -158,10 +160,10 @@ class DeviceSampler:
         path: SamplingPath,
         masks: Masks | None = None,
     ) -> None:
-        """Samples a token for each of `logits` [S, vocabulary] into `tokens` and into its row. Does not change `logits`.
+        """Samples a token for each of `logits` [S, vocabulary] into `tokens` and its row. Does not change `logits`.
 
-        `rows` int32 [S] has -1 for padding; `positions` int32 [S] are those of the sampled tokens. An entry that fails has
-        a code in `errors`, and token 0.
+        `rows` int32 [S] has -1 for padding; `positions` int32 [S] are those of the sampled tokens. An entry that
+        fails has a code in `errors`, and token 0.
         """
         assert path.is_masked == (masks is not None), "a masked path needs masks, and only a masked path"
         entries = _Entries(logits, rows, positions, path, masks or self._no_masks)

@@ -1,4 +1,4 @@
-"""The sampling parameters of all rows: on the GPU for the kernels, and as flags on the host for the choice of kernels."""
+"""The sampling parameters of all rows: on the GPU for the kernels, and as flags on the host to choose kernels."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class _Tier:
                 device.copy_(host, non_blocking=True)
 
     def runs(self, pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-        """Joins pairs that are contiguous in the cache and in one piece: first block, first slot, count. Counted from 0."""
+        """Joins pairs that are contiguous in the cache and in a piece. Yields first block, first slot and count."""
         first = None
         count = 0
         for pair in pairs:
@@ -75,8 +75,7 @@ class _Tier:
 
 
 class CardSwap:
-    """Swap slots in pinned memory, and the swaps in flight. Ids of store blocks follow those of full blocks; likewise
-    slots."""
+    """Swap slots in pinned memory, and the swaps in flight. Block and slot ids of the store follow those of the cache."""
 
     def __init__(
         self, device: Device, cache: Tensor, slots: int, store: Tensor | None = None, store_slots: int = 0

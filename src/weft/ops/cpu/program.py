@@ -152,8 +152,8 @@ class NativeForward:
     def step(
         self, step: StepIndices, cache: np.ndarray | TwoTierCache, sampled: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The logits of the first `sampled` of `logit_indices`, and the hidden rows of the others. The next call overwrites
-        the logits."""
+        """The logits of the first `sampled` of `logit_indices`, and the hidden rows of the others. The next call
+        overwrites the logits."""
         two_tier = None
         if isinstance(cache, TwoTierCache):
             assert step.store is not None, "a step over a two-tier cache has StoreIndices"

@@ -44,8 +44,8 @@ class CpuOps(RecordingOps):
         return weight.nbytes
 
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> np.ndarray:
-        """Unlike in numpy, the K and V of one KV head in a block are contiguous, as integers with scales (`CachedHead` in
-        csrc/kernels.h)."""
+        """Unlike in numpy, the K and V of one KV head in a block are contiguous, as integers with scales
+        (`CachedHead` in csrc/kernels.h)."""
         words = _kernels.cache_room(block_size, shape.head_size)
         return _in_large_pages((blocks, layers, shape.kv_heads, block_size, words), np.uint16)
 
@@ -60,7 +60,7 @@ class CpuOps(RecordingOps):
 def _in_large_pages(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     """Zeros, in large pages if the system has them: the blocks of a sequence are scattered, so TLB misses matter."""
     count = math.prod(shape)
-    # Private, because Linux uses large pages for shared memory (the default of mmap) only if an administrator allows it.
+    # Private: Linux uses large pages for shared memory (the default of mmap) only if an administrator allows it.
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     try:
         memory = mmap.mmap(-1, max(1, count * np.dtype(dtype).itemsize), **private)

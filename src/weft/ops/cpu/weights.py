@@ -1,7 +1,7 @@
 """Packs the tensors of model files into the layouts of the C++ kernels, and chooses the layout for each format.
 
-While a decoder is built, `Packing` only collects tensors. Then all packed bytes are read from a packed file, or made, at
-once.
+While a decoder is built, `Packing` only collects tensors. Then all packed bytes are read from a packed file, or made,
+at once.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Experts:
 Sizes = Mapping[str, int]
 Fill = Callable[[str, np.ndarray], None]
 Keep = Callable[[Sizes, Fill], Mapping[str, np.ndarray]]
-"""Takes the size of each piece by name, and a function that fills a piece. Returns the pieces, read from a file or filled."""
+"""Takes the size of each piece by name, and a function that fills a piece. Returns the pieces."""
 
 
 def in_memory(sizes: Sizes, fill: Fill) -> dict[str, np.ndarray]:
