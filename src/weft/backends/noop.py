@@ -285,10 +285,10 @@ class NoopBackend:
             row_tokens[start + 1 :] = drafts
         for row, index, block in zip(plan.table_rows, plan.table_indices, plan.table_blocks, strict=True):
             assert block < self.info.num_blocks, f"store block {block} in place of a full one"
-            _enter(self._rows[row].blocks, index, block)
+            _set_entry(self._rows[row].blocks, index, block)
         for row, index, origin, block in _moves(plan):
             assert origin < self.info.num_blocks <= block, f"a move from {origin} to {block}"
-            _enter(self._rows[row].store, index, block)
+            _set_entry(self._rows[row].store, index, block)
         if not self._grammars_may_overlap:
             self._check_grammars(step)
         self._waiting_steps.append(step)
@@ -492,7 +492,7 @@ class NoopBackend:
         return [POISON] * (self._num_layers * self._block_size)
 
 
-def _enter(table: list[int], index: int, block: int) -> None:
+def _set_entry(table: list[int], index: int, block: int) -> None:
     table.extend([POISON] * (index + 1 - len(table)))
     table[index] = block
 
