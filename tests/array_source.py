@@ -1,4 +1,4 @@
-"""A `weft.ops.base.WeightSource` over an array: a tensor of a model file for tests that have no file."""
+"""A `weft.ops.base.WeightSource` over an array, for tests without a model file."""
 
 from __future__ import annotations
 

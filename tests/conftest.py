@@ -1,4 +1,4 @@
-"""What several test folders share: the default model and llama.cpp's vocabularies, fetched once into the user's cache."""
+"""Settings and fixtures of several test folders: the default model and llama.cpp's vocabularies, downloaded once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-# Before numpy is imported: the threads of OpenBLAS wait for each other by spinning, and beside anything else that runs
-# on the machine a step then takes ten times as long. One thread is slower alone and never slow.
+# Set before numpy is imported. The threads of OpenBLAS spin while they wait: on a busy machine a step takes ten times
+# as long. One thread has no such outliers.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# The servers of the tests are on this machine. A proxy that the user has would look for them on its own.
+# The test servers run on this machine, so their addresses must not go through a proxy of the user.
 os.environ |= {
     name: ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
     for name in ("no_proxy", "NO_PROXY")
 }
-# Before triton is imported, which transformers does while other folders are collected: it looks once. tests/triton runs in
-# its interpreter, but for `make test-gpu`.
+# Set before triton is imported, because triton reads it once; transformers imports triton while tests are collected.
+# tests/triton uses the interpreter, except in `make test-gpu`.
 if os.environ.get("WEFT_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -34,8 +34,8 @@ from weft.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
-def ctrl_c_is_heard() -> Iterator[None]:
-    """As in a program that a terminal started. A job in the background, and what it starts, ignores SIGINT from the start."""
+def ctrl_c_is_handled() -> Iterator[None]:
+    """Handles SIGINT as a program started from a terminal does. A background job and its children ignore SIGINT."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, previous)
@@ -43,7 +43,7 @@ def ctrl_c_is_heard() -> Iterator[None]:
 
 @pytest.fixture
 def ctrl_c_is_ignored() -> Iterator[None]:
-    """As in a job in the background of a script."""
+    """Ignores SIGINT, as a background job of a script does."""
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGINT, previous)
@@ -71,14 +71,14 @@ LARGEST_MEMBER = 64 << 20
 
 @pytest.fixture(scope="session")
 def llama_cpp_models() -> Path:
-    """A folder with vocabularies of many model families, what llama.cpp makes of texts with them, and chat templates.
+    """A folder with vocabularies of many model families, llama.cpp's token ids for test texts, and chat templates.
 
-    They are part of a source distribution on the Python package index, so that no model hub is needed.
+    They are part of a source distribution on the Python package index, so no model hub is needed.
     """
-    place = models_directory().parent / "test-data" / LLAMA_CPP_SDIST.replace("==", "-")
-    if not place.is_dir():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent) as staging:
+    folder = models_directory().parent / "test-data" / LLAMA_CPP_SDIST.replace("==", "-")
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as staging:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
             only_source = ["--no-deps", "--no-binary", "llama-cpp-python", "--dest", staging]
             subprocess.run([*command, *only_source, LLAMA_CPP_SDIST], check=True)
@@ -95,5 +95,5 @@ def llama_cpp_models() -> Path:
                         and not name.startswith(".")
                     ):
                         target.write_bytes(members.extractfile(member).read())
-            (Path(staging) / "models").rename(place)
-    return place
+            (Path(staging) / "models").rename(folder)
+    return folder

@@ -1,4 +1,4 @@
-"""Engines, tries and benches for the tests of `weft bench peers`: an engine is a small script, the machine's speed is made up."""
+"""Engines, tries and benches for the tests of `weft bench peers`. An engine is a small script; speeds are fake."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.bench.peers_cells import Cell, Kept, Try
 from weft.bench.peers_engines import Engine, Launch, Workshop
 from weft.bench.serve_load import WORKLOADS, Text
 
-# Answers every phase at once, with one token a millisecond; writes down that it was asked.
+# Answers every phase at once, with one token per millisecond, and logs the phase to a file.
 DRIVER = """
 import json, sys
 diary = open(sys.argv[1], "a")
@@ -54,7 +54,7 @@ def make_bench(
 
 
 def asked(diary: Path) -> list[str]:
-    """Who was asked, without the two requests that warm up and the one that a start is measured by."""
+    """The logged phases: engine and number of requests. Without the warm-up and the measurement of the start."""
     return [line for line in diary.read_text().splitlines() if line.split()[1] not in ("1", "2")]
 
 
@@ -64,5 +64,5 @@ def one_try(engine: str, work: str, **fields: object) -> Try:
 
 
 def cell(engine: str, work: str, **fields: object) -> Cell:
-    """Of a single try."""
+    """A cell with a single try."""
     return Cell((one_try(engine, work, **fields),), None)

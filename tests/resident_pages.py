@@ -1,4 +1,4 @@
-"""Which pages of an array are in memory, as Linux tells."""
+"""Reads from Linux which pages of an array are resident in memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 PAGE = mmap.PAGESIZE
 
 needs_pagemap = pytest.mark.skipif(
-    not Path("/proc/self/pagemap").exists(), reason="only Linux tells what is there"
+    not Path("/proc/self/pagemap").exists(), reason="resident pages are read from /proc/self/pagemap"
 )
 
 
 def untouched(size: int) -> np.ndarray:
-    """Bytes in small pages of which none is there yet; they begin at a page."""
+    """Bytes in small pages, none of them resident. The first byte is at the start of a page."""
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(mapped, np.uint8)
 
 
 def present_pages(memory: np.ndarray) -> list[bool]:
-    """Of an array that begins at a page."""
+    """For each page of an array whether it is resident. The array must start at a page boundary."""
     with Path("/proc/self/pagemap").open("rb") as entries:
         entries.seek(memory.ctypes.data // PAGE * 8)
         found = np.frombuffer(entries.read(-(-memory.size // PAGE) * 8), np.uint64)
@@ -31,5 +31,5 @@ def present_pages(memory: np.ndarray) -> list[bool]:
 
 
 def pages_between(first: int, end: int, size: int) -> list[bool]:
-    """Which pages of so many bytes hold one from `first` up to `end`."""
+    """For each page of `size` bytes whether it contains a byte of [first, end)."""
     return [first // PAGE <= page <= (end - 1) // PAGE for page in range(size // PAGE)]

@@ -1,4 +1,4 @@
-"""What samplers are asked for in tests: random requests, logits and masks, and when two samplers agree."""
+"""Random requests, logits and masks for tests of samplers, and a comparison of two samplers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Requests:
 
 def random_requests(random: np.random.Generator, count: int, vocabulary: int) -> Requests:
     lengths = random.integers(1, CONTEXT, size=count).tolist()
-    # Half of each history from few tokens, so that some come more than once.
+    # Half of the histories use only five tokens, so that tokens repeat.
     histories = [
         tuple(random.integers(min(vocabulary, 5) if length % 2 else vocabulary, size=length).tolist())
         for length in lengths
@@ -65,7 +65,7 @@ def random_logits(random: np.random.Generator, count: int, vocabulary: int) -> n
     elif kind == 3:
         logits[:] = 0.0
     elif kind == 4:
-        logits += 1e4  # few bits are left for the differences
+        logits += 1e4  # leaves few bits for the differences
     return logits.astype(np.float32)
 
 
@@ -101,7 +101,7 @@ def random_masks(
     *,
     with_errors: bool = False,
 ) -> Masks:
-    masked = [entry for entry, asked in enumerate(params) if asked.grammar is not None]
+    masked = [entry for entry, each in enumerate(params) if each.grammar is not None]
     allowed = random.random((len(masked), -(-vocabulary // 32) * 32)) < random.choice([0.01, 0.5])
     bits = np.packbits(allowed, axis=1, bitorder="little")
     failed = with_errors and masked and random.random() < 0.1
@@ -111,7 +111,7 @@ def random_masks(
 
 
 def assert_agree(found: Sampled, expected: Sampled, *, relative: float, absolute: float) -> None:
-    """The same tokens, errors and likeliest tokens; logprobs but for these differences."""
+    """Tokens, errors and top tokens are equal. Logprobs are equal within the tolerances."""
     assert found.errors == expected.errors
     good = [entry for entry in range(len(expected.tokens)) if entry not in expected.errors]
     assert found.tokens[good].tolist() == expected.tokens[good].tolist()
@@ -121,5 +121,5 @@ def assert_agree(found: Sampled, expected: Sampled, *, relative: float, absolute
         if one is not None and other is not None:
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
             np.testing.assert_allclose(one.logprob, other.logprob, rtol=relative, atol=absolute)
-            values = [[value for _, value in told.top] for told in (one, other)]
+            values = [[value for _, value in each.top] for each in (one, other)]
             np.testing.assert_allclose(values[0], values[1], rtol=relative, atol=absolute)

@@ -1,4 +1,4 @@
-"""Fills caches with what is not a number, so that what is read without having been written shows."""
+"""Fills caches with NaN, so that a read of unwritten cells gives NaN."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import numpy as np
 
 
 def spoil(cache: np.ndarray, blocks: Any = ...) -> None:
-    """A cache of floats, or one of the C++ kernels: codes and scales, of which the latter are floats' upper halves."""
+    """`cache` has floats, or the codes and scales of the C++ kernels. A scale of 0xFFFF is NaN."""
     cache[blocks] = 0xFFFF if cache.dtype == np.uint16 else np.nan

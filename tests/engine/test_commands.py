@@ -299,7 +299,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.usefixtures("ctrl_c_is_heard")
+@pytest.mark.usefixtures("ctrl_c_is_handled")
 def test_ctrl_c_stops_the_answer_and_not_the_program_however_often_it_is_pressed(
     default_model_path: Path,
 ) -> None:
@@ -325,7 +325,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program_however_often_it_is_pressed
         assert "Traceback" not in err
 
 
-@pytest.mark.usefixtures("ctrl_c_is_heard")
+@pytest.mark.usefixtures("ctrl_c_is_handled")
 def test_ctrl_c_leaves_whole_lines_and_exit_code_130(default_model_path: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "Once", "max_tokens": 2, "temperature": 0}\n' * 2000)

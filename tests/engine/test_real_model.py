@@ -141,14 +141,14 @@ def test_memory_of_the_cache_is_taken_between_requests_behind_what_was_used(
     ahead, large_page = 3 << 20, 2 << 20
     monkeypatch.setattr(runner, "_CACHE_BYTES_AHEAD", ahead)
     engine = make_engine(model, blocks=128)
-    memory = engine._backend._memory  # type: ignore[attr-defined]
+    memory = engine._backend._prefaulter  # type: ignore[attr-defined]
 
     def taken() -> int:
         ends = time.monotonic() + 60.0
-        while memory.is_wanting:
+        while memory.needs_more:
             assert time.monotonic() < ends
             time.sleep(1e-3)
-        return memory._taken
+        return memory._prefaulted
 
     assert ahead <= taken() < ahead + large_page
     # So short that no step has time to take what more of its kind would need.
@@ -165,11 +165,11 @@ def test_a_long_prompt_takes_memory_for_more_of_its_kind_while_it_is_computed(
     monkeypatch.setattr(runner, "_CACHE_BYTES_AHEAD", 0)
     engine = make_engine(model, blocks=512)
     backend: Any = engine._backend
-    memory, pool = backend._memory, backend._pool
+    memory, pool = backend._prefaulter, backend._pool
     once = SamplingParams(max_tokens=1, ignore_eos=True)
     run(engine, [InferenceRequest(tuple(range(100, 300)), once)])
     used = 25 * engine.scheduler.info.bytes_per_block  # 200 tokens in blocks of 8
-    assert memory._taken >= 3 * used, "the step had no time for it"
+    assert memory._prefaulted >= 3 * used, "the step had no time for it"
     assert not pool.withdraw_pages(), "an offer is open"
 
     offered: list[int] = []
@@ -187,7 +187,7 @@ def test_a_long_prompt_takes_memory_for_more_of_its_kind_while_it_is_computed(
     assert result is not None
     assert result.state is RequestState.FAILED
     assert "no step today" in str(result.error)
-    assert memory._taken < max(offered), "what was offered to a step that failed counts as taken"
+    assert memory._prefaulted < max(offered), "what was offered to a step that failed counts as taken"
     assert not pool.withdraw_pages(), "an offer is open"
     engine.stop()
 

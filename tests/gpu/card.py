@@ -1,4 +1,4 @@
-"""What the tests on a card share: a small random model, an LLM on the card, and requests of many kinds."""
+"""Helpers of the GPU tests: a small random model, an LLM on the GPU, and requests of many kinds."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SHAPE = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-# Across blocks of 16, splits of the context, and both sides of their ends.
+# Around the ends of KV blocks (16) and of context splits.
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 127, 128, 129, 255, 256, 257, 300, 511, 513, 700, 1025)
 NEW_TOKENS = 24
-# Greedy ones among requests with every parameter that shapes the choice.
+# Greedy requests, and requests with every sampling parameter.
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -43,7 +43,8 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "logit_bias": {28: 2.0, 30: -100.0}},
 )
 
-Asked = tuple[list[int], SamplingParams]
+Request = tuple[list[int], SamplingParams]
+"""A prompt and its parameters."""
 
 
 def small_checkpoint() -> Checkpoint:
@@ -54,12 +55,12 @@ def open_on_card(checkpoint: Checkpoint, **options: Any) -> LLM:
     return LLM(checkpoint, device="cuda", **options)
 
 
-def mixed_requests() -> list[Asked]:
-    """Two of each length, of different kinds; the second begins as the first does."""
-    chance = np.random.default_rng(5)
-    requests: list[Asked] = []
+def mixed_requests() -> list[Request]:
+    """Two requests of each length, of different kinds. Their prompts have a common prefix."""
+    rng = np.random.default_rng(5)
+    requests: list[Request] = []
     for number, length in enumerate(LENGTHS):
-        prompt = chance.integers(0, VOCABULARY, length).tolist()
+        prompt = rng.integers(0, VOCABULARY, length).tolist()
         for part, kind in ((prompt, number), (prompt[: length // 2] + prompt[::-1], number + 3)):
             params = SamplingParams(
                 max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=3, seed=number, **KINDS[kind % len(KINDS)]
@@ -68,8 +69,8 @@ def mixed_requests() -> list[Asked]:
     return requests
 
 
-def answers(llm: LLM, requests: Sequence[Asked]) -> list[GenerationResult]:
-    """All at once; every one has to be complete."""
+def answers(llm: LLM, requests: Sequence[Request]) -> list[GenerationResult]:
+    """Runs all requests in one call, and checks that each is complete."""
     prompts, params = zip(*requests, strict=True)
     results = llm.generate(prompts, params, show_progress=False)
     for result in results:
@@ -79,7 +80,7 @@ def answers(llm: LLM, requests: Sequence[Asked]) -> list[GenerationResult]:
 
 
 def assert_same(results: Sequence[GenerationResult], expected: Sequence[GenerationResult]) -> None:
-    """Tokens and logprobs, bit by bit."""
+    """Tokens and logprobs are equal, bit for bit."""
     for number, (result, other) in enumerate(zip(results, expected, strict=True)):
-        assert result.tokens == other.tokens, f"request {number}: other tokens"
-        assert result.logprobs == other.logprobs, f"request {number}: the same tokens, other logprobs"
+        assert result.tokens == other.tokens, f"request {number}: the tokens differ"
+        assert result.logprobs == other.logprobs, f"request {number}: equal tokens, but the logprobs differ"

@@ -1,4 +1,4 @@
-"""Tests of the CUDA backend on a card. `make test-gpu` collects them; where there is no card, they are skipped."""
+"""Tests of the CUDA backend on a GPU. `make test-gpu` collects them; without a GPU they are skipped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 def what_is_missing() -> str | None:
-    """Why these tests cannot run on this machine."""
+    """Why these tests cannot run on this machine; None if they can."""
     try:
         import torch
         import triton.language  # noqa: F401

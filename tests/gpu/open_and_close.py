@@ -1,4 +1,4 @@
-"""A process that opens models on the card and closes them again. It says where it is on a line, and goes on when it is told to."""
+"""Opens and closes models on the GPU. Prints a line at each stage, then waits for a line on standard input."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from weft.request import SamplingParams
 SHAPE = "0.6b"
 
 
-def reach(place: str) -> None:
-    print(place, flush=True)
+def reach(stage: str) -> None:
+    print(stage, flush=True)
     sys.stdin.readline()
 
 
 def open_and_close() -> None:
-    """By default the KV cache takes what is free of the card."""
+    """By default the KV cache takes all free memory of the GPU."""
     llm = LLM(open_shape(SHAPE), device="cuda", max_context=4096, max_draft_tokens=0)
     prompts = [[10 + number] * (50 * number) for number in range(1, 9)]
     llm.generate(prompts, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))

@@ -1,7 +1,7 @@
-"""Small random models of several architectures on the card against transformers.
+"""Small random models of several architectures on the GPU against transformers.
 
-bfloat16 rounds, so nobody is exact: the reference is transformers in float32 on the same weights, and weft may be no
-farther from it than transformers in bfloat16 is, within a factor.
+The reference is transformers in float32 on the same weights. weft computes in bfloat16. Its error may be at most
+FACTOR times that of transformers in bfloat16.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_and_greedy_text_are_as_near_to_float32_as_those_of_transformers(
+def test_logits_and_greedy_text_are_as_close_to_float32_as_those_of_transformers(
     name: str, tmp_path: Path
 ) -> None:
     reference, rounded = _models(CASES[name], tmp_path)
-    chance = np.random.default_rng(3)
-    prompts = [chance.integers(1, VOCABULARY, length).tolist() for length in (100, 37, 1, 16, 129)]
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(1, VOCABULARY, length).tolist() for length in (100, 37, 1, 16, 129)]
     params = SamplingParams(
         max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=TOP, prompt_logprobs=TOP
     )
@@ -131,7 +131,7 @@ def test_logits_and_greedy_text_are_as_near_to_float32_as_those_of_transformers(
 
 
 class Distances:
-    """How far an implementation is from the reference: in logprobs, and in what it would choose."""
+    """The distance of an implementation from the reference: errors of logprobs, and how often the best token agrees."""
 
     def __init__(self) -> None:
         self.errors: list[float] = []
@@ -145,24 +145,25 @@ class Distances:
         return sum(self.chosen_right) / len(self.chosen_right)
 
     def __str__(self) -> str:
-        return f"{self.quantile(0.5):.4f} (90%: {self.quantile(0.9):.4f}), {self.share_chosen_right:.0%} chosen as there"
+        agreed = f"{self.share_chosen_right:.0%} of the best tokens agree"
+        return f"{self.quantile(0.5):.4f} (90%: {self.quantile(0.9):.4f}), {agreed}"
 
 
 def _models(case: Case, folder: Path) -> tuple[Any, Any]:
-    """The model in float32 with weights that bfloat16 can hold, and the same in bfloat16; its files in `folder`."""
+    """The model in float32, with weights that bfloat16 represents exactly, and in bfloat16. Saved in `folder`."""
     reference = build_model(case)
     with torch.no_grad():
         if reference.config.tie_word_embeddings:
-            # As an output matrix an embedding is too large by this: every choice would be clear.
+            # Without this the logits of a tied output layer are so large that no choice is close.
             reference.get_output_embeddings().weight.div_(reference.config.hidden_size**0.5)
         for parameter in reference.parameters():
             parameter.copy_(parameter.to(torch.bfloat16).float())
     reference.save_pretrained(folder)
     rounded = copy.deepcopy(reference)
-    for parameter in rounded.parameters():  # and not the frequencies of rotary embedding, which are buffers
+    for parameter in rounded.parameters():  # the RoPE frequencies are buffers, and stay in float32
         parameter.data = parameter.data.to(torch.bfloat16)
-    place = "cuda" if torch.cuda.is_available() else "cpu"
-    return reference.to(place), rounded.to(place)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return reference.to(device), rounded.to(device)
 
 
 def _compare(
@@ -176,21 +177,21 @@ def _compare(
     text = [*prompt, *result.tokens]
     truth, peer = _logprobs(reference, text), _logprobs(rounded, text)
     assert result.prompt_logprobs is not None and result.logprobs is not None
-    for position, told in enumerate([*result.prompt_logprobs[1:], *result.logprobs]):
-        assert told is not None
-        tokens = [token for token, _ in told.top]
-        wanted = truth[position, tokens]
-        ours.errors.append(float(np.abs([value for _, value in told.top] - wanted).mean()))
-        theirs.errors.append(float(np.abs(peer[position, tokens] - wanted).mean()))
+    for position, logprobs in enumerate([*result.prompt_logprobs[1:], *result.logprobs]):
+        assert logprobs is not None
+        tokens = [token for token, _ in logprobs.top]
+        expected = truth[position, tokens]
+        ours.errors.append(float(np.abs([value for _, value in logprobs.top] - expected).mean()))
+        theirs.errors.append(float(np.abs(peer[position, tokens] - expected).mean()))
         best = int(truth[position].argmax())
         ours.chosen_right.append(tokens[0] == best)
         theirs.chosen_right.append(int(peer[position].argmax()) == best)
-    # Greedy: what was chosen is what was told to be likeliest.
-    assert [told.top[0][0] for told in result.logprobs] == list(result.tokens)
+    # Greedy: the sampled token is the first of the top tokens.
+    assert [logprobs.top[0][0] for logprobs in result.logprobs] == list(result.tokens)
 
 
 def _logprobs(model: Any, text: list[int]) -> np.ndarray:
     with torch.no_grad():
-        place = next(model.parameters()).device
-        logits = model(torch.tensor([text], device=place), use_cache=False).logits[0]
+        device = next(model.parameters()).device
+        logits = model(torch.tensor([text], device=device), use_cache=False).logits[0]
         return torch.log_softmax(logits.double(), -1).cpu().numpy()

@@ -1,6 +1,6 @@
-"""The batch-invariant mode on the card: tokens and logprobs do not depend on company, chunks, graphs or memory.
+"""The batch-invariant mode on the GPU: tokens and logprobs do not depend on the batch, chunks, graphs or memory.
 
-Bit by bit, beside each request with the engine to itself.
+All results are compared bit for bit with those of the same request run alone.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from card import Asked, answers, assert_same, mixed_requests, open_on_card, small_checkpoint
+from card import Request, answers, assert_same, mixed_requests, open_on_card, small_checkpoint
 
 from weft.config import PreemptionMode
 from weft.llm import LLM
@@ -25,7 +25,7 @@ def checkpoint() -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def requests() -> list[Asked]:
+def requests() -> list[Request]:
     return mixed_requests()
 
 
@@ -42,25 +42,27 @@ def llm(checkpoint: Checkpoint) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def alone(llm: LLM, requests: list[Asked]) -> list[GenerationResult]:
+def alone(llm: LLM, requests: list[Request]) -> list[GenerationResult]:
     return [answers(llm, [request])[0] for request in requests]
 
 
 def test_the_answers_differ_from_each_other(alone: list[GenerationResult]) -> None:
-    """Or there would be nothing to tell apart."""
+    """Otherwise the other tests could not detect mixed-up requests."""
     assert len({result.tokens for result in alone}) > len(alone) // 2
     assert all(len(set(result.tokens)) > 1 for result in alone[1::2])
 
 
-def test_a_request_asked_again_gets_the_same(
-    llm: LLM, requests: list[Asked], alone: list[GenerationResult]
+def test_a_repeated_request_gets_the_same_answer(
+    llm: LLM, requests: list[Request], alone: list[GenerationResult]
 ) -> None:
-    """Steps that were launched at first are replayed from graphs by now."""
+    """The first time, steps were launched kernel by kernel. Now they are replayed from graphs."""
     for _ in range(2):
         assert_same([answers(llm, [request])[0] for request in requests[::7]], alone[::7])
 
 
-def test_company_changes_nothing(llm: LLM, requests: list[Asked], alone: list[GenerationResult]) -> None:
+def test_the_rest_of_the_batch_changes_nothing(
+    llm: LLM, requests: list[Request], alone: list[GenerationResult]
+) -> None:
     for _ in range(2):
         assert_same(answers(llm, requests), alone)
     for size in (2, 3, 5, 9, 17):
@@ -70,21 +72,21 @@ def test_company_changes_nothing(llm: LLM, requests: list[Asked], alone: list[Ge
 
 @pytest.mark.parametrize("chunk", [7, 64, 100])
 def test_chunks_change_nothing(
-    checkpoint: Checkpoint, requests: list[Asked], alone: list[GenerationResult], chunk: int
+    checkpoint: Checkpoint, requests: list[Request], alone: list[GenerationResult], chunk: int
 ) -> None:
     with open_invariant(checkpoint, max_chunk_tokens=chunk, max_prefill_tokens=4 * chunk) as llm:
         assert_same(answers(llm, requests), alone)
 
 
 def test_steps_without_overlap_change_nothing(
-    checkpoint: Checkpoint, requests: list[Asked], alone: list[GenerationResult]
+    checkpoint: Checkpoint, requests: list[Request], alone: list[GenerationResult]
 ) -> None:
     with open_invariant(checkpoint, overlap=False) as llm:
         assert_same(answers(llm, requests), alone)
 
 
 def test_prefix_hits_change_nothing(
-    checkpoint: Checkpoint, requests: list[Asked], alone: list[GenerationResult]
+    checkpoint: Checkpoint, requests: list[Request], alone: list[GenerationResult]
 ) -> None:
     with open_invariant(checkpoint, prefix_caching=True) as llm:
         assert_same(answers(llm, requests), alone)
@@ -95,10 +97,10 @@ def test_prefix_hits_change_nothing(
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_preemption_changes_nothing(
-    checkpoint: Checkpoint, requests: list[Asked], alone: list[GenerationResult], mode: PreemptionMode
+    checkpoint: Checkpoint, requests: list[Request], alone: list[GenerationResult], mode: PreemptionMode
 ) -> None:
-    # Of the longest of these four begin together in 32 blocks and need 36 with their answers; they stand at the end, so
-    # all of them wait by the time that there is room for one.
+    # Four of the longest start together in 32 blocks, and need 36 blocks with their answers. They are the last
+    # requests, so all four wait when the first of them is admitted.
     short = [index for index, (prompt, _) in enumerate(requests) if len(prompt) <= 130]
     with open_invariant(checkpoint, num_blocks=32, swap_blocks=256, preemption=mode) as llm:
         results = answers(llm, [requests[index] for index in short])
@@ -109,8 +111,8 @@ def test_preemption_changes_nothing(
     assert stats.swaps_failed == 0 and stats.steps_failed == 0
 
 
-def test_logprobs_of_prompts_do_not_depend_on_chunks_and_company(
-    checkpoint: Checkpoint, llm: LLM, requests: list[Asked]
+def test_logprobs_of_prompts_do_not_depend_on_chunks_and_the_rest_of_the_batch(
+    checkpoint: Checkpoint, llm: LLM, requests: list[Request]
 ) -> None:
     scored = [
         (prompt, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2))

@@ -1,4 +1,4 @@
-"""Memory of the card, looked at from another process: closed models give it back, and too little of it is one sentence."""
+"""GPU memory, measured from another process: closed models free it, and too little of it gives an error of one line."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
-LEFT_BEHIND = 400 * MIB
-"""Code of kernels and workspaces of libraries, which CUDA keeps until the process ends; the model has 1,137 MiB of weights
-alone."""
+KEPT_BY_CUDA = 400 * MIB
+"""An upper limit for kernel code and library workspaces, which CUDA keeps until the process ends. The weights of the
+model take 1,137 MiB."""
 
 
 def free_memory() -> int:
@@ -41,7 +41,7 @@ def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-def test_a_closed_model_gives_the_card_back_again_and_again_and_so_does_a_failed_load() -> None:
+def test_a_closed_model_frees_the_gpu_memory_every_time_and_so_does_a_failed_load() -> None:
     seen: list[tuple[str, int]] = []
     with process(str(HERE / "open_and_close.py")) as opening:
         assert opening.stdout is not None and opening.stdin is not None
@@ -50,15 +50,15 @@ def test_a_closed_model_gives_the_card_back_again_and_again_and_so_does_a_failed
             opening.stdin.write("\n")
             opening.stdin.flush()
         assert opening.wait() == 0
-    places = [place for place, _ in seen]
-    assert places == ["bare", *["open", "closed"] * 3, "failed twice"]
-    taken = [(place, seen[0][1] - free) for place, free in seen]
-    print([f"{place} {size // MIB} MiB" for place, size in taken])
-    assert all(size > 4096 * MIB for place, size in taken if place == "open"), taken
-    assert all(size < LEFT_BEHIND for place, size in taken if place != "open"), taken
-    # Nothing grows with the number of models.
-    closed = [size for place, size in taken if place == "closed"]
-    assert closed[2] - closed[0] < 64 * MIB, taken
+    stages = [stage for stage, _ in seen]
+    assert stages == ["bare", *["open", "closed"] * 3, "failed twice"]
+    used = [(stage, seen[0][1] - free) for stage, free in seen]
+    print([f"{stage} {size // MIB} MiB" for stage, size in used])
+    assert all(size > 4096 * MIB for stage, size in used if stage == "open"), used
+    assert all(size < KEPT_BY_CUDA for stage, size in used if stage != "open"), used
+    # The memory in use does not grow with the number of models.
+    closed = [size for stage, size in used if stage == "closed"]
+    assert closed[2] - closed[0] < 64 * MIB, used
 
 
 OCCUPY = """
@@ -71,8 +71,8 @@ sys.stdin.readline()
 
 
 @pytest.mark.parametrize("left", [300 * MIB, 1500 * MIB, 2000 * MIB, 2800 * MIB])
-def test_a_card_that_another_process_occupies_is_one_sentence_that_names_it(left: int) -> None:
-    """Too little for the CUDA context of the process, for weights, for the buffers of a step, and for a KV cache."""
+def test_a_gpu_that_another_process_occupies_gives_one_line_that_names_the_process(left: int) -> None:
+    """The memory left is too small for the CUDA context, the weights, the buffers of a step, and the KV cache."""
     with process("-c", OCCUPY, str(left)) as occupying:
         assert occupying.stdout is not None
         assert int(occupying.stdout.readline()) < left + 64 * MIB

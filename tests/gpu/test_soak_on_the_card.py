@@ -1,6 +1,6 @@
-"""The engine on the card under everything at once: many threads, cancels, preemption, swap, prefix hits.
+"""The engine on the GPU under load: many threads, cancels, preemption, swap and prefix hits at the same time.
 
-In the batch-invariant mode, so that every answer can be compared with that of the same request alone.
+It runs in the batch-invariant mode, so that every answer can be compared with that of the same request run alone.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from card import Asked, answers, assert_same, mixed_requests, open_on_card, small_checkpoint
+from card import Request, answers, assert_same, mixed_requests, open_on_card, small_checkpoint
 
 from weft.config import PreemptionMode
 from weft.llm import LLM
 from weft.request import GenerationResult, InferenceRequest, RequestState
 
 THREADS = 12
-ROUNDS = 10
+ITERATIONS = 10
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
-def test_answers_are_right_and_nothing_is_left_behind(mode: PreemptionMode) -> None:
+def test_answers_are_correct_and_the_engine_is_idle_at_the_end(mode: PreemptionMode) -> None:
     requests = [request for request in mixed_requests() if len(request[0]) <= 300]
-    # Much less than all threads together would like to have.
+    # Far fewer blocks than the requests of all threads need.
     with open_on_card(
         small_checkpoint(),
         invariant=True,
@@ -35,11 +35,11 @@ def test_answers_are_right_and_nothing_is_left_behind(mode: PreemptionMode) -> N
     ) as llm:
         alone = [answers(llm, [request])[0] for request in requests]
         with ThreadPoolExecutor(THREADS) as threads:
-            asked = [threads.submit(_storm, llm, requests, alone, number) for number in range(THREADS)]
-            num_cancelled = sum(one.result() for one in asked)
+            loads = [threads.submit(_load, llm, requests, alone, number) for number in range(THREADS)]
+            num_cancelled = sum(load.result() for load in loads)
         _assert_idle(llm)
         stats, metrics = llm.engine.stats()[0], llm.engine.metrics()
-        # What was asked after the storm is answered as before it.
+        # Requests after the load get the same answers as before it.
         assert_same(answers(llm, requests[:6]), alone[:6])
     assert num_cancelled > THREADS
     assert metrics.requests_cancelled == num_cancelled and metrics.requests_failed == 0
@@ -49,17 +49,18 @@ def test_answers_are_right_and_nothing_is_left_behind(mode: PreemptionMode) -> N
     assert metrics.cached_tokens > 0
 
 
-def _storm(llm: LLM, requests: list[Asked], alone: list[GenerationResult], seed: int) -> int:
-    """Asks for answers, several at once, and compares them; gives up on others. How many of those ended cancelled."""
-    chance = random.Random(seed)
+def _load(llm: LLM, requests: list[Request], alone: list[GenerationResult], seed: int) -> int:
+    """Runs some requests at a time and compares their answers. Submits and cancels others. Returns how many of these
+    ended as cancelled."""
+    dice = random.Random(seed)
     num_cancelled = 0
-    for _ in range(ROUNDS):
-        given_up = [
-            llm.engine.submit(InferenceRequest(*chance.choice(requests))) for _ in range(chance.randint(0, 3))
+    for _ in range(ITERATIONS):
+        cancelled = [
+            llm.engine.submit(InferenceRequest(*dice.choice(requests))) for _ in range(dice.randint(0, 3))
         ]
-        some = chance.sample(range(len(requests)), chance.randint(1, 6))
-        time.sleep(chance.random() * 0.02)
-        for request_id in given_up:
+        some = dice.sample(range(len(requests)), dice.randint(1, 6))
+        time.sleep(dice.random() * 0.02)
+        for request_id in cancelled:
             llm.engine.cancel(request_id)
         results = llm.generate(
             [requests[index][0] for index in some],
@@ -67,8 +68,8 @@ def _storm(llm: LLM, requests: list[Asked], alone: list[GenerationResult], seed:
             show_progress=False,
         )
         assert_same(results, [alone[index] for index in some])
-        # One that was cancelled as it ended is complete.
-        ended = [llm.engine.get_result(request_id) for request_id in given_up]
+        # A request that ended before its cancel is complete.
+        ended = [llm.engine.get_result(request_id) for request_id in cancelled]
         num_cancelled += sum(
             result is not None and result.state is RequestState.CANCELLED for result in ended
         )
@@ -76,9 +77,9 @@ def _storm(llm: LLM, requests: list[Asked], alone: list[GenerationResult], seed:
 
 
 def _assert_idle(llm: LLM) -> None:
-    give_up_at = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while (metrics := llm.engine.metrics()).requests_running or metrics.requests_pending:
-        assert time.monotonic() < give_up_at, "requests are left that never end"
+        assert time.monotonic() < deadline, "some requests never end"
         time.sleep(0.01)
     llm.engine.scheduler.check_integrity()
     assert metrics.requests_preempted == 0

@@ -1,5 +1,5 @@
-"""A two-tier cache on the card, in the batch-invariant mode: what a request gets does not depend on company, chunks, prefix
-hits or preemption, bit by bit; and it is another than that of a plain cache."""
+"""The two-tier cache on the GPU, in the batch-invariant mode. Answers do not depend on the rest of the batch, chunks,
+prefix hits or preemption, bit for bit. They differ from those of a plain cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from card import Asked, answers, assert_same, mixed_requests, open_on_card, small_checkpoint
+from card import Request, answers, assert_same, mixed_requests, open_on_card, small_checkpoint
 
 from weft.config import KvCacheKind, PreemptionMode
 from weft.llm import LLM
@@ -23,7 +23,7 @@ def checkpoint() -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def requests() -> list[Asked]:
+def requests() -> list[Request]:
     return mixed_requests()
 
 
@@ -47,11 +47,13 @@ def llm(checkpoint: Checkpoint, bits: int) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def alone(llm: LLM, requests: list[Asked]) -> list[GenerationResult]:
+def alone(llm: LLM, requests: list[Request]) -> list[GenerationResult]:
     return [answers(llm, [request])[0] for request in requests]
 
 
-def test_company_changes_nothing(llm: LLM, requests: list[Asked], alone: list[GenerationResult]) -> None:
+def test_the_rest_of_the_batch_changes_nothing(
+    llm: LLM, requests: list[Request], alone: list[GenerationResult]
+) -> None:
     for _ in range(2):
         assert_same(answers(llm, requests), alone)
     for size in (2, 5, 17):
@@ -61,16 +63,16 @@ def test_company_changes_nothing(llm: LLM, requests: list[Asked], alone: list[Ge
 
 
 def test_chunks_change_nothing(
-    checkpoint: Checkpoint, requests: list[Asked], alone: list[GenerationResult], bits: int
+    checkpoint: Checkpoint, requests: list[Request], alone: list[GenerationResult], bits: int
 ) -> None:
-    """Shorter than a block, than the tail, and longer than both."""
+    """Chunks shorter than a block, shorter than the tail, and longer than both."""
     for chunk in (7, 50, 300):
         with open_tiers(checkpoint, bits, max_chunk_tokens=chunk, max_prefill_tokens=4 * chunk) as llm:
             assert_same(answers(llm, requests), alone)
 
 
 def test_prefix_hits_change_nothing(
-    checkpoint: Checkpoint, requests: list[Asked], alone: list[GenerationResult], bits: int
+    checkpoint: Checkpoint, requests: list[Request], alone: list[GenerationResult], bits: int
 ) -> None:
     with open_tiers(checkpoint, bits, prefix_caching=True) as llm:
         assert_same(answers(llm, requests), alone)
@@ -84,7 +86,7 @@ def test_prefix_hits_change_nothing(
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_preemption_changes_nothing(
     checkpoint: Checkpoint,
-    requests: list[Asked],
+    requests: list[Request],
     alone: list[GenerationResult],
     bits: int,
     mode: PreemptionMode,
@@ -99,10 +101,10 @@ def test_preemption_changes_nothing(
     assert stats.swaps_failed == 0 and stats.steps_failed == 0
 
 
-def test_long_requests_get_other_probabilities_than_from_a_plain_cache(
-    checkpoint: Checkpoint, requests: list[Asked], alone: list[GenerationResult]
+def test_long_requests_get_other_logprobs_than_with_a_plain_cache(
+    checkpoint: Checkpoint, requests: list[Request], alone: list[GenerationResult]
 ) -> None:
-    """Else all this would pass without a store."""
+    """Otherwise these tests would pass without a store."""
     with open_on_card(checkpoint, invariant=True, num_blocks=4096, prefix_caching=False) as llm:
         plain = answers(llm, requests)
     for (prompt, _), result, other in zip(requests, alone, plain, strict=True):

@@ -1,4 +1,4 @@
-"""The GGUF file of a small checkpoint, written as llama.cpp's converter writes it: names, keys, and the order of rows."""
+"""Writes the GGUF file of a small checkpoint as llama.cpp's converter does: names, keys, and the order of rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from weft.loading.gguf import GgufFile, read_gguf
 
 gguf = pytest.importorskip("gguf")
 
-# The architectures in GGUF's words, by transformers' model_type.
+# transformers' model_type -> GGUF's name of the architecture.
 NAMES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
-# Where llama.cpp turns neighbouring pairs, the rows of Q and K are put in that order.
+# For these, llama.cpp rotates adjacent pairs (interleaved RoPE), so the converter reorders the rows of Q and K.
 PERMUTED = ("llama", "granite")
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path) -> GgufFile:
-    """Through the file: written by the gguf package, read by weft."""
+    """Writes the file with the gguf package, and reads it with weft."""
     config = checkpoint.config
     name = NAMES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, name)
@@ -128,11 +128,11 @@ def _write_differences(writer: Any, config: dict[str, Any], name: str) -> None:
 
 
 def _with_experts_stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Experts are stored each by itself in safetensors, and as one tensor in GGUF."""
+    """safetensors has one tensor per expert, GGUF one for all experts."""
     stacked: dict[str, list[np.ndarray]] = {}
-    for name in sorted(tensors):  # there are fewer than ten experts, so this is their order
+    for name in sorted(tensors):  # the order of the experts, because there are fewer than ten
         merged = re.sub(r"experts\.\d\.", "experts.", name)
-        # The name that the gguf package knows for all experts of a Mixtral.
+        # The gguf package has another name for the experts of Mixtral.
         merged = re.sub(r"model\.(.*)\.block_sparse_moe\.experts", r"\1.feed_forward.experts", merged)
         stacked.setdefault(merged, []).append(tensors[name])
     return {name: np.stack(parts) if ".experts." in name else parts[0] for name, parts in stacked.items()}

@@ -1,4 +1,4 @@
-"""A decoder whose forward pass is the native program recorded from it, for tests that feed decoders."""
+"""A decoder that runs the C++ program recorded from it, for tests that run decoders directly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.ops.recording import NO_STEP
 
 
 class NativeDecoder:
-    """What `Decoder` offers to tests; what it returns is theirs to keep."""
+    """The methods of `Decoder` that tests use. Returned arrays are copies."""
 
     def __init__(
         self,

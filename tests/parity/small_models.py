@@ -1,5 +1,5 @@
-"""Small random checkpoints of every architecture, as transformers writes them and as llama.cpp's converter would, and
-the two ways to run one: transformers over the whole text, and weft's decoder over chunks, blocks and single tokens."""
+"""Small random checkpoints of every architecture, and two ways to run one: transformers on the whole text, and weft's
+decoder with chunks, KV blocks and single tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT_LENGTH = 100
 NEW_TOKENS = 64
 VOCABULARY = 97
 
-# 4 heads of 24 features for 64 of the model, where the architecture lets them differ.
+# WIDE_HEADS has 4 heads of 24 features with a hidden size of 64, for architectures that allow it.
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -42,13 +42,13 @@ WIDE_HEADS = {**SIZES, "head_dim": 24}
 
 @dataclass(frozen=True)
 class Case:
-    """A model to build: transformers' name of the architecture, and what its configuration says."""
+    """A model to build: transformers' name of the architecture, and its configuration."""
 
     model: str
     options: Mapping[str, Any]
     max_context: int | None = None
-    config: str = ""  # the name of its class, where that is not the model's and Config
-    module: str = ""  # where transformers keeps it, where that is not the model's name
+    config: str = ""  # the name of the configuration class, if it is not the model's name with Config
+    module: str = ""  # the module in transformers, if it is not the model's name
 
     @property
     def modeling(self) -> str:
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What the files of a model hold."""
+    """The content of model files."""
 
     config: dict[str, Any]
     tensors: dict[str, np.ndarray]
@@ -69,12 +69,12 @@ class Checkpoint:
 
 
 def build_model(case: Case) -> Any:
-    """transformers' model with weights that leave nothing neutral: norms are not ones, biases not zeros."""
+    """A transformers model with random weights everywhere: norms are not all ones, biases not all zeros."""
     import transformers
 
     config = getattr(transformers, case.config or f"{case.model}Config")(**case.options)
     config._attn_implementation = config._experts_implementation = "eager"
-    torch.set_num_threads(1)  # as tests/conftest.py says of numpy
+    torch.set_num_threads(1)  # for the reason given in tests/conftest.py
     model = getattr(transformers, f"{case.model}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def build_model(case: Case) -> Any:
 
 
 def save(model: Any, folder: Path) -> Checkpoint:
-    """The model through the files that transformers writes."""
+    """Saves the model with transformers, and reads the files."""
     from safetensors.numpy import load_file
 
     model.save_pretrained(folder)
@@ -106,7 +106,7 @@ def logits_of(model: Any, tokens: list[int]) -> np.ndarray:
 
 
 class _DoubleTorch:
-    """torch, but for its float32, which is float64."""
+    """torch with float64 in place of float32."""
 
     def __getattr__(self, name: str) -> Any:
         return torch.float64 if name in ("float", "float32") else getattr(torch, name)
@@ -114,8 +114,8 @@ class _DoubleTorch:
 
 @contextmanager
 def transformers_in_float64(case: Case) -> Iterator[None]:
-    """transformers computes norms, softmax and rotary frequencies in float32 whatever the type of the model; here
-    they are computed in float64, so that all digits can be compared."""
+    """Makes transformers compute norms, softmax and RoPE frequencies in float64, to compare all digits. Normally it
+    uses float32 for these, whatever the dtype of the model."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (case.modeling, "transformers.modeling_rope_utils"):
             patch.setattr(importlib.import_module(module), "torch", _DoubleTorch())
@@ -124,7 +124,7 @@ def transformers_in_float64(case: Case) -> Iterator[None]:
 
 
 class Reader:
-    """One request of a decoder, fed in pieces; its blocks lie scattered over the cache."""
+    """Runs one request in chunks. Its KV blocks are scattered over the cache."""
 
     def __init__(self, decoder: Decoder, length: int, block_size: int) -> None:
         self.decoder = decoder
@@ -136,7 +136,7 @@ class Reader:
         self.position = 0
 
     def feed(self, tokens: list[int]) -> np.ndarray:
-        """Logits after each of the tokens."""
+        """Computes the next tokens, and returns the logits of each."""
         positions = np.arange(self.position, self.position + len(tokens))
         self.position += len(tokens)
         step = StepIndices(
@@ -156,7 +156,7 @@ def prompt() -> list[int]:
 
 
 def generate(decoder: Decoder, chunk: int, block_size: int) -> tuple[list[int], np.ndarray]:
-    """The prompt in chunks, then greedy tokens one at a time: the whole text, and logits after all of its tokens."""
+    """Computes the prompt in chunks, then decodes greedily. Returns all tokens and the logits of each."""
     tokens = prompt()
     reader = Reader(decoder, PROMPT_LENGTH + NEW_TOKENS, block_size)
     rows = [reader.feed(tokens[start : start + chunk]) for start in range(0, PROMPT_LENGTH, chunk)]
@@ -169,18 +169,16 @@ def generate(decoder: Decoder, chunk: int, block_size: int) -> tuple[list[int], 
 def next_step(
     texts: list[list[int]], counts: list[int], done: np.ndarray, tables: np.ndarray, block_size: int
 ) -> tuple[np.ndarray, StepIndices]:
-    """The texts that a step takes `counts` tokens of, and that step, with logits after every token; `done`, the tokens of each
-    text before it, becomes those after it."""
+    """A step that computes `counts` tokens of each text, with logits for every token. Returns the texts with tokens
+    in the step, and the step. Adds `counts` to `done`, the number of computed tokens of each text."""
     rows = np.flatnonzero(counts)
     positions = [np.arange(done[row], done[row] + counts[row]) for row in rows]
-    blocks = [tables[row, places // block_size] for row, places in zip(rows, positions, strict=True)]
+    blocks = [tables[row, at // block_size] for row, at in zip(rows, positions, strict=True)]
     flat = np.concatenate(positions)
     done[rows] += np.array(counts)[rows]
     starts = np.concatenate([[0], np.cumsum(np.array(counts)[rows])])
     step = StepIndices(
-        token_ids=np.concatenate(
-            [np.array(texts[row])[places] for row, places in zip(rows, positions, strict=True)]
-        ),
+        token_ids=np.concatenate([np.array(texts[row])[at] for row, at in zip(rows, positions, strict=True)]),
         positions=flat,
         cells=np.concatenate(blocks) * block_size + flat % block_size,
         query_starts=starts,
@@ -194,7 +192,7 @@ def next_step(
 def logits_in_a_batch(
     decoder: Decoder, texts: list[list[int]], plan: list[list[int]], block_size: int
 ) -> list[np.ndarray]:
-    """Logits after every token of each text. Every entry of `plan` is a step: how many tokens of each text it takes."""
+    """The logits of every token of each text. Each entry of `plan` is a step: the number of tokens of each text."""
     needed = [-(-len(text) // block_size) for text in texts]
     order = np.random.default_rng(2).permutation(sum(needed) + 3)
     tables = np.zeros((len(texts), max(needed)), np.int64)

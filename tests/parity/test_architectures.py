@@ -1,6 +1,6 @@
-"""Every architecture and every scaling of rotary embedding against transformers, on small random checkpoints.
+"""Every architecture and every kind of RoPE scaling against transformers, on small random checkpoints.
 
-A text of 164 tokens: a prompt that crosses chunks, blocks, windows and the original context, and 64 greedy tokens.
+A text has 164 tokens: a prompt longer than chunks, blocks, windows and the original context, and 64 greedy tokens.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ CASES = {
         {**WIDE_HEADS, **EXPERTS, "num_experts": 6, "moe_intermediate_size": 40, "norm_topk_prob": True},
         module="qwen3_moe",
     ),
-    "qwen3 moe, shares as they are": Case(
+    "qwen3 moe, not normalised": Case(
         "Qwen3Moe",
         {**WIDE_HEADS, **EXPERTS, "num_experts": 6, "moe_intermediate_size": 40, "norm_topk_prob": False},
         module="qwen3_moe",
@@ -220,8 +220,7 @@ def test_logits_equal_transformers_to_the_last_digits_of_float64(name: str, tmp_
     assert error <= 1e-10
 
 
-# What GGUF has words for. Its files of Mistral and Qwen2 do not carry a window, nor those of Gemma what scores are
-# divided by, if it is not the size of a head.
+# Cases that GGUF can express. It has no key for the windows of Mistral and Qwen2 and query_pre_attn_scalar of Gemma.
 GGUF_CASES = {
     **{
         name: CASES[name]
@@ -255,7 +254,7 @@ GGUF_CASES = {
 
 
 @pytest.mark.parametrize("name", GGUF_CASES)
-def test_a_gguf_file_gives_the_logits_of_the_checkpoint_it_was_made_from(name: str, tmp_path: Path) -> None:
+def test_a_gguf_file_gives_the_logits_of_its_source_checkpoint(name: str, tmp_path: Path) -> None:
     case = GGUF_CASES[name]
     checkpoint = save(build_model(case), tmp_path)
     file = write_gguf(checkpoint, tmp_path / "model.gguf")
@@ -266,13 +265,13 @@ def test_a_gguf_file_gives_the_logits_of_the_checkpoint_it_was_made_from(name: s
     reader = Reader(build_decoder("gguf", file.metadata, file.tensors, ops), len(tokens), 16)
     error = relative_error(reader.feed(tokens), expected)
     print(f"{name}: relative error {error:.1e}")
-    # Not exact: GGUF holds the numbers of the configuration in float32.
+    # Not exact: GGUF stores the numbers of the configuration in float32.
     assert error <= 1e-4
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "phi3, longrope, part of the head", "mixtral"])
-def test_logits_do_not_depend_on_company_or_chunks(name: str, tmp_path: Path) -> None:
-    """In float64: whole texts alone against chunks and single tokens of four texts in the same steps."""
+def test_logits_do_not_depend_on_the_rest_of_the_batch_or_on_chunks(name: str, tmp_path: Path) -> None:
+    """In float64: each text alone in one step, against chunks and single tokens of four texts in common steps."""
     case = CASES[name]
     checkpoint = save(build_model(case), tmp_path)
     decoder = build_decoder("huggingface", checkpoint.config, checkpoint.sources, ReferenceOps(np.float64))
@@ -285,7 +284,7 @@ def test_logits_do_not_depend_on_company_or_chunks(name: str, tmp_path: Path) ->
         assert relative_error(ours, alone) <= 1e-12
 
 
-# --- what config.json does not say --------------------------------------------------------------------------------
+# --- fields that are missing in config.json -----------------------------------------------------------------------
 
 CLASSES = {entry.class_name: entry.model_type for entry in ARCHITECTURES}
 
@@ -298,10 +297,10 @@ def class_defaults(model_type: str, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("windows", [{}, {"use_sliding_window": True}])
 @pytest.mark.parametrize("class_name", CLASSES)
-def test_a_field_that_is_not_there_has_the_default_of_transformers_class(
+def test_a_missing_field_has_the_default_of_the_transformers_class(
     class_name: str, windows: dict[str, bool]
 ) -> None:
-    """A file that has all fields, one that has none, and all that lack one."""
+    """Files with all fields, with no fields, and with each single field missing."""
     written = {**class_defaults(CLASSES[class_name], **windows), "architectures": [class_name]}
     expected = build_config("huggingface", written, {})
     assert build_config("huggingface", {"architectures": [class_name], **windows}, {}) == expected
@@ -311,7 +310,7 @@ def test_a_field_that_is_not_there_has_the_default_of_transformers_class(
 
 
 @pytest.mark.parametrize("class_name", CLASSES)
-def test_a_file_without_its_defaults_gives_the_logits_of_transformers(
+def test_a_config_without_default_fields_gives_the_logits_of_transformers(
     class_name: str, tmp_path: Path
 ) -> None:
     import transformers
@@ -337,7 +336,7 @@ def test_a_file_without_its_defaults_gives_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_an_output_matrix_beside_a_tied_embedding_is_used_as_in_transformers(
+def test_an_output_layer_in_a_file_with_tied_embeddings_is_used_as_in_transformers(
     same: bool, tmp_path: Path
 ) -> None:
     import transformers

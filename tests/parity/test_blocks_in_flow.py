@@ -1,5 +1,7 @@
-"""Steps of so many rows that blocks of them go through the layers each at its own pace: every request gets the bits that it gets alone,
-on one thread, whoever is late. Small models have small layers, and there are more threads than processors: some are."""
+"""Large steps, in which row blocks pass through the layers without waiting for each other (steps in flow).
+
+Every request must get the same bits as alone on one thread, whatever the order of the threads. Small layers, and more
+threads than processors, make the order vary."""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def decoder_of(name: str, folder: Path, threads: int, quantize: str | None = Non
 
 
 def logits_alone(alone: NativeDecoder, text: list[int], block_size: int = 16) -> np.ndarray:
-    """Fed by so few tokens at a time that nothing flows."""
+    """In steps of so few tokens that none is in flow."""
     plan = [[min(30, len(text) - first)] for first in range(0, len(text), 30)]
     (logits,) = logits_in_a_batch(alone, [text], plan, block_size)
     return logits
@@ -34,7 +36,7 @@ def logits_alone(alone: NativeDecoder, text: list[int], block_size: int = 16) ->
 def assert_as_alone(
     together: NativeDecoder, alone: NativeDecoder, plan: list[list[int]], block_size: int
 ) -> None:
-    """`plan`: how many tokens of each request are in each step."""
+    """`plan` has the number of tokens of each request in each step."""
     texts = random_texts(np.sum(plan, axis=0).tolist())
     for text, ours in zip(texts, logits_in_a_batch(together, texts, plan, block_size), strict=True):
         assert np.array_equal(ours, logits_alone(alone, text, block_size))
@@ -42,12 +44,13 @@ def assert_as_alone(
 
 @pytest.mark.parametrize("quantize", [None, "int4"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3, longrope, part of the head", "mixtral", "olmo2"])
-def test_prompts_long_and_short_beside_decodes_get_the_bits_they_get_alone(
+def test_long_and_short_prompts_with_decodes_get_the_same_bits_as_alone(
     name: str, quantize: str | None, tmp_path: Path
 ) -> None:
     alone = decoder_of(name, tmp_path, 1, quantize)
     together = decoder_of(name, tmp_path, 3, quantize)
-    # First chunks that end within a block of the cache; then rests of prompts beside decodes, one of them longer than all blocks.
+    # First chunks that end inside a KV block; then the rest of the prompts with decodes, one of them longer than a
+    # row block.
     plan = [
         [90, 37, 1, 64, 5, 40, 1],
         [1, 130, 1, 1, 100, 16, 31],
@@ -59,15 +62,15 @@ def test_prompts_long_and_short_beside_decodes_get_the_bits_they_get_alone(
 
 @pytest.mark.parametrize("threads", [2, 5])
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32, 96, 256])
-def test_blocks_of_the_cache_of_any_size_part_a_prompt_or_do_not(
+def test_a_prompt_gets_the_same_bits_with_kv_blocks_of_any_size(
     threads: int, block_size: int, tmp_path: Path
 ) -> None:
     alone, together = decoder_of("llama", tmp_path, 1), decoder_of("llama", tmp_path, threads)
     assert_as_alone(together, alone, [[400, 10, 1], [1, 100, 300]], block_size)
 
 
-def test_nobody_reads_what_is_not_written_yet(tmp_path: Path) -> None:
-    """Of one long prompt every block reads what all before it write. The cache is spoilt each time."""
+def test_no_row_block_reads_cells_before_they_are_written(tmp_path: Path) -> None:
+    """Every row block of a long prompt reads what all earlier row blocks write. The cache starts with NaN each time."""
     alone, together = decoder_of("llama", tmp_path, 1), decoder_of("llama", tmp_path, 5)
     (text,) = random_texts([480])
     expected = logits_alone(alone, text)
@@ -78,8 +81,8 @@ def test_nobody_reads_what_is_not_written_yet(tmp_path: Path) -> None:
         assert np.array_equal(together.logits(together.forward(step, cache)), expected)
 
 
-def test_a_prompt_that_reads_what_another_writes_in_the_same_step_waits_for_it(tmp_path: Path) -> None:
-    """The second has the first two blocks of the first one's, which fills them in this very step."""
+def test_a_prompt_waits_for_kv_blocks_that_another_prompt_fills_in_the_same_step(tmp_path: Path) -> None:
+    """The second prompt shares the first two KV blocks of the first, which fills them in this step."""
     alone, together = decoder_of("llama", tmp_path, 1), decoder_of("llama", tmp_path, 4)
     texts = random_texts([300, 200])
     texts[1][:32] = texts[0][:32]
@@ -98,7 +101,7 @@ def test_a_prompt_that_reads_what_another_writes_in_the_same_step_waits_for_it(t
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_prompts_of_a_two_tier_cache_get_the_bits_they_get_alone(bits: int, tmp_path: Path) -> None:
+def test_prompts_of_a_two_tier_cache_get_the_same_bits_as_alone(bits: int, tmp_path: Path) -> None:
     alone, together = decoder_of("llama", tmp_path, 1), decoder_of("llama", tmp_path, 3)
     texts = random_texts([260, 9, 90, 33])
     plan = [[100, 3, 40, 1], [150, 1, 49, 1], [1, 1, 1, 30], [9, 4, 0, 1]]
@@ -109,7 +112,7 @@ def test_prompts_of_a_two_tier_cache_get_the_bits_they_get_alone(bits: int, tmp_
 
 @needs_pagemap
 @pytest.mark.parametrize("threads", [1, 3])
-def test_memory_that_is_offered_is_taken_beside_a_step_that_flows_and_beside_no_other(
+def test_offered_pages_are_prefaulted_during_a_step_in_flow_and_during_no_other(
     threads: int, tmp_path: Path
 ) -> None:
     decoder = decoder_of("llama", tmp_path, threads)
@@ -118,7 +121,7 @@ def test_memory_that_is_offered_is_taken_beside_a_step_that_flows_and_beside_no_
     flowing = step_of([(text, 0, list(range(30)))], 16)
     others = [
         step_of([(text[:8], 0, [0])], 16),
-        step_of([(text[:10], 0, [number]) for number in range(6)], 16),  # some whole requests for each thread
+        step_of([(text[:10], 0, [number]) for number in range(6)], 16),  # each thread computes whole requests
     ]
     expected = decoder.logits(decoder.forward(flowing, cache))
     memory = untouched(300 * PAGE)
@@ -127,13 +130,13 @@ def test_memory_that_is_offered_is_taken_beside_a_step_that_flows_and_beside_no_
     for other in others:
         decoder.pool.offer_pages(memory[first:end])
         decoder.forward(other, cache)
-        assert decoder.pool.withdraw_pages(), "nobody had time"
+        assert decoder.pool.withdraw_pages(), "no thread prefaults during such a step"
     decoder.forward(flowing, cache)
-    assert not any(present_pages(memory)), "it was no longer offered"
+    assert not any(present_pages(memory)), "the offer was withdrawn"
 
     decoder.pool.offer_pages(memory[first:end])
     logits = decoder.logits(decoder.forward(flowing, cache))
-    assert not decoder.pool.withdraw_pages(), "somebody took it"
+    assert not decoder.pool.withdraw_pages(), "a thread prefaulted the pages"
     assert present_pages(memory) == pages_between(first, end, memory.size)
     assert np.array_equal(logits, expected)
     assert not memory.any()

@@ -1,4 +1,4 @@
-"""The default model against transformers on the same dequantised weights: the same greedy text, the same perplexity."""
+"""The default model against transformers with the same dequantised weights: equal greedy text and perplexity."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 
 NEW_TOKENS = 24
 TIE = 1e-4
-"""Two logits this close are a tie in float32: summing in another order may swap them."""
+"""Two logits closer than this are a tie in float32: another summation order may swap them."""
 
 SENTENCE = (
     "The old lighthouse keeper counted the ships that passed in the night, and wrote each name into a book. "
@@ -55,7 +55,7 @@ CONVERSATIONS = [
 ]
 
 
-# Borders of blocks (16) and chunks (64), and what lies between them, as slices of the reading text.
+# Lengths of prompts cut from the reading text, around multiples of the block size (16) and the chunk size (64).
 LENGTHS = (
     *(1, 2, 3, 5, 8, 13, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 80, 96, 112, 127, 128, 129),
     *(191, 192, 193, 256, 320, 400, 512, 700, 999),
@@ -66,21 +66,21 @@ WINDOWS = 3
 
 @pytest.fixture(scope="module")
 def reading(default_tokenizer: Tokenizer) -> list[int]:
-    """The repo's text for such measurements."""
+    """The tokens of tests/data/reading.txt."""
     path = Path(__file__).parents[1] / "data" / "reading.txt"
     return default_tokenizer.encode(path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
 def backend_factory(default_model_path: Path) -> Callable[[], Backend]:
-    """numpy in float32: what the kernels are compared with."""
+    """The CPU backend with numpy in float32."""
     checkpoint = open_checkpoint(default_model_path)
     return lambda: registry.build("cpu", checkpoint=checkpoint, dtype=np.float32)
 
 
 @pytest.fixture(scope="module")
 def reference(default_model_file: GgufFile) -> Any:
-    """transformers' Llama with our weights, in float32."""
+    """transformers' Llama with the dequantised weights of the file, in float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     file, metadata = default_model_file, default_model_file.metadata
@@ -118,7 +118,7 @@ def reference(default_model_file: GgufFile) -> Any:
         if ".q_proj." in theirs or ".k_proj." in theirs:
             values = neighbours_to_halves(values, heads if ".q_proj." in theirs else kv_heads)
         state[theirs] = torch.from_numpy(values)
-    torch.set_num_threads(1)  # as tests/conftest.py says of numpy
+    torch.set_num_threads(1)  # for the reason given in tests/conftest.py
     model = LlamaForCausalLM(config).eval()
     outcome = model.load_state_dict(state, strict=False)
     assert outcome.missing_keys in ([], ["lm_head.weight"]) and not outcome.unexpected_keys
@@ -127,17 +127,17 @@ def reference(default_model_file: GgufFile) -> Any:
 
 
 def neighbours_to_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of Q or K from the order that turns neighbouring pairs to the one transformers turns halves in."""
+    """Reorders the rows of Q or K from interleaved RoPE pairs (GGUF) to pairs of halves (transformers)."""
     rows, columns = weight.shape
     paired = weight.reshape(heads, rows // heads // 2, 2, columns)
     return np.ascontiguousarray(paired.swapaxes(1, 2).reshape(rows, columns))
 
 
 def reference_logits(model: Any, prompt: list[int], text: list[int]) -> np.ndarray:
-    """transformers' logits for each place of `text` after `prompt`, all in one forward pass.
+    """transformers' logits for each token of `text` after `prompt`, in one forward pass.
 
-    The text is its greedy text exactly when every token is the best of its place: by induction, what stands before
-    a token is then what greedy generation would have put there.
+    `text` is the greedy text exactly if each of its tokens has the highest logit: by induction, the tokens before it
+    are those of greedy generation.
     """
     with torch.no_grad():
         output = model(torch.tensor([prompt + text]), use_cache=False, logits_to_keep=len(text) + 1)
@@ -179,12 +179,10 @@ def test_greedy_text_equals_transformers_in_one_mixed_batch_with_chunked_prompts
                     f"prompt of {len(prompt)}, token {index}: {ours} != {theirs}, {gap} below the best"
                 )
                 ties += 1
-                break  # after a tie transformers continues another text
+                break  # after a tie the greedy texts differ
     with capsys.disabled():
         print(f"\n  greedy parity: {len(prompts)} prompts, {ties} ties (best two logits within {TIE})")
-    assert ties * 100 <= len(prompts) * NEW_TOKENS, (
-        "more ties than chance gives: the logits are not equal enough"
-    )
+    assert ties * 100 <= len(prompts) * NEW_TOKENS, "too many ties: the logits are not close enough"
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +202,7 @@ def their_logprobs(reference: Any, windows: list[list[int]]) -> list[float]:
 
 
 def our_logprobs(backend: Backend, windows: list[list[int]]) -> list[float]:
-    """Through the engine: logprobs of prompts, in chunks, several at once."""
+    """The prompt logprobs of all windows, computed by the engine in chunks and batches."""
     engine = ServingEngine(backend, ServingEngineConfig(SchedulerConfig(max_running=4)))
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     ids = [engine.submit(InferenceRequest(tuple(window), params)) for window in windows]
@@ -236,13 +234,13 @@ def test_perplexity_equals_transformers_within_a_thousandth(
     np.testing.assert_allclose(ours, their_logprobs, atol=2e-3)
 
 
-def test_the_kernels_perplexity_is_within_half_a_percent_of_the_dequantised_weights(
+def test_the_perplexity_of_the_kernels_is_within_half_a_percent_of_float32(
     default_model_path: Path,
     windows: list[list[int]],
     their_logprobs: list[float],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Weights as the file has them, activations in eight bits, K and V in f16: against float32 throughout."""
+    """The kernels use the quantised weights of the file, 8-bit activations, and quantised K and V."""
     ours = our_logprobs(registry.build("cpu", checkpoint=str(default_model_path)), windows)
     ratio = perplexity(ours) / perplexity(their_logprobs)
     with capsys.disabled():

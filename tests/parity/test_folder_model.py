@@ -1,4 +1,4 @@
-"""A model as the hub serves it, a folder with safetensors and a tokenizer.json, from the path to the text."""
+"""A model folder as on the Hugging Face hub (safetensors and tokenizer.json), from its path to generated text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TALK = [
 def reference(
     default_model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, Any, Any]]:
-    """The folder, transformers' model, and its tokenizer: random weights in bf16, the default model's vocabulary."""
+    """A folder, its transformers model and its tokenizer: random bf16 weights, the default model's vocabulary."""
     from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(5)
@@ -53,8 +53,8 @@ def reference(
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder, max_shard_size="4MB")
     tokenizer.save_pretrained(folder)
-    assert (folder / "model.safetensors.index.json").exists(), "several files"
-    # Read again: in the model at hand the frequencies of the rotary embedding were rounded to bf16 as well.
+    assert (folder / "model.safetensors.index.json").exists(), "the weights are in several files"
+    # Loaded from the files, because the conversion to bf16 above also rounded the RoPE frequencies of `model`.
     yield folder, Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokenizer
 
 
@@ -73,7 +73,7 @@ def greedy_text(reference: tuple[Path, Any, Any], prompt: list[int]) -> list[int
     return tokens[0, len(prompt) :].tolist()
 
 
-def test_greedy_text_is_that_of_transformers(reference: tuple[Path, Any, Any], llm: LLM) -> None:
+def test_greedy_text_equals_transformers(reference: tuple[Path, Any, Any], llm: LLM) -> None:
     _, _, tokenizer = reference
     params = SamplingParams(max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, temperature=0.0)
     for text, result in zip(TEXTS, llm.generate(TEXTS, params), strict=True):
@@ -82,7 +82,7 @@ def test_greedy_text_is_that_of_transformers(reference: tuple[Path, Any, Any], l
         assert result.text == tokenizer.decode(expected, skip_special_tokens=True)
 
 
-def test_a_conversation_has_the_prompt_and_the_answer_of_transformers(
+def test_the_prompt_and_the_answer_of_a_conversation_equal_transformers(
     reference: tuple[Path, Any, Any], llm: LLM
 ) -> None:
     prompt = reference[2].apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
@@ -91,23 +91,25 @@ def test_a_conversation_has_the_prompt_and_the_answer_of_transformers(
     assert list(llm.chat(TALK, params).tokens) == greedy_text(reference, prompt)
 
 
-def test_defaults_and_ends_come_from_generation_config(reference: tuple[Path, Any, Any], llm: LLM) -> None:
+def test_default_parameters_and_end_tokens_come_from_generation_config(
+    reference: tuple[Path, Any, Any], llm: LLM
+) -> None:
     assert llm.default_params() == SamplingParams(max_tokens=16, temperature=0.6, top_p=0.9)
-    pushed = SamplingParams(max_tokens=9, temperature=0.0, logit_bias={7: 100.0})
-    result = llm.generate("anything", pushed)[0]
+    biased = SamplingParams(max_tokens=9, temperature=0.0, logit_bias={7: 100.0})
+    result = llm.generate("anything", biased)[0]
     assert (result.tokens, result.finish_reason) == ((7,), FinishReason.END_OF_SEQUENCE)
     assert llm.memory.max_context == 256
 
 
-def test_weights_stay_in_the_format_that_the_files_have(llm: LLM, reference: Any) -> None:
-    """bf16 takes two bytes a number; norms are held in float32, and the last outputs of a layer are filled up to 16."""
+def test_weights_keep_the_format_of_the_files(llm: LLM, reference: Any) -> None:
+    """bf16 takes two bytes per value. Norms are float32, and the outputs of a layer are padded to a multiple of 16."""
     parameters = dict(reference[1].named_parameters())
     norms = sum(value.numel() for name, value in parameters.items() if "norm" in name)
     rest = sum(value.numel() for value in parameters.values()) - norms
     assert 4 * norms + 2 * rest <= llm.memory.weights <= 4 * norms + 2 * rest + (64 << 10)
 
 
-def test_the_commands_take_a_folder(
+def test_the_generate_command_accepts_a_folder(
     reference: tuple[Path, Any, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(reference[0])
@@ -120,7 +122,7 @@ def test_the_commands_take_a_folder(
     assert json.loads(capsys.readouterr().out)["usage"]["completion_tokens"] == 3
 
 
-def test_an_unknown_architecture_is_refused_with_the_known_ones(
+def test_an_unknown_architecture_is_rejected_with_the_list_of_known_ones(
     reference: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
     config = json.loads((reference[0] / "config.json").read_text())

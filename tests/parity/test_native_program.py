@@ -1,4 +1,4 @@
-"""The native program against transformers, on the same checkpoints as the reference, and against itself in company."""
+"""The C++ program against transformers, and against itself in other batches and chunks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from test_architectures import CASES
 
 from weft import _kernels
 
-# K and V have 12 bits, and queries and weights that meet them 16; everything else of these models is in float32. Of the largest logit, for
-# nearly all tokens and for the worst.
+# Limits of the error relative to the largest logit: for 90% of the tokens, and for the worst token. K and V have 12
+# bits; queries and attention weights are quantised to 16 bits; everything else is float32.
 CODED = 2.5e-3
 CODED_AT_WORST = 1e-2
 
-# All but the portable code fuse multiplication and addition, and then make their sums in the same order.
+# All instruction sets but "portable" have fused multiply-add, and sum in the same order.
 FUSED = [name for name in _kernels.available() if name != "portable"]
 
 
@@ -31,7 +31,7 @@ def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_of_the_native_program_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_of_the_cpp_program_are_close_to_transformers(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     model = build_model(case)
     checkpoint = save(model, tmp_path)
@@ -41,14 +41,14 @@ def test_logits_of_the_native_program_are_those_of_transformers(name: str, tmp_p
     errors = np.abs(ours - theirs).max(axis=-1) / np.abs(theirs).max()
     print(f"{name}: relative errors {np.quantile(errors, [0.5, 0.9, 1.0])}")
     assert np.quantile(errors, 0.9) <= CODED
-    # There two experts are next to equal for one token, and the other one is chosen: as if it was another text from there on.
+    # Here two experts have nearly equal weights for one token, and weft chooses the other. From there texts differ.
     flipped = np.argmax(errors > CODED_AT_WORST) if name == "mixtral, no window" else len(errors)
     assert flipped > 100 and errors[:flipped].max() <= CODED_AT_WORST
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3, longrope, part of the head", "mixtral", "olmo2"])
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
-def test_logits_are_the_same_bits_in_any_company_and_in_any_chunks(
+def test_logits_are_the_same_bits_in_any_batch_and_in_any_chunks(
     name: str, quantize: str | None, instructions: str, tmp_path: Path
 ) -> None:
     checkpoint = save(build_model(CASES[name]), tmp_path)
@@ -69,8 +69,8 @@ def test_logits_are_the_same_bits_in_any_company_and_in_any_chunks(
         assert np.array_equal(ours, one_by_one)
 
 
-def test_logits_are_the_same_bits_whatever_the_size_of_a_block(instructions: str, tmp_path: Path) -> None:
-    """Keys lie in tiles of 16 positions: blocks of whole tiles, of part of one, and of one and a part."""
+def test_logits_are_the_same_bits_for_any_block_size(instructions: str, tmp_path: Path) -> None:
+    """Keys are in tiles of 16 positions. Block sizes are multiples of 16, less than 16, and others above 16."""
     checkpoint = save(build_model(CASES["gemma3"]), tmp_path)
     decoder = NativeDecoder("huggingface", checkpoint.config, checkpoint.sources)
     text = np.random.default_rng(7).integers(1, VOCABULARY, 110).tolist()
@@ -84,10 +84,10 @@ def test_logits_are_the_same_bits_whatever_the_size_of_a_block(instructions: str
 @pytest.mark.parametrize("instructions", FUSED[1:], indirect=True)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3, longrope, part of the head", "mixtral", "olmo2"])
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
-def test_logits_are_the_same_bits_on_every_instruction_set_with_fused_multiplication(
+def test_logits_are_the_same_bits_on_every_instruction_set_with_fused_multiply_add(
     name: str, quantize: str | None, instructions: str, tmp_path: Path
 ) -> None:
-    """So a model writes the same text on every machine."""
+    """So a model generates the same text on every machine."""
     checkpoint = save(build_model(CASES[name]), tmp_path)
     decoder = NativeDecoder("huggingface", checkpoint.config, checkpoint.sources, quantize=quantize)
     text = np.random.default_rng(6).integers(1, VOCABULARY, 120).tolist()
@@ -98,10 +98,10 @@ def test_logits_are_the_same_bits_on_every_instruction_set_with_fused_multiplica
     assert np.array_equal(ours, theirs)
 
 
-def test_a_long_context_gives_the_same_bits_whether_or_not_its_segments_are_shared_out(
+def test_a_long_context_gives_the_same_bits_whether_or_not_threads_share_its_segments(
     instructions: str, tmp_path: Path
 ) -> None:
-    """Alone, its attention is cut into segments over the threads; beside many others, and in one piece, it is not."""
+    """Alone, the threads share the segments of its attention. In a large batch, and as one chunk, they do not."""
     case = CASES["llama"]
     checkpoint = save(build_model(case), tmp_path)
     decoder = NativeDecoder("huggingface", checkpoint.config, checkpoint.sources, threads=3)

@@ -1,4 +1,4 @@
-"""Decoders of tokenizer.json that weft has no rules of its own for: whole texts and streams, as transformers decodes them."""
+"""Decoders of tokenizer.json without a fast path in weft: whole texts and streams decode as in transformers."""
 
 from __future__ import annotations
 
@@ -101,34 +101,32 @@ def sequences(num_tokens: int) -> Iterator[list[int]]:
     dice = random.Random(18)
     for _ in range(150):
         length = dice.choice([1, 2, 3, 5, 20, 200])
-        # Often one of a few, so that tokens follow their like.
+        # Chosen from few tokens, so that a token often follows itself.
         some = [dice.randrange(num_tokens) for _ in range(dice.choice([3, 10, 60]))]
         yield [dice.choice(some) for _ in range(length)]
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_18_texts_and_streams_are_what_transformers_makes_of_the_same_tokens(
-    tmp_path: Path, name: str
-) -> None:
+def test_18_texts_and_streams_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     folder = write_tokenizer(tmp_path, DECODERS[name])
     tokenizer, theirs = read_folder_tokenizer(folder), reference(folder)
     for ids in sequences(tokenizer.vocabulary_size):
-        is_empty = tokenizer.control_ids.issuperset(ids)  # at which some decoders panic
+        is_empty = tokenizer.control_ids.issuperset(ids)  # some decoders panic on an empty list
         expected = "" if is_empty else theirs.decode(ids, skip_special_tokens=True)
         assert tokenizer.decode(ids) == expected
         assert tokenizer.decode(ids, skip_control=False) == theirs.decode(ids, skip_special_tokens=False)
         one_by_one, in_pieces = Detokenizer(tokenizer), Detokenizer(tokenizer)
         assert "".join(map(one_by_one.add, ids)) + one_by_one.finish() == expected
-        dice, text, place = random.Random(len(ids)), "", 0
-        while place < len(ids):
+        dice, text, start = random.Random(len(ids)), "", 0
+        while start < len(ids):
             count = dice.randrange(8)
-            text += in_pieces.add_all(ids[place : place + count])
-            place += count
+            text += in_pieces.add_all(ids[start : start + count])
+            start += count
         assert text + in_pieces.finish() == expected
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_18_text_is_given_out_as_soon_as_it_is_certain(tmp_path: Path, name: str) -> None:
+def test_18_text_is_returned_as_soon_as_later_tokens_cannot_change_it(tmp_path: Path, name: str) -> None:
     tokenizer = read_folder_tokenizer(write_tokenizer(tmp_path, DECODERS[name]))
     detokenizer, held = Detokenizer(tokenizer), 0
     for token in [PIECES.index(piece) for piece in ("the", "quick", "fox", "new", ".")] * 20:
@@ -139,7 +137,7 @@ def test_18_text_is_given_out_as_soon_as_it_is_certain(tmp_path: Path, name: str
     assert not any("\ufffd" in one for one in shown)
 
 
-def test_18_a_token_costs_no_more_the_longer_the_stream_is(
+def test_18_the_cost_of_a_token_does_not_grow_with_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, decoder in DECODERS.items():
@@ -160,12 +158,12 @@ def test_18_a_token_costs_no_more_the_longer_the_stream_is(
         assert sum(decoded) / 2000 <= 2 * detokenizer._MOST_TOKENS, name
 
 
-def test_18_what_needs_the_bytes_of_each_token_is_refused(tmp_path: Path) -> None:
+def test_18_a_grammar_which_needs_the_bytes_of_each_token_is_rejected(tmp_path: Path) -> None:
     tokenizer = read_folder_tokenizer(write_tokenizer(tmp_path, DECODERS["wordpiece"]))
     compiler = GrammarCompiler(lambda: tokenizer, [tokenizer.vocabulary_size - 1], tokenizer.vocabulary_size)
-    with pytest.raises(InvalidRequestError, match="no grammar can be followed") as refused:
+    with pytest.raises(InvalidRequestError, match="no grammar can be followed") as rejected:
         compiler.compile(Grammar("regex", "a+"))
-    assert refused.value.field == "grammar"
+    assert rejected.value.field == "grammar"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +179,7 @@ def test_18_what_needs_the_bytes_of_each_token_is_refused(tmp_path: Path) -> Non
         (decoders.WordPiece(), False),
     ],
 )
-def test_the_quick_way_is_for_decoders_that_put_bytes_in_a_row(
+def test_the_fast_path_is_for_decoders_that_concatenate_bytes(
     tmp_path: Path, decoder: Any, is_concatenative: bool
 ) -> None:
     tokenizer = read_folder_tokenizer(write_tokenizer(tmp_path, decoder))

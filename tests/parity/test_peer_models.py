@@ -1,4 +1,4 @@
-"""The forms of a model that `weft bench peers` writes for other engines: they have to be the same model."""
+"""`weft bench peers` converts a model for other engines: the converted files hold the same model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MATRICES = {
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A small Llama with tied embeddings, as the gguf package writes it."""
+    """A small Llama with tied embeddings, written by the gguf package."""
     path = tmp_path / "small.Q8_0.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(512)
@@ -83,9 +83,7 @@ def logits_of(path: Path) -> np.ndarray:
     return Reader(decoder, len(tokens), 16).feed(tokens)
 
 
-def test_the_folder_of_safetensors_gives_the_logits_of_the_file_it_was_made_from(
-    source: Path, tmp_path: Path
-) -> None:
+def test_the_safetensors_folder_gives_the_logits_of_its_source_file(source: Path, tmp_path: Path) -> None:
     write_folder(source, tmp_path / "folder")
     ours, theirs = logits_of(source), logits_of(tmp_path / "folder")
     assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(ours).max()
@@ -117,7 +115,7 @@ def test_the_q4_0_file_is_the_same_model_in_four_bits(source: Path, tmp_path: Pa
         assert tensor.format_name == ("Q4_0" if values.ndim == 2 else "F32")
         blocks = expected.reshape(-1, 32)
         step = np.abs(blocks).max(axis=1, keepdims=True) / 8 if values.ndim == 2 else 0.0
-        # One step where the largest value of a block is alone on its side of zero, else half of one.
+        # The error is up to one step if only the largest value of a block has its sign, else up to half a step.
         assert (np.abs(values.reshape(blocks.shape) - blocks) <= step * 1.01).all()
 
 
@@ -129,13 +127,13 @@ def test_q4_0_blocks_are_those_of_the_gguf_package() -> None:
     assert (quantise_q4_0(values) == expected.reshape(-1, 18)).all()
 
 
-def test_what_was_not_made_to_its_end_is_made_again(tmp_path: Path) -> None:
+def test_a_conversion_that_failed_halfway_is_repeated(tmp_path: Path) -> None:
     target = tmp_path / "models" / "made"
 
     def fail(partial: Path) -> None:
         partial.mkdir()
         (partial / "half").touch()
-        raise RuntimeError("no room")
+        raise RuntimeError("the disk is full")
 
     with pytest.raises(RuntimeError):
         keep(target, fail)

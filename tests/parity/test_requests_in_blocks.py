@@ -1,5 +1,6 @@
-"""Steps in which a thread takes some whole requests through all layers, and steps in which it must not: every request gets the bits that
-it gets alone, on one thread."""
+"""Steps in which each thread computes whole requests through all layers, and steps in which it must not.
+
+Every request must get the same bits as alone on one thread."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from spoilt_cache import spoil
 from weft.ops.base import StepIndices
 
 REQUESTS = 32
-# Rows of such a step lie between 4 and 72 for each thread.
+# A step is split by requests if it has 4 to 72 rows for each thread.
 THREADS = [2, 1]
 
 
@@ -28,7 +29,7 @@ def random_texts(lengths: list[int]) -> list[list[int]]:
 
 
 def decoders(name: str, folder: Path, quantize: str | None = None) -> list[NativeDecoder]:
-    """One that has company and two threads, and one for requests alone."""
+    """A decoder with two threads for batches, and one with one thread for single requests."""
     checkpoint = save(build_model(CASES[name]), folder)
     return [
         NativeDecoder(
@@ -40,10 +41,10 @@ def decoders(name: str, folder: Path, quantize: str | None = None) -> list[Nativ
 
 @pytest.mark.parametrize("quantize", [None, "int4"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3, longrope, part of the head", "mixtral", "olmo2"])
-def test_many_requests_with_one_token_or_several_get_the_bits_they_get_alone(
+def test_many_requests_with_one_token_or_several_get_the_same_bits_as_alone(
     name: str, quantize: str | None, tmp_path: Path
 ) -> None:
-    """With windows, groups of heads, norms of queries and keys; a mixture of experts is never cut by requests."""
+    """Models with windows, grouped heads, and query and key norms. A mixture of experts is never split by requests."""
     together, alone = decoders(name, tmp_path, quantize)
     rng = np.random.default_rng(12)
     before = rng.integers(1, 60, REQUESTS)
@@ -57,10 +58,10 @@ def test_many_requests_with_one_token_or_several_get_the_bits_they_get_alone(
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
 @pytest.mark.parametrize("counts", [[1] * 20, [30, 1, 1, 1, 9], [100, 40, 7]])
-def test_selected_rows_have_the_bits_that_they_have_among_all(
+def test_selected_rows_have_the_same_bits_as_without_selection(
     name: str, counts: list[int], tmp_path: Path
 ) -> None:
-    """The last layer works on those alone: some, in another order, some twice, none, all."""
+    """The last layer computes only selected rows: some, in another order, some twice, none, all."""
     together, _ = decoders(name, tmp_path, "int4")
     texts = random_texts(counts)
     tables = np.arange(7 * len(texts)).reshape(len(texts), 7)
@@ -80,12 +81,12 @@ def test_selected_rows_have_the_bits_that_they_have_among_all(
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
-def test_logits_that_some_threads_begin_before_others_are_done_have_the_same_bits(
+def test_logits_have_the_same_bits_if_threads_start_them_before_other_threads_end_the_layers(
     name: str, quantize: str | None, tmp_path: Path
 ) -> None:
-    """Of a step that samples after every row. The words are many, so that logits are made in pieces, and threads more than
-    processors, so that some of these are made early. With a cap behind the product and without; and with experts, where
-    blocks are of rows."""
+    """Every row of the step samples. The vocabulary is large, so logits are computed in pieces. There are more
+    threads than processors, so some pieces start early. Cases: with and without a cap of logits, and with experts,
+    where a step is split by rows."""
     case = CASES[name]
     case = replace(case, options={**case.options, "vocab_size": 9000})
     checkpoint = save(build_model(case), tmp_path)
@@ -100,7 +101,7 @@ def test_logits_that_some_threads_begin_before_others_are_done_have_the_same_bit
         cache = decoder.new_cache(count, 16)
         logits, rest = decoder.step(step, cache, count)
         assert logits.shape == (count, 9000) and not len(rest)
-        if trial % 3 == 0:  # nothing of this step is left behind for logits of other rows
+        if trial % 3 == 0:  # no state of this step may affect logits of other rows
             rows = decoder.forward(step, cache).copy()
             assert np.array_equal(decoder.logits(rows[::-1]), logits[::-1])
         some, others = decoder.step(step, cache, 7)
@@ -108,9 +109,9 @@ def test_logits_that_some_threads_begin_before_others_are_done_have_the_same_bit
         assert np.array_equal(logits, decoder.logits(decoder.forward(step, cache)))
 
 
-def test_with_about_as_many_threads_as_requests_nobody_is_left_without_one(tmp_path: Path) -> None:
-    """Seven requests of one length on eight threads: one of them would have none. Steps of other sizes come between, so that what
-    they left is there to be mistaken for work."""
+def test_steps_with_about_as_many_requests_as_threads_get_the_same_bits_as_alone(tmp_path: Path) -> None:
+    """Seven requests on eight threads leave one thread without a request. Steps of other sizes run in between, so
+    that a thread without work could mistake their old state for work."""
     checkpoint = save(build_model(CASES["llama"]), tmp_path)
     together, alone = (
         NativeDecoder("huggingface", checkpoint.config, checkpoint.sources, threads=threads)
@@ -125,11 +126,11 @@ def test_with_about_as_many_threads_as_requests_nobody_is_left_without_one(tmp_p
 
 
 @pytest.mark.parametrize("readers_first", [True, False])
-def test_a_request_that_reads_what_another_writes_in_the_same_step_waits_for_it(
+def test_a_request_waits_for_a_kv_block_that_another_request_fills_in_the_same_step(
     readers_first: bool, tmp_path: Path
 ) -> None:
-    """A prefix hit in a block that its owner fills in this very step. The cache is spoilt before, and the threads sleep now
-    and then, so that one of them is late."""
+    """A prefix hit in a block that another request fills in the same step. The cache starts with NaN. The pool is
+    idle before each step, so that one thread wakes up late."""
     together, alone = decoders("llama", tmp_path)
     size, pairs = 4, 8
     texts = random_texts([size + 2] * pairs)
@@ -144,24 +145,21 @@ def test_a_request_that_reads_what_another_writes_in_the_same_step_waits_for_it(
         rows = together.forward(step_of(requests, size), cache)
         logits = iter(np.split(together.logits(rows), np.cumsum([len(tokens) for tokens, *_ in requests])))
         for tokens, first, table in requests:
-            wanted = expected[table[0]][first : first + len(tokens)]
-            assert np.array_equal(next(logits), wanted)
+            assert np.array_equal(next(logits), expected[table[0]][first : first + len(tokens)])
 
 
 def step_of(requests: list[tuple[list[int], int, list[int]]], block_size: int) -> StepIndices:
-    """A step of requests that are tokens, the position of the first, and blocks."""
+    """A step of requests, each given as its tokens, the position of the first token, and its block table."""
     counts = [len(tokens) for tokens, *_ in requests]
     positions = [np.arange(first, first + len(tokens)) for tokens, first, _ in requests]
     tables = np.zeros((len(requests), max(len(table) for *_, table in requests)), np.int64)
     for row, (*_, table) in enumerate(requests):
         tables[row, : len(table)] = table
-    places = zip(tables, positions, strict=True)
+    pairs = zip(tables, positions, strict=True)
     return StepIndices(
         token_ids=np.concatenate([tokens for tokens, *_ in requests]),
         positions=np.concatenate(positions),
-        cells=np.concatenate(
-            [table[at // block_size] * block_size + at % block_size for table, at in places]
-        ),
+        cells=np.concatenate([table[at // block_size] * block_size + at % block_size for table, at in pairs]),
         query_starts=np.concatenate([[0], np.cumsum(counts)]),
         context_lengths=np.array([at[-1] + 1 for at in positions]),
         block_tables=tables,
@@ -169,7 +167,7 @@ def step_of(requests: list[tuple[list[int], int, list[int]]], block_size: int) -
     )
 
 
-def test_one_long_context_beside_many_short_ones_leaves_all_bits_as_they_are(tmp_path: Path) -> None:
+def test_a_long_context_in_a_batch_with_many_short_ones_changes_no_bits(tmp_path: Path) -> None:
     together, alone = decoders("llama", tmp_path)
     texts = random_texts([1500, *[6] * (REQUESTS - 1)])
     plan = [[1495, *[1] * (REQUESTS - 1)], *[[1] * REQUESTS] * 5]
@@ -179,13 +177,13 @@ def test_one_long_context_beside_many_short_ones_leaves_all_bits_as_they_are(tmp
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_requests_of_a_two_tier_cache_get_the_bits_they_get_alone_whether_or_not_a_step_moves_blocks(
+def test_requests_of_a_two_tier_cache_get_the_same_bits_as_alone_whether_or_not_a_step_moves_blocks(
     bits: int, tmp_path: Path
 ) -> None:
     together, alone = decoders("llama", tmp_path)
     before = np.random.default_rng(13).permutation(np.arange(REQUESTS) // 8 * 8 + 9)
     texts = random_texts((before + 12).tolist())
-    # Blocks are full, and move, in one step of eight.
+    # Blocks become full, and move to the store, in one step of eight.
     plan = [before.tolist(), *[[1] * REQUESTS] * 12]
     for text, ours in zip(texts, two_tier.logits_in_a_batch(together, texts, plan, bits), strict=True):
         (expected,) = two_tier.logits_in_a_batch(alone, [text], [[len(text)]], bits)

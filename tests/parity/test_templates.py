@@ -1,4 +1,4 @@
-"""Chat templates of many model families against transformers: equal text, equal ids, and errors where it raises."""
+"""Chat templates of many model families against transformers: equal text, equal ids, and equal errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_tok
 Messages = list[dict[str, Any]]
 
 
-def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+def message(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
@@ -38,48 +38,48 @@ WEATHER = call(
     "get_weather", "123456789", city="Zürich <b>", days=2, metric=1.5, now=True, units=None, tags=[1, "a"]
 )
 NOTHING = call("list_files", "abcdefghi")
-QUESTION = said("user", "How is the weather?")
-SUNNY = said("tool", "sunny & warm", tool_call_id="123456789", name="get_weather")
-FILES = said("tool", '{"files": ["a", "b"]}', tool_call_id="abcdefghi", name="list_files")
+QUESTION = message("user", "How is the weather?")
+SUNNY = message("tool", "sunny & warm", tool_call_id="123456789", name="get_weather")
+FILES = message("tool", '{"files": ["a", "b"]}', tool_call_id="abcdefghi", name="list_files")
 
 CONVERSATIONS: dict[str, Messages] = {
-    "one turn": [said("user", "Hi there")],
-    "system": [said("system", "Be brief."), said("user", "2+2?")],
+    "one turn": [message("user", "Hi there")],
+    "system": [message("system", "Be brief."), message("user", "2+2?")],
     "several turns": [
-        said("system", "  System. "),
-        said("user", " a "),
-        said("assistant", "b\n"),
-        said("user", "日本 🎉 <b>&amp;'\""),
+        message("system", "  System. "),
+        message("user", " a "),
+        message("assistant", "b\n"),
+        message("user", "日本 🎉 <b>&amp;'\""),
     ],
-    "white space and unicode": [said("user", "é\u200d🎉\n\nx  \t")],
-    "empty user": [said("user", "")],
-    "empty assistant": [said("user", "q"), said("assistant", ""), said("user", "r")],
-    "a tool call": [QUESTION, said("assistant", "", tool_calls=[NOTHING])],
-    "a tool result": [QUESTION, said("assistant", "", tool_calls=[WEATHER]), SUNNY],
-    "a call without content": [QUESTION, said("assistant", None, tool_calls=[WEATHER]), SUNNY],
+    "white space and unicode": [message("user", "é\u200d🎉\n\nx  \t")],
+    "empty user": [message("user", "")],
+    "empty assistant": [message("user", "q"), message("assistant", ""), message("user", "r")],
+    "a tool call": [QUESTION, message("assistant", "", tool_calls=[NOTHING])],
+    "a tool result": [QUESTION, message("assistant", "", tool_calls=[WEATHER]), SUNNY],
+    "a call without content": [QUESTION, message("assistant", None, tool_calls=[WEATHER]), SUNNY],
     "two calls and on": [
-        said("system", "s"),
+        message("system", "s"),
         QUESTION,
-        said("assistant", "let me see", tool_calls=[WEATHER, NOTHING]),
+        message("assistant", "let me see", tool_calls=[WEATHER, NOTHING]),
         SUNNY,
         FILES,
-        said("assistant", "done"),
-        said("user", "thanks"),
+        message("assistant", "done"),
+        message("user", "thanks"),
     ],
     "thoughts in the text": [
-        said("user", "q"),
-        said("assistant", "<think>\nhm\n</think>\n\nanswer"),
-        said("user", "r"),
+        message("user", "q"),
+        message("assistant", "<think>\nhm\n</think>\n\nanswer"),
+        message("user", "r"),
     ],
     "thoughts beside the text": [
-        said("user", "q"),
-        said("assistant", "answer", reasoning_content="because"),
-        said("user", "r"),
+        message("user", "q"),
+        message("assistant", "answer", reasoning_content="because"),
+        message("user", "r"),
     ],
-    "ends with the assistant": [said("user", "q"), said("assistant", "final answer")],
-    "roles do not alternate": [said("user", "a"), said("user", "b")],
-    "a strange role": [said("narrator", "x")],
-    "developer": [said("developer", "Be brief."), said("user", "2+2?")],
+    "ends with the assistant": [message("user", "q"), message("assistant", "final answer")],
+    "roles do not alternate": [message("user", "a"), message("user", "b")],
+    "a strange role": [message("narrator", "x")],
+    "developer": [message("developer", "Be brief."), message("user", "2+2?")],
 }
 
 
@@ -98,18 +98,18 @@ TOOLS = [
     tool("list_files"),
 ]
 
-# Where transformers raises, and we do not: it is of no use to refuse these.
+# Templates for which transformers raises an error and weft renders a usable text.
 LOOPS_OVER_NO_TOOLS = (
     "CohereForAI-c4ai-command-r-plus-tool_use",
     "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
     "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
 )
 LOOPS_OVER_NO_CONTENT = ("LFM2.5-8B-A1B",)
-WRITES_A_GENERATOR = ("llama-cpp-deepseek-r1",)  # as JSON, which Python's Jinja cannot
-# Where the text differs: Python's Jinja escapes HTML in a string that is joined with one marked as safe.
+WRITES_A_GENERATOR = ("llama-cpp-deepseek-r1",)  # as JSON, which Python's Jinja cannot do
+# Templates whose text differs: Python's Jinja escapes HTML in a string that is joined with one marked as safe.
 ESCAPES_HTML = ("meetkai-functionary-medium-v3.1",)
-# What never mentions tools: where there are some, transformers leaves them out and we refuse.
-KNOWS_NO_TOOLS = (
+# Templates that never mention tools. transformers ignores the tools of a request, weft rejects them.
+WITHOUT_TOOLS = (
     "HuggingFaceTB-SmolLM3-3B",
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
@@ -125,7 +125,7 @@ def template_names(folder: Path) -> list[str]:
 
 
 def tiny_vocabulary(source: str) -> Vocabulary:
-    """All that rendering needs of a model: its names for special tokens."""
+    """The part of a vocabulary that rendering needs: the names of special tokens."""
     ids = {
         f"tokenizer.ggml.{kind}_token_id": i for i, kind in enumerate(("bos", "eos", "unknown", "padding"))
     }
@@ -147,7 +147,7 @@ def fixed_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def reference_text(source: str, messages: Messages, tools: Any, prompt: bool) -> str | None:
-    """What transformers makes of it; None where it raises."""
+    """The text that transformers renders; None if it raises."""
     try:
         texts, _ = chat_template_utils.render_jinja_template(
             [messages], tools=tools, chat_template=source, add_generation_prompt=prompt, **NAMES
@@ -158,10 +158,10 @@ def reference_text(source: str, messages: Messages, tools: Any, prompt: bool) ->
 
 
 def with_json_arguments(messages: Messages) -> Messages:
-    """As clients send them."""
+    """The messages with the arguments of calls as JSON strings, as clients send them."""
     copied = json.loads(json.dumps(messages))
-    for message in copied:
-        for tool_call in message.get("tool_calls", ()):
+    for each in copied:
+        for tool_call in each.get("tool_calls", ()):
             tool_call["function"]["arguments"] = json.dumps(
                 tool_call["function"]["arguments"], ensure_ascii=False
             )
@@ -178,33 +178,33 @@ def our_text(template: ChatTemplate, messages: Messages, tools: Any, prompt: boo
 def test_every_template_renders_as_in_transformers(
     llama_cpp_models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counts = {"equal": 0, "both refuse": 0, "arguments as JSON": 0, "only ours renders": 0}
+    counts = {"equal": 0, "both reject": 0, "arguments as JSON": 0, "only weft renders": 0}
     for name in template_names(llama_cpp_models):
         source = (llama_cpp_models / f"templates_{name}.jinja").read_text("utf-8")
         template = ChatTemplate(tokenizer_of(tiny_vocabulary(source)), now=lambda: NOW)
-        assert template.uses_tools == (name not in KNOWS_NO_TOOLS), name
+        assert template.uses_tools == (name not in WITHOUT_TOOLS), name
         sets = (None, TOOLS[:1], TOOLS) if template.uses_tools else (None,)
         for (title, messages), tools, prompt in itertools.product(CONVERSATIONS.items(), sets, (True, False)):
             expected = reference_text(source, messages, tools, prompt)
             found = our_text(template, with_json_arguments(messages), tools, prompt)
-            what = (name, title, len(tools or ()), prompt)
+            case = (name, title, len(tools or ()), prompt)
             if expected is None and found is not None:
-                # Templates that join the arguments of a call with text get the JSON they want.
+                # A template that concatenates the arguments of a call with text needs them as a JSON string.
                 as_json = reference_text(source, with_json_arguments(messages), tools, prompt)
                 if as_json is not None:
-                    assert found == as_json, what
+                    assert found == as_json, case
                     counts["arguments as JSON"] += 1
                     continue
                 assert (
                     (name in LOOPS_OVER_NO_TOOLS and tools is None)
                     or (name in LOOPS_OVER_NO_CONTENT and title == "a call without content")
                     or (name in WRITES_A_GENERATOR and tools is not None)
-                ), what
-                counts["only ours renders"] += 1
+                ), case
+                counts["only weft renders"] += 1
             elif expected != found:
-                assert name in ESCAPES_HTML and tools is not None, f"{what}\n{expected!r}\n{found!r}"
+                assert name in ESCAPES_HTML and tools is not None, f"{case}\n{expected!r}\n{found!r}"
             else:
-                counts["equal" if found is not None else "both refuse"] += 1
+                counts["equal" if found is not None else "both reject"] += 1
     with capsys.disabled():
         print(f"\nchat templates: {counts}")
     assert counts["equal"] > 4000
@@ -222,7 +222,7 @@ def test_every_template_renders_as_in_transformers(
         ("gemma-4", "google-gemma-4-31B-it"),
     ],
 )
-def test_prompts_have_the_ids_of_transformers(
+def test_prompt_ids_equal_transformers(
     llama_cpp_models: Path, vocabulary_name: str, template_name: str
 ) -> None:
     path = llama_cpp_models / f"ggml-vocab-{vocabulary_name}.gguf"
@@ -254,7 +254,7 @@ def test_the_last_message_is_continued_as_in_transformers(llama_cpp_models: Path
     source = (llama_cpp_models / f"templates_{name}.jinja").read_text("utf-8")
     template = ChatTemplate(tokenizer_of(tiny_vocabulary(source)), now=lambda: NOW)
     for ending in ("Once upon", "Once upon ", "a time\n\n"):
-        messages = [said("user", "q"), said("assistant", ending)]
+        messages = [message("user", "q"), message("assistant", ending)]
         (expected,), _ = chat_template_utils.render_jinja_template(
             [messages], chat_template=source, continue_final_message=True, **NAMES
         )
@@ -272,10 +272,10 @@ def test_options_reach_the_template(llama_cpp_models: Path, thinking: bool) -> N
     assert template.render([QUESTION], options={"enable_thinking": thinking}) == expected
 
 
-def test_the_named_templates_of_a_file_are_chosen_as_in_transformers(llama_cpp_models: Path) -> None:
+def test_a_file_with_named_templates_uses_the_same_one_as_transformers(llama_cpp_models: Path) -> None:
     vocabulary = read_vocabulary(read_gguf(llama_cpp_models / "ggml-vocab-command-r.gguf").metadata)
     assert set(vocabulary.chat_templates) == {"default", "tool_use", "rag"}
-    bare_tools = [tool["function"] for tool in TOOLS]  # its form is older than OpenAI's
+    bare_tools = [tool["function"] for tool in TOOLS]  # the template expects a format older than OpenAI's
     tokenizer = tokenizer_of(vocabulary)
     reference = reference_tokenizer("command-r", llama_cpp_models / "ggml-vocab-command-r.gguf", vocabulary)
     reference.chat_template = dict(vocabulary.chat_templates)

@@ -1,4 +1,4 @@
-"""Tokenizers of many families, from GGUF and from tokenizer.json, against llama.cpp's own results and transformers'."""
+"""Tokenizers of many families, from GGUF and from tokenizer.json, against results of llama.cpp and transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SENTENCEPIECE = ("baichuan", "gemma-4", "llama-spm", "phi-3")
 
 @dataclass(frozen=True)
 class Pair:
-    """A family's tokenizer, ours and transformers'."""
+    """The tokenizer of one family, in weft and in transformers."""
 
     name: str
     path: Path
@@ -61,10 +61,10 @@ def test_gguf_ids_equal_those_that_llama_cpp_ships(pair: Pair) -> None:
     assert len(expected) > 40
     found = differences(expected, pair.ours)
     if pair.name == "llama-spm":
-        # transformers puts no second space before a text that begins with one; llama.cpp does. We follow transformers.
+        # For a text that begins with a space, llama.cpp adds a second one. weft and transformers do not.
         found = [text for text in found if not text.startswith(" ")]
     if pair.name == "qwen35":
-        # The model's own tokenizer composes characters first (NFC), llama.cpp does not.
+        # The tokenizer of the model composes characters first (NFC); llama.cpp does not.
         found = [text for text in found if "\u0301" not in text and "\u0300" not in text]
     assert found == []
 
@@ -97,7 +97,7 @@ def test_tokenizer_json_ids_equal_transformers(pair: Pair, tmp_path: Path) -> No
     assert ours.control_ids == {i for i, t in pair.reference.added_tokens_decoder.items() if t.special}
 
 
-def test_control_tokens_are_found_where_a_template_writes_them(pair: Pair) -> None:
+def test_control_tokens_in_rendered_templates_are_recognised(pair: Pair) -> None:
     controls = list(pair.ours.control_tokens.values())[:3]
     text = "".join(f"{control}some text {control}\n" for control in controls)
     assert pair.ours.encode(text, allow_control=True, add_bos=False) == pair.reference.encode(
@@ -117,8 +117,8 @@ def test_text_never_becomes_a_control_token(pair: Pair) -> None:
 
 def test_any_tokens_decode_as_in_transformers(pair: Pair) -> None:
     rng = random.Random(1)
-    # transformers reads a token such as 'õ' that stands for itself as a byte, shows broken bytes one by one, and does not
-    # take padding that the file calls unknown for special.
+    # Excluded, because transformers differs: it decodes a user-defined token such as 'õ' as a byte, replaces invalid
+    # bytes one by one, and does not treat padding of type unknown as special.
     special = {index for index, token in pair.reference.added_tokens_decoder.items() if token.special}
     taken = {*pair.vocabulary.user_defined_ids, *pair.vocabulary.byte_ids, *(pair.ours.control_ids - special)}
     plain = [index for index in range(len(pair.vocabulary.tokens)) if index not in taken]
@@ -127,20 +127,20 @@ def test_any_tokens_decode_as_in_transformers(pair: Pair) -> None:
         expected = pair.reference.decode(ids, skip_special_tokens=True)
         found = pair.ours.decode(ids)
         if pair.name in ("baichuan", "llama-spm", "phi-3"):
-            found = found.removeprefix(" ")  # transformers strips the space of a first word
+            found = found.removeprefix(" ")  # transformers strips the space before the first word
         assert found == expected
 
 
 def test_texts_survive_a_round_trip(pair: Pair) -> None:
     # Command R, Qwen and MPT compose characters; SmolLM and StarCoder have no tokens for some bytes.
     if pair.name not in (*SENTENCEPIECE, "gpt-2", "llama-bpe", "deepseek-coder"):
-        pytest.skip("text changes on its way in this family")
+        pytest.skip("this family normalises text")
     for text in TEXTS:
-        if "▁" not in text:  # which SentencePiece takes for a space
+        if "▁" not in text:  # SentencePiece decodes it as a space
             assert pair.ours.decode(pair.ours.encode(text, add_bos=False)).lstrip(" ") == text.lstrip(" ")
 
 
-def test_prompts_begin_as_the_file_says(llama_cpp_models: Path) -> None:
+def test_the_file_decides_whether_prompts_begin_with_a_bos_token(llama_cpp_models: Path) -> None:
     def first(name: str, **changes: Any) -> str:
         vocabulary = read_vocabulary(read_gguf(llama_cpp_models / f"ggml-vocab-{name}.gguf").metadata)
         tokenizer = tokenizer_of(replace(vocabulary, **changes))
@@ -148,13 +148,13 @@ def test_prompts_begin_as_the_file_says(llama_cpp_models: Path) -> None:
 
     assert first("llama-spm") == "<s>"
     assert first("llama-spm", add_bos=False) == " hello"
-    assert first("llama-bpe") == "<|begin_of_text|>"  # the file does not say; the family does
+    assert first("llama-bpe") == "<|begin_of_text|>"  # the file has no setting; the family has
     assert first("gpt-2") == "hello"
     assert first("gpt-2", add_bos=True) == "<|endoftext|>"
 
 
-def test_derived_merges_equal_those_a_file_lists(llama_cpp_models: Path) -> None:
-    # Gemma's vocabularies came without merges before Gemma 4, whose file has them.
+def test_derived_merges_equal_the_merges_of_the_file(llama_cpp_models: Path) -> None:
+    # Files of Gemma before Gemma 4 have no merges.
     vocabulary = read_vocabulary(read_gguf(llama_cpp_models / "ggml-vocab-gemma-4.gguf").metadata)
     listed, derived = (
         tokenizer_of(vocabulary),
@@ -167,7 +167,7 @@ def test_derived_merges_equal_those_a_file_lists(llama_cpp_models: Path) -> None
 @pytest.mark.parametrize(
     "name", ["dbrx", "gpt-4o", "llama-bpe", "llama4", "minimax-m2", "qwen2", "qwen35", "tekken"]
 )
-def test_text_is_cut_as_in_transformers_where_there_is_no_vocabulary_to_try(name: str) -> None:
+def test_pre_tokenizers_without_a_test_vocabulary_split_text_as_in_transformers(name: str) -> None:
     split = Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), behavior="isolated")
     reference = Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
     ours = FAMILIES[name].pre_tokenizer()
@@ -176,7 +176,7 @@ def test_text_is_cut_as_in_transformers_where_there_is_no_vocabulary_to_try(name
 
 
 @pytest.mark.parametrize(("name", "kind"), [("bert-bge", "WordPiece"), ("nomic-bert-moe", "unigram")])
-def test_other_kinds_of_tokenizers_are_refused_by_name(llama_cpp_models: Path, name: str, kind: str) -> None:
+def test_unsupported_tokenizers_are_rejected_by_name(llama_cpp_models: Path, name: str, kind: str) -> None:
     vocabulary = read_vocabulary(read_gguf(llama_cpp_models / f"ggml-vocab-{name}.gguf").metadata)
     with pytest.raises(ModelFileError, match=kind):
         tokenizer_of(vocabulary)

@@ -1,4 +1,4 @@
-"""Calls as the templates of many models write them: the format is found, and what was rendered is read again."""
+"""Tool calls as the templates of many models render them: weft detects the format, and parses the rendered calls."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def tool(name: str) -> dict[str, Any]:
 TOOLS = [tool(name) for name, _ in CALLS]
 
 
-def said(form: ModelText, calls: list[tuple[str, Any]]) -> dict[str, Any]:
+def call_message(text: ModelText, calls: list[tuple[str, Any]]) -> dict[str, Any]:
     return {
         "role": "assistant",
         "content": "",
         "tool_calls": [
             {
-                "id": form.tool_format.new_id(),
+                "id": text.tool_format.new_id(),
                 "type": "function",
                 "function": {"name": name, "arguments": json.dumps(arguments)},
             }
@@ -77,7 +77,7 @@ def model_text(source: str) -> ModelText:
     return ModelText(tokenizer, ChatTemplate(tokenizer))
 
 
-def test_the_format_of_every_template_is_found(llama_cpp_models: Path) -> None:
+def test_the_format_of_every_template_is_detected(llama_cpp_models: Path) -> None:
     found, thinking = {}, {}
     for name in template_names(llama_cpp_models):
         text = model_text((llama_cpp_models / f"templates_{name}.jinja").read_text("utf-8"))
@@ -87,7 +87,7 @@ def test_the_format_of_every_template_is_found(llama_cpp_models: Path) -> None:
             if text.reasoning is not None:
                 thinking[name] = text.reasoning.opening
         else:
-            # The calls that its own prompt would lead to cannot be read.
+            # weft cannot parse calls in the format of this template, so it describes tools in the Hermes format.
             assert text.writes_tools and text.tool_format is HERMES
         text.close()
     assert found == FORMATS
@@ -95,14 +95,16 @@ def test_the_format_of_every_template_is_found(llama_cpp_models: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_calls_that_a_template_writes_are_read_again(llama_cpp_models: Path, name: str) -> None:
+def test_calls_that_a_template_renders_are_parsed(llama_cpp_models: Path, name: str) -> None:
     text = model_text((llama_cpp_models / f"templates_{name}.jinja").read_text("utf-8"))
     template, form = text.require_chat_template(), text.tool_format
     for calls in (CALLS[:1], CALLS[1:]) if form.is_single else (CALLS[:1], CALLS):
         before = template.render([QUESTION], tools=TOOLS)
-        after = template.render([QUESTION, said(text, calls)], tools=TOOLS, add_generation_prompt=False)
+        after = template.render(
+            [QUESTION, call_message(text, calls)], tools=TOOLS, add_generation_prompt=False
+        )
         answer = after[after.rindex("QUESTION") :]
-        # Where an answer begins, the two part; some templates write thoughts there that were none.
+        # The answer follows the common prefix of the two. Some templates add an empty thought there.
         start = answer.find(before[before.rindex("QUESTION") :])
         answer = answer[len(before) - before.rindex("QUESTION") :] if start == 0 else answer
         reader = AnswerReader(AnswerForm(tools=form, names={name for name, _ in CALLS}))
@@ -112,11 +114,9 @@ def test_calls_that_a_template_writes_are_read_again(llama_cpp_models: Path, nam
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_ids_of_calls_are_such_that_the_template_takes_them_back(
-    llama_cpp_models: Path, name: str
-) -> None:
+def test_the_template_accepts_the_ids_of_calls(llama_cpp_models: Path, name: str) -> None:
     text = model_text((llama_cpp_models / f"templates_{name}.jinja").read_text("utf-8"))
-    call = said(text, CALLS[:1])
+    call = call_message(text, CALLS[:1])
     result = {
         "role": "tool",
         "tool_call_id": call["tool_calls"][0]["id"],
@@ -142,7 +142,7 @@ def test_the_ids_of_calls_are_such_that_the_template_takes_them_back(
         ("Qwen-Qwen2.5-7B-Instruct", {}, False),
     ],
 )
-def test_a_prompt_that_opens_the_thoughts_is_known(
+def test_a_prompt_that_opens_a_thought_is_recognised(
     llama_cpp_models: Path,
     default_model_file: GgufFile,
     name: str,

@@ -1,5 +1,5 @@
-"""A two-tier cache under the native program and under numpy: the same logits, and from the program the same bits in any company,
-with blocks that are moved in the very step that fills them."""
+"""The two-tier cache in the C++ program and in numpy: close logits, and the same bits from the program in any batch.
+Blocks are moved in the step that fills them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def logits_in_a_batch(
     block_size: int = 8,
     tail: int = 2,
 ) -> list[np.ndarray]:
-    """Logits after every token of each text. Every entry of `plan` is a step: how many tokens of each text it takes. A step moves
-    what its last token reads from the store; the full blocks that it moved are spoilt behind it."""
+    """The logits of every token of each text. Each entry of `plan` is a step: the number of tokens of each text. A
+    step moves all blocks that its last token reads from the store. Then the moved full blocks are filled with NaN."""
     needed = [-(-len(text) // block_size) for text in texts]
     order = np.random.default_rng(2).permutation(sum(needed) + 3)
     tables, store_tables = (np.zeros((len(texts), max(needed)), np.int64) for _ in range(2))
@@ -88,28 +88,28 @@ TEXTS = [np.random.default_rng(4).integers(1, VOCABULARY, length).tolist() for l
 PLAN = [[50, 40, 0, 7], [0, 1, 8, 7], [49, 0, 0, 7], [1, 0, 1, 45]]
 
 
-class KeptInCodes(ReferenceOps):
-    """numpy, whose cache holds what that of the kernels does, so that in the store the codes are nearly always the same."""
+class CodedReferenceOps(ReferenceOps):
+    """numpy with cache values rounded as in the kernels, so that the codes in the store are nearly always equal."""
 
     def rope_and_write(
         self, prepared: Any, qkv: np.ndarray, cache: Any, layer: int, pattern: int, norm: QkNorm | None = None
     ) -> np.ndarray:
         queries = super().rope_and_write(prepared, qkv, cache.full, layer, pattern, norm)
         for which in range(2):
-            place = (prepared.blocks, layer, which, prepared.offsets)
-            cache.full[place] = kept(cache.full[place], of_values=which == 1)
+            cells = (prepared.blocks, layer, which, prepared.offsets)
+            cache.full[cells] = kept(cache.full[cells], of_values=which == 1)
         move_blocks(cache, layer, prepared.step)
         return queries
 
 
 @BITS
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3, longrope, part of the head"])
-def test_the_program_and_numpy_give_the_same_logits(name: str, bits: int, tmp_path: Path) -> None:
+def test_the_program_and_numpy_give_close_logits(name: str, bits: int, tmp_path: Path) -> None:
     checkpoint = save(build_model(CASES[name]), tmp_path)
     native = NativeDecoder("huggingface", checkpoint.config, checkpoint.sources)
-    numpy = build_decoder("huggingface", checkpoint.config, checkpoint.sources, KeptInCodes(np.float32))
+    numpy = build_decoder("huggingface", checkpoint.config, checkpoint.sources, CodedReferenceOps(np.float32))
     ours, theirs = (logits_in_a_batch(decoder, TEXTS, PLAN, bits) for decoder in (native, numpy))
-    # Now and then a value gets another code.
+    # A few values get another code.
     for one, other in zip(ours, theirs, strict=True):
         assert relative_error(one, other) <= {8: 0.004, 4: 0.03}[bits]
 
@@ -117,7 +117,7 @@ def test_the_program_and_numpy_give_the_same_logits(name: str, bits: int, tmp_pa
 @BITS
 @pytest.mark.parametrize("block_size, tail", [(8, 1), (16, 2)])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_logits_are_the_same_bits_in_any_company_and_in_any_chunks(
+def test_logits_are_the_same_bits_in_any_batch_and_in_any_chunks(
     name: str, block_size: int, tail: int, bits: int, instructions: str, tmp_path: Path
 ) -> None:
     checkpoint = save(build_model(CASES[name]), tmp_path)
@@ -134,7 +134,7 @@ def test_logits_are_the_same_bits_in_any_company_and_in_any_chunks(
 
 @BITS
 @pytest.mark.parametrize("instructions", FUSED[1:], indirect=True)
-def test_logits_are_the_same_bits_on_every_instruction_set_with_fused_multiplication(
+def test_logits_are_the_same_bits_on_every_instruction_set_with_fused_multiply_add(
     bits: int, instructions: str, tmp_path: Path
 ) -> None:
     checkpoint = save(build_model(CASES["llama"]), tmp_path)
@@ -145,7 +145,7 @@ def test_logits_are_the_same_bits_on_every_instruction_set_with_fused_multiplica
         assert np.array_equal(one, other)
 
 
-def test_a_long_context_gives_the_same_bits_whether_or_not_its_segments_are_shared_out(
+def test_a_long_context_gives_the_same_bits_whether_or_not_threads_share_its_segments(
     instructions: str, tmp_path: Path
 ) -> None:
     checkpoint = save(build_model(CASES["llama"]), tmp_path)
@@ -161,15 +161,15 @@ def test_a_long_context_gives_the_same_bits_whether_or_not_its_segments_are_shar
     assert np.array_equal(among, whole)
 
 
-def test_a_step_that_would_read_or_write_outside_the_store_is_refused(tmp_path: Path) -> None:
+def test_a_step_that_would_read_or_write_outside_the_store_is_rejected(tmp_path: Path) -> None:
     checkpoint = save(build_model(CASES["llama"]), tmp_path)
     decoder = NativeDecoder("huggingface", checkpoint.config, checkpoint.sources)
     cache = TwoTierCache(decoder.new_cache(8, 4), decoder.new_store(3, 4, 8), 8, 1)
 
     def step(store: StoreIndices) -> StepIndices:
-        places = np.arange(12)
+        tokens = np.arange(12)
         return StepIndices(
-            places, places, places, np.array([0, 12]), np.array([12]), np.arange(3)[None], places[-1:], store
+            tokens, tokens, tokens, np.array([0, 12]), np.array([12]), np.arange(3)[None], tokens[-1:], store
         )
 
     def moves(count: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Model files as the usual tools write them: read by weft, every tensor is what went in."""
+"""Model files written by transformers and the gguf package: weft reads back every tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model() -> LlamaForCausalLM:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shard_size", ["1GB", "60KB"])
-def test_a_folder_that_transformers_wrote_holds_the_models_weights(
+def test_a_folder_written_by_transformers_holds_the_weights_of_the_model(
     tmp_path: Path, model: LlamaForCausalLM, dtype: torch.dtype, shard_size: str
 ) -> None:
     written = copy.deepcopy(model).to(dtype)
@@ -53,7 +53,7 @@ def test_a_folder_that_transformers_wrote_holds_the_models_weights(
 
 
 @pytest.mark.parametrize("tensors_per_file", [0, 2])
-def test_a_gguf_model_that_its_own_package_wrote_holds_what_was_written(
+def test_a_gguf_model_written_by_the_gguf_package_holds_the_written_values(
     tmp_path: Path, tensors_per_file: int
 ) -> None:
     writer = GGUFWriter(tmp_path / "model.gguf", "llama", split_max_tensors=tensors_per_file)

@@ -1,4 +1,4 @@
-"""transformers' tokenizers over the vocabularies of GGUF files: what weft's own are compared with."""
+"""transformers tokenizers for the vocabularies of GGUF files, to compare weft's tokenizers with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS: list[str] = [
     for line in (Path(__file__).parent / "corpus" / "texts.jsonl").read_text("utf-8").splitlines()
 ]
 
-# Families whose tokenizer transformers builds by a class of its own.
+# Families with a tokenizer class in transformers.
 CLASSES: dict[str, Any] = {
     "command-r": CohereTokenizer,
     "gpt-2": GPT2Tokenizer,
@@ -33,7 +33,7 @@ CLASSES: dict[str, Any] = {
     "qwen2": Qwen2Tokenizer,
     "qwen35": Qwen3_5Tokenizer,
 }
-# Families that it can read from GGUF with the right rules for cutting text.
+# Families that transformers reads from GGUF with the correct pre-tokenizer.
 FROM_GGUF = ("baichuan", "gemma-4", "llama-bpe", "llama-spm", "phi-3")
 
 
@@ -45,7 +45,7 @@ def _plain_bytes() -> ByteLevel:
     return ByteLevel(add_prefix_space=False, use_regex=False)
 
 
-# The rest keep their rules in tokenizer.json. These are the rules of those files.
+# The pre-tokenizers of the other families, from their tokenizer.json.
 RULES: dict[str, list[Any]] = {
     "deepseek-coder": [
         *(_isolated(pattern) for pattern in ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")),
@@ -66,13 +66,13 @@ COMPARED = (*CLASSES, *FROM_GGUF, *RULES)
 
 
 def reference_tokenizer(name: str, path: Path, vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
-    """The tokenizer of transformers for a vocabulary of llama.cpp's."""
+    """The transformers tokenizer for a vocabulary of llama.cpp."""
     tokens = vocabulary.tokens
     if name in FROM_GGUF:
         architecture, description, _ = get_gguf_tokenizer(str(path))
         backend, _ = convert_gguf_tokenizer(architecture, description)
         if name == "llama-bpe":
-            backend.model.ignore_merges = True  # as in Llama 3's tokenizer.json; GGUF does not say
+            backend.model.ignore_merges = True  # as in the tokenizer.json of Llama 3; GGUF has no key for it
     else:
         ids = {token: index for index, token in enumerate(tokens)}
         if name in CLASSES:

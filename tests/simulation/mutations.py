@@ -454,7 +454,7 @@ MUTATIONS = (
     ),
     Mutation(
         "samples after draft tokens are written one position off",
-        f"{NOOP}._sample_behind_drafts",
+        f"{NOOP}._sample_after_drafts",
         "row.tokens[start + 1 :] =",
         "row.tokens[start + 2 :] =",
     ),

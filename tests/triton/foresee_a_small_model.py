@@ -9,8 +9,8 @@ from pathlib import Path
 import triton
 from small_decoders import PLAIN, shapes
 
-from weft.backends.cuda import precompile as foreseen
-from weft.backends.cuda.precompile import ForeseenKernels, Outline, Sizes, StoredShape
+from weft.backends.cuda import precompile
+from weft.backends.cuda.precompile import KernelPrecompiler, Outline, Sizes, StoredShape
 from weft.config import KvCacheKind, KvCachePoolConfig
 from weft.plan import IterationPlan
 
@@ -42,12 +42,12 @@ def main() -> None:
     } <= names
 
     # Compiled, one of them, by two processes; and then never again.
-    foreseen._MASKED = ()
-    foreseen._plans = lambda sizes: iter([IterationPlan(0, 0, (), (), (), (), ())])
-    foreseen.compile_all(outline, sizes, processes=2)
+    precompile._MASKED = ()
+    precompile._plans = lambda sizes: iter([IterationPlan(0, 0, (), (), (), (), ())])
+    precompile.compile_all(outline, sizes, processes=2)
     binaries = list(Path(triton.knobs.cache.dir).rglob("publish.cubin"))
     assert len(binaries) == 1
-    done = ForeseenKernels(outline)
+    done = KernelPrecompiler(outline)
     done.begin(sizes)
     assert done._process is None
     done.begin(replace(sizes, pool=replace(sizes.pool, num_blocks=17)))  # the context is the model's in both
@@ -59,9 +59,9 @@ def foreseen_kernels(outline: Outline, sizes: Sizes) -> list[tuple[str, str, str
     """Of tensors without memory as of those that have some: the same kernels, by all that decides how they are compiled."""
     met = []
     for memory in ("meta", "cpu"):
-        shared = foreseen.prepare_to_compile(outline.capability)
-        foreseen.foresee(outline, sizes, memory)
-        met.append(list(shared.met))
+        shares = precompile.prepare_to_compile(outline.capability)
+        precompile.precompile(outline, sizes, memory)
+        met.append(list(shares.launched))
     assert met[0] == met[1], set(met[0]) ^ set(met[1])
     return met[0]
 

@@ -131,7 +131,7 @@ def test_without_a_wish_the_cache_has_what_is_free_but_for_some_spare(device: De
             return self.free
 
     memory = BlockMemory(KvCachePoolConfig(), 4096, 2048, 2 << 20, 0)
-    assert memory.asked() is None
+    assert memory.requested() is None
     assert memory.sizes(free_bytes(Card(100 << 30))) == (96 * 512, 0)
     assert memory.sizes(free_bytes(Card(9 << 30))) == (8 * 512, 0)
     assert memory.sizes(free_bytes(Card(1 << 20))) == (1, 0)

@@ -194,7 +194,7 @@ def test_blocks_of_the_store_stand_in_the_other_half_of_a_row(device: Device, is
             rows.prepare_decodes(1)
         else:
             rows.prepare_tokens(one, slot, None)
-        mailbox.publish(mailbox.turn, mailbox.turn, sampled=0)
+        mailbox.publish(mailbox.step_count, mailbox.step_count, sampled=0)
         mailbox.send(slot, NoStep())
     assert rows.tables[2, 2:5].tolist() == [7, 8, 9]
     assert rows.tables[2, half : half + 4].tolist() == [3, 1, 5, 4]
@@ -235,7 +235,7 @@ def test_a_slot_is_not_written_again_before_its_step_was_collected(device: Devic
     steps = []
     for _ in range(SLOTS):
         steps.append(NoStep())
-        mailbox.publish(mailbox.turn, mailbox.turn, sampled=0)
+        mailbox.publish(mailbox.step_count, mailbox.step_count, sampled=0)
         mailbox.send(mailbox.take(), steps[-1])
     mailbox.take()
     assert [step.collected for step in steps] == [1] + [0] * (SLOTS - 1)

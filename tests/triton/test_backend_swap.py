@@ -87,13 +87,13 @@ def test_a_swap_that_builds_on_one_that_failed_fails_and_touches_nothing(
         space.launch(plan_of(out=(task(1, (1,), (1,)),)), None)
         space.launch(plan_of(out=(task(4, (4,), (4,)),)), None)
     assert [record.message for record in caplog.records] == [
-        "a swap failed, and its request is computed again (no memory can be pinned); swap_blocks may be too many"
+        "a swap failed, and its request is recomputed (no memory can be pinned); swap_blocks may be too large"
     ]
     space.launch(plan_of(back=(task(2, (2,), (1,), (1,)), task(3, (3,), (2,), (99,)))), None)
     finished, failed = reports(space, 4)
     assert finished == set() and set(failed) == {1, 2, 3, 4}
     assert "no memory can be pinned" in failed[1]
-    assert "swap 1, which it builds on" in failed[2]
+    assert "swap 1, which it depends on" in failed[2]
     assert (cache == before).all()
 
 

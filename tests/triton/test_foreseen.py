@@ -14,9 +14,9 @@ import pytest
 from small_backends import cuda_backend
 from small_decoders import CONFIGS, PLAIN
 
-from weft.backends.cuda import precompile as foreseen
+from weft.backends.cuda import precompile
 from weft.backends.cuda.plain_data import from_line
-from weft.backends.cuda.precompile import ForeseenKernels, Outline, Sizes, StoredShape
+from weft.backends.cuda.precompile import KernelPrecompiler, Outline, Sizes, StoredShape
 from weft.config import KvCacheKind, KvCachePoolConfig
 from weft.models.config import ModelConfig
 from weft.ops.triton.device import Device
@@ -57,10 +57,10 @@ def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         ended.append(group)
 
     ended: list[int] = []
-    monkeypatch.setattr(foreseen.os, "killpg", end_group)
+    monkeypatch.setattr(precompile.os, "killpg", end_group)
 
-    monkeypatch.setattr(foreseen.triton.knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(foreseen.subprocess, "Popen", Process)
+    monkeypatch.setattr(precompile.triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(precompile.subprocess, "Popen", Process)
     return Process
 
 
@@ -70,7 +70,7 @@ def test_the_process_is_told_in_plain_lines_what_the_engine_knows(process: Any, 
     for sizes in (SIZES, Sizes(two_tier, 3, 9)):
         weights = (("a", StoredShape("a.weight", (3, 4), "BF16")),)
         outline = replace(OUTLINE, weights=weights, config=config)
-        kernels = ForeseenKernels(outline)
+        kernels = KernelPrecompiler(outline)
         started: Any = kernels._process
         lines = started.stdin
         lines.close = lambda: None
@@ -82,7 +82,7 @@ def test_the_process_is_told_in_plain_lines_what_the_engine_knows(process: Any, 
 
 
 def test_a_backend_that_closes_ends_the_process(process: Any) -> None:
-    kernels = ForeseenKernels(OUTLINE)
+    kernels = KernelPrecompiler(OUTLINE)
     started: Any = kernels._process
     kernels.begin(SIZES)
     kernels.close()
@@ -91,21 +91,21 @@ def test_a_backend_that_closes_ends_the_process(process: Any) -> None:
 
 
 def test_what_was_compiled_for_other_sizes_does_not_count(process: Any, tmp_path: Path) -> None:
-    (tmp_path / foreseen._note_name(OUTLINE, SIZES)).touch()
-    kernels = ForeseenKernels(OUTLINE)
+    (tmp_path / precompile._marker_name(OUTLINE, SIZES)).touch()
+    kernels = KernelPrecompiler(OUTLINE)
     assert kernels._process is None
     kernels.begin(SIZES)
     assert kernels._process is None
     kernels.begin(replace(SIZES, num_rows=8))
     assert kernels._process is not None
     kernels.close()
-    other = ForeseenKernels(replace(OUTLINE, processors=66))
+    other = KernelPrecompiler(replace(OUTLINE, processors=66))
     assert other._process is not None
     other.close()
 
 
 def test_a_process_that_has_ended_is_no_error(process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = ForeseenKernels(OUTLINE)
+    kernels = KernelPrecompiler(OUTLINE)
 
     class Closed(io.BytesIO):
         def write(self, data: Any) -> int:
@@ -123,8 +123,8 @@ def test_where_no_process_can_be_started_the_backend_goes_on(
     def refuse(*arguments: Any, **options: Any) -> None:
         raise OSError("no more processes")
 
-    monkeypatch.setattr(foreseen.subprocess, "Popen", refuse)
-    kernels = ForeseenKernels(OUTLINE)
+    monkeypatch.setattr(precompile.subprocess, "Popen", refuse)
+    kernels = KernelPrecompiler(OUTLINE)
     kernels.begin(SIZES)
     kernels.close()
 
@@ -133,11 +133,11 @@ def test_an_engine_that_did_not_come_so_far_leaves_nothing_to_do(monkeypatch: py
     class Input:
         buffer = io.BytesIO()
 
-    monkeypatch.setattr(foreseen.sys, "stdin", Input())
-    monkeypatch.setattr(foreseen.os, "nice", lambda by: 0)
-    monkeypatch.setattr(foreseen.signal, "alarm", lambda seconds: 0)
-    monkeypatch.setattr(foreseen.torch, "set_num_threads", lambda count: None)
-    foreseen.main()
+    monkeypatch.setattr(precompile.sys, "stdin", Input())
+    monkeypatch.setattr(precompile.os, "nice", lambda by: 0)
+    monkeypatch.setattr(precompile.signal, "alarm", lambda seconds: 0)
+    monkeypatch.setattr(precompile.torch, "set_num_threads", lambda count: None)
+    precompile.main()
 
 
 def test_a_backend_says_what_it_was_allocated_with_and_when_it_closes(device: Device) -> None:
@@ -151,7 +151,7 @@ def test_a_backend_says_what_it_was_allocated_with_and_when_it_closes(device: De
             told.append("closed")
 
     backend = cuda_backend(device)
-    backend._foreseen = Noted()  # type: ignore[assignment]
+    backend._precompiler = Noted()  # type: ignore[assignment]
     info = backend.allocate(KvCachePoolConfig(memory=1 << 20, swap_blocks=2), 3, 40)
     backend.close()
     # Not how many blocks the memory holds, but how many a context takes: only that decides how kernels are compiled.

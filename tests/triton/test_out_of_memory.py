@@ -93,7 +93,7 @@ def test_memory_that_ends_while_a_backend_is_allocated_is_one_sentence(
     with pytest.raises(OutOfMemoryError) as error:
         backend.allocate(POOL, 4, 64)
     text = sentence(error)
-    assert "room for steps of 64 tokens and 4 requests" in text and "--memory, --context" in text
+    assert "buffers for steps of 64 tokens and 4 requests" in text and "--memory, --context" in text
     assert card.alive == 0
 
 

@@ -1,4 +1,4 @@
-"""From plan and rows to index arrays."""
+"""`step_arrays`: the index arrays that follow from a plan and the rows."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_mixed_step_becomes_flat_tokens_with_positions_cells_and_tables() -> N
 
 
 @pytest.mark.parametrize("full_blocks", [None, 16])
-def test_a_step_of_decodes_alone_has_the_arrays_that_it_has_as_a_step_of_any_kind(
+def test_the_fast_path_for_decodes_gives_the_arrays_of_the_general_path(
     full_blocks: int | None,
 ) -> None:
     random = np.random.default_rng(0)
@@ -74,8 +74,8 @@ def test_a_step_of_decodes_alone_has_the_arrays_that_it_has_as_a_step_of_any_kin
     rows.update(plan([(0, 0, 1, False)], row_starts=starts))
     for count in range(1, 10):
         entries = [(int(row), lengths[row] - 1, 1, True) for row in random.permutation(9)[:count]]
-        decodes, anything = indices(rows, plan(entries, decodes=count)), indices(rows, plan(entries))
-        for part, other in ((anything, decodes), (anything.store, decodes.store)):
+        decodes, general = indices(rows, plan(entries, decodes=count)), indices(rows, plan(entries))
+        for part, other in ((general, decodes), (general.store, decodes.store)):
             for name, values in {} if part is None else vars(part).items():
                 if isinstance(values, np.ndarray):
                     found = getattr(other, name)
@@ -92,8 +92,8 @@ def test_decodes_over_two_tiers_are_gathered_at_every_step() -> None:
         assert found.store is not None and found.context_lengths.tolist() == [position + 1]
 
 
-def test_decodes_that_go_on_have_the_arrays_that_they_have_when_they_are_gathered_anew() -> None:
-    """Over ends of blocks, with a block that is another inside its span, a row that begins anew, and two that trade places."""
+def test_consecutive_decode_steps_have_the_arrays_that_a_new_gather_gives() -> None:
+    """The steps cross block ends, replace a block before it is full, restart a row, and change the order of rows."""
     random = np.random.default_rng(1)
     rows, twin = (Rows(num_rows=4, max_context=64, block_size=4) for _ in range(2))
     lengths, order = [5, 9, 9, 12], [2, 0, 3, 1]
@@ -126,8 +126,8 @@ def test_decodes_that_go_on_have_the_arrays_that_they_have_when_they_are_gathere
             lengths[row] += 1
 
 
-def test_blocks_of_the_store_have_tables_of_their_own_and_moves_come_on_top() -> None:
-    """Ids from 20 on are those of the store; the tail is one block of 4."""
+def test_store_blocks_have_separate_tables_that_moves_change() -> None:
+    """Block ids from 20 on are in the store. The tail is one block of 4."""
     rows = Rows(num_rows=3, max_context=32, block_size=4, full_blocks=20, tail_blocks=1)
     long = tuple(range(40, 55))
     first = plan(
@@ -165,17 +165,17 @@ def test_a_sampled_token_is_the_input_of_the_next_decode() -> None:
     assert indices(rows, second).token_ids.tolist() == [77]
 
 
-def test_a_step_that_was_prepared_before_begins_with_what_was_sampled_since() -> None:
+def test_a_step_prepared_early_reads_tokens_that_are_sampled_later() -> None:
     rows = Rows(num_rows=2, max_context=8, block_size=4)
     first = plan([(1, 0, 2, True)], row_starts=(start(1, (4, 5), (0,)),))
     rows.update(first)
-    before, behind = rows.prepare(first), rows.prepare(plan([(1, 2, 1, True)], decodes=1))
-    rows.record(before, np.array([77]))
-    rows.read_tokens(behind)
-    assert behind.indices.token_ids.tolist() == [77]
+    one, two = rows.prepare(first), rows.prepare(plan([(1, 2, 1, True)], decodes=1))
+    rows.record(one, np.array([77]))
+    rows.read_tokens(two)
+    assert two.indices.token_ids.tolist() == [77]
 
 
-def test_new_table_entries_land_at_their_index_and_the_last_token_of_the_context_has_a_place() -> None:
+def test_table_entries_are_written_at_their_index_and_the_last_token_of_the_context_is_stored() -> None:
     rows = Rows(num_rows=1, max_context=8, block_size=4)
     rows.update(plan([(0, 0, 4, False)], row_starts=(start(0, (1,) * 7, (3,)),)))
     last = plan([(0, 7, 1, True)], decodes=1, table_rows=(0,), table_indices=(1,), table_blocks=(6,))
@@ -185,7 +185,7 @@ def test_new_table_entries_land_at_their_index_and_the_last_token_of_the_context
     assert rows.tokens[0, 8] == 9
 
 
-def test_a_row_given_to_another_request_forgets_the_one_before() -> None:
+def test_a_row_start_replaces_all_parameters_of_the_previous_request() -> None:
     rows = Rows(num_rows=1, max_context=8, block_size=4)
     rows.update(
         plan([(0, 0, 3, True)], row_starts=(start(0, (1, 2, 3), (5,), top_k=3, temperature=0.5, logprobs=1),))
@@ -198,7 +198,7 @@ def test_a_row_given_to_another_request_forgets_the_one_before() -> None:
     assert indices(rows, again).cells.tolist() == [8, 9]
 
 
-def test_what_a_row_says_is_gathered_anew_when_another_request_enters_it() -> None:
+def test_cached_row_parameters_are_gathered_again_after_a_row_start() -> None:
     rows = Rows(num_rows=2, max_context=8, block_size=4)
     step = plan([(0, 1, 1, True), (1, 1, 1, True)], decodes=2)
     rows.update(
@@ -212,7 +212,7 @@ def test_what_a_row_says_is_gathered_anew_when_another_request_enters_it() -> No
     assert indices(rows, step).token_ids.tolist() == [2, 8] and indices(rows, step).cells.tolist() == [21, 9]
 
 
-def test_logits_are_wanted_for_prompts_to_be_scored_after_those_that_sample() -> None:
+def test_logit_indices_list_sampled_tokens_before_tokens_that_score_prompts() -> None:
     rows = Rows(num_rows=4, max_context=64, block_size=4)
     scored = start(1, (10, 11, 12, 13, 14), (7, 8), prompt_logprobs=2)._replace(prompt_length=5)
     first = plan([(0, 0, 2, True), (1, 0, 3, False)], row_starts=(start(0, (1, 2), (5,)), scored))
@@ -222,7 +222,7 @@ def test_logits_are_wanted_for_prompts_to_be_scored_after_those_that_sample() ->
         (101, 1, [11, 12, 13], 2)
     ]
     assert indices(rows, first).logit_indices.tolist() == [1, 2, 3, 4]
-    # The last token of the prompt is scored by the one before it; what follows it is sampled, not scored.
+    # The second to last token of the prompt scores the last one. The token after the prompt is sampled, not scored.
     second = plan([(1, 3, 2, True)])
     assert [(p.first, p.tokens.tolist()) for p in rows.scored_prompts(second)] == [(4, [14])]
     assert indices(rows, second).logit_indices.tolist() == [1, 0]

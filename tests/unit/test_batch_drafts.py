@@ -1,4 +1,4 @@
-"""Steps with drafts, from the plan to arrays, and whose error it is that a sampler finds in them."""
+"""Steps with draft tokens: their index arrays, and to which request an error of the sampler belongs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFILL_ROW = 8
 
 @pytest.mark.parametrize("full_blocks", [None, 16], ids=["plain", "two tiers"])
 @pytest.mark.parametrize("seed", range(8))
-def test_decodes_with_drafts_alone_have_the_arrays_that_they_have_beside_a_prompt(
+def test_decodes_with_drafts_have_the_same_arrays_with_and_without_a_prompt_in_the_step(
     seed: int, full_blocks: int | None
 ) -> None:
     random = np.random.default_rng(seed)
@@ -52,10 +52,10 @@ def test_decodes_with_drafts_alone_have_the_arrays_that_they_have_beside_a_promp
     if full_blocks is not None:
         moved = {"moved_rows": (chosen[0],), "moved_indices": (0,), "moved_from": (3,), "moved_to": (20,)}
     alone = plan(entries, num_decodes, drafts=drafts, row_starts=begun, **moved)
-    beside = plan(
+    with_prompt = plan(
         [*entries, (PREFILL_ROW, 0, 2, True)], num_decodes, drafts=drafts, row_starts=begun, **moved
     )
-    found, general = (_prepared(state, one) for state, one in ((rows, alone), (twin, beside)))
+    found, general = (_prepared(state, one) for state, one in ((rows, alone), (twin, with_prompt)))
 
     num_tokens, num_entries = sum(counts), len(entries)
     for name, values in vars(found.indices).items():
@@ -74,10 +74,10 @@ def test_decodes_with_drafts_alone_have_the_arrays_that_they_have_beside_a_promp
         expected = getattr(general.entries, name)[:num_tokens]
         assert np.array_equal(values, expected), name
         assert isinstance(values, list) or values.dtype == expected.dtype, name
-    assert found.token_places.tolist() == general.token_places[:num_tokens].tolist()
+    assert found.input_places.tolist() == general.input_places[:num_tokens].tolist()
     assert found.sampled_places.tolist() == general.sampled_places[:num_tokens].tolist()
     assert (found.drafts, found.first_draft) == (general.drafts, general.first_draft) == (drafts, num_decodes)
-    # And what they are: each entry's last known token, then its drafts, with a sample behind each.
+    # The tokens of an entry are its last known token and its drafts. Each of them samples.
     flat = [t for (row, first, _, _), extra in zip(entries, ((),) * num_decodes + drafts, strict=True)
             for t in (begun[row].tokens[first], *extra)]  # fmt: skip
     assert found.indices.token_ids.tolist() == flat
@@ -93,21 +93,21 @@ def _prepared(rows: Rows, step_plan: Any) -> PreparedStep:
     return step
 
 
-def test_what_was_sampled_is_what_the_next_step_goes_on_with_however_many_drafts_were_right() -> None:
-    for num_right in range(4):
+def test_the_next_step_continues_after_the_accepted_drafts_and_the_sampled_token() -> None:
+    for num_accepted in range(4):
         rows = Rows(num_rows=2, max_context=32, block_size=BLOCK_SIZE)
         first = plan(
             [(1, 4, 4, True)], drafts=((50, 51, 52),), row_starts=(start(1, (1, 2, 3, 4, 5), (3, 4, 5)),)
         )
         step = _prepared(rows, first)
-        sampled = [(50, 51, 52)[n] if n < num_right else 90 + n for n in range(4)]
+        sampled = [(50, 51, 52)[n] if n < num_accepted else 90 + n for n in range(4)]
         rows.record(step, np.array(sampled))
-        again = _prepared(rows, plan([(1, 5 + num_right, 1, True)], decodes=1))
-        assert again.indices.token_ids.tolist() == [90 + num_right]
-        assert rows.tokens[1, : 6 + num_right].tolist() == [1, 2, 3, 4, 5, *sampled[: num_right + 1]]
+        following = _prepared(rows, plan([(1, 5 + num_accepted, 1, True)], decodes=1))
+        assert following.indices.token_ids.tolist() == [90 + num_accepted]
+        assert rows.tokens[1, : 6 + num_accepted].tolist() == [1, 2, 3, 4, 5, *sampled[: num_accepted + 1]]
 
 
-def test_new_drafts_go_over_what_wrong_ones_left() -> None:
+def test_new_drafts_overwrite_rejected_ones() -> None:
     rows = Rows(num_rows=1, max_context=32, block_size=BLOCK_SIZE)
     begun = (start(0, (1, 2, 3), (3, 4)),)
     rows.record(
@@ -118,8 +118,8 @@ def test_new_drafts_go_over_what_wrong_ones_left() -> None:
     assert step.indices.token_ids.tolist() == [60, 10, 11]
 
 
-def test_decodes_go_on_from_where_a_step_with_drafts_left_off() -> None:
-    """Arrays of decodes are carried on from step to step: not past a step of another kind."""
+def test_decodes_continue_correctly_after_a_step_with_drafts() -> None:
+    """Consecutive decode steps reuse their arrays, but not across a step with drafts."""
     rows = Rows(num_rows=2, max_context=64, block_size=16)
     begun = (start(0, (1, 2, 3), (3, 4)), start(1, (4, 5, 6), (5, 6)))
     _prepared(rows, plan([(0, 2, 1, True), (1, 2, 1, True)], decodes=2, row_starts=begun))
@@ -130,7 +130,7 @@ def test_decodes_go_on_from_where_a_step_with_drafts_left_off() -> None:
     assert step.entries.output_indices.tolist() == [4, 3]
 
 
-def test_a_sample_stands_where_all_drafts_before_it_were_sampled() -> None:
+def test_a_sample_is_valid_if_all_drafts_before_it_were_accepted() -> None:
     rows = Rows(num_rows=4, max_context=32, block_size=BLOCK_SIZE)
     begun = tuple(start(row, (1, 2, 3), (row, 4 + row)) for row in range(4))
     step = _prepared(
@@ -143,14 +143,14 @@ def test_a_sample_stands_where_all_drafts_before_it_were_sampled() -> None:
         ),
     )
 
-    def standing(*tokens: int) -> list[bool]:
-        return [step.stands(sample, np.array(tokens)) for sample in range(len(tokens))]
+    def valid(*tokens: int) -> list[bool]:
+        return [step.is_valid_sample(sample, np.array(tokens)) for sample in range(len(tokens))]
 
-    # one decode, three samples behind 70 and 71, two behind 80, one of the prompt
-    assert standing(5, 70, 71, 6, 80, 7, 8) == [True] * 7
-    assert standing(5, 70, 0, 6, 80, 7, 8) == [True, True, True, False, True, True, True]
-    assert standing(5, 0, 71, 6, 80, 7, 8) == [True, True, False, False, True, True, True]
-    assert standing(0, 70, 71, 6, 0, 7, 8) == [True, True, True, True, True, False, True]
+    # One sample of a decode, three with the drafts 70 and 71, two with the draft 80, one of the prompt.
+    assert valid(5, 70, 71, 6, 80, 7, 8) == [True] * 7
+    assert valid(5, 70, 0, 6, 80, 7, 8) == [True, True, True, False, True, True, True]
+    assert valid(5, 0, 71, 6, 80, 7, 8) == [True, True, False, False, True, True, True]
+    assert valid(0, 70, 71, 6, 0, 7, 8) == [True, True, True, True, True, False, True]
 
 
 # ---------------------------------------------------------------------- errors
@@ -172,7 +172,7 @@ SHAPE = {
 
 
 class FailingSampler:
-    """numpy's, but what it samples is written down, and some of it is an error."""
+    """The numpy sampler with given tokens and an error for one of the samples."""
 
     def __init__(self, tokens: list[int], failing: int) -> None:
         self.tokens, self.failing = tokens, failing
@@ -193,13 +193,15 @@ def backend() -> Iterator[CpuBackend]:
     backend.close()
 
 
-@pytest.mark.parametrize(("failing", "is_own"), [(0, True), (1, True), (2, True), (3, False)])
-def test_an_error_behind_a_wrong_draft_is_nobodys(backend: CpuBackend, failing: int, is_own: bool) -> None:
-    """Samples: of a decode; then behind a token, behind a right draft and behind a wrong one."""
+@pytest.mark.parametrize(("failing", "is_reported"), [(0, True), (1, True), (2, True), (3, False)])
+def test_an_error_after_a_rejected_draft_is_ignored(
+    backend: CpuBackend, failing: int, is_reported: bool
+) -> None:
+    """The samples are: of a decode, after a known token, after an accepted draft, after a rejected draft."""
     begun = (start(0, (1, 2, 3), (0,)), start(1, (4, 5, 6), (1,)))
     drafted = plan([(0, 2, 1, True), (1, 2, 3, True)], decodes=1, drafts=((70, 71),), row_starts=begun)
     backend._sampler = FailingSampler([9, 70, 0, 5], failing)  # type: ignore[assignment]
     result: StepResult = backend.submit(drafted).result()
     assert list(result.tokens) == [9, 70, 0, 5]
-    owner = drafted.request_ids[min(failing, 1)]
-    assert result.errors == ({owner: "no number"} if is_own else {})
+    request_id = drafted.request_ids[min(failing, 1)]
+    assert result.errors == ({request_id: "no number"} if is_reported else {})

@@ -423,7 +423,7 @@ def test_a_failed_second_try_leaves_the_first_answer(
     assert llm.asked[2][1] == {"role": "assistant", "content": "first"}
 
 
-@pytest.mark.usefixtures("ctrl_c_is_heard")
+@pytest.mark.usefixtures("ctrl_c_is_handled")
 def test_a_stopped_answer_is_remembered_as_far_as_it_was_said(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -469,7 +469,7 @@ def test_a_chat_in_the_background_leaves_ctrl_c_to_the_program_in_front(
     assert captured.out == "one\ntwo\n" and "[stopped]" not in captured.err
 
 
-@pytest.mark.usefixtures("ctrl_c_is_heard")
+@pytest.mark.usefixtures("ctrl_c_is_handled")
 def test_the_stats_are_those_of_the_last_answer_also_of_a_stopped_one(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -493,7 +493,7 @@ def test_the_stats_are_those_of_the_last_answer_also_of_a_stopped_one(
     ]
 
 
-@pytest.mark.usefixtures("ctrl_c_is_heard")
+@pytest.mark.usefixtures("ctrl_c_is_handled")
 def test_a_person_is_told_once_how_to_leave_and_sees_that_a_message_is_begun(
     serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

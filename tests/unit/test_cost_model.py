@@ -1,4 +1,4 @@
-"""The cost-model backend against times computed by hand: steps, overlap, swaps, and what it reports when."""
+"""The cost-model backend against times computed by hand: steps, overlapped steps, swaps and their reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def swap(swap_id: int, num_blocks: int, after_step: int = -1, after_swaps: tuple
     return SwapTask(swap_id, RequestId(9), blocks, blocks, after_step, after_swaps)
 
 
-def test_a_step_costs_its_base_its_tokens_the_context_they_read_and_the_pairs_they_attend_over() -> None:
+def test_the_cost_of_a_step_is_the_sum_for_base_tokens_context_and_pairs() -> None:
     plan = IterationPlan(
         step=0,
         num_decodes=2,
@@ -49,7 +49,7 @@ def test_a_step_costs_its_base_its_tokens_the_context_they_read_and_the_pairs_th
     assert COSTS.seconds(plan) == pytest.approx(expected)
 
 
-def test_the_default_costs_reproduce_the_measured_speeds_they_stand_for() -> None:
+def test_the_default_costs_reproduce_the_measured_speeds() -> None:
     for costs, batch, measured in ((ZEN3_SMOLLM2_135M, 1, 2.6e-3), (ZEN3_SMOLLM2_135M, 32, 30e-3)):
         linear_layers = costs.base + batch * costs.per_token
         assert linear_layers == pytest.approx(measured, rel=0.12)
@@ -59,7 +59,7 @@ def test_the_default_costs_reproduce_the_measured_speeds_they_stand_for() -> Non
     assert 1 / prompt_token == pytest.approx(42_400, rel=0.03)
 
 
-def test_waiting_for_a_step_moves_the_clock_to_its_end_and_gives_a_token_for_every_sample() -> None:
+def test_a_result_advances_the_clock_to_the_end_of_the_step_and_has_a_token_for_every_sample() -> None:
     clock = VirtualClock(now=5.0)
     result = CostModelBackend(clock, COSTS).submit(decode_plan(0, 9, 19)).result()
     assert clock.now == pytest.approx(5.0 + 1.2 + 0.030 + 0.0030)
@@ -67,7 +67,7 @@ def test_waiting_for_a_step_moves_the_clock_to_its_end_and_gives_a_token_for_eve
     assert not result.failed
 
 
-def test_a_step_submitted_while_another_runs_starts_when_that_one_is_over() -> None:
+def test_a_step_submitted_while_another_runs_starts_when_the_other_ends() -> None:
     clock = VirtualClock()
     backend = CostModelBackend(clock, StepCosts(base=1.0, per_token=0.0, per_context=0.0))
     first = backend.submit(decode_plan(0, 9))
@@ -91,10 +91,10 @@ def test_a_result_fetched_late_does_not_turn_the_clock_back() -> None:
     assert clock.now == 100.0
 
 
-def test_swaps_run_beside_the_steps_one_after_the_other_and_report_once() -> None:
+def test_swaps_run_in_parallel_with_steps_one_after_the_other_and_are_reported_once() -> None:
     clock = VirtualClock()
     backend = CostModelBackend(clock, StepCosts(1.0, 0.0, 0.0, swap_per_block=0.25))
-    first = backend.submit(decode_plan(0, 9, swap_out=(swap(0, 2), swap(1, 3))))  # over at 0.5 and 1.25
+    first = backend.submit(decode_plan(0, 9, swap_out=(swap(0, 2), swap(1, 3))))  # they end at 0.5 and 1.25
     assert first.result().finished_swaps == (0,)
     assert clock.now == 1.0
     second = backend.submit(decode_plan(1, 10))
@@ -103,11 +103,11 @@ def test_swaps_run_beside_the_steps_one_after_the_other_and_report_once() -> Non
     assert backend.submit(decode_plan(2, 11)).result().finished_swaps == ()
 
 
-def test_a_swap_waits_for_the_step_it_names_and_a_step_for_the_swaps_it_names() -> None:
+def test_a_swap_waits_for_its_step_and_a_step_for_its_swaps() -> None:
     clock = VirtualClock()
     backend = CostModelBackend(clock, StepCosts(1.0, 0.0, 0.0, swap_per_block=0.25))
-    first = backend.submit(decode_plan(0, 9))  # 0 to 1
-    second = backend.submit(  # the copy 1 to 2, so the step 2 to 3
+    first = backend.submit(decode_plan(0, 9))  # from 0 to 1
+    second = backend.submit(  # its swap from 1 to 2, so the step from 2 to 3
         decode_plan(1, 10, swap_out=(swap(0, 4, after_step=0),), after_swaps=(0,))
     )
     first.result()
@@ -144,14 +144,13 @@ def test_a_request_alone_in_the_engine_takes_the_sum_of_its_steps(overlap: bool)
     engine.stop()
 
 
-def test_requests_that_swap_for_lack_of_memory_all_end_and_the_run_is_the_same_again() -> None:
+def test_requests_that_are_swapped_for_lack_of_memory_all_end_and_the_run_is_repeatable() -> None:
     def run() -> tuple[float, int]:
         clock = VirtualClock()
         cache = KvCachePoolConfig(num_blocks=8, block_size=4, swap_blocks=64)
         config = ServingEngineConfig(SchedulerConfig(max_running=4), cache)
-        costs = StepCosts(
-            base=1.0, per_token=0.5, per_context=0.0, swap_per_block=0.01
-        )  # swapping is the cheaper way
+        # Swapping is cheaper than recompute.
+        costs = StepCosts(base=1.0, per_token=0.5, per_context=0.0, swap_per_block=0.01)
         engine = ServingEngine(CostModelBackend(clock, costs), config, clock=clock, seed=1)
         ids = [
             engine.submit(InferenceRequest(tuple(range(n, n + 6)), SamplingParams(max_tokens=16)))

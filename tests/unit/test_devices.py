@@ -1,4 +1,4 @@
-"""Which device a model runs on: what was asked for, or what there is, found without importing torch."""
+"""The choice of the device: the requested one, or a GPU if there is one, found without importing torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.llm import _build_config
 
 @pytest.fixture
 def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine with a card and all it takes."""
+    """Simulates a machine with a GPU, its driver, torch and triton."""
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(registry, "_DEVICE_FILES", tmp_path)
     monkeypatch.setattr(
@@ -36,13 +36,13 @@ def lacks(package: str) -> Any:
     return version
 
 
-def test_auto_takes_the_card_where_there_is_one(card: pytest.MonkeyPatch) -> None:
+def test_auto_uses_the_gpu_if_there_is_one(card: pytest.MonkeyPatch) -> None:
     assert registry.why_no_card() is None
     assert registry.chosen("auto", {}) == "cuda"
     assert registry.chosen("cuda", {"threads": None}) == "cuda"
 
 
-def test_auto_takes_the_cpu_where_there_is_no_card(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_auto_uses_the_cpu_if_there_is_no_gpu(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "nvidia0").unlink()
     (tmp_path / "nvidiactl").touch()
     assert registry.chosen("auto", {}) == "cpu"
@@ -51,7 +51,7 @@ def test_auto_takes_the_cpu_where_there_is_no_card(card: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.parametrize("package", ["torch", "triton"])
-def test_without_the_extra_the_card_is_not_used_and_the_error_says_how_to_get_it(
+def test_without_the_cuda_extra_the_gpu_is_not_used_and_the_error_says_how_to_install_it(
     card: pytest.MonkeyPatch, package: str
 ) -> None:
     card.setattr(importlib.metadata, "version", lacks(package))
@@ -60,34 +60,38 @@ def test_without_the_extra_the_card_is_not_used_and_the_error_says_how_to_get_it
         registry.chosen("cuda", {})
 
 
-def test_a_torch_for_the_processor_alone_counts_as_none(card: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_cuda_counts_as_not_installed(card: pytest.MonkeyPatch) -> None:
     card.setattr(importlib.metadata, "version", lambda name: "2.13.0+cpu")
     assert registry.chosen("auto", {}) == "cpu"
 
 
 @pytest.mark.parametrize(("hidden", "expected"), [("", "cpu"), ("-1", "cpu"), ("0", "cuda")])
-def test_cards_that_are_hidden_count_as_none(card: pytest.MonkeyPatch, hidden: str, expected: str) -> None:
+def test_hidden_gpus_are_not_used(card: pytest.MonkeyPatch, hidden: str, expected: str) -> None:
     card.setenv("CUDA_VISIBLE_DEVICES", hidden)
     assert registry.chosen("auto", {}) == expected
 
 
-def test_options_of_the_cpu_decide_auto_and_are_refused_on_a_card(card: pytest.MonkeyPatch) -> None:
+def test_cpu_options_make_auto_choose_the_cpu_and_are_rejected_with_cuda(card: pytest.MonkeyPatch) -> None:
     assert registry.chosen("auto", {"quantize": "int8"}) == "cpu"
     assert registry.chosen("auto", {"threads": 4}) == "cpu"
-    with pytest.raises(InvalidRequestError, match="quantize is 'int8', which only the device cpu knows"):
+    with pytest.raises(InvalidRequestError, match="quantize is 'int8', but the device is cuda and only cpu"):
         registry.chosen("cuda", {"quantize": "int8"})
 
 
-def test_an_unknown_device_is_refused_with_those_there_are() -> None:
+def test_an_unknown_device_is_rejected_with_the_list_of_devices() -> None:
     with pytest.raises(InvalidRequestError, match="'tpu'; allowed: auto, cpu, cuda, noop"):
         registry.chosen("tpu", {})
 
 
-def test_steps_on_a_card_are_larger_unless_somebody_says_how_large() -> None:
+def test_steps_on_a_gpu_are_larger_unless_a_budget_is_set() -> None:
     assert _build_config({}, "cuda").scheduler.max_chunk_tokens == 8192
     assert _build_config({}, "cpu").scheduler.max_chunk_tokens == 512
-    told = _build_config({"max_prefill_tokens": 100}, "cuda").scheduler
-    assert (told.max_prefill_tokens, told.max_chunk_tokens, told.max_tokens_per_step) == (100, 512, 2048)
+    config = _build_config({"max_prefill_tokens": 100}, "cuda").scheduler
+    assert (config.max_prefill_tokens, config.max_chunk_tokens, config.max_tokens_per_step) == (
+        100,
+        512,
+        2048,
+    )
 
 
 def test_choosing_a_device_imports_no_torch() -> None:

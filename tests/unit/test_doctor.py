@@ -204,7 +204,7 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
         ("2.10.0", "3.6.0", "note", "torch from 2.11 up to, not with, 2.14"),
         ("2.14.0", "3.6.0", "note", "torch from 2.11 up to, not with, 2.14"),
         ("2.11.0", "3.5.1", "note", "triton from 3.6"),
-        ("2.13.0+cpu", "3.6.0", "note", "built for the processor alone"),
+        ("2.13.0+cpu", "3.6.0", "note", "built without CUDA"),
     ],
 )
 def test_a_card_is_told_with_what_weft_needs_to_run_on_it(

@@ -1,4 +1,4 @@
-"""Memory of the host: limits of cgroups are found wherever they are, and a cache fits into what they leave."""
+"""Host memory: cgroup limits are found, and the default cache fits into them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.backends.cpu.memory_budget import CacheRoom
+from weft.backends.cpu.memory_budget import MemoryBudget
 from weft.backends.host_memory import HostMemory, host_memory
 from weft.errors import OutOfMemoryError
 
@@ -15,7 +15,7 @@ MEMINFO = "MemTotal:    8388608 kB\nMemFree: 1 kB\nMemAvailable:  4194304 kB\nHu
 
 
 def machine(root: Path, cgroup: str, files: dict[str, int | str], meminfo: str = MEMINFO) -> HostMemory:
-    """What is found under a root with these files, named from /sys/fs/cgroup on."""
+    """`host_memory` of a root with these files; `files` are relative to /sys/fs/cgroup."""
     contents = {"proc/meminfo": meminfo, "proc/self/cgroup": cgroup}
     contents |= {f"sys/fs/cgroup/{name}": f"{content}\n" for name, content in files.items()}
     for name, content in contents.items():
@@ -24,13 +24,13 @@ def machine(root: Path, cgroup: str, files: dict[str, int | str], meminfo: str =
     return host_memory(root)
 
 
-def test_without_cgroups_the_system_says_what_is_available(tmp_path: Path) -> None:
+def test_without_cgroup_limits_meminfo_says_what_is_available(tmp_path: Path) -> None:
     assert machine(tmp_path, "", {}) == HostMemory(4 * GIB, 8 * GIB)
     assert machine(tmp_path, "0::/user.slice\n", {}) == HostMemory(4 * GIB, 8 * GIB)
     assert host_memory(tmp_path / "nothing") == HostMemory(None, None)
 
 
-def test_the_limit_of_the_own_cgroup_counts_less_what_is_used(tmp_path: Path) -> None:
+def test_what_is_left_is_the_limit_of_the_cgroup_minus_what_it_uses(tmp_path: Path) -> None:
     files = {"app/memory.max": GIB, "app/memory.current": 300 * MIB}
     found = machine(tmp_path, "0::/app\n", files)
     assert found == HostMemory(724 * MIB, 8 * GIB, GIB, 724 * MIB)
@@ -39,10 +39,10 @@ def test_the_limit_of_the_own_cgroup_counts_less_what_is_used(tmp_path: Path) ->
 def test_files_in_the_page_cache_of_a_cgroup_count_as_free(tmp_path: Path) -> None:
     stat = f"anon {100 * MIB}\nfile {600 * MIB}\ninactive_file {400 * MIB}\nactive_file {200 * MIB}\n"
     files = {"app/memory.max": GIB, "app/memory.current": 700 * MIB, "app/memory.stat": stat}
-    assert machine(tmp_path, "0::/app\n", files).room == 924 * MIB
+    assert machine(tmp_path, "0::/app\n", files).left_in_limit == 924 * MIB
 
 
-def test_the_cgroup_around_it_that_leaves_the_least_counts(tmp_path: Path) -> None:
+def test_the_parent_cgroup_with_the_least_memory_left_counts(tmp_path: Path) -> None:
     files = {
         "memory.max": 100 * GIB,
         "memory.current": 0,
@@ -56,20 +56,20 @@ def test_the_cgroup_around_it_that_leaves_the_least_counts(tmp_path: Path) -> No
         "other/memory.current": 0,
     }
     found = machine(tmp_path, "0::/outer/middle/inner\n", files)
-    assert (found.limit, found.room, found.available) == (4 * GIB, 50 * MIB, 50 * MIB)
+    assert (found.limit, found.left_in_limit, found.available) == (4 * GIB, 50 * MIB, 50 * MIB)
 
 
-def test_a_cgroup_that_uses_more_than_its_limit_leaves_nothing(tmp_path: Path) -> None:
+def test_a_cgroup_that_uses_more_than_its_limit_has_nothing_left(tmp_path: Path) -> None:
     found = machine(tmp_path, "0::/\n", {"memory.max": GIB, "memory.current": 2 * GIB})
-    assert (found.room, found.available) == (0, 0)
+    assert (found.left_in_limit, found.available) == (0, 0)
 
 
-def test_a_limit_above_what_the_machine_has_changes_nothing(tmp_path: Path) -> None:
+def test_a_limit_above_the_memory_of_the_machine_changes_nothing(tmp_path: Path) -> None:
     found = machine(tmp_path, "0::/\n", {"memory.max": 64 * GIB, "memory.current": 0})
-    assert (found.available, found.room, found.limit) == (4 * GIB, 64 * GIB, 64 * GIB)
+    assert (found.available, found.left_in_limit, found.limit) == (4 * GIB, 64 * GIB, 64 * GIB)
 
 
-def test_limits_of_the_older_cgroups_count_too(tmp_path: Path) -> None:
+def test_limits_of_cgroups_version_1_count_too(tmp_path: Path) -> None:
     cgroup = "11:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n"
     files = {
         "memory/docker/abc/memory.limit_in_bytes": GIB,
@@ -79,16 +79,16 @@ def test_limits_of_the_older_cgroups_count_too(tmp_path: Path) -> None:
         "memory/memory.usage_in_bytes": 0,
     }
     found = machine(tmp_path, cgroup, files)
-    assert (found.limit, found.room) == (GIB, 624 * MIB)
+    assert (found.limit, found.left_in_limit) == (GIB, 624 * MIB)
 
 
 @pytest.mark.parametrize("own", ["0::/\n", "0::/docker/not-visible-here\n", "0::/../elsewhere\n"])
-def test_a_container_whose_cgroup_is_mounted_as_the_top_finds_its_limit(tmp_path: Path, own: str) -> None:
+def test_a_container_whose_cgroup_is_mounted_as_the_root_finds_its_limit(tmp_path: Path, own: str) -> None:
     assert machine(tmp_path, own, {"memory.max": GIB, "memory.current": 0}).limit == GIB
 
 
 @pytest.mark.parametrize("content", ["", "nonsense", "-5", "1 2", "\0"])
-def test_files_that_say_nothing_are_no_error(tmp_path: Path, content: str) -> None:
+def test_files_with_unreadable_content_are_ignored(tmp_path: Path, content: str) -> None:
     files = {"memory.max": content, "memory.current": content, "memory.stat": content}
     assert machine(tmp_path, "0::/\n", files, meminfo=content).limit is None
 
@@ -96,35 +96,35 @@ def test_files_that_say_nothing_are_no_error(tmp_path: Path, content: str) -> No
 BLOCK = 256 * KIB
 
 
-def room_of(memory: HostMemory, weights: int = 100 * MIB) -> CacheRoom:
-    return CacheRoom(memory, weights)
+def budget_of(memory: HostMemory, weights: int = 100 * MIB) -> MemoryBudget:
+    return MemoryBudget(memory, weights)
 
 
-def limited(room: int, available: int = 64 * GIB) -> HostMemory:
-    return HostMemory(min(room, available), 64 * GIB, room + 50 * MIB, room)
+def limited(left: int, available: int = 64 * GIB) -> HostMemory:
+    return HostMemory(min(left, available), 64 * GIB, left + 50 * MIB, left)
 
 
-def test_the_default_cache_obeys_a_limit_with_swap_and_weights_and_the_rest() -> None:
-    for room in (400, 500, 800, 1500, 3000, 6000, 20_000):
-        sizer = room_of(limited(room * MIB))
-        cache = sizer.default_cache_bytes(BLOCK, 16, 8192)
-        swap = sizer.default_swap_blocks(cache // BLOCK, cache) * BLOCK
+def test_the_default_cache_and_swap_fit_into_a_limit_with_weights_and_reserve() -> None:
+    for left in (400, 500, 800, 1500, 3000, 6000, 20_000):
+        budget = budget_of(limited(left * MIB))
+        cache = budget.default_cache_bytes(BLOCK, 16, 8192)
+        swap = budget.default_swap_blocks(cache // BLOCK, cache) * BLOCK
         assert 512 // 16 * BLOCK <= cache <= 2 * GIB
-        assert cache + swap + (100 + 256) * MIB <= room * MIB
-        sizer.check(cache, swap)
+        assert cache + swap + (100 + 256) * MIB <= left * MIB
+        budget.check(cache, swap)
     assert cache == 2 * GIB and swap == GIB
 
 
-def test_the_default_cache_is_the_whole_context_where_there_is_room_for_twice_that() -> None:
-    unlimited = room_of(HostMemory(20 * GIB, 24 * GIB))
+def test_the_default_cache_is_the_whole_context_if_twice_that_is_free() -> None:
+    unlimited = budget_of(HostMemory(20 * GIB, 24 * GIB))
     assert unlimited.default_cache_bytes(BLOCK, 16, 8192) == 2 * GIB
     assert unlimited.default_cache_bytes(BLOCK, 16, 262_144) == 4 * GIB
     assert unlimited.default_cache_bytes(BLOCK, 16, 1_048_576) == 2 * GIB
-    assert room_of(HostMemory(1256 * MIB, GIB)).default_cache_bytes(BLOCK, 16, 8192) == 450 * MIB
+    assert budget_of(HostMemory(1256 * MIB, GIB)).default_cache_bytes(BLOCK, 16, 8192) == 450 * MIB
 
 
-def test_without_a_limit_what_is_asked_for_is_tried() -> None:
-    crowded = room_of(HostMemory(10 * MIB, 64 * GIB))
+def test_without_a_limit_requested_sizes_are_not_checked() -> None:
+    crowded = budget_of(HostMemory(10 * MIB, 64 * GIB))
     assert crowded.default_cache_bytes(BLOCK, 16, 8192) == 512 // 16 * BLOCK
     crowded.check(32 * GIB, 16 * GIB)
     with crowded.for_weights():
@@ -132,29 +132,29 @@ def test_without_a_limit_what_is_asked_for_is_tried() -> None:
     assert crowded.default_swap_blocks(100, 100 * BLOCK) == 50
 
 
-def test_weights_beyond_a_limit_are_refused_with_needed_free_and_what_to_do() -> None:
-    with pytest.raises(OutOfMemoryError) as caught, room_of(limited(500 * MIB), GIB).for_weights():
+def test_weights_beyond_a_limit_are_rejected_with_needed_and_free_memory_and_advice() -> None:
+    with pytest.raises(OutOfMemoryError) as caught, budget_of(limited(500 * MIB), GIB).for_weights():
         raise AssertionError("nothing is loaded")
-    said = str(caught.value)
-    assert "1280 MiB of memory are needed (1024 for the weights" in said
-    assert "500 MiB are free inside the cgroup's limit of 550 MiB" in said
-    assert "raise the limit" in said and caught.value.exit_code == 2
+    message = str(caught.value)
+    assert "1280 MiB of memory are needed (1024 for the weights" in message
+    assert "500 MiB are free inside the cgroup's limit of 550 MiB" in message
+    assert "raise the limit" in message and caught.value.exit_code == 2
 
 
-def test_no_room_for_a_short_context_is_refused() -> None:
+def test_a_limit_too_small_for_a_short_context_is_rejected() -> None:
     with pytest.raises(OutOfMemoryError, match="8 for KV cache and swap space"):
-        room_of(limited(360 * MIB)).default_cache_bytes(BLOCK, 16, 8192)
+        budget_of(limited(360 * MIB)).default_cache_bytes(BLOCK, 16, 8192)
 
 
-def test_memory_that_was_asked_for_beyond_a_limit_is_refused_with_what_fits() -> None:
-    sizer = room_of(limited(GIB))
-    sizer.check(668 * MIB, 0)
-    assert sizer.default_swap_blocks(600 * MIB // BLOCK, 600 * MIB) == 68 * MIB // BLOCK
+def test_requested_memory_beyond_a_limit_is_rejected_with_what_fits() -> None:
+    budget = budget_of(limited(GIB))
+    budget.check(668 * MIB, 0)
+    assert budget.default_swap_blocks(600 * MIB // BLOCK, 600 * MIB) == 68 * MIB // BLOCK
     with pytest.raises(OutOfMemoryError, match=r"set memory \(and swap_blocks.* to 668 MiB at most"):
-        sizer.check(600 * MIB, 69 * MIB)
+        budget.check(600 * MIB, 69 * MIB)
 
 
-def test_running_out_of_memory_while_weights_load_is_one_sentence() -> None:
-    with pytest.raises(OutOfMemoryError) as caught, room_of(HostMemory(GIB, GIB)).for_weights():
+def test_running_out_of_memory_while_weights_load_gives_one_sentence() -> None:
+    with pytest.raises(OutOfMemoryError) as caught, budget_of(HostMemory(GIB, GIB)).for_weights():
         raise MemoryError
     assert "356 MiB of memory are needed" in str(caught.value) and "1024 MiB are free;" in str(caught.value)

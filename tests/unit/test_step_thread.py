@@ -1,4 +1,4 @@
-"""The thread of the CPU backend: what it runs, and when it tells that it did."""
+"""The thread of the CPU backend: the order of steps, and when their results are reported."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ def numbered(number: int) -> Callable[[], StepResult]:
     return lambda: StepResult(tokens=[number])
 
 
-def test_steps_run_in_the_order_in_which_they_came_and_each_has_its_own_result() -> None:
+def test_steps_run_in_submission_order_and_each_has_its_own_result() -> None:
     thread = StepThread("steps")
     steps = [thread.submit(numbered(number)) for number in range(50)]
     assert [step.result().tokens for step in steps] == [[number] for number in range(50)]
-    assert steps[0].result().tokens == [0], "a result can be asked for again"
+    assert steps[0].result().tokens == [0], "a result can be read twice"
     thread.close()
 
 
-def test_a_step_is_told_once_the_one_behind_it_begins_to_compute_and_not_while_that_is_prepared() -> None:
+def test_a_step_is_reported_when_the_next_step_begins_to_compute_and_not_while_it_is_prepared() -> None:
     thread = StepThread("steps")
-    may_begin, is_preparing, may_compute, may_end = (threading.Event() for _ in range(4))
+    may_start, is_preparing, may_compute, may_end = (threading.Event() for _ in range(4))
 
     def first() -> StepResult:
-        assert may_begin.wait(WAIT)
+        assert may_start.wait(WAIT)
         return StepResult(tokens=[1])
 
     def second() -> StepResult:
         is_preparing.set()
         assert may_compute.wait(WAIT)
-        thread.tell()
+        thread.report()
         assert may_end.wait(WAIT)
         return StepResult(tokens=[2])
 
     one, two = thread.submit(first), thread.submit(second)
-    may_begin.set()
+    may_start.set()
     assert is_preparing.wait(WAIT)
-    assert one._is_told.locked(), "the next step is being prepared"
+    assert one._report_lock.locked(), "the next step is being prepared"
     may_compute.set()
     assert one.result().tokens == [1], "the next step computes"
     may_end.set()
-    assert two.result().tokens == [2], "nobody is behind it: it is told when it is over"
+    assert two.result().tokens == [2], "no step follows: it is reported when it ends"
     thread.close()
 
 
-def test_a_step_that_raises_raises_where_it_is_waited_for_and_holds_up_nobody() -> None:
+def test_an_exception_of_a_step_is_raised_by_its_result_and_other_steps_run() -> None:
     thread = StepThread("steps")
 
     def broken() -> StepResult:
@@ -66,7 +66,7 @@ def test_a_step_that_raises_raises_where_it_is_waited_for_and_holds_up_nobody() 
     thread.close()
 
 
-def test_a_step_that_runs_while_the_thread_is_closed_is_told() -> None:
+def test_a_step_that_runs_while_the_thread_is_closed_is_reported() -> None:
     thread = StepThread("steps")
     may_end = threading.Event()
 
@@ -78,61 +78,59 @@ def test_a_step_that_runs_while_the_thread_is_closed_is_told() -> None:
     closing = threading.Thread(target=thread.close)
     closing.start()
     while thread._end.alive:
-        pass  # until the end is in the queue, or about to be
+        pass  # until the end marker is in the queue, or about to be
     may_end.set()
     closing.join(WAIT)
-    assert not step._is_told.locked() and step.result().tokens == [1]
+    assert not step._report_lock.locked() and step.result().tokens == [1]
 
 
-def test_closing_waits_for_what_was_submitted_and_a_forgotten_one_ends_by_itself() -> None:
-    closed, forgotten = StepThread("closed"), StepThread("forgotten")
+def test_closing_waits_for_submitted_steps_and_a_collected_thread_ends_by_itself() -> None:
+    closed, collected = StepThread("closed"), StepThread("collected")
     steps = [closed.submit(numbered(number)) for number in range(20)]
-    forgotten.submit(numbered(0)).result()
+    collected.submit(numbered(0)).result()
     closed.close()
-    assert all(not step._is_told.locked() for step in steps)
+    assert all(not step._report_lock.locked() for step in steps)
     with pytest.raises(RuntimeError, match="closed"):
         closed.submit(numbered(20))
-    del forgotten
+    del collected
     gc.collect()
     names = {thread.name for thread in threading.enumerate()}
-    assert not names & {"closed", "forgotten"}
+    assert not names & {"closed", "collected"}
 
 
-def test_who_submits_a_step_that_the_cores_wait_for_goes_on_when_it_computes(
+def test_submitting_to_an_idle_thread_returns_when_the_step_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weft.backends.cpu.step_thread._BEGINNING_SECONDS", WAIT)
+    monkeypatch.setattr("weft.backends.cpu.step_thread._START_SECONDS", WAIT)
     thread = StepThread("steps")
     events: list[str] = []
     may_end = threading.Event()
 
     def computing() -> StepResult:
-        events.append("begins")
-        thread.tell()
+        events.append("started")
+        thread.report()
         assert may_end.wait(WAIT)
         return StepResult(tokens=[1])
 
     step = thread.submit(computing)
     events.append("submitted")
-    assert events == ["begins", "submitted"]
+    assert events == ["started", "submitted"]
     may_end.set()
     assert step.result().tokens == [1]
-    assert thread.submit(numbered(2)).result().tokens == [2], (
-        "nor does one that computes nothing keep anybody"
-    )
+    assert thread.submit(numbered(2)).result().tokens == [2], "submit returns for a step without work too"
     thread.close()
 
 
-def test_who_submits_a_step_behind_another_or_one_that_does_not_begin_goes_on_at_once() -> None:
+def test_submitting_does_not_wait_behind_another_step_or_for_a_step_that_does_not_start() -> None:
     thread = StepThread("steps")
-    may_begin = threading.Event()
+    may_start = threading.Event()
 
     def slow() -> StepResult:
-        assert may_begin.wait(WAIT)
+        assert may_start.wait(WAIT)
         return StepResult(tokens=[1])
 
     one, two = thread.submit(slow), thread.submit(numbered(2))
-    assert one._is_told.locked()
-    may_begin.set()
+    assert one._report_lock.locked()
+    may_start.set()
     assert [one.result().tokens, two.result().tokens] == [[1], [2]]
     thread.close()

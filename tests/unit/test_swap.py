@@ -1,4 +1,4 @@
-"""Swap space of the CPU backend: copies in the stated order, failures passed on, each end told once."""
+"""Swaps of the CPU backend: the order of copies, failed swaps, and that each swap is reported once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cache() -> np.ndarray:
     return np.arange(4 * 6, dtype=np.float32).reshape(4, 1, 2, 1, 1, 3)
 
 
-def test_blocks_come_back_to_other_places_unchanged(cache: np.ndarray) -> None:
+def test_blocks_are_swapped_in_unchanged_to_other_blocks(cache: np.ndarray) -> None:
     original = cache.copy()
     space = HostSwap(cache, 3)
     space.accept(plan(out=(task(0, (3, 1), (2, 0)),)))
@@ -38,8 +38,8 @@ def test_blocks_come_back_to_other_places_unchanged(cache: np.ndarray) -> None:
     assert space.take_reports() == ((), {})
 
 
-def test_blocks_of_both_tiers_come_back_each_from_its_own_slots(cache: np.ndarray) -> None:
-    """Blocks 4 to 6 are the store's, slots 2 and 3 theirs."""
+def test_blocks_of_both_tiers_are_swapped_in_from_the_slots_of_their_tier(cache: np.ndarray) -> None:
+    """Blocks 4 to 6 and slots 2 and 3 belong to the store."""
     store = np.arange(3 * 5, dtype=np.uint8).reshape(3, 5)
     original, original_store = cache.copy(), store.copy()
     space = HostSwap(cache, 2, store, 2)
@@ -61,23 +61,23 @@ def test_a_block_and_a_slot_of_different_tiers_fail_and_copy_nothing(cache: np.n
     assert space.take_reports() == ((), {0: "a block and its slot are of different tiers"})
 
 
-def test_a_swap_waits_for_its_step_and_its_swaps(cache: np.ndarray) -> None:
+def test_a_swap_waits_for_the_step_and_the_swaps_it_depends_on(cache: np.ndarray) -> None:
     space = HostSwap(cache, 2)
-    # Accepted in an order that is not theirs: 5 reads back what 4 writes, and 4 waits for step 7.
+    # Accepted in the wrong order: swap 5 reads the slot that swap 4 writes, and swap 4 waits for step 7.
     space.accept(plan(back=(task(5, (2,), (0,), step=0, after=(4,)),)))
     space.accept(plan(out=(task(4, (1,), (0,), step=7),)))
     space.run_ready(6)
     assert space.take_reports() == ((), {})
-    with pytest.raises(RuntimeError, match="some wait for a step after it"):
-        space.check_over((4,))
+    with pytest.raises(RuntimeError, match="some of them wait for a later step"):
+        space.check_ended((4,))
     cache[1] = 99
     space.run_ready(7)
     assert space.take_reports() == ((4, 5), {})
-    space.check_over((4, 5))
+    space.check_ended((4, 5))
     assert (cache[2] == 99).all()
 
 
-def test_a_swap_that_builds_on_a_failed_or_unknown_one_fails_and_copies_nothing(cache: np.ndarray) -> None:
+def test_a_swap_that_depends_on_a_failed_or_unknown_swap_fails_and_copies_nothing(cache: np.ndarray) -> None:
     original = cache.copy()
     space = HostSwap(cache, 2)
     space.accept(

@@ -1,1 +1,1 @@
-"""The backends: whatever turns a plan into sampled tokens. The engine knows `base` and asks `registry` for one."""
+"""The backends: they execute plans and return sampled tokens. The engine imports only `base` and `registry`."""

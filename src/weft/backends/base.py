@@ -15,35 +15,36 @@ __all__ = ["AnswerText", "Backend", "BackendInfo", "OpenedModel", "StepHandle", 
 
 class StepHandle(Protocol):
     def result(self) -> StepResult:
-        """Waits for the step. One without rows waits until at least one outstanding swap is over.
+        """Waits for the step to end. A step without rows waits until at least one swap in flight has ended.
 
-        Where it raises, the step has failed, and so have all swaps accepted so far whose end was not reported: none
-        of them may still be copying.
+        If it raises, the step has failed, and so have all accepted swaps that were not reported. None of these swaps
+        may still be copying.
         """
         ...
 
 
 class Backend(Protocol):
-    """Runs plans in the order they are submitted.
+    """Runs plans in the order in which they are submitted.
 
-    - `submit` takes the row starts and block-table entries over at once, so a row in a step in flight is never
-      given to another request; the scheduler sees to that. It may raise: then nothing of the plan was accepted.
+    - `submit` applies row starts and block-table entries at once. The scheduler therefore never gives a row of a step
+      in flight to another request. If `submit` raises, nothing of the plan was accepted.
     - In a step, all K and V writes of a layer come before its reads: a row may read a block that another row
       fills in the same step (a prefix hit).
-    - Swaps run beside the steps, ordered only by what their tasks state. A step that failed counts as over; a
-      swap fails when a swap it waits for failed or was never accepted.
+    - Swaps run in parallel with steps, ordered only by the dependencies of their tasks. A failed step counts as ended.
+      A swap fails if a swap that it depends on failed or was never accepted.
     - Errors of one request are reported in `StepResult.errors`, not raised.
-    - A row's grammar is followed from its tokens: a row start brings those it has generated so far.
+    - The backend derives the grammar state of a row from its tokens: a row start contains the tokens generated so far.
     """
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
-        """Takes the memory for the pool and the rows. Called once, before the first plan. No step has more than
-        `max_tokens` tokens; 0: nobody knows, and a backend that needs to takes a number of its own."""
+        """Allocates the memory for the KV blocks and the rows. Called once, before the first plan.
+
+        No step has more than `max_tokens` tokens. 0 means unknown: a backend that needs a limit uses its default."""
         ...
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Raises InvalidRequestError for one that no answer can follow. Called by any thread, before the request is
-        taken in: what takes long is done here and not in a step."""
+        """Raises InvalidRequestError if the grammar cannot be compiled. Called by any thread before the request is
+        queued, so that slow compilation does not delay a step."""
         ...
 
     def submit(self, plan: IterationPlan) -> StepHandle: ...
@@ -52,7 +53,7 @@ class Backend(Protocol):
 
 
 class Tokenizer(Protocol):
-    """As `weft.text.tokenizer.Tokenizer`."""
+    """The part of `weft.text.tokenizer.Tokenizer` that the engine needs."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -60,7 +61,7 @@ class Tokenizer(Protocol):
 
 
 class AnswerText(Protocol):
-    """The text of one answer while it comes, as `weft.text.answer_text.AnswerText`."""
+    """Turns the tokens of one answer into text as they arrive. `weft.text.answer_text.AnswerText` implements it."""
 
     is_cut: bool
     num_tokens: int
@@ -72,7 +73,7 @@ class AnswerText(Protocol):
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model and what computes it. Where it has no text, there is no tokenizer."""
+    """A backend with its model loaded. `tokenizer` and `text_of` are None for a model without a tokenizer."""
 
     backend: Backend
     tokenizer: Tokenizer | None

@@ -1,7 +1,7 @@
-"""A backend that takes time and computes nothing: steps on a virtual clock, as long as a linear cost model says.
+"""A backend that computes nothing: a linear cost model says how long a step takes on a virtual clock.
 
-The scheduler and the engine above it are the real ones, so a run gives exactly what they would give on a device of
-that speed, in a fraction of the time and the same on every machine.
+The real scheduler and engine run on top. A run gives the schedule of a device with these costs, in a fraction of the
+time, and the same on every machine.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from weft.request import Grammar
 from weft.tiers import PoolSizes, choose_sizes, longest_context, store_vector_bytes
 
 _HEAD_SIZE = 64
-"""Of the model whose blocks are split into tiers; here only the ratio of their sizes counts."""
+"""The head size assumed for the block sizes of the two tiers. Only the ratio of these sizes matters."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
     """Seconds of a step: base + per_token * tokens + per_context * context + per_pair * pairs.
 
-    An entry that computes `count` tokens from `start` on reads a context of start + count, and attends over one pair
-    for each of its tokens and each position up to that token. Decodes are bound by the former, long prompts by the
-    latter.
+    An entry with `count` tokens from position `start` on has a context of start + count. It has one pair for each of
+    its tokens and each position up to that token. The context dominates decodes, the pairs dominate long prompts.
     """
 
     base: float
@@ -39,7 +38,7 @@ class StepCosts:
     """Copying one block between device and host, one direction."""
 
     def seconds(self, plan: IterationPlan) -> float:
-        """How long the plan's step keeps the device busy. A plan without rows is no work."""
+        """How long the step of the plan keeps the device busy. A plan without rows takes no time."""
         if not plan.rows:
             return 0.0
         first = plan.num_decodes
@@ -55,26 +54,30 @@ class StepCosts:
 ZEN3_SMOLLM2_135M = StepCosts(
     base=2.0e-3, per_token=0.85e-3, per_context=2.0e-6, per_pair=0.5e-6, swap_per_block=75e-6
 )
-"""SmolLM2-135M in 4 bits on two Zen 3 cores, from measured parts.
+"""SmolLM2-135M in 4 bits on two Zen 3 cores.
 
-Linear layers: 2.4-2.8 ms for 1 token, 13.5 for 8, 30 for 32, and 1,060-1,420 tokens/s on long prompts. The line through
-them says 2.9, 8.8, 29 and 1,176: it is a third low at 8, where a tile of six tokens is mostly padding. Attention: 46 kB of
-f32 K and V a position at 25 GB/s, 69 kFLOP a pair at 140 GFLOP/s. Swap: a block of 16 positions at 10 GB/s.
+    linear layers     1 token       8 tokens   32 tokens   long prompts
+    measured          2.4-2.8 ms    13.5 ms    30 ms       1,060-1,420 tokens/s
+    this model        2.9 ms        8.8 ms     29 ms       1,176 tokens/s
+
+The model is too fast for 8 tokens: the kernels compute tiles of six tokens, and the second tile is mostly padding.
+Attention: 46 kB of f32 K and V per position at 25 GB/s, 69 kFLOP per pair at 140 GFLOP/s. Swap: a block of 16 positions
+at 10 GB/s.
 """
 
 H200_LLAMA_8B = StepCosts(
     base=4.0e-3, per_token=22e-6, per_context=30e-9, per_pair=1.0e-9, swap_per_block=42e-6
 )
-"""Llama-3.1-8B in bf16 on one H200, from measured parts.
+"""Llama-3.1-8B in bf16 on one H200.
 
-Linear layers: 4.0 ms for 1 token; 42,400 tokens/s on prompts of 2,048 (the line: 43,400). Attention: 131 kB of K and V
-a position at 4.38 TB/s, 0.52 MFLOP a pair at 500 TFLOP/s. 256 decodes at 320 positions take 12.1 ms (a CUDA graph with
-nothing fused: 12.0). Swap: a block of 16 positions at 50 GB/s, assumed.
+Linear layers, measured: 4.0 ms for 1 token; 42,400 tokens/s on prompts of 2,048 (this model: 43,400). Attention: 131 kB
+of K and V per position at 4.38 TB/s, 0.52 MFLOP per pair at 500 TFLOP/s. 256 decodes at 320 positions take 12.1 ms in
+this model, and 12.0 ms measured in a CUDA graph without fused kernels. Swap: 50 GB/s, an assumption.
 """
 
 
 class _Step:
-    """A submitted plan with the moment it is over. Also its handle."""
+    """A submitted plan and the time at which it ends. Also its handle."""
 
     __slots__ = ("backend", "end", "plan")
 
@@ -88,7 +91,7 @@ class _Step:
 
 
 class CostModelBackend:
-    """Steps run one after the other on one lane, swaps on a second beside it; waiting moves the clock."""
+    """Runs steps one after the other, and swaps one after the other in parallel. Waiting advances the clock."""
 
     def __init__(
         self,
@@ -103,10 +106,10 @@ class CostModelBackend:
         self._vocabulary_size = vocabulary_size
         self._max_context = max_context
         self.busy_seconds = 0.0
-        """What all steps so far add up to."""
+        """The sum of the seconds of all steps."""
         self._device_free_at = 0.0
         self._swaps_free_at = 0.0
-        # Moments at which what is not yet reported ends. What is missing here is over, and delays nothing.
+        # End times of steps and swaps that are not yet reported. An id that is missing here has ended.
         self._step_ends: dict[int, float] = {}
         self._swap_ends: dict[int, float] = {}
 
@@ -141,10 +144,10 @@ class CostModelBackend:
         )
 
     def check_grammar(self, grammar: Grammar) -> None:
-        pass  # its tokens mean nothing: any grammar will do
+        pass  # the tokens are arbitrary numbers, so no grammar is checked
 
     def submit(self, plan: IterationPlan) -> _Step:
-        # In the order they were made: a swap waits only for earlier ones, and this step may wait for any of them.
+        # In the order of their ids: a swap depends only on earlier swaps, and this step may depend on all of them.
         for task in sorted((*plan.swap_out, *plan.swap_in)):
             self._start_swap(task)
         seconds = self._costs.seconds(plan)
@@ -171,8 +174,8 @@ class CostModelBackend:
         if not plan.rows and self._swap_ends:
             clock.advance_to(min(self._swap_ends.values()))
         self._step_ends.pop(plan.step, None)
-        over = tuple(swap_id for swap_id, end in self._swap_ends.items() if end <= clock.now)
-        for swap_id in over:
+        finished = tuple(swap_id for swap_id, end in self._swap_ends.items() if end <= clock.now)
+        for swap_id in finished:
             del self._swap_ends[swap_id]
         vocabulary = self._vocabulary_size
         tokens = [
@@ -182,4 +185,4 @@ class CostModelBackend:
             )
             if samples
         ]
-        return StepResult(tokens=tokens, finished_swaps=over)
+        return StepResult(tokens=tokens, finished_swaps=finished)

@@ -1,7 +1,7 @@
-"""The grammars of a backend's rows: how far each answer has come, and which tokens may be next.
+"""The grammar state of each row, and the token masks that follow from it.
 
-A step's tokens are taken in, and the masks of the next step made, in a thread beside the one that runs steps, while that
-computes the next logits. llguidance lets go of the interpreter and works on all rows at once.
+While one thread computes the logits of a step, a second thread consumes the tokens of the previous step and makes the
+masks. llguidance releases the GIL and works on all rows in parallel.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Masks:
-    """What the grammars of a step's sampling entries allow."""
+    """The tokens that grammars allow, for the M of a step's S samples that have a grammar."""
 
     entries: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64 [M]
     bits: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.uint8))
-    """uint8 [M, bytes]: a bit for each token, the first token in the lowest bit; set: it may be next."""
+    """uint8 [M, bytes]: one bit per token, the first token in the lowest bit; 1: allowed."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Entry -> why its grammar cannot be followed any more."""
+    """Entry -> why its grammar cannot be continued."""
 
 
 NO_MASKS = Masks()
 
 
 class RowGrammars:
-    """Called by the thread that runs steps; what it asks for is done in order by a thread of its own."""
+    """Owns the grammar thread. The step thread calls these methods; the grammar thread does the work in call order."""
 
     def __init__(self, compiler: GrammarCompiler, num_rows: int, vocabulary_size: int) -> None:
         self._compiler = compiler
@@ -50,7 +50,7 @@ class RowGrammars:
         self._last: Future[None] | None = None
 
     def start(self, starts: Iterable[RowStart]) -> None:
-        """Rows begin anew: each grammar follows what its row has generated so far."""
+        """New content for these rows. The matcher of a row starts after the tokens that the row has generated."""
         begun = []
         for start in starts:
             grammar = start.params.grammar
@@ -62,13 +62,13 @@ class RowGrammars:
 
     @property
     def has_any(self) -> bool:
-        """Whether a row has one just now: where none has, there is nothing to ask or to tell."""
+        """Whether any row has a grammar. If not, callers may skip `masks` and `advance`."""
         return bool(self._has_grammar.any())
 
     def masks(self, rows: np.ndarray) -> Masks:
-        """Of the rows [S] that are about to sample; waits until they are there."""
+        """The masks of the rows [S] that sample next. Waits for the grammar thread."""
         if self._last is None:
-            return NO_MASKS  # no row has ever had one
+            return NO_MASKS  # no row has ever had a grammar
         entries = np.flatnonzero(self._has_grammar[rows])
         if not len(entries):
             return NO_MASKS
@@ -82,7 +82,7 @@ class RowGrammars:
         return Masks(entries, self._bits[masked].view(np.uint8), errors)
 
     def advance(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """These rows [S] sampled these tokens."""
+        """Consumes the tokens that the rows [S] sampled."""
         if self._last is None:
             return
         masked = self._has_grammar[rows]
@@ -93,10 +93,10 @@ class RowGrammars:
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    # -- in the thread beside the steps
+    # -- in the grammar thread
 
     def _guarded(self, work: Callable[[list[Any]], None], rows: list[Any]) -> None:
-        """A mistake in here ends the requests of these rows, and no others of their step."""
+        """An exception ends the requests of these rows, but not the other requests of their step."""
         try:
             work(rows)
         except BaseException as error:  # a panic in llguidance derives from BaseException
@@ -115,7 +115,7 @@ class RowGrammars:
             try:
                 matcher = self._compiler.compile(grammar).deep_copy()
             except InvalidRequestError as error:
-                # It was compiled when it was taken in, but is no longer among those compiled lately.
+                # It compiled when the request was submitted, but the compiler's cache no longer has it.
                 self._fail(row, str(error))
                 continue
             matcher.consume_tokens(list(generated))
@@ -126,7 +126,7 @@ class RowGrammars:
         rows = []
         for row, token in sampled:
             if row in self._matchers:
-                # After an end too: a step that was planned before the end was known samples once more, for nobody.
+                # Also after the end token: a step in flight may sample once more, and that token is discarded.
                 self._matchers[row].consume_token(token)
                 rows.append(row)
         self._fill(rows)

@@ -1,4 +1,4 @@
-"""Memory of the host that may still be taken: what is available, within the limits of every cgroup around this process."""
+"""Reads how much host memory is available, within the limits of all cgroups of this process."""
 
 from __future__ import annotations
 
@@ -7,58 +7,58 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _NO_LIMIT = 1 << 60
-"""Version 1 of cgroups writes a number beyond this where there is no limit."""
+"""cgroups version 1 reports a number above this when there is no limit."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes. Files in the page cache count as free: reading a model fills it."""
+    """Sizes in bytes. The page cache counts as free: reading the model file fills it."""
 
     available: int | None
-    """What can be taken without swapping, inside every limit. None: unknown."""
+    """Memory that can be allocated without swapping, within all cgroup limits. None: unknown."""
     total: int | None
     limit: int | None = None
-    """Of the cgroup with the least room; None: no cgroup has one."""
-    room: int = 0
-    """What that cgroup leaves."""
+    """The limit of the cgroup with the least memory left. None: no cgroup has a limit."""
+    left_in_limit: int = 0
+    """The memory that this cgroup has left."""
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """`root` is the folder that has /proc and /sys in it."""
+    """`root` is the folder that contains proc and sys."""
     sizes = _sizes(root / "proc/meminfo")
     available = sizes.get("MemAvailable:")
     total = sizes.get("MemTotal:")
-    rooms = [*_rooms(root)]
-    if not rooms:
+    cgroups = [*_limited_cgroups(root)]
+    if not cgroups:
         return HostMemory(available, total)
-    room, limit = min(rooms)
-    return HostMemory(room if available is None else min(available, room), total, limit, room)
+    left, limit = min(cgroups)
+    return HostMemory(left if available is None else min(available, left), total, limit, left)
 
 
-def _rooms(root: Path) -> Iterator[tuple[int, int]]:
-    """What each cgroup leaves, and its limit: the cgroup of this process and all around it, of versions 1 and 2."""
+def _limited_cgroups(root: Path) -> Iterator[tuple[int, int]]:
+    """Memory left and limit of each cgroup, versions 1 and 2: the cgroup of this process and all its parents."""
     for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, place = line.split(":", 2)
+        _, controllers, path = line.split(":", 2)
         if not controllers:
-            base, names, of_files = "sys/fs/cgroup", ("memory.max", "memory.current"), ""
+            base, names, stat_prefix = "sys/fs/cgroup", ("memory.max", "memory.current"), ""
         elif "memory" in controllers.split(","):
-            base, of_files = "sys/fs/cgroup/memory", "total_"
+            base, stat_prefix = "sys/fs/cgroup/memory", "total_"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        # In a container the process's cgroup may be mounted as the top, and its path not exist inside.
-        inner = PurePosixPath(place.removeprefix("/"))
+        # In a container the cgroup of the process may be mounted as the root; then `path` does not exist below it.
+        inner = PurePosixPath(path.removeprefix("/"))
         for part in (inner, *inner.parents):
             folder = root / base / part
             limit, used = (_read(folder / name).strip() for name in names)
             if limit.isdigit() and used.isdigit() and int(limit) < _NO_LIMIT:
                 stat = _sizes(folder / "memory.stat")
-                files = stat.get(f"{of_files}inactive_file", 0) + stat.get(f"{of_files}active_file", 0)
+                files = stat.get(f"{stat_prefix}inactive_file", 0) + stat.get(f"{stat_prefix}active_file", 0)
                 yield max(0, int(limit) - int(used) + files), int(limit)
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """Lines of a name, a number, and perhaps kB."""
+    """Parses lines of the form `name number [kB]`."""
     found = {}
     for line in _read(path).splitlines():
         name, number, *unit = line.split() + [""] * 2

@@ -1,17 +1,21 @@
-"""A backend that computes nothing and notices everything: the detector.
+"""A backend without a model that checks the plans of the scheduler: a wrong plan changes the sampled tokens.
 
-It keeps a paper KV pool. Every scheduled token is written, with its position, into the block and offset that the
-plan gives; the next token is a hash of the whole context read back through the block table. Steps and swaps run
-at seeded moments, in any order that their stated dependencies allow; blocks that are free or begun anew are
-poisoned. A mistake in blocks, positions, chunking, swapping, rows or overlap therefore changes the output.
+It simulates the KV cache. A step writes each token with its position into the KV block and offset that the plan
+gives. The next token is a hash of the whole context, read back through the block table. Steps and swaps run in a
+seeded random order that respects their stated dependencies. Free blocks, and blocks that are filled anew, are
+poisoned. So an error in blocks, positions, chunks, swaps, rows or overlapped steps changes the output.
 
-With two tiers there are two layers of cells. The lower holds tokens; a cell of the upper is a hash of all that its
-position reads from the lower, and the next token a hash of all that its position reads from the upper. What is read from
-the store is marked. So a block that is moved late, early, twice or from the wrong place, and a position that reads the
-wrong tier, change the output, and so does a cell that was once computed from them.
+With two tiers, every position has a cell in two layers. What is read from the store is marked as quantised.
 
-A grammar constrains nothing here, but a row that has one must not be in a step before the host knows the token that
-the step before sampled for it (unless `grammars_may_overlap`): a plan that does so is refused loudly.
+    lower cell of p   (position, token)
+    upper cell of p   hash of all lower cells that p reads
+    next token        hash of all upper cells that its position reads
+
+So these errors change the output, also through cells computed from wrong ones: a block moved to the store too late,
+too early, twice or from the wrong block, and a position that reads the wrong tier.
+
+Grammars do not constrain tokens here. But unless `grammars_may_overlap`, an assertion fails if a row with a grammar is
+in a step while the step that samples its last token is in flight.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ POISON = -1
 def next_token(
     cells: Sequence[int], seed: int, output_index: int, params: SamplingParams, info: BackendInfo
 ) -> int:
-    """The token after a context: a hash of every cell (position and token), the seed and the output index."""
+    """The token after a context: a hash of all its cells, the seed and the output index."""
     token = hash((seed, output_index, *cells)) % info.vocabulary_size
     if output_index < params.min_tokens and not params.ignore_eos:
         while token in info.eos_token_ids:
@@ -43,14 +47,14 @@ def next_token(
 
 
 def logprobs_of(token: int, cells: Sequence[int], num_top: int, info: BackendInfo) -> TokenLogprobs:
-    """As if it were the logprob of a token after a context: another hash of every cell, so that a mistake shows."""
+    """Simulated logprobs of a token after a context: another hash of all cells, so that an error changes them."""
     value = hash(("logprob", *cells)) % 100_003
     top = tuple(((value + rank) % info.vocabulary_size, -rank / 8) for rank in range(num_top))
     return TokenLogprobs(-(value ^ token) / 100_003, top)
 
 
 def score_alone(tokens: Sequence[int], first: int, num_top: int, info: BackendInfo) -> list[TokenLogprobs]:
-    """The logprobs of tokens[first:] as a request gets them with the whole machine to itself."""
+    """The logprobs of tokens[first:] that a request gets when it runs alone."""
     alone = _Alone(tokens, info)
     return [logprobs_of(tokens[p], alone.context(p), num_top, info) for p in range(first, len(tokens))]
 
@@ -58,7 +62,7 @@ def score_alone(tokens: Sequence[int], first: int, num_top: int, info: BackendIn
 def generate_alone(
     prompt: Sequence[int], seed: int, params: SamplingParams, limit: int, info: BackendInfo
 ) -> list[int]:
-    """What a request gets with the whole machine to itself: the same arithmetic on a plain list, no blocks."""
+    """The tokens that a request gets when it runs alone: the same arithmetic on a plain list, without blocks."""
     tokens = list(prompt)
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else info.eos_token_ids)
     alone = _Alone(tokens, info)
@@ -77,20 +81,20 @@ def _cell(position: int, token: int) -> int:
 
 
 def _quantised(cell: int) -> int:
-    """What the store keeps of a cell: nothing else gives it, not even doing it twice."""
+    """The content of a cell after a move to the store. Moving it twice gives another value."""
     return hash((cell, 2))
 
 
 def _num_quantised(position: int, info: BackendInfo) -> int:
-    """How many cells the query at `position` reads from the store: whole blocks that end a tail or more before it does."""
+    """How many cells the query at `position` reads from the store: the whole blocks that end before its tail."""
     if not info.tail_blocks:
         return 0
-    behind_tail = position + 1 - info.tail_blocks * info.block_size
-    return max(0, behind_tail - behind_tail % info.block_size)
+    before_tail = position + 1 - info.tail_blocks * info.block_size
+    return max(0, before_tail - before_tail % info.block_size)
 
 
 class _Alone:
-    """The cells of one sequence on plain lists: no blocks, no tables, no moves."""
+    """The cells of one sequence that runs alone, in plain lists: no blocks, no tables, no moves."""
 
     def __init__(self, tokens: Sequence[int], info: BackendInfo) -> None:
         self._info = info
@@ -108,26 +112,26 @@ class _Alone:
         return self._read(self._layers[-1], length)
 
     def _read(self, cells: list[int], length: int) -> list[int]:
-        """What the query at position `length` - 1 reads."""
-        border = _num_quantised(length - 1, self._info)
-        return [*map(_quantised, cells[:border]), *cells[border:length]]
+        """The cells that the query at position `length` - 1 reads."""
+        num_stored = _num_quantised(length - 1, self._info)
+        return [*map(_quantised, cells[:num_stored]), *cells[num_stored:length]]
 
 
 class SimulatedFault(RuntimeError):
-    """A fault that was asked for."""
+    """An error that `Faults` injected."""
 
 
 class Faults(Protocol):
-    """What goes wrong and when; drawn by the simulation."""
+    """Injects errors. The simulation draws them at random."""
 
     def at_submit(self, plan: IterationPlan) -> str | None: ...
 
     def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
-        """An error of nobody, and errors of single requests."""
+        """An error of the whole step, and errors of single requests."""
         ...
 
     def at_wait(self, plan: IterationPlan) -> str | None:
-        """An exception instead of a result."""
+        """The message of an exception that `result` raises."""
         ...
 
     def at_swap(self, task: SwapTask) -> str | None: ...
@@ -147,14 +151,14 @@ class _Row:
 
 
 class _Step:
-    """A submitted plan and, once it ran, what it gave. Also its handle."""
+    """A submitted plan and, once it ran, its result. Also its handle."""
 
     __slots__ = (
         "backend",
         "errors",
         "failure",
         "is_over",
-        "is_told",
+        "is_reported",
         "logprobs",
         "plan",
         "prompt_logprobs",
@@ -166,7 +170,7 @@ class _Step:
         self.backend = backend
         self.plan = plan
         self.is_over = False
-        self.is_told = False
+        self.is_reported = False
         self.was_rejected = False
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs | None] = []
@@ -179,8 +183,9 @@ class _Step:
 
 
 class NoopBackend:
-    """See the module. `random_source` None runs every step at its result and every swap at once. A step that computes
-    something takes `seconds_per_step` at least: who must be seen while it runs cannot be over before anyone looks."""
+    """See the module. Without `random_source` a step runs when its result is requested, and a swap as soon as it can.
+
+    A step with rows takes at least `seconds_per_step`, so that a test can observe a request while it runs."""
 
     def __init__(
         self,
@@ -230,7 +235,7 @@ class NoopBackend:
             max_context = longest_context(max_context, sizes, pool.block_size, pool.tail_blocks)
         else:
             num_blocks, store_blocks = PoolSizes(pool.blocks_in_memory(block_bytes) or 4096, 0)
-        # One more, in the last place, that is never written: what is read through a missing entry.
+        # The last block is never written. Index POISON (-1), a missing table entry, reads it.
         self._blocks = [self._poisoned() for _ in range(num_blocks + store_blocks + 1)]
         self._host: dict[int, list[int]] = {}
         swap_blocks = num_blocks if pool.swap_blocks is None else pool.swap_blocks
@@ -265,10 +270,10 @@ class NoopBackend:
         step = _Step(self, plan)
         failure = self._faults.at_submit(plan) if self._faults else None
         if failure is not None:
-            step.was_rejected = True  # still counts as over for swaps that wait for it
+            step.was_rejected = True  # still counts as ended for swaps that depend on it
             self._waiting_steps.append(step)
             raise SimulatedFault(failure)
-        # Taken over now, beside a step that may still be running: a row in flight must not be among them.
+        # Applied now, while the previous step may still run: the plan must not start a row that is in flight.
         for row_start in plan.row_starts:
             self._rows[row_start.row] = _Row(row_start, self.info.num_blocks)
         for entry, drafts in enumerate(plan.drafts, plan.num_decodes):
@@ -276,32 +281,32 @@ class NoopBackend:
             assert plan.counts[entry] == 1 + len(drafts), (
                 f"drafts {drafts} for {plan.counts[entry]} positions"
             )
-            assert len(row_tokens) > start, f"drafts behind a token at {start} that nobody knows"
+            assert len(row_tokens) > start, f"draft tokens after position {start}, whose token is unknown"
             row_tokens[start + 1 :] = drafts
         for row, index, block in zip(plan.table_rows, plan.table_indices, plan.table_blocks, strict=True):
-            assert block < self.info.num_blocks, f"store block {block} is told as a full one"
-            _enter(self._rows[row].blocks, index, block)
+            assert block < self.info.num_blocks, f"store block {block} in place of a full one"
+            _set_entry(self._rows[row].blocks, index, block)
         for row, index, origin, block in _moves(plan):
             assert origin < self.info.num_blocks <= block, f"a move from {origin} to {block}"
-            _enter(self._rows[row].store, index, block)
+            _set_entry(self._rows[row].store, index, block)
         if not self._grammars_may_overlap:
             self._check_grammars(step)
         self._waiting_steps.append(step)
         self._waiting_swaps += [(task, True) for task in plan.swap_out]
         self._waiting_swaps += [(task, False) for task in plan.swap_in]
         if self._random is not None:
-            while self._random.random() < 0.5 and self._run_something():
+            while self._random.random() < 0.5 and self._run_next():
                 pass
         return step
 
     def _check_grammars(self, step: _Step) -> None:
-        """No mask can be made for a row whose last token only the device knows."""
+        """A mask needs the last token of the row, which the host does not know while its step is in flight."""
         plan = step.plan
         for index, request_id, samples in zip(plan.rows, plan.request_ids, plan.samples, strict=True):
             row = self._rows[index]
             if samples and row.params.grammar is not None:
                 before = row.sampled_by
-                assert before is None or before.is_told, (
+                assert before is None or before.is_reported, (
                     f"request {request_id} has a grammar and is in step {plan.step} while step {before.plan.step}, "
                     "which samples its last token, is in flight"
                 )
@@ -311,8 +316,8 @@ class NoopBackend:
         if self._seconds_per_step and step.plan.rows:
             time.sleep(self._seconds_per_step)
         while not step.is_over:
-            self._run_something(must=True)
-        step.is_told = True
+            self._run_next(must=True)
+        step.is_reported = True
         if not step.plan.rows and self._waiting_swaps and not self._unreported:
             self._run_swap(self._ready_swaps())
         elif self._random is None:
@@ -333,10 +338,10 @@ class NoopBackend:
             failed_swaps={s: failure for s in over if (failure := self._swaps_over[s]) is not None},
         )
 
-    # -- what runs when
+    # -- the order of steps and swaps
 
-    def _run_something(self, must: bool = False) -> bool:
-        """Runs the next step or any swap whose dependencies are met, by chance. False: nothing can run."""
+    def _run_next(self, must: bool = False) -> bool:
+        """Runs the next step or a swap, at random among those that are ready. False: none is ready."""
         steps = self._waiting_steps
         step_is_ready = bool(steps) and (
             steps[0].was_rejected or all(s in self._swaps_over for s in steps[0].plan.after_swaps)
@@ -347,7 +352,7 @@ class NoopBackend:
         elif step_is_ready:
             self._run_step(steps.popleft())
         else:
-            assert not must, "the plans state dependencies that can never be met"
+            assert not must, "the dependencies of the plans can never be met"
             return False
         return True
 
@@ -367,7 +372,7 @@ class NoopBackend:
         failure = self._faults.at_swap(task) if self._faults else None
         for earlier in task.after_swaps:
             if self._swaps_over.get(earlier, "never accepted") is not None:
-                failure = failure or f"swap {earlier} before it failed"
+                failure = failure or f"swap {earlier}, which it depends on, failed"
         for block, slot in zip(task.blocks, task.swap_slots, strict=True):
             if is_out:
                 self._host[slot] = self._poisoned() if failure else list(self._blocks[block])
@@ -377,7 +382,7 @@ class NoopBackend:
         self._unreported.append(task.swap_id)
 
     def _lose_swaps(self, failure: str) -> None:
-        """All swaps accepted so far are over, none is reported: what they were to write is poison."""
+        """All accepted swaps end without a report. Their targets are poisoned."""
         for task, is_out in self._waiting_swaps:
             for block, slot in zip(task.blocks, task.swap_slots, strict=True):
                 if is_out:
@@ -388,7 +393,7 @@ class NoopBackend:
         self._waiting_swaps.clear()
         self._unreported.clear()
 
-    # -- what a step does
+    # -- one step
 
     def _run_step(self, step: _Step) -> None:
         step.is_over = True
@@ -401,7 +406,7 @@ class NoopBackend:
         for block in plan.freed:
             self._blocks[block] = self._poisoned()
         broken = step.failure is not None or bool(step.errors)
-        # What decodes move was complete before the step: a backend may move it all before anything else.
+        # In a step of decodes, moved blocks were complete before the step. A backend may move them first.
         moves_come_first = plan.num_prefills == 0
         for layer in range(self._num_layers):
             if moves_come_first:
@@ -417,7 +422,7 @@ class NoopBackend:
                 scored = self._score_prompt(row, start + 1, min(start + count + 1, row.prompt_length))
                 step.prompt_logprobs[plan.request_ids[entry]] = (start + 1, scored)
             if plan.first_prefill > entry >= plan.num_decodes:
-                self._sample_behind_drafts(row, start, count, step)
+                self._sample_after_drafts(row, start, count, step)
             elif plan.samples[entry]:
                 self._sample(row, start + count, step)
 
@@ -425,7 +430,7 @@ class NoopBackend:
         block_size = self._block_size
         for position in range(start, start + count):
             index, offset = divmod(position, block_size)
-            # What a failed step never produced is missing and reads as poison: its successor is discarded.
+            # After a failed step, table entries and tokens may be missing. The result of this step is discarded then.
             block = row.blocks[index] if index < len(row.blocks) else POISON
             if block == POISON:
                 continue
@@ -444,8 +449,8 @@ class NoopBackend:
             if origin != -1:
                 self._blocks[block][cells] = map(_quantised, self._blocks[origin][cells])
 
-    def _sample_behind_drafts(self, row: _Row, start: int, count: int, step: _Step) -> None:
-        """All that is sampled goes over the drafts, right or wrong, as a backend may do that does not compare."""
+    def _sample_after_drafts(self, row: _Row, start: int, count: int, step: _Step) -> None:
+        """Overwrites all draft tokens with the sampled tokens, accepted or not. A backend may do so."""
         first = len(step.tokens)
         for length in range(start + 1, start + count + 1):
             known = list(row.tokens)
@@ -487,7 +492,7 @@ class NoopBackend:
         return [POISON] * (self._num_layers * self._block_size)
 
 
-def _enter(table: list[int], index: int, block: int) -> None:
+def _set_entry(table: list[int], index: int, block: int) -> None:
     table.extend([POISON] * (index + 1 - len(table)))
     table[index] = block
 

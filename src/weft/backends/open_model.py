@@ -1,4 +1,4 @@
-"""What opening a model takes on every backend: its files, its text, the context it may have, grammars over its tokens."""
+"""Opens a model for any backend: its files, its tokenizer, the check of `max_context`, its grammar compiler."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     from weft.text.tokenizer import Tokenizer
 
 
-def check_context(wanted: int, own: int) -> None:
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or not 2 <= wanted <= own:
+def check_context(max_context: int, model_context: int) -> None:
+    is_integer = isinstance(max_context, int) and not isinstance(max_context, bool)
+    if not is_integer or not 2 <= max_context <= model_context:
         raise InvalidRequestError(
-            f"max_context is {wanted!r}; allowed: a whole number from 2 to {own}, the model's own context",
+            f"max_context is {max_context!r}; allowed: a whole number from 2 to {model_context}, the model's own context",
             field="max_context",
         )
 
 
 def grammar_compiler(checkpoint: Checkpoint, vocabulary_size: int) -> GrammarCompiler:
-    """The tokenizer is opened when the first grammar comes: whoever sends none does not wait for it."""
+    """Opens the tokenizer at the first grammar: without grammars the start does not wait for it."""
 
     def open_tokenizer() -> Tokenizer:
         from weft.text.model_text import open_tokenizer
@@ -35,7 +36,7 @@ def grammar_compiler(checkpoint: Checkpoint, vocabulary_size: int) -> GrammarCom
 
 
 def open_with_text(model: str, build: Callable[[Checkpoint], Backend]) -> OpenedModel:
-    """The backend that `build` makes of the model, with the model's tokenizer."""
+    """Opens `model` with the backend that `build` makes, and with its tokenizer if it has one."""
     from weft.loading.pull import pull
     from weft.text.answer_text import AnswerText
     from weft.text.model_text import open_tokenizer

@@ -1,15 +1,16 @@
-"""The rows of a backend on the host, and from a plan and those rows the index arrays of one step.
+"""Keeps the rows of a backend in host memory, and makes the index arrays of a step from a plan and the rows.
 
-A step is prepared while the one before it computes: all but the tokens it begins with, which that one may still sample.
+A step is prepared while the previous step computes. Only its input tokens are read later: the previous step may still
+sample them.
 
-A request keeps its row while it runs. Everything is written by absolute index, so a plan that is made again after a
-failure simply overwrites what the failed one left.
+A request keeps its row while it runs. All writes use absolute indices, so a plan that is built again after a failure
+overwrites what the failed plan wrote.
 
-    row r:  tokens[r, p]    the token at position p, known or sampled here    prompt | generated ...
-            tables[r, b]    the block that holds positions b * block size ...
-            store_tables[r, b]    the same in the store, where that has them
+    row r:  tokens[r, p]          the token at position p: prompt, then generated tokens
+            tables[r, b]          the KV block of positions b * block size to (b + 1) * block size - 1
+            store_tables[r, b]    the block of the store for the same positions, if they were moved there
 
-Ids of blocks are the plan's: those of the store come after those of the full blocks. Tables of the store count from 0.
+In a plan, ids of store blocks follow those of full blocks. `store_tables` counts store blocks from 0.
 """
 
 from __future__ import annotations
@@ -28,42 +29,42 @@ from weft.sampling.noise import as_seed
 
 @dataclass(frozen=True)
 class SampledEntries:
-    """The entries of a plan that sample, in order: what a sampler needs of their rows."""
+    """What a sampler needs to know about the S samples of a step, in plan order."""
 
     request_ids: list[RequestId]
     rows: np.ndarray  # int64 [S]
-    positions: np.ndarray  # int64 [S]: where the sampled token will stand
-    output_indices: np.ndarray  # int64 [S]: how many tokens were generated before it
+    positions: np.ndarray  # int64 [S]: the position of the sampled token
+    output_indices: np.ndarray  # int64 [S]: the number of tokens generated before it
     seeds: np.ndarray  # uint64 [S]
     temperatures: np.ndarray  # float64 [S]
-    is_plain: np.ndarray  # bool [S]: temperature is all there is to the choice
-    top_counts: np.ndarray  # int64 [S]: how many of the likeliest tokens to tell; -1: no logprobs at all
+    is_plain: np.ndarray  # bool [S]: no sampling parameter but temperature is set
+    top_counts: np.ndarray  # int64 [S]: how many top logprobs to report; -1: no logprobs at all
 
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """A piece of a prompt in a step whose tokens' logprobs are wanted."""
+    """A prompt chunk of a request with `prompt_logprobs`. The logits of a token score the token after it."""
 
     request_id: RequestId
-    first: int  # the position of the first token to score: the one after the piece's first
-    indices: np.ndarray  # int64 [N], into the step's tokens: each one's logits score the token after it
+    first: int  # the position of the first token to score: one after the first token of the chunk
+    indices: np.ndarray  # int64 [N]: the tokens of the step that give the logits
     tokens: np.ndarray  # int64 [N]: the tokens to score
     top_count: int
 
 
 class PreparedStep(NamedTuple):
-    """What a step computes and samples. Its tokens are not in it before `Rows.read_tokens`."""
+    """The arrays of a step. `Rows.read_tokens` fills in its input tokens."""
 
     indices: StepIndices
-    token_places: np.ndarray  # int64 [T], into the rows' tokens as one
+    input_places: np.ndarray  # int64 [T]: the input tokens, as indices into the flattened `Rows.tokens`
     entries: SampledEntries
-    sampled_places: np.ndarray  # int64 [S], into the same: where the sampled tokens go
+    sampled_places: np.ndarray  # int64 [S]: indices into the same array where the sampled tokens are written
     scored: Sequence[ScoredPrompt] = ()
     drafts: tuple[tuple[int, ...], ...] = ()
-    first_draft: int = 0  # the first sample of the first entry with drafts
+    first_draft: int = 0  # the first sample of the first entry with draft tokens
 
-    def stands(self, sample: int, tokens: np.ndarray) -> bool:
-        """Whether what was sampled there counts: all drafts before it were sampled too."""
+    def is_valid_sample(self, sample: int, tokens: np.ndarray) -> bool:
+        """Whether all draft tokens before this sample were accepted. Other samples are discarded."""
         first = self.first_draft
         for drafts in self.drafts:
             if first <= sample <= first + len(drafts):
@@ -73,14 +74,14 @@ class PreparedStep(NamedTuple):
 
 
 class _Selection:
-    """What the rows of a step say, gathered once: mostly the next step is over the same rows."""
+    """The parameters of the rows of a step. Cached, because the next step usually has the same rows."""
 
     def __init__(self, rows: tuple[int, ...], state: Rows) -> None:
         self.key = rows
         self.rows = np.array(rows, np.int64)
         self.token_offsets = self.rows * state.tokens.shape[1]
         self.table_offsets = self.rows * state.tables.shape[1]
-        numbers = state.numbers.take(self.rows, axis=1)  # each of the four without gaps
+        numbers = state.numbers.take(self.rows, axis=1)  # each of the four arrays is contiguous
         self.prompt_lengths = numbers[0]
         self.seeds = numbers[1].view(np.uint64)
         self.temperatures = numbers[2].view(np.float64)
@@ -88,17 +89,17 @@ class _Selection:
         self.is_plain = state.is_plain[self.rows]
 
 
-class _Decodes(NamedTuple):
-    """A step of decodes alone, and what the next must be to differ from it by one position of each row and no more."""
+class _DecodeStep(NamedTuple):
+    """A step of decodes only. A next step with the same rows and `next_starts` is this one, one position further."""
 
     step: PreparedStep
     rows: tuple[int, ...]
     next_starts: tuple[int, ...]
-    num_next: int  # steps until the first row comes to the end of its block
+    num_next: int  # steps until the first row reaches the end of its KV block
 
 
 class Rows:
-    """Tokens, block tables and sampling parameters of the requests that run."""
+    """Tokens, block tables and sampling parameters of the running sequences."""
 
     def __init__(
         self,
@@ -108,14 +109,14 @@ class Rows:
         full_blocks: int | None = None,
         tail_blocks: int = 0,
     ) -> None:
-        """With two tiers, blocks from number `full_blocks` on are those of the store."""
+        """With two tiers, block ids from `full_blocks` on are store blocks."""
         self.block_size = block_size
         self._full_blocks, self._tail_blocks = full_blocks, tail_blocks
-        # One place more than the context: the last token is sampled, never computed.
+        # One position more than the context: the last token is sampled, but never computed.
         self.tokens = np.zeros((num_rows, max_context + 1), np.int32)
         self.tables = np.zeros((num_rows, -(-max_context // block_size)), np.int64)
         self.store_tables = np.zeros_like(self.tables if full_blocks is not None else self.tables[:, :0])
-        # The next four in one: what a step reads of its rows is one look-up.
+        # The next four arrays are views of one, so that a step gathers all four with one numpy call.
         self.numbers = np.zeros((4, num_rows), np.int64)
         self.prompt_lengths = self.numbers[0]
         self.seeds = self.numbers[1].view(np.uint64)
@@ -125,18 +126,18 @@ class Rows:
         self.is_plain = np.ones(num_rows, np.bool_)
         self.prompt_top_counts = np.full(num_rows, -1, np.int64)
         self.params: list[SamplingParams | None] = [None] * num_rows
-        # Rows that last began with a request of the kind: where there are none, no step needs to look for them.
-        self.shaped: set[int] = set()  # not plain
-        self.told: set[int] = set()  # with logprobs
-        self.scored: set[int] = set()  # with prompt logprobs
+        # Rows by feature of their last request. While a set is empty, steps skip the work for that feature.
+        self.not_plain: set[int] = set()
+        self.with_logprobs: set[int] = set()
+        self.with_prompt_logprobs: set[int] = set()
         self._counting = np.arange(num_rows + 1)
         self._flat_tokens = self.tokens.reshape(-1)
         self._flat_tables = self.tables.reshape(-1)
         self._selected: _Selection | None = None
-        self._last: _Decodes | None = None  # the last step, until something is written into rows
+        self._last: _DecodeStep | None = None  # the last step; None after a change to rows or tables
 
     def update(self, plan: IterationPlan) -> None:
-        """Take over what the plan changes."""
+        """Applies the changes of the plan to the rows."""
         for start in plan.row_starts:
             self._start(start)
         if plan.table_rows:
@@ -168,12 +169,14 @@ class Rows:
         self.top_counts[row] = -1 if params.logprobs is None else params.logprobs
         self.prompt_top_counts[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.params[row] = params
-        _include(self.shaped, row, not self.is_plain[row])
-        _include(self.told, row, params.logprobs is not None)
-        _include(self.scored, row, params.prompt_logprobs is not None)
+        _include(self.not_plain, row, not self.is_plain[row])
+        _include(self.with_logprobs, row, params.logprobs is not None)
+        _include(self.with_prompt_logprobs, row, params.prompt_logprobs is not None)
 
     def prepare(self, plan: IterationPlan) -> PreparedStep:
-        """The arrays of one step. Logits are wanted where the plan samples, then for the prompts to be scored.
+        """Makes the arrays of one step. `logit_indices` lists the tokens that sample, then those that score prompts.
+
+        Example with three rows a, b, c:
 
         counts      2        1   3
         tokens      a4 a5    b9  c0 c1 c2        query_starts 0 2 3 6, positions 4 5 9 0 1 2
@@ -206,14 +209,14 @@ class Rows:
         sampling = np.searchsorted(query_starts, sampled, side="right") - 1
         request_ids = [plan.request_ids[entry] for entry in sampling.tolist()]
         entries = _entries(request_ids, positions[sampled] + 1, selected)
-        token_places = token_rows * self.tokens.shape[1] + positions
+        input_places = token_rows * self.tokens.shape[1] + positions
         sampled_places = selected.token_offsets + entries.positions
         return PreparedStep(
-            indices, token_places, entries, sampled_places, scored, plan.drafts, plan.num_decodes
+            indices, input_places, entries, sampled_places, scored, plan.drafts, plan.num_decodes
         )
 
     def _sampled_indices(self, plan: IterationPlan, query_starts: np.ndarray) -> np.ndarray:
-        """Of the step's tokens, those behind which one is sampled."""
+        """The tokens of the step whose logits are sampled from."""
         last = query_starts[1:][np.array(plan.samples, np.bool_)] - 1
         if not plan.drafts:
             return last
@@ -222,15 +225,17 @@ class Rows:
         return np.concatenate([last[:decodes], np.arange(first, end), last[plan.first_prefill :]])
 
     def _prepare_decodes(self, plan: IterationPlan) -> PreparedStep:
-        """The same where every entry is one token that samples: nearly all steps, so in as few calls as there can be."""
+        """`prepare` for a step of decodes without drafts. Nearly all steps are, so it makes few numpy calls."""
         last = self._last
         if last is not None and last.num_next and plan.starts == last.next_starts and plan.rows == last.rows:
-            step, num_next = _one_further(last.step), last.num_next - 1
+            step, num_next = _one_position_further(last.step), last.num_next - 1
         else:
             step, num_next = self._gather_decodes(plan), 0
-            if self._full_blocks is None:  # else blocks move beside
+            if (
+                self._full_blocks is None
+            ):  # with two tiers, moves to the store change the tables between steps
                 num_next = self.block_size - 1 - max([start % self.block_size for start in plan.starts])
-        self._last = _Decodes(step, plan.rows, tuple([start + 1 for start in plan.starts]), num_next)
+        self._last = _DecodeStep(step, plan.rows, tuple([start + 1 for start in plan.starts]), num_next)
         return step
 
     def _gather_decodes(self, plan: IterationPlan) -> PreparedStep:
@@ -251,12 +256,14 @@ class Rows:
             store=self._store_indices(plan, selected.rows, longest),
         )
         entries = _entries(list(plan.request_ids), context_lengths, selected)
-        token_places = selected.token_offsets + positions
-        return PreparedStep(indices, token_places, entries, token_places + 1)
+        input_places = selected.token_offsets + positions
+        return PreparedStep(indices, input_places, entries, input_places + 1)
 
     def _gather_drafts(self, plan: IterationPlan) -> PreparedStep:
-        """Where some have drafts too: every token samples, and nothing else can be done before the step is due. Lists are made
-        into arrays at the end: of a handful of numbers each call of numpy would cost more than all of them."""
+        """`prepare` for a step of decodes, some with draft tokens: every token samples.
+
+        Such a step is planned late, so this does not overlap with the previous step and must be fast. It builds Python
+        lists and converts each once: for so few numbers a numpy call costs more than a list."""
         block_size, columns = self.block_size, (plan.request_ids, plan.rows, plan.starts, plan.counts)
         request_ids: list[RequestId] = []
         rows: list[int] = []
@@ -283,22 +290,22 @@ class Rows:
             store=self._store_indices(plan, entry_rows, longest),
         )
         entries = _entries(request_ids, at + 1, selected)
-        token_places = selected.token_offsets + at
+        input_places = selected.token_offsets + at
         return PreparedStep(
-            indices, token_places, entries, token_places + 1, (), plan.drafts, plan.num_decodes
+            indices, input_places, entries, input_places + 1, (), plan.drafts, plan.num_decodes
         )
 
     def read_tokens(self, step: PreparedStep) -> None:
-        """The tokens that a step begins with, once the step before has sampled its own."""
-        step.indices.token_ids[:] = self._flat_tokens[step.token_places]
+        """Fills in the input tokens of a step. Call it after the previous step has sampled."""
+        step.indices.token_ids[:] = self._flat_tokens[step.input_places]
 
     def _store_indices(self, plan: IterationPlan, rows: np.ndarray, longest: int) -> StoreIndices | None:
-        """What a step reads from the store and puts there, where no row has more than the `longest` blocks."""
+        """What a step reads from the store and moves there. No row has more than `longest` blocks."""
         if self._full_blocks is None:
             return None
         moved_from = np.array(plan.moved_from, np.int64)
         moved_to = np.array(plan.moved_to, np.int64) - self._full_blocks
-        is_copied = moved_from >= 0  # else the content is there, or another move brings it
+        is_copied = moved_from >= 0  # -1: the store already has the content, or another move brings it
         return StoreIndices(
             tables=self.store_tables[rows, : max(0, longest - self._tail_blocks)],
             moved_from=moved_from[is_copied],
@@ -311,9 +318,9 @@ class Rows:
         return self._selected
 
     def scored_prompts(self, plan: IterationPlan) -> list[ScoredPrompt]:
-        """The pieces of prompts in a plan whose logprobs are wanted."""
+        """The prompt chunks of a plan that must be scored."""
         pieces: list[ScoredPrompt] = []
-        if not self.scored:
+        if not self.with_prompt_logprobs:
             return pieces
         rows = np.array(plan.rows, np.int64)
         token_starts = np.cumsum([0, *plan.counts])
@@ -333,12 +340,12 @@ class Rows:
         return pieces
 
     def record(self, step: PreparedStep, tokens: np.ndarray) -> None:
-        """Write sampled tokens where the next step reads them."""
+        """Writes sampled tokens to the positions where the next step reads them."""
         self._flat_tokens[step.sampled_places] = tokens
 
 
-def _one_further(step: PreparedStep) -> PreparedStep:
-    """The same decodes at the next position of each row, inside the same blocks. Arrays that stay are shared."""
+def _one_position_further(step: PreparedStep) -> PreparedStep:
+    """The same decodes at the next position of each row, in the same KV blocks. Unchanged arrays are shared."""
     indices, entries = step.indices, step.entries
     context_lengths = indices.context_lengths + 1
     next_indices = StepIndices(

@@ -131,10 +131,10 @@ class _Loader:
     def embedding_and_lm_head(self) -> tuple[Any, Any]:
         vocabulary, hidden = self.config.vocabulary_size, self.config.hidden_size
         if self.config.tied_embedding:
-            shared = self.linear(("embedding", vocabulary, hidden), role="words")
+            shared = self.linear(("embedding", vocabulary, hidden), role="vocabulary")
             return shared, shared
         embedding = self.counted(self.ops.load_embedding(self.take("embedding", (vocabulary, hidden))))
-        return embedding, self.linear(("lm_head", vocabulary, hidden), role="words")
+        return embedding, self.linear(("lm_head", vocabulary, hidden), role="vocabulary")
 
     def layer(self, index: int) -> _Layer:
         config, prefix = self.config, f"layers.{index}."

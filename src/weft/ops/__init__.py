@@ -1,5 +1,5 @@
-"""The operations a decoder is made of: one interface (`base`), and an implementation per array library.
+"""The operations of a decoder: one interface (`base`), and one implementation per array library.
 
-`reference` is numpy: the meaning of every operation, what kernels are tested against, and what runs where no
-kernel was built.
+`reference` is the numpy implementation. It defines every operation: kernels are tested against it. It also runs where
+no kernels were built.
 """

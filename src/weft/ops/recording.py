@@ -1,11 +1,10 @@
-"""A forward pass as a list: the ops interface notes every operation and carries out none; what can be done in one go is
-put together, and buffers are used again.
+"""Records the forward pass of a decoder as a list of operations, fuses some of them, and assigns buffers to memory.
 
-norm or gate, then product        the rows are normalised on their way into the product
-product, then add                 the product is added where it is made
+    norm or gate, then product        fused: the product normalises or gates its input rows itself
+    product, then add                 fused: the product is added directly to the target
 
-A decoder is run once with it. What it passes around are `Buffer`s, of which only the width is known: how many rows there
-are is a matter of the step. Weights are whatever the ops that load them make of them.
+A decoder runs once with `RecordingOps`, which executes nothing. Instead of arrays it passes `Buffer`s, whose width is
+known and whose number of rows depends on the step. Weights are opaque here.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from typing import Any, Literal
 from weft.ops.base import AttentionPattern, AttentionShape, QkNorm
 
 NO_STEP: Any = None
-"""For the forward pass that is recorded: nothing of a step is looked at."""
+"""The step of a recorded forward pass: recording reads nothing of it."""
 
 
 @dataclass(eq=False)
 class Buffer:
-    """A row of so many floats for every token of a step, or for every token after which logits are wanted."""
+    """An array with one row per token of the step, or one row per token with logits."""
 
     columns: int
 
@@ -59,7 +58,7 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class RopeAndWrite:
-    """In place: the queries are what stands first in the rows."""
+    """In place. The queries are the first columns of the rows."""
 
     rows: Buffer
     layer: int
@@ -124,10 +123,10 @@ class Recording:
 
 
 class RecordingOps:
-    """The half of `Ops` that is called in a forward pass. A linear layer has `inputs` and `outputs`."""
+    """The half of `Ops` that a forward pass calls. Linear layers must have `inputs` and `outputs`."""
 
     recording: Recording | None = None
-    """The forward pass under way."""
+    """The last recorded forward pass."""
 
     def prepare(
         self, step: Any, cache: Any, shape: AttentionShape, patterns: Sequence[AttentionPattern]
@@ -137,26 +136,26 @@ class RecordingOps:
 
     def embedding(self, prepared: Recording, table: Any, scale: float = 1.0) -> Buffer:
         output = Buffer(table.inputs)
-        self._note(Embed(table, scale, output))
+        self._record(Embed(table, scale, output))
         return output
 
     def select_logit_rows(self, prepared: Recording, hidden: Buffer) -> Buffer:
         output = Buffer(hidden.columns)
-        self._note(SelectRows(hidden, output))
+        self._record(SelectRows(hidden, output))
         return output
 
     def scale_and_cap(self, logits: Buffer, scale: float, cap: float | None) -> Buffer:
-        self._note(ScaleAndCap(logits, scale, cap))
+        self._record(ScaleAndCap(logits, scale, cap))
         return logits
 
     def linear(self, inputs: Buffer, weight: Any) -> Buffer:
         output = Buffer(weight.outputs)
-        self._note(Product(inputs, weight, output))
+        self._record(Product(inputs, weight, output))
         return output
 
     def rms_norm(self, inputs: Buffer, weight: Any, epsilon: float) -> Buffer:
         output = Buffer(inputs.columns)
-        self._note(Norm(inputs, weight, epsilon, output))
+        self._record(Norm(inputs, weight, epsilon, output))
         return output
 
     def rope_and_write(
@@ -168,14 +167,14 @@ class RecordingOps:
         pattern: int,
         norm: QkNorm | None = None,
     ) -> Buffer:
-        self._note(RopeAndWrite(qkv, layer, pattern, norm))
+        self._record(RopeAndWrite(qkv, layer, pattern, norm))
         return qkv
 
     def paged_attention(
         self, prepared: Recording, queries: Buffer, cache: Any, layer: int, pattern: int
     ) -> Buffer:
         output = Buffer(prepared.shape.heads * prepared.shape.head_size)
-        self._note(Attention(queries, layer, pattern, output))
+        self._record(Attention(queries, layer, pattern, output))
         return output
 
     def silu_mul(self, gate_up: Buffer) -> Buffer:
@@ -186,26 +185,26 @@ class RecordingOps:
 
     def mixture(self, inputs: Buffer, router: Any, experts: Any, per_token: int, normalise: bool) -> Buffer:
         output = Buffer(inputs.columns)
-        self._note(Mixture(inputs, router, experts, per_token, normalise, output))
+        self._record(Mixture(inputs, router, experts, per_token, normalise, output))
         return output
 
     def add(self, left: Buffer, right: Buffer, scale: float = 1.0) -> Buffer:
-        self._note(Add(left, right, scale))
+        self._record(Add(left, right, scale))
         return left
 
     def _gate(self, kind: Literal["silu_mul", "gelu_tanh_mul"], gate_up: Buffer) -> Buffer:
         output = Buffer(gate_up.columns // 2)
-        self._note(Gate(kind, gate_up, output))
+        self._record(Gate(kind, gate_up, output))
         return output
 
-    def _note(self, operation: Operation) -> None:
+    def _record(self, operation: Operation) -> None:
         assert self.recording is not None, "a forward pass begins with `prepare`"
         self.recording.operations.append(operation)
 
 
 @dataclass(frozen=True, eq=False)
 class FusedProduct:
-    """A product with what comes before it and, where it is added, the buffer it is added to."""
+    """A product with the norm or gate before it, and the buffer that it is added to, if any."""
 
     product: Product
     before: Norm | Gate | None
@@ -221,10 +220,11 @@ class FusedProduct:
         return self.product.output if self.added_to is None else self.added_to
 
 
-Step = Operation | FusedProduct
+Instruction = Operation | FusedProduct
 
 
-def fused(operations: Sequence[Operation], kept: set[Buffer]) -> list[Step]:
+def fused(operations: Sequence[Operation], kept: set[Buffer]) -> list[Instruction]:
+    """Fuses operations. Buffers in `kept` are read later, so the operations that make them are not fused away."""
     readers: dict[Buffer, list[Operation]] = defaultdict(list)
     for operation in operations:
         for buffer in read_by(operation):
@@ -233,35 +233,35 @@ def fused(operations: Sequence[Operation], kept: set[Buffer]) -> list[Step]:
     def has_one_reader(buffer: Buffer) -> bool:
         return len(readers[buffer]) == 1 and buffer not in kept
 
-    makers: dict[Buffer, Operation] = {}
-    steps: list[Step] = []
+    writers: dict[Buffer, Operation] = {}
+    instructions: list[Instruction] = []
     for operation in operations:
         if isinstance(operation, Norm | Gate):
-            makers[operation.output] = operation
-            taken_in = has_one_reader(operation.output) and isinstance(readers[operation.output][0], Product)
-            if not taken_in:
+            writers[operation.output] = operation
+            is_fused = has_one_reader(operation.output) and isinstance(readers[operation.output][0], Product)
+            if not is_fused:
                 assert isinstance(operation, Norm), "a gate is always followed by one product"
-                steps.append(operation)
+                instructions.append(operation)
         elif isinstance(operation, Product):
-            before = makers.get(operation.input)
+            before = writers.get(operation.input)
             if not (isinstance(before, Norm | Gate) and has_one_reader(operation.input)):
                 before = None
-            steps.append(FusedProduct(operation, before))
+            instructions.append(FusedProduct(operation, before))
         elif (
             isinstance(operation, Add)
-            and isinstance(last := steps[-1], FusedProduct)
+            and isinstance(last := instructions[-1], FusedProduct)
             and last.output is operation.right
             and has_one_reader(operation.right)
         ):
-            steps[-1] = replace(last, added_to=operation.left, scale=operation.scale)
+            instructions[-1] = replace(last, added_to=operation.left, scale=operation.scale)
         else:
-            steps.append(operation)
-    return steps
+            instructions.append(operation)
+    return instructions
 
 
-def read_by(step: Step) -> Iterator[Buffer]:
-    """What a step reads; what it changes in place counts too."""
-    match step:
+def read_by(instruction: Instruction) -> Iterator[Buffer]:
+    """The buffers that an instruction reads or changes in place."""
+    match instruction:
         case Embed():
             pass
         case RopeAndWrite(rows=buffer) | Attention(queries=buffer) | ScaleAndCap(values=buffer):
@@ -270,27 +270,29 @@ def read_by(step: Step) -> Iterator[Buffer]:
             yield left
             yield right
         case FusedProduct(added_to=target):
-            yield step.input
+            yield instruction.input
             if target is not None:
                 yield target
         case _:
-            yield step.input
+            yield instruction.input
 
 
 def assigned_slots(
-    steps: Sequence[Step], kept: set[Buffer], new_slot: Callable[[int], int]
+    instructions: Sequence[Instruction], kept: set[Buffer], new_slot: Callable[[int], int]
 ) -> dict[Buffer, int]:
-    """A slot for every buffer, made by `new_slot` with a number of columns; one is used again, by a buffer of the same width, when its content is no
-    longer read."""
-    last_read = {buffer: index for index, step in enumerate(steps) for buffer in read_by(step)}
+    """A memory slot for every buffer. `new_slot` makes one with a number of columns. A slot is used again by a buffer
+    of the same width after the last read of its content."""
+    last_read = {
+        buffer: index for index, instruction in enumerate(instructions) for buffer in read_by(instruction)
+    }
     slots: dict[Buffer, int] = {}
     free: dict[int, list[int]] = defaultdict(list)
-    for index, step in enumerate(steps):
-        output = getattr(step, "output", None)
+    for index, instruction in enumerate(instructions):
+        output = getattr(instruction, "output", None)
         if output is not None and output not in slots:
             unused = free[output.columns]
             slots[output] = unused.pop() if unused else new_slot(output.columns)
-        for buffer in set(read_by(step)):
+        for buffer in set(read_by(instruction)):
             if last_read[buffer] == index and buffer not in kept:
                 free[buffer.columns].append(slots[buffer])
     return slots

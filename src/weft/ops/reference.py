@@ -1,8 +1,8 @@
-"""The operations in numpy: the definition the other implementations are tested against.
+"""The operations in numpy. The other implementations are tested against this one.
 
-In float64 (a parameter for everything: weights, activations, cache) results are the same in any company up to the
-last few bits, which is what tests that compare tokens exactly use. In float32 they are not: BLAS picks its
-summation order by the shape of the product, so a request's logits can differ by about 1e-5 with the batch it is in.
+`dtype` applies to everything: weights, activations, cache. In float64 the results of a request depend on the rest of
+the batch only in the last few bits; tests that compare tokens exactly use it. In float32 logits can differ by about
+1e-5 with the batch, because BLAS chooses its summation order by the shape of the product.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from weft.ops.base import (
     TwoTierCache,
     WeightSource,
 )
-from weft.ops.reference_tiers import Blocks, gather, move_blocks, read_blocks
+from weft.ops.reference_tiers import ReadBlocks, gather, move_blocks, read_blocks
 from weft.tiers import store_vector_bytes
 
-# Scores held at once by the attention of one long request: bounds memory, 32 MiB in float32.
+# The most attention scores that are in memory at a time: 32 MiB in float32.
 _MAX_SCORES = 8 << 20
 
-# Up to this many rows the product is faster with the weight on the left (measured: twice at 8 rows).
+# Up to this many rows, a product is faster with the weight on the left (measured: twice as fast at 8 rows).
 _WEIGHT_FIRST_ROWS = 64
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer in the type of the ops; the embedding too where a model shares it."""
+    """A linear layer in the dtype of the ops. Also the embedding, if the model ties it to the output layer."""
 
     weight: np.ndarray  # [outputs, inputs]
     bias: np.ndarray | None = None
@@ -45,35 +45,35 @@ class Linear:
 
 @dataclass(frozen=True)
 class Experts:
-    """The feed-forwards of a mixture."""
+    """The feed-forward layers of a mixture of experts."""
 
-    gate: np.ndarray  # [experts, features inside, features]
+    gate: np.ndarray  # [experts, intermediate size, features]
     up: np.ndarray
-    down: np.ndarray  # [experts, features, features inside]
+    down: np.ndarray  # [experts, features, intermediate size]
 
 
 @dataclass(frozen=True)
 class _SingleQueries:
-    """Requests with one token in the step and similar numbers of blocks to read: attended to as one padded batch."""
+    """Requests with one token in the step and similar numbers of blocks, computed as one padded batch."""
 
-    tokens: np.ndarray  # [N] into the step's tokens
-    blocks: Blocks
-    hidden: np.ndarray  # bool [N, places]: past the end of the context, or before the window
+    tokens: np.ndarray  # [N] into the tokens of the step
+    blocks: ReadBlocks
+    hidden: np.ndarray  # bool [N, cells]: past the end of the context, or before the window
 
 
 @dataclass(frozen=True)
 class _QueryRun:
-    """A piece of the tokens of one request that has several in the step."""
+    """Consecutive tokens of a request that has several tokens in the step."""
 
     tokens: slice
-    blocks: Blocks
-    hidden: np.ndarray  # bool [queries, places]: after the query's own position, or before its window
-    unseen: np.ndarray  # bool [places]: hidden from every query
+    blocks: ReadBlocks
+    hidden: np.ndarray  # bool [queries, cells]: after the position of the query, or before its window
+    unseen: np.ndarray  # bool [cells]: hidden from every query
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """One rope at the positions of the step."""
+class _Rotation:
+    """RoPE angles at the positions of the step."""
 
     interleaved: bool
     cosine: np.ndarray  # [T, 1, pairs]
@@ -82,7 +82,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Reads:
-    """What the tokens of the step read of the cache under one window."""
+    """What the tokens of the step read from the cache, for one window."""
 
     singles: tuple[_SingleQueries, ...]
     runs: tuple[_QueryRun, ...]
@@ -92,14 +92,14 @@ class _Reads:
 class _Prepared:
     step: StepIndices
     shape: AttentionShape
-    blocks: np.ndarray  # [T] where this step's K and V go
-    offsets: np.ndarray  # [T]
-    turns: tuple[_Turn, ...]  # by pattern
+    blocks: np.ndarray  # [T]: the block for K and V of each token
+    offsets: np.ndarray  # [T]: the offset in that block
+    rotations: tuple[_Rotation, ...]  # by pattern
     reads: tuple[_Reads, ...]  # by pattern
 
 
 class ReferenceOps:
-    """`Ops` in numpy, in one floating point type."""
+    """`Ops` in numpy, in one floating-point type."""
 
     def __init__(self, dtype: np.dtype | type = np.float32) -> None:
         self.dtype = np.dtype(dtype)
@@ -147,7 +147,7 @@ class ReferenceOps:
         return np.zeros((blocks, layers, 2, block_size, shape.kv_heads, vector), np.uint8)
 
     def _stack(self, sources: Sequence[WeightSource]) -> np.ndarray:
-        """The tensors one below the other, each read straight into its place: no second copy at any moment."""
+        """Stacks tensors. Each is read directly into its rows, without a second copy in memory."""
         stacked = np.empty((sum(source.shape[0] for source in sources), *sources[0].shape[1:]), self.dtype)
         start = 0
         for source in sources:
@@ -159,7 +159,7 @@ class ReferenceOps:
         stacked = self._stack(sources)
         return stacked if stacked.ndim == 3 else stacked.reshape(len(sources), *sources[0].shape)
 
-    # --- once a step --------------------------------------------------------------------------------------------
+    # --- once per step ------------------------------------------------------------------------------------------
 
     def prepare(
         self,
@@ -170,7 +170,7 @@ class ReferenceOps:
     ) -> _Prepared:
         full, tail_blocks = (cache.full, cache.tail_blocks) if isinstance(cache, TwoTierCache) else (cache, 0)
         block_size = full.shape[3]
-        turns = {rope: self._turn(step, rope) for rope in {pattern.rope for pattern in patterns}}
+        rotations = {rope: self._rotation(step, rope) for rope in {pattern.rope for pattern in patterns}}
         reads = {
             window: _reads(step, window, block_size, tail_blocks, shape.heads)
             for window in {pattern.window for pattern in patterns}
@@ -180,14 +180,14 @@ class ReferenceOps:
             shape=shape,
             blocks=step.cells // block_size,
             offsets=step.cells % block_size,
-            turns=tuple(turns[pattern.rope] for pattern in patterns),
+            rotations=tuple(rotations[pattern.rope] for pattern in patterns),
             reads=tuple(reads[pattern.window] for pattern in patterns),
         )
 
-    def _turn(self, step: StepIndices, rope: Rope) -> _Turn:
-        # Angles in float64 whatever the type: in float32 a position of some thousands costs four digits of the angle.
+    def _rotation(self, step: StepIndices, rope: Rope) -> _Rotation:
+        # Angles are always float64: in float32 an angle loses four digits at positions of some thousands.
         angles = step.positions[:, None, None] * np.array(rope.frequencies, np.float64)
-        return _Turn(
+        return _Rotation(
             rope.interleaved,
             (np.cos(angles) * rope.scale).astype(self.dtype),
             (np.sin(angles) * rope.scale).astype(self.dtype),
@@ -234,13 +234,13 @@ class ReferenceOps:
         if norm is not None:
             queries = _normalise_heads(queries, norm.query, norm.epsilon)
             keys = _normalise_heads(keys, norm.key, norm.epsilon)
-        turn = prepared.turns[pattern]
+        rotation = prepared.rotations[pattern]
         full = cache.full if isinstance(cache, TwoTierCache) else cache
-        full[prepared.blocks, layer, 0, prepared.offsets] = _rotate(keys, turn)
+        full[prepared.blocks, layer, 0, prepared.offsets] = _rotate(keys, rotation)
         full[prepared.blocks, layer, 1, prepared.offsets] = rows[:, first_value:]
         if isinstance(cache, TwoTierCache):
             move_blocks(cache, layer, prepared.step)
-        return _rotate(queries, turn)
+        return _rotate(queries, rotation)
 
     def paged_attention(
         self,
@@ -270,7 +270,7 @@ class ReferenceOps:
     def gelu_tanh_mul(self, gate_up: np.ndarray) -> np.ndarray:
         size = gate_up.shape[1] // 2
         gate, up = gate_up[:, :size], gate_up[:, size:]
-        # The cube of a very large gate is infinite, and its tanh the right 1.
+        # The cube of a very large gate overflows to infinity, and its tanh is 1, which is correct.
         with np.errstate(over="ignore"):
             inner = np.sqrt(2.0 / np.pi).astype(self.dtype) * (gate + 0.044715 * gate * gate * gate)
             return 0.5 * gate * (1.0 + np.tanh(inner)) * up
@@ -278,17 +278,17 @@ class ReferenceOps:
     def mixture(
         self, inputs: np.ndarray, router: Linear, experts: Experts, per_token: int, normalise: bool
     ) -> np.ndarray:
-        shares = _softmax(self.linear(inputs, router))
-        chosen = np.argsort(-shares, axis=1, kind="stable")[:, :per_token]
-        weights = np.take_along_axis(shares, chosen, axis=1)
+        all_weights = _softmax(self.linear(inputs, router))
+        chosen = np.argsort(-all_weights, axis=1, kind="stable")[:, :per_token]
+        weights = np.take_along_axis(all_weights, chosen, axis=1)
         if normalise:
             weights /= weights.sum(axis=1, keepdims=True)
         output = np.zeros_like(inputs)
         for expert in np.unique(chosen):
-            tokens, places = np.nonzero(chosen == expert)
+            tokens, ranks = np.nonzero(chosen == expert)
             rows = inputs[tokens]
             inner = _silu(rows @ experts.gate[expert].T) * (rows @ experts.up[expert].T)
-            output[tokens] += (inner @ experts.down[expert].T) * weights[tokens, places, None]
+            output[tokens] += (inner @ experts.down[expert].T) * weights[tokens, ranks, None]
         return output
 
     def add(self, left: np.ndarray, right: np.ndarray, scale: float = 1.0) -> np.ndarray:
@@ -309,7 +309,8 @@ def _reads(step: StepIndices, window: int | None, block_size: int, tail_blocks: 
 def _single_queries(
     step: StepIndices, requests: np.ndarray, window: int | None, block_size: int, tail_blocks: int
 ) -> tuple[_SingleQueries, ...]:
-    """Requests with one token, by the power of two that holds the blocks they see: padding at most doubles the work."""
+    """Batches of requests with one token. The block counts of a batch round up to the same power of two, so padding at
+    most doubles the work."""
     if not len(requests):
         return ()
     lengths = step.context_lengths[requests]
@@ -325,7 +326,7 @@ def _single_queries(
         batches.append(
             _SingleQueries(
                 tokens=step.query_starts[requests[chosen]],
-                # A padding column may lie beyond the table; whatever block it names there is hidden anyway.
+                # A padding column may be beyond the table. It reads any block, and its cells are hidden.
                 blocks=read_blocks(
                     step,
                     requests[chosen, None],
@@ -348,8 +349,8 @@ def _query_runs(
     tail_blocks: int,
     heads: int,
 ) -> tuple[_QueryRun, ...]:
-    """Requests with several tokens, in pieces whose scores fit `_MAX_SCORES`; a piece reads only blocks it sees, and all
-    of it the same ones from the store."""
+    """Requests with several tokens, in runs of at most `_MAX_SCORES` scores. A run reads only blocks in its window.
+    With a store, all its queries read the same blocks from the store."""
     runs = []
     for request in requests:
         first, end = int(step.query_starts[request]), int(step.query_starts[request + 1])
@@ -357,8 +358,8 @@ def _query_runs(
         start = first
         while start < end:
             position = int(step.positions[start])
-            alike = piece if step.store is None else min(piece, block_size - (position + 1) % block_size)
-            tokens = slice(start, min(start + alike, end))
+            count = piece if step.store is None else min(piece, block_size - (position + 1) % block_size)
+            tokens = slice(start, min(start + count, end))
             start = tokens.stop
             positions = step.positions[tokens]
             first_block = 0 if window is None else max(0, int(positions[0]) - window + 1) // block_size
@@ -374,40 +375,40 @@ def _query_runs(
 
 
 def _normalise(rows: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
-    """Over the last axis."""
+    """RMS norm over the last axis."""
     mean_square = np.einsum("...f,...f->...", rows, rows)[..., None] / rows.shape[-1]
     return rows * (1.0 / np.sqrt(mean_square + epsilon)).astype(rows.dtype, copy=False) * weight
 
 
 def _normalise_heads(rows: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
-    """Each head of [T, heads, head size], or all of them as one, as the weight's size says."""
+    """RMS norm of [T, heads, head size]: of each head if the weight has the size of one head, else of the whole row."""
     if len(weight) == rows.shape[2]:
         return _normalise(rows, weight, epsilon)
     return _normalise(rows.reshape(len(rows), -1), weight, epsilon).reshape(rows.shape)
 
 
-def _rotate(rows: np.ndarray, turn: _Turn) -> np.ndarray:
-    """Each pair of features turned by its token's angle: [T, heads, head size]."""
-    pairs = turn.cosine.shape[2]
-    if turn.interleaved:
+def _rotate(rows: np.ndarray, rotation: _Rotation) -> np.ndarray:
+    """Rotates each pair of features by the angle of its token: [T, heads, head size]."""
+    pairs = rotation.cosine.shape[2]
+    if rotation.interleaved:
         first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
     else:
         first, second = slice(0, pairs), slice(pairs, 2 * pairs)
     left, right = rows[..., first], rows[..., second]
     rotated = rows.copy()
-    rotated[..., first] = left * turn.cosine - right * turn.sine
-    rotated[..., second] = right * turn.cosine + left * turn.sine
+    rotated[..., first] = left * rotation.cosine - right * rotation.sine
+    rotated[..., second] = right * rotation.cosine + left * rotation.sine
     return rotated
 
 
 def _silu(gate: np.ndarray) -> np.ndarray:
-    # exp of a very negative gate is infinite, and gate / infinity the right 0.
+    # exp(-gate) of a very negative gate overflows to infinity, and gate / infinity is 0, which is correct.
     with np.errstate(over="ignore"):
         return gate / (1.0 + np.exp(-gate))
 
 
 def _cap(scores: np.ndarray, cap: float) -> np.ndarray:
-    """In place: near 0 unchanged, never beyond the cap."""
+    """cap * tanh(scores / cap), in place."""
     scores /= cap
     np.tanh(scores, out=scores)
     scores *= cap
@@ -415,7 +416,7 @@ def _cap(scores: np.ndarray, cap: float) -> np.ndarray:
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
-    """Over the last axis, in place."""
+    """Softmax over the last axis, in place."""
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
@@ -426,9 +427,9 @@ def _attend_singles(
     queries: np.ndarray, keys: np.ndarray, values: np.ndarray, batch: _SingleQueries, shape: AttentionShape
 ) -> np.ndarray:
     count = len(queries)
-    places = (count, -1, shape.kv_heads, shape.head_size)
-    keys, values = keys.reshape(places), values.reshape(places)
-    # What a block holds past the context is another request's leftover. Its weight is 0, but 0 times NaN is NaN.
+    cells = (count, -1, shape.kv_heads, shape.head_size)
+    keys, values = keys.reshape(cells), values.reshape(cells)
+    # Cells past the context hold old values of other requests. Their weight is 0, but 0 times NaN is NaN.
     values[batch.hidden] = 0.0
     grouped = queries.reshape(count, shape.kv_heads, -1, shape.head_size)
     scores = grouped @ keys.transpose(0, 2, 3, 1)

@@ -1,4 +1,4 @@
-"""What queries read of either tier of a cache, and moves to the store, in numpy: a part of `weft.ops.reference`."""
+"""The two-tier cache of `reference`: which blocks queries read from which tier, and moves to the store."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.ops.store_format import dequantise, dequantise_keys, quantise, quantis
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Blocks that are read, in the order of their content."""
+class ReadBlocks:
+    """The blocks that queries read, in token order."""
 
     tables: np.ndarray  # [..., blocks]
-    is_stored: np.ndarray | None = None  # bool [..., blocks]: read from the store; None: there is none
+    is_stored: np.ndarray | None = None  # bool [..., blocks]: read from the store; None: there is no store
     store_tables: np.ndarray | None = None  # [..., blocks]
 
 
@@ -26,28 +26,27 @@ def read_blocks(
     positions: np.ndarray,
     block_size: int,
     tail_blocks: int,
-) -> Blocks:
-    """These columns of the requests' tables, as queries at these positions read them; all broadcast together."""
+) -> ReadBlocks:
+    """The blocks that queries at `positions` read from these columns of the block tables. All arguments broadcast."""
     if step.store is None:
-        return Blocks(step.block_tables[requests, columns])
-    # `weft.tiers.stored_blocks`, of many at once
-    is_stored = columns < (positions + 1) // block_size - tail_blocks
-    # The table of the store ends before the tail.
-    there = np.where(is_stored, columns, 0)
-    store_tables = step.store.tables[requests, there] if step.store.tables.size else np.zeros_like(there)
-    return Blocks(step.block_tables[requests, columns], is_stored, store_tables)
+        return ReadBlocks(step.block_tables[requests, columns])
+    is_stored = columns < (positions + 1) // block_size - tail_blocks  # as `weft.tiers.stored_blocks`
+    # The table of the store has no columns for the tail.
+    valid = np.where(is_stored, columns, 0)
+    store_tables = step.store.tables[requests, valid] if step.store.tables.size else np.zeros_like(valid)
+    return ReadBlocks(step.block_tables[requests, columns], is_stored, store_tables)
 
 
 def move_blocks(cache: TwoTierCache, layer: int, step: StepIndices) -> None:
-    """A layer's part of the blocks that a step moves."""
-    assert step.store is not None, "a step over a two-tier cache says what it reads from the store"
-    blocks, places = cache.full[step.store.moved_from, layer], (step.store.moved_to, layer)
-    cache.store[*places, 0] = quantise_keys(blocks[:, 0], cache.bits)
-    cache.store[*places, 1] = quantise(blocks[:, 1], cache.bits)
+    """Quantises one layer of the blocks that the step moves to the store."""
+    assert step.store is not None, "a step over a two-tier cache has StoreIndices"
+    blocks, targets = cache.full[step.store.moved_from, layer], (step.store.moved_to, layer)
+    cache.store[*targets, 0] = quantise_keys(blocks[:, 0], cache.bits)
+    cache.store[*targets, 1] = quantise(blocks[:, 1], cache.bits)
 
 
-def gather(cache: np.ndarray | TwoTierCache, layer: int, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
-    """Fresh keys and values of blocks: [..., blocks, block size, kv heads, head size]."""
+def gather(cache: np.ndarray | TwoTierCache, layer: int, blocks: ReadBlocks) -> tuple[np.ndarray, np.ndarray]:
+    """Copies of keys and values, each [..., blocks, block size, kv heads, head size]."""
     if not isinstance(cache, TwoTierCache):
         return cache[blocks.tables, layer, 0], cache[blocks.tables, layer, 1]
     assert blocks.is_stored is not None and blocks.store_tables is not None

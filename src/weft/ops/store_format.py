@@ -1,14 +1,14 @@
-"""The format of the quantised store, in numpy: the definition that the kernels are tested against, code by code.
+"""The format of the quantised store, in numpy. The kernels are tested against it, code by code.
 
-A vector is what one token has of one KV head, its key or its value; how it is stored follows from its values alone.
+A vector is the key or the value of one token for one KV head. Its stored bytes depend only on its values.
 
     value = scale * (code - zero)         8 bits: zero is a code, 0 to 255
                                           4 bits: zero counts sixteenths of a code, 0 to 255
     bytes = codes, scale, zero            a scale is a float of 5 exponent and 3 mantissa bits; 255: not a number
 
-Keys have a few features that are far larger than the others. In 4 bits these would leave the others hardly any codes, so
-there keys are rotated before they are quantised, which spreads such a feature over all; their product with a query that
-is rotated likewise is the same.
+Keys have a few features that are far larger than the others. With 4 bits, the other features would share only a few
+codes. So 4-bit keys are rotated before they are quantised, which spreads a large feature over all. The query is rotated
+too, which leaves the product of query and key unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 NOT_A_NUMBER = 255
 
-# Scale byte 0 is 2^-18, and a step in it is an eighth of a power of two: the upper bits of a float32 that lies so high.
+# Scale byte 0 is 2^-18. The byte counts float32 bit patterns from there in units of 2^20: eight per power of two.
 _SHIFT = 20
 _LOWEST = (127 - 18) << 3
 
@@ -27,14 +27,14 @@ def rotates_keys(bits: int) -> bool:
 
 
 def rotate(vectors: np.ndarray) -> np.ndarray:
-    """Every run of n values of vectors [..., size] times the Hadamard matrix of n, normalised; n is the largest power of two
-    that divides the size. Its own inverse."""
-    *places, size = vectors.shape
+    """Multiplies each n values of vectors [..., size] by the normalised Hadamard matrix of size n. n is the largest
+    power of two that divides `size`. The function is its own inverse."""
+    *outer, size = vectors.shape
     n = size & -size
-    rotated = vectors.reshape(*places, size // n, n)
+    rotated = vectors.reshape(*outer, size // n, n)
     half = 1
     while half < n:
-        pairs = rotated.reshape(*places, size // n, n // (2 * half), 2, half)
+        pairs = rotated.reshape(*outer, size // n, n // (2 * half), 2, half)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         rotated = np.stack([first + second, first - second], axis=-2)
         half *= 2
@@ -42,18 +42,18 @@ def rotate(vectors: np.ndarray) -> np.ndarray:
 
 
 def quantise(vectors: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 [..., size * bits / 8 + 2] of vectors [..., size], whose values are computed with as float32.
+    """Quantises vectors [..., size] to uint8 [..., size * bits / 8 + 2]. Computes in float32.
 
-    One that has an infinite value, or one that is not a number, is not a number as a whole.
+    A vector with an infinite or NaN value is stored as NaN as a whole.
     """
     values = vectors.astype(np.float32)
     is_finite = np.isfinite(values).all(axis=-1, keepdims=True)
     values = np.where(is_finite, values, np.float32(0))
     low = np.minimum(values.min(axis=-1, keepdims=True), 0)
     high = np.maximum(values.max(axis=-1, keepdims=True), 0)
-    # Rounded up, so that no value lies beyond the last code.
-    wanted = ((high - low) / np.float32(2**bits - 1)).view(np.int32)
-    scale_byte = np.clip(((wanted + ((1 << _SHIFT) - 1)) >> _SHIFT) - _LOWEST, 0, NOT_A_NUMBER - 1)
+    # The scale is rounded up, so that no value is beyond the last code.
+    exact = ((high - low) / np.float32(2**bits - 1)).view(np.int32)
+    scale_byte = np.clip(((exact + ((1 << _SHIFT) - 1)) >> _SHIFT) - _LOWEST, 0, NOT_A_NUMBER - 1)
     scale = _scale_of(scale_byte)
     if bits == 8:
         zero = np.clip(np.rint(-low / scale), 0, 255)
@@ -67,7 +67,7 @@ def quantise(vectors: np.ndarray, bits: int) -> np.ndarray:
 
 
 def quantise_keys(keys: np.ndarray, bits: int) -> np.ndarray:
-    """`quantise`, of keys."""
+    """`quantise` for keys: rotates them first if `rotates_keys`."""
     if not rotates_keys(bits):
         return quantise(keys, bits)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -75,13 +75,13 @@ def quantise_keys(keys: np.ndarray, bits: int) -> np.ndarray:
 
 
 def dequantise_keys(stored: np.ndarray, bits: int, dtype: np.dtype | type) -> np.ndarray:
-    """The keys, turned back, of what `quantise_keys` made."""
+    """The inverse of `quantise_keys`. Rotates the keys back if they were rotated."""
     keys = dequantise(stored, bits, dtype)
     return rotate(keys) if rotates_keys(bits) else keys
 
 
 def dequantise(stored: np.ndarray, bits: int, dtype: np.dtype | type) -> np.ndarray:
-    """The values [..., size] of what `quantise` made."""
+    """The inverse of `quantise`: values [..., size]."""
     packed, scale_byte, zero = stored[..., :-2], stored[..., -2:-1], stored[..., -1:].astype(dtype)
     if bits == 8:
         codes = packed

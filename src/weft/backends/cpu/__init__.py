@@ -1,1 +1,1 @@
-"""The CPU backend: plans carried out with the operations of `weft.ops` in this process, in a thread of its own."""
+"""The CPU backend: executes plans with the operations of `weft.ops`, in a thread of this process."""

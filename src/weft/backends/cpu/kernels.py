@@ -1,4 +1,4 @@
-"""Which kernels compute here: whether the C++ ones were built and are wanted, and what to call them before a person."""
+"""Says which kernels the CPU backend uses: the C++ kernels of one instruction set, or numpy."""
 
 from __future__ import annotations
 
@@ -9,34 +9,33 @@ from weft.backends.cpu.threads import thread_count
 from weft.errors import InvalidRequestError
 
 NUMPY = "numpy"
-"""What WEFT_KERNELS is set to where numpy shall compute although there are kernels."""
+"""The value of WEFT_KERNELS that selects numpy although the C++ kernels were built."""
 
 
 def has_kernels() -> bool:
-    """Whether the C++ kernels were built, and nobody asks for numpy instead (WEFT_KERNELS=numpy)."""
-    return _wanted() != NUMPY and find_spec("weft._kernels") is not None
+    """Whether the C++ kernels were built and WEFT_KERNELS does not select numpy."""
+    return _setting() != NUMPY and find_spec("weft._kernels") is not None
 
 
 def instruction_set() -> str | None:
-    """The one whose kernels a backend opened now would use; None where numpy computes."""
+    """The instruction set that a newly opened backend would use. None: numpy."""
     if not has_kernels():
         return None
     from weft import _kernels
 
-    wanted = _wanted()
-    if wanted is not None and wanted not in _kernels.available():
-        raise InvalidRequestError(
-            f"WEFT_KERNELS is {wanted!r}; this processor has {', '.join(_kernels.available())}, and there is {NUMPY}"
-        )
-    return wanted or _kernels.in_use()
+    setting = _setting()
+    if setting is not None and setting not in _kernels.available():
+        allowed = ", ".join((*_kernels.available(), NUMPY))
+        raise InvalidRequestError(f"WEFT_KERNELS is {setting!r}; allowed on this processor: {allowed}")
+    return setting or _kernels.in_use()
 
 
 def describe(threads: int | None = None) -> str:
-    """One line for people: "zen4, 2 threads", or why there are none and what to do."""
+    """One line for the user: "zen4, 2 threads", or why numpy is used and what to do."""
     if (name := instruction_set()) is not None:
         count = thread_count(threads)
         return f"{name}, {count} thread{'' if count == 1 else 's'}"
-    if _wanted() == NUMPY:
+    if _setting() == NUMPY:
         return "none (numpy), as WEFT_KERNELS asks"
     return (
         "none (numpy, many times slower): weft was installed without them; "
@@ -44,5 +43,5 @@ def describe(threads: int | None = None) -> str:
     )
 
 
-def _wanted() -> str | None:
+def _setting() -> str | None:
     return os.environ.get("WEFT_KERNELS") or None

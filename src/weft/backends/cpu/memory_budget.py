@@ -1,4 +1,4 @@
-"""How much memory the KV cache and the swap space of a model may take, beside its weights and all the rest."""
+"""Decides how much host memory the KV cache and the swap space may use, next to the weights."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from dataclasses import dataclass
 from weft.backends.host_memory import HostMemory
 from weft.errors import OutOfMemoryError
 
-# The cache's size by default. It is a number and not a share of the machine, so that a model behaves alike everywhere.
+# The default cache size. A constant, not a share of the machine, so that a model behaves the same everywhere.
 _DEFAULT_CACHE_BYTES = 2 << 30
-# For activations, and for the other processes of a server.
+# Reserved for activations, and for the other processes of a server.
 _OTHER_BYTES = 256 << 20
-# The shortest context that is worth a start.
+# The smallest useful cache, in tokens.
 _LEAST_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class CacheRoom:
-    """Keeps to the limit of a cgroup, since the kernel kills processes beyond it; what does not fit raises an error. Without
-    a limit, the sizes that were asked for are tried."""
+class MemoryBudget:
+    """Raises an error for sizes beyond the limit of the cgroup: there the kernel would kill the process. Without a
+    limit, requested sizes are not checked here."""
 
     memory: HostMemory
-    """Before the weights were loaded."""
+    """Measured before the weights are loaded."""
     weight_bytes: int
 
     @contextmanager
     def for_weights(self) -> Iterator[None]:
-        """Put around the loading of the weights. Raises OutOfMemoryError where they do not fit."""
+        """A context for loading the weights. Raises OutOfMemoryError if they do not fit."""
         self._require(0, "or take a smaller model")
         try:
             yield
@@ -37,23 +37,24 @@ class CacheRoom:
             raise self._does_not_fit(0, "or take a smaller model") from error
 
     def default_cache_bytes(self, block_bytes: int, block_size: int, max_context: int) -> int:
-        """The default, or the model's whole context where there is room for twice that."""
+        """`_DEFAULT_CACHE_BYTES`, or a whole context of the model if larger. At most half of the free memory."""
         least = -(-min(max_context, _LEAST_TOKENS) // block_size) * block_bytes
         self._require(least, "or take a smaller model")
         whole_context = -(-max_context // block_size) * block_bytes
-        room = max(least, self._left_of(self._available) // 2)
-        wanted = whole_context if _DEFAULT_CACHE_BYTES < whole_context <= room else _DEFAULT_CACHE_BYTES
-        return min(wanted, room)
+        most = max(least, self._left_of(self._available) // 2)
+        default = whole_context if _DEFAULT_CACHE_BYTES < whole_context <= most else _DEFAULT_CACHE_BYTES
+        return min(default, most)
 
     def default_swap_blocks(self, num_blocks: int, cache_bytes: int) -> int:
-        """Half of the blocks; inside a limit no more than it has room for."""
+        """Half as many as the cache has blocks, but no more than fit into the cgroup limit."""
         half = num_blocks // 2
         if self.memory.limit is None:
             return half
-        return max(0, min(half, (self._left_of(self.memory.room) - cache_bytes) * num_blocks // cache_bytes))
+        left = self._left_of(self.memory.left_in_limit)
+        return max(0, min(half, (left - cache_bytes) * num_blocks // cache_bytes))
 
     def check(self, cache_bytes: int, swap_bytes: int) -> None:
-        most = max(0, self._left_of(self.memory.room)) >> 20
+        most = max(0, self._left_of(self.memory.left_in_limit)) >> 20
         advice = f"or set memory (and swap_blocks, which take {swap_bytes >> 20} MiB) to {most} MiB at most"
         self._require(cache_bytes + swap_bytes, advice)
 
@@ -67,11 +68,12 @@ class CacheRoom:
         return memory - self.weight_bytes - _OTHER_BYTES
 
     def _require(self, cache_bytes: int, advice: str) -> None:
-        if self.memory.limit is not None and cache_bytes > self._left_of(self.memory.room):
+        if self.memory.limit is not None and cache_bytes > self._left_of(self.memory.left_in_limit):
             raise self._does_not_fit(cache_bytes, advice)
 
     def _does_not_fit(self, cache_bytes: int, advice: str) -> OutOfMemoryError:
-        limit, free = self.memory.limit, self._available if self.memory.limit is None else self.memory.room
+        limit = self.memory.limit
+        free = self._available if limit is None else self.memory.left_in_limit
         where = "" if limit is None else f" inside the cgroup's limit of {limit >> 20} MiB"
         remedy = "free memory, raise the limits of this process" if limit is None else "raise the limit"
         needed = self.weight_bytes + cache_bytes + _OTHER_BYTES

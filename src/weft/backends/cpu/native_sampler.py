@@ -1,4 +1,4 @@
-"""The sampler of `weft.sampling.reference`, in C++: the same tokens for the same logits, one call for a step."""
+"""Calls the C++ sampler, once per step. It gives the same tokens as `weft.sampling.reference` for the same logits."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from weft.backends.step_arrays import Rows, SampledEntries
 from weft.request import SamplingParams, TokenLogprobs
 from weft.sampling.reference import FORBIDDEN, NOT_A_NUMBER, OVERFLOW, Sampled
 
-_REASONS = {1: NOT_A_NUMBER, 2: FORBIDDEN, 3: OVERFLOW}  # as enum Verdict in csrc/sampler.h numbers them
+_REASONS = {1: NOT_A_NUMBER, 2: FORBIDDEN, 3: OVERFLOW}  # the numbers of enum Verdict in csrc
 
 
 class NativeSampler:
-    """What `sample` and `score` of the numpy sampler do, over the threads of a pool. One thread calls it."""
+    """`sample` and `score` of the numpy sampler, on a thread pool. Only one thread may call it."""
 
     def __init__(self, pool: Pool) -> None:
         self._kernel = Sampler(pool)
-        self._told: dict[int, SamplingParams] = {}
-        """Row -> the parameters that the kernel knows for it."""
+        self._kernel_params: dict[int, SamplingParams] = {}
+        """Row -> the parameters that the kernel has for it."""
         self._eos_token_ids: Collection[int] = ()
         self._no_logprobs = _LogprobArrays(0, 0)
 
@@ -33,12 +33,12 @@ class NativeSampler:
         eos_token_ids: Collection[int],
         masks: Masks = NO_MASKS,
     ) -> Sampled:
-        """The tokens of one step; `logits` [S, vocabulary] float32 is left as it is."""
+        """Samples the tokens of one step. Does not change `logits` [S, vocabulary] float32."""
         count, vocabulary = logits.shape
-        if rows.shaped and not entries.is_plain.all():
-            self._tell(entries, rows, eos_token_ids)
+        if rows.not_plain and not entries.is_plain.all():
+            self._set_rows(entries, rows, eos_token_ids)
         top_counts, arrays = entries.top_counts, self._no_logprobs
-        widest = int(top_counts.max(initial=-1)) if rows.told else -1
+        widest = int(top_counts.max(initial=-1)) if rows.with_logprobs else -1
         if widest >= 0:
             top_counts = np.minimum(top_counts, vocabulary)
             arrays = _LogprobArrays(count, min(widest, vocabulary))
@@ -63,7 +63,7 @@ class NativeSampler:
             arrays.top_logprobs,
         )
         errors = dict(masks.errors)
-        if any(verdicts.tobytes()):  # a tenth of the time of numpy's own, for the few there are
+        if any(verdicts.tobytes()):  # for so few bytes ten times faster than numpy's `any`
             for entry in np.flatnonzero(verdicts).tolist():
                 reason = _REASONS[int(verdicts[entry])]
                 if reason is NOT_A_NUMBER:
@@ -79,24 +79,24 @@ class NativeSampler:
         return Sampled(tokens, logprobs, errors)
 
     def score(self, logits: np.ndarray, tokens: np.ndarray, top_count: int) -> list[TokenLogprobs]:
-        """How likely each of `tokens` [N] is by its row of `logits` [N, vocabulary], as the numpy sampler's `score`."""
+        """The logprobs of `tokens` [N] by `logits` [N, vocabulary], like `score` of the numpy sampler."""
         count, vocabulary = logits.shape
         top_count = min(top_count, vocabulary)
         arrays = _LogprobArrays(count, top_count)
         self._kernel.score(logits, tokens, top_count, arrays.logprobs, arrays.top_tokens, arrays.top_logprobs)
         return [arrays.read(entry, top_count) for entry in range(count)]
 
-    def _tell(self, entries: SampledEntries, rows: Rows, eos_token_ids: Collection[int]) -> None:
-        """Parameters are frozen: the kernel is told of a row only when others are in it than last time."""
+    def _set_rows(self, entries: SampledEntries, rows: Rows, eos_token_ids: Collection[int]) -> None:
+        """Passes the parameters of rows to the kernel, if they changed. They are frozen, so identity is enough."""
         if eos_token_ids != self._eos_token_ids:
             self._eos_token_ids = eos_token_ids
-            self._told.clear()
+            self._kernel_params.clear()
         for row in entries.rows[~entries.is_plain].tolist():
             params = rows.params[row]
             assert params is not None, "a row samples before it was started"
-            if self._told.get(row) is not params:
+            if self._kernel_params.get(row) is not params:
                 self._set_row(row, params)
-                self._told[row] = params
+                self._kernel_params[row] = params
 
     def _set_row(self, row: int, params: SamplingParams) -> None:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
@@ -119,7 +119,7 @@ class NativeSampler:
 
 
 class _LogprobArrays:
-    """Where the kernel writes logprobs: one of each entry's own token, and up to `width` of the likeliest."""
+    """Buffers for the logprobs that the kernel writes: per entry, of its token and of up to `width` top tokens."""
 
     def __init__(self, count: int, width: int) -> None:
         self.logprobs = np.empty(count, np.float64)

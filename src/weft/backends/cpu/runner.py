@@ -1,8 +1,7 @@
-"""The CPU backend: rows, paged KV cache and swap space of one model, and the thread that runs steps over them.
+"""The CPU backend: owns the rows, the KV cache and the swap slots of one model, and runs steps in a thread.
 
-A plan is carried out in one thread, in the order of submission. The caller plans and prepares the next step meanwhile:
-kernels let go of the interpreter while they compute. That needs no lock: what a plan writes into rows as it is submitted
-is of rows that no step in flight has.
+The thread runs plans in the order of submission. Kernels release the GIL, so the caller plans and prepares the next
+step meanwhile. That needs no lock: `submit` writes only to rows that no step in flight uses.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from weft.backends.cpu.kernels import has_kernels, instruction_set
-from weft.backends.cpu.memory_ahead import MemoryAhead
-from weft.backends.cpu.memory_budget import CacheRoom
+from weft.backends.cpu.memory_budget import MemoryBudget
+from weft.backends.cpu.prefault import Prefaulter
 from weft.backends.cpu.step_thread import QueuedStep, StepThread
 from weft.backends.cpu.swap import HostSwap
 from weft.backends.cpu.threads import thread_count
@@ -45,24 +44,24 @@ if TYPE_CHECKING:
     from weft._kernels import Pool
     from weft.ops.cpu.weights import Quantize
 
-# Memory is touched when a block is first used, and blocks used once are used again first: what is resident follows the
-# load, but for this much that cached content may always have.
+# A block takes memory at its first use. Up to this size, the scheduler uses fresh blocks rather than evict cached
+# content. Beyond it, fresh blocks are used only under load, so that resident memory follows the load.
 _EAGER_CACHE_BYTES = 256 << 20
-# Memory that is there before it is used.
+# How much cache memory is prefaulted after the used blocks.
 _CACHE_BYTES_AHEAD = 128 << 20
 
 _SCORED_AT_ONCE = 64
 
-# `BackendInfo.fixed_cost_rows` of the kernels: a first value between those of two cores with VNNI (7) and with AVX2 (1 to 2.5).
+# The initial `BackendInfo.fixed_cost_rows` for the C++ kernels. Measured on two cores: 7 with VNNI, 1 to 2.5 with AVX2.
 _FIXED_COST_ROWS = 4.0
 
-# What a small machine does in a second: only their ratio matters, and only to the choice between recompute and swap.
+# Rough speeds of a small machine. Only their ratio matters, for the choice between recompute and swap.
 _OPERATIONS_PER_SECOND = 1e11
 _COPIED_BYTES_PER_SECOND = 4e9
 
 
 class Forward(Protocol):
-    """A model's forward pass: `Decoder` in numpy, or the native program that was recorded from one."""
+    """The forward pass of a model: `Decoder` in numpy, or the C++ program recorded from it."""
 
     def step(
         self, step: StepIndices, cache: np.ndarray | TwoTierCache, sampled: int
@@ -72,7 +71,7 @@ class Forward(Protocol):
 
 
 class Sampler(Protocol):
-    """From logits to tokens: the module `sampler` in numpy, or the same in C++."""
+    """Samples tokens from logits: the module `weft.sampling.reference` in numpy, or `NativeSampler` in C++."""
 
     def sample(
         self,
@@ -88,7 +87,7 @@ class Sampler(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Native:
-    """What computes in C++, and the threads that do: for one backend at a time."""
+    """The C++ program and sampler with their thread pool. Only one backend may use them at a time."""
 
     forward: Forward
     sampler: Sampler
@@ -96,7 +95,7 @@ class Native:
 
 
 class CpuBackend:
-    """`Backend` over a decoder whose cache is an array of numpy."""
+    """A `Backend` with the KV cache in numpy arrays. It computes in C++, or in numpy."""
 
     def __init__(
         self,
@@ -106,8 +105,8 @@ class CpuBackend:
         native: Native | None = None,
         memory: HostMemory | None = None,
     ) -> None:
-        """`native` computes where the decoder itself, in numpy, does not. `memory` is what there was before the weights."""
-        self._room = CacheRoom(memory or host_memory(), decoder.weight_bytes)
+        """Without `native`, the decoder computes in numpy. `memory` was measured before the weights were loaded."""
+        self._budget = MemoryBudget(memory or host_memory(), decoder.weight_bytes)
         self._decoder = decoder
         self._forward: Forward = decoder if native is None else native.forward
         self._sampler: Sampler = numpy_sampler if native is None else native.sampler
@@ -115,14 +114,14 @@ class CpuBackend:
         self._eos_token_ids = eos_token_ids
         self._compiler = grammars
         self._cache: np.ndarray | TwoTierCache
-        self._memory: MemoryAhead
+        self._prefaulter: Prefaulter
         self._thread = StepThread("weft-cpu")
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
         config = self._decoder.config
         block_bytes = self._decoder.new_cache(1, pool.block_size).nbytes
         default_bytes = partial(
-            self._room.default_cache_bytes, block_bytes, pool.block_size, config.max_context
+            self._budget.default_cache_bytes, block_bytes, pool.block_size, config.max_context
         )
         if pool.is_two_tier:
             store_block_bytes = self._decoder.new_store(1, pool.block_size, pool.store_bits).nbytes
@@ -137,17 +136,17 @@ class CpuBackend:
             max_context = longest_context(config.max_context, sizes, pool.block_size, pool.tail_blocks)
         else:
             store_block_bytes = 0
-            asked = pool.blocks_in_memory(block_bytes)
-            sizes = PoolSizes(default_bytes() // block_bytes if asked is None else asked, 0)
+            requested = pool.blocks_in_memory(block_bytes)
+            sizes = PoolSizes(default_bytes() // block_bytes if requested is None else requested, 0)
             max_context = min(config.max_context, sizes.full * pool.block_size)
         num_blocks = sizes.full
         self._block_size = pool.block_size
         cache_bytes = num_blocks * block_bytes + sizes.store * store_block_bytes
         swap_blocks = pool.swap_blocks
         if swap_blocks is None:
-            swap_blocks = self._room.default_swap_blocks(num_blocks, cache_bytes)
+            swap_blocks = self._budget.default_swap_blocks(num_blocks, cache_bytes)
         store_swap_blocks = -(-swap_blocks * sizes.store // num_blocks)
-        self._room.check(cache_bytes, swap_blocks * block_bytes + store_swap_blocks * store_block_bytes)
+        self._budget.check(cache_bytes, swap_blocks * block_bytes + store_swap_blocks * store_block_bytes)
         try:
             full = self._decoder.new_cache(num_blocks, pool.block_size)
             if pool.is_two_tier:
@@ -160,15 +159,17 @@ class CpuBackend:
                 self._swaps = HostSwap(full, swap_blocks)
                 self._rows = Rows(num_rows, max_context, pool.block_size)
             self._grammars = RowGrammars(self._compiler, num_rows, config.vocabulary_size)
-            self._memory = MemoryAhead(full, _CACHE_BYTES_AHEAD, self._pool)
-            self._thread.take_ahead(self._memory)
-        # numpy's word for more than an address space holds is ValueError
-        except (MemoryError, ValueError) as error:
-            store_too = (
+            self._prefaulter = Prefaulter(full, _CACHE_BYTES_AHEAD, self._pool)
+            self._thread.prefault_when_idle(self._prefaulter)
+        except (
+            MemoryError,
+            ValueError,
+        ) as error:  # numpy raises ValueError for a size beyond the address space
+            store_text = (
                 f", and store_blocks {sizes.store} of {store_block_bytes}," if pool.is_two_tier else ""
             )
             raise InvalidRequestError(
-                f"num_blocks {num_blocks} and swap_blocks {swap_blocks} of {block_bytes} bytes{store_too} do not fit into "
+                f"num_blocks {num_blocks} and swap_blocks {swap_blocks} of {block_bytes} bytes{store_text} do not fit into "
                 f"memory ({(host_memory().available or 0) >> 20} MiB available); ask for fewer",
                 field="num_blocks",
             ) from error
@@ -187,10 +188,10 @@ class CpuBackend:
             recompute_seconds_per_token=2 * config.multiplications_per_token / _OPERATIONS_PER_SECOND,
             swap_seconds_per_block=block_bytes / _COPIED_BYTES_PER_SECOND,
             weight_bytes=self._decoder.weight_bytes,
-            # Of both tiers: the scheduler lets the store have the same share of its blocks.
+            # The scheduler applies the same share to the blocks of the store.
             eager_blocks=min(num_blocks, _EAGER_CACHE_BYTES * num_blocks // cache_bytes),
             grammars_may_overlap=True,
-            # 0 for numpy: the bits of a row depend on the other rows there, so drafts would change answers.
+            # No draft tokens with numpy: there the logits of a row depend on the other rows, so drafts change answers.
             fixed_cost_rows=0.0 if self._pool is None else _FIXED_COST_ROWS,
         )
 
@@ -207,15 +208,15 @@ class CpuBackend:
         self._grammars.close()
 
     def _run(self, plan: IterationPlan, step: PreparedStep | None) -> StepResult:
-        """One plan, in the thread. Never raises: a swap that ran must be reported whatever the step does."""
+        """Runs one plan, in the thread. Never raises: a swap must be reported even if the step fails."""
         swaps = self._swaps
         if swaps.is_idle and not plan.swap_out and not plan.swap_in:
             return self._attempt(plan, step)
-        self._thread.tell()  # copies may take long
+        self._thread.report()  # do not delay the report of the previous step by copies
         swaps.accept(plan)
-        swaps.run_ready(last_step_over=plan.step - 1)
+        swaps.run_ready(last_ended_step=plan.step - 1)
         result = self._attempt(plan, step)
-        swaps.run_ready(last_step_over=plan.step)
+        swaps.run_ready(last_ended_step=plan.step)
         finished, failed = swaps.take_reports()
         if not finished and not failed:
             return result
@@ -223,7 +224,7 @@ class CpuBackend:
 
     def _attempt(self, plan: IterationPlan, step: PreparedStep | None) -> StepResult:
         try:
-            self._swaps.check_over(plan.after_swaps)
+            self._swaps.check_ended(plan.after_swaps)
             self._grammars.start(plan.row_starts)
             return StepResult() if step is None else self._compute(step)
         except Exception as error:
@@ -233,14 +234,14 @@ class CpuBackend:
         scored, entries = step.scored, step.entries
         num_sampled = len(entries.rows)
         self._rows.read_tokens(step)
-        self._thread.tell()  # before memory is taken, which may take long
-        self._memory.use(int(step.indices.cells.max()) // self._block_size + 1)
+        self._thread.report()  # do not delay the report of the previous step by prefaulting
+        self._prefaulter.use(int(step.indices.cells.max()) // self._block_size + 1)
         try:
             logits, hidden = self._forward.step(step.indices, self._cache, num_sampled)
         finally:
-            self._memory.end_step()
+            self._prefaulter.end_step()
         if scored:
-            logits = logits.copy()  # what scores prompts makes logits in the same place
+            logits = logits.copy()  # `_score_prompts` overwrites the logits buffer
         prompt_logprobs, errors = self._score_prompts(scored, hidden) if scored else ({}, {})
         if not num_sampled:
             return StepResult(prompt_logprobs=prompt_logprobs, errors=errors)
@@ -249,14 +250,14 @@ class CpuBackend:
         self._rows.record(step, sampled.tokens)
         self._grammars.advance(entries.rows, sampled.tokens)
         for entry, error in sampled.errors.items():
-            if step.stands(entry, sampled.tokens):
+            if step.is_valid_sample(entry, sampled.tokens):
                 errors[entries.request_ids[entry]] = error
         return StepResult(sampled.tokens.tolist(), sampled.logprobs, prompt_logprobs, errors)
 
     def _score_prompts(
         self, scored: Sequence[ScoredPrompt], hidden: np.ndarray
     ) -> tuple[dict[RequestId, tuple[int, list[TokenLogprobs]]], dict[RequestId, str]]:
-        """Logits of whole prompts would be large: they are made and used up piece by piece."""
+        """Scores `_SCORED_AT_ONCE` tokens at a time, because the logits of a whole prompt would be large."""
         logprobs: dict[RequestId, tuple[int, list[TokenLogprobs]]] = {}
         errors: dict[RequestId, str] = {}
         start = 0
@@ -280,10 +281,10 @@ def open_cpu_backend(
     threads: int | None = None,
     quantize: Quantize | None = None,
 ) -> CpuBackend:
-    """The backend for a model, or for the path of one; errors name it. `max_context` shortens the model's own context.
+    """Opens the backend for a model or for the path of a model. `max_context` shortens the model's own context.
 
-    The C++ kernels compute where they were built, with `threads` threads; with a `dtype` numpy does, in that type.
-    `quantize` ("int8" or "int4") is for weights that the files keep as floats.
+    Without `dtype`, the C++ kernels compute with `threads` threads if they were built. With `dtype`, numpy computes in
+    that type. `quantize` ("int8" or "int4") applies to weights that the files store as floats.
     """
     if isinstance(checkpoint, str):
         checkpoint = open_checkpoint(checkpoint)
@@ -293,15 +294,15 @@ def open_cpu_backend(
     is_native = dtype is None and has_kernels()
     _check_quantize(quantize, checkpoint, is_native)
     try:
-        own_context = build_config(layout, metadata, tensors).max_context
+        model_context = build_config(layout, metadata, tensors).max_context
         if max_context is not None:
-            check_context(max_context, own_context)
+            check_context(max_context, model_context)
         native: Native | None = None
         if is_native:
             decoder, native = open_native(checkpoint, max_context, threads, quantize, memory)
         else:
             ops = ReferenceOps(np.float32 if dtype is None else dtype)
-            with CacheRoom(memory, checkpoint.parameter_count * ops.dtype.itemsize).for_weights():
+            with MemoryBudget(memory, checkpoint.parameter_count * ops.dtype.itemsize).for_weights():
                 decoder = build_decoder(layout, metadata, tensors, ops, max_context)
     except ModelFileError as error:
         raise ModelFileError(f"{checkpoint.path}: {error}") from error
@@ -316,7 +317,7 @@ def open_native(
     quantize: Quantize | None,
     memory: HostMemory | None = None,
 ) -> tuple[Decoder, Native]:
-    """The decoder and the native program recorded from it; its packed weights are kept for the next start."""
+    """The decoder, and the C++ program recorded from it. Packed weights are kept in a file for the next start."""
     from weft import _kernels
     from weft.backends.cpu.native_sampler import NativeSampler
     from weft.ops.cpu.program import record
@@ -332,8 +333,8 @@ def open_native(
     files = checkpoint.files
 
     def keep(sizes: Mapping[str, int], fill: Callable[[str, np.ndarray], None]) -> dict[str, np.ndarray]:
-        with CacheRoom(memory or host_memory(), sum(sizes.values())).for_weights():
-            if files:  # random numbers are drawn again at the next start
+        with MemoryBudget(memory or host_memory(), sum(sizes.values())).for_weights():
+            if files:  # a random model has no files, and nothing worth keeping
                 path = packed_path(checkpoint.path, variant)
                 identity = identity_of(files, variant)
                 pieces = open_packed(path, identity, sizes, fill, _kernels.checksum, threads)

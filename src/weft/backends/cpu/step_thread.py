@@ -1,9 +1,11 @@
-"""The thread that runs the steps of the CPU backend, one behind the other, and when it tells that one is over.
+"""Runs the steps of the CPU backend in one thread, and decides when the result of a step is reported.
 
-Whoever waits for a step is woken to apply it and to plan another, and takes the interpreter for that. Woken at the end of
-the step, it would take it from this thread, which has the next step to begin, and the cores would wait for both. So a
-step with another behind it is told when that one begins to compute, for which nobody needs the interpreter. And whoever
-submits a step for which the cores wait already lets it begin before going on: what else there is to do can be done meanwhile.
+Reporting a result wakes the engine thread, which needs the GIL to apply the result and to plan. If that happened at the
+end of a step, it would delay the start of the next step, and all cores would wait. So the result of step N is reported
+when step N + 1 begins to compute without the GIL. If no step is queued, it is reported at once.
+
+For the same reason `submit` waits for its step to start if no other step runs: the engine thread does the rest of its
+work while the step computes.
 """
 
 from __future__ import annotations
@@ -13,57 +15,57 @@ import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from weft.backends.cpu.memory_ahead import MemoryAhead
+from weft.backends.cpu.prefault import Prefaulter
 from weft.plan import StepResult
 
 _IDLE_SECONDS = 0.01
-"""After so long without a step the next one is not about to come."""
+"""After this time without a step, the thread counts as idle and prefaults memory."""
 
-_BEGINNING_SECONDS = 0.001
-"""How long a step may take to begin before whoever submitted it goes on all the same: it has something else to do first."""
+_START_SECONDS = 0.001
+"""How long `submit` waits for its step to start. The thread may be busy, for example with prefaulting."""
 
 
 class QueuedStep:
-    """A step under way; a `StepHandle`."""
+    """A submitted step; a `StepHandle`."""
 
-    __slots__ = ("_has_begun", "_is_beginning", "_is_told", "_outcome", "_run")
+    __slots__ = ("_has_started", "_outcome", "_report_lock", "_run", "_start_lock")
 
     def __init__(self, run: Callable[[QueuedStep], None]) -> None:
         self._run: Callable[[QueuedStep], None] | None = run
         self._outcome: StepResult | BaseException | None = None
-        self._is_told = threading.Lock()
-        self._is_told.acquire()
-        self._has_begun = False
-        self._is_beginning = threading.Lock()
-        self._is_beginning.acquire()
+        self._report_lock = threading.Lock()  # released by `report`
+        self._report_lock.acquire()
+        self._has_started = False
+        self._start_lock = threading.Lock()  # released by `mark_started`
+        self._start_lock.acquire()
 
     @property
-    def is_told(self) -> bool:
+    def is_reported(self) -> bool:
         return self._outcome is not None
 
-    def begin(self) -> None:
-        """In the thread, when it computes, or is over without that."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._is_beginning.release()
+    def mark_started(self) -> None:
+        """Called in the thread when the step begins to compute, or ends without computing."""
+        if not self._has_started:
+            self._has_started = True
+            self._start_lock.release()
 
-    def wait_until_it_begins(self) -> None:
-        """By one thread."""
-        self._is_beginning.acquire(timeout=_BEGINNING_SECONDS)
+    def wait_until_started(self) -> None:
+        """Called by one thread only."""
+        self._start_lock.acquire(timeout=_START_SECONDS)
 
     def run(self) -> None:
-        """In the thread."""
+        """Called in the thread."""
         assert self._run is not None, "a step runs once"
         self._run(self)
-        self._run = None  # whoever keeps a step keeps no more than its outcome
+        self._run = None  # a handle that is kept must not keep the inputs of the step alive
 
-    def tell(self, outcome: StepResult | BaseException) -> None:
-        """In the thread."""
+    def report(self, outcome: StepResult | BaseException) -> None:
+        """Called in the thread. Wakes the thread that waits in `result`."""
         self._outcome = outcome
-        self._is_told.release()
+        self._report_lock.release()
 
     def result(self) -> StepResult:
-        with self._is_told:
+        with self._report_lock:
             assert self._outcome is not None
             if isinstance(self._outcome, BaseException):
                 raise self._outcome
@@ -71,15 +73,15 @@ class QueuedStep:
 
 
 class StepThread:
-    """Runs steps in the order in which they are submitted; while there are none it takes memory for those to come."""
+    """Runs steps in the order of submission. Prefaults memory while there are none."""
 
     def __init__(self, name: str) -> None:
-        self._steps: SimpleQueue[QueuedStep | MemoryAhead | None] = SimpleQueue()
+        self._steps: SimpleQueue[QueuedStep | Prefaulter | None] = SimpleQueue()
         self._newest: QueuedStep | None = None
         self._running: QueuedStep | None = None
-        self._untold: tuple[QueuedStep, StepResult | BaseException] | None = None
+        self._unreported: tuple[QueuedStep, StepResult | BaseException] | None = None
         thread = threading.Thread(target=_work, args=(self._steps,), name=name, daemon=True)
-        # Also where nobody closes it: when it is forgotten, or before the interpreter ends under a step.
+        # Ends the thread also without `close`: on garbage collection, and before the interpreter exits during a step.
         self._end = weakref.finalize(self, _end, self._steps, thread)
         thread.start()
 
@@ -87,31 +89,30 @@ class StepThread:
         if not self._end.alive:
             raise RuntimeError("the backend is closed and runs no more steps")
         step = QueuedStep(lambda step: self._run(step, run))
-        is_awaited = self._newest is None or self._newest.is_told
+        is_idle = self._newest is None or self._newest.is_reported
         self._newest = step
         self._steps.put(step)
-        if is_awaited:
-            step.wait_until_it_begins()
+        if is_idle:
+            step.wait_until_started()
         return step
 
-    def take_ahead(self, memory: MemoryAhead) -> None:
-        """This is the memory of the steps to come; from now on it belongs to the thread. Not while a step is under way: it
-        would take this for one behind it."""
+    def prefault_when_idle(self, memory: Prefaulter) -> None:
+        """Hands the cache memory to the thread. Not during a step: an item in the queue counts as a next step."""
         self._steps.put(memory)
 
     def close(self) -> None:
-        """Waits for what was submitted."""
+        """Waits for all submitted steps."""
         self._end()
 
     # -- in the thread
 
-    def tell(self) -> None:
-        """Tells of the step before, and that this one begins; called by one that is about to compute."""
+    def report(self) -> None:
+        """Called by a step right before it computes. Reports the previous step, and marks this one as started."""
         if self._running is not None:
-            self._running.begin()
-        if self._untold is not None:
-            (step, outcome), self._untold = self._untold, None
-            step.tell(outcome)
+            self._running.mark_started()
+        if self._unreported is not None:
+            (step, outcome), self._unreported = self._unreported, None
+            step.report(outcome)
 
     def _run(self, step: QueuedStep, run: Callable[[], StepResult]) -> None:
         outcome: StepResult | BaseException
@@ -120,38 +121,39 @@ class StepThread:
             outcome = run()
         except BaseException as error:
             outcome = error
-        self.tell()  # where it had nothing to compute
+        self.report()  # for a step that computed nothing
         self._running = None
-        self._untold = step, outcome
-        if self._steps.empty() or not self._end.alive:  # what is behind it may be the end, which tells nobody
-            self.tell()
+        self._unreported = step, outcome
+        if self._steps.empty() or not self._end.alive:  # after `close`, the next item may be the end marker
+            self.report()
 
 
-def _work(steps: SimpleQueue[QueuedStep | MemoryAhead | None]) -> None:
-    """Holds no thread object and no backend: they can be forgotten while it waits."""
-    memory: MemoryAhead | None = None
-    while (next_one := _next(steps, memory)) is not None:
-        if isinstance(next_one, QueuedStep):
-            next_one.run()
+def _work(steps: SimpleQueue[QueuedStep | Prefaulter | None]) -> None:
+    """The main function of the thread. Refers to no StepThread and no backend, so that both can be collected."""
+    memory: Prefaulter | None = None
+    while (item := _next(steps, memory)) is not None:
+        if isinstance(item, QueuedStep):
+            item.run()
         else:
-            memory = next_one
-        del next_one
+            memory = item
+        del item
 
 
 def _next(
-    steps: SimpleQueue[QueuedStep | MemoryAhead | None], memory: MemoryAhead | None
-) -> QueuedStep | MemoryAhead | None:
-    patience = _IDLE_SECONDS
-    while memory is not None and memory.is_wanting:
+    steps: SimpleQueue[QueuedStep | Prefaulter | None], memory: Prefaulter | None
+) -> QueuedStep | Prefaulter | None:
+    """Waits for the next item, and prefaults memory meanwhile."""
+    timeout = _IDLE_SECONDS
+    while memory is not None and memory.needs_more:
         try:
-            return steps.get(timeout=patience)
+            return steps.get(timeout=timeout)
         except Empty:
-            memory.take_some()
-            patience = 0.0
+            memory.prefault_some()
+            timeout = 0.0
     return steps.get()
 
 
-def _end(steps: SimpleQueue[QueuedStep | MemoryAhead | None], thread: threading.Thread) -> None:
+def _end(steps: SimpleQueue[QueuedStep | Prefaulter | None], thread: threading.Thread) -> None:
     steps.put(None)
     if thread is not threading.current_thread():
         thread.join()

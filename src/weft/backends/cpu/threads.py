@@ -1,4 +1,4 @@
-"""How many threads compute, where nobody says: one for each physical core that this process may use."""
+"""The number of compute threads. The default is one per physical core that this process may use."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from weft.errors import InvalidRequestError
 _MOST_THREADS = 1024
 
 
-def thread_count(wanted: int | None) -> int:
-    """`wanted` if it is a number of threads, else the default."""
-    if wanted is None:
+def thread_count(threads: int | None) -> int:
+    """`threads` if it is valid; the default for None."""
+    if threads is None:
         return max(1, min(_physical_cores(), _quota()))
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= _MOST_THREADS:
+    if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= _MOST_THREADS:
         raise InvalidRequestError(
-            f"threads is {wanted!r}; allowed: a whole number from 1 to {_MOST_THREADS}", field="threads"
+            f"threads is {threads!r}; allowed: a whole number from 1 to {_MOST_THREADS}", field="threads"
         )
-    return wanted
+    return threads
 
 
 def _physical_cores() -> int:
-    """Two hardware threads of one core share its arithmetic: a second one only gets in the way of the first."""
+    """Hardware threads of one core count once: they share its arithmetic units, and slow each other down."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = set()
@@ -36,7 +36,7 @@ def _physical_cores() -> int:
 
 
 def _quota() -> int:
-    """What a container's limit on processor time comes to, in whole processors."""
+    """The CPU limit of the container, in whole processors."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return _MOST_THREADS if quota == "max" else max(1, int(quota) // int(period))

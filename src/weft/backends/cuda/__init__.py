@@ -1,1 +1,1 @@
-"""The CUDA backend: rows, cache and sampling live on the card; a step is one replay of a graph, or some launches."""
+"""The CUDA backend: rows, KV cache and sampling are on the GPU. A step replays a CUDA graph or launches kernels."""

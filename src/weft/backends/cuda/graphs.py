@@ -1,11 +1,12 @@
-"""Decode steps as graphs: which size a step is padded to, which graphs there are, and when one is captured.
+"""CUDA graphs of decode steps: the size a step is padded to, the graphs captured so far, and when to capture one.
 
-Nothing is captured before it is needed, so a start waits for none. A step of a new kind is launched kernel by kernel,
-which compiles them and lets cuBLAS find its own; the second of its kind is captured. A size that has no graph yet uses a
-larger one that has, for a few steps: a batch that drains passes through many sizes, and one that it leaves at once is not
-worth a capture. But padding is not free: from a hundred rows on the products of a large model take longer with every row. To
-capture takes little more of the host than to launch, so a batch that grows is not held up by it. Where a capture fails,
-steps of its kind use a larger graph, or are launched.
+Graphs are captured on demand, so the start does not wait for them. The first step of a kind is launched kernel by
+kernel: this compiles Triton kernels and lets cuBLAS choose its kernels. The second step of the kind is captured;
+capturing costs the host little more than launching.
+
+A kind without a graph first uses a larger graph for a few steps. A batch that drains passes through many sizes, and
+most are not worth a capture. But padding is not free: from about 100 rows on, the matrix products of a large model
+take longer with every row. If a capture fails, steps of the kind use a larger graph or are launched.
 """
 
 from __future__ import annotations
@@ -25,45 +26,46 @@ _STEP = 32
 _SMALL_SIZES = (1, 2, 4, 8, 16)
 _SMALLEST_CONTEXT = 512
 _MOST_PADDING = 2
-_BORROWED = 2
-"""So many steps of one kind use another's graph; then it gets its own. That costs some milliseconds once; padding costs up
-to two in every step (8 billion weights, 128 rows in a graph of 256)."""
+_STEPS_IN_LARGER_GRAPH = 2
+"""After this many steps in a larger graph, a kind gets its own. A capture costs a few milliseconds once; padding
+costs up to two in every step (8 billion weights, 128 rows in a graph of 256)."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What decode steps have in common that run from one graph."""
+    """What decode steps that run from the same graph have in common."""
 
     size: int
     """Entries, padding included."""
     longest_context: int
-    """No context in it is longer."""
+    """The upper limit of the context lengths."""
     sampling: SamplingPath | None
-    """The sampler's path where sampling is part of the graph; None: the graph ends with the logits."""
+    """The sampling path, if sampling is part of the graph. None: the graph ends with the logits."""
 
 
-class _Captured:
-    """A graph, and where it leaves its logits."""
+class _CapturedGraph:
+    """A graph, and the tensor that it writes its logits to."""
 
     def __init__(self, device: Device, work: Callable[[Kind], Tensor], kind: Kind, pool: object) -> None:
-        kept: list[Tensor] = []
+        logits: list[Tensor] = []
 
-        def note() -> None:
-            kept[:] = [work(kind)]
+        def launch() -> None:
+            logits[:] = [work(kind)]
 
-        self._kept = kept  # `note` must not refer to `self`: the interpreter's graph keeps that function
-        self.graph = device.capture(note, pool)
+        # `launch` must not refer to `self`: the graph of the interpreter keeps the function, which would be a cycle.
+        self._logits = logits
+        self.graph = device.capture(launch, pool)
 
     @property
     def logits(self) -> Tensor:
-        return self._kept[0]
+        return self._logits[0]
 
 
 @dataclass
 class DecodeGraphs:
-    """Runs decode steps, from a graph where there is one.
+    """Runs decode steps, from a graph if there is one.
 
-    `work` launches everything of a kind and returns its logits, which stand in the same memory every time.
+    `work` launches all kernels of a kind and returns its logits, always in the same memory.
     """
 
     device: Device
@@ -72,19 +74,19 @@ class DecodeGraphs:
     max_context: int
     by_context: bool
     """Whether the launches of a step depend on its longest context."""
-    _graphs: dict[Kind, _Captured] = field(default_factory=dict)
-    _borrowed: dict[Kind, int] = field(default_factory=dict)
-    """How many steps of a kind have used another's graph."""
+    _graphs: dict[Kind, _CapturedGraph] = field(default_factory=dict)
+    _steps_in_larger: dict[Kind, int] = field(default_factory=dict)
+    """How many steps of a kind have used a larger graph."""
     _launched: set[Kind] = field(default_factory=set)
-    _refused: set[Kind] = field(default_factory=set)
-    """Kinds whose capture failed: no memory is left for a graph, most likely."""
+    _failed: set[Kind] = field(default_factory=set)
+    """Kinds whose capture failed, probably because no memory was left for a graph."""
     _pool: object = None
 
     def run(self, entries: int, longest_context: int, sampling: SamplingPath | None) -> Tensor:
-        """Launches a step; its logits, those of padding behind the others."""
+        """Launches a step and returns its logits. The logits of padding come last."""
         kind = Kind(self._size(entries), self._context(longest_context), sampling)
-        captured = self._graphs.get(kind) or self._lent(kind)
-        if captured is None and kind in self._launched and kind not in self._refused:
+        captured = self._graphs.get(kind) or self._larger_graph(kind)
+        if captured is None and kind in self._launched and kind not in self._failed:
             captured = self._capture(kind)
         if captured is None:
             self._launched.add(kind)
@@ -96,23 +98,23 @@ class DecodeGraphs:
     def num_captured(self) -> int:
         return len(self._graphs)
 
-    def _capture(self, kind: Kind) -> _Captured | None:
+    def _capture(self, kind: Kind) -> _CapturedGraph | None:
         if self._pool is None:
             self._pool = self.device.graph_pool()
         try:
-            captured = _Captured(self.device, self.work, kind, self._pool)
+            captured = _CapturedGraph(self.device, self.work, kind, self._pool)
         except Exception as error:
-            # Nothing of it has run. Where the card itself has failed, the launch that follows says so.
-            self._refused.add(kind)
+            # No kernel has run. If the GPU itself has failed, the following launch raises the error.
+            self._failed.add(kind)
             _log.warning("a decode step of %d entries could not be captured (%s)", kind.size, error)
             return None
         self._graphs[kind] = captured
         return captured
 
-    def _lent(self, kind: Kind) -> _Captured | None:
-        """The smallest graph that this kind of step fits into without much waste, where it is to have none of its own yet."""
-        borrowed = self._borrowed.get(kind, 0)
-        if borrowed >= _BORROWED and kind not in self._refused:
+    def _larger_graph(self, kind: Kind) -> _CapturedGraph | None:
+        """The smallest graph, up to `_MOST_PADDING` times the size, that can run this kind. None: capture one."""
+        steps = self._steps_in_larger.get(kind, 0)
+        if steps >= _STEPS_IN_LARGER_GRAPH and kind not in self._failed:
             return None
         fitting = [
             (other.size, other.longest_context, other)
@@ -123,7 +125,7 @@ class DecodeGraphs:
         ]
         if not fitting:
             return None
-        self._borrowed[kind] = borrowed + 1
+        self._steps_in_larger[kind] = steps + 1
         return self._graphs[min(fitting, key=lambda found: found[:2])[2]]
 
     def _size(self, entries: int) -> int:

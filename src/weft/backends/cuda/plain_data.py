@@ -1,4 +1,4 @@
-"""Frozen dataclasses as JSON and back, for a process that is told what to do: nothing between processes is pickled."""
+"""Converts frozen dataclasses to JSON lines and back, to pass them to another process without pickle."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 def to_line(value: Any) -> bytes:
-    """A dataclass as one line. Its fields are plain values, tuples, enums and such dataclasses."""
+    """A dataclass as one line of JSON. Its fields may be plain values, tuples, enums and such dataclasses."""
     return json.dumps(dataclasses.asdict(value), default=_value_of).encode() + b"\n"
 
 
 def from_line(kind: type[T], line: bytes) -> T:
-    """What `to_line` was given."""
+    """The inverse of `to_line`."""
     built: T = _build(kind, json.loads(line))
     return built
 
@@ -25,7 +25,7 @@ def from_line(kind: type[T], line: bytes) -> T:
 def _value_of(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
-    raise TypeError(f"{type(value).__name__} is no plain data")
+    raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 def _build(kind: Any, value: Any) -> Any:

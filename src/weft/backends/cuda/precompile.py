@@ -1,12 +1,11 @@
-"""The kernels that a model will need, compiled before anybody waits for them: by processes of their own, into Triton's cache.
+"""Compiles the kernels that a model will need into Triton's cache, in separate processes, before a step needs them.
 
-With an empty cache the first step of every kind waits for the compiler, seconds at a time, and every request with it. So
-a process is started beside the one that loads the weights. Several forked from it carry out steps of all common kinds, on
-a card that has no memory and computes nothing, where to launch a kernel is to compile it, each its own part of the
-kernels. What the engine needs meanwhile it compiles itself; nothing waits for this. Once all is compiled, a file in the
-cache says so, and later starts have nothing to do.
+With an empty cache, the first step of every kind waits seconds for the compiler. So the engine starts a process while
+it loads the weights. That process forks workers. Each worker runs the common steps on a device without memory, where a
+launch only compiles the kernel, and compiles its share of the kernels. The engine never waits for this: it compiles
+itself what is missing. When all is compiled, a marker file is written to the cache, and later starts skip this.
 
-Run as a module, this is that process: it is told what it is about on its standard input.
+`python -m` of this module is that process. It reads an `Outline` and `Sizes` from its standard input, one line each.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ from weft.text.grammar import GrammarCompiler
 
 _MOST_PROCESSES = 12
 _NICENESS = 10
-_PATIENCE_SECONDS = 300
-"""Then a process ends by itself, whatever it is at: nobody may be there to end it."""
+_TIME_LIMIT_SECONDS = 300
+"""A process ends after this time in any case: the engine that would end it may be gone."""
 _PROMPT = 100
 _SMALL_PROMPTS = (20, 40)
 _DECODES = (2, 16, 32, 64, 128, 256)
@@ -70,7 +69,7 @@ _MASKED: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {}, {"top_p": 0.9})
 
 @dataclass(frozen=True)
 class StoredShape:
-    """A `WeightSource` of which nothing is read."""
+    """A `WeightSource` that has a shape but no data."""
 
     name: str
     shape: tuple[int, ...]
@@ -79,7 +78,7 @@ class StoredShape:
 
 @dataclass(frozen=True)
 class Outline:
-    """All of a model and a card that decides how kernels are compiled."""
+    """All properties of a model and a GPU that decide how kernels are compiled."""
 
     config: ModelConfig
     weights: tuple[tuple[str, StoredShape], ...]
@@ -97,17 +96,17 @@ class Outline:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a backend was allocated with; the pool has as many blocks, of each tier, as its longest context takes."""
+    """The arguments of `allocate`. `pool` has as many blocks, of each tier, as the longest context takes."""
 
     pool: KvCachePoolConfig
     num_rows: int
     max_tokens: int
 
     def kind(self, config: ModelConfig) -> str:
-        """What of it decides how kernels are compiled: of the numbers of blocks only how long a context they allow."""
+        """What decides how kernels are compiled. The numbers of blocks matter only through the longest context."""
         pool = {name: value for name, value in asdict(self.pool).items() if not name.endswith("_blocks")}
-        room = (self.pool.num_blocks or 0) * self.pool.block_size
-        return repr((pool, self.num_rows, self.max_tokens, min(config.max_context, room)))
+        pool_tokens = (self.pool.num_blocks or 0) * self.pool.block_size
+        return repr((pool, self.num_rows, self.max_tokens, min(config.max_context, pool_tokens)))
 
 
 def outline_of(
@@ -125,24 +124,24 @@ def outline_of(
     return Outline(config, tuple(shapes), str(dtype).removeprefix("torch."), invariant, *card)
 
 
-class ForeseenKernels:
-    """The process, as long as it takes."""
+class KernelPrecompiler:
+    """The engine's side: starts the process, sends it its input, and ends it."""
 
     def __init__(self, outline: Outline) -> None:
         self._outline = outline
         self._process: subprocess.Popen[bytes] | None = None
-        # Where nothing of this model was compiled yet, the process is there by the time that all is known.
-        if next(_cache_folder().glob(_note_name(outline) + "*"), None) is None:
+        # Started before the sizes are known, so that it imports torch early, unless this model was compiled before.
+        if next(_cache_folder().glob(_marker_name(outline) + "*"), None) is None:
             self._start()
 
     def begin(self, sizes: Sizes) -> None:
-        """All is known now."""
-        if (_cache_folder() / _note_name(self._outline, sizes)).exists():
+        """Sends the sizes, with which the process begins to compile. Does nothing if all is compiled already."""
+        if (_cache_folder() / _marker_name(self._outline, sizes)).exists():
             self.close()
             return
         if self._process is None:
             self._start()
-        self._tell(sizes)
+        self._send(sizes)
         self._end_of_input()
 
     def close(self) -> None:
@@ -160,18 +159,18 @@ class ForeseenKernels:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # Processes are forked from it, which threads of a library would not survive.
+                # No library threads: the process forks workers, and threads do not survive a fork.
                 env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                # A group of its own, which ends as a whole.
+                # A process group, so that `close` ends the workers too.
                 start_new_session=True,
             )
-            self._tell(self._outline)
+            self._send(self._outline)
 
-    def _tell(self, what: Outline | Sizes) -> None:
+    def _send(self, message: Outline | Sizes) -> None:
         if self._process is not None and self._process.stdin is not None:
-            # It may have ended: it was killed, or could not begin. Then everything is compiled when it is needed.
+            # The process may have ended or failed to start. Then kernels are compiled when a step needs them.
             with contextlib.suppress(OSError):
-                self._process.stdin.write(to_line(what))
+                self._process.stdin.write(to_line(message))
                 self._process.stdin.flush()
 
     def _end_of_input(self) -> None:
@@ -184,8 +183,8 @@ def _cache_folder() -> Path:
     return Path(triton.knobs.cache.dir)
 
 
-def _note_name(outline: Outline, sizes: Sizes | None = None) -> str:
-    """The file that says that all of it is compiled, by this weft and with this Triton; without sizes, how its name begins."""
+def _marker_name(outline: Outline, sizes: Sizes | None = None) -> str:
+    """The name of the marker file for this model, GPU, source code and Triton. Without sizes, its prefix."""
     digest = hashlib.sha256(repr((outline, triton.__version__, torch.__version__)).encode())
     package = Path(__file__).parents[2]
     for source in sorted((*package.glob("ops/triton/*.py"), *package.glob("backends/cuda/*.py"))):
@@ -199,8 +198,8 @@ def _note_name(outline: Outline, sizes: Sizes | None = None) -> str:
 # --- in that process --------------------------------------------------------------------------------------------------
 
 
-class NoCard:
-    """What Triton asks its driver before it compiles."""
+class CompileOnlyDriver:
+    """A driver without a GPU, for Triton's compiler."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -215,8 +214,8 @@ class NoCard:
         return self._target
 
 
-class ForeseenCard(Device):
-    """A card with the properties of another, and without memory: tensors have shapes and nothing else."""
+class CompileOnlyDevice(Device):
+    """A device with the properties of the GPU in the outline, but without memory: tensors have shapes and no data."""
 
     stand_in_memory = 1 << 62
 
@@ -224,12 +223,12 @@ class ForeseenCard(Device):
         self.torch_device = torch.device(memory)
         self.index = 0
         self.is_card = False
-        self.description = "a card to come"
+        self.description = "a device that only compiles"
         self.processors = outline.processors
         self.dependent_launches = outline.dependent_launches
         self.remembers_launches = False
         self._launches = {}
-        self._met: set[tuple[int, Hashable]] = set()
+        self._launched: set[tuple[int, Hashable]] = set()
 
     def launch(
         self,
@@ -239,24 +238,24 @@ class ForeseenCard(Device):
         key: Hashable,
         constants: Callable[[], dict[str, Any]],
     ) -> None:
-        """Once for each key: layers are many, and alike."""
-        if (id(kernel), key) not in self._met:
-            self._met.add((id(kernel), key))
+        """Launches each kernel once per key. The layers of a model repeat the same launches."""
+        if (id(kernel), key) not in self._launched:
+            self._launched.add((id(kernel), key))
             super().launch(kernel, grid, arguments, key, constants)
 
 
-class _Unread(Loader):
+class _NoDataLoader(Loader):
     def _read(self, source: WeightSource, target: Tensor) -> None:
         pass
 
 
-def foresee(outline: Outline, sizes: Sizes, memory: str = "meta") -> None:
-    """Launches all that common steps launch, each kernel at least once, what is needed first before the rest."""
+def precompile(outline: Outline, sizes: Sizes, memory: str = "meta") -> None:
+    """Launches all kernels of common steps, in the order in which an engine needs them."""
     from weft.backends.cuda.runner import CudaBackend
 
-    device = ForeseenCard(outline, memory)
+    device = CompileOnlyDevice(outline, memory)
     ops = TritonOps(device, outline.dtype)
-    ops._loader = _Unread(device, outline.dtype)
+    ops._loader = _NoDataLoader(device, outline.dtype)
     weights = cast(Mapping[str, WeightSource], dict(outline.weights))
     decoder = Decoder(outline.config, weights, ops)
     vocabulary = outline.config.vocabulary_size
@@ -280,23 +279,23 @@ def _no_tokenizer() -> Any:
 
 
 def _plans(sizes: Sizes) -> Iterator[IterationPlan]:
-    """The steps of an engine that starts."""
+    """The steps of an engine after its start."""
     prompt = min(_PROMPT, sizes.max_tokens - 1, (sizes.pool.num_blocks or 0) * sizes.pool.block_size - 1)
     yield _prompt_plan(0, prompt)
     yield _decode_plan(1, prompt)
     for params in _SAMPLING:
         yield replace(_decode_plan(1, prompt), row_starts=(_start(0, SamplingParams(**params)),))
     if sizes.num_rows > 1:
-        beside = _prompt_plan(1, prompt)
+        second = _prompt_plan(1, prompt)
         yield replace(
-            beside,
+            second,
             num_decodes=1,
             request_ids=(RequestId(0), RequestId(1)),
             rows=(0, 1),
             starts=(prompt, 0),
             counts=(1, prompt - 1),
             samples=(True, True),
-            row_starts=(_start(0, _GREEDY), *beside.row_starts),
+            row_starts=(_start(0, _GREEDY), *second.row_starts),
         )
     yield IterationPlan(
         *(0, 0, (), (), (), (), ()),
@@ -333,69 +332,70 @@ def _decode_plan(count: int, position: int) -> IterationPlan:
     return IterationPlan(0, count, ids, rows, starts, (1,) * count, (True,) * count)
 
 
-class _Shared:
-    """Which kernels there are, in the order in which they are met, and which of them this process compiles."""
+class _KernelShares:
+    """Records the kernels that are launched, in order, and decides which of them this process compiles."""
 
     def __init__(self) -> None:
-        self.met: dict[tuple[str, str, str], None] = {}
-        self.part: tuple[int, int] | None = None
-        """The number of this process, and of how many; None: it compiles nothing."""
+        self.launched: dict[tuple[str, str, str], None] = {}
+        self.share: tuple[int, int] | None = None
+        """The number of this process, and the number of processes. None: it compiles nothing."""
 
-    def passes_over(self, *, key: Any, fn: Any, **rest: Any) -> bool:
+    def skips(self, *, key: Any, fn: Any, **rest: Any) -> bool:
+        """A hook of Triton: True keeps it from compiling the kernel."""
         kernel = (fn.module, fn.name, str(key))
-        self.met[kernel] = None
-        return self.part is None or zlib.crc32(repr(kernel).encode()) % self.part[1] != self.part[0]
+        self.launched[kernel] = None
+        return self.share is None or zlib.crc32(repr(kernel).encode()) % self.share[1] != self.share[0]
 
 
-def prepare_to_compile(capability: int) -> _Shared:
-    """From here on a launch in this process compiles, if anything. It is for processes that do nothing else."""
-    driver.set_active(NoCard(capability))
-    shared = _Shared()
-    triton.knobs.runtime.jit_cache_hook = shared.passes_over
+def prepare_to_compile(capability: int) -> _KernelShares:
+    """Patches Triton and torch so that launches in this process only compile. The process can do nothing else then."""
+    driver.set_active(CompileOnlyDriver(capability))
+    shares = _KernelShares()
+    triton.knobs.runtime.jit_cache_hook = shares.skips
 
     def compiling(self: Any, grid: Any) -> Any:
         return lambda *arguments, **constants: self.run(*arguments, grid=grid, warmup=True, **constants)
 
     JITFunction.__getitem__ = compiling
-    # There is nothing to compile for cuBLAS, and without memory torch would import its own compiler for these.
+    # cuBLAS needs no compilation, and for tensors without data torch would import its own compiler here.
     for owner, product in ((torch, "mm"), (torch, "addmm"), (Tensor, "addmm_")):
         setattr(owner, product, lambda *arguments, **options: None)
-    return shared
+    return shares
 
 
 def compile_all(outline: Outline, sizes: Sizes, processes: int) -> None:
-    """Each process meets all kernels, and compiles its own."""
-    shared = prepare_to_compile(outline.capability)
+    """Forks `processes` workers. Each launches all kernels, but compiles only its share."""
+    shares = prepare_to_compile(outline.capability)
     workers = []
     for number in range(processes):
-        shared.part = (number, processes)
-        # Forked: whoever is started anew would take seconds to import torch.
-        worker = multiprocessing.get_context("fork").Process(target=_compile_part, args=(outline, sizes))
+        shares.share = (number, processes)
+        # Forked, because a new process would take seconds to import torch.
+        worker = multiprocessing.get_context("fork").Process(target=_compile_share, args=(outline, sizes))
         worker.start()
         workers.append(worker)
     for worker in workers:
         worker.join()
     if all(worker.exitcode == 0 for worker in workers):
         _cache_folder().mkdir(parents=True, exist_ok=True)
-        (_cache_folder() / _note_name(outline, sizes)).touch()
+        (_cache_folder() / _marker_name(outline, sizes)).touch()
 
 
-def _compile_part(outline: Outline, sizes: Sizes) -> None:
-    signal.alarm(_PATIENCE_SECONDS)
-    foresee(outline, sizes)
+def _compile_share(outline: Outline, sizes: Sizes) -> None:
+    signal.alarm(_TIME_LIMIT_SECONDS)
+    precompile(outline, sizes)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
-    told = sys.stdin.buffer
-    first = told.readline()
-    import_module("weft.backends.cuda.runner")  # while the engine loads its weights
-    second = told.readline()
+    lines = sys.stdin.buffer
+    first = lines.readline()
+    import_module("weft.backends.cuda.runner")  # imported while the engine loads its weights
+    second = lines.readline()
     if not second:
-        return  # the engine did not come so far
-    signal.alarm(_PATIENCE_SECONDS)
+        return  # the engine ended before it allocated its memory
+    signal.alarm(_TIME_LIMIT_SECONDS)
     outline, sizes = from_line(Outline, first), from_line(Sizes, second)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     compile_all(outline, sizes, max(1, min(_MOST_PROCESSES, cores - 2)))

@@ -1,12 +1,11 @@
-"""The kernels that turn what the host wrote of a step into the index arrays that the model's kernels read, and that tell
-the host what was sampled.
+"""Kernels that make the index arrays of a step from what the host wrote, and that write sampled tokens for the host.
 
-The host's words lie in pinned memory that the card reads itself, so a decode step costs no copy in either direction:
+Kernels access pinned host memory directly, so a decode step needs no copy in either direction. Every slot has:
 
-    inbox   [ entries | updates | rows .. | starts .. | update rows .. | indices .. | blocks .. ]   in every slot
-    outbox  [ tokens .. | errors .. ]                                                               in every slot
+    inbox   [ entries | updates | rows .. | starts .. | update rows .. | indices .. | blocks .. ]
+    outbox  [ tokens .. | errors .. ]
 
-`turn`, a counter on the device, says which slot is meant: a graph that was captured once serves them all.
+`step_count`, a counter on the GPU, selects the slot, so that one captured graph works with all slots.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ import triton
 import triton.language as tl
 
 HEADER = 2
-"""Words of an inbox in front of its columns."""
+"""Words of an inbox before its columns."""
 
 INBOX_COLUMNS = 5
 
 
-# Numbers of entries are not compiled into a kernel, nor is where a parcel begins: one compilation serves every step.
+# Numbers of entries are not specialised, so that one compilation serves every step.
 @triton.jit(do_not_specialize=["size"])
 def prepare_decodes(
-    turn,
+    step_count,
     inbox,
     size,
     tokens,
@@ -44,20 +43,20 @@ def prepare_decodes(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A step in which every entry is one token that samples, padded to `size` entries. One program does it all: what it
-    writes into the block tables it reads again."""
-    letter = inbox + (tl.load(turn) % SLOTS) * (2 + 5 * CAPACITY)
-    # The whole letter at once, what is old in it too: to learn first how much is new would be a second way to the host.
-    entries = tl.load(letter)
-    updates = tl.load(letter + 1)
-    columns = letter + 2
+    """Makes the index arrays of a step of decodes, padded to `size` entries. One program does all of it, because it
+    reads block-table entries that it has just written."""
+    slot = inbox + (tl.load(step_count) % SLOTS) * (2 + 5 * CAPACITY)
+    # Loads whole columns, also their unused part: loading the counts first would be a second round trip to host memory.
+    entries = tl.load(slot)
+    updates = tl.load(slot + 1)
+    columns = slot + 2
     entry = tl.arange(0, WIDTH)
-    is_there = entry < CAPACITY
-    row = tl.load(columns + entry, mask=is_there, other=0)
-    position = tl.load(columns + CAPACITY + entry, mask=is_there, other=0)
-    update_row = tl.load(columns + 2 * CAPACITY + entry, mask=is_there, other=0).to(tl.int64)
-    update_index = tl.load(columns + 3 * CAPACITY + entry, mask=is_there, other=0)
-    update_block = tl.load(columns + 4 * CAPACITY + entry, mask=is_there, other=0)
+    in_column = entry < CAPACITY
+    row = tl.load(columns + entry, mask=in_column, other=0)
+    position = tl.load(columns + CAPACITY + entry, mask=in_column, other=0)
+    update_row = tl.load(columns + 2 * CAPACITY + entry, mask=in_column, other=0).to(tl.int64)
+    update_index = tl.load(columns + 3 * CAPACITY + entry, mask=in_column, other=0)
+    update_block = tl.load(columns + 4 * CAPACITY + entry, mask=in_column, other=0)
     tl.store(tables + update_row * ROW_BLOCKS + update_index, update_block, mask=entry < updates)
     tl.debug_barrier()
 
@@ -83,7 +82,7 @@ def prepare_decodes(
 
 @triton.jit(do_not_specialize=["entries"])
 def prepare_tokens(
-    parcel,
+    staged,
     entries,
     tokens,
     tables,
@@ -101,14 +100,16 @@ def prepare_tokens(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Any step, without padding: a program for every entry and every WIDTH of its tokens. The parcel has for each entry
-    row, start, where its tokens begin in the step, how many there are, and its number among those that sample, or -1."""
+    """Makes the index arrays of any step, without padding. One program per entry and per WIDTH of its tokens.
+
+    staged  [ rows .. | starts .. | first token in the step .. | counts .. | number of the sample, or -1 .. ]
+    """
     entry = tl.program_id(0)
-    row = tl.load(parcel + entry)
-    start = tl.load(parcel + entries + entry)
-    first = tl.load(parcel + 2 * entries + entry)
-    count = tl.load(parcel + 3 * entries + entry)
-    sample = tl.load(parcel + 4 * entries + entry)
+    row = tl.load(staged + entry)
+    start = tl.load(staged + entries + entry)
+    first = tl.load(staged + 2 * entries + entry)
+    count = tl.load(staged + 3 * entries + entry)
+    sample = tl.load(staged + 4 * entries + entry)
     wide_row = row.to(tl.int64)
     token = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_token = token < count
@@ -133,7 +134,7 @@ def prepare_tokens(
 
 @triton.jit(do_not_specialize=["segments", "updates"])
 def apply_changes(
-    parcel,
+    staged,
     segments,
     updates,
     tokens,
@@ -142,26 +143,30 @@ def apply_changes(
     ROW_BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Writes rows that begin, and new entries of block tables. The parcel has for each segment what it is part of (0:
-    tokens, 1: a block table), its row, where in the row it begins, its length, and where in the parcel it lies; then row,
-    index and block of each update. Nothing is written twice, so programs need no order."""
-    piece = tl.program_id(0)
-    place = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    if piece < segments:
-        part = tl.load(parcel + piece)
-        row = tl.load(parcel + segments + piece).to(tl.int64)
-        first = tl.load(parcel + 2 * segments + piece)
-        length = tl.load(parcel + 3 * segments + piece)
-        source = tl.load(parcel + 4 * segments + piece)
-        values = tl.load(parcel + source + place, mask=place < length, other=0)
+    """Writes the segments of new rows, and new block-table entries. The order does not matter: none is written twice.
+
+    staged  [ part .. | row .. | first index .. | length .. | offset in staged .. ]     of each segment
+            [ row .. | index .. | block .. ]                                            of each update
+            [ contents of the segments .. ]
+    part    0: tokens, 1: block table
+    """
+    segment = tl.program_id(0)
+    offset = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    if segment < segments:
+        part = tl.load(staged + segment)
+        row = tl.load(staged + segments + segment).to(tl.int64)
+        first = tl.load(staged + 2 * segments + segment)
+        length = tl.load(staged + 3 * segments + segment)
+        source = tl.load(staged + 4 * segments + segment)
+        values = tl.load(staged + source + offset, mask=offset < length, other=0)
         if part == 0:
-            tl.store(tokens + row * ROW_TOKENS + first + place, values, mask=place < length)
+            tl.store(tokens + row * ROW_TOKENS + first + offset, values, mask=offset < length)
         else:
-            tl.store(tables + row * ROW_BLOCKS + first + place, values, mask=place < length)
+            tl.store(tables + row * ROW_BLOCKS + first + offset, values, mask=offset < length)
     elif tl.program_id(1) == 0:
-        update = (piece - segments) * WIDTH + tl.arange(0, WIDTH)
+        update = (segment - segments) * WIDTH + tl.arange(0, WIDTH)
         is_update = update < updates
-        columns = parcel + 5 * segments
+        columns = staged + 5 * segments
         row = tl.load(columns + update, mask=is_update, other=0).to(tl.int64)
         index = tl.load(columns + updates + update, mask=is_update, other=0)
         block = tl.load(columns + 2 * updates + update, mask=is_update, other=0)
@@ -170,7 +175,7 @@ def apply_changes(
 
 @triton.jit(do_not_specialize=["sampled"])
 def publish(
-    turn,
+    step_count,
     outbox,
     tokens,
     errors,
@@ -179,15 +184,15 @@ def publish(
     CAPACITY: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The last kernel of a step: what was sampled goes to the host, and it is the next slot's turn."""
-    now = tl.load(turn)
-    letter = outbox + (now % SLOTS) * (2 * CAPACITY)
+    """The last kernel of a step: writes sampled tokens and errors to the outbox, and selects the next slot."""
+    count = tl.load(step_count)
+    slot = outbox + (count % SLOTS) * (2 * CAPACITY)
     entry = tl.arange(0, WIDTH)
     is_entry = entry < sampled
     token = tl.load(tokens + entry, mask=is_entry, other=0)
     error = tl.load(errors + entry, mask=is_entry, other=0)
-    tl.store(letter + entry, token, mask=is_entry)
-    tl.store(letter + CAPACITY + entry, error, mask=is_entry)
-    # Everybody has read the counter by now: no thread of the program may see the next turn.
+    tl.store(slot + entry, token, mask=is_entry)
+    tl.store(slot + CAPACITY + entry, error, mask=is_entry)
+    # All threads must have read the counter before it changes.
     tl.debug_barrier()
-    tl.store(turn, now + 1)
+    tl.store(step_count, count + 1)

@@ -1,4 +1,4 @@
-"""Prompts whose tokens' logprobs are wanted: which rows have one, and which tokens of a step score what."""
+"""Prompts to score (`prompt_logprobs`): which rows have one, and which tokens of a step score which prompt tokens."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from itertools import accumulate
 
 import numpy as np
 
-from weft.backends.cuda.sampler import Pending
+from weft.backends.cuda.sampler import PendingLogprobs
 from weft.plan import IterationPlan, RowStart
 from weft.request import RequestId
 
 
 @dataclass(frozen=True)
 class PromptPiece:
-    """The part of a prompt that a step computes."""
+    """The prompt chunk that a step computes and scores. The logits of a token score the token after it."""
 
     request_id: RequestId
-    first: int  # the position of the first token to score: the one after the piece's first
-    indices: range  # into the step's tokens: each one's logits score the token after it
-    tokens: tuple[int, ...]  # those to score
+    first: int  # the position of the first token to score: one after the first token of the chunk
+    indices: range  # the tokens of the step that give the logits
+    tokens: tuple[int, ...]  # the tokens to score
     top_count: int
-    scores: list[Pending] = field(default_factory=list)
-    """Of the tokens, in order; filled when they are computed."""
+    scores: list[PendingLogprobs] = field(default_factory=list)
+    """The logprobs of `tokens`, in order; filled when they are launched."""
 
 
 class ScoredPrompts:
-    """The prompts of the rows that want it. The host keeps their tokens: it must name those to score."""
+    """The prompts of rows with `prompt_logprobs`. The host keeps their tokens, because it names the tokens to score."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}
 
     def start(self, starts: Sequence[RowStart]) -> None:
         for start in starts:
-            wanted = start.params.prompt_logprobs
-            if wanted is None:
+            top_count = start.params.prompt_logprobs
+            if top_count is None:
                 self._prompts.pop(start.row, None)
             else:
-                self._prompts[start.row] = (start.tokens[: start.prompt_length], wanted)
+                self._prompts[start.row] = (start.tokens[: start.prompt_length], top_count)
 
     def pieces(self, plan: IterationPlan) -> list[PromptPiece]:
-        """Those that a plan computes."""
+        """The prompt chunks of a plan that must be scored."""
         pieces: list[PromptPiece] = []
         if not self._prompts:
             return pieces
@@ -60,7 +60,7 @@ class ScoredPrompts:
 
 
 def indices_of(pieces: Sequence[PromptPiece]) -> np.ndarray | None:
-    """Of the tokens after which logits are wanted to score prompts."""
+    """The tokens of the step whose logits score prompts."""
     if not pieces:
         return None
     return np.concatenate([np.arange(piece.indices.start, piece.indices.stop) for piece in pieces])

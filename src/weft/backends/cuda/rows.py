@@ -1,10 +1,10 @@
-"""The rows of a backend on the card (tokens and block tables by row), and the index arrays of a step made there.
+"""The rows of the backend in GPU memory (tokens and block tables), and the index arrays that kernels make from them.
 
-The host never reads them: a token that a step samples is written into its row on the card, where the next step finds it.
+The host never reads them: a step writes its sampled tokens into the rows, and the next step reads them there.
 
-    row r:  tokens[r, p]        the token at position p, known or sampled here
-            tables[r, b]        the block that holds positions b * block size ...
-            tables[r, N + b]    with two tiers, the block of the store that holds them quantised; N is half of a row
+    row r:  tokens[r, p]        the token at position p
+            tables[r, b]        the KV block of positions b * block size to (b + 1) * block size - 1
+            tables[r, N + b]    with two tiers, the block of the store for the same positions; N is half of the row
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from weft.plan import IterationPlan
 _WIDTH = 256
 """Tokens or words that one program handles."""
 
-_MOST_MOVES = 4096
-"""Words about blocks to quantise that there is always room for."""
+_MOVE_WORDS = 4096
+"""The size of the buffer for moves to the store; two words for each move."""
 
 
 class DeviceRows:
-    """Tokens and block tables of all rows, and the static buffers that a step's index arrays are made in."""
+    """Tokens and block tables of all rows, and the static buffers for the index arrays of a step."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class DeviceRows:
         self.block_size = block_size
         self._full_blocks: int | None = None
         self._context_blocks = -(-max_context // block_size)
-        # One place more than the context: the last token is sampled, never computed.
+        # One position more than the context: the last token is sampled, but never computed.
         self.tokens = device.zeros(num_rows, max_context + 1, dtype=torch.int32)
         tiers = 2 if two_tier else 1
         self.tables = device.zeros(num_rows, tiers * self._context_blocks, dtype=torch.int32)
-        self._moved = device.zeros(_MOST_MOVES, dtype=torch.int32)
+        self._moves = device.zeros(_MOVE_WORDS, dtype=torch.int32)
         max_tokens = max(max_tokens, num_rows)
         self.token_ids = device.zeros(max_tokens, dtype=torch.int32)
         self.positions = device.zeros(max_tokens, dtype=torch.int32)
@@ -68,27 +68,27 @@ class DeviceRows:
             "ROW_BLOCKS": self.tables.shape[1],
         }
         self._kind = (*self._sizes.values(), block_size, mailbox.capacity)
-        """What decides how the kernels here are compiled."""
-        self._made = (
+        """The launch key: kernels are compiled once per key."""
+        self._index_arrays = (
             *(self.token_ids, self.positions, self.cells, self.rows, self.query_starts),
             *(self.context_lengths, self.logit_indices, self.sampled_rows, self.sampled_positions),
         )
 
     def number_store_from(self, full_blocks: int) -> None:
-        """With two tiers, blocks of this number and up are those of the store."""
+        """With two tiers, block ids from `full_blocks` on are store blocks."""
         self._full_blocks = full_blocks
 
-    # --- what a plan changes ------------------------------------------------------------------------------------------
+    # --- changes of a plan --------------------------------------------------------------------------------------------
 
     def change(self, plan: IterationPlan, slot: Slot) -> None:
-        """Launches what writes the plan's changes of rows. The table entries of a decode step, mostly few, are part of
-        its letter instead, and written where that is read."""
+        """Launches the kernel that applies the row changes of a plan. For a decode step, table entries are written to
+        the inbox instead if they fit: `prepare_decodes` applies them."""
         updates = self._updates(plan)
         if is_decode(plan):
             capacity = self._mailbox.capacity
-            in_letter = updates if len(updates) <= capacity else {}
-            _write_letter(slot.inbox, capacity, plan, in_letter)
-            if in_letter:
+            in_inbox = updates if len(updates) <= capacity else {}
+            _write_inbox(slot.inbox, capacity, plan, in_inbox)
+            if in_inbox:
                 updates = {}
         if plan.row_starts or updates:
             self._apply(plan, updates, slot)
@@ -101,7 +101,7 @@ class DeviceRows:
             pieces += [(1, start.row, first, blocks) for first, blocks in self._table_parts(start.blocks)]
         lengths = [len(words) for *_, words in pieces]
         words_before = 5 * len(pieces) + 3 * len(updates)
-        parcel = slot.pack(
+        staged = slot.pack(
             [
                 [part for part, *_ in pieces],
                 [row for _, row, *_ in pieces],
@@ -118,13 +118,13 @@ class DeviceRows:
         self._device.launch(
             apply_changes,
             (len(pieces) + -(-len(updates) // _WIDTH), -(-longest // _WIDTH), 1),
-            (parcel, len(pieces), len(updates), self.tokens, self.tables),
+            (staged, len(pieces), len(updates), self.tokens, self.tables),
             self._kind,
             lambda: {**self._sizes, "WIDTH": _WIDTH, "num_warps": 4},
         )
 
     def _table_parts(self, blocks: tuple[int, ...]) -> Iterator[tuple[int, Sequence[int]]]:
-        """A block table as a plan has it, in parts that follow each other in a row: where one begins, and what it says."""
+        """Splits a block table into its contiguous parts in a row: the start index and the blocks of each."""
         if self._full_blocks is None:
             stored: list[int] = []
         else:
@@ -135,9 +135,9 @@ class DeviceRows:
             yield self._context_blocks, stored
 
     def _updates(self, plan: IterationPlan) -> dict[tuple[int, int], int]:
-        """New entries of block tables by row and index; of an entry that is named twice the last one counts."""
-        places = zip(plan.table_rows, plan.table_indices, strict=True)
-        updates = dict(zip(places, plan.table_blocks, strict=True))
+        """New block-table entries by (row, index). If a plan sets an entry twice, the last one counts."""
+        keys = zip(plan.table_rows, plan.table_indices, strict=True)
+        updates = dict(zip(keys, plan.table_blocks, strict=True))
         if plan.moved_rows:
             assert self._full_blocks is not None, "only blocks of a two-tier cache move"
             for row, index, block in zip(plan.moved_rows, plan.moved_indices, plan.moved_to, strict=True):
@@ -145,7 +145,7 @@ class DeviceRows:
         return updates
 
     def moves(self, plan: IterationPlan, slot: Slot) -> Moves | None:
-        """The blocks that a plan quantises, told to the card; None where there are none."""
+        """Copies the list of blocks that a plan moves to the store to the GPU. None: the plan moves none."""
         pairs = [
             (source, target)
             for source, target in zip(plan.moved_from, plan.moved_to, strict=True)
@@ -157,22 +157,22 @@ class DeviceRows:
         words = slot.pack(
             [[source for source, _ in pairs], [target - self._full_blocks for _, target in pairs]]
         )
-        # Every program of a move reads it: not from the host's memory.
-        parcel = self._moved[: len(words)]
-        if len(words) > len(parcel):
-            parcel = self._device.empty(len(words), dtype=torch.int32)
-        parcel.copy_(words, non_blocking=True)
-        return Moves(parcel, len(pairs))
+        # In GPU memory, because every program of the kernel reads it.
+        copied = self._moves[: len(words)]
+        if len(words) > len(copied):
+            copied = self._device.empty(len(words), dtype=torch.int32)
+        copied.copy_(words, non_blocking=True)
+        return Moves(copied, len(pairs))
 
     # --- a step of decodes --------------------------------------------------------------------------------------------
 
     def prepare_decodes(self, size: int) -> None:
-        """Launches the kernel that reads the letter whose turn it is; there is room for `size` entries in the batch."""
+        """Launches the kernel that reads the inbox of the current slot. It pads the batch to `size` entries."""
         mailbox = self._mailbox
         self._device.launch(
             prepare_decodes,
             (1, 1, 1),
-            (mailbox.turn, mailbox.inbox, size, self.tokens, self.tables, *self._made),
+            (mailbox.step_count, mailbox.inbox, size, self.tokens, self.tables, *self._index_arrays),
             self._kind,
             lambda: {
                 "SLOTS": SLOTS,
@@ -189,38 +189,45 @@ class DeviceRows:
         return self._batch(size, size, size, 1, longest_context, size, size)
 
     def sampled(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the first so many entries that sample: their rows (-1: padding), and where the token will stand."""
+        """Rows (-1: padding) and token positions of the first `count` samples."""
         return self.sampled_rows[:count], self.sampled_positions[:count]
 
     # --- any other step -----------------------------------------------------------------------------------------------
 
     def prepare_tokens(self, plan: IterationPlan, slot: Slot, scored: np.ndarray | None) -> DeviceBatch:
-        """The batch of a step; `scored` are indices of tokens after which logits are wanted besides."""
+        """The batch of any step. `scored` lists the tokens whose logits score prompts."""
         moves = self.moves(plan, slot)
         entries, counts = len(plan.rows), plan.counts
         firsts = list(accumulate(counts, initial=0))
         numbers = np.cumsum(plan.samples) - 1
-        parcel = slot.pack([plan.rows, plan.starts, firsts[:-1], counts, np.where(plan.samples, numbers, -1)])
+        staged = slot.pack([plan.rows, plan.starts, firsts[:-1], counts, np.where(plan.samples, numbers, -1)])
         longest = max(counts)
         self._device.launch(
             prepare_tokens,
             (entries, -(-longest // _WIDTH), 1),
-            (parcel, entries, self.tokens, self.tables, *self._made),
+            (staged, entries, self.tokens, self.tables, *self._index_arrays),
             self._kind,
             lambda: {**self._sizes, "BLOCK_SIZE": self.block_size, "WIDTH": _WIDTH, "num_warps": 4},
         )
         sampled = plan.num_samples
-        wanted = sampled
+        num_logits = sampled
         if scored is not None:
-            wanted += len(scored)
-            self.logit_indices[sampled:wanted].copy_(slot.pack([scored]), non_blocking=True)
-        contexts = max(start + count for start, count in zip(plan.starts, counts, strict=True))
-        batch = self._batch(firsts[-1], entries, sampled, longest, contexts, wanted, plan.num_decodes)
+            num_logits += len(scored)
+            self.logit_indices[sampled:num_logits].copy_(slot.pack([scored]), non_blocking=True)
+        context = max(start + count for start, count in zip(plan.starts, counts, strict=True))
+        batch = self._batch(firsts[-1], entries, sampled, longest, context, num_logits, plan.num_decodes)
         batch.moves = moves
         return batch
 
     def _batch(
-        self, tokens: int, requests: int, sampled: int, longest: int, context: int, wanted: int, decodes: int
+        self,
+        tokens: int,
+        requests: int,
+        sampled: int,
+        longest: int,
+        context: int,
+        num_logits: int,
+        decodes: int,
     ) -> DeviceBatch:
         return DeviceBatch(
             tokens=tokens,
@@ -235,7 +242,7 @@ class DeviceRows:
             query_starts=self.query_starts[: requests + 1],
             context_lengths=self.context_lengths[:requests],
             tables=self.tables,
-            logit_indices=self.logit_indices[:wanted],
+            logit_indices=self.logit_indices[:num_logits],
             decodes=decodes,
         )
 
@@ -245,7 +252,7 @@ def is_decode(plan: IterationPlan) -> bool:
     return plan.num_decodes == len(plan.rows) > 0
 
 
-def _write_letter(
+def _write_inbox(
     inbox: np.ndarray, capacity: int, plan: IterationPlan, updates: dict[tuple[int, int], int]
 ) -> None:
     entries = len(plan.rows)

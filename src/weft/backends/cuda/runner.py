@@ -1,8 +1,8 @@
-"""The CUDA backend: carries out plans on the card without waiting for it.
+"""The CUDA backend: launches the steps of plans on the GPU without waiting for them.
 
-`submit` runs in the engine's thread: it writes what changed into a slot of the mailbox, launches the step, and comes back;
-`result` waits for the end of one step and reads its slot. What a step samples is in the rows on the card before the next
-step reads them, so the engine plans and submits step N + 1 while N runs.
+`submit` runs in the engine's thread: it writes the changes of a plan into a slot of the mailbox, launches the step, and
+returns. `result` waits for the end of one step and reads its slot. A step writes its sampled tokens into the rows on
+the GPU, where the next step reads them. So the engine plans and submits step N + 1 while step N runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.backends.cuda.memory import (
     mib,
     shortage,
 )
-from weft.backends.cuda.precompile import ForeseenKernels, Sizes, outline_of
+from weft.backends.cuda.precompile import KernelPrecompiler, Sizes, outline_of
 from weft.backends.cuda.prompt_logprobs import PromptPiece, ScoredPrompts, indices_of
 from weft.backends.cuda.rows import DeviceRows, is_decode
 from weft.backends.cuda.sampler import DeviceSampler, SamplingPath
@@ -52,7 +52,7 @@ _DEFAULT_MAX_TOKENS = 2048
 
 _SCORED_AT_ONCE = 64
 
-# What a large card does in a second: only their ratio matters, and only to the choice between recompute and swap.
+# Rough speeds of a large GPU. Only their ratio matters, for the choice between recompute and swap.
 _OPERATIONS_PER_SECOND = 4e14
 _COPIED_BYTES_PER_SECOND = 4e10
 
@@ -60,13 +60,13 @@ _HOLD_MEMORY = (
     *("_cache", "_decoder", "_graphs", "_mailbox", "_ops"),
     *("_program", "_rows", "_sampler", "_swaps"),
 )
-"""Attributes of a backend, of which some are missing until it is allocated."""
+"""Attributes that hold GPU memory. Some are missing before `allocate`."""
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class CudaBackend:
-    """`Backend` over a program of launches; all state of rows and cache is on the device."""
+    """A `Backend` with all rows and the KV cache in GPU memory."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class CudaBackend:
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler,
         invariant: bool = False,
-        foreseen: ForeseenKernels | None = None,
+        precompiler: KernelPrecompiler | None = None,
     ) -> None:
         self._device = device
         self._decoder = decoder
@@ -84,9 +84,9 @@ class CudaBackend:
         self._eos_token_ids = eos_token_ids
         self._compiler = grammars
         self._invariant = invariant
-        self._foreseen = foreseen
+        self._precompiler = precompiler
         self._stream = device.stream()
-        # Weights may still be on their way.
+        # The copies of the weights may still run.
         self._stream.wait_stream(device.current_stream())
         self._last_step: Event | None = None
         self._cache: Tensor | TwoTierCache
@@ -104,20 +104,20 @@ class CudaBackend:
             self.close()
             if not is_out_of_memory(error):
                 raise
-        # Not inside `except`: the error would keep the other one as its context.
+        # Raised outside `except`, so that the new error does not keep the old one, with its GPU memory, as its context.
         raise shortage(
             self._device,
-            f"the weights take {mib(weight_bytes)}, and the KV cache with room for steps of {max_tokens} tokens and "
-            f"{num_rows} requests more than the rest",
+            f"the weights take {mib(weight_bytes)}, and the KV cache with the buffers for steps of {max_tokens} tokens "
+            f"and {num_rows} requests takes more than the rest",
             "set a smaller --memory, --context, max_tokens_per_step or max_running, or take a smaller model",
         )
 
     def _allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int) -> BackendInfo:
         device, config = self._device, self._decoder.config
         memory = BlockMemory.of(pool, self._decoder, max_tokens)
-        asked = memory.asked()
-        max_context = config.max_context if asked is None else memory.longest_context(asked)
-        # All that is not the cache comes first: the cache has what is left.
+        requested = memory.requested()
+        max_context = config.max_context if requested is None else memory.longest_context(requested)
+        # The cache is allocated last, because by default it gets all memory that is left.
         self._program: CudaProgram = record(
             self._decoder,
             self._ops,
@@ -140,13 +140,13 @@ class CudaBackend:
             self._cache = TwoTierCache(full, store, pool.store_bits, pool.tail_blocks)
             self._rows.number_store_from(sizes.full)
         slots = memory.swap_slots(sizes)
-        if self._foreseen is not None:
-            # Kernels depend on how long rows are, not on how many blocks the free memory happens to hold.
-            whole = max(-(-max_context // pool.block_size), pool.tail_blocks + 2)
-            chosen = replace(
-                pool, num_blocks=whole, store_blocks=whole if pool.is_two_tier else None, memory=None
+        if self._precompiler is not None:
+            # Kernels depend on the longest context, not on the number of blocks that fit into the free memory.
+            blocks = max(-(-max_context // pool.block_size), pool.tail_blocks + 2)
+            smaller = replace(
+                pool, num_blocks=blocks, store_blocks=blocks if pool.is_two_tier else None, memory=None
             )
-            self._foreseen.begin(Sizes(chosen, num_rows, max_tokens))
+            self._precompiler.begin(Sizes(smaller, num_rows, max_tokens))
         max_context = min(max_context, memory.longest_context(sizes))
         self._swaps = CardSwap(device, full, slots.full, store, slots.store)
         self._grammars = RowGrammars(self._compiler, num_rows, config.vocabulary_size)
@@ -180,9 +180,9 @@ class CudaBackend:
         step = DeviceStep(plan, slot, self._sampler, self._swaps, self._grammars)
         with self._device.using(self._stream):
             try:
-                # Swaps are told whatever becomes of the step.
+                # Launched first: swaps run and are reported even if the step fails.
                 self._swaps.launch(plan, self._last_step)
-                self._swaps.hold(self._stream, plan.after_swaps)
+                self._swaps.block_stream(self._stream, plan.after_swaps)
                 self._launch(plan, slot, step)
             except Exception as error:
                 self._mailbox.restore()
@@ -193,16 +193,16 @@ class CudaBackend:
         return step
 
     def close(self) -> None:
-        if self._foreseen is not None:
-            self._foreseen.close()
-        # A card that failed reports it at every call; the requests have got their errors already.
+        if self._precompiler is not None:
+            self._precompiler.close()
+        # After a GPU error every call raises it again. The requests have received the error already.
         with suppress(RuntimeError):
             self._device.synchronize()
-        if "_mailbox" in vars(self):  # unless it was not allocated
+        if "_mailbox" in vars(self):  # missing if `allocate` was not called or failed
             self._mailbox.close()
         if "_grammars" in vars(self):
             self._grammars.close()
-        # An engine that is kept for its figures keeps none of the card's memory.
+        # Frees the GPU memory even if the caller keeps the engine, for example to read its metrics.
         for name in _HOLD_MEMORY:
             vars(self).pop(name, None)
         with suppress(RuntimeError):
@@ -224,7 +224,7 @@ class CudaBackend:
         if is_decode(plan):
             moves = self._rows.moves(plan, slot)
             if moves is not None:
-                # All of them were filled before the step, so every layer's go at once, in front of its graph.
+                # These blocks were complete before the step, so all layers are moved in one launch before the graph.
                 assert isinstance(self._cache, TwoTierCache)
                 move_to_store(self._cache, moves, self._device)
             self._run_decodes(plan, slot, step, path)
@@ -242,7 +242,7 @@ class CudaBackend:
         self, plan: IterationPlan, slot: Slot, step: DeviceStep, path: SamplingPath | None
     ) -> None:
         assert path is not None, "every decode samples"
-        # Where more is asked than tokens, or masks come from the host, sampling is not part of a graph.
+        # With logprobs or grammar masks, sampling is not part of the graph.
         is_plain = path.widest < 0 and not len(step.masks.entries)
         logits = self._graphs.run(len(plan.rows), max(plan.starts) + 1, path if is_plain else None)
         if not is_plain:
@@ -250,7 +250,7 @@ class CudaBackend:
             self._publish(len(plan.rows))
 
     def _launch_decodes(self, kind: Kind) -> Tensor:
-        """Everything of a decode step; what a graph is captured from."""
+        """Launches all kernels of a decode step. Graphs are captured from this function."""
         self._rows.prepare_decodes(kind.size)
         batch = self._rows.decode_batch(kind.size, kind.longest_context)
         logits, _ = self._program.run(batch, self._cache)
@@ -266,7 +266,7 @@ class CudaBackend:
         step.logprobs = self._sampler.collect(step.sampled_rows, path)
 
     def _uploaded(self, step: DeviceStep, slot: Slot) -> tuple[Tensor, Tensor] | None:
-        """What grammars allow, on the card: the bits of each mask, and which entry has which."""
+        """Copies grammar masks to the GPU: the bits of all masks, and for each entry its mask or -1."""
         masks = step.masks
         if not len(masks.entries):
             return None
@@ -276,7 +276,7 @@ class CudaBackend:
         return self._copied(slot, bits.reshape(-1)).view(bits.shape), self._copied(slot, mask_of_entry)
 
     def _score(self, pieces: Sequence[PromptPiece], rows: Tensor | None, slot: Slot) -> None:
-        """Logits of whole prompts would be large: they are made and used up piece by piece."""
+        """Scores `_SCORED_AT_ONCE` tokens at a time, because the logits of a whole prompt would be large."""
         at_once = min(_SCORED_AT_ONCE, self._mailbox.capacity)
         start = 0
         for piece in pieces:
@@ -304,9 +304,9 @@ def open_cuda_backend(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     invariant: bool = False,
 ) -> CudaBackend:
-    """The backend for a model, or for the path of one; errors name it. `max_context` shortens the model's own context.
+    """Opens the backend for a model or for the path of a model. `max_context` shortens the model's own context.
 
-    With `invariant` a text does not depend on what else is computed beside it, to the bit; it costs speed. The device
+    With `invariant`, an answer does not depend on the rest of the batch, bit for bit, at some cost in speed. The device
     "cpu" is Triton's interpreter, for tests.
     """
     if isinstance(checkpoint, str):
@@ -324,7 +324,7 @@ def open_cuda_backend(
             raise ModelFileError(f"{checkpoint.path}: {error}") from error
         if not is_out_of_memory(error):
             raise
-    # Not inside `except`: the error would keep the other one as its context.
+    # Raised outside `except`, so that the new error does not keep the old one, with its GPU memory, as its context.
     raise _too_large(checkpoint, card, _DTYPES[dtype])
 
 
@@ -332,26 +332,26 @@ def _open(
     checkpoint: Checkpoint, max_context: int | None, card: Device, dtype: torch.dtype, invariant: bool
 ) -> CudaBackend:
     layout, metadata, tensors = checkpoint.layout, checkpoint.metadata, checkpoint.tensors
-    foreseen = None
+    precompiler = None
     try:
-        own_context = build_config(layout, metadata, tensors).max_context
+        model_context = build_config(layout, metadata, tensors).max_context
         if max_context is not None:
-            check_context(max_context, own_context)
+            check_context(max_context, model_context)
         ops = TritonOps(card, dtype)
         if card.is_card:
             config = build_config(layout, metadata, tensors, max_context)
             weights = decoder_weights(layout, metadata, tensors)
-            foreseen = ForeseenKernels(outline_of(config, weights, ops.dtype, invariant, card))
-        # Before anything is read: a large model takes minutes.
+            precompiler = KernelPrecompiler(outline_of(config, weights, ops.dtype, invariant, card))
+        # Checked before loading, because a large model takes minutes to load.
         if _weight_bytes(checkpoint, dtype) > card.free_memory():
             raise _too_large(checkpoint, card, dtype)
         decoder = build_decoder(layout, metadata, tensors, ops, max_context)
         compiler = grammar_compiler(checkpoint, decoder.config.vocabulary_size)
     except BaseException:
-        if foreseen is not None:
-            foreseen.close()
+        if precompiler is not None:
+            precompiler.close()
         raise
-    return CudaBackend(card, decoder, ops, checkpoint.end_ids, compiler, invariant, foreseen)
+    return CudaBackend(card, decoder, ops, checkpoint.end_ids, compiler, invariant, precompiler)
 
 
 def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:

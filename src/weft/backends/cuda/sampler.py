@@ -1,12 +1,14 @@
-"""From logits to tokens on the device: `weft.sampling.reference` is the definition, this launches the kernels of it.
+"""Samples tokens from logits on the GPU. `weft.sampling.reference` defines the results; this launches the kernels.
 
-Nothing here waits for the device. What is launched depends on the path alone, and all arrays stay where they are, so
-every path may be part of a CUDA graph.
+Nothing here waits for the GPU. The launches depend only on the path, and all arrays have fixed addresses, so every path
+can be part of a CUDA graph.
 
-    copy -> count -> penalise -> clear -> lists     the scores of entries whose logits are changed
-    survey -> shortlist                             tokens of entries with filters that keep few; the floors of others
-    choose                                          the tokens of all others
+    copy -> count -> penalise -> clear -> lists     makes the scores, if parameters or grammars change logits
+    survey -> shortlist                             filters: samples if few tokens are kept, else finds their floors
+    choose                                          samples all other entries, from tokens above their floors
     logprobs
+
+A floor is the lowest score that a filter (top-k, top-p, ...) keeps.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from weft.request import MAX_LOGPROBS, TokenLogprobs
 from weft.sampling.reference import FORBIDDEN, NOT_A_NUMBER, OVERFLOW
 
 Masks = tuple[Tensor, Tensor]
-"""int32 [M, words of the vocabulary]: a bit for each token; int32 [S]: an entry's line of them, or -1."""
+"""int32 [M, words]: one bit per token of the vocabulary; int32 [S]: the mask of each entry, or -1."""
 
-# Greedy reads and compares; draws compute, and keep more in registers.
+# Random sampling has a smaller tile than greedy, because it keeps more values in registers.
 _GREEDY_TILE, _DRAW_TILE = 2048, 1024
 _PROGRAMS_PER_PROCESSOR = 8
 _COPY_TILE = 4096
@@ -42,19 +44,19 @@ _WIDTH = power_of_two(MAX_LOGPROBS)
 
 @dataclass(frozen=True)
 class _Sizes:
-    """How vocabularies are cut so that few of their tokens are looked at closely."""
+    """How the vocabulary is split, so that most tokens are only compared with the best of their group."""
 
-    head: int  # tiles of a piece after which its leader leaves most other tokens behind
-    group: int  # tokens, of which the best is known
-    groups_of_piece: int  # surveyed by one program
-    few: int  # groups that the shorter list has tokens of
-    gathered: int  # groups at a time
-    most: int  # tokens of a list
+    head: int  # tiles that a program reads first; their best token rules out most of the others
+    group: int  # tokens per group; the survey finds the best of each group
+    groups_of_piece: int  # groups that one program surveys
+    few: int  # groups in the short list
+    gathered: int  # groups gathered at a time
+    most: int  # the most tokens that a list can hold
     tile: int
 
 
 _ON_CARD = _Sizes(head=4, group=64, groups_of_piece=64, few=512, gathered=32, most=16384, tile=512)
-# So small that the vocabularies of tests have lists that are too short.
+# Small, so that lists overflow with the vocabularies of tests.
 _INTERPRETED = _Sizes(head=1, group=8, groups_of_piece=512, few=16, gathered=128, most=512, tile=2048)
 
 _ERRORS = {
@@ -64,8 +66,8 @@ _ERRORS = {
 }
 
 
-class Pending:
-    """Logprobs on their way to the host; `read` them when the step's event is over."""
+class PendingLogprobs:
+    """Logprobs that are being copied to the host. `read` them after the event of the step."""
 
     def __init__(self, arrays: _LogprobArrays, count: int, top_counts: Sequence[int], device: Device) -> None:
         self._top_counts = list(top_counts)
@@ -75,7 +77,7 @@ class Pending:
         self._top_logprobs = _to_host(arrays.top_logprobs[:count], device) if width else None
 
     def read(self, without: Collection[int] = ()) -> list[TokenLogprobs | None]:
-        """For each entry its token's, None where none were asked for or the entry is one of those `without` a token."""
+        """One per entry. None if the request needs no logprobs, or if the entry is in `without` (it has no token)."""
         values = self._logprobs.tolist()
         tokens = self._top_tokens.tolist() if self._top_tokens is not None else [[]] * len(values)
         tops = self._top_logprobs.tolist() if self._top_logprobs is not None else [[]] * len(values)
@@ -88,7 +90,7 @@ class Pending:
 
 
 class DeviceSampler:
-    """One per backend; called in the thread that launches steps."""
+    """The sampler of one backend. Only the thread that launches steps may call it."""
 
     def __init__(
         self,
@@ -99,8 +101,8 @@ class DeviceSampler:
         device: Device,
         max_sampled: int,
     ) -> None:
-        """`row_tokens` int32 [rows, positions]: where tokens are read and written. The workspace takes 8 bytes for each
-        of `max_sampled` x the vocabulary."""
+        """`row_tokens` int32 [rows, positions] has the tokens of all rows. The workspace takes 8 bytes for each of
+        `max_sampled` x vocabulary."""
         self.rows = SamplingRows(num_rows, vocabulary_size, eos_token_ids, device)
         self.tokens = device.zeros(max_sampled, dtype=torch.int32)
         self.errors = device.zeros(max_sampled, dtype=torch.int32)
@@ -119,7 +121,7 @@ class DeviceSampler:
         self._counters = device.zeros(max_sampled, dtype=torch.int32)
         sizes = self._cut = _INTERPRETED if INTERPRETED.value else _ON_CARD
         self._survey_pieces = pieces(vocabulary_size, sizes.group * sizes.groups_of_piece)
-        # A list of nearly all groups has a fourteenth of the vocabulary, where likely tokens lie anywhere.
+        # If likely tokens are spread over the vocabulary, a list of this many groups holds about 1/14 of all tokens.
         self._most_groups = vocabulary_size // sizes.group * 127 // 128
         self._groups = self._survey_pieces * sizes.groups_of_piece
         self._maxima = device.empty(max_sampled, self._groups, dtype=torch.float32)
@@ -138,7 +140,7 @@ class DeviceSampler:
 
     @property
     def refused(self) -> dict[int, str]:
-        """Row -> why it can have no token, whatever the kernels say."""
+        """Row -> why it cannot sample. Such a row fails whatever the kernels return."""
         return self.rows.refused
 
     def start(self, row_starts: Iterable[RowStart]) -> None:
@@ -158,12 +160,12 @@ class DeviceSampler:
         path: SamplingPath,
         masks: Masks | None = None,
     ) -> None:
-        """A token for each line of `logits` [S, vocabulary], which stay as they are, to `tokens` and to its row.
+        """Samples a token for each of `logits` [S, vocabulary] into `tokens` and its row. Does not change `logits`.
 
-        `rows` int32 [S], -1 where there is none; `positions` int32 [S]: where the token will stand. An entry without
-        a token has a code in `errors`, and token 0.
+        `rows` int32 [S] has -1 for padding; `positions` int32 [S] are those of the sampled tokens. An entry that
+        fails has a code in `errors`, and token 0.
         """
-        assert path.is_masked == (masks is not None), "a path with grammars and the masks go together"
+        assert path.is_masked == (masks is not None), "a masked path needs masks, and only a masked path"
         entries = _Entries(logits, rows, positions, path, masks or self._no_masks)
         if path.is_touched:
             self._change_scores(entries)
@@ -171,22 +173,22 @@ class DeviceSampler:
             self._filter(entries)
         self._choose(entries)
         if path.widest >= 0:
-            self._tell(self._logprob_arrays, logits, self.tokens, rows, path.widest)
+            self._launch_logprobs(self._logprob_arrays, logits, self.tokens, rows, path.widest)
 
-    def collect(self, rows: Sequence[int], path: SamplingPath) -> Pending | None:
-        """The logprobs of the step that was sampled last; None where nobody asked."""
+    def collect(self, rows: Sequence[int], path: SamplingPath) -> PendingLogprobs | None:
+        """The logprobs of the last sampled step. None: no row needs them."""
         if path.widest < 0:
             return None
         top_counts = [min(self.rows.top_counts[row], self._vocabulary_size) for row in rows]
-        return Pending(self._logprob_arrays, len(top_counts), top_counts, self._device)
+        return PendingLogprobs(self._logprob_arrays, len(top_counts), top_counts, self._device)
 
-    def score(self, logits: Tensor, tokens: Tensor, top_count: int) -> Pending:
-        """How likely each of `tokens` [N] is by its line of `logits` [N, vocabulary]."""
+    def score(self, logits: Tensor, tokens: Tensor, top_count: int) -> PendingLogprobs:
+        """The logprobs of `tokens` [N] by `logits` [N, vocabulary]."""
         count = len(logits)
         top_count = min(top_count, self._vocabulary_size)
         arrays = _LogprobArrays(count, self._vocabulary_size, self._device)
-        self._tell(arrays, logits, tokens, None, top_count)
-        return Pending(arrays, count, [top_count] * count, self._device)
+        self._launch_logprobs(arrays, logits, tokens, None, top_count)
+        return PendingLogprobs(arrays, count, [top_count] * count, self._device)
 
     def _change_scores(self, entries: _Entries) -> None:
         count, path = entries.count, entries.path
@@ -345,14 +347,14 @@ class DeviceSampler:
                 "LIST": sizes.most,
                 "TILE": sizes.tile,
                 "num_warps": 8,
-                "maxnreg": 128,  # two programs a processor, and as good as no spills
+                "maxnreg": 128,  # two programs per multiprocessor, and nearly no register spills
             },
         )
 
     def _choose(self, entries: _Entries) -> None:
         path = entries.path
         tile = _DRAW_TILE if path.draws else _GREEDY_TILE
-        # Few entries are cut into many pieces, so that every processor has some.
+        # With few entries, each is split into many pieces, so that every multiprocessor has work.
         all_tiles = pieces(self._vocabulary_size, tile)
         tiles = max(1, all_tiles * entries.count // (_PROGRAMS_PER_PROCESSOR * self._device.processors))
         num_pieces = pieces(all_tiles, tiles)
@@ -403,7 +405,7 @@ class DeviceSampler:
             },
         )
 
-    def _tell(
+    def _launch_logprobs(
         self, arrays: _LogprobArrays, logits: Tensor, tokens: Tensor, rows: Tensor | None, width: int
     ) -> None:
         logprobs_kernel[(len(logits), arrays.pieces)](
@@ -433,12 +435,12 @@ class DeviceSampler:
 
 
 class _Entries:
-    """What the launches of one step have in common."""
+    """The arguments that all launches of one step share."""
 
     def __init__(
         self, logits: Tensor, rows: Tensor, positions: Tensor, path: SamplingPath, masks: Masks
     ) -> None:
-        assert logits.stride(1) == 1, "the logits of an entry lie side by side"
+        assert logits.stride(1) == 1, "the logits of an entry are contiguous"
         self.count = len(logits)
         self.logits = logits
         self.rows = rows
@@ -448,7 +450,7 @@ class _Entries:
 
 
 class _LogprobArrays:
-    """Where the kernel of logprobs works and writes, for up to `count` entries."""
+    """Workspace and output of the logprobs kernel, for up to `count` entries."""
 
     def __init__(self, count: int, vocabulary_size: int, device: Device) -> None:
         self.pieces = pieces(vocabulary_size, _LOGPROBS_TILE)

@@ -1,4 +1,4 @@
-"""The sampling parameters of a backend's rows: words on the device for the kernels, flags on the host for the choice of path."""
+"""The sampling parameters of all rows: on the GPU for the kernels, and as flags on the host to choose kernels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from weft.plan import RowStart
 from weft.request import MAX_LOGIT_BIAS, SamplingParams
 from weft.sampling.noise import as_seed
 
-# Stop tokens that a row has room for, beside the model's own ends; they are on the device for min_tokens alone.
+# How many end tokens (stop tokens and the model's own) a row can hold. The kernels need them for min_tokens only.
 MAX_ENDS = 1024
 
 _HEADER = kernels.HEADER.value
 ROW_WORDS = _HEADER + 3 * MAX_LOGIT_BIAS + MAX_ENDS
 
-# Steps in flight, and one more: a staging buffer is written anew when the device has surely read it.
+# More than the steps in flight, so that the GPU has nearly always read a staging buffer before it is written again.
 _STAGINGS = 4
 
 _TOP_K, _TOP_P = kernels.HAS_TOP_K.value, kernels.HAS_TOP_P.value
@@ -31,23 +31,23 @@ _REPETITION, _COUNTS, _LISTS = (
     kernels.HAS_COUNTS.value,
     kernels.HAS_LISTS.value,
 )
-_DRAWS = 128  # known to the host alone: temperature says it to the device
+_DRAWS = 128  # only on the host; kernels look at the temperature
 
 
 @dataclass(frozen=True)
 class SamplingPath:
-    """What the sampler has to do for a step, by what its rows ask for; equal paths are the same launches."""
+    """Which kernels sample a step. Steps with equal paths launch the same kernels."""
 
     flags: int
-    """All that some row asks for, as bits."""
+    """The union of the flags of all rows."""
     widest: int
-    """The most of the likeliest tokens that a row wants told beside its own; -1: nobody wants logprobs."""
+    """The largest number of top logprobs that a row needs; -1: no row needs logprobs."""
     is_masked: bool
-    """Some row has a grammar."""
+    """Whether a row has a grammar."""
 
     @property
     def kind(self) -> str:
-        """ "greedy", "plain" (temperature at most) or "full"."""
+        """ "greedy", "plain" (no parameter but temperature) or "full"."""
         if self.is_masked or self.widest >= 0 or self.flags & ~_DRAWS:
             return "full"
         return "plain" if self.flags else "greedy"
@@ -58,7 +58,7 @@ class SamplingPath:
 
     @property
     def is_touched(self) -> bool:
-        """Some row's scores differ from its logits."""
+        """Whether the scores of a row differ from its logits."""
         return self.is_masked or self.flags & (_REPETITION | _COUNTS | _LISTS) != 0
 
     @property
@@ -95,7 +95,7 @@ class SamplingPath:
 
 
 class SamplingRows:
-    """Written when rows begin; read by every step. One thread calls it."""
+    """Written at row starts, read by every step. Only one thread may call it."""
 
     def __init__(
         self, num_rows: int, vocabulary_size: int, eos_token_ids: Collection[int], device: Device
@@ -109,17 +109,17 @@ class SamplingRows:
         self._flags = [0] * num_rows
         self.top_counts = [-1] * num_rows
         self.refused: dict[int, str] = {}
-        """Row -> why it can have no token: its parameters do not fit into a row."""
-        # Where there is nothing but greedy rows, no step needs to look at them one by one.
+        """Row -> why it cannot sample: its parameters do not fit into a row."""
+        # Rows that are not purely greedy. Steps look only at these.
         self._special: set[int] = set()
-        # All rows at once, without lists.
+        # Enough for all rows at once, if none has logit_bias or end tokens.
         words = num_rows * (3 + _HEADER)
         self._stagings = [device.pinned(words, dtype=torch.int32) for _ in range(_STAGINGS)]
         self._read: list[Event] = [device.event() for _ in range(_STAGINGS)]
-        self._turn = 0
+        self._staging = 0
 
     def start(self, row_starts: Iterable[RowStart]) -> None:
-        """Rows begin: their words are on the way to the device, behind what was launched before."""
+        """Launches the copy of the parameters of new rows to the GPU."""
         packed = [(start.row, self._pack(start)) for start in row_starts]
         if not packed:
             return
@@ -127,11 +127,11 @@ class SamplingRows:
         for head, (row, words) in zip(heads, packed, strict=True):
             head[:] = row, offset, len(words)
             offset += len(words)
-        turn = self._turn = (self._turn + 1) % _STAGINGS
-        self._read[turn].synchronize()
-        if len(self._stagings[turn]) < offset:
-            self._stagings[turn] = self._device.pinned(2 * offset, dtype=torch.int32)
-        staged = self._stagings[turn]
+        index = self._staging = (self._staging + 1) % _STAGINGS
+        self._read[index].synchronize()
+        if len(self._stagings[index]) < offset:
+            self._stagings[index] = self._device.pinned(2 * offset, dtype=torch.int32)
+        staged = self._stagings[index]
         np.concatenate([heads.reshape(-1), *(words for _, words in packed)], out=staged.numpy()[:offset])
         self._device.launch(
             start_rows_kernel,
@@ -140,10 +140,10 @@ class SamplingRows:
             None,
             lambda: {"TILE": 128, "num_warps": 1},
         )
-        self._read[turn].record()
+        self._read[index].record()
 
     def path(self, rows: Sequence[int], masked: bool) -> SamplingPath:
-        """`masked`: some of the rows has a grammar."""
+        """`masked`: one of the rows has a grammar."""
         flags, widest = 0, -1
         if self._special:
             for row in self._special.intersection(rows):
@@ -152,13 +152,14 @@ class SamplingRows:
         return SamplingPath(flags, min(widest, self._vocabulary_size), masked)
 
     def _pack(self, start: RowStart) -> np.ndarray:
-        """The words of one row, as `weft.ops.triton.sampling` lays them out."""
+        """The words of one row, in the layout of `weft.ops.triton.sampling`."""
         row, params = start.row, start.params
         ends = self._ends(params)
         self.refused.pop(row, None)
         if len(ends) > MAX_ENDS:
             self.refused[row] = (
-                f"min_tokens beside {len(ends)} stop tokens: on this device at most {MAX_ENDS} can be held back"
+                f"min_tokens is set with {len(ends)} stop tokens; on this device at most {MAX_ENDS} are allowed; "
+                "use fewer stop tokens"
             )
             ends = []
         flags = self._flags[row] = _flags_of(params, self._vocabulary_size)
@@ -198,7 +199,7 @@ class SamplingRows:
         return words
 
     def _ends(self, params: SamplingParams) -> list[int]:
-        """The tokens that min_tokens holds back."""
+        """The tokens that must not be sampled before `min_tokens`."""
         if params.min_tokens == 0:
             return []
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}

@@ -1,4 +1,4 @@
-"""A step on its way: what belongs to it until its result is taken, and the result."""
+"""The handle of a step on the GPU: waits for the step and makes its result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.backends.cuda.mailbox import Slot
 from weft.backends.cuda.prompt_logprobs import PromptPiece
-from weft.backends.cuda.sampler import DeviceSampler, Pending
+from weft.backends.cuda.sampler import DeviceSampler, PendingLogprobs
 from weft.backends.cuda.swap import CardSwap
 from weft.backends.grammar import NO_MASKS, Masks, RowGrammars
 from weft.plan import IterationPlan, StepResult
@@ -18,8 +18,8 @@ from weft.sampling.reference import NOT_A_NUMBER
 
 
 class DeviceStep:
-    """The handle of a step. Its words are in `slot` from its end on, and are taken once, by whoever comes first: who
-    wants the result, or the next step that needs the slot."""
+    """The handle of a step. The GPU writes its result into `slot`. `collect` reads it once: for `result`, or before the
+    slot is used again."""
 
     __slots__ = (
         "_grammars",
@@ -52,7 +52,7 @@ class DeviceStep:
             plan.rows if samples_all else tuple(compress(plan.rows, plan.samples))
         )
         self.masks: Masks = NO_MASKS
-        self.logprobs: Pending | None = None
+        self.logprobs: PendingLogprobs | None = None
         self.pieces: list[PromptPiece] = []
         self._result: StepResult | None = None
 
@@ -78,11 +78,11 @@ class DeviceStep:
         )
 
     def fail(self, error: str) -> None:
-        """It was not launched to its end: there is nothing to wait for."""
+        """The launch failed, so there is no end to wait for."""
         self._result = StepResult(error=error)
 
     def collect(self) -> None:
-        """Waits for the step's end, and takes its words out of the slot."""
+        """Waits for the end of the step, and reads the slot."""
         if self._result is not None:
             return
         self._slot.event.synchronize()
@@ -93,11 +93,11 @@ class DeviceStep:
         if self._grammars.has_any:
             self._grammars.advance(np.array(self.sampled_rows, np.int64), tokens)
         logprobs = None if self.logprobs is None else self.logprobs.read(errors)
-        scores, of_requests = self._scores()
+        scores, request_errors = self._scores()
         if errors:
             request_ids = list(compress(self._plan.request_ids, self._plan.samples))
-            of_requests.update({request_ids[entry]: error for entry, error in errors.items()})
-        self._result = StepResult(tokens.tolist(), logprobs, scores, of_requests)
+            request_errors.update({request_ids[entry]: error for entry, error in errors.items()})
+        self._result = StepResult(tokens.tolist(), logprobs, scores, request_errors)
 
     def _errors(self, codes: np.ndarray) -> dict[int, str]:
         """Entry -> why it has no token."""
@@ -113,12 +113,12 @@ class DeviceStep:
         return errors
 
     def _scores(self) -> tuple[dict[RequestId, tuple[int, list[TokenLogprobs]]], dict[RequestId, str]]:
-        """Logprobs of prompts, and the requests for which they are not numbers."""
+        """Logprobs of prompts, and an error for each request with a logprob that is not finite."""
         scores: dict[RequestId, tuple[int, list[TokenLogprobs]]] = {}
         errors: dict[RequestId, str] = {}
         for piece in self.pieces:
-            told = (value for pending in piece.scores for value in pending.read())
-            values = [value for value in told if value is not None]
+            logprobs = (value for pending in piece.scores for value in pending.read())
+            values = [value for value in logprobs if value is not None]
             if not all(math.isfinite(value.logprob) for value in values):
                 errors[piece.request_id] = NOT_A_NUMBER
             scores[piece.request_id] = (piece.first, values)

@@ -1,8 +1,8 @@
-"""Copies of blocks between the card and pinned memory of the host, on a stream of their own.
+"""Swaps of the CUDA backend: copies KV blocks between the GPU and pinned host memory, on a separate stream.
 
-All that a swap waits for was given to the card before it: the steps up to `after_step`, and the swaps it names, which are
-in front of it on the same stream. So a swap is launched at once, and the card sees to the order. A step waits on the card
-for the swaps whose blocks it uses again. Nobody waits on the host, but for a step that has nothing else to do.
+Everything that a swap depends on was launched before it: the steps up to `after_step`, and earlier swaps on the same
+stream. So a swap is launched at once, and the GPU keeps the order. A step waits on the GPU for the swaps whose blocks
+it reuses. The host waits only in the result of a step without rows.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from weft.plan import IterationPlan, SwapTask
 
 _log = logging.getLogger(__name__)
 
-# Memory is pinned in pieces when it is first used: to pin all of it would take seconds of the start.
+# Memory is pinned in pieces at their first use: pinning all of it would delay the start by seconds.
 _PIECE_BYTES = 256 << 20
-# Outcomes kept for swaps that build on them. The scheduler names only swaps whose end it has not heard of.
+# Outcomes kept for later swaps that depend on them. The scheduler names only swaps that were not reported to it.
 _MOST_OUTCOMES = 65_536
 
 
 class _Tier:
-    """Blocks of one kind on the card, and pinned memory with slots for them; both are numbered from some number on."""
+    """The KV blocks of one tier and their swap slots in pinned memory. Ids start at `first_block` and `first_slot`."""
 
     def __init__(
         self, device: Device, cache: Tensor, slots: int, first_block: int = 0, first_slot: int = 0
@@ -37,7 +37,7 @@ class _Tier:
         self.pieces: list[Tensor | None] = [None] * -(-slots // self._piece_slots)
 
     def copy(self, pairs: Iterable[tuple[int, int]], is_out: bool) -> None:
-        """Of blocks and their slots."""
+        """Launches the copies of (block, slot) pairs."""
         for block, slot, count in self.runs(pairs):
             piece, first = divmod(slot, self._piece_slots)
             host = self._piece(piece)[first : first + count]
@@ -48,7 +48,7 @@ class _Tier:
                 device.copy_(host, non_blocking=True)
 
     def runs(self, pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-        """Block, slot and number of blocks that lie one behind the other in both places, as they are numbered here."""
+        """Joins pairs that are contiguous in the cache and in a piece. Yields first block, first slot and count."""
         first = None
         count = 0
         for pair in pairs:
@@ -75,8 +75,7 @@ class _Tier:
 
 
 class CardSwap:
-    """Pinned memory for blocks that left the cache, and the copies under way. The blocks of a store come behind those of
-    the cache, and so do their slots."""
+    """Swap slots in pinned memory, and the swaps in flight. Block and slot ids of the store follow those of the cache."""
 
     def __init__(
         self, device: Device, cache: Tensor, slots: int, store: Tensor | None = None, store_slots: int = 0
@@ -85,16 +84,16 @@ class CardSwap:
         self._stream = device.stream()
         self.full = _Tier(device, cache, slots)
         self.store = None if store is None else _Tier(device, store, store_slots, len(cache), slots)
-        self._under_way: dict[int, Event] = {}
-        self._outcomes: dict[int, str | None] = {}  # None: it went well
+        self._in_flight: dict[int, Event] = {}
+        self._outcomes: dict[int, str | None] = {}  # swap id -> error; None: success
         self._unreported: list[int] = []
         self._has_warned = False
 
     def launch(self, plan: IterationPlan, last_step: Event | None) -> None:
-        """Launches the swaps of a plan, behind the end of the steps before it."""
+        """Launches the swaps of a plan. They run after `last_step`."""
         if not plan.swap_out and not plan.swap_in:
             return
-        # A swap in, too: its blocks may have been another's until the last step.
+        # Also for a swap in: the last step may still use its target blocks for another sequence.
         if last_step is not None:
             self._stream.wait_event(last_step)
         with self._device.using(self._stream):
@@ -103,46 +102,47 @@ class CardSwap:
             for task in plan.swap_in:
                 self._launch(task, is_out=False)
 
-    def hold(self, stream: object, swap_ids: Iterable[int]) -> None:
-        """What is launched on `stream` from now on waits for these swaps."""
+    def block_stream(self, stream: object, swap_ids: Iterable[int]) -> None:
+        """Makes all later launches on `stream` wait for these swaps."""
         for swap_id in swap_ids:
-            if (event := self._under_way.get(swap_id)) is not None:
+            if (event := self._in_flight.get(swap_id)) is not None:
                 event.wait(stream)
 
     def take_reports(self, must_wait: bool = False) -> tuple[tuple[int, ...], dict[int, str]]:
-        """Swaps that finished and failed since the last call; each is told once. `must_wait`: not before one is over,
-        where any is under way."""
-        if must_wait and self._under_way and not self._unreported:
-            next(iter(self._under_way.values())).synchronize()
-        for swap_id in [swap_id for swap_id, event in self._under_way.items() if event.query()]:
-            del self._under_way[swap_id]
+        """Swaps that finished, and swaps that failed, since the last call. Each is reported once.
+
+        With `must_wait` it waits until at least one swap ends, if any is in flight."""
+        if must_wait and self._in_flight and not self._unreported:
+            next(iter(self._in_flight.values())).synchronize()
+        for swap_id in [swap_id for swap_id, event in self._in_flight.items() if event.query()]:
+            del self._in_flight[swap_id]
             self._unreported.append(swap_id)
         if not self._unreported:
             return (), {}
-        over, self._unreported = self._unreported, []
-        failed = {swap_id: error for swap_id in over if (error := self._outcomes[swap_id]) is not None}
+        ended, self._unreported = self._unreported, []
+        failed = {swap_id: error for swap_id in ended if (error := self._outcomes[swap_id]) is not None}
         while len(self._outcomes) > _MOST_OUTCOMES:
             del self._outcomes[next(iter(self._outcomes))]
-        return tuple(swap_id for swap_id in over if swap_id not in failed), failed
+        return tuple(swap_id for swap_id in ended if swap_id not in failed), failed
 
     def abandon(self) -> None:
-        """After an error of the card: nothing is copying any more, and nothing of it will be reported."""
-        self._under_way.clear()
+        """Drops all swaps without a report after a GPU error, and waits until no copy runs."""
+        self._in_flight.clear()
         self._unreported.clear()
         self._stream.synchronize()
 
     def _launch(self, task: SwapTask, is_out: bool) -> None:
         error = self._copy(task, is_out)
         self._outcomes[task.swap_id] = error
-        # One that failed may have begun: it is over when what was launched of it is.
+        # Also for a failed swap: some of its copies may be launched, and it ends after them.
         event = self._device.event()
         event.record(self._stream)
-        self._under_way[task.swap_id] = event
+        self._in_flight[task.swap_id] = event
 
     def _copy(self, task: SwapTask, is_out: bool) -> str | None:
         for earlier in task.after_swaps:
             if self._outcomes.get(earlier, "never accepted") is not None:
-                return f"swap {earlier}, which it builds on, failed or was never accepted"
+                return f"swap {earlier}, which it depends on, failed or was never accepted"
         pairs = list(zip(task.blocks, task.swap_slots, strict=True))
         try:
             if self.store is None:
@@ -153,10 +153,10 @@ class CardSwap:
                     return "a block and its slot are of different tiers"
                 self.full.copy([pair for pair in pairs if pair[0] < self.store.first_block], is_out)
                 self.store.copy(stored, is_out)
-        except Exception as error:  # no memory to pin, most likely: the request is computed again
+        except Exception as error:  # probably no memory to pin; the sequence is recomputed instead
             if not self._has_warned:
                 _log.warning(
-                    "a swap failed, and its request is computed again (%s); swap_blocks may be too many",
+                    "a swap failed, and its request is recomputed (%s); swap_blocks may be too large",
                     error,
                 )
                 self._has_warned = True

@@ -1,4 +1,4 @@
-"""The operations in C++: the decoder is recorded once into a native program, and one call per step runs it.
+"""The operations in C++: the decoder is recorded once into a C++ program, and each step is one call of it.
 
-`recorder` is the ops interface, `weights` what a model's tensors become, `program` the decoder that runs.
+`recording_ops` is the ops interface, `weights` packs the tensors of a model, `program` builds and runs the program.
 """

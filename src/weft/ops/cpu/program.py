@@ -1,4 +1,4 @@
-"""From a recorded forward pass to a native program."""
+"""Builds a C++ program from a recorded forward pass, and runs it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from weft.ops.recording import (
     Buffer,
     Embed,
     FusedProduct,
+    Instruction,
     Mixture,
     Norm,
     Recording,
     RopeAndWrite,
     ScaleAndCap,
     SelectRows,
-    Step,
     assigned_slots,
     fused,
 )
@@ -33,7 +33,7 @@ _BEFORE = {"nothing": 0, "rms_norm": 1, "silu_mul": 2, "gelu_tanh_mul": 3}
 def assemble(
     recording: Recording, rows: Buffer, logits: Buffer, logits_from: int, pool: _kernels.Pool
 ) -> _kernels.Program:
-    """The program of a recording, in which `rows` are what the operations from `logits_from` on make `logits` of."""
+    """Builds the program of a recording. The operations from index `logits_from` on compute `logits` from `rows`."""
     shape = recording.shape
     ropes = list(dict.fromkeys(pattern.rope for pattern in recording.patterns))
     program = _kernels.Program(
@@ -42,85 +42,87 @@ def assemble(
         [(rope.frequencies, rope.interleaved, rope.scale) for rope in ropes],
         [(ropes.index(pattern.rope), pattern.window or 0) for pattern in recording.patterns],
     )
-    # Logits may be made of other rows than these: nothing of one part is taken into the other.
-    steps = fused(recording.operations[:logits_from], {rows})
-    first_of_logits = len(steps)
-    steps += fused(recording.operations[logits_from:], {logits})
-    slots = assigned_slots(steps, {rows, logits}, program.buffer)
-    for index, step in enumerate(steps):
+    # Fused separately, because `NativeForward.logits` runs the second part alone, on other rows.
+    instructions = fused(recording.operations[:logits_from], {rows})
+    first_of_logits = len(instructions)
+    instructions += fused(recording.operations[logits_from:], {logits})
+    slots = assigned_slots(instructions, {rows, logits}, program.buffer)
+    for index, instruction in enumerate(instructions):
         if index == first_of_logits:
             program.begin_logits(slots[rows])
-        _append(program, step, slots)
+        _append(program, instruction, slots)
     program.end_logits(slots[logits])
     return program
 
 
-def _append(program: _kernels.Program, step: Step, slots: dict[Buffer, int]) -> None:
-    match step:
+def _append(program: _kernels.Program, instruction: Instruction, slots: dict[Buffer, int]) -> None:
+    match instruction:
         case Embed():
-            [part] = step.table.parts
-            program.embed(_weight(part), slots[step.output], step.scale)
-        case Norm():
-            program.norm(slots[step.input], step.weight, step.epsilon, slots[step.output])
+            [part] = instruction.table.parts
+            program.embed(_weight(part), slots[instruction.output], instruction.scale)
+        case Norm(weight=weight, epsilon=epsilon):
+            program.norm(slots[instruction.input], weight, epsilon, slots[instruction.output])
         case FusedProduct():
-            _append_product(program, step, slots)
+            _append_product(program, instruction, slots)
         case RopeAndWrite(norm=norm):
             program.rope_and_write(
-                slots[step.rows],
-                step.layer,
-                step.pattern,
+                slots[instruction.rows],
+                instruction.layer,
+                instruction.pattern,
                 None if norm is None else norm.query,
                 None if norm is None else norm.key,
                 0.0 if norm is None else norm.epsilon,
             )
         case Attention():
-            program.attention(slots[step.queries], step.layer, step.pattern, slots[step.output])
+            program.attention(
+                slots[instruction.queries], instruction.layer, instruction.pattern, slots[instruction.output]
+            )
         case Mixture(experts=experts):
-            [router] = step.router.parts
+            [router] = instruction.router.parts
             program.mixture(
-                slots[step.input],
+                slots[instruction.input],
                 _weight(router),
                 [_weight(part) for part in experts.gate],
                 [_weight(part) for part in experts.up],
                 [_weight(part) for part in experts.down],
-                step.per_token,
-                step.normalise,
-                slots[step.output],
+                instruction.per_token,
+                instruction.normalise,
+                slots[instruction.output],
             )
         case Add():
-            program.add(slots[step.left], slots[step.right], step.scale)
+            program.add(slots[instruction.left], slots[instruction.right], instruction.scale)
         case SelectRows():
-            program.select_rows(slots[step.input], slots[step.output])
+            program.select_rows(slots[instruction.input], slots[instruction.output])
         case ScaleAndCap():
-            program.scale_and_cap(slots[step.values], step.scale, step.cap or 0.0)
+            program.scale_and_cap(slots[instruction.values], instruction.scale, instruction.cap or 0.0)
         case _:
-            raise AssertionError(f"{type(step).__name__} is always part of a product")
+            raise AssertionError(f"{type(instruction).__name__} is always part of a product")
 
 
-def _append_product(program: _kernels.Program, step: FusedProduct, slots: dict[Buffer, int]) -> None:
-    before = step.before
+def _append_product(program: _kernels.Program, instruction: FusedProduct, slots: dict[Buffer, int]) -> None:
+    before = instruction.before
     kind = "nothing" if before is None else "rms_norm" if isinstance(before, Norm) else before.kind
     column = 0
-    ready: bool | None = None
-    for part in step.product.layer.parts:
+    prepared_quantised: bool | None = None  # whether the previous part quantised the input; `again` reuses it
+    for part in instruction.product.layer.parts:
         program.linear(
-            slots[step.input],
+            slots[instruction.input],
             _BEFORE[kind],
             before.weight if isinstance(before, Norm) else None,
             before.epsilon if isinstance(before, Norm) else 0.0,
             _weight(part),
-            slots[step.output],
+            slots[instruction.output],
             column,
-            again=ready == part.is_quantised,
-            add=step.added_to is not None,
-            scale=step.scale,
+            again=prepared_quantised == part.is_quantised,
+            add=instruction.added_to is not None,
+            scale=instruction.scale,
         )
         column += part.outputs
-        ready = part.is_quantised
+        prepared_quantised = part.is_quantised
 
 
 def _weight(part: Part) -> _kernels.LinearWeight:
-    assert part.weight is not None, "weights are packed before a program is made of them"
+    assert part.weight is not None, "weights are packed before the program is built"
     return part.weight
 
 
@@ -131,7 +133,7 @@ def record(
     keep: Keep,
     pool: _kernels.Pool,
 ) -> NativeForward:
-    """The program of a decoder whose `forward` and `logits` these are, its weights packed."""
+    """Records the `forward` and `logits` of a decoder, packs its weights, and builds its program."""
     rows = forward()
     recording = ops.recording
     assert recording is not None, "the forward pass was not recorded by these ops"
@@ -142,7 +144,7 @@ def record(
 
 
 class NativeForward:
-    """Runs a program; the cache is one of `CpuOps.new_cache`, in two tiers with a store of `CpuOps.new_store`."""
+    """Runs a program. The cache is from `CpuOps.new_cache`, the store from `CpuOps.new_store`."""
 
     def __init__(self, program: _kernels.Program) -> None:
         self._program = program
@@ -150,11 +152,11 @@ class NativeForward:
     def step(
         self, step: StepIndices, cache: np.ndarray | TwoTierCache, sampled: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The logits of the first `sampled` of the rows after which they are wanted, and the other rows. The logits
-        are there until the next call."""
+        """The logits of the first `sampled` of `logit_indices`, and the hidden rows of the others. The next call
+        overwrites the logits."""
         two_tier = None
         if isinstance(cache, TwoTierCache):
-            assert step.store is not None, "a step over a two-tier cache says what it reads from the store"
+            assert step.store is not None, "a step over a two-tier cache has StoreIndices"
             store = step.store
             two_tier = (
                 *(cache.store, cache.bits, cache.tail_blocks),

@@ -1,4 +1,4 @@
-"""The ops that a decoder is recorded with for the C++ kernels: how its weights and its cache are kept."""
+"""The ops that record a decoder for the C++ kernels. They define the layout of weights and KV cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.tiers import store_vector_bytes
 
 
 class CpuOps(RecordingOps):
-    """`Ops` that records. Weights are collected in `packing`."""
+    """`Ops` that records the forward pass and collects the weights in `packing`."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
@@ -38,29 +38,29 @@ class CpuOps(RecordingOps):
         return Experts(*(self.packing.experts(sources) for sources in (gate, up, down)))
 
     def load_embedding(self, source: WeightSource) -> Linear:
-        return self.packing.linear([source], role="words")
+        return self.packing.linear([source], role="vocabulary")
 
     def nbytes(self, weight: np.ndarray | Linear | Experts) -> int:
         return weight.nbytes
 
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> np.ndarray:
-        """Unlike in numpy, what one kv head reads of a block lies together, in whole numbers with scales (`CachedHead` in
-        csrc/kernels.h)."""
-        room = _kernels.cache_room(block_size, shape.head_size)
-        return _in_large_pages((blocks, layers, shape.kv_heads, block_size, room), np.uint16)
+        """Unlike in numpy, the K and V of one KV head in a block are contiguous, as integers with scales
+        (`CachedHead` in csrc/kernels.h)."""
+        words = _kernels.cache_room(block_size, shape.head_size)
+        return _in_large_pages((blocks, layers, shape.kv_heads, block_size, words), np.uint16)
 
     def new_store(
         self, blocks: int, layers: int, block_size: int, shape: AttentionShape, bits: int
     ) -> np.ndarray:
-        """Likewise (`StoredHead`)."""
+        """One KV head of a block is contiguous here too (`StoredHead` in csrc/kernels.h)."""
         head_bytes = 2 * block_size * store_vector_bytes(shape.head_size, bits)
         return _in_large_pages((blocks, layers, shape.kv_heads, head_bytes), np.uint8)
 
 
-def _in_large_pages(places: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Zeros in large pages, where the system has some: the blocks of a request are all over the memory."""
-    count = math.prod(places)
-    # Of shared memory, which is what a plain call gives, Linux makes large pages only where the machine is set up for it.
+def _in_large_pages(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """Zeros, in large pages if the system has them: the blocks of a sequence are scattered, so TLB misses matter."""
+    count = math.prod(shape)
+    # Private: Linux uses large pages for shared memory (the default of mmap) only if an administrator allows it.
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     try:
         memory = mmap.mmap(-1, max(1, count * np.dtype(dtype).itemsize), **private)
@@ -68,4 +68,4 @@ def _in_large_pages(places: tuple[int, ...], dtype: type) -> np.ndarray:
         raise MemoryError(str(error)) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype, count).reshape(places)
+    return np.frombuffer(memory, dtype, count).reshape(shape)

@@ -1,7 +1,7 @@
-"""What tensors of model files become: linear layers in packed layouts, and which layout is right for which format.
+"""Packs the tensors of model files into the layouts of the C++ kernels, and chooses the layout for each format.
 
-Nothing is packed while a model is described. `Packing` collects what is needed; once everything is known, the bytes are
-taken from a packed file or made, all at once.
+While a decoder is built, `Packing` only collects tensors. Then all packed bytes are read from a packed file, or made,
+at once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from weft import _kernels
 from weft.ops.base import LinearRole, WeightSource
 
 PACKING_VERSION = 5
-"""Another one wherever packed bytes, or the files they are kept in, would differ from those of an older weft."""
+"""Increase it when packed bytes or packed files change."""
 
 Quantize = Literal["int8", "int4"]
 
 
 class Layout(IntEnum):
-    """As in csrc/kernels.h."""
+    """The numbers in csrc/kernels.h."""
 
     W4 = 0
     W8 = 1
@@ -37,7 +37,7 @@ _FLOATS = (Layout.F32, Layout.F16, Layout.BF16)
 
 
 def layout_of(format_name: str, quantize: Quantize | None) -> Layout:
-    """Where a tensor of this format goes. `quantize` is for those that are not quantised already."""
+    """The layout for a tensor of this format. `quantize` applies only to formats that are not quantised."""
     layout = Layout(_kernels.layout_of(format_name))
     if quantize is None or layout not in _FLOATS:
         return layout
@@ -46,7 +46,7 @@ def layout_of(format_name: str, quantize: Quantize | None) -> Layout:
 
 @dataclass(frozen=True)
 class Tensor:
-    """[outputs, inputs] values in a file's own format: a tensor, or one expert's part of one."""
+    """An [outputs, inputs] matrix in the format of the file: a tensor, or the part of one expert."""
 
     name: str
     format_name: str
@@ -56,7 +56,7 @@ class Tensor:
 
 
 def matrices(source: WeightSource) -> list[Tensor]:
-    """A matrix, or each matrix of a stack of them."""
+    """The matrix of a 2D tensor, or all matrices of a 3D tensor."""
     *stack, outputs, inputs = source.shape
     count = stack[0] if stack else 1
     raw = source.raw.reshape(count, -1)
@@ -64,7 +64,7 @@ def matrices(source: WeightSource) -> list[Tensor]:
 
 
 def resident_bytes(sources: Iterable[WeightSource]) -> int:
-    """What these tensors take once they are packed, norms and biases as float32."""
+    """The memory of these tensors after packing. Norms and biases are float32."""
     total = 0
     for source in sources:
         if len(source.shape) < 2:
@@ -78,7 +78,7 @@ def resident_bytes(sources: Iterable[WeightSource]) -> int:
 
 @dataclass(eq=False)
 class Part:
-    """Tensors that are one product: stacked by outputs, in one layout. `data` comes when everything is packed."""
+    """Tensors of one layout, stacked by outputs into one matrix. `Packing.pack` sets `weight`."""
 
     layout: Layout
     tensors: list[Tensor]
@@ -103,7 +103,7 @@ class Part:
 
     @property
     def description(self) -> str:
-        """Equal descriptions of one file mean equal bytes."""
+        """For one model file, equal descriptions mean equal bytes."""
         stored = "+".join(f"{tensor.name}:{tensor.format_name}:{tensor.outputs}" for tensor in self.tensors)
         return f"{stored}x{self.inputs} {self.layout.name}"
 
@@ -118,7 +118,7 @@ class Part:
 
 @dataclass(eq=False)
 class Linear:
-    """A linear layer: one part, or several where the file stores its tensors in formats of different layouts."""
+    """A linear layer: one part, or several if its tensors have different layouts."""
 
     parts: list[Part]
 
@@ -137,7 +137,7 @@ class Linear:
 
 @dataclass(eq=False)
 class Experts:
-    """The feed-forwards of a mixture, one layer of each kind for every expert."""
+    """The feed-forward layers of a mixture: one part of each kind per expert."""
 
     gate: list[Part]
     up: list[Part]
@@ -151,11 +151,11 @@ class Experts:
 Sizes = Mapping[str, int]
 Fill = Callable[[str, np.ndarray], None]
 Keep = Callable[[Sizes, Fill], Mapping[str, np.ndarray]]
-"""Given the size of each piece by its description, and what fills a piece, the pieces: read, or made now."""
+"""Takes the size of each piece by name, and a function that fills a piece. Returns the pieces."""
 
 
 def in_memory(sizes: Sizes, fill: Fill) -> dict[str, np.ndarray]:
-    """Packed anew at every start, for where no file can be kept."""
+    """Packs into memory at every start, for models without a packed file."""
     pieces = {name: np.empty(size, np.uint8) for name, size in sizes.items()}
     for name, piece in pieces.items():
         fill(name, piece)
@@ -164,7 +164,7 @@ def in_memory(sizes: Sizes, fill: Fill) -> dict[str, np.ndarray]:
 
 @dataclass
 class Packing:
-    """Collects the parts of a model's linear layers."""
+    """Collects the parts of all linear layers of a model."""
 
     quantize: Quantize | None = None
     parts: list[Part] = field(default_factory=list)
@@ -175,8 +175,8 @@ class Packing:
         biases: Sequence[WeightSource] = (),
         role: LinearRole = "layer",
     ) -> Linear:
-        """A table of words keeps eight bits where its values are asked for in four, and a router, whose choice turns
-        on small differences, what the file has."""
+        """A linear layer. With quantize="int4", output layer and embedding get 8 bits. A router keeps the format of the
+        file, because its choice depends on small differences."""
         quantize = self.quantize if role == "layer" or self.quantize is None else "int8"
         parts: list[Part] = []
         for index, source in enumerate(sources):
@@ -201,7 +201,7 @@ class Packing:
         return parts
 
     def pack(self, keep: Keep) -> None:
-        """Give every part its bytes."""
+        """Sets the packed weight of every part."""
         by_name = {f"{index} {part.description}": part for index, part in enumerate(self.parts)}
         pieces = keep(
             {name: part.packed_bytes for name, part in by_name.items()},

@@ -1,0 +1,101 @@
+"""Prefaults KV cache memory before a step needs it: while idle, in parallel with a step, or right before one.
+
+The first write to a page makes the kernel find and clear memory, in the thread that writes: 4 to 5 ms for a large page
+in a virtual machine. While the engine is idle, this delays no request. Under load, one thread of the pool prefaults
+what the next steps will probably need while the others compute. A step that still lacks pages prefaults them first,
+with all threads.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+_PAGE_BYTES = 4096
+_LARGE_PAGE_BYTES = 2 << 20
+_MOST_PAGES_BEFORE_STEP = 8
+_MOST_PAGES_DURING_STEP = 8
+
+
+class PageFaulter(Protocol):
+    """Prefaults pages; `_kernels.Pool` does it with its threads."""
+
+    @property
+    def threads(self) -> int: ...
+    def take_pages(self, bytes: np.ndarray) -> None: ...
+    def offer_pages(self, bytes: np.ndarray) -> None: ...
+    def withdraw_pages(self) -> bool: ...
+
+
+class OneThread:
+    """A `PageFaulter` without a thread pool."""
+
+    threads = 1
+
+    def take_pages(self, bytes: np.ndarray) -> None:
+        pages = bytes[::_PAGE_BYTES]
+        pages |= 0  # a write that keeps the content
+
+    def offer_pages(self, bytes: np.ndarray) -> None:
+        """No other thread could prefault them."""
+
+    def withdraw_pages(self) -> bool:
+        return True
+
+
+class Prefaulter:
+    """Prefaults an array whose rows are used in ascending order. Called only by the thread that uses the rows.
+
+    0 ........ _used ........ _prefaulted ........ _offered        bytes from the start of the array
+    """
+
+    def __init__(self, rows: np.ndarray, ahead_bytes: int, faulter: PageFaulter | None = None) -> None:
+        """Keeps `ahead_bytes` prefaulted after the used rows. No other thread may write there meanwhile."""
+        self._bytes = rows.reshape(-1).view(np.uint8)
+        self._address = self._bytes.ctypes.data
+        self._row_bytes = self._bytes.size // len(rows)
+        self._ahead_bytes = ahead_bytes
+        self._faulter: PageFaulter = OneThread() if faulter is None else faulter
+        self._bytes_before_step = min(self._faulter.threads, _MOST_PAGES_BEFORE_STEP) * _LARGE_PAGE_BYTES
+        self._used = 0
+        self._prefaulted = 0
+        self._offered = 0
+
+    @property
+    def needs_more(self) -> bool:
+        return self._prefaulted < min(self._used + self._ahead_bytes, self._bytes.size)
+
+    def use(self, num_rows: int) -> None:
+        """Called before a step that uses the first `num_rows`. Prefaults what is missing of them, and offers pages
+        for the next two steps to the pool, assuming that each needs as many new rows as this one."""
+        used = max(num_rows * self._row_bytes, self._used)
+        if used > self._prefaulted:
+            # At least one page per thread: in parallel that takes less than twice the time of one page.
+            self._prefault_until(max(used, self._prefaulted + self._bytes_before_step))
+        most = min(self._prefaulted + _MOST_PAGES_DURING_STEP * _LARGE_PAGE_BYTES, self._bytes.size)
+        next_used = min(used + 2 * (used - self._used), most)
+        if next_used > self._prefaulted:
+            end = self._page_end(next_used)
+            self._faulter.offer_pages(self._bytes[self._prefaulted : end])
+            self._offered = end
+        self._used = used
+
+    def end_step(self) -> None:
+        """Withdraws the offered pages, unless a thread has prefaulted them during the step."""
+        offered, self._offered = self._offered, 0
+        if offered and not self._faulter.withdraw_pages():
+            self._prefaulted = offered
+
+    def prefault_some(self) -> None:
+        """Prefaults one large page. Not more, because a request that arrives meanwhile has to wait."""
+        self._prefault_until(self._prefaulted + 1)
+
+    def _prefault_until(self, end: int) -> None:
+        end = self._page_end(end)
+        self._faulter.take_pages(self._bytes[self._prefaulted : end])
+        self._prefaulted = end
+
+    def _page_end(self, end: int) -> int:
+        """Rounds `end` up to the end of a large page. The next range begins there."""
+        return min(end + -(self._address + end) % _LARGE_PAGE_BYTES, self._bytes.size)
