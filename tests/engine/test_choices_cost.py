@@ -78,7 +78,7 @@ def test_lists_are_checked_once_for_all_prompts_of_a_body(calls: Counter[str]) -
         engine = process._engine = make_engine()
         calls.clear()
         for message in messages:
-            process._obey(wire.to_engine.decode(message[4:]))
+            process._handle(wire.to_engine.decode(message[4:]))
         assert calls["checks"] < 3 * once, "sixty messages, each with some values of its own"
         assert len(engine.scheduler.sequences) == 60
         process._outbox.close(10.0)

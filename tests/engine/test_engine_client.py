@@ -19,9 +19,10 @@ import pytest
 
 from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
 from weft.engine.ipc import wire
-from weft.engine.ipc.client import EngineClient, EngineDiedError, EngineState, RemoteAnswer, SlowReaderError
+from weft.engine.ipc.client import EngineClient, EngineDiedError, EngineState
 from weft.engine.ipc.launch import launch_engine
 from weft.engine.ipc.liveness import Liveness
+from weft.engine.ipc.remote_answer import RemoteAnswer, SlowReaderError
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
 from weft.request import FinishReason, Grammar, InferenceRequest, RequestState, SamplingParams, TokenOutput
 
@@ -79,7 +80,7 @@ def test_tokens_logprobs_and_the_result_arrive_and_agree() -> None:
             assert output.token_id is not None and output.logprob is not None
             assert [logprob for _, logprob in output.top_logprobs] == [0.0, -1 / 8]
         assert result.finish_reason is FinishReason.LENGTH and outputs[-1].is_final
-        assert client.num_under_way == 0
+        assert client.num_unfinished == 0
 
     with_client(use)
 
@@ -181,7 +182,7 @@ def test_a_grammar_that_is_being_compiled_holds_nobody_up_and_can_be_cancelled_a
         [right] = await client.submit(request(grammar=Grammar("choice", '["yes"]')))
         await outputs_of(right)
         assert right.result is not None and right.result.finish_reason is FinishReason.END_OF_SEQUENCE
-        assert client.num_under_way == 0
+        assert client.num_unfinished == 0
 
     with_client(use, backend="cpu", checkpoint=str(default_model_path), max_context=512)
 
@@ -218,7 +219,7 @@ def test_07_requests_that_are_cancelled_before_their_grammar_is_compiled_are_nev
                 num_dropped += "before its grammar was compiled" in str(error)
         # Two threads may have begun with one each.
         assert num_dropped >= len(left) - 4
-        assert client.num_under_way == 0
+        assert client.num_unfinished == 0
 
     with_client(use, backend="cpu", checkpoint=str(default_model_path), max_context=512)
 
@@ -258,7 +259,7 @@ def test_a_reader_that_falls_behind_is_told_and_its_request_cancelled() -> None:
         [quick] = await client.submit(request(300))
         # One that keeps up loses nothing, however small the buffer is.
         assert len(await outputs_of(quick)) == 300
-        await until(lambda: client.num_under_way == 0)
+        await until(lambda: client.num_unfinished == 0)
         with pytest.raises(SlowReaderError):
             await slow.read()
         await until_free(client)
@@ -305,7 +306,7 @@ def test_answers_end_also_where_watching_the_process_fails(monkeypatch: pytest.M
         with pytest.raises(EngineDiedError):
             while True:
                 await answer.read()
-        assert client.num_under_way == 0
+        assert client.num_unfinished == 0
         monkeypatch.undo()
         await until(lambda: client.state is EngineState.READY)
         assert len(await outputs_of((await client.submit(request(max_tokens=3)))[0])) == 3
@@ -396,7 +397,7 @@ def test_a_request_that_cannot_be_written_down_is_raised_and_leaves_nothing_behi
         try:
             with pytest.raises(OverflowError):
                 await client.submit(InferenceRequest((1, 10**30)))
-            return client.num_under_way
+            return client.num_unfinished
         finally:
             await client.stop()
 

@@ -93,7 +93,7 @@ class QuickEngine:
 
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()
-        while self.thread.is_alive() and not self.process._named._waiters:  # type: ignore[attr-defined]
+        while self.thread.is_alive() and not self.process._client_id_added._waiters:  # type: ignore[attr-defined]
             time.sleep(0.001)
         return (RequestId(7),)
 
@@ -109,12 +109,12 @@ def test_a_token_that_is_quicker_than_the_name_of_its_request_waits_for_it() -> 
     with ours, theirs:
         process = EngineProcess(theirs)
         engine = process._engine = QuickEngine(process)  # type: ignore[assignment]
-        process._obey(wire.Submit.of((3,), InferenceRequest((1, 2, 3))))
+        process._handle(wire.Submit.of((3,), InferenceRequest((1, 2, 3))))
         engine.thread.join(60)
-        assert (process._token_ids, process._tokens) == ([3], [5])
+        assert (process._token_client_ids, process._tokens) == ([3], [5])
         assert [output.request_id for output in process._outputs] == [3]
         assert [(result.request_id, result.num_tokens) for result in process._ended] == [(3, 2)]
-        assert not process._ids and not process._names, "what is over is forgotten"
+        assert not process._request_ids and not process._client_ids, "what is over is forgotten"
         process._outbox.close(10.0)
 
 
@@ -153,7 +153,7 @@ def test_a_thousand_answers_are_read_a_bounded_piece_at_a_time_and_all_of_them(
         choices = Choices(client, default_tokenizer)
         params = SamplingParams(max_tokens=30, seed=1, n=100, logprobs=3)
         await choices.submit([InferenceRequest((1, 2, 3), params)])
-        while client.num_under_way:
+        while client.num_unfinished:
             await asyncio.sleep(0.01)
         most, rounds = 0, 0
         while not choices.is_over:

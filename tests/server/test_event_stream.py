@@ -20,7 +20,8 @@ from uvicorn.server import ServerState
 
 from weft.config import ServingEngineConfig
 from weft.engine.ipc import wire
-from weft.engine.ipc.client import EngineClient, RemoteAnswer
+from weft.engine.ipc.client import EngineClient
+from weft.engine.ipc.remote_answer import RemoteAnswer
 from weft.errors import WeftError
 from weft.request import (
     FinishReason,
@@ -58,7 +59,7 @@ class Engine(EngineClient):
         wake_every: int = 1,
         indices: range | None = None,
         waited: float = 0.0,
-        may_fall_behind: bool = False,
+        is_unbounded: bool = False,
         may_grow: Callable[[int], bool] = lambda num_bytes: True,
     ) -> list[RemoteAnswer]:
         assert arrived is not None

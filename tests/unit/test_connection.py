@@ -38,7 +38,7 @@ def run(
             await connection.open(ours)
             await test(connection, theirs)
             connection.close()
-            await asyncio.wait_for(connection.gone.wait(), WAIT)
+            await asyncio.wait_for(connection.closed.wait(), WAIT)
 
     asyncio.run(with_connection())
     return mistakes
@@ -75,7 +75,7 @@ def test_after_a_mistake_nothing_is_taken_twice_and_the_connection_is_gone(broke
 
     async def test(connection: Connection, engine: socket.socket) -> None:
         engine.sendall(b"".join(step(token) for token in range(5)))
-        await asyncio.wait_for(connection.gone.wait(), WAIT)
+        await asyncio.wait_for(connection.closed.wait(), WAIT)
 
     assert len(run(take, test)) == 1, "and it is told"
     assert seen == list(range(broken + 1))
@@ -86,10 +86,10 @@ def test_after_closing_nothing_is_taken_any_more() -> None:
 
     async def test(connection: Connection, engine: socket.socket) -> None:
         engine.sendall(b"".join(step(token) for token in range(1000)))
-        await asyncio.wait_for(connection.heard.wait(), WAIT)
+        await asyncio.wait_for(connection.first_message.wait(), WAIT)
         connection.close()
         num_seen = len(seen)
-        await asyncio.wait_for(connection.gone.wait(), WAIT)
+        await asyncio.wait_for(connection.closed.wait(), WAIT)
         assert len(seen) == num_seen < 1000
 
     assert run(seen.append, test) == []
@@ -98,6 +98,6 @@ def test_after_closing_nothing_is_taken_any_more() -> None:
 def test_what_cannot_be_understood_is_as_good_as_gone() -> None:
     async def test(connection: Connection, engine: socket.socket) -> None:
         engine.sendall((4).to_bytes(4, "little") + b"\xff\xff\xff\xff")
-        await asyncio.wait_for(connection.gone.wait(), WAIT)
+        await asyncio.wait_for(connection.closed.wait(), WAIT)
 
     assert run(lambda token: None, test) == []

@@ -15,7 +15,7 @@ import pytest
 
 from weft.engine.ipc import wire
 from weft.engine.ipc.liveness import (
-    LOOK_SECONDS,
+    CHECK_SECONDS,
     SILENT_SECONDS,
     Liveness,
     state_of,
@@ -46,17 +46,17 @@ class Engine:
         return self.work_of_children
 
     def live(
-        self, seconds: float, *beats: wire.Beat, work: float = 0.0, work_of_children: float = 0.0
+        self, seconds: float, *beats: wire.Heartbeat, work: float = 0.0, work_of_children: float = 0.0
     ) -> None:
         """So many seconds of looks, before each of which these beats come; work is a share of one core."""
         end = self.now + seconds
         while self.now < end:
-            self.now += LOOK_SECONDS
-            self.work += work * LOOK_SECONDS
-            self.work_of_children += work_of_children * LOOK_SECONDS
+            self.now += CHECK_SECONDS
+            self.work += work * CHECK_SECONDS
+            self.work_of_children += work_of_children * CHECK_SECONDS
             for beat in beats:
-                self.liveness.hear(beat)
-            self.liveness.look()
+                self.liveness.on_heartbeat(beat)
+            self.liveness.check()
 
     @property
     def verdict(self) -> str:
@@ -65,8 +65,8 @@ class Engine:
         )
 
 
-def beat(loop: int | None = None, reader: int | None = None) -> wire.Beat:
-    return wire.Beat(loop, reader, (11, 12, 13))
+def beat(loop: int | None = None, reader: int | None = None) -> wire.Heartbeat:
+    return wire.Heartbeat(loop, reader, (11, 12, 13))
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_an_idle_engine_is_never_stuck(engine: Engine) -> None:
 
 def test_no_beats_are_silence_within_two_seconds_and_a_stall_in_the_end(engine: Engine) -> None:
     engine.live(10, beat())
-    engine.live(2 - LOOK_SECONDS)  # the last beat came up to so long before the last look
+    engine.live(2 - CHECK_SECONDS)  # the last beat came up to so long before the last look
     assert engine.verdict == "silent"
     engine.live(STALL_SECONDS - 5)
     assert engine.verdict == "silent"
@@ -93,7 +93,7 @@ def test_beats_that_come_back_end_the_silence(engine: Engine) -> None:
     engine.live(10, beat())
     engine.live(STALL_SECONDS - 5, beat(7))
     assert engine.verdict == "silent"
-    engine.live(LOOK_SECONDS, beat(8))
+    engine.live(CHECK_SECONDS, beat(8))
     assert engine.verdict == "responding"
     engine.live(STALL_SECONDS - 5, beat(8))
     assert engine.verdict == "silent", "the time counts anew"
@@ -107,8 +107,8 @@ def test_steps_that_are_finished_are_life(engine: Engine) -> None:
 
 def test_reported_steps_are_life_even_where_beats_are_late(engine: Engine) -> None:
     for _ in range(100):
-        engine.liveness.moved()
-        engine.live(LOOK_SECONDS)
+        engine.liveness.on_step()
+        engine.live(CHECK_SECONDS)
         assert engine.verdict == "responding"
 
 
@@ -157,8 +157,8 @@ def test_a_reader_that_is_stuck_is_found_while_the_loop_is_idle(engine: Engine) 
 
 
 def test_messages_that_are_read_do_not_hide_a_stuck_loop(engine: Engine) -> None:
-    for number in range(round((STALL_SECONDS + 1) / LOOK_SECONDS)):
-        engine.live(LOOK_SECONDS, beat(7, number))
+    for number in range(round((STALL_SECONDS + 1) / CHECK_SECONDS)):
+        engine.live(CHECK_SECONDS, beat(7, number))
     assert engine.verdict == "stalled"
     assert engine.ignored == (11, 12, 13), "the work of the threads that pass messages is none of the loop's"
 
@@ -167,7 +167,7 @@ def test_time_in_which_the_looking_process_itself_stood_still_does_not_count(eng
     engine.live(10, beat())
     for _ in range(2):
         engine.now += 10 * STALL_SECONDS
-        engine.liveness.look()
+        engine.liveness.check()
         assert engine.verdict == "responding"
 
 
