@@ -134,7 +134,7 @@ def test_other_runs_replay_too(tmp_path: Path, seed: int, mode: PreemptionMode) 
     engine = record(
         path, seed, preemption=mode, policy=list(PriorityPolicy)[seed % 4], prefer_pure_decode=seed == 3
     )
-    assert replay(str(path)).requests == sum(engine._figures.ended.values())
+    assert replay(str(path)).requests == sum(engine._metrics.ended.values())
 
 
 @pytest.mark.parametrize("seed", [14, 36])
@@ -144,7 +144,7 @@ def test_a_run_with_drafts_replays_and_a_log_with_other_drafts_is_refused(tmp_pa
     stats = engine.stats()[0]
     assert 0 < stats.drafts_accepted < stats.tokens_drafted and stats.steps_failed
     report = replay(str(path))
-    assert report.requests == sum(engine._figures.ended.values()) and report.steps >= stats.steps
+    assert report.requests == sum(engine._metrics.ended.values()) and report.steps >= stats.steps
     lines = path.read_text().splitlines()
     changed = next(n for n, line in enumerate(lines) if '"drafts": [[' in line)
     event = json.loads(lines[changed])

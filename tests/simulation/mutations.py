@@ -414,7 +414,7 @@ MUTATIONS = (
         "step is planned behind one with drafts",
         "weft.engine.loop:EngineCore._may_plan",
         "self.scheduler.may_plan_ahead and",
-        "(self.scheduler.may_plan_ahead or self._flights[-1].plan.drafts) and",
+        "(self.scheduler.may_plan_ahead or self._in_flight[-1].plan.drafts) and",
     ),
     Mutation(
         "drafts are told with those that have none",
