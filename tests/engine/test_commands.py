@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from weft.cli.batch_file import Batch, Output
-from weft.cli.lines import Wishes
+from weft.cli.batch_file import BatchRun, Output
+from weft.cli.lines import LineDefaults
 from weft.cli.main import main
 from weft.llm import LLM
 from weft.loading.default_model import DEFAULT_MODEL
@@ -111,7 +111,7 @@ def test_an_answer_obeys_a_regular_expression_or_a_schema_in_a_file(weft: Any, t
     [
         ((), "standard input is empty"),
         (("x", "--regex", "a", "--json-schema", "x"), "--json-schema and --regex exclude each other"),
-        (("x", "--input", "-"), "--input brings its own prompts"),
+        (("x", "--input", "-"), "--input cannot be combined with other prompts"),
         (("x", "--system", "be brief"), "--system needs --chat"),
         (("-f", "/nowhere/x"), "/nowhere/x: cannot be read: No such file"),
         (("-i", "/nowhere/x"), "/nowhere/x: cannot be read: No such file"),
@@ -229,7 +229,7 @@ def test_a_second_line_with_the_same_id_is_refused_also_when_the_first_was_answe
         assert code == 1 and "1 failed" in err
         good, bad = sorted(json_lines(out.read_text()), key=lambda answer: "error" in answer)
         assert "text" in good and bad["index"] == 2 and bad["error"]["code"] == "duplicate_id"
-        assert bad["error"]["message"] == "the id 'a' is already that of line 1; give line 3 its own"
+        assert bad["error"]["message"] == "line 1 has the id 'a' already; give line 3 another"
 
 
 def test_an_output_survives_a_model_that_does_not_load(
@@ -250,7 +250,7 @@ def test_the_input_is_not_the_output(weft: Any, tmp_path: Path) -> None:
     link.symlink_to(source)
     for flag in ("--overwrite", "--resume"):
         code, _, err = weft("generate", "-i", str(source), "-o", str(link), flag)
-        assert code == 2 and "is the input too" in err and source.read_text() == '"a"\n'
+        assert code == 2 and "is also the input" in err and source.read_text() == '"a"\n'
 
 
 def test_prompts_are_written_as_lines_where_an_output_is_named(weft: Any, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_file_is_read_only_as_fast_as_it_is_answered(llm: LLM) -> None:
             return len(content)
 
     source, sink = Counting(b'"a"\n' * 60), Watching()
-    Batch(llm, "default", Wishes({"max_tokens": 1}), Output(sink)).run(source)
+    BatchRun(llm, "default", LineDefaults({"max_tokens": 1}), Output(sink)).run(source)
     assert sink.num_written == 60
     assert 0 < sink.most_ahead <= 4 * llm.engine.config.scheduler.max_running + 1
 
