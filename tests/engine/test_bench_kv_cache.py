@@ -67,7 +67,7 @@ def test_contexts_fit_if_all_run_at_once_with_their_whole_length_and_none_is_pre
 
 def test_a_wrong_estimate_is_corrected_by_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for estimate in (1, 5):
-        monkeypatch.setattr(kv_cache_admission, "_estimate", lambda info, context, said=estimate: said)
+        monkeypatch.setattr(kv_cache_admission, "_estimate", lambda info, context, fixed=estimate: fixed)
         assert count(plain_info(3 * 8)) == 3
 
 
@@ -226,9 +226,9 @@ def test_every_part_has_its_own_target() -> None:
 
 def test_the_table_has_a_column_for_each_part_and_the_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
     kv_cache.print_report(report(18, 0.001, 48, 120.0))
-    told = " ".join(capsys.readouterr().out.split())
-    assert "18 / 10 = 1.80" in told and "+0.10% (± 0.10)" in told and "48 of 50 = 96.0%" in told
-    assert "missed" in told and told.count("met") >= 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "18 / 10 = 1.80" in printed and "+0.10% (± 0.10)" in printed and "48 of 50 = 96.0%" in printed
+    assert "missed" in printed and printed.count("met") >= 3
 
 
 def test_the_command_writes_its_results_after_each_part(
@@ -252,8 +252,8 @@ def test_the_command_writes_its_results_after_each_part(
     assert [one["kind"] for one in found["admissions"]] == ["full", "8 bits", "4 bits"]
     assert found["admissions"][0]["contexts"] == 3 and len(found["speeds"]) == 3
     assert found["readings"] == found["retrievals"] == [] and len(found["checks"]) == 4
-    told = capsys.readouterr().out
-    assert "admission, full: 3 contexts of 160 tokens" in told and "speed, 4 bits:" in told
+    printed = capsys.readouterr().out
+    assert "admission, full: 3 contexts of 160 tokens" in printed and "speed, 4 bits:" in printed
 
 
 def run_main(**changes: Any) -> None:

@@ -220,8 +220,8 @@ running.freeze()
 print(running._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    said = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False).stdout
-    wait_for(lambda: state_of(int(said)) in ("", "Z"))
+    printed = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False).stdout
+    wait_for(lambda: state_of(int(printed)) in ("", "Z"))
 
 
 def test_the_answers_of_a_driver_are_checked() -> None:
@@ -252,15 +252,15 @@ def test_an_environment_is_made_once_and_again_when_its_versions_change(
         (log.parent / "bin" / "python").touch()
 
     monkeypatch.setattr(peers_environment, "run_logged", run)
-    said: list[str] = []
+    printed: list[str] = []
     first = Environment("peer", "Peer 1", ("peer==1",), 1, unwanted=("ballast",))
-    python = python_of(first, tmp_path, said.append)
+    python = python_of(first, tmp_path, printed.append)
     assert python == tmp_path / "peer" / "bin" / "python"
-    assert said[0] == f"installing Peer 1 into {tmp_path / 'peer'}, 1 MB, some minutes"
+    assert printed[0] == f"installing Peer 1 into {tmp_path / 'peer'}, 1 MB, some minutes"
     assert [command[-1] for command in ran] == [str(tmp_path / "peer"), "peer==1", "ballast"]
-    python_of(first, tmp_path, said.append)
+    python_of(first, tmp_path, printed.append)
     assert len(ran) == 3
-    python_of(Environment("peer", "Peer 2", ("peer==2",), 1), tmp_path, said.append)
+    python_of(Environment("peer", "Peer 2", ("peer==2",), 1), tmp_path, printed.append)
     assert ran[-1][-1] == "peer==2"
 
 
@@ -328,11 +328,11 @@ def test_the_tables_show_the_best_peer_mark_disturbed_runs_and_list_missing_ones
     faster = cell(OURS_OTHERWISE, "W8", tokens_per_second=80.0, first_token_p99=0.5)
     report = dataclasses.replace(report, engines=(*report.engines, otherwise), cells=(*report.cells, faster))
     print_report(report)
-    said = capsys.readouterr().out
-    assert "50.0* (2.00x)" in said and "25.0 (4.00x)" in said
+    printed = capsys.readouterr().out
+    assert "50.0* (2.00x)" in printed and "25.0 (4.00x)" in printed
     assert (
-        next(line for line in said.splitlines() if "weft / best peer" in line).split("│")[2].strip()
+        next(line for line in printed.splitlines() if "weft / best peer" in line).split("│")[2].strip()
         == "2.00x"
     )
-    assert "300 / 200" in said
-    assert "gone: not measured, or not in full: no wheel" in said
+    assert "300 / 200" in printed
+    assert "gone: not measured, or not in full: no wheel" in printed

@@ -68,19 +68,19 @@ def rates(
 def test_a_run_on_a_slow_machine_is_repeated_until_the_machine_is_quiet(
     tmp_path: Path, slow: Speed, is_after: bool
 ) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     # The probes: before and after the first try, one while waiting, before and after the second try.
     probe = probe_of([FULL, slow] if is_after else [slow, FULL])
     bench = make_bench(
-        tmp_path, [driver("a", tmp_path / "diary")], ["W8"], repeats=2, probe=probe, say=said.append
+        tmp_path, [driver("a", tmp_path / "diary")], ["W8"], repeats=2, probe=probe, say=printed.append
     )
     bench.gauge.remember(FULL)
     bench.run()
     measured = bench.cells["a", "W8"]
     assert [one.speed for one in measured.tries] == [slow, FULL]
     assert measured.figure.attempt == 1 and not measured.is_disturbed
-    assert "DISTURBED: the machine" in said[0] and "of its best" in said[0]
-    assert said[1].startswith("waiting for a quiet machine")
+    assert "DISTURBED: the machine" in printed[0] and "of its best" in printed[0]
+    assert printed[1].startswith("waiting for a quiet machine")
 
 
 def test_a_machine_a_little_below_its_best_speed_is_quiet(tmp_path: Path) -> None:
@@ -265,9 +265,9 @@ def test_tables_show_the_spread_of_the_tries_and_json_has_all_of_them(
     )
     report = Report("a machine", "model", (engine,), ("W8",), (Cell(tries, FULL),), {}, FULL)
     print_report(report)
-    said = capsys.readouterr().out
-    assert "reads 40.0 GB/s, multiplies 900 GOP/s" in said
-    assert "1.22 (2/3)" in said  # 110 / 90
+    printed = capsys.readouterr().out
+    assert "reads 40.0 GB/s, multiplies 900 GOP/s" in printed
+    assert "1.22 (2/3)" in printed  # 110 / 90
     written = json.loads(json.dumps(document(report)))
     assert written["speed"] == {
         "best": {"reading": 40e9, "products": 450e9},
@@ -284,9 +284,13 @@ def test_the_note_below_the_tables_explains_the_star(capsys: pytest.CaptureFixtu
     slow = Cell((one_try("weft", "W8", speed=SLOW_TO_MULTIPLY),), FULL)
     engine = driver("weft", Path("diary"))
     print_report(Report("a machine", "model", (engine,), ("W8",), (slow,), {}, FULL))
-    said = " ".join(capsys.readouterr().out.split())
-    assert "100.0*" in said
-    assert "more than 5% of the CPU time" in said and "less than 60%" in said and "less than 90%" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "100.0*" in printed
+    assert (
+        "more than 5% of the CPU time" in printed
+        and "less than 60%" in printed
+        and "less than 90%" in printed
+    )
 
 
 # --- kept files ---------------------------------------------------------------------------------------------------

@@ -40,9 +40,9 @@ def test_the_table_shows_the_measurements(capsys: pytest.CaptureFixture[str]) ->
     measured = [start.Start(seconds, (use,), is_disturbed=True)]
     peaks = [start.Peak(8, 500.0, 450.0)]
     start._print(measured, peaks, start._checks(measured, peaks))
-    said = capsys.readouterr().out
-    assert "1 of 1 starts ran beside other work" in said
-    assert "0.625" in said and "1.50" in said and "480 MiB" in said and "missed" in said
+    printed = capsys.readouterr().out
+    assert "1 of 1 starts ran beside other work" in printed
+    assert "0.625" in printed and "1.50" in printed and "480 MiB" in printed and "missed" in printed
 
 
 @pytest.mark.parametrize("text", ["0", "8,x", "-1"])

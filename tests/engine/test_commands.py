@@ -102,8 +102,8 @@ def test_an_answer_matches_a_regular_expression_or_a_schema_in_a_file(weft: Any,
     )
     code, out, _ = weft("generate", "Is it?", "--json-schema", str(schema), *GREEDY)
     assert code == 0 and json.loads(out)["ok"] in (True, False)
-    code, _, said = weft("generate", "x", "--regex", "a(", *GREEDY)
-    assert code == 2 and "unclosed group" in said
+    code, _, errors = weft("generate", "x", "--regex", "a(", *GREEDY)
+    assert code == 2 and "unclosed group" in errors
 
 
 @pytest.mark.parametrize(
@@ -307,8 +307,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program_even_if_it_is_repeated(
         assert process.stdin and process.stdout and process.stderr
         guard = threading.Timer(300, process.kill)
         guard.start()
-        said = process.stderr.readline()
-        assert "/help" in said
+        greeting = process.stderr.readline()
+        assert "/help" in greeting
         process.stdin.write("Count from one to one hundred, with every number as a word.\n")
         assert process.stdout.read(1)
         for _ in range(5):

@@ -281,7 +281,7 @@ def test_a_killed_process_fails_its_answers_and_is_restarted() -> None:
     events: list[str] = []
 
     async def use(client: EngineClient) -> None:
-        client._log = lambda name, *said, **fields: events.append(name)
+        client._log = lambda name, *message, **fields: events.append(name)
         [answer] = await client.submit(request(8000))
         await answer.read()
         assert client._process is not None

@@ -336,9 +336,9 @@ def test_12_a_request_that_can_never_fit_is_refused_and_does_not_block_the_queue
     engine.submit(ask(6, 4))
     with pytest.raises(InvalidRequestError, match=r"prompt has 16 tokens; allowed: at most 15"):
         engine.submit(ask(16, 1, 1))
-    behind = engine.submit(ask(6, 4, 2))
+    next_in_queue = engine.submit(ask(6, 4, 2))
     engine.run_until_idle()
-    assert result_of(engine, behind).state is RequestState.COMPLETED
+    assert result_of(engine, next_in_queue).state is RequestState.COMPLETED
 
 
 def test_12_an_answer_ends_by_length_when_the_cache_is_full() -> None:

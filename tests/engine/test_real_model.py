@@ -43,7 +43,7 @@ TEXTS = [
     "A",
     "1, 2, 3, 4,",
     SHARED + " then",
-    SHARED + " nobody",
+    SHARED + " people",
     "def add(a, b):\n    return",
     "Water boils at one hundred degrees, and ice melts at",
     "Dear Sir or Madam,",
@@ -318,10 +318,10 @@ def test_logprobs_of_a_prompt_are_the_same_in_chunks_and_in_a_batch(
         for one in (requests[12], requests[4], requests[9])
     ]
     found = []
-    for chunk, company in ((512, []), (7, requests[:2])):
+    for chunk, others in ((512, []), (7, requests[:2])):
         engine = make_engine(model, overlap=True, max_chunk_tokens=chunk)
         found.append(
-            [result.prompt_logprobs or () for result in run(engine, [*scored, *company])[: len(scored)]]
+            [result.prompt_logprobs or () for result in run(engine, [*scored, *others])[: len(scored)]]
         )
         engine.stop()
     for request, first, second in zip(scored, *found, strict=True):

@@ -46,7 +46,7 @@ class RandomFaults:
         chance = self._random.random()
         if plan.request_ids and chance < 0.02:
             return None, {self._random.choice(plan.request_ids): "its own"}
-        return ("nobody's" if chance < 0.04 else None), {}
+        return ("device error" if chance < 0.04 else None), {}
 
     def at_wait(self, plan: IterationPlan) -> str | None:
         return None
@@ -85,7 +85,7 @@ def record(path: Path, seed: int = 9, words: int = 50_000, **options: Any) -> Se
     for iteration in range(300):
         if iteration < 200 and iteration % 4 == 0:
             length = source.randrange(1, 30)
-            wanted = InferenceRequest(
+            submitted = InferenceRequest(
                 tuple(7 * position % min(words, 50) for position in range(length)),
                 SamplingParams(max_tokens=source.randrange(1, 24), logit_bias={1: 1.5}, stop=("x",)),
                 priority=Priority(source.randrange(4)),
@@ -93,7 +93,7 @@ def record(path: Path, seed: int = 9, words: int = 50_000, **options: Any) -> Se
                 ttft_target=source.choice([None, 0.5]),
                 metadata={"user": "someone"},
             )
-            engine.submit(wanted)
+            engine.submit(submitted)
         if source.random() < 0.1:
             engine.cancel(RequestId(source.randrange(50)), "changed my mind")
         engine.run_iteration()
@@ -306,8 +306,8 @@ def test_a_log_with_an_incomplete_last_line_is_replayed_up_to_it(
     for rest in (lines[40][:20], lines[40][:-1], "\0" * 100):
         path.write_text("".join(lines[:40]) + rest)
         assert replay(str(path)) == dataclasses.replace(whole, is_cut=True)
-        said = CliRunner().invoke(app, ["replay", str(path)])
-        assert said.exit_code == 0 and "up to the last line, which is cut" in said.stdout
+        result = CliRunner().invoke(app, ["replay", str(path)])
+        assert result.exit_code == 0 and "up to the last line, which is incomplete" in result.stdout
     path.write_text("".join(lines[:40]) + lines[40][:20] + "\n" + lines[41])
     with pytest.raises(ReplayDifference, match="line 41: not a weft log, or cut short"):
         replay(str(path))

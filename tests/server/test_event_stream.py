@@ -277,7 +277,7 @@ def test_a_client_that_reads_nothing_loses_its_answer(default_tokenizer: Tokeniz
         found.may_send.set()
 
     found = run(default_tokenizer, work)
-    assert b"tokens behind" in found.writer.pieces[-1] and b"[DONE]" not in found.writer.pieces[-1]
+    assert b"tokens are unread" in found.writer.pieces[-1] and b"[DONE]" not in found.writer.pieces[-1]
     assert isinstance(found.outcomes[0], ApiError)
 
 

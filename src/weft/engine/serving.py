@@ -201,7 +201,9 @@ class ServingEngine:
 
         def deliver(output: TokenOutput) -> None:
             if not buffer.put(output):
-                reason = f"reader is gone or more than {self.config.stream_buffer} tokens behind"
+                reason = (
+                    f"the reader is gone or too slow: more than {self.config.stream_buffer} tokens are unread"
+                )
                 self.cancel(output.request_id, reason)
 
         request_id = self._submit([self._sequence(request)], deliver)[0]

@@ -157,7 +157,8 @@ class RemoteAnswer:
 
     def _overflow(self) -> None:
         self._discard(
-            SlowReaderError(f"the reader is more than {self._capacity} tokens behind"), "slow reader"
+            SlowReaderError(f"the reader is too slow: more than {self._capacity} tokens are unread"),
+            "slow reader",
         )
 
     def _discard(self, error: WeftError, reason: str) -> None:
