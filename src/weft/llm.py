@@ -182,8 +182,8 @@ class LLM:
     ) -> list[GenerationResult]:
         """Completes each prompt (text or token ids). Returns the results in the order of the prompts.
 
-        `params` is one set for all prompts, one for each, or None (`default_params`). With `n` above 1, the answers to a
-        prompt are the `choices` of its result. `show_progress`: show a bar; None: if there are several prompts and
+        `params` is one set for all prompts, one for each, or None (`default_params`). With `n` above 1, the answers to
+        a prompt are the `choices` of its result. `show_progress`: show a bar; None: if there are several prompts and
         standard error is a terminal.
         """
         several = _as_list(prompts)
@@ -226,8 +226,8 @@ class LLM:
     def run(self, jobs: Iterable[PromptJob]) -> Iterator[tuple[PromptJob, GenerationResult | WeftError]]:
         """Yields each job with its result, or with the error that refused it, in the order in which they end.
 
-        Jobs are read from the iterable only as fast as they end, so it may be endless. Leaving the loop early cancels the
-        unfinished jobs.
+        Jobs are read from the iterable only as fast as they end, so it may be endless. Leaving the loop early cancels
+        the unfinished jobs.
         """
         return self._run((job, self._attempt(job)) for job in jobs)
 

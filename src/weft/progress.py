@@ -86,7 +86,8 @@ class PullBar:
 
 
 class GenerationBar:
-    """Shows the number of answered prompts and the tokens per second. Shows nothing if standard error is no terminal."""
+    """Shows the number of answered prompts and the tokens per second. Shows nothing if standard error is no
+    terminal."""
 
     def __init__(self, total: int) -> None:
         from rich.console import Console

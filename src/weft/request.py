@@ -113,7 +113,8 @@ def _text(name: str, value: object, max_length: int | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Structured output: a grammar that the whole answer must match. Errors in it are found when the engine compiles it."""
+    """Structured output: a grammar that the whole answer must match. Errors in it are found when the engine compiles
+    it."""
 
     kind: str
     """"json_schema", "regex", "choice" or "lark"."""
@@ -166,13 +167,15 @@ class SamplingParams:
     ignore_eos: bool = False
     """Whether to continue after an end-of-sequence token."""
     logprobs: int | None = None
-    """Number of top logprobs to return for each generated token. 0: only the logprob of the token itself. None: none."""
+    """Number of top logprobs to return for each generated token. 0: only the logprob of the token itself. None:
+    none."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first. The whole prompt is computed then, without prefix hits."""
     n: int = 1
     """Number of answers to the prompt. Each has its own seed (`child_seed`)."""
     grammar: Grammar | None = None
-    """Structured output: only tokens that the grammar allows are sampled. The answer ends when the grammar is complete."""
+    """Structured output: only tokens that the grammar allows are sampled. The answer ends when the grammar is
+    complete."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -311,7 +314,8 @@ class InferenceRequest:
         ]
 
     def replaced(self, **fields: Any) -> InferenceRequest:
-        """Like `dataclasses.replace`, without validating again: prompts are long, and a request may have many answers."""
+        """Like `dataclasses.replace`, without validating again: prompts are long, and a request may have many
+        answers."""
         return _replaced(self, **fields)
 
 

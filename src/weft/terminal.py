@@ -9,8 +9,8 @@ _JOINERS = "\u200c\u200d"
 
 
 def printable(text: str) -> str:
-    """Escapes control characters, which could move the cursor, rename the window or reverse the writing direction. Keeps
-    newlines, tabs and all kinds of space."""
+    """Escapes control characters, which could move the cursor, rename the window or reverse the writing direction.
+    Keeps newlines, tabs and all kinds of space."""
     return "".join(character if _is_harmless(character) else ascii(character)[1:-1] for character in text)
 
 

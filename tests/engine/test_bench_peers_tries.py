@@ -43,8 +43,8 @@ def probe_of(speeds: Sequence[Speed], then: Speed = FULL) -> Callable[[], Speed]
 def rates(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, made: dict[str, list[float]]
 ) -> list[tuple[str, int]]:
-    """Replaces the tries of the bench by fake ones with these tokens per second for each engine. Returns the engines and rounds
-    that were tried."""
+    """Replaces the tries of the bench by fake ones with these tokens per second for each engine. Returns the engines
+    and rounds that were tried."""
     order: list[tuple[str, int]] = []
     left = {name: iter(values) for name, values in made.items()}
 

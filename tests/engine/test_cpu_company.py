@@ -1,5 +1,5 @@
-"""The CPU backend with changing batches: requests arrive, are cancelled, preempted and swapped while steps overlap. Each
-still gets the same tokens and logprobs as alone."""
+"""The CPU backend with changing batches: requests arrive, are cancelled, preempted and swapped while steps overlap.
+Each still gets the same tokens and logprobs as alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Grammars on the default model through the real engine: every answer matches its grammar and does not depend on the batch.
+"""Grammars on the default model through the real engine: every answer matches its grammar and does not depend on the
+batch.
 
 The model computes in float64, so that tokens can be compared exactly. All tests but the last use only its first layers:
 the quality of the answers does not matter.
@@ -96,8 +97,8 @@ CHECKS: list[Callable[[str], object]] = [
 
 
 class SkippingBackend(CpuBackend):
-    """Rows with a grammar skip every second step, as if their masks had to wait for the host. Records the requests of each
-    step."""
+    """Rows with a grammar skip every second step, as if their masks had to wait for the host. Records the requests of
+    each step."""
 
     steps: tuple[set[RequestId], ...] = ()
 

@@ -1,4 +1,5 @@
-"""The default model with and without draft tokens: the same tokens and logprobs, bit by bit, for every parameter and batch.
+"""The default model with and without draft tokens: the same tokens and logprobs, bit by bit, for every parameter and
+batch.
 
 The prompts repeat themselves, so that many draft tokens are accepted. Their number depends on the cost of a row, which
 differs between processors. Tests that count draft tokens set this cost.

@@ -1,7 +1,7 @@
 """The default model with a two-tier cache through the real engine.
 
-The length of a request alone decides which blocks it reads quantised. So its tokens and logprobs are bit-identical in any
-batch, with any chunks, after a preemption and with a prefix hit.
+The length of a request alone decides which blocks it reads quantised. So its tokens and logprobs are bit-identical in
+any batch, with any chunks, after a preemption and with a prefix hit.
 """
 
 from __future__ import annotations

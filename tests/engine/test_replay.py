@@ -56,8 +56,8 @@ class RandomFaults:
 
 
 def record(path: Path, seed: int = 9, words: int = 50_000, **options: Any) -> ServingEngine:
-    """Records a run with arrivals, priorities, deadlines, cancels, preemption and faults, by a seed. With few `words` many draft
-    tokens are accepted."""
+    """Records a run with arrivals, priorities, deadlines, cancels, preemption and faults, by a seed. With few `words`
+    many draft tokens are accepted."""
     source = random.Random(seed)
     clock = VirtualClock()
     config = ServingEngineConfig(

@@ -106,8 +106,8 @@ def open_output(path: Path | None, overwrite: bool, resume: bool) -> Iterator[Ou
 
 
 def _keep_answers(path: Path) -> frozenset[Key]:
-    """Returns the keys of all answers in an output file. Removes failed lines and an incomplete last line from it. Refuses a
-    file with any other line, and does not change it."""
+    """Returns the keys of all answers in an output file. Removes failed lines and an incomplete last line from it.
+    Refuses a file with any other line, and does not change it."""
     done: set[Key] = set()
     kept = path.with_name(f".{path.name}.resume")
     try:
@@ -237,8 +237,8 @@ class BatchRun:
 
 @contextmanager
 def _progress(source: IO[bytes]) -> Iterator[Callable[[float, str], None]]:
-    """A progress bar over the bytes of the input, in a terminal; for a pipe without a total. The callback gets the share of
-    the read lines that are answered, and the text beside the bar."""
+    """A progress bar over the bytes of the input, in a terminal; for a pipe without a total. The callback gets the
+    share of the read lines that are answered, and the text beside the bar."""
     console = Console(stderr=True)
     columns = (
         TextColumn("generating"),

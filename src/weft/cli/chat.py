@@ -70,8 +70,8 @@ def chat_command(
 
 
 class _Interrupts:
-    """Handles Ctrl-C. It stops an answer or drops the line being typed. Pressed twice or at any other moment, it must not
-    end the program."""
+    """Handles Ctrl-C. It stops an answer or drops the line being typed. Pressed twice or at any other moment, it must
+    not end the program."""
 
     def __init__(self) -> None:
         self._may_raise = self._is_pending = False
@@ -221,7 +221,8 @@ class _Conversation:
         self._say(f"Saved {len(self._messages)} messages to {argument}.")
 
     def _read_message(self) -> _TypedMessage | None:
-        """Reads one message of one or several lines; None at the end of the input. Ctrl-C drops an incomplete message."""
+        """Reads one message of one or several lines; None at the end of the input. Ctrl-C drops an incomplete
+        message."""
         while True:
             typed = _TypedMessage()
             if self._interrupts.run(typed.read):

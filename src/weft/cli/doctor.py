@@ -42,8 +42,8 @@ _CARD_BYTES = 2
 """A GPU computes with bfloat16 weights."""
 _LOW_DISK = 1 << 30
 _TYPICAL_SHARE = 0.55
-"""Typical share of the speed that the memory bandwidth allows. Measured over HTTP, with the client on the same two cores;
-about the same for numpy."""
+"""Typical share of the speed that the memory bandwidth allows. Measured over HTTP, with the client on the same two
+cores; about the same for numpy."""
 _STYLES = {"ok": "green", "note": "yellow", "fail": "red"}
 
 
@@ -304,7 +304,8 @@ def _weights_fit(checkpoint: Checkpoint) -> Check:
 
 
 def _speed(checkpoint: Checkpoint) -> Check:
-    """Estimates the speed of a single answer. Each token reads every weight once, so the memory bandwidth is the limit."""
+    """Estimates the speed of a single answer. Each token reads every weight once, so the memory bandwidth is the
+    limit."""
     if registry.why_no_card() is None:
         read = _weight_bytes(checkpoint, on_card=True) / 1e9
         found = (

@@ -1,7 +1,7 @@
 """The entry point of the `weft` command.
 
-`weft serve` parses plain arguments itself. Importing typer would take longer than all other work before the engine starts,
-and as much memory as the other imports of the server.
+`weft serve` parses plain arguments itself. Importing typer would take longer than all other work before the engine
+starts, and as much memory as the other imports of the server.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def run(command: Callable[[], object]) -> None:
 
 
 def _prepare_streams() -> None:
-    """Replaces closed standard streams, which Python sets to None, by /dev/null. Characters that the terminal cannot encode
-    are replaced."""
+    """Replaces closed standard streams, which Python sets to None, by /dev/null. Characters that the terminal cannot
+    encode are replaced."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  # stays open

@@ -131,8 +131,8 @@ def read_line(raw: bytes, index: int, previous: Form) -> tuple[Line, dict[str, A
 
 
 def make_job(line: Line, content: Mapping[str, Any], defaults: LineDefaults, llm: LLM) -> PromptJob:
-    """The job of a line. Raises InvalidRequestError with the invalid field. null stands for the default; in the forms of
-    the OpenAI API that is the default of that API."""
+    """The job of a line. Raises InvalidRequestError with the invalid field. null stands for the default; in the forms
+    of the OpenAI API that is the default of that API."""
     from weft.llm import PromptJob
 
     given = {name: value for name, value in content.items() if value is not None}

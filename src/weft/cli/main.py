@@ -193,13 +193,13 @@ def generate(
     """Complete prompts, or answer JSON lines.
 
     PROMPT is a text to complete; '-' reads one from standard input. Standard input is also read if it is a pipe and no
-    prompt is given. --file adds prompts. The last newline of standard input and of files is removed. Several prompts run
-    as one batch. A single answer is streamed; for several answers, programs should read JSON lines ('-o -').
+    prompt is given. --file adds prompts. The last newline of standard input and of files is removed. Several prompts
+    run as one batch. A single answer is streamed; for several answers, programs should read JSON lines ('-o -').
 
     A prompt gets at most 64 new tokens by default; with --chat, as many as fit into the context.
 
-    A line of --input is a string, an object with "prompt" or "messages" and optionally "id" and sampling parameters, or a
-    request in the OpenAI batch format (its "model" is ignored). Options are the defaults for missing parameters.
+    A line of --input is a string, an object with "prompt" or "messages" and optionally "id" and sampling parameters, or
+    a request in the OpenAI batch format (its "model" is ignored). Options are the defaults for missing parameters.
     Requests in the OpenAI format then have the defaults of that API (16 new tokens for a completion; temperature 1,
     unless the model's authors recommend another).
 

@@ -29,7 +29,8 @@ def check_sampling(given: dict[str, object]) -> None:
 def command_params(llm: LLM, *, chat: bool, **given: Any) -> SamplingParams:
     """The given parameters with the defaults of the command line.
 
-    The temperature is the one that the model's authors recommend, else 0: with the API's default of 1 small models ramble.
+    The temperature is the one that the model's authors recommend, else 0: with the API's default of 1 small models
+    ramble.
     """
     defaults: dict[str, Any] = {} if "temperature" in llm.suggestions else {"temperature": 0.0}
     if not chat:
@@ -46,7 +47,8 @@ def start(
     device: str = "auto",
     cache: Mapping[str, Any] | None = None,
 ) -> LLM:
-    """Fetches and loads a model. If stderr is a terminal, prints a table of its memory. `cache`: options of the KV cache."""
+    """Fetches and loads a model. If stderr is a terminal, prints a table of its memory. `cache`: options of the KV
+    cache."""
     device = registry.chosen(device, {"threads": threads, "quantize": quantize})
     options = cache_options(cache or {})
     path = fetch(model)

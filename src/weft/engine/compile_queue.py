@@ -14,8 +14,8 @@ Waiting = tuple[wire.Submit, InferenceRequest]
 class CompileQueue:
     """Not thread-safe: the owner holds a lock.
 
-    Serves the cache salts in rotation. Each API key has its own salt, so the grammars of one client do not delay those of
-    another. Within a salt the shortest grammar is next.
+    Serves the cache salts in rotation. Each API key has its own salt, so the grammars of one client do not delay those
+    of another. Within a salt the shortest grammar is next.
     """
 
     def __init__(self) -> None:

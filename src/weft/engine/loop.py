@@ -73,8 +73,8 @@ class EngineCore:
     def run_overlapped(self) -> bool:
         """Plans and submits the next step, then waits for the one before it. Returns False if there was nothing to do.
 
-        If the next plan depends on the tokens of the running step, the engine waits for that step first. It then submits
-        the next step before it delivers those tokens, so that the device gets work first.
+        If the next plan depends on the tokens of the running step, the engine waits for that step first. It then
+        submits the next step before it delivers those tokens, so that the device gets work first.
         """
         has_waited = False
         while self._in_flight and not self._may_plan():  # several may be in flight after an interrupt

@@ -17,8 +17,8 @@ class AnswerTexts:
         finish: Callable[[RequestId, int], object],
         fail: Callable[[RequestId, str], object],
     ) -> None:
-        """`finish` ends a request at a stop string, after the given number of tokens. `fail` ends a request whose tokens
-        cannot be decoded."""
+        """`finish` ends a request at a stop string, after the given number of tokens. `fail` ends a request whose
+        tokens cannot be decoded."""
         self._text_of = text_of
         self._finish = finish
         self._fail = fail

@@ -188,9 +188,9 @@ def _replay_event(
         scheduler.fail_request(RequestId(event["id"]), event["reason"])
     elif kind == "plan":
         plan = scheduler.schedule()
-        made = None if plan is None else json.loads(json.dumps(describe(plan)))
-        if made != event["plan"]:
-            raise ReplayDifference(f"planned {_difference(made, event['plan'])}")
+        planned = None if plan is None else json.loads(json.dumps(describe(plan)))
+        if planned != event["plan"]:
+            raise ReplayDifference(f"planned {_difference(planned, event['plan'])}")
         if plan is not None:
             plans.append(plan)
             report.steps += 1
@@ -212,11 +212,11 @@ def describe(plan: IterationPlan) -> dict[str, Any]:
     return fields
 
 
-def _difference(made: dict[str, Any] | None, recorded: dict[str, Any] | None) -> str:
-    if made is None or recorded is None:
-        return f"{'nothing' if made is None else 'a step'} where the log has the opposite"
-    names = [name for name in recorded if made.get(name) != recorded[name]]
-    return "; ".join(f"{name} {made.get(name)} where the log has {recorded[name]}" for name in names)
+def _difference(planned: dict[str, Any] | None, recorded: dict[str, Any] | None) -> str:
+    if planned is None or recorded is None:
+        return "nothing, but the log has a step" if planned is None else "a step, but the log has none"
+    names = [name for name in recorded if planned.get(name) != recorded[name]]
+    return "; ".join(f"{name} {planned.get(name)}, but the log has {recorded[name]}" for name in names)
 
 
 def _plain(value: Any) -> Any:

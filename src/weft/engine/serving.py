@@ -45,8 +45,8 @@ class ServingEngine:
     """An engine with continuous batching.
 
     Use it as a context manager (a thread runs the loop), call `run()` in your own thread, or call `run_iteration()`
-    yourself. All other methods may be called from any thread, and from callbacks. Callbacks run in the thread of the loop,
-    without its lock, once for each token. `after_delivery` runs once after all callbacks of a step.
+    yourself. All other methods may be called from any thread, and from callbacks. Callbacks run in the thread of the
+    loop, without its lock, once for each token. `after_delivery` runs once after all callbacks of a step.
 
     The engine works on token ids. With `from_model` it also has a tokenizer: outputs and results contain text, and stop
     strings end an answer.
@@ -63,8 +63,8 @@ class ServingEngine:
         after_delivery: Callable[[], object] | None = None,
         model: OpenedModel | None = None,
     ) -> None:
-        """The engine stops after `max_failed_steps` consecutive failed steps whose error belongs to no request; None: never.
-        `model` is the model that `backend` runs; pass it if outputs shall have text."""
+        """The engine stops after `max_failed_steps` consecutive failed steps whose error belongs to no request; None:
+        never. `model` is the model that `backend` runs; pass it if outputs shall have text."""
         self.config = config or ServingEngineConfig()
         self.tokenizer = None if model is None else model.tokenizer
         self._after_delivery = after_delivery
@@ -99,7 +99,8 @@ class ServingEngine:
         self._iteration_lock = threading.RLock()
         """Held during an iteration and during shutdown."""
         self._iterating_thread: int | None = None
-        """The thread that runs an iteration or the shutdown now. A method called in this thread is called from a callback."""
+        """The thread that runs an iteration or the shutdown now. A method called in this thread is called from a
+        callback."""
         self._stopping = False
         self._closed = False
         self._failure: str | None = None
@@ -133,8 +134,8 @@ class ServingEngine:
     def submit(
         self, request: InferenceRequest, *, block: bool = False, timeout: float | None = None
     ) -> RequestId:
-        """Queues a request and returns its id. If the queue is full, raises QueueFullError; with `block`, waits first, at
-        most `timeout` seconds, while another thread runs the loop."""
+        """Queues a request and returns its id. If the queue is full, raises QueueFullError; with `block`, waits first,
+        at most `timeout` seconds, while another thread runs the loop."""
         return self._submit([self._sequence(request)], None, block, timeout)[0]
 
     def submit_with_callback(
@@ -217,7 +218,8 @@ class ServingEngine:
             self.cancel(request_id)
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
-        """Cancels a request in any state. Its KV blocks are free within a step. Returns False if it had ended already."""
+        """Cancels a request in any state. Its KV blocks are free within a step. Returns False if it had ended
+        already."""
         with self._lock:
             cancelled = self.scheduler.cancel(request_id, reason)
             if cancelled:
@@ -225,8 +227,8 @@ class ServingEngine:
         return cancelled
 
     def finish(self, request_id: RequestId, num_tokens: int) -> bool:
-        """Completes a request (FinishReason.STOP) after its first `num_tokens` new tokens. A caller that finds a stop string
-        in the text uses it. Returns False if the request had ended already."""
+        """Completes a request (FinishReason.STOP) after its first `num_tokens` new tokens. A caller that finds a stop
+        string in the text uses it. Returns False if the request had ended already."""
         with self._changed:
             finished = self.scheduler.finish(request_id, num_tokens)
             if finished:
@@ -309,8 +311,8 @@ class ServingEngine:
         return not self._closed and (self.scheduler.has_work or self.scheduler.has_outputs)
 
     def run_iteration(self) -> list[TokenOutput]:
-        """Runs one iteration, delivers its outputs and returns them. The list may be empty; use `has_work` to see whether
-        there is more to do."""
+        """Runs one iteration, delivers its outputs and returns them. The list may be empty; use `has_work` to see
+        whether there is more to do."""
         if self._is_in_callback:
             raise RuntimeError("run_iteration was called from a callback, inside an iteration")
         with self._iteration_lock:
@@ -324,7 +326,7 @@ class ServingEngine:
                     self._core.run_plain()
                 return self._deliver()
             except Exception as error:
-                self._break_down(error)
+                self._fail_engine(error)
                 raise
             finally:
                 self._iterating_thread = None
@@ -346,8 +348,8 @@ class ServingEngine:
 
     @property
     def progress(self) -> int | None:
-        """None while `run` is idle, else a number that changes with every step. Takes no lock, because it is read to find
-        out whether the loop is stuck."""
+        """None while `run` is idle, else a number that changes with every step. Takes no lock, because it is read to
+        find out whether the loop is stuck."""
         stats = self.scheduler.stats
         return None if self._is_waiting else stats.steps + stats.steps_failed
 
@@ -404,7 +406,7 @@ class ServingEngine:
                         self.scheduler.cancel(request_id, "the engine was stopped")
                 self._deliver()
         except Exception as error:
-            self._break_down(error)
+            self._fail_engine(error)
         finally:
             self._iterating_thread = None
             self._core.drop_in_flight()
@@ -412,7 +414,7 @@ class ServingEngine:
             if self._recorder is not None:
                 self._recorder.close()
 
-    def _break_down(self, error: Exception) -> None:
+    def _fail_engine(self, error: Exception) -> None:
         """Handles an error inside the engine: fails all requests and accepts no more."""
         self._failure = f"the engine failed ({type(error).__name__}: {error})"
         self._stopping = True

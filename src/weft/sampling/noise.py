@@ -1,7 +1,7 @@
 """The noise of sampling: the definition that every sampler follows.
 
-Noise is a pure function of (seed, output index, token id). It does not depend on the batch, the row, the step or earlier
-tokens. So a request gives the same text alone, in a batch, after a preemption, and on replay.
+Noise is a pure function of (seed, output index, token id). It does not depend on the batch, the row, the step or
+earlier tokens. So a request gives the same text alone, in a batch, after a preemption, and on replay.
 
     mix(x)   = the output function of SplitMix64: three xor-shifts, two multiplications, modulo 2^64
     key      = mix(mix(seed + G) + output index * G)              once per sampled token

@@ -138,8 +138,8 @@ def _adjust(
 
 
 def _penalise(scores: np.ndarray, params: SamplingParams, tokens: np.ndarray, prompt_length: int) -> None:
-    """repetition_penalty scales the logits of prompt and output tokens. frequency_penalty and presence_penalty subtract from
-    those of output tokens."""
+    """repetition_penalty scales the logits of prompt and output tokens. frequency_penalty and presence_penalty subtract
+    from those of output tokens."""
     if params.repetition_penalty != 1.0:
         seen = np.unique(tokens)
         values = scores[seen]
@@ -152,7 +152,8 @@ def _penalise(scores: np.ndarray, params: SamplingParams, tokens: np.ndarray, pr
 
 
 def _draw(scores: np.ndarray, drawn: np.ndarray, entries: SampledEntries, rows: Rows) -> np.ndarray:
-    """Samples a token for each entry in `drawn` by the highest sum of score and noise. `scores` has one row per entry."""
+    """Samples a token for each entry in `drawn` by the highest sum of score and noise. `scores` has one row per
+    entry."""
     # Relative to the best score, so that a tiny temperature overflows only for tokens that cannot win.
     relative = (scores - scores.max(axis=1, keepdims=True)).astype(np.float64)
     with np.errstate(over="ignore"):
@@ -169,8 +170,8 @@ def _draw(scores: np.ndarray, drawn: np.ndarray, entries: SampledEntries, rows: 
 def _winner(relative: np.ndarray, key: np.uint64) -> int:
     """The token with the highest sum of score and noise; the lowest id at a tie. Scores are relative to the best.
 
-    The result is exact, but the logarithms of the noise are computed only for tokens that can win: a token needs noise of
-    at least `floor` minus its score, and gumbel(u) >= x implies u <= exp(-x).
+    The result is exact, but the logarithms of the noise are computed only for tokens that can win: a token needs noise
+    of at least `floor` minus its score, and gumbel(u) >= x implies u <= exp(-x).
     """
     token_ids = np.flatnonzero(relative >= GUMBEL_MIN - GUMBEL_MAX)
     scores = relative[token_ids]

@@ -55,8 +55,9 @@ class EngineClient:
         log: Callable[..., object] = lambda name, message, level="info", **fields: None,
         launched: LaunchedEngine | None = None,
     ) -> None:
-        """A process that makes no progress for `stall_seconds` is replaced. `log` gets the name, message, level and fields
-        of each event. `launched` is a process that was already started with the same arguments; it is used first."""
+        """A process that makes no progress for `stall_seconds` is replaced. `log` gets the name, message, level and
+        fields of each event. `launched` is a process that was already started with the same arguments; it is used
+        first."""
         self.state = EngineState.STOPPED
         self.info: BackendInfo | None = None
         self.max_sequence_length = 0
@@ -84,8 +85,8 @@ class EngineClient:
         self._watch = asyncio.create_task(self._keep_running())
 
     async def stop(self, timeout: float = 10.0) -> None:
-        """Stops the engine. Unfinished answers are cancelled, and reading them raises EngineStoppedError. A process that
-        has not ended after `timeout` seconds is killed."""
+        """Stops the engine. Unfinished answers are cancelled, and reading them raises EngineStoppedError. A process
+        that has not ended after `timeout` seconds is killed."""
         self.state = EngineState.STOPPED
         self._send(wire.Stop())
         if self._watch is not None:
@@ -115,9 +116,9 @@ class EngineClient:
     ) -> list[RemoteAnswer]:
         """Submits a request and returns one `RemoteAnswer` for each of its `n` answers, or for those in `indices`.
 
-        All answers set `arrived`. If the engine refuses the request, reading an answer raises the error. `waited` is how
-        many seconds ago the request arrived. `is_unbounded`: a slow reader is not cancelled. `wake_every` and `may_grow`
-        are passed to each `RemoteAnswer`.
+        All answers set `arrived`. If the engine refuses the request, reading an answer raises the error. `waited` is
+        how many seconds ago the request arrived. `is_unbounded`: a slow reader is not cancelled. `wake_every` and
+        `may_grow` are passed to each `RemoteAnswer`.
         """
         if self.state is not EngineState.READY:
             raise EngineStoppedError("the engine is not ready; try again in a moment")
@@ -153,7 +154,7 @@ class EngineClient:
             raise EngineStoppedError("the engine is not ready; try again in a moment")
         number = next(self._numbers)
         future = self._metrics[number] = asyncio.get_running_loop().create_future()
-        self._send(wire.AskMetrics(number))
+        self._send(wire.GetMetrics(number))
         try:
             return await asyncio.wait_for(future, _METRICS_SECONDS)
         except TimeoutError:
@@ -218,7 +219,8 @@ class EngineClient:
     async def _keep_running(self) -> None:
         """Supervises the process: when it ends or is stuck, fails its requests and starts another.
 
-        Never gives up: a shortage that prevents a start (of memory, descriptors, processes) may end before the next try.
+        Never gives up: a shortage that prevents a start (of memory, descriptors, processes) may end before the next
+        try.
         """
         loop = asyncio.get_running_loop()
         tries, began = 0, loop.time()
@@ -263,7 +265,8 @@ class EngineClient:
         self._log("engine_stalled" if is_stuck else "engine_died", message, "error", **details)
 
     async def _end_process(self, running: WatchedProcess, error: Exception) -> dict[str, Any]:
-        """Ends a process that failed with `error`. Returns fields for the log: exit code, process state, stack traces."""
+        """Ends a process that failed with `error`. Returns fields for the log: exit code, process state, stack
+        traces."""
         details: dict[str, Any] = {}
         timeout = 1.0
         if self._connection is not None:

@@ -22,8 +22,8 @@ class Connection(asyncio.Protocol):
     """Passes messages to `take` until the connection closes. Use it from one event loop only."""
 
     def __init__(self, take: Callable[[wire.FromEngine], object], tokens_per_turn: int) -> None:
-        """After `tokens_per_turn` tokens their readers may run: one read of the socket may hold more tokens than the buffer
-        of an answer."""
+        """After `tokens_per_turn` tokens their readers may run: one read of the socket may hold more tokens than the
+        buffer of an answer."""
         self.first_message = asyncio.Event()
         """Set at the first message that is no heartbeat and no warning, and when the connection closes."""
         self.closed = asyncio.Event()

@@ -1,8 +1,8 @@
 """Distinguishes a stuck engine from a slow one. Owns the time since the engine's process last made progress.
 
-The process sends a heartbeat twice a second. A heartbeat shows progress if the loop is idle or has finished a step since
-the last heartbeat, and the same holds for the thread that reads messages. Without such a heartbeat, the CPU time of the
-process decides, then that of its children (compilers): a slow step uses CPU time, a stuck one does not.
+The process sends a heartbeat twice a second. A heartbeat shows progress if the loop is idle or has finished a step
+since the last heartbeat, and the same holds for the thread that reads messages. Without such a heartbeat, the CPU time
+of the process decides, then that of its children (compilers): a slow step uses CPU time, a stuck one does not.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Liveness:
     ) -> None:
         """`work` returns the CPU time of the process, excluding the threads with the given ids."""
         self.is_started = False
-        """The client sets it when the engine is ready. Before that there are no steps: a start may take any time, as long
-        as it uses CPU time."""
+        """The client sets it when the engine is ready. Before that there are no steps: a start may take any time, as
+        long as it uses CPU time."""
         self.quiet_seconds = 0.0
         """Time without any progress."""
         self._unfinished_seconds = 0.0
@@ -97,8 +97,8 @@ class Liveness:
             self._work_before.clear()
 
     def _has_worked(self) -> bool:
-        """Whether CPU time was used since the first check after `_GRACE_SECONDS`. The children are measured last, because
-        finding them reads all of `/proc`."""
+        """Whether CPU time was used since the first check after `_GRACE_SECONDS`. The children are measured last,
+        because finding them reads all of `/proc`."""
         least = _LEAST_WORK_SECONDS + _LEAST_WORK_SHARE * self.quiet_seconds
         for number, measure in enumerate(self._measures):
             try:

@@ -157,7 +157,7 @@ class EngineProcess:
         elif isinstance(message, wire.Finish):
             num_tokens = message.num_tokens
             self._run_command(message.id, lambda request_id: self._engine.finish(request_id, num_tokens))
-        elif isinstance(message, wire.AskMetrics):
+        elif isinstance(message, wire.GetMetrics):
             self._outbox.send(wire.Metrics(message.number, self._engine.metrics()))
         elif isinstance(message, wire.Stop):
             self._engine.stop()
@@ -172,7 +172,8 @@ class EngineProcess:
             command(request_id)
 
     def _drop(self, cancelled_id: int) -> bool:
-        """Cancels an answer that waits for compilation. Drops the request, and returns True, if it was its last answer."""
+        """Cancels an answer that waits for compilation. Drops the request, and returns True, if it was its last
+        answer."""
         with self._lock:
             message = self._to_compile.cancel(cancelled_id)
             if message is None:

@@ -55,7 +55,8 @@ class WatchedProcess:
             before = written
 
     async def end(self, timeout: float) -> str:
-        """Waits for the end of the process; kills it after `timeout` seconds. Returns the stack traces that it wrote."""
+        """Waits for the end of the process; kills it after `timeout` seconds. Returns the stack traces that it
+        wrote."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + timeout
         # Polls instead of waiting in a thread: the system may have no thread left.

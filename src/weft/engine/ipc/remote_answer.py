@@ -39,8 +39,9 @@ class RemoteAnswer:
         wake_every: int = 1,
         may_grow: Callable[[int], bool] = lambda num_bytes: True,
     ) -> None:
-        """`capacity` limits the number of unread tokens; None: no limit. `may_grow` is called with the size of each output
-        that arrives, and with a negative size when outputs are read. If it returns False, the answer is cancelled."""
+        """`capacity` limits the number of unread tokens; None: no limit. `may_grow` is called with the size of each
+        output that arrives, and with a negative size when outputs are read. If it returns False, the answer is
+        cancelled."""
         self.id = answer_id
         self.result: GenerationResult | None = None
         """Set before the final output can be read. It has no tokens, no text and no logprobs."""
@@ -48,8 +49,8 @@ class RemoteAnswer:
         """All tokens that arrived, read or not."""
         self._prompt_logprobs: list[bytes] = []
         self.arrived = arrived
-        """Set at the first token, when `wake_every` tokens are unread, and at the end. Answers that are read together may
-        share one event."""
+        """Set at the first token, when `wake_every` tokens are unread, and at the end. Answers that are read together
+        may share one event."""
         self._client = client
         self._capacity = capacity
         self._wake_every = wake_every if capacity is None else min(wake_every, max(1, capacity // 2))

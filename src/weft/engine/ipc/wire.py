@@ -48,8 +48,8 @@ class Start(Message):
 class Submit(Message):
     """Submits `len(ids)` of the `n` answers of a request, starting with answer number `first`.
 
-    The params are encoded separately. All prompts of one HTTP body share them, and they may have thousands of entries. The
-    engine decodes and checks them once (`decode_params`), not for every prompt and answer.
+    The params are encoded separately. All prompts of one HTTP body share them, and they may have thousands of entries.
+    The engine decodes and checks them once (`decode_params`), not for every prompt and answer.
     """
 
     ids: tuple[int, ...]
@@ -91,7 +91,7 @@ class Finish(Message):
     num_tokens: int
 
 
-class AskMetrics(Message):
+class GetMetrics(Message):
     number: int
 
 
@@ -99,15 +99,15 @@ class Stop(Message):
     pass
 
 
-ToEngine = Start | Submit | Cancel | Finish | AskMetrics | Stop
+ToEngine = Start | Submit | Cancel | Finish | GetMetrics | Stop
 
 
 # --- from the engine ----------------------------------------------------------------------------------------------
 
 
 class Heartbeat(Message):
-    """Sent twice a second. `loop` and `reader` are None while their thread is idle; else they change with each step done or
-    message handled."""
+    """Sent twice a second. `loop` and `reader` are None while their thread is idle; else they change with each step
+    done or message handled."""
 
     loop: int | None
     reader: int | None
@@ -145,8 +145,8 @@ class Refused(Message):
 
 
 class Output(msgspec.Struct, array_like=True, gc=False):
-    """An output with logprobs, or the final one. The top logprobs stay encoded until they are read, because many outputs may
-    be buffered: 13 bytes per logprob instead of 130."""
+    """An output with logprobs, or the final one. The top logprobs stay encoded until they are read, because many
+    outputs may be buffered: 13 bytes per logprob instead of 130."""
 
     request_id: int
     token_id: int | None
@@ -180,8 +180,8 @@ class Output(msgspec.Struct, array_like=True, gc=False):
 
 
 class PromptLogprobs(Message):
-    """Logprobs of some prompt tokens, in order; sent before the end of the answer. Long prompts are split into many messages:
-    decoding one large message would block the client's event loop."""
+    """Logprobs of some prompt tokens, in order; sent before the end of the answer. Long prompts are split into many
+    messages: decoding one large message would block the client's event loop."""
 
     id: int
     encoded: bytes
@@ -191,8 +191,8 @@ class PromptLogprobs(Message):
 class StepReport(Message):
     """All outputs since the last report. Ids are the client's.
 
-    `ids[i]` got the token `tokens[i]`: most outputs are a token only, and two columns cost a tenth of objects. `outputs`
-    have logprobs or are final. They come after the columns, so the final output of an answer is its last.
+    `ids[i]` got the token `tokens[i]`: most outputs are a token only, and two columns cost a tenth of objects.
+    `outputs` have logprobs or are final. They come after the columns, so the final output of an answer is its last.
     """
 
     ids: tuple[int, ...]
