@@ -131,7 +131,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters of a request. Names and meanings follow vLLM and the OpenAI API.
+    """Sampling parameters of a request. Names and meanings are those of vLLM and the OpenAI API.
 
     Filters apply in this order: temperature, top_k, top_p, min_p, typical_p.
     """

@@ -237,8 +237,8 @@ class BatchRun:
 
 @contextmanager
 def _progress(source: IO[bytes]) -> Iterator[Callable[[float, str], None]]:
-    """A progress bar over the bytes of the input, in a terminal; for a pipe without a total. The callback gets the
-    share of the read lines that are answered, and the text beside the bar."""
+    """Shows a progress bar in a terminal; for a pipe it has no total. The callback gets the share of the read lines that
+    are answered, and the text beside the bar."""
     console = Console(stderr=True)
     columns = (
         TextColumn("generating"),

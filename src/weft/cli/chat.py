@@ -70,8 +70,7 @@ def chat_command(
 
 
 class _Interrupts:
-    """Handles Ctrl-C. It stops an answer or drops the line being typed. Pressed twice or at any other moment, it must
-    not end the program."""
+    """Handles Ctrl-C: it stops an answer or drops the line being typed. It never ends the program, even if repeated."""
 
     def __init__(self) -> None:
         self._may_raise = self._is_pending = False

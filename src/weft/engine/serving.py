@@ -99,8 +99,7 @@ class ServingEngine:
         self._iteration_lock = threading.RLock()
         """Held during an iteration and during shutdown."""
         self._iterating_thread: int | None = None
-        """The thread that runs an iteration or the shutdown now. A method called in this thread is called from a
-        callback."""
+        """The thread that runs an iteration or the shutdown now. Calls from this thread come from a callback."""
         self._stopping = False
         self._closed = False
         self._failure: str | None = None
