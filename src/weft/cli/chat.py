@@ -40,7 +40,7 @@ _HELP = """  /help          this list
   /exit          leave (so do /quit and Ctrl-D)
   //...          send a message that begins with a slash
   ...\\           continue the message in the next line
-  \"\"\"            begins and ends a message of several lines; commands in it are text
+  \"\"\"            begins and ends a message of several lines, without commands
   Ctrl-C         stop the answer; the model remembers the part that was shown"""
 
 
