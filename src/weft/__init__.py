@@ -1,6 +1,6 @@
-"""weft weaves many requests into one stream of batches: an LLM serving runtime with continuous batching and a paged KV cache.
+"""weft: an LLM serving runtime with continuous batching and a paged KV cache.
 
-Names are imported on first use, so that `import weft` costs milliseconds and loads neither numpy nor torch.
+Public names are imported on first use, so `import weft` takes milliseconds and loads neither numpy nor torch.
 """
 
 from importlib import import_module
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# Where each public name lives. The TYPE_CHECKING block below repeats it for type checkers; a test keeps the two equal.
+# The module of each public name. The TYPE_CHECKING block below repeats it for type checkers; a test compares the two.
 _HOME = {
     "LLM": "weft.llm",
     "PromptJob": "weft.llm",
@@ -104,9 +104,8 @@ __all__ = [
     "__version__",
 ]
 
-if (
-    not TYPE_CHECKING
-):  # hidden from type checkers, to whom a module __getattr__ would make every misspelt name legal
+# Hidden from type checkers: with a module __getattr__ they would accept every misspelt name.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name not in _HOME:

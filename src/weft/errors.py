@@ -1,16 +1,16 @@
-"""The errors a caller of weft is expected to handle; the command line prints each as one line and exits with its code."""
+"""The errors that a caller of weft should handle. The command line prints each as one line and exits with its code."""
 
 
 class WeftError(Exception):
-    """Base of every expected error. Its message says what was wrong, with the numbers, and what to do about it."""
+    """Base class of all expected errors. The message says what was wrong, with the numbers, and what to do."""
 
     exit_code = 1
 
 
 class InvalidRequestError(WeftError, ValueError):
-    """A request or an option was refused before any work was done.
+    """A request or an option is invalid and was refused before any work was done.
 
-    `field` names the offending one ("" if none); `code` is for programs, such as "context_length_exceeded".
+    `field` is the name of the invalid field ("" if none). `code` is for programs, such as "context_length_exceeded".
     """
 
     exit_code = 2
@@ -22,20 +22,20 @@ class InvalidRequestError(WeftError, ValueError):
 
 
 class ModelFileError(WeftError):
-    """A model could not be found, fetched, or read; the message names the file and the part of it that is wrong."""
+    """A model could not be found, fetched or read. The message names the file and the invalid part."""
 
     exit_code = 2
 
 
 class OutOfMemoryError(WeftError):
-    """A model, its KV cache or its swap space is larger than the memory that is free."""
+    """A model, its KV cache or its swap space needs more memory than is free."""
 
     exit_code = 2
 
 
 class QueueFullError(WeftError):
-    """The waiting queue has reached its bound; submit again once something has finished."""
+    """The waiting queue is full. Submit again after a request has ended."""
 
 
 class EngineStoppedError(WeftError):
-    """The engine has been stopped and takes no more requests."""
+    """The engine was stopped and accepts no more requests."""

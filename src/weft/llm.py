@@ -1,4 +1,4 @@
-"""The engine for a script: prompts in, results out, with the model's own text side around it."""
+"""Offline inference for scripts: prompts in, results out, with the model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ OnResult = Callable[[GenerationResult], object]
 
 K = TypeVar("K")
 
-_IN_FLIGHT = 4
-"""`run` keeps this many times the engine's rows under way: enough to keep it busy, few enough to forget."""
+_SUBMITTED_PER_ROW = 4
+"""`run` keeps this many requests per row of the engine submitted: enough to keep it busy, few enough for the memory."""
 
 
-_frozen_for: weakref.WeakSet[LLM] = weakref.WeakSet()
-"""LLMs on a card, for which the garbage collector leaves out what there was when they were opened."""
+_gc_frozen: weakref.WeakSet[LLM] = weakref.WeakSet()
+"""Open LLMs on a GPU. While there are any, the garbage collector ignores the objects that existed when they opened."""
 
 
 @dataclass(frozen=True)
 class PromptJob:
-    """One thing to generate: a prompt (text or token ids), or the messages of a conversation."""
+    """One job of `LLM.run`: a prompt (text or token ids), or the messages of a conversation."""
 
     prompt: Prompt | None = None
     messages: Sequence[Message] | None = None
     params: SamplingParams | None = None
     key: Any = None
-    """Whatever the caller tells its jobs apart by."""
+    """For the caller, to identify the job."""
     tools: Sequence[Mapping[str, Any]] | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     session_id: str | None = None
@@ -69,7 +69,7 @@ class PromptJob:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of the model's weights, and what its cache and swap space may grow to."""
+    """Memory of an LLM: bytes of the weights, and maximum bytes of the KV cache and the swap space."""
 
     weights: int
     kv_cache: int
@@ -81,21 +81,25 @@ class MemoryUse:
 
 
 class LLM:
-    """One model and an engine that serves it.
+    """A model and an engine that runs it.
 
         with LLM() as llm:
             for result in llm.generate(["The capital of France is", "2 + 2 ="], SamplingParams(temperature=0)):
                 print(result.text)
 
-    `model` is "default" (fetched on first use), `hf:owner/name`, a path (a GGUF file, or a folder with safetensors), or
-    an opened `Checkpoint`; where that has no tokenizer, prompts and answers are token ids. `max_context` shortens the
-    model's own context. `device` is "cpu", "cuda", or "auto": a card where there is one. On the CPU `threads` compute (one
-    for each core unless told otherwise), and `quantize` ("int8", "int4") is for weights that are stored as floats. On a
-    card `invariant` makes texts independent of what runs beside them, to the bit, as they are on the CPU; it costs speed.
-    Further keywords are fields of `ServingEngineConfig`, `SchedulerConfig` or `KvCachePoolConfig`, such as `memory` (bytes
-    of the KV cache) or `kv_cache="two-tier"` with `tail_length` and `store_bits`, which quantises all but the newest tokens
-    of a context and so keeps several times as many; choices may be given by their words. All methods may be called from several threads; their requests are
-    batched together. Where params are not given, they are the model's own (`default_params`).
+    All methods may be called from several threads; their requests are batched together.
+
+    Arguments:
+        model: "default" (fetched on first use), `hf:owner/name`, a path (a GGUF file or a folder with safetensors), or an
+            opened `Checkpoint`. Without a tokenizer, prompts and answers are token ids.
+        device: "cpu", "cuda", or "auto": a GPU if there is one.
+        max_context: maximum context length; default: the model's.
+        threads: CPU threads that compute; default: one per core.
+        quantize: "int8" or "int4", for weights that are stored as floats (CPU only).
+        invariant: makes answers on a GPU independent of the batch, bit for bit, as they always are on the CPU. Slower.
+        progress: called while the model is fetched; default: a progress bar.
+        config: fields of `ServingEngineConfig`, `SchedulerConfig` or `KvCachePoolConfig`, such as `memory` (bytes of the
+            KV cache) or `kv_cache="two-tier"`, which quantises older tokens. Enums may be given as strings.
     """
 
     def __init__(
@@ -121,15 +125,15 @@ class LLM:
         checkpoint = model if isinstance(model, Checkpoint) else _opened(model, progress)
         self._text = open_model_text(checkpoint) if checkpoint.has_text else None
         self.suggestions: Mapping[str, Any] = checkpoint.generation
-        """What the model's makers suggest for sampling, by the names of `SamplingParams`."""
+        """Sampling parameters that the model's authors recommend, by the names of `SamplingParams`."""
         self.engine = ServingEngine(registry.build(device, checkpoint=checkpoint, **options), engine_config)
         if device == "cuda":
-            # To look through all that was imported for garbage takes longer than many steps of a card: it stays.
+            # A garbage collection over all imported objects takes longer than many steps of a GPU.
             gc.collect()
             gc.freeze()
-            _frozen_for.add(self)
+            _gc_frozen.add(self)
         self.engine.start()
-        # Who forgets to close gets memory and threads back all the same.
+        # Frees memory and threads even if the caller does not call `close`.
         weakref.finalize(self, self.engine.stop)
 
     @property
@@ -137,7 +141,7 @@ class LLM:
         """The model's tokenizer and chat template."""
         if self._text is None:
             raise InvalidRequestError(
-                "the model has no tokenizer; pass prompts as token ids, without stop strings", field="prompt"
+                "the model has no tokenizer; pass prompts as token ids, and no stop strings", field="prompt"
             )
         return self._text
 
@@ -146,7 +150,7 @@ class LLM:
         return self.text.tokenizer
 
     @property
-    def _known_tokenizer(self) -> Tokenizer | None:
+    def _tokenizer_or_none(self) -> Tokenizer | None:
         return None if self._text is None else self._text.tokenizer
 
     @property
@@ -162,9 +166,9 @@ class LLM:
         )
 
     def default_params(self, *, chat: bool = False, **overrides: Any) -> SamplingParams:
-        """What the model's makers suggest, with these fields of `SamplingParams` set; None leaves one as it is.
+        """The parameters that the model's authors recommend, with `overrides`. An override of None is ignored.
 
-        A completion has 16 new tokens unless told otherwise, an answer in a chat what the context has room for.
+        `max_tokens` is 16 by default; for a chat, the rest of the context.
         """
         given = {name: value for name, value in overrides.items() if value is not None}
         return SamplingParams(**{"max_tokens": None if chat else 16, **self.suggestions, **given})
@@ -176,10 +180,11 @@ class LLM:
         *,
         show_progress: bool | None = None,
     ) -> list[GenerationResult]:
-        """Complete each prompt, text or token ids; results come in the order of the prompts.
+        """Completes each prompt (text or token ids). Returns the results in the order of the prompts.
 
-        One set of params serves all. With `n` above 1 the answers to a prompt are its result's `choices`.
-        `show_progress` None shows a bar for several prompts where standard error is a terminal.
+        `params` is one set for all prompts, one for each, or None (`default_params`). With `n` above 1, the answers to
+        a prompt are the `choices` of its result. `show_progress`: show a bar; None: if there are several prompts and
+        standard error is a terminal.
         """
         several = _as_list(prompts)
         each = _for_each(params, len(several))
@@ -196,11 +201,10 @@ class LLM:
         template_options: Mapping[str, Any] | None = None,
         session_id: str | None = None,
     ) -> GenerationResult:
-        """Answer a conversation, a list of {"role": ..., "content": ...}, in the model's own format.
+        """Answers a conversation, a list of {"role": ..., "content": ...}, with the model's chat template.
 
-        `tools` are JSON schemas of functions, as the OpenAI API has them, and `template_options` what the model's
-        template knows besides (such as enable_thinking). The conversation's cached prefix is kept longer under a
-        `session_id`.
+        `tools` are functions as in the OpenAI API. `template_options` are further variables of the template, such as
+        enable_thinking. With a `session_id`, the KV blocks of the conversation are evicted last.
         """
         job = _chat_job(messages, params, tools, template_options, session_id)
         return self._all([job], False)[0]
@@ -214,25 +218,25 @@ class LLM:
         template_options: Mapping[str, Any] | None = None,
         show_progress: bool | None = None,
     ) -> list[GenerationResult]:
-        """Answer several conversations as one batch; all else as in `chat` and `generate`."""
+        """Answers several conversations as one batch. Arguments are those of `chat` and `generate`."""
         each = zip(conversations, _for_each(params, len(conversations)), strict=True)
         jobs = [_chat_job(talk, one, tools, template_options) for talk, one in each]
         return self._all(jobs, show_progress)
 
     def run(self, jobs: Iterable[PromptJob]) -> Iterator[tuple[PromptJob, GenerationResult | WeftError]]:
-        """Each job with its result, or with the error that kept it from running, as they end.
+        """Yields each job with its result, or with the error that refused it, in the order in which they end.
 
-        Jobs are taken from the iterable only as fast as they are done, so it may be endless. Leaving the loop early
-        cancels what is under way.
+        Jobs are read from the iterable only as fast as they end, so it may be endless. Leaving the loop early cancels
+        the unfinished jobs.
         """
         return self._run((job, self._attempt(job)) for job in jobs)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, on_result: OnResult | None = None
     ) -> Generator[str, None, None]:
-        """Complete a prompt, piece by piece. Leaving the loop early cancels the rest.
+        """Completes a prompt and yields its text in pieces. Leaving the loop early cancels the request.
 
-        At the end `on_result` gets the whole result; WeftError says that the text is not complete, and why.
+        `on_result` is called with the result at the end. Raises WeftError if the text is not complete.
         """
         return self._stream(PromptJob(prompt, params=params), on_result)
 
@@ -246,18 +250,18 @@ class LLM:
         session_id: str | None = None,
         on_result: OnResult | None = None,
     ) -> Generator[str, None, None]:
-        """Answer a conversation, piece by piece; all else as in `chat` and `stream`."""
+        """Answers a conversation and yields the text in pieces. Arguments are those of `chat` and `stream`."""
         job = _chat_job(messages, params, tools, template_options, session_id)
         return self._stream(job, on_result)
 
     def close(self) -> None:
-        """Stop the engine; what is not over is cancelled."""
-        if was_frozen := self in _frozen_for:
-            _frozen_for.remove(self)
-            gc.unfreeze()  # otherwise objects in cycles stay until the process ends
+        """Stops the engine and cancels unfinished requests."""
+        if was_frozen := self in _gc_frozen:
+            _gc_frozen.remove(self)
+            gc.unfreeze()  # otherwise reference cycles are never freed
         self.engine.stop()
-        if was_frozen and _frozen_for:
-            gc.freeze()  # for the others
+        if was_frozen and _gc_frozen:
+            gc.freeze()  # for the LLMs that are still open
         if self._text is not None:
             self._text.close()
 
@@ -270,11 +274,11 @@ class LLM:
         self.close()
 
     def _request(self, job: PromptJob) -> InferenceRequest:
-        """Tokenised and checked; raises InvalidRequestError for a job that can never run."""
+        """Tokenises and checks a job. Raises InvalidRequestError if it can never run."""
         if not isinstance(job, PromptJob):
             raise InvalidRequestError(f"a job is {type(job).__name__}; allowed: weft.PromptJob")
         if (job.prompt is None) == (job.messages is None):
-            raise InvalidRequestError("a job has either a prompt or messages", field="prompt")
+            raise InvalidRequestError("a job needs either a prompt or messages", field="prompt")
         if job.messages is not None:
             tokens: Sequence[int] = self.text.encode_chat(
                 job.messages, tools=job.tools, options=job.template_options
@@ -287,7 +291,7 @@ class LLM:
         request = InferenceRequest(tokens, params, session_id=job.session_id)  # type: ignore[arg-type]
         self.engine.check(request)
         if params.stop:
-            _ = self.text  # or an error: there is no text to look for them in
+            _ = self.text  # raises if there is no tokenizer: stop strings need text
         return request
 
     def _attempt(self, job: PromptJob) -> InferenceRequest | WeftError:
@@ -297,7 +301,7 @@ class LLM:
             return error
 
     def _all(self, jobs: list[PromptJob], show_progress: bool | None) -> list[GenerationResult]:
-        """The results of all jobs, in their order. Raises before any runs where one of them never could."""
+        """The results of all jobs, in their order. If one of them is invalid, raises before any runs."""
         results: dict[int, GenerationResult] = {}
         with ExitStack() as stack:
             if show_progress is None:
@@ -315,9 +319,12 @@ class LLM:
     def _run(
         self, source: Iterable[tuple[K, InferenceRequest | WeftError]]
     ) -> Iterator[tuple[K, GenerationResult | WeftError]]:
-        """Feeds the engine from `source` in a thread, so that answers come out while the next request is awaited."""
+        """Submits `source` in a thread, so that results are yielded while `source` makes the next request."""
         feeder = Feeder(
-            self.engine, self._known_tokenizer, source, _IN_FLIGHT * self.engine.config.scheduler.max_running
+            self.engine,
+            self._tokenizer_or_none,
+            source,
+            _SUBMITTED_PER_ROW * self.engine.config.scheduler.max_running,
         )
         try:
             while (ended := feeder.ended.get()) is not None:
@@ -327,7 +334,7 @@ class LLM:
                 except WeftError as error:
                     result = error
                 yield key, result
-                feeder.room.release()
+                feeder.capacity.release()
         finally:
             feeder.stop()
         if feeder.failure is not None:
@@ -337,12 +344,12 @@ class LLM:
         request = self._request(job)
         if request.params.n != 1:
             raise InvalidRequestError(
-                f"n is {request.params.n}; allowed in a stream: 1. `generate` and `chat` give several answers",
+                f"n is {request.params.n}; allowed in a stream: 1. Use `generate` or `chat` for several answers",
                 field="n",
             )
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         choices = LocalChoices(
-            self.engine, self._known_tokenizer, request.params, partial(pieces.put, None), pieces.put
+            self.engine, self._tokenizer_or_none, request.params, partial(pieces.put, None), pieces.put
         )
 
         def read() -> Generator[str, None, None]:
@@ -356,7 +363,7 @@ class LLM:
             finally:
                 choices.cancel()
                 while not is_over and choices.is_submitted:
-                    is_over = pieces.get() is None  # within a step: the engine says the last word
+                    is_over = pieces.get() is None  # the engine ends a cancelled request within a step
                 if on_result is not None and is_over:
                     on_result(choices.result())
             result = choices.result()
@@ -389,7 +396,7 @@ def _chat_job(
 
 
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """One prompt is a string or some token ids; everything else is some prompts."""
+    """A string or a sequence of token ids is one prompt; every other iterable is a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
     try:
@@ -414,13 +421,13 @@ def _for_each(
         )
     if len(each) != count:
         raise InvalidRequestError(
-            f"params has {len(each)} entries for {count} prompts; pass one, or one for each"
+            f"params has {len(each)} entries for {count} prompts; pass one set, or one for each prompt"
         )
     return list(each)
 
 
 def _build_config(options: dict[str, Any], device: str) -> ServingEngineConfig:
-    """The three configurations from one flat set of keywords."""
+    """Builds the three configurations from one flat set of keywords."""
     parts: dict[type, dict[str, Any]] = {SchedulerConfig: {}, KvCachePoolConfig: {}, ServingEngineConfig: {}}
     known = {field.name: part for part in parts for field in dataclasses.fields(part)}
     choices = {
@@ -429,7 +436,7 @@ def _build_config(options: dict[str, Any], device: str) -> ServingEngineConfig:
         for field in dataclasses.fields(part)
         if isinstance(field.default, Enum)
     }
-    # How long a prompt may hold the others up is measured, not guessed: machines differ a hundredfold.
+    # ADAPTIVE measures how long prefill may delay decodes. Machines differ too much for a fixed chunk size.
     options = {"policy": PriorityPolicy.ADAPTIVE, **options}
     if device == "cuda" and options.keys().isdisjoint(registry.CARD_BUDGETS):
         options |= registry.CARD_BUDGETS

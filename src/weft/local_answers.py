@@ -1,6 +1,6 @@
-"""From tokens to answers: feeds requests to an engine in this process, and collects text and results of each.
+"""Submits requests to an engine in this process and collects their texts and results.
 
-Where there is no tokenizer, the text of an answer is empty.
+Without a tokenizer the text of an answer is empty.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from weft.text.tokenizer import Tokenizer
 
 
 class Feeder:
-    """Submits requests from a source, in a thread of its own, and collects what ended."""
+    """Submits the requests of an iterable, in a thread of its own, and queues the answers that have ended."""
 
     def __init__(
         self,
         engine: ServingEngine,
         tokenizer: Tokenizer | None,
         source: Iterable[tuple[Any, InferenceRequest | WeftError]],
-        most: int,
+        max_unread: int,
     ) -> None:
         self.ended: queue.SimpleQueue[tuple[Any, LocalChoices | WeftError] | None] = queue.SimpleQueue()
-        """None, once everything has ended."""
-        self.room = threading.Semaphore(most)
-        """Given back when an ended one is taken, so that the source is read only as fast as its results are."""
+        """None follows the last one."""
+        self.capacity = threading.Semaphore(max_unread)
+        """Released when a result is read, so that `source` is read only as fast as its results."""
         self.failure: BaseException | None = None
-        """What the source raised."""
+        """The error that `source` raised."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._source = iter(source)
         self._lock = threading.Lock()
-        self._under_way: set[LocalChoices] = set()
+        self._unfinished: set[LocalChoices] = set()
         self._is_exhausted = self._is_stopped = False
         threading.Thread(target=self._feed, name="weft-feeder", daemon=True).start()
 
     def stop(self) -> None:
-        """Cancels what is under way; nothing more is submitted."""
+        """Cancels unfinished requests and submits no more."""
         with self._lock:
             self._is_stopped = True
-            left = list(self._under_way)
-        self.room.release()
-        for choices in left:
+            unfinished = list(self._unfinished)
+        self.capacity.release()
+        for choices in unfinished:
             choices.cancel()
 
     def _feed(self) -> None:
         try:
-            while self.room.acquire() and not self._is_stopped:
+            while self.capacity.acquire() and not self._is_stopped:
                 key, request = next(self._source)
                 if isinstance(request, WeftError):
                     self.ended.put((key, request))
@@ -66,7 +66,7 @@ class Feeder:
             self.stop()
         with self._lock:
             self._is_exhausted = True
-            if not self._under_way:
+            if not self._unfinished:
                 self.ended.put(None)
 
     def _submit(self, key: Any, request: InferenceRequest) -> None:
@@ -74,7 +74,7 @@ class Feeder:
             self._engine, self._tokenizer, request.params, lambda: self._finish(key, choices)
         )
         with self._lock:
-            self._under_way.add(choices)
+            self._unfinished.add(choices)
         try:
             choices.submit(request)
         except WeftError as error:
@@ -84,14 +84,14 @@ class Feeder:
 
     def _finish(self, key: Any, choices: LocalChoices, error: WeftError | None = None) -> None:
         with self._lock:
-            self._under_way.discard(choices)
+            self._unfinished.discard(choices)
             self.ended.put((key, error or choices))
-            if self._is_exhausted and not self._under_way:
+            if self._is_exhausted and not self._unfinished:
                 self.ended.put(None)
 
 
 class LocalChoices:
-    """The answers to one request, collected in the engine's thread; `on_end` is called there once all are over."""
+    """Collects the answers to one request in the engine's thread. Calls `on_end` there once all have ended."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class LocalChoices:
         return bool(self._ids)
 
     def submit(self, request: InferenceRequest) -> None:
-        # Blocks while the queue is full: a million prompts never wait in memory twice.
+        # Blocks while the queue is full, so that a long source does not fill the memory.
         self._ids = self._engine.submit_choices(request, self._take, block=True)
 
     def cancel(self) -> None:
@@ -123,7 +123,7 @@ class LocalChoices:
             self._engine.cancel(request_id)
 
     def result(self) -> GenerationResult:
-        """The first answer, with the others as its siblings."""
+        """The result of the first answer, with the others as its siblings."""
         first, *others = (answer.result() for _, answer in sorted(self._answers.items()))
         return dataclasses.replace(first, siblings=tuple(others))
 
@@ -137,7 +137,7 @@ class LocalChoices:
             answer.take(output)
         except BaseException:
             is_over = (
-                True  # the engine fails the request and calls no more; whoever waits must not wait for ever
+                True  # the engine fails the request and does not call again; `on_end` must still be called
             )
             raise
         finally:
@@ -148,7 +148,7 @@ class LocalChoices:
 
 
 class LocalAnswer:
-    """Collects one answer: text as it comes, and the result, cut at a stop string."""
+    """Collects the text and the result of one answer. Cuts them at a stop string."""
 
     def __init__(
         self,
@@ -174,5 +174,5 @@ class LocalAnswer:
 
     def result(self) -> GenerationResult:
         if self._result is None:
-            raise WeftError("the text of the request could not be made; the engine's own error says why")
+            raise WeftError("the tokens of the answer could not be decoded; see the error of the request")
         return self._text.result(self._result)

@@ -1,6 +1,6 @@
-"""What a person sees of long waits, on standard error: a model being fetched, prompts being answered.
+"""Progress bars on standard error: for pulling a model and for answering prompts.
 
-rich is imported when there is something to show.
+rich is imported only when there is progress to show.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from weft.loading.cache import Progress, PullProgress
 from weft.request import GenerationResult
 
 _STAGES = {
-    "wait": "Waiting for another process that is pulling",
-    "find": "Asking where it is",
+    "wait": "Waiting for another process that pulls this model",
+    "find": "Looking up the files",
     "download": "Downloading",
     "unpack": "Unpacking",
     "check": "Checking",
@@ -21,7 +21,7 @@ _STAGES = {
 
 
 class PullBar:
-    """Shows a pull: bars in a terminal; elsewhere a line for each stage, or nothing where that is not wanted."""
+    """Shows the progress of a pull: bars in a terminal, else one line per stage (none with `only_in_terminal`)."""
 
     def __init__(self, model: str, *, only_in_terminal: bool = False) -> None:
         self.was_fetched = False
@@ -45,7 +45,7 @@ class PullBar:
         self._bars.update(self._tasks[event.stage], completed=event.done_bytes)
 
     def say(self, text: str) -> None:
-        """A line beside the bars; only once there was something to show."""
+        """Prints a line above the bars. Call it only after `show`."""
         if not self._only_in_terminal or self._console.is_terminal:
             self._console.print(text, style="dim", markup=False, soft_wrap=True)
 
@@ -71,8 +71,8 @@ class PullBar:
         if event.stage == "download" and not self.was_fetched:
             self.was_fetched = True
             size = decimal(event.total_bytes)
-            begun = f", of which {decimal(event.done_bytes)} are here" if event.done_bytes else ""
-            self.say(f"The model '{self._model}' is not on this machine yet: fetching {size}{begun}, once.")
+            done = f" ({decimal(event.done_bytes)} are here already)" if event.done_bytes else ""
+            self.say(f"The model '{self._model}' is not on this machine yet. Downloading {size}{done}.")
         if self._console.is_terminal:
             self._bars.start()
         elif event.stage != "find":
@@ -86,7 +86,8 @@ class PullBar:
 
 
 class GenerationBar:
-    """How many prompts are done, and how fast tokens come; nothing where standard error is no terminal."""
+    """Shows the number of answered prompts and the tokens per second. Shows nothing if standard error is no
+    terminal."""
 
     def __init__(self, total: int) -> None:
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""What a request is: its parameters, its states, and what comes back. The vocabulary of the public API."""
+"""Requests and results of the public API: sampling parameters, states, outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_N = 128
 MAX_METADATA = 64
 MAX_NAME_LENGTH = 256
-"""Characters of `session_id` and `cache_salt`: the engine keeps them after the request."""
+"""Maximum length of `session_id` and `cache_salt`. They are limited because the engine keeps them after the request."""
 MAX_SECONDS = 1e9
 MAX_GRAMMAR_LENGTH = 1 << 18
 GRAMMAR_KINDS = ("json_schema", "regex", "choice", "lark")
@@ -47,10 +47,10 @@ class RequestState(Enum):
 
     @property
     def is_over(self) -> bool:
-        return self in _OVER
+        return self in _ENDED
 
 
-_OVER = frozenset({RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELLED})
+_ENDED = frozenset({RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELLED})
 
 
 class FinishReason(Enum):
@@ -62,11 +62,11 @@ class FinishReason(Enum):
 
     @property
     def in_openai(self) -> str:
-        """What the OpenAI API calls it; "error" for what it has no word for."""
-        return _IN_OPENAI.get(self, "error")
+        """The finish_reason of the OpenAI API; "error" if that API has no equivalent."""
+        return _OPENAI_NAMES.get(self, "error")
 
 
-_IN_OPENAI = {
+_OPENAI_NAMES = {
     FinishReason.STOP: "stop",
     FinishReason.END_OF_SEQUENCE: "stop",
     FinishReason.LENGTH: "length",
@@ -76,7 +76,7 @@ _IN_OPENAI = {
 def _refuse(name: str, value: object, allowed: str) -> None:
     try:
         shown = repr(value)
-    except ValueError:  # Python refuses to print whole numbers of thousands of digits
+    except ValueError:  # Python cannot print integers of thousands of digits
         shown = "a huge number"
     if len(shown) > 80:
         shown = shown[:77] + "..."
@@ -84,7 +84,7 @@ def _refuse(name: str, value: object, allowed: str) -> None:
 
 
 def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    """Refuses anything but a finite number in low..high (or strictly above `low`)."""
+    """Refuses everything but a finite number from `low` to `high`; with `above`, `low` itself is refused too."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
     if not good or not (low < value if above else low <= value) or not value <= high:  # type: ignore[operator]
         _refuse(name, value, f"{'above' if above else 'from'} {low:g}, up to {high:g}")
@@ -100,25 +100,26 @@ def _instance(name: str, value: object, kind: type, allowed: str) -> None:
         _refuse(name, value, allowed)
 
 
-def _text(name: str, value: object, most: int | None = None) -> None:
-    """Refuses what is not text, text that cannot be written down (half a surrogate pair), and more than `most`
-    characters."""
+def _text(name: str, value: object, max_length: int | None = None) -> None:
+    """Refuses a value that is no text, cannot be encoded (half a surrogate pair), or is longer than `max_length`."""
     try:
         assert isinstance(value, str)
         value.encode()
     except (AssertionError, UnicodeEncodeError):
         _refuse(name, value, "a string of Unicode text")
-    if most is not None and len(value) > most:  # type: ignore[arg-type]
-        _refuse(name, f"{len(value)} characters", f"at most {most}")  # type: ignore[arg-type]
+    if max_length is not None and len(value) > max_length:  # type: ignore[arg-type]
+        _refuse(name, f"{len(value)} characters", f"at most {max_length}")  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must look like, from its first token to its last. Checked in full where it is compiled."""
+    """Structured output: a grammar that the whole answer must match. Errors in it are found when the engine compiles
+    it."""
 
     kind: str
+    """"json_schema", "regex", "choice" or "lark"."""
     definition: str
-    """A JSON schema, a regular expression, a JSON list of strings to choose from, or a grammar in llguidance's Lark."""
+    """A JSON schema, a regular expression, a JSON list of strings to choose from, or a Lark grammar for llguidance."""
 
     def __post_init__(self) -> None:
         if self.kind not in GRAMMAR_KINDS:
@@ -130,33 +131,51 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen and when to stop. The only place where these values are checked."""
+    """Sampling parameters of a request. Names and meanings are those of vLLM and the OpenAI API.
+
+    Filters apply in this order: temperature, top_k, top_p, min_p, typical_p.
+    """
 
     max_tokens: int | None = 16
-    """None: as many as the context has room for."""
+    """Maximum number of tokens to generate. None: until the context is full."""
     min_tokens: int = 0
+    """Minimum number of tokens to generate before an end-of-sequence or stop token may be sampled."""
     temperature: float = 1.0
+    """Randomness of the sampling. 0: greedy."""
     top_p: float = 1.0
+    """Samples from the most likely tokens whose probabilities sum up to `top_p`. 1: off."""
     top_k: int = 0
-    """0 or -1: off."""
+    """Samples from the `top_k` most likely tokens. 0 or -1: off."""
     min_p: float = 0.0
+    """Minimum probability of a token, relative to the most likely token. 0: off."""
     typical_p: float = 1.0
+    """Locally typical sampling: keeps the tokens closest to the expected surprise, up to this probability. 1: off."""
     repetition_penalty: float = 1.0
+    """Above 1, makes tokens of the prompt and the answer less likely. It scales their logits."""
     frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token once for each time it occurs in the answer."""
     presence_penalty: float = 0.0
+    """Subtracted from the logit of a token that occurs in the answer."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits, by token id."""
     seed: int | None = None
+    """Seed of the sampling. The same seed and request give the same answer. None: a random seed."""
     stop: tuple[str, ...] = ()
+    """Strings that end the answer. The text ends before the stop string."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer."""
     ignore_eos: bool = False
+    """Whether to continue after an end-of-sequence token."""
     logprobs: int | None = None
-    """How many of the likeliest tokens to tell beside each generated one; 0: that one's logprob alone."""
+    """Number of top logprobs to return for each generated token. 0: only the logprob of the token itself. None:
+    none."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first. Such a prompt is computed in full: no prefix hits."""
+    """The same for each prompt token but the first. The whole prompt is computed then, without prefix hits."""
     n: int = 1
-    """Answers to the same prompt, each with a seed of its own (`child_seed`)."""
+    """Number of answers to the prompt. Each has its own seed (`child_seed`)."""
     grammar: Grammar | None = None
-    """Only tokens that it allows are chosen; the answer ends where it is complete."""
+    """Structured output: only tokens that the grammar allows are sampled. The answer ends when the grammar is
+    complete."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -182,7 +201,7 @@ class SamplingParams:
         if self.grammar is not None:
             _instance("grammar", self.grammar, Grammar, "a Grammar")
             if self.ignore_eos:
-                _refuse("ignore_eos", True, "false beside a grammar, which says where an answer ends")
+                _refuse("ignore_eos", True, "false with a grammar, because the grammar ends the answer")
 
     def _check_stops(self) -> None:
         if isinstance(self.stop, str):
@@ -218,28 +237,31 @@ class SamplingParams:
 
 
 GenerateParams = SamplingParams
-"""The published name of the same thing."""
+"""Another published name of `SamplingParams`."""
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """One prompt to complete. Frozen: what happens to it is kept by the scheduler, not here."""
+    """A request: one prompt and how to complete it. Immutable; the scheduler keeps the state of the request."""
 
     prompt: tuple[int, ...]
+    """Token ids."""
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: Priority = Priority.NORMAL
     session_id: str | None = None
+    """The conversation that the request belongs to. KV blocks of sessions are evicted last."""
     max_sequence_length: int | None = None
-    """Prompt and new tokens together; None: the model's context."""
+    """Maximum number of prompt and new tokens together. None: the model's context length."""
     ttft_target: float | None = None
-    """Seconds to the first token that the client hopes for: orders admission (ADAPTIVE), counted when missed."""
+    """Target for the time to first token, in seconds. The ADAPTIVE policy admits requests by it; a miss is counted."""
     deadline: float | None = None
-    """Seconds after arrival at which the request ends, wherever it is."""
+    """Seconds after arrival at which the request is cancelled, in any state."""
     cache_salt: str = ""
     """Requests with different salts never share cached prefixes."""
     adapter_id: str = ""
+    """Must be empty: adapters are not supported yet."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The caller's own: it comes back in the result, and decides nothing."""
+    """For the caller: copied to the result, otherwise ignored."""
 
     def __post_init__(self) -> None:
         try:
@@ -247,7 +269,7 @@ class InferenceRequest:
             kinds = set(map(type, prompt))
             if bool in kinds:
                 raise TypeError
-            # Nearly always they are plain numbers, and prompts are long.
+            # The fast path: prompts are long, and nearly always plain integers.
             object.__setattr__(
                 self, "prompt", prompt if kinds == {int} else tuple(map(operator.index, prompt))
             )
@@ -274,8 +296,10 @@ class InferenceRequest:
             _integer("max_sequence_length", self.max_sequence_length, 2, 2**31 - 1)
 
     def children(self, seed: int, indices: range | None = None) -> list[InferenceRequest]:
-        """One request for each of the `n` answers, or for those in `indices`, given the seed of the whole. The prompt's
-        logprobs, which are the same for all, are left to the first. All share the lists of the params."""
+        """One request for each of the `n` answers, or for those in `indices`. `seed` is the seed of the whole request.
+
+        Only the first one has prompt_logprobs, because they are the same for all. All share the lists of the params.
+        """
         params = self.params
         return [
             self.replaced(
@@ -290,8 +314,8 @@ class InferenceRequest:
         ]
 
     def replaced(self, **fields: Any) -> InferenceRequest:
-        """As `dataclasses.replace` for values that were checked. Nothing is checked again: prompts and lists are long,
-        and a request may have many answers."""
+        """Like `dataclasses.replace`, without validating again: prompts are long, and a request may have many
+        answers."""
         return _replaced(self, **fields)
 
 
@@ -306,7 +330,7 @@ def _replaced(original: _Frozen, **fields: Any) -> _Frozen:
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of answer `index` of several: the first keeps the seed, so that asking for more changes nothing."""
+    """The seed of answer `index`. Answer 0 keeps the seed of the request, so a larger `n` does not change it."""
     if index == 0:
         return seed
     digest = hashlib.sha256(b"%d:%d" % (seed, index)).digest()
@@ -314,55 +338,70 @@ def child_seed(seed: int, index: int) -> int:
 
 
 class TokenLogprobs(NamedTuple):
-    """How likely one token was, under the model's own distribution, and which were the likeliest there."""
+    """The logprob of one token and the top logprobs at its position, before any sampling parameter is applied."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """(token id, logprob), the likeliest first; as many as were asked for."""
+    """(token id, logprob), most likely first; as many as the request asks for."""
 
 
 class TokenOutput(NamedTuple):
-    """One token as it is generated; or, with token_id None, the end of a request that ended without one."""
+    """One generated token of a request."""
 
     request_id: RequestId
     token_id: int | None
+    """None if the request ended without a token in this output."""
     text: str
-    """What is certain of the text with this token and was not before; "" where the engine has no tokenizer."""
+    """Text that this token adds. Characters that are not complete, or may begin a stop string, come with a later token.
+    "" if the engine has no tokenizer."""
     logprob: float | None
     is_final: bool
+    """Whether this is the last output of the request."""
     finish_reason: FinishReason | None
+    """Set in the last output."""
     sequence_length: int
+    """Prompt and generated tokens so far."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob), most likely first."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """How a request ended. Each phase is timed on its own; together they make the total."""
+    """The result of a request. Times are in seconds."""
 
     request_id: RequestId
     tokens: tuple[int, ...]
+    """The generated token ids."""
     text: str
+    """The generated text; "" if the engine has no tokenizer."""
     state: RequestState
     finish_reason: FinishReason
     error: str | None
+    """Why the request failed or was cancelled."""
     waiting_time: float
+    """Time in the queue, also after preemptions."""
     prefill_time: float
+    """Time between admission and the next token, also after preemptions."""
     decode_time: float
+    """The rest of the time until the end."""
     time_to_first_token: float | None
     decode_steps: int
+    """Tokens after the first."""
     prompt_token_count: int
     cached_token_count: int
+    """Prompt tokens that were prefix hits."""
     preemptions: int
+    """How often the request was preempted."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    """One for each token, where they were asked for."""
+    """One for each generated token, if the request asks for them."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """One for each token of the prompt; None for the first, which nothing stands before."""
+    """One for each prompt token, if the request asks for them. The first is None: no token precedes it."""
     siblings: tuple[GenerationResult, ...] = ()
-    """The other answers, where `n` asked for several."""
+    """The other answers, if `n` is above 1."""
     num_tokens: int | None = None
-    """How many tokens there were, where they were handed out one by one and not kept; None: those in `tokens`."""
+    """Number of generated tokens, if `tokens` was left out. None: `len(tokens)`."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """That of the request."""
+    """The metadata of the request."""
 
     @property
     def choices(self) -> tuple[GenerationResult, ...]:
@@ -379,11 +418,11 @@ class GenerationResult:
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Speed after the first token; None where there was no second one to time."""
+        """Tokens per second after the first token. None if there is only one token."""
         if self.decode_time <= 0 or self.decode_steps == 0:
             return None
         return self.decode_steps / self.decode_time
 
 
 CompletedRequest = GenerationResult
-"""The published name of the same thing."""
+"""Another published name of `GenerationResult`."""

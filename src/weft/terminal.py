@@ -1,21 +1,21 @@
-"""Text that is safe to write to a terminal, whoever it comes from."""
+"""Makes text of any origin safe to write to a terminal."""
 
 from __future__ import annotations
 
 import unicodedata
 
-# Not "printable" to Python, and harmless: the joiners of emoji and of several scripts.
+# str.isprintable() rejects these harmless characters: the joiners of emoji and of several scripts.
 _JOINERS = "\u200c\u200d"
 
 
 def printable(text: str) -> str:
-    """Text of a model or a file with its control codes spelled out: they could move the cursor, rename the window, or
-    turn the direction of writing. Lines, tabs and every kind of space stay."""
+    """Escapes control characters, which could move the cursor, rename the window or reverse the writing direction.
+    Keeps newlines, tabs and all kinds of space."""
     return "".join(character if _is_harmless(character) else ascii(character)[1:-1] for character in text)
 
 
 def one_line(error: Exception) -> str:
-    """An error for a person: its message on one line, or its name where it has none."""
+    """The message of an error on one line, or its type if it has no message."""
     return printable(" ".join(str(error).splitlines())) or type(error).__name__
 
 

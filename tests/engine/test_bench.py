@@ -1,4 +1,4 @@
-"""The benches: they measure what they say, and the criteria that follow from virtual time hold exactly."""
+"""The benches measure what they claim, and the criteria in virtual time hold exactly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def batching_report() -> batching.Report:
 # ---------------------------------------------------------------------- scheduler
 
 
-def test_the_scheduler_bench_has_all_rows_decoding_and_everyone_else_really_waiting() -> None:
+def test_the_scheduler_bench_has_all_rows_decoding_and_all_other_requests_waiting() -> None:
     scheduler = scheduler_bench.decoding_scheduler(running=32, waiting=200, steps=4)
     assert len(scheduler.running) == 32
     assert len(scheduler.queue) == 200
@@ -30,7 +30,7 @@ def test_the_scheduler_bench_has_all_rows_decoding_and_everyone_else_really_wait
     assert plan.num_prefills == 0
 
 
-def test_in_every_measured_step_one_sequence_in_sixteen_takes_a_block() -> None:
+def test_in_every_measured_step_one_sequence_in_sixteen_allocates_a_block() -> None:
     cell = scheduler_bench.measure(running=32, waiting=10, rounds=2)
     assert cell.blocks_taken_per_step == 2.0
     assert 0 < cell.step_median_ms <= cell.step_loudest_median_ms <= cell.step_p99_ms
@@ -38,7 +38,7 @@ def test_in_every_measured_step_one_sequence_in_sixteen_takes_a_block() -> None:
     assert cell.schedule_median_ms > 0 and cell.apply_median_ms > 0
 
 
-def test_planning_is_linear_in_what_runs_and_does_not_look_at_what_waits() -> None:
+def test_planning_is_linear_in_running_requests_and_independent_of_waiting_ones() -> None:
     def instructions(running: int, waiting: int) -> int:
         return scheduler_bench.count_instructions(
             scheduler_bench.decoding_scheduler(running, waiting, steps=4)
@@ -48,7 +48,7 @@ def test_planning_is_linear_in_what_runs_and_does_not_look_at_what_waits() -> No
     assert instructions(32, 2000) == instructions(32, 10)
 
 
-def test_the_scheduler_bench_prints_a_table_and_its_bars(
+def test_the_scheduler_bench_prints_a_table_and_its_targets(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler_bench, "WAITING", (10, 1000))
@@ -88,22 +88,22 @@ def test_one_request_alone_runs_exactly_at_the_floor() -> None:
     assert run.seconds == pytest.approx(batching.floor_seconds(costs, jobs, 1))
 
 
-def test_a_trace_counts_from_the_arrival_even_when_the_engine_was_busy_then() -> None:
+def test_a_trace_counts_from_the_arrival_even_if_the_engine_is_busy() -> None:
     costs = StepCosts(base=1.0, per_token=0.0, per_context=0.0)
     jobs = [batching.Job(0.0, 8, 10), batching.Job(3.5, 8, 2)]
     first, second = batching.run(costs, SchedulerConfig(), jobs).traces
     assert first.first_token == 1.0 and first.latency == 10.0 and first.largest_gap == 1.0
-    # It comes in the middle of a step; the one after that is planned already; it is in the third: from 5 to 6.
+    # It arrives during a step. The next step is planned already, so it runs in the third: from 5 to 6.
     assert second.first_token == 2.5 and second.latency == 3.5
 
 
-def test_unused_cells_are_those_behind_the_last_token_of_a_block() -> None:
+def test_unused_positions_are_those_after_the_last_token_of_a_block() -> None:
     costs = StepCosts(base=1.0, per_token=0.0, per_context=0.0)
     run = batching.run(costs, SchedulerConfig(), [batching.Job(0.0, 12, 1)])
     assert run.unused_cells / run.held_cells == pytest.approx(4 / 16)
 
 
-def test_a_quantile_is_the_smallest_value_that_the_share_does_not_exceed() -> None:
+def test_a_quantile_is_the_smallest_value_that_covers_the_share() -> None:
     values = [float(n) for n in range(1, 101)]
     assert report.quantile(values, 0.99) == 99.0
     assert report.quantile(values, 0.5) == 50.0
@@ -129,7 +129,7 @@ def test_continuous_batching_is_never_slower_than_static_and_twice_a_padded_one_
     assert all(c.continuous > 0.98 * c.most_possible for c in on_cpu)
 
 
-def test_batch_16_keeps_more_than_70_percent_on_the_accelerator_and_all_that_the_device_allows_anywhere(
+def test_batch_16_reaches_70_percent_on_the_accelerator_and_the_limit_of_every_device(
     batching_report: batching.Report,
 ) -> None:
     at_16 = {s.device: s for s in batching_report.scaling if s.batch == 16}
@@ -137,7 +137,7 @@ def test_batch_16_keeps_more_than_70_percent_on_the_accelerator_and_all_that_the
     assert all(s.share_of_limit > 0.99 for s in at_16.values())
 
 
-def test_long_prompts_among_short_ones_keep_within_the_bars_on_the_accelerator(
+def test_long_prompts_among_short_ones_meet_the_targets_on_the_accelerator(
     batching_report: batching.Report,
 ) -> None:
     mixes = [mix for mix in batching_report.long_and_short if mix.device == "H200"]
@@ -151,7 +151,7 @@ def test_kv_fragmentation_stays_under_15_percent(batching_report: batching.Repor
     )
 
 
-def test_adaptive_shortens_the_longest_silence_that_a_prefill_causes(
+def test_adaptive_shortens_the_longest_gap_that_a_prefill_causes(
     batching_report: batching.Report,
 ) -> None:
     for first_come, adaptive in zip(

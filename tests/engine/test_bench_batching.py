@@ -1,4 +1,4 @@
-"""`weft bench batching --device`: continuous against static batching on a real backend."""
+"""`weft bench batching --device`: continuous and static batching on a real backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError, WeftError
 
 
-def test_every_static_batch_is_full_and_the_same_work_is_done_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_static_batch_is_full_and_all_modes_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         batching_measured,
         "mixed_jobs",
@@ -38,7 +38,7 @@ def test_every_static_batch_is_full_and_the_same_work_is_done_by_all(monkeypatch
         (lengths, equal) for lengths in ("even", "skewed") for equal in ("16 rows", "768 blocks")
     ]
     assert all(len(one.ratios) == 2 and min(one.ratios) > 0 for one in measured)
-    # Four batches of sixteen, each as long as its longest answer of nine.
+    # Four batches of sixteen. Each takes as many steps as its longest answer, nine.
     assert {count for is_dynamic, count in steps if not is_dynamic} == {4 * 9}
     assert max(count for is_dynamic, count in steps if is_dynamic) < 4 * 9
     assert len(steps) == 2 * 3 * 4
@@ -50,13 +50,13 @@ def test_batches_are_padded_to_their_longest() -> None:
     assert padded == [Job(0.0, ROWS, 99)] * ROWS + [Job(0.0, ROWS + 2, 99 - ROWS)] * 2
 
 
-def test_a_ratio_is_that_of_runs_that_followed_each_other() -> None:
+def test_a_ratio_compares_adjacent_runs() -> None:
     one = Measured("8b", "even", "16 rows", 10.0, 5.0, 2.0, (1.0, 2.5, 1.5))
     assert one.ratio == 1.5
     assert not batching_measured._check(one).is_met
 
 
-def test_answers_that_are_too_short_are_an_error_and_no_figure() -> None:
+def test_answers_that_are_too_short_are_an_error() -> None:
     backend = registry.build("noop")
     config = ServingEngineConfig(SchedulerConfig(max_running=4), KvCachePoolConfig(num_blocks=64))
     engine = ServingEngine(backend, config)
@@ -73,9 +73,9 @@ def test_answers_that_are_too_short_are_an_error_and_no_figure() -> None:
     engine.stop()
 
 
-def test_the_command_measures_where_a_device_is_named() -> None:
+def test_the_command_measures_if_a_device_is_given() -> None:
     program = (
-        "import sys; sys.modules['torch'] = None\n"  # an import would fail
+        "import sys; sys.modules['torch'] = None\n"  # makes an import fail
         "from weft.bench import batching_measured as m; m.ROUNDS = 1\n"
         "from weft.bench.jobs import Job; m.mixed_jobs = lambda lengths: [Job(0.0, 3, 4)] * 20\n"
         "m.measure.__defaults__ = (1,)\n"
@@ -90,7 +90,7 @@ def test_the_command_measures_where_a_device_is_named() -> None:
     assert "768 blocks" in done.stdout and "to padded" in done.stdout
 
 
-def test_an_unknown_shape_is_refused_and_so_is_a_card_that_is_not_there(
+def test_an_unknown_shape_and_a_missing_gpu_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(InvalidRequestError, match=r"--shape is '70b'; allowed: 0\.6b, 8b, tiny"):

@@ -1,4 +1,4 @@
-"""`weft bench drafts` on the real model: both ways are asked, drafts are really checked, and answers are compared."""
+"""`weft bench drafts` on the real model: runs with and without draft tokens, and compares the answers."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from weft.bench import drafts
 from weft.llm import LLM
 
 
-def test_both_ways_are_measured_and_answer_the_same(
+def test_runs_with_and_without_draft_tokens_are_measured_and_give_the_same_answers(
     default_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
@@ -27,7 +27,7 @@ def test_both_ways_are_measured_and_answer_the_same(
     assert document["checks"][0]["is_met"]
 
 
-def test_an_answer_that_is_another_with_drafts_is_noticed() -> None:
+def test_an_answer_that_differs_with_draft_tokens_is_reported() -> None:
     def speaking(*tokens: int) -> LLM:
         stats = SimpleNamespace(tokens_drafted=0, drafts_accepted=0)
         result = SimpleNamespace(tokens=tokens, decode_time=1.0, decode_steps=len(tokens) - 1)

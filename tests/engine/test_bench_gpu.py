@@ -1,4 +1,4 @@
-"""`weft bench gpu`: the work is that of the recorded figures, the bound holds, and it runs where there is no card."""
+"""`weft bench gpu`: the workloads match the recorded results, the bound holds, and it runs without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.llm import LLM
 
 
-def test_the_work_has_the_sizes_of_the_recorded_figures() -> None:
+def test_the_workloads_have_the_sizes_of_the_recorded_results() -> None:
     offline = make_work("offline256", "0.6b")
     assert (sum(map(len, offline.prompts)), sum(offline.new_tokens)) == (142_507, 139_062)
     assert max(map(len, offline.prompts)) + max(offline.new_tokens) <= gpu_work.MAX_CONTEXT
@@ -28,28 +28,28 @@ def test_the_work_has_the_sizes_of_the_recorded_figures() -> None:
     assert make_work("prefill32x2048", "8b").tokens == 32 * 2048
 
 
-def test_a_shortened_work_keeps_prompts_and_proportions() -> None:
+def test_a_shortened_workload_keeps_prompts_and_proportions() -> None:
     work = Work("w", ([1], [2], [3]), (1000, 500, 3))
     assert work.shortened(100).new_tokens == (100, 50, 1)
     assert work.shortened(100).prompts == work.prompts
     assert work.shortened(5000).new_tokens == work.new_tokens
 
 
-def test_the_bound_of_one_stream_is_reading_every_weight_once_a_token() -> None:
+def test_the_bound_of_one_stream_is_reading_every_weight_once_per_token() -> None:
     work = make_work("single", "8b")
-    # 7.5 billion weights of 2 bytes, without the table of the prompt's tokens: 3.43 ms a token.
+    # 7.5 billion weights of 2 bytes, without the token embeddings: 3.43 ms per token.
     assert work.tokens / least_seconds(work, "8b") == pytest.approx(291, rel=0.01)
 
 
-def test_the_bound_of_prompts_is_their_products() -> None:
+def test_the_bound_of_prompts_is_their_matrix_products() -> None:
     work = make_work("prefill32x2048", "8b")
     layers = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14_336)
     products = 32 * 2048 * layers + 32 * 4096 * 128_256 + 32 * 32 * 2 * 4096 * (2048 * 2049 // 2)
     assert least_seconds(work, "8b") == pytest.approx(2 * products / 785e12)
 
 
-def test_the_bound_adds_up_what_every_step_reads() -> None:
-    """Two answers of 2 and 3 tokens: the second step has both, the third one."""
+def test_the_bound_is_the_sum_of_the_reads_of_all_steps() -> None:
+    """Two answers of 2 and 3 tokens: the second step computes both, the third only one."""
     prompts = ([1] * 4, [2] * 6)
     alone = [least_seconds(Work("w", prompts, (1, 1)), "8b"), least_seconds(Work("w", prompts, (2, 2)), "8b")]
     both = least_seconds(Work("w", prompts, (2, 3)), "8b")
@@ -59,7 +59,7 @@ def test_the_bound_adds_up_what_every_step_reads() -> None:
     assert both - alone[1] == pytest.approx(2 * (weights + cached * 8) / 4.38e12)
 
 
-def test_no_recorded_figure_is_beyond_the_bound() -> None:
+def test_no_recorded_result_is_above_the_bound() -> None:
     for shape, figures in RECORDED.items():
         for name in WORK[1:]:
             work = make_work(name, shape)
@@ -67,12 +67,12 @@ def test_no_recorded_figure_is_beyond_the_bound() -> None:
 
 
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = "import sys; sys.modules['torch'] = None; from weft.cli.entry import main; main()"  # an import would fail
+    program = "import sys; sys.modules['torch'] = None; from weft.cli.entry import main; main()"  # makes an import fail
     command = [sys.executable, "-c", program, "bench", "gpu", "--device", "cpu", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_the_command_runs_on_the_cpu_without_torch_and_writes_what_it_says(tmp_path: Path) -> None:
+def test_the_command_runs_on_the_cpu_without_torch_and_writes_what_it_prints(tmp_path: Path) -> None:
     written = tmp_path / "speeds.json"
     done = run_bench("--shape", "tiny", "--work", "single,start", "--work", "batch8", "--json", str(written))
     assert done.returncode == 0, done.stderr
@@ -92,14 +92,14 @@ def test_the_command_runs_on_the_cpu_without_torch_and_writes_what_it_says(tmp_p
         assert sum(start["phases"].values()) == pytest.approx(start["seconds"])
 
 
-def test_an_unknown_shape_or_work_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_shape_or_workload_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidRequestError, match=r"--shape is '70b'; allowed: 0\.6b, 8b, tiny"):
         gpu.main(["0.6b,70b"], [], "cpu", False, 64, None)
     with pytest.raises(InvalidRequestError, match="--work is 'sing'; allowed: start, single"):
         gpu.main([], ["sing"], "cpu", False, 64, None)
 
 
-def test_a_machine_without_a_card_is_told_so_before_anything_is_started(
+def test_a_machine_without_a_gpu_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(registry, "why_no_card", lambda: "no card is here")
@@ -108,7 +108,7 @@ def test_a_machine_without_a_card_is_told_so_before_anything_is_started(
     assert not capsys.readouterr().out
 
 
-def test_answers_that_are_too_short_are_an_error_and_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_are_too_short_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with gpu.Options("cpu", invariant=False, step_tokens=64).open("tiny") as llm:
         whole = LLM.generate
         monkeypatch.setattr(llm, "generate", lambda prompts, params, **rest: whole(llm, prompts, params[0]))
@@ -116,7 +116,7 @@ def test_answers_that_are_too_short_are_an_error_and_no_figure(monkeypatch: pyte
             gpu.run(llm, Work("w", ([1, 2], [3]), (1, 2)))
 
 
-def test_ratio_and_share_are_those_of_the_shape() -> None:
+def test_ratio_and_share_belong_to_the_shape() -> None:
     with gpu.Options("cpu", invariant=False, step_tokens=64).open("tiny") as llm:
         speed = gpu.measure(llm, "8b", Work("single", ([1, 2],), (3,)), is_card=True)
     assert speed.recorded == 201

@@ -1,4 +1,4 @@
-"""`weft bench peers` with engines that are small scripts and a server that computes nothing: real processes, no peer."""
+"""`weft bench peers` with small scripts and a noop server as engines: real processes, no real peers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state_of(pid: int) -> str:
-    """The letter that the kernel has for it; nothing where there is no such process."""
+    """The kernel's letter for the state of a process; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except OSError:
@@ -48,10 +48,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-# --- what is run, and in which order ------------------------------------------------------------------------------
+# --- runs and their order -----------------------------------------------------------------------------------------
 
 
-def test_engines_take_turns_within_each_workload(tmp_path: Path) -> None:
+def test_engines_alternate_within_each_workload(tmp_path: Path) -> None:
     diary = tmp_path / "diary"
     bench = make_bench(tmp_path, [driver("a", diary), driver("b", diary)], ["W8", "W32"])
     bench.run()
@@ -65,7 +65,7 @@ def test_engines_take_turns_within_each_workload(tmp_path: Path) -> None:
     )
 
 
-def test_an_engine_that_fails_is_reported_with_its_reason_and_the_others_go_on(tmp_path: Path) -> None:
+def test_an_engine_that_fails_is_reported_with_its_reason_and_the_others_continue(tmp_path: Path) -> None:
     diary = tmp_path / "diary"
 
     def refuse(_: Workshop) -> Callable[[int], Launch]:
@@ -84,14 +84,14 @@ def test_an_engine_that_fails_is_reported_with_its_reason_and_the_others_go_on(t
     assert list(bench.cells) == [("fine", "W8")]
 
 
-def test_an_engine_is_not_asked_what_it_cannot_do(tmp_path: Path) -> None:
+def test_an_engine_does_not_run_workloads_that_it_does_not_support(tmp_path: Path) -> None:
     diary = tmp_path / "diary"
     bench = make_bench(tmp_path, [driver("static", diary, ("W8",)), driver("b", diary)], ["W8", "W32"])
     bench.run()
     assert asked(diary) == ["static 8", "b 8", "b 32"]
 
 
-def test_the_second_start_is_the_one_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_start_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[float] = []
     start = Bench._start
 
@@ -108,7 +108,7 @@ def test_the_second_start_is_the_one_that_counts(tmp_path: Path, monkeypatch: py
     assert bench.cells["a", START].figure.seconds == starts[1]
 
 
-def test_an_engine_that_is_slow_to_start_is_kept_and_frozen_while_others_run(
+def test_an_engine_that_starts_slowly_is_kept_and_frozen_while_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "SLOW_START", 0.0)
@@ -122,13 +122,13 @@ def test_an_engine_that_is_slow_to_start_is_kept_and_frozen_while_others_run(
     assert state_of(pid) == ""
 
 
-def test_wshare_warm_runs_on_what_wshare_left_behind() -> None:
+def test_wshare_warm_reuses_the_cache_of_wshare() -> None:
     assert choose_work("W8,Wshare-warm") == ["W8", "Wshare", "Wshare-warm"]
     assert groups(["W8", "Wshare", "Wshare-warm"]) == [["W8"], ["Wshare", "Wshare-warm"]]
     assert choose_work(None) == [START, *WORKLOADS]
 
 
-def test_names_that_nobody_knows_are_refused_with_those_that_there_are() -> None:
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidRequestError, match=r"no workload 'W9'; there are start, W1"):
         choose_work("W9")
     with pytest.raises(
@@ -142,7 +142,7 @@ def test_names_that_nobody_knows_are_refused_with_those_that_there_are() -> None
     ) == PEERS
 
 
-def test_an_engine_that_is_not_usual_is_measured_where_it_is_named() -> None:
+def test_an_optional_engine_is_measured_only_if_it_is_named() -> None:
     unusual = ("weft-in-process", "openvino-f16")
     assert choose_engines(None) == [engine for engine in ENGINES if engine.peer not in unusual]
     assert [engine.name for engine in choose_engines("openvino-f16")] == [
@@ -179,12 +179,12 @@ def test_a_server_is_measured_from_the_start_of_its_process_to_its_last_token(
     assert first.summary.output_tokens == 64
     assert first.machine.server is not None and first.machine.others is not None
     assert first.peak_rss >= first.pss * 0.9 > 1 << 20
-    # Nothing that was asked before helps a cache, but for the work itself.
+    # The warm-up gives the first run no prefix hits. The first run gives them to the second.
     assert first.summary.cached_tokens == 0 < second.summary.cached_tokens
     assert state_of(running._process.pid) == ""
 
 
-def test_a_server_that_ends_while_it_starts_is_given_up_at_once(tmp_path: Path) -> None:
+def test_a_server_that_ends_during_its_start_fails_at_once(tmp_path: Path) -> None:
     command = (sys.executable, "-c", "raise SystemExit('ValueError: no memory')")
     running = RunningEngine(Launch(command, free_port(), dict(os.environ)), tmp_path / "log")
     try:
@@ -206,10 +206,10 @@ def test_a_child_that_outlives_its_engine_is_ended_too(tmp_path: Path) -> None:
     child = int((tmp_path / "pid").read_text())
     assert state_of(child) != ""
     running.end()
-    wait_for(lambda: state_of(child) in ("", "Z"))  # gone, or waiting for whoever adopted it
+    wait_for(lambda: state_of(child) in ("", "Z"))  # gone, or a zombie
 
 
-def test_a_bench_that_is_killed_leaves_no_frozen_engine_behind(tmp_path: Path) -> None:
+def test_a_killed_bench_leaves_no_frozen_engine(tmp_path: Path) -> None:
     program = f"""
 import os, signal, sys
 from pathlib import Path
@@ -220,11 +220,11 @@ running.freeze()
 print(running._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    said = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False).stdout
-    wait_for(lambda: state_of(int(said)) in ("", "Z"))
+    printed = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False).stdout
+    wait_for(lambda: state_of(int(printed)) in ("", "Z"))
 
 
-def test_what_a_driver_answers_is_checked() -> None:
+def test_the_answers_of_a_driver_are_checked() -> None:
     phase = Phase("two", (Item((1, 2), 2), Item((3,), 3, at=1.0)))
     whole = [
         {"began": 0.0, "tokens": [0.5, 0.7], "ended": 0.7},
@@ -252,19 +252,19 @@ def test_an_environment_is_made_once_and_again_when_its_versions_change(
         (log.parent / "bin" / "python").touch()
 
     monkeypatch.setattr(peers_environment, "run_logged", run)
-    said: list[str] = []
+    printed: list[str] = []
     first = Environment("peer", "Peer 1", ("peer==1",), 1, unwanted=("ballast",))
-    python = python_of(first, tmp_path, said.append)
+    python = python_of(first, tmp_path, printed.append)
     assert python == tmp_path / "peer" / "bin" / "python"
-    assert said[0] == f"installing Peer 1 into {tmp_path / 'peer'}, 1 MB, some minutes"
+    assert printed[0] == f"installing Peer 1 into {tmp_path / 'peer'}, 1 MB, some minutes"
     assert [command[-1] for command in ran] == [str(tmp_path / "peer"), "peer==1", "ballast"]
-    python_of(first, tmp_path, said.append)
+    python_of(first, tmp_path, printed.append)
     assert len(ran) == 3
-    python_of(Environment("peer", "Peer 2", ("peer==2",), 1), tmp_path, said.append)
+    python_of(Environment("peer", "Peer 2", ("peer==2",), 1), tmp_path, printed.append)
     assert ran[-1][-1] == "peer==2"
 
 
-def test_an_install_that_fails_says_why_and_is_tried_again_the_next_time(
+def test_an_install_that_fails_reports_the_reason_and_is_retried_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(command: Sequence[str], log: Path, problem: str) -> None:
@@ -279,7 +279,7 @@ def test_an_install_that_fails_says_why_and_is_tried_again_the_next_time(
         python_of(Environment("huge", "Huge", ("huge==1",), 1 << 40), tmp_path, lambda _: None)
 
 
-def test_a_command_that_fails_says_the_line_that_tells_why(tmp_path: Path) -> None:
+def test_a_command_that_fails_reports_the_line_with_the_reason(tmp_path: Path) -> None:
     log = tmp_path / "log"
     program = "print('ERROR: no matching wheel'); print('a hint'); raise SystemExit(2)"
     with pytest.raises(PeerError, match=r"it broke \(exit code 2\): ERROR: no matching wheel \(see "):
@@ -303,7 +303,7 @@ def some_report() -> Report:
     return Report("a machine", "model.gguf", engines, (START, "W8"), cells, {"gone": "no wheel"}, None)
 
 
-def test_ratios_say_how_many_times_better_weft_is() -> None:
+def test_ratios_show_how_many_times_better_weft_is() -> None:
     report = some_report()
     assert ratios(report, "W8", lambda measured: measured.tokens_per_second, True) == {
         "fast": 2.0,
@@ -319,20 +319,20 @@ def test_ratios_say_how_many_times_better_weft_is() -> None:
     assert [entry["is_disturbed"] for entry in written["cells"]] == [False, True, False, False, False]
 
 
-def test_the_tables_show_the_best_peer_marks_what_was_disturbed_and_names_what_is_missing(
+def test_the_tables_show_the_best_peer_mark_disturbed_runs_and_list_missing_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Weft set up otherwise is in them, but is no peer, however fast."""
+    """Other configurations of weft are listed, but are not peers."""
     report = some_report()
     otherwise = driver(OURS_OTHERWISE, Path("diary"))
     faster = cell(OURS_OTHERWISE, "W8", tokens_per_second=80.0, first_token_p99=0.5)
     report = dataclasses.replace(report, engines=(*report.engines, otherwise), cells=(*report.cells, faster))
     print_report(report)
-    said = capsys.readouterr().out
-    assert "50.0* (2.00x)" in said and "25.0 (4.00x)" in said
+    printed = capsys.readouterr().out
+    assert "50.0* (2.00x)" in printed and "25.0 (4.00x)" in printed
     assert (
-        next(line for line in said.splitlines() if "weft / best peer" in line).split("│")[2].strip()
+        next(line for line in printed.splitlines() if "weft / best peer" in line).split("│")[2].strip()
         == "2.00x"
     )
-    assert "300 / 200" in said
-    assert "gone: not measured, or not in full: no wheel" in said
+    assert "300 / 200" in printed
+    assert "gone: not measured, or not in full: no wheel" in printed

@@ -1,4 +1,4 @@
-"""weft driven in one process for `weft bench peers`: the real engine and the default model, and what the report makes of it."""
+"""weft in process for `weft bench peers`: the real engine with the default model, and the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from weft.bench.peers_report import Report, document, print_report
 from weft.bench.serve_load import Item, Phase
 
 
-def test_the_driver_does_the_work_of_a_phase_at_its_times(tmp_path: Path, default_model_path: Path) -> None:
+def test_the_driver_submits_the_requests_of_a_phase_at_their_times(
+    tmp_path: Path, default_model_path: Path
+) -> None:
     engine = next(engine for engine in ENGINES if engine.name == OURS_IN_PROCESS)
     launch = engine.prepare(Workshop(tmp_path, default_model_path, 0, lambda _: None))(0)
     assert launch.port is None and launch.command[0] == sys.executable
@@ -53,7 +55,7 @@ def test_the_driver_has_the_settings_of_the_server_and_of_the_library() -> None:
     assert serving_config() == llm._build_config({}, "cpu")
 
 
-def test_a_request_that_fails_is_short_of_tokens_and_not_waited_for(default_model_path: Path) -> None:
+def test_a_failed_request_has_too_few_tokens_and_is_not_waited_for(default_model_path: Path) -> None:
     made = Driver(str(default_model_path), dataclasses.replace(serving_config(), request_timeout=0.0))
     with made.engine:
         answer = made.run({"items": [{"prompt": [1, 2, 3], "max_tokens": 4, "at": 0.0}], "one_by_one": False})
@@ -61,17 +63,17 @@ def test_a_request_that_fails_is_short_of_tokens_and_not_waited_for(default_mode
     assert record.failure_kind == "wrong length"
 
 
-def test_tokens_of_one_step_are_one_arrival() -> None:
+def test_tokens_of_one_step_count_as_one_arrival() -> None:
     answer = [{"began": 0.0, "tokens": [1.0, 1.5, 1.5, 1.5, 2.0], "ended": 2.0}]
     (record,) = driver_records(Phase("one", (Item((1,), 5),)), json.dumps(answer).encode())
     assert record.is_answered and record.output_tokens == 5
     assert record.gaps == [0.5, 0.5]
 
 
-def test_in_process_is_compared_with_peers_in_process_and_is_never_the_bar(
+def test_weft_in_process_is_compared_only_with_peers_in_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The fastest peer is a server here: it is the bar for weft over HTTP, and nothing for weft in process."""
+    """The fastest peer here is a server. weft over HTTP is compared with it, weft in process is not."""
     diary = Path("diary")
     library = dataclasses.replace(driver("library", diary), is_in_process=True)
     ours = dataclasses.replace(driver(OURS_IN_PROCESS, diary), is_in_process=True)

@@ -1,4 +1,4 @@
-"""Which tries of `weft bench peers` are made and which count: what disturbs a run, rounds, repeats, and the kept files."""
+"""Which tries of `weft bench peers` run and which count: disturbed runs, rounds, repeats, kept files."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine that tests run on is used by others; here only a made-up probe disturbs."""
+def no_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides the load of other programs on the test machine, so that only the fake probe reports disturbances."""
     monkeypatch.setattr(peers, "_others", lambda use: 0.0)
 
 
@@ -43,7 +43,8 @@ def probe_of(speeds: Sequence[Speed], then: Speed = FULL) -> Callable[[], Speed]
 def rates(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, made: dict[str, list[float]]
 ) -> list[tuple[str, int]]:
-    """Has the bench make up its tries, each engine with its tokens a second in turn; gives who was tried, in which round."""
+    """Replaces the tries of the bench by fake ones with these tokens per second for each engine. Returns the engines
+    and rounds that were tried."""
     order: list[tuple[str, int]] = []
     left = {name: iter(values) for name, values in made.items()}
 
@@ -59,30 +60,30 @@ def rates(
     return order
 
 
-# --- what disturbs a run ------------------------------------------------------------------------------------------
+# --- disturbed runs -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slow", (SLOW_TO_READ, SLOW_TO_MULTIPLY))
 @pytest.mark.parametrize("is_after", (False, True))
-def test_a_run_beside_a_slow_machine_is_repeated_until_the_machine_is_quiet(
+def test_a_run_on_a_slow_machine_is_repeated_until_the_machine_is_quiet(
     tmp_path: Path, slow: Speed, is_after: bool
 ) -> None:
-    said: list[str] = []
-    # The looks: before and after the first try; one while waiting; before and after the second.
+    printed: list[str] = []
+    # The probes: before and after the first try, one while waiting, before and after the second try.
     probe = probe_of([FULL, slow] if is_after else [slow, FULL])
     bench = make_bench(
-        tmp_path, [driver("a", tmp_path / "diary")], ["W8"], repeats=2, probe=probe, say=said.append
+        tmp_path, [driver("a", tmp_path / "diary")], ["W8"], repeats=2, probe=probe, say=printed.append
     )
     bench.gauge.remember(FULL)
     bench.run()
     measured = bench.cells["a", "W8"]
     assert [one.speed for one in measured.tries] == [slow, FULL]
     assert measured.figure.attempt == 1 and not measured.is_disturbed
-    assert "DISTURBED: the machine" in said[0] and "of its best" in said[0]
-    assert said[1].startswith("waiting for a quiet machine")
+    assert "DISTURBED: the machine" in printed[0] and "of its best" in printed[0]
+    assert printed[1].startswith("waiting for a quiet machine")
 
 
-def test_a_machine_that_gives_a_little_less_than_its_best_is_quiet(tmp_path: Path) -> None:
+def test_a_machine_a_little_below_its_best_speed_is_quiet(tmp_path: Path) -> None:
     bench = make_bench(
         tmp_path,
         [driver("a", tmp_path / "diary")],
@@ -96,7 +97,7 @@ def test_a_machine_that_gives_a_little_less_than_its_best_is_quiet(tmp_path: Pat
     assert not bench.cells["a", "W8"].is_disturbed
 
 
-def test_a_machine_that_stays_slow_is_not_waited_for_without_end(tmp_path: Path) -> None:
+def test_the_wait_for_a_slow_machine_is_limited(tmp_path: Path) -> None:
     looks: list[Speed] = []
     bench = make_bench(
         tmp_path,
@@ -111,7 +112,7 @@ def test_a_machine_that_stays_slow_is_not_waited_for_without_end(tmp_path: Path)
     assert len(bench.cells["a", "W8"].tries) == 2 and bench.cells["a", "W8"].is_disturbed
 
 
-def test_cpu_time_of_others_disturbs_and_every_try_has_other_text(
+def test_cpu_time_of_other_programs_disturbs_and_every_try_has_other_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares = iter([0.5, 0.01, 0.01])  # the first try, while waiting, the second try
@@ -126,7 +127,7 @@ def test_cpu_time_of_others_disturbs_and_every_try_has_other_text(
 
 
 def test_a_run_that_looked_quiet_is_disturbed_once_the_machine_was_seen_faster(tmp_path: Path) -> None:
-    # Both looks of the first engine are slow, and nothing better is known yet.
+    # Both probes of the first engine are slow, and no faster speed is known yet.
     bench = make_bench(
         tmp_path,
         [driver("a", tmp_path / "diary"), driver("b", tmp_path / "diary")],
@@ -138,7 +139,7 @@ def test_a_run_that_looked_quiet_is_disturbed_once_the_machine_was_seen_faster(t
     assert bench.cells["a", "W8"].is_disturbed and not bench.cells["b", "W8"].is_disturbed
 
 
-def test_the_machine_is_looked_at_while_the_engine_is_stopped_and_not_while_it_is_measured(
+def test_the_machine_is_probed_while_the_engine_is_stopped_and_not_while_it_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
@@ -163,7 +164,7 @@ def test_the_machine_is_looked_at_while_the_engine_is_stopped_and_not_while_it_i
     assert bench.cells["a", "Wshare-warm"].figure.speed == FULL
 
 
-def test_a_start_is_looked_at_before_and_after_too(tmp_path: Path) -> None:
+def test_the_machine_is_probed_before_and_after_a_start(tmp_path: Path) -> None:
     bench = make_bench(
         tmp_path, [driver("a", tmp_path / "diary")], [START], probe=probe_of([FULL, SLOW_TO_READ])
     )
@@ -193,18 +194,18 @@ def test_without_kernels_there_is_no_probe_and_the_report_says_so(
     assert "without weft's C++ kernels" in capsys.readouterr().out
 
 
-def test_the_real_probe_gives_what_this_machine_reads_and_multiplies() -> None:
+def test_the_real_probe_measures_reading_and_multiplying() -> None:
     kernels = pytest.importorskip("weft._kernels")
     probe = SpeedProbe(threads=2, data_bytes=8 << 20)
     speed = probe.look()
-    assert 1e8 < speed.reading < 1e13  # any machine that there is
+    assert 1e8 < speed.reading < 1e13  # plausible for any machine
     assert (speed.products is None) == (kernels.measure_products(probe.pool, 0.0) == 0)
     gauge = Gauge(probe.look)
     first, second = gauge.look(), gauge.look()
     assert first is not None and second is not None and gauge.best == first.faster(second)
 
 
-def test_speeds_are_compared_figure_by_figure() -> None:
+def test_speeds_are_compared_value_by_value() -> None:
     assert SLOW_TO_READ.slower(SLOW_TO_MULTIPLY) == Speed(SLOW_TO_READ.reading, SLOW_TO_MULTIPLY.products)
     assert SLOW_TO_READ.faster(SLOW_TO_MULTIPLY) == FULL
     assert FULL.slower(Speed(50e9, None)) == Speed(40e9, None)
@@ -217,7 +218,7 @@ def test_speeds_are_compared_figure_by_figure() -> None:
 # --- rounds, and the try that counts ------------------------------------------------------------------------------
 
 
-def test_the_engines_take_turns_in_every_round_and_the_median_try_counts(
+def test_the_engines_alternate_in_every_round_and_the_median_try_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     diary = tmp_path / "diary"
@@ -229,7 +230,7 @@ def test_the_engines_take_turns_in_every_round_and_the_median_try_counts(
     assert bench.cells["b", "W8"].figure.tokens_per_second == 6.0
 
 
-def test_a_round_has_text_of_its_own_which_is_the_same_for_every_engine(tmp_path: Path) -> None:
+def test_each_round_has_its_own_text_which_is_the_same_for_every_engine(tmp_path: Path) -> None:
     texts: list[int] = []
     diary = tmp_path / "diary"
     bench = make_bench(tmp_path, [driver("a", diary), driver("b", diary)], ["W8"], rounds=2)
@@ -237,10 +238,10 @@ def test_a_round_has_text_of_its_own_which_is_the_same_for_every_engine(tmp_path
     bench._try_work(bench.engines[0], ["W8"], 1, 0)
     bench._try_work(bench.engines[1], ["W8"], 1, 0)
     bench._try_work(bench.engines[1], ["W8"], 1, 1)
-    assert [text for text in texts if text] == [1, 1, 3]  # and 0 for what the starts are measured with
+    assert [text for text in texts if text] == [1, 1, 3]  # starts are measured with text 0
 
 
-def test_disturbed_tries_do_not_count_while_one_is_quiet() -> None:
+def test_disturbed_tries_do_not_count_if_one_is_quiet() -> None:
     values = [(10.0, 0.5), (20.0, 0.0), (30.0, 0.0), (40.0, 0.0), (50.0, 0.5)]
     tries = tuple(one_try("a", "W8", tokens_per_second=rate, others=others) for rate, others in values)
     assert Cell(tries, None).figure.tokens_per_second == 30.0
@@ -253,7 +254,7 @@ def test_disturbed_tries_do_not_count_while_one_is_quiet() -> None:
     assert Cell(starts, None).figure.seconds == 2.0
 
 
-def test_tables_say_how_far_tries_went_apart_and_json_has_all_of_them(
+def test_tables_show_the_spread_of_the_tries_and_json_has_all_of_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     engine = driver("weft", Path("diary"))
@@ -264,9 +265,9 @@ def test_tables_say_how_far_tries_went_apart_and_json_has_all_of_them(
     )
     report = Report("a machine", "model", (engine,), ("W8",), (Cell(tries, FULL),), {}, FULL)
     print_report(report)
-    said = capsys.readouterr().out
-    assert "reads 40.0 GB/s, multiplies 900 GOP/s" in said
-    assert "1.22 (2/3)" in said  # 110 / 90
+    printed = capsys.readouterr().out
+    assert "reads 40.0 GB/s, multiplies 900 GOP/s" in printed
+    assert "1.22 (2/3)" in printed  # 110 / 90
     written = json.loads(json.dumps(document(report)))
     assert written["speed"] == {
         "best": {"reading": 40e9, "products": 450e9},
@@ -279,19 +280,23 @@ def test_tables_say_how_far_tries_went_apart_and_json_has_all_of_them(
     assert written["cells"][0]["tries"][2]["troubles"] == ["the machine read at 59% of its best"]
 
 
-def test_the_note_below_the_tables_says_what_a_star_means(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_note_below_the_tables_explains_the_star(capsys: pytest.CaptureFixture[str]) -> None:
     slow = Cell((one_try("weft", "W8", speed=SLOW_TO_MULTIPLY),), FULL)
     engine = driver("weft", Path("diary"))
     print_report(Report("a machine", "model", (engine,), ("W8",), (slow,), {}, FULL))
-    said = " ".join(capsys.readouterr().out.split())
-    assert "100.0*" in said
-    assert "more than 5% of the CPU time" in said and "less than 60%" in said and "less than 90%" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "100.0*" in printed
+    assert (
+        "more than 5% of the CPU time" in printed
+        and "less than 60%" in printed
+        and "less than 90%" in printed
+    )
 
 
 # --- kept files ---------------------------------------------------------------------------------------------------
 
 
-def test_a_kept_cell_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_saved_cell_is_loaded_unchanged(tmp_path: Path) -> None:
     whole = Cell(
         (
             one_try("llama.cpp, 8 slots", "W8", speed=SLOW_TO_READ, loudest=("cc1plus 90%",), others=0.4),
@@ -305,7 +310,7 @@ def test_a_kept_cell_comes_back_as_it_was(tmp_path: Path) -> None:
     assert Kept(None).load("llama.cpp, 8 slots", "W8") is None
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path) -> None:
     diary, kept = tmp_path / "diary", tmp_path / "kept"
     Kept(kept).save(cell("a", "W8", tokens_per_second=77.0))
     Kept(kept).save(cell("a", "W32", others=0.5))  # disturbed: measured again
@@ -328,7 +333,7 @@ def test_more_rounds_than_a_kept_run_had_are_added_to_it(
     bench.run()
     assert order == [("a", 1), ("a", 2)]
     assert bench.cells["a", "W8"].figure.tokens_per_second == 20.0
-    assert bench.gauge.best == FULL  # what the kept run saw is still the best that is known
+    assert bench.gauge.best == FULL  # the best speed of the kept run is still known
 
 
 def test_kept_files_of_another_shape_are_measured_again(tmp_path: Path) -> None:
@@ -337,7 +342,7 @@ def test_kept_files_of_another_shape_are_measured_again(tmp_path: Path) -> None:
     flat = {"engine": "a", "work": "W8", "attempt": 0, "seconds": 1.0, "others": 0.0, "loudest": []}
     for number, junk in enumerate(
         (
-            flat,  # of the weft before rounds
+            flat,  # written by an older weft, without rounds
             {"best": None, "tries": []},
             {"best": None, "tries": [flat]},
             {"best": 3, "tries": [{**flat, "round": 0, "speed": None}]},

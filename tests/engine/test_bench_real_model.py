@@ -1,4 +1,4 @@
-"""The benches over a real model: the criteria of batching as measured, and what the kernels cost in quality."""
+"""The benches with a real model: measured batching criteria, and the perplexity of the kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_on_the_cost_model(config: SchedulerConfig, jobs: Sequence[Job], num_bloc
 # ---------------------------------------------------------------------- criteria
 
 
-def test_measured_criteria_are_those_of_the_cost_model_where_the_runs_come_from_it() -> None:
+def test_criteria_measured_on_the_cost_model_equal_those_of_the_cost_model() -> None:
     report = criteria.measure(run_on_the_cost_model)
     by_rows, by_memory = report.comparisons
     assert by_memory.ratio > by_rows.ratio > 1
@@ -38,7 +38,7 @@ def test_measured_criteria_are_those_of_the_cost_model_where_the_runs_come_from_
     assert len(report.checks) == 6
 
 
-def test_a_criterion_run_gives_every_job_its_tokens_on_the_real_model(default_model_path: Path) -> None:
+def test_a_criterion_run_on_the_real_model_gives_every_job_its_tokens(default_model_path: Path) -> None:
     run = criteria.engine_runs(open_checkpoint(default_model_path), threads=None)
     result = run(SchedulerConfig(), [Job(0.0, 8, 3), Job(0.05, 20, 2)], None)
     assert sorted(len(trace.token_times) for trace in result.traces) == [2, 3]
@@ -46,7 +46,7 @@ def test_a_criterion_run_gives_every_job_its_tokens_on_the_real_model(default_mo
     assert result.seconds > 0.05 and 0 < result.unused_cells < result.held_cells
 
 
-def test_the_criteria_are_printed_with_their_bars(
+def test_the_criteria_are_printed_with_their_targets(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(criteria, "engine_runs", lambda checkpoint, threads: run_on_the_cost_model)
@@ -61,10 +61,10 @@ def test_the_criteria_are_printed_with_their_bars(
 # ---------------------------------------------------------------------- perplexity
 
 
-def test_the_kernels_perplexity_is_that_of_the_dequantised_reference(
+def test_the_perplexity_of_the_kernels_equals_that_of_the_dequantised_reference(
     default_model_path: Path, default_tokenizer: Tokenizer
 ) -> None:
-    """As far as 256 tokens can tell: they know the share to half a percent. `weft bench perplexity` takes 2,048."""
+    """256 tokens give the ratio to half a percent. `weft bench perplexity` uses 2,048."""
     if instruction_set() is None:
         pytest.skip("there are no kernels here")
     checkpoint = open_checkpoint(default_model_path)
@@ -88,7 +88,7 @@ def test_a_difference_is_measured_token_by_token() -> None:
     assert reference.perplexity == pytest.approx(math.exp(3))
 
 
-def test_a_text_is_cut_into_whole_windows_and_one_that_is_too_short_is_refused(
+def test_a_text_is_split_into_whole_windows_and_a_short_one_is_refused(
     default_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     windows = perplexity.cut(default_tokenizer, READING, 64, 3)

@@ -1,4 +1,4 @@
-"""What several answers to one prompt share: nothing of the prompt or of a list is computed or checked for each."""
+"""Several answers to one prompt share its work: prompts and lists are checked and hashed once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = tuple(range(1000))
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often a value of a request was checked, and a block key computed."""
+    """Counts the checks of request values and the computed block hashes."""
     counted: Counter[str] = Counter()
 
     def count(module: Any, name: str, what: str) -> None:
@@ -47,14 +47,14 @@ def make_engine() -> ServingEngine:
     return ServingEngine(backend, ServingEngineConfig(cache=KvCachePoolConfig(1024, 16)))
 
 
-def test_lists_are_checked_and_block_keys_computed_once_for_all_answers(calls: Counter[str]) -> None:
+def test_lists_are_checked_and_block_hashes_computed_once_for_all_answers(calls: Counter[str]) -> None:
     engine = make_engine()
     request = InferenceRequest(PROMPT, SamplingParams(n=128, seed=1, max_tokens=1, **LISTS))
     once = calls["checks"]
     engine.submit_choices(request)
     assert calls["checks"] < 1.1 * once
     assert calls["digests"] <= len(PROMPT) // 16 + 1 + 128, (
-        "the keys of the prompt, its salt, and a seed for each"
+        "one digest per block of the prompt, one for the salt, one for each seed"
     )
     sequences = list(engine.scheduler.sequences.values())
     assert len({id(one.request.params.logit_bias) for one in sequences}) == 1
@@ -65,7 +65,7 @@ def test_lists_are_checked_and_block_keys_computed_once_for_all_answers(calls: C
 
 
 def test_lists_are_checked_once_for_all_prompts_of_a_body(calls: Counter[str]) -> None:
-    """As the engine's process gets them: a message for each prompt, or for each part of its answers."""
+    """Like the messages of the server: one for each prompt, or for each part of its answers."""
     params = SamplingParams(n=128, seed=1, max_tokens=1, **LISTS)
     once = calls["checks"]
     messages = [
@@ -78,14 +78,14 @@ def test_lists_are_checked_once_for_all_prompts_of_a_body(calls: Counter[str]) -
         engine = process._engine = make_engine()
         calls.clear()
         for message in messages:
-            process._obey(wire.to_engine.decode(message[4:]))
-        assert calls["checks"] < 3 * once, "sixty messages, each with some values of its own"
+            process._handle(wire.to_engine.decode(message[4:]))
+        assert calls["checks"] < 3 * once, "sixty messages share their params"
         assert len(engine.scheduler.sequences) == 60
         process._outbox.close(10.0)
         engine.stop()
 
 
-def test_answers_in_parts_have_the_seeds_that_they_have_together() -> None:
+def test_answers_submitted_in_parts_have_the_same_seeds_as_together() -> None:
     request = InferenceRequest(PROMPT[:20], SamplingParams(n=6, seed=3, max_tokens=4, prompt_logprobs=1))
     with make_engine() as engine:
         together = engine.submit_choices(request)
@@ -97,7 +97,7 @@ def test_answers_in_parts_have_the_seeds_that_they_have_together() -> None:
     assert len({one.tokens for one in others if one}) == 6
 
 
-def test_a_request_that_was_held_back_has_the_rest_of_its_time() -> None:
+def test_waiting_time_is_subtracted_from_deadline_and_target() -> None:
     request = InferenceRequest((1,), SamplingParams(seed=4), deadline=10.0, ttft_target=1.0)
     (message,) = wire.Frames().feed(wire.framed(wire.Submit.of((1,), request, waited=4.0)))
     decoded = wire.to_engine.decode(message)

@@ -1,4 +1,4 @@
-"""The commands with the default model: what people type, what they get, and Ctrl-C at bad moments."""
+"""The commands with the default model: prompts, JSON lines, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from weft.cli.batch_file import Batch, Output
-from weft.cli.lines import Wishes
+from weft.cli.batch_file import BatchRun, Output
+from weft.cli.lines import LineDefaults
 from weft.cli.main import main
 from weft.llm import LLM
 from weft.loading.default_model import DEFAULT_MODEL
@@ -35,8 +35,8 @@ def llm(default_model_path: Path) -> Iterator[LLM]:
 
 @pytest.fixture
 def weft(llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command in this process, with a model that is loaded once; returns exit code, output and errors."""
-    # The command ends its model when it is over; this one is the next test's too.
+    """Runs a command in this process, with a model that is loaded once. Returns exit code, stdout and stderr."""
+    # A command closes its model; this one must stay open for the next test.
     monkeypatch.setattr("weft.cli.generate.start", lambda *arguments: _borrowed(llm))
 
     def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
@@ -62,7 +62,7 @@ def json_lines(text: str) -> list[dict[str, Any]]:
 # --- prompts ----------------------------------------------------------------------------------------------------
 
 
-def test_one_prompt_is_continued_as_it_is_for_use_in_a_pipe(weft: Any) -> None:
+def test_one_prompt_prints_only_its_answer(weft: Any) -> None:
     assert weft("generate", PARIS, "-n", "2", *GREEDY) == (0, " Paris.\n", "")
 
 
@@ -92,7 +92,7 @@ def test_a_stop_string_ends_the_text(weft: Any) -> None:
     assert weft("generate", PARIS, "-n", "8", "--stop", ".", *GREEDY)[1] == " Paris\n"
 
 
-def test_an_answer_obeys_a_regular_expression_or_a_schema_in_a_file(weft: Any, tmp_path: Path) -> None:
+def test_an_answer_matches_a_regular_expression_or_a_schema_in_a_file(weft: Any, tmp_path: Path) -> None:
     code, out, _ = weft("generate", "Call me at", "--regex", r"\d{3}-\d{2}", *GREEDY)
     assert code == 0 and re.fullmatch(r"\d{3}-\d{2}\n", out)
     schema = tmp_path / "schema.json"
@@ -102,8 +102,8 @@ def test_an_answer_obeys_a_regular_expression_or_a_schema_in_a_file(weft: Any, t
     )
     code, out, _ = weft("generate", "Is it?", "--json-schema", str(schema), *GREEDY)
     assert code == 0 and json.loads(out)["ok"] in (True, False)
-    code, _, said = weft("generate", "x", "--regex", "a(", *GREEDY)
-    assert code == 2 and "unclosed group" in said
+    code, _, errors = weft("generate", "x", "--regex", "a(", *GREEDY)
+    assert code == 2 and "unclosed group" in errors
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_an_answer_obeys_a_regular_expression_or_a_schema_in_a_file(weft: Any, t
     [
         ((), "standard input is empty"),
         (("x", "--regex", "a", "--json-schema", "x"), "--json-schema and --regex exclude each other"),
-        (("x", "--input", "-"), "--input brings its own prompts"),
+        (("x", "--input", "-"), "--input cannot be combined with other prompts"),
         (("x", "--system", "be brief"), "--system needs --chat"),
         (("-f", "/nowhere/x"), "/nowhere/x: cannot be read: No such file"),
         (("-i", "/nowhere/x"), "/nowhere/x: cannot be read: No such file"),
@@ -122,7 +122,7 @@ def test_an_answer_obeys_a_regular_expression_or_a_schema_in_a_file(weft: Any, t
         (("x", "--overwrite", "--resume", "-o", "x"), "--overwrite and --resume exclude each other"),
     ],
 )
-def test_a_mistake_in_the_call_is_told_with_exit_code_2(
+def test_invalid_arguments_exit_with_code_2_and_a_message(
     weft: Any, arguments: tuple[str, ...], message: str
 ) -> None:
     code, out, err = weft("generate", *arguments)
@@ -132,7 +132,7 @@ def test_a_mistake_in_the_call_is_told_with_exit_code_2(
 # --- JSON lines -------------------------------------------------------------------------------------------------
 
 
-def test_lines_are_answered_whatever_is_wrong_with_others(weft: Any) -> None:
+def test_valid_lines_are_answered_even_if_others_are_invalid(weft: Any) -> None:
     lines = [
         json.dumps(PARIS),
         "{not json",
@@ -166,7 +166,7 @@ def test_lines_are_answered_whatever_is_wrong_with_others(weft: Any) -> None:
     assert answers[5]["finish_reason"] == "length"
 
 
-def test_requests_of_the_openai_batch_format_get_its_answers(weft: Any) -> None:
+def test_requests_in_the_openai_batch_format_get_answers_in_that_format(weft: Any) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 2, "model": "any"}
     requests = [
         {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
@@ -193,14 +193,14 @@ def test_requests_of_the_openai_batch_format_get_its_answers(weft: Any) -> None:
     assert logprobs["top_logprobs"][0][" Paris"] == logprobs["token_logprobs"][0]
 
 
-def test_a_run_that_was_cut_short_is_taken_up_again(weft: Any, tmp_path: Path) -> None:
+def test_an_interrupted_run_is_resumed(weft: Any, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"id": f"n{i}", "prompt": f"{i} and"}) + "\n" for i in range(4)))
     arguments = ("generate", "-i", str(source), "-o", str(out), "-n", "1", *GREEDY)
     assert weft(*arguments)[0] == 0
     whole = {answer["id"]: answer for answer in json_lines(out.read_text())}
     assert set(whole) == {"n0", "n1", "n2", "n3"}
-    assert weft(*arguments)[0] == 2, "an output that exists is nobody's to overwrite"
+    assert weft(*arguments)[0] == 2, "an existing output is not overwritten"
     out.write_bytes(b"".join(out.read_bytes().splitlines(keepends=True)[:2]) + b'{"index": 2, "te')
     code, _, err = weft(*arguments, "--resume")
     assert code == 0 and "2 done, 0 failed" in err and "2 were answered before" in err
@@ -210,7 +210,7 @@ def test_a_run_that_was_cut_short_is_taken_up_again(weft: Any, tmp_path: Path) -
     }
 
 
-def test_an_id_and_the_index_of_another_line_are_two_things(weft: Any, tmp_path: Path) -> None:
+def test_an_id_may_equal_the_index_of_another_line(weft: Any, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"id": 1, "prompt": "a"}\n{"prompt": "b"}\n')
     out.write_text('{"index": 0, "id": 1, "text": "x"}\n')
@@ -219,7 +219,7 @@ def test_an_id_and_the_index_of_another_line_are_two_things(weft: Any, tmp_path:
     assert [answer["index"] for answer in json_lines(out.read_text())] == [0, 1]
 
 
-def test_a_second_line_with_the_same_id_is_refused_also_when_the_first_was_answered_before(
+def test_a_second_line_with_the_same_id_is_refused_even_if_the_first_is_answered(
     weft: Any, tmp_path: Path
 ) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -229,7 +229,7 @@ def test_a_second_line_with_the_same_id_is_refused_also_when_the_first_was_answe
         assert code == 1 and "1 failed" in err
         good, bad = sorted(json_lines(out.read_text()), key=lambda answer: "error" in answer)
         assert "text" in good and bad["index"] == 2 and bad["error"]["code"] == "duplicate_id"
-        assert bad["error"]["message"] == "the id 'a' is already that of line 1; give line 3 its own"
+        assert bad["error"]["message"] == "line 1 has the id 'a' already; give line 3 another"
 
 
 def test_an_output_survives_a_model_that_does_not_load(
@@ -250,10 +250,10 @@ def test_the_input_is_not_the_output(weft: Any, tmp_path: Path) -> None:
     link.symlink_to(source)
     for flag in ("--overwrite", "--resume"):
         code, _, err = weft("generate", "-i", str(source), "-o", str(link), flag)
-        assert code == 2 and "is the input too" in err and source.read_text() == '"a"\n'
+        assert code == 2 and "is also the input" in err and source.read_text() == '"a"\n'
 
 
-def test_prompts_are_written_as_lines_where_an_output_is_named(weft: Any, tmp_path: Path) -> None:
+def test_with_an_output_the_answers_to_prompts_are_json_lines(weft: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert weft("generate", PARIS, "Two", "-o", str(out), "-n", "1", *GREEDY)[:2] == (0, "")
     assert {answer["index"] for answer in json_lines(out.read_text())} == {0, 1}
@@ -279,7 +279,7 @@ def test_a_file_is_read_only_as_fast_as_it_is_answered(llm: LLM) -> None:
             return len(content)
 
     source, sink = Counting(b'"a"\n' * 60), Watching()
-    Batch(llm, "default", Wishes({"max_tokens": 1}), Output(sink)).run(source)
+    BatchRun(llm, "default", LineDefaults({"max_tokens": 1}), Output(sink)).run(source)
     assert sink.num_written == 60
     assert 0 < sink.most_ahead <= 4 * llm.engine.config.scheduler.max_running + 1
 
@@ -300,21 +300,21 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.usefixtures("ctrl_c_is_handled")
-def test_ctrl_c_stops_the_answer_and_not_the_program_however_often_it_is_pressed(
+def test_ctrl_c_stops_the_answer_and_not_the_program_even_if_it_is_repeated(
     default_model_path: Path,
 ) -> None:
     with start("chat", *GREEDY) as process:
         assert process.stdin and process.stdout and process.stderr
         guard = threading.Timer(300, process.kill)
         guard.start()
-        said = process.stderr.readline()
-        assert "/help" in said
+        greeting = process.stderr.readline()
+        assert "/help" in greeting
         process.stdin.write("Count from one to one hundred, with every number as a word.\n")
         assert process.stdout.read(1)
         for _ in range(5):
             process.send_signal(signal.SIGINT)
         assert "[stopped]" in process.stderr.readline()
-        # Before the first token, and while nothing is under way.
+        # Before the first token, and while no answer is generated.
         process.stdin.write("And once more, please.\n")
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
@@ -326,7 +326,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program_however_often_it_is_pressed
 
 
 @pytest.mark.usefixtures("ctrl_c_is_handled")
-def test_ctrl_c_leaves_whole_lines_and_exit_code_130(default_model_path: Path, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_complete_lines_and_exit_code_130(default_model_path: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "Once", "max_tokens": 2, "temperature": 0}\n' * 2000)
     with start("generate", "-i", str(source), "-o", str(out)) as process:

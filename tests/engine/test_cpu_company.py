@@ -1,5 +1,5 @@
-"""The CPU backend in any company: requests come, are cancelled, preempted and swapped while a step is prepared beside the one
-that computes, and each still gets, token by token and logprob by logprob, what it gets alone."""
+"""The CPU backend with changing batches: requests arrive, are cancelled, preempted and swapped while steps overlap.
+Each still gets the same tokens and logprobs as alone."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def make_requests(count: int) -> list[InferenceRequest]:
 
 
 def content(result: GenerationResult) -> tuple[object, ...]:
-    def told(logprobs: Sequence[Any] | None) -> list[object]:
+    def values(logprobs: Sequence[Any] | None) -> list[object]:
         return [(one.logprob, one.top) for one in logprobs or () if one is not None]
 
-    return list(result.tokens), told(result.logprobs), told(result.prompt_logprobs)
+    return list(result.tokens), values(result.logprobs), values(result.prompt_logprobs)
 
 
 @pytest.mark.parametrize("tiers", TIERS)
-def test_every_request_gets_what_it_gets_alone_while_others_come_leave_and_are_put_aside(tiers: str) -> None:
+def test_every_request_gets_what_it_gets_alone_while_others_arrive_end_and_are_preempted(tiers: str) -> None:
     requests = make_requests(60)
     pool = TIERS[tiers]
     quiet = ServingEngineConfig(
@@ -128,9 +128,9 @@ def test_every_request_gets_what_it_gets_alone_while_others_come_leave_and_are_p
     assert num_preemptions > 0
 
 
-def test_a_step_is_told_while_the_next_one_computes() -> None:
-    """Else whoever plans would come in only when the cores have nothing to do."""
-    num_tokens, num_computed, num_submitted, num_told = 12, 0, 0, 0
+def test_a_step_is_reported_while_the_next_one_computes() -> None:
+    """Otherwise the scheduler would plan only while the cores are idle."""
+    num_tokens, num_computed, num_submitted, num_reported = 12, 0, 0, 0
     changed = threading.Condition()
     watched = backend(1)
     compute, submit = watched._forward.step, watched.submit
@@ -138,10 +138,10 @@ def test_a_step_is_told_while_the_next_one_computes() -> None:
     def watched_compute(*arguments: Any) -> Any:
         nonlocal num_computed
         num_computed += 1
-        with changed:  # there is a step behind this one, and the one before it is told
-            behind = min(num_computed + 1, num_tokens)
+        with changed:  # wait until the next step is submitted and the previous one is reported
+            num_expected = min(num_computed + 1, num_tokens)
             assert changed.wait_for(
-                lambda: num_submitted >= behind and num_told >= num_computed - 1, WAIT / 10
+                lambda: num_submitted >= num_expected and num_reported >= num_computed - 1, WAIT / 10
             )
         return compute(*arguments)
 
@@ -154,9 +154,9 @@ def test_a_step_is_told_while_the_next_one_computes() -> None:
         return step
 
     def on_token(output: TokenOutput) -> None:
-        nonlocal num_told
+        nonlocal num_reported
         with changed:
-            num_told += 1
+            num_reported += 1
             changed.notify()
 
     watched._forward.step, watched.submit = watched_compute, watched_submit  # type: ignore[method-assign]
@@ -168,4 +168,4 @@ def test_a_step_is_told_while_the_next_one_computes() -> None:
     ) as engine:
         result = engine.get_result(engine.submit_with_callback(request, on_token), wait=WAIT)
     assert result is not None and result.state is RequestState.COMPLETED, result
-    assert num_told == num_computed == num_tokens
+    assert num_reported == num_computed == num_tokens

@@ -1,4 +1,4 @@
-"""The engine's process and its asyncio client: what goes over the socket, and what happens when one side fails."""
+"""The engine's process and its asyncio client: messages, and failures of either side."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ import pytest
 
 from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
 from weft.engine.ipc import wire
-from weft.engine.ipc.client import EngineClient, EngineDiedError, EngineState, RemoteAnswer, SlowReaderError
+from weft.engine.ipc.client import EngineClient, EngineDiedError, EngineState
 from weft.engine.ipc.launch import launch_engine
 from weft.engine.ipc.liveness import Liveness
+from weft.engine.ipc.remote_answer import RemoteAnswer, SlowReaderError
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
 from weft.request import FinishReason, Grammar, InferenceRequest, RequestState, SamplingParams, TokenOutput
 
 CONFIG = ServingEngineConfig(cache=KvCachePoolConfig(num_blocks=1024))
 SLOW = {"seconds_per_step": 0.01}
-"""For an answer that must not be over before something is done to it."""
+"""For an answer that must not end before the test acts on it."""
 
 
 def request(max_tokens: int = 8, **params: object) -> InferenceRequest:
@@ -61,7 +62,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def until_free(client: EngineClient) -> None:
-    """A step that was under way when its request ended holds the blocks until it is over."""
+    """Waits until all blocks are free: a step in flight holds the blocks of a request that ended."""
     while (metrics := await client.metrics()).cache_utilisation:
         await asyncio.sleep(0.01)
     assert metrics.requests_running == 0
@@ -79,12 +80,12 @@ def test_tokens_logprobs_and_the_result_arrive_and_agree() -> None:
             assert output.token_id is not None and output.logprob is not None
             assert [logprob for _, logprob in output.top_logprobs] == [0.0, -1 / 8]
         assert result.finish_reason is FinishReason.LENGTH and outputs[-1].is_final
-        assert client.num_under_way == 0
+        assert client.num_unfinished == 0
 
     with_client(use)
 
 
-def test_a_process_that_was_launched_before_is_taken_over_and_one_that_follows_it_is_told_the_same() -> None:
+def test_a_launched_process_is_used_first_and_its_replacement_has_the_same_options() -> None:
     async def run() -> None:
         options = {"vocabulary_size": 321}
         launched = launch_engine("noop", options, CONFIG)
@@ -102,13 +103,13 @@ def test_a_process_that_was_launched_before_is_taken_over_and_one_that_follows_i
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_a_launched_process_whose_client_goes_away_ends() -> None:
+def test_a_launched_process_ends_when_its_connection_is_closed() -> None:
     launched = launch_engine("noop", {}, CONFIG)
     launched.connection.close()
     assert launched.process.wait(30) is not None
 
 
-def test_who_wants_to_be_woken_seldom_is_woken_for_the_first_token_every_so_many_and_the_end() -> None:
+def test_wake_every_wakes_the_reader_at_the_first_token_then_at_groups_of_tokens_and_at_the_end() -> None:
     async def use(client: EngineClient) -> None:
         arrived = asyncio.Event()
         [answer] = await client.submit(request(100, seed=1, ignore_eos=True), arrived, wake_every=30)
@@ -118,12 +119,12 @@ def test_who_wants_to_be_woken_seldom_is_woken_for_the_first_token_every_so_many
             arrived.clear()
             taken.append(answer.take())
         assert sum(map(len, taken)) == answer.num_tokens == 100
-        assert len(taken) <= 5  # the first, then 30 or more at a time, and what is left at the end
+        assert len(taken) <= 5  # the first token, then groups of at least 30, then the rest
 
     with_client(use)
 
 
-def test_how_long_a_start_takes_is_known_when_the_engine_has_to_start_again() -> None:
+def test_a_restart_estimates_its_duration_from_the_last_start() -> None:
     async def use(client: EngineClient) -> None:
         expected: list[float] = []
         client._log = lambda *event, **fields: expected.append(client.seconds_until_ready)
@@ -135,7 +136,7 @@ def test_how_long_a_start_takes_is_known_when_the_engine_has_to_start_again() ->
     with_client(use)
 
 
-def test_a_finish_cuts_the_result_at_the_token_that_completed_the_stop() -> None:
+def test_finish_cuts_the_result_after_the_token_that_completes_the_stop_string() -> None:
     async def use(client: EngineClient) -> None:
         [answer] = await client.submit(request(5000))
         await answer.read()
@@ -147,18 +148,18 @@ def test_a_finish_cuts_the_result_at_the_token_that_completed_the_stop() -> None
     with_client(use, **SLOW)
 
 
-def test_a_grammar_that_is_being_compiled_holds_nobody_up_and_can_be_cancelled_and_finished(
+def test_compiling_a_grammar_delays_no_other_request_and_can_be_cancelled_and_finished(
     default_model_path: Path,
 ) -> None:
     grammar = Grammar("regex", "[a-z ]{100,200}")
 
     async def use(client: EngineClient) -> None:
         assert client._process is not None
-        os.kill(client._process.pid, signal.SIGSTOP)  # it is to find all of it at once
+        os.kill(client._process.pid, signal.SIGSTOP)  # so that it receives all messages at once
         [cancelled, other] = await client.submit(request(100, grammar=grammar, n=2))
         cancelled.cancel("changed my mind")
         other.finish(0)
-        # The first grammar takes as long as reading the vocabulary does; what comes behind it is told first.
+        # The first grammar compiles slowly, because it reads the vocabulary. Later messages are handled before it ends.
         [refused] = await client.submit(InferenceRequest((1,) * 9000))
         asking = asyncio.create_task(client.metrics())
         await asyncio.sleep(0)
@@ -168,29 +169,29 @@ def test_a_grammar_that_is_being_compiled_holds_nobody_up_and_can_be_cancelled_a
         seen = await asking
         begun = seen.requests_pending + seen.requests_running
         assert (begun, seen.requests_completed, seen.requests_cancelled) == (0, 0, 0), (
-            "nothing was waited for"
+            "the metrics waited for the grammar"
         )
         await asyncio.gather(outputs_of(cancelled), outputs_of(other))
         assert cancelled.result is not None and cancelled.result.state is RequestState.CANCELLED
         assert other.result is not None and other.result.finish_reason is FinishReason.STOP
         assert other.result.completion_token_count == 0
         [wrong] = await client.submit(request(grammar=Grammar("regex", "a(")))
-        with pytest.raises(InvalidRequestError, match="unclosed group") as told:
+        with pytest.raises(InvalidRequestError, match="unclosed group") as refused_error:
             await wrong.read()
-        assert (told.value.field, told.value.code) == ("grammar", "invalid_grammar")
+        assert (refused_error.value.field, refused_error.value.code) == ("grammar", "invalid_grammar")
         [right] = await client.submit(request(grammar=Grammar("choice", '["yes"]')))
         await outputs_of(right)
         assert right.result is not None and right.result.finish_reason is FinishReason.END_OF_SEQUENCE
-        assert client.num_under_way == 0
+        assert client.num_unfinished == 0
 
     with_client(use, backend="cpu", checkpoint=str(default_model_path), max_context=512)
 
 
-def test_07_requests_that_are_cancelled_before_their_grammar_is_compiled_are_never_compiled(
+def test_07_a_request_cancelled_before_its_grammar_is_compiled_is_never_compiled(
     default_model_path: Path,
 ) -> None:
     def heavy(number: int) -> Grammar:
-        """Most of a second of work, until it is refused."""
+        """A grammar that takes most of a second until it is refused."""
         properties = {f"p{index}": {"type": "string"} for index in range(150)}
         schema = {"title": f"{number}", "type": "object", "properties": properties, "minProperties": 1}
         return Grammar("json_schema", json.dumps({**schema, "additionalProperties": False}))
@@ -199,7 +200,7 @@ def test_07_requests_that_are_cancelled_before_their_grammar_is_compiled_are_nev
         assert client._process is not None
         [warm] = await client.submit(request(4, grammar=Grammar("regex", "[a-z]+")))
         await outputs_of(warm)
-        os.kill(client._process.pid, signal.SIGSTOP)  # it is to find all of it at once
+        os.kill(client._process.pid, signal.SIGSTOP)  # so that it receives all messages at once
         left = [
             answer
             for index in range(12)
@@ -216,14 +217,14 @@ def test_07_requests_that_are_cancelled_before_their_grammar_is_compiled_are_nev
                 await outputs_of(answer)
             except WeftError as error:
                 num_dropped += "before its grammar was compiled" in str(error)
-        # Two threads may have begun with one each.
+        # The two compiler threads may have started one grammar each.
         assert num_dropped >= len(left) - 4
-        assert client.num_under_way == 0
+        assert client.num_unfinished == 0
 
     with_client(use, backend="cpu", checkpoint=str(default_model_path), max_context=512)
 
 
-def test_refusals_keep_their_kind_and_field_and_take_nothing_in() -> None:
+def test_a_refused_request_raises_the_same_error_and_is_not_queued() -> None:
     async def use(client: EngineClient) -> None:
         [first, second] = await client.submit(
             InferenceRequest((1,) * 9000, SamplingParams(max_tokens=5, n=2))
@@ -252,13 +253,13 @@ def test_a_cancel_ends_an_answer_and_frees_its_blocks() -> None:
     with_client(use, **SLOW)
 
 
-def test_a_reader_that_falls_behind_is_told_and_its_request_cancelled() -> None:
+def test_a_slow_reader_gets_an_error_and_its_request_is_cancelled() -> None:
     async def use(client: EngineClient) -> None:
         [slow] = await client.submit(request(4000))
         [quick] = await client.submit(request(300))
-        # One that keeps up loses nothing, however small the buffer is.
+        # A fast reader loses no token, even with a small buffer.
         assert len(await outputs_of(quick)) == 300
-        await until(lambda: client.num_under_way == 0)
+        await until(lambda: client.num_unfinished == 0)
         with pytest.raises(SlowReaderError):
             await slow.read()
         await until_free(client)
@@ -266,21 +267,21 @@ def test_a_reader_that_falls_behind_is_told_and_its_request_cancelled() -> None:
     with_client(use, ServingEngineConfig(cache=CONFIG.cache, stream_buffer=512))
 
 
-def test_a_reader_is_not_behind_only_because_much_came_at_once() -> None:
+def test_a_reader_is_not_slow_only_because_many_tokens_arrive_at_once() -> None:
     async def use(client: EngineClient) -> None:
         [answer] = await client.submit(request(3000))
         num_read = len(await answer.read())
-        time.sleep(0.5)  # the whole process stands still, and hundreds of tokens wait in the socket
+        time.sleep(0.5)  # blocks the event loop while hundreds of tokens arrive at the socket
         assert num_read + len(await outputs_of(answer)) == 3000
 
     with_client(use, ServingEngineConfig(cache=CONFIG.cache, stream_buffer=64))
 
 
-def test_a_killed_process_fails_its_answers_and_another_is_started() -> None:
+def test_a_killed_process_fails_its_answers_and_is_restarted() -> None:
     events: list[str] = []
 
     async def use(client: EngineClient) -> None:
-        client._log = lambda name, *said, **fields: events.append(name)
+        client._log = lambda name, *message, **fields: events.append(name)
         [answer] = await client.submit(request(8000))
         await answer.read()
         assert client._process is not None
@@ -297,7 +298,7 @@ def test_a_killed_process_fails_its_answers_and_another_is_started() -> None:
     with_client(use, **SLOW)
 
 
-def test_answers_end_also_where_watching_the_process_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_end_even_if_watching_the_process_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(client: EngineClient) -> None:
         (answer,) = await client.submit(request(max_tokens=2000))
         await answer.read()
@@ -305,7 +306,7 @@ def test_answers_end_also_where_watching_the_process_fails(monkeypatch: pytest.M
         with pytest.raises(EngineDiedError):
             while True:
                 await answer.read()
-        assert client.num_under_way == 0
+        assert client.num_unfinished == 0
         monkeypatch.undo()
         await until(lambda: client.state is EngineState.READY)
         assert len(await outputs_of((await client.submit(request(max_tokens=3)))[0])) == 3
@@ -316,7 +317,7 @@ def test_answers_end_also_where_watching_the_process_fails(monkeypatch: pytest.M
     with_client(test, seconds_per_step=0.01)
 
 
-def test_stopping_tells_whoever_waits() -> None:
+def test_stopping_raises_an_error_for_waiting_readers() -> None:
     async def use(client: EngineClient) -> None:
         [answer] = await client.submit(request(8000))
         await answer.read()
@@ -327,7 +328,7 @@ def test_stopping_tells_whoever_waits() -> None:
     with_client(use, **SLOW)
 
 
-def test_an_engine_that_cannot_be_built_says_why_with_its_exit_code() -> None:
+def test_an_engine_that_cannot_be_built_raises_its_error_with_the_exit_code() -> None:
     async def run(backend: str, options: dict[str, object]) -> None:
         await EngineClient(backend, options, CONFIG).start()
 
@@ -377,7 +378,7 @@ def test_36_nothing_internal_listens_on_tcp() -> None:
     with_client(use)
 
 
-def test_frames_come_out_whole_however_they_were_cut() -> None:
+def test_frames_are_complete_for_every_split_of_the_bytes() -> None:
     messages = [wire.Cancel(number, "x" * number) for number in range(50)]
     stream = b"".join(map(wire.framed, messages))
     for size in (1, 3, 7, 1000):
@@ -389,14 +390,14 @@ def test_frames_come_out_whole_however_they_were_cut() -> None:
         list(wire.Frames().feed(b"\xff\xff\xff\xff"))
 
 
-def test_a_request_that_cannot_be_written_down_is_raised_and_leaves_nothing_behind() -> None:
+def test_a_request_that_cannot_be_encoded_raises_and_is_not_kept() -> None:
     async def run() -> int:
         client = EngineClient("noop", {"vocabulary_size": 100, "max_context": 64}, CONFIG)
         await client.start()
         try:
             with pytest.raises(OverflowError):
                 await client.submit(InferenceRequest((1, 10**30)))
-            return client.num_under_way
+            return client.num_unfinished
         finally:
             await client.stop()
 

@@ -1,7 +1,8 @@
-"""Grammars on the default model through the real engine: every answer obeys its own, and none depends on company.
+"""Grammars on the default model through the real engine: every answer matches its grammar and does not depend on the
+batch.
 
-In float64, as in `test_real_model`, so that tokens can be compared exactly; and but for the last test with its first layers
-alone, since what is compared is the engine's way with grammars and not the model's wit.
+The model computes in float64, so that tokens can be compared exactly. All tests but the last use only its first layers:
+the quality of the answers does not matter.
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ CHECKS: list[Callable[[str], object]] = [
 ]
 
 
-class SittingOut(CpuBackend):
-    """As if the masks had to wait for the host: rows with a grammar sit out a step. Remembers who was in which."""
+class SkippingBackend(CpuBackend):
+    """Rows with a grammar skip every second step, as if their masks had to wait for the host. Records the requests of
+    each step."""
 
     steps: tuple[set[RequestId], ...] = ()
 
@@ -126,14 +128,14 @@ def compiler(decoder: Decoder, default_tokenizer: Tokenizer) -> GrammarCompiler:
 
 @pytest.fixture(scope="module")
 def requests(default_tokenizer: Tokenizer) -> list[InferenceRequest]:
-    """32: every second one with a grammar."""
+    """32 requests, every second one with a grammar."""
     made = []
     for index in range(16):
         prompt = tuple(default_tokenizer.encode(TEXTS[index % 4]))
         shape = SHAPES[index // 4]
         params = SamplingParams(max_tokens=MAX_TOKENS, seed=index, logprobs=1, **shape)  # type: ignore[arg-type]
-        bound = dataclasses.replace(params, grammar=GRAMMARS[(index + index // 4) % 4])
-        made += [InferenceRequest(prompt, bound), InferenceRequest(prompt, params)]
+        with_grammar = dataclasses.replace(params, grammar=GRAMMARS[(index + index // 4) % 4])
+        made += [InferenceRequest(prompt, with_grammar), InferenceRequest(prompt, params)]
     return made
 
 
@@ -172,7 +174,7 @@ def run(engine: ServingEngine, requests: Sequence[InferenceRequest]) -> list[Gen
 def alone(
     decoder: Decoder, compiler: GrammarCompiler, requests: list[InferenceRequest]
 ) -> list[tuple[int, ...]]:
-    """What each request gets with the engine to itself."""
+    """The tokens of each request when it runs alone."""
     cache = KvCachePoolConfig(num_blocks=16, block_size=8)
     engine = ServingEngine(CpuBackend(decoder, ENDS, compiler), ServingEngineConfig(cache=cache))
     ids = []
@@ -188,7 +190,7 @@ def tokens(results: Sequence[GenerationResult]) -> list[tuple[int, ...]]:
     return [result.tokens for result in results]
 
 
-def test_32_mixed_requests_get_what_they_get_alone_and_obey_their_grammars(
+def test_32_mixed_requests_get_the_same_tokens_as_alone_and_match_their_grammars(
     make_engine: Callable[..., ServingEngine],
     requests: list[InferenceRequest],
     alone: list[tuple[int, ...]],
@@ -203,30 +205,32 @@ def test_32_mixed_requests_get_what_they_get_alone_and_obey_their_grammars(
             complete += 1
             text = default_tokenizer.decode(result.tokens)
             assert CHECKS[GRAMMARS.index(grammar)](text), text
-    assert complete >= 8, "most of the short ones end in time"
+    assert complete >= 8, "most short answers are complete"
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
-def test_rows_that_sit_out_a_step_get_the_same(
+def test_rows_that_skip_steps_get_the_same_tokens(
     make_engine: Callable[..., ServingEngine],
     requests: list[InferenceRequest],
     alone: list[tuple[int, ...]],
     overlap: bool,
 ) -> None:
-    engine = make_engine(SittingOut, overlap=overlap)
+    engine = make_engine(SkippingBackend, overlap=overlap)
     assert tokens(run(engine, requests[:12])) == alone[:12]
     backend = engine._backend
-    assert isinstance(backend, SittingOut)
-    # While there are neighbours that keep a step in flight; alone, such a row is in every step that there is.
+    assert isinstance(backend, SkippingBackend)
+    # Only while other rows keep a step in flight: alone, a row with a grammar is in every step.
     steps = pairwise(backend.steps[: MAX_TOKENS - 1])
-    in_two = {request_id for before, after in steps for request_id in before & after}
-    bound = {index for index in range(12) if requests[index].params.grammar is not None}
-    assert in_two & bound == (set() if overlap else bound)
-    assert in_two - bound == set(range(12)) - bound, "those without a grammar are in every step"
+    in_adjacent_steps = {request_id for before, after in steps for request_id in before & after}
+    with_grammar = {index for index in range(12) if requests[index].params.grammar is not None}
+    assert in_adjacent_steps & with_grammar == (set() if overlap else with_grammar)
+    assert in_adjacent_steps - with_grammar == set(range(12)) - with_grammar, (
+        "rows without a grammar are in every step"
+    )
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_a_grammar_goes_on_where_it_was_after_preemption(
+def test_a_grammar_continues_after_preemption(
     make_engine: Callable[..., ServingEngine],
     requests: list[InferenceRequest],
     alone: list[tuple[int, ...]],
@@ -238,7 +242,7 @@ def test_a_grammar_goes_on_where_it_was_after_preemption(
     assert stats.preemptions_by_swap if mode is PreemptionMode.SWAP else stats.preemptions_by_recompute
 
 
-def test_a_grammar_goes_on_where_it_was_after_a_step_that_failed(
+def test_a_grammar_continues_after_a_failed_step(
     make_engine: Callable[..., ServingEngine],
     requests: list[InferenceRequest],
     alone: list[tuple[int, ...]],
@@ -259,7 +263,7 @@ def test_a_grammar_goes_on_where_it_was_after_a_step_that_failed(
     assert engine.scheduler.stats.steps_failed == 1
 
 
-def test_29_a_grammar_that_fails_on_the_way_ends_its_request_alone(
+def test_29_a_grammar_that_fails_during_the_answer_fails_only_its_request(
     make_engine: Callable[..., ServingEngine],
     requests: list[InferenceRequest],
     alone: list[tuple[int, ...]],
@@ -276,7 +280,7 @@ def test_29_a_grammar_that_fails_on_the_way_ends_its_request_alone(
     assert len(result.tokens) < 16
 
 
-def test_a_bad_grammar_is_refused_before_anything_is_taken_in(
+def test_an_invalid_grammar_is_refused_at_submit(
     make_engine: Callable[..., ServingEngine], requests: list[InferenceRequest]
 ) -> None:
     engine = make_engine()
@@ -289,7 +293,7 @@ def test_a_bad_grammar_is_refused_before_anything_is_taken_in(
     engine.stop()
 
 
-def test_a_script_gets_several_answers_that_are_whole_and_obey_a_schema(default_model_path: str) -> None:
+def test_several_answers_of_an_llm_are_complete_and_match_a_schema(default_model_path: str) -> None:
     params = SamplingParams(max_tokens=100, temperature=1.2, seed=7, n=2, grammar=GRAMMARS[0])
     with LLM(str(default_model_path), max_context=512) as llm:
         [result] = llm.generate("A red thing as JSON: ", params)

@@ -1,4 +1,4 @@
-"""LLM and the commands over it: text in, text out, with the default model."""
+"""LLM with the default model: text in, text out."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
         llm.generate([CAPITAL, CAPITAL], [short])
 
 
-def test_tools_are_told_to_a_model_whose_template_knows_none(llm: LLM) -> None:
+def test_tools_are_added_to_the_prompt_of_a_model_whose_template_has_none(llm: LLM) -> None:
     talk = [{"role": "user", "content": "hi"}]
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    without, told = llm.chat(talk, GREEDY), llm.chat(talk, GREEDY, tools=[tool])
-    assert told.text and told.prompt_token_count > without.prompt_token_count + 50
+    without, with_tools = llm.chat(talk, GREEDY), llm.chat(talk, GREEDY, tools=[tool])
+    assert with_tools.text and with_tools.prompt_token_count > without.prompt_token_count + 50
 
 
-def test_a_stop_string_ends_the_text_before_it_across_tokens(llm: LLM) -> None:
+def test_a_stop_string_that_spans_tokens_is_cut_from_the_text(llm: LLM) -> None:
     params = SamplingParams(max_tokens=30, temperature=0.0, stop=("5, 6", "never"))
     result = llm.generate("1, 2, 3, 4,", params)[0]
     assert result.text == " "
@@ -55,7 +55,7 @@ def test_a_stop_string_ends_the_text_before_it_across_tokens(llm: LLM) -> None:
     assert "".join(llm.stream("1, 2, 3, 4,", params)) == " "
 
 
-def test_a_request_that_a_stop_string_ends_is_complete_to_the_engine_too(llm: LLM) -> None:
+def test_a_request_ended_by_a_stop_string_counts_as_completed_in_the_engine(llm: LLM) -> None:
     before = llm.engine.metrics()
     params = SamplingParams(max_tokens=30, temperature=0.0, stop=("5, 6",), logprobs=0)
     result = llm.generate("1, 2, 3, 4,", params)[0]
@@ -68,14 +68,14 @@ def test_a_request_that_a_stop_string_ends_is_complete_to_the_engine_too(llm: LL
     assert result.logprobs is not None and len(result.logprobs) == len(result.tokens)
 
 
-def test_a_stop_string_that_the_last_token_completes_is_a_stop(llm: LLM) -> None:
+def test_a_stop_string_completed_by_the_last_token_gives_the_finish_reason_stop(llm: LLM) -> None:
     free = llm.generate("1, 2, 3, 4,", SamplingParams(max_tokens=5, temperature=0.0))[0]
     assert free.text.endswith("5, 6") and free.finish_reason is FinishReason.LENGTH
     cut = llm.generate("1, 2, 3, 4,", SamplingParams(max_tokens=5, temperature=0.0, stop=("5, 6",)))[0]
     assert (cut.text, cut.finish_reason) == (" ", FinishReason.STOP)
 
 
-def test_stop_strings_are_not_looked_for_before_min_tokens(llm: LLM) -> None:
+def test_stop_strings_are_ignored_before_min_tokens(llm: LLM) -> None:
     options = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
     free = llm.generate("1, 2, 3, 4,", SamplingParams(**options))[0]  # type: ignore[arg-type]
     result = llm.generate("1, 2, 3, 4,", SamplingParams(**options, stop=(",",), min_tokens=8))[0]  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def test_stop_strings_are_not_looked_for_before_min_tokens(llm: LLM) -> None:
     assert result.text + "," == llm.tokenizer.decode(result.tokens)
 
 
-def test_a_stream_that_is_not_complete_says_so() -> None:
+def test_an_incomplete_stream_raises() -> None:
     with LLM(num_blocks=128, max_running=4, request_timeout=0.2) as hurried:
         results: list[GenerationResult] = []
         params = SamplingParams(max_tokens=2000, temperature=0.0, ignore_eos=True)
@@ -102,13 +102,13 @@ def test_a_stream_that_is_not_complete_says_so() -> None:
         list(stream)
 
 
-def test_a_stream_gives_its_result_at_the_end(llm: LLM) -> None:
+def test_a_stream_passes_its_result_to_on_result(llm: LLM) -> None:
     results: list[GenerationResult] = []
     text = "".join(llm.stream(CAPITAL, GREEDY, on_result=results.append))
     assert [(result.text, result.finish_reason) for result in results] == [(text, FinishReason.LENGTH)]
 
 
-def test_a_stream_adds_up_to_the_result(llm: LLM) -> None:
+def test_the_pieces_of_a_stream_make_the_text_of_the_result(llm: LLM) -> None:
     assert "".join(llm.stream(CAPITAL, GREEDY)) == llm.generate(CAPITAL, GREEDY)[0].text
 
 
@@ -120,7 +120,7 @@ def test_leaving_a_stream_cancels_the_request(llm: LLM) -> None:
     assert llm.engine.metrics().requests_running == 0
 
 
-def test_chat_answers_in_the_models_own_format(llm: LLM) -> None:
+def test_chat_uses_the_chat_template_of_the_model(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Name the capital of France."}]
     result = llm.chat(messages, SamplingParams(max_tokens=40, temperature=0.0))
     assert "Paris" in result.text
@@ -134,17 +134,17 @@ def test_a_prompt_that_cannot_run_is_refused_with_both_numbers(llm: LLM) -> None
     assert llm.generate(CAPITAL, GREEDY)[0].state is RequestState.COMPLETED
 
 
-def test_unknown_options_are_refused_by_name() -> None:
+def test_unknown_options_are_refused_with_their_name() -> None:
     with pytest.raises(InvalidRequestError, match=r"no option 'blocks'; allowed: .*num_blocks"):
         LLM(blocks=3)
 
 
-def test_a_file_that_is_no_model_is_refused(tmp_path: object) -> None:
+def test_a_file_that_is_not_a_model_is_refused(tmp_path: object) -> None:
     with pytest.raises(ModelFileError, match="magic"):
         LLM(__file__)
 
 
-def test_a_bad_model_file_ends_with_exit_code_2_and_one_line(
+def test_an_invalid_model_file_gives_exit_code_2_and_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["weft", "generate", "x", "--model", __file__])

@@ -1,4 +1,4 @@
-"""LLM beyond one text: several answers, logprobs, jobs under back-pressure, defaults, sessions, memory."""
+"""More of LLM: several answers, logprobs, jobs with back-pressure, defaults, sessions, memory."""
 
 from __future__ import annotations
 
@@ -39,20 +39,22 @@ def test_several_answers_are_the_choices_of_one_result(llm: LLM) -> None:
     assert first.tokens == llm.generate(CAPITAL, single)[0].tokens, "the first answer keeps the seed"
 
 
-def test_logprobs_tell_the_likeliest_tokens_and_their_order(llm: LLM) -> None:
+def test_top_logprobs_are_sorted_and_begin_with_the_greedy_token(llm: LLM) -> None:
     params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=5, prompt_logprobs=2)
     result = llm.generate(CAPITAL, params)[0]
     assert result.logprobs is not None and len(result.logprobs) == 3
-    for token, told in zip(result.tokens, result.logprobs, strict=True):
-        assert told.top[0] == (token, told.logprob), "greedy takes the likeliest"
-        assert [value for _, value in told.top] == sorted((value for _, value in told.top), reverse=True)
-        assert sum(np.exp(value) for _, value in told.top) <= 1.0
+    for token, logprobs in zip(result.tokens, result.logprobs, strict=True):
+        assert logprobs.top[0] == (token, logprobs.logprob), "a greedy token has the highest logprob"
+        assert [value for _, value in logprobs.top] == sorted(
+            (value for _, value in logprobs.top), reverse=True
+        )
+        assert sum(np.exp(value) for _, value in logprobs.top) <= 1.0
     assert result.prompt_logprobs is not None and len(result.prompt_logprobs) == result.prompt_token_count
     assert result.prompt_logprobs[0] is None
     assert all(one is not None and len(one.top) == 2 for one in result.prompt_logprobs[1:])
 
 
-def test_token_ids_are_a_prompt_too(llm: LLM) -> None:
+def test_a_prompt_may_be_token_ids(llm: LLM) -> None:
     ids = llm.tokenizer.encode(CAPITAL)
     results = [llm.generate(ids, GREEDY), llm.generate([ids], GREEDY), llm.generate(CAPITAL, GREEDY)]
     assert len({result[0].tokens for result in results}) == 1 and all(len(r) == 1 for r in results)
@@ -67,7 +69,7 @@ def test_several_conversations_are_answered_as_one_batch(llm: LLM) -> None:
 # --- jobs -------------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_job_is_answered_with_its_error_and_the_others_with_their_results(llm: LLM) -> None:
+def test_an_invalid_job_gives_its_error_and_the_others_their_results(llm: LLM) -> None:
     jobs = [
         PromptJob(CAPITAL, params=GREEDY, key="good"),
         PromptJob("word " * 6000, params=GREEDY, key="long"),
@@ -87,7 +89,7 @@ def test_a_bad_job_is_answered_with_its_error_and_the_others_with_their_results(
         assert isinstance(result, GenerationResult) and result.state is RequestState.COMPLETED
 
 
-def test_something_that_is_no_job_is_answered_with_an_error(llm: LLM) -> None:
+def test_a_value_that_is_not_a_job_gives_an_error(llm: LLM) -> None:
     outcomes = [result for _, result in llm.run([None, PromptJob(CAPITAL, params=GREEDY)])]  # type: ignore[list-item]
     assert sorted(type(outcome).__name__ for outcome in outcomes) == [
         "GenerationResult",
@@ -95,17 +97,15 @@ def test_something_that_is_no_job_is_answered_with_an_error(llm: LLM) -> None:
     ]
 
 
-def test_the_token_that_ends_an_answer_is_no_part_of_its_text(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the vocabulary calls it plain text, as some files do."""
+def test_the_end_of_sequence_token_is_not_part_of_the_text(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the vocabulary marks it as normal text, as some files do."""
     monkeypatch.setattr(llm.tokenizer, "control_ids", frozenset())
     end = min(llm.engine.scheduler.info.eos_token_ids)
     result = llm.generate(CAPITAL, SamplingParams(max_tokens=5, temperature=0.0, logit_bias={end: 100.0}))[0]
     assert (result.tokens, result.text) == ((end,), "")
 
 
-def test_a_model_nobody_refers_to_any_more_is_stopped() -> None:
+def test_an_llm_without_references_is_stopped() -> None:
     forgotten = LLM(num_blocks=64, max_running=2)
     forgotten.generate(CAPITAL, GREEDY)
     engine, name = forgotten.engine, "weft-engine"
@@ -117,7 +117,7 @@ def test_a_model_nobody_refers_to_any_more_is_stopped() -> None:
     assert len([thread for thread in threading.enumerate() if thread.name == name]) < len(running)
 
 
-def test_jobs_are_taken_only_as_fast_as_they_are_done(llm: LLM) -> None:
+def test_jobs_are_read_only_as_fast_as_they_end(llm: LLM) -> None:
     taken = []
 
     def endless() -> Iterator[PromptJob]:
@@ -129,17 +129,17 @@ def test_jobs_are_taken_only_as_fast_as_they_are_done(llm: LLM) -> None:
     done = [next(outcomes)[0].key for _ in range(20)]
     outcomes.close()  # type: ignore[attr-defined]
     assert len(set(done)) == 20
-    assert len(taken) <= 20 + 4 * 4 + 1, "the source is not read ahead of the work"
+    assert len(taken) <= 20 + 4 * 4 + 1, "too many jobs were read ahead"
     llm.generate(CAPITAL, GREEDY)
-    assert llm.engine.metrics().requests_running == 0, "leaving the loop cancels the rest"
+    assert llm.engine.metrics().requests_running == 0, "leaving the loop did not cancel the rest"
 
 
-def test_answers_come_out_while_the_next_job_is_awaited(llm: LLM) -> None:
+def test_results_are_yielded_while_the_source_makes_the_next_job(llm: LLM) -> None:
     answered = threading.Event()
 
     def slowly() -> Iterator[PromptJob]:
         yield PromptJob(CAPITAL, params=GREEDY, key=0)
-        assert answered.wait(60), "the first answer is not given out before the second job is here"
+        assert answered.wait(60), "the first result waited for the second job"
         yield PromptJob(CAPITAL, params=GREEDY, key=1)
 
     keys = []
@@ -149,7 +149,7 @@ def test_answers_come_out_while_the_next_job_is_awaited(llm: LLM) -> None:
     assert keys == [0, 1]
 
 
-def test_what_the_source_of_jobs_raises_is_raised_and_ends_the_rest(llm: LLM) -> None:
+def test_an_error_of_the_job_source_is_raised_and_cancels_the_rest(llm: LLM) -> None:
     def broken() -> Iterator[PromptJob]:
         yield PromptJob(CAPITAL, params=SamplingParams(max_tokens=200, ignore_eos=True))
         raise ZeroDivisionError("planted")
@@ -160,7 +160,7 @@ def test_what_the_source_of_jobs_raises_is_raised_and_ends_the_rest(llm: LLM) ->
     assert llm.engine.metrics().requests_running == 0
 
 
-def test_a_stream_that_is_left_gives_the_result_of_what_there_was(llm: LLM) -> None:
+def test_leaving_a_stream_early_passes_the_partial_result_to_on_result(llm: LLM) -> None:
     results: list[GenerationResult] = []
     stream = llm.stream(CAPITAL, SamplingParams(max_tokens=4000, ignore_eos=True), on_result=results.append)
     next(stream)
@@ -179,10 +179,10 @@ def test_generate_refuses_a_prompt_that_can_never_run_before_any_runs(llm: LLM) 
 # --- defaults, sessions, memory ---------------------------------------------------------------------------------
 
 
-def test_defaults_are_the_models_own_and_chat_may_fill_the_context(llm: LLM) -> None:
+def test_defaults_come_from_the_model_and_a_chat_may_fill_the_context(llm: LLM) -> None:
     assert llm.default_params() == SamplingParams(max_tokens=16)
     assert llm.default_params(chat=True).max_tokens is None
-    llm.suggestions = {"temperature": 0.6, "top_p": 0.9}  # as generation_config.json would say
+    llm.suggestions = {"temperature": 0.6, "top_p": 0.9}  # as from a generation_config.json
     try:
         assert llm.default_params(top_p=None, seed=3) == SamplingParams(
             max_tokens=16, temperature=0.6, top_p=0.9, seed=3
@@ -191,7 +191,7 @@ def test_defaults_are_the_models_own_and_chat_may_fill_the_context(llm: LLM) -> 
         llm.suggestions = {}
 
 
-def test_a_second_turn_finds_the_first_in_the_cache(llm: LLM) -> None:
+def test_the_second_message_of_a_conversation_has_a_prefix_hit(llm: LLM) -> None:
     params = SamplingParams(max_tokens=12, temperature=0.0)
     opening = [
         {"role": "user", "content": "Name the four seasons, and say which of them you like best, and why."}
@@ -205,7 +205,7 @@ def test_a_second_turn_finds_the_first_in_the_cache(llm: LLM) -> None:
     assert llm.chat(again, params, session_id="talk").cached_token_count >= 32
 
 
-def test_a_shorter_context_is_one_that_requests_are_held_to() -> None:
+def test_max_context_limits_requests() -> None:
     with LLM(max_context=64, num_blocks=64, max_running=2) as short:
         assert short.memory.max_context == 64
         result = short.generate(CAPITAL, short.default_params(chat=True, temperature=0.0, ignore_eos=True))[0]
@@ -215,7 +215,7 @@ def test_a_shorter_context_is_one_that_requests_are_held_to() -> None:
 
 
 def test_memory_of_the_cache_follows_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request at a time never takes more than twice what one needs, however many different ones there were."""
+    """Requests that run one after the other never need more than twice the memory of one."""
     monkeypatch.setattr("weft.backends.cpu.runner._EAGER_CACHE_BYTES", 0)
     with LLM(max_context=256, max_running=4) as small:
         pool = small.engine.scheduler.kv_cache.pool
@@ -224,10 +224,10 @@ def test_memory_of_the_cache_follows_the_load(monkeypatch: pytest.MonkeyPatch) -
         assert pool.num_blocks > 1000 and pool.first_untouched <= 2 * 4
 
 
-@pytest.mark.parametrize("wanted", [1, 0, -5, 8193, "64", 64.0, True])
-def test_a_context_that_the_model_cannot_have_is_refused(wanted: Any) -> None:
+@pytest.mark.parametrize("context", [1, 0, -5, 8193, "64", 64.0, True])
+def test_an_invalid_max_context_is_refused(context: Any) -> None:
     with pytest.raises(InvalidRequestError, match="allowed: a whole number from 2 to 8192, the model's own"):
-        LLM(max_context=wanted)
+        LLM(max_context=context)
 
 
 @pytest.mark.parametrize(
@@ -238,12 +238,12 @@ def test_a_context_that_the_model_cannot_have_is_refused(wanted: Any) -> None:
         (([None],), "either a prompt or messages"),
     ],
 )
-def test_a_call_that_makes_no_sense_is_told_so(llm: LLM, arguments: tuple[Any, ...], message: str) -> None:
+def test_an_invalid_call_raises_with_the_reason(llm: LLM, arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         llm.generate(*arguments)
 
 
-def test_arrays_and_iterators_of_prompts_are_fine(llm: LLM) -> None:
+def test_prompts_may_be_arrays_and_iterators(llm: LLM) -> None:
     ids = llm.tokenizer.encode(CAPITAL)
     expected = llm.generate(CAPITAL, GREEDY)[0].tokens
     assert llm.generate(np.array(ids), GREEDY)[0].tokens == expected
@@ -265,11 +265,11 @@ print(info.weight_bytes, *(int(status[name].split()[0]) * 1024 for name in ("VmH
 """
 
 
-def test_loading_never_takes_much_more_memory_than_it_ends_with(default_model_path: Path) -> None:
+def test_loading_never_needs_much_more_memory_than_the_loaded_model(default_model_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", MEASURE, str(default_model_path)], capture_output=True, text=True, check=True
     )
     weights, peak, final = map(int, run.stdout.split())
     assert weights > 80 << 20
-    assert final < weights + (150 << 20), "weights are held once, and a cache nobody uses takes nothing"
+    assert final < weights + (150 << 20), "weights are in memory once, and an unused cache takes none"
     assert peak <= 1.3 * final

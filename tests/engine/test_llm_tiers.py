@@ -1,4 +1,4 @@
-"""`LLM` with a two-tier KV cache: it is asked for by its word, says what it holds, and company changes no text."""
+"""`LLM` with a two-tier KV cache: options, sizes, and answers that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prompts() -> list[list[int]]:
     return [source.choices(range(512), k=length) for length in (40, 170, 300, 90)]
 
 
-def test_words_stand_for_choices_and_the_memory_is_split_between_the_tiers(llm: LLM) -> None:
+def test_options_may_be_strings_and_the_memory_is_split_between_the_tiers(llm: LLM) -> None:
     config = llm.engine.config
     assert config.cache.kv_cache is KvCacheKind.TWO_TIER and config.scheduler.policy is PriorityPolicy.FCFS
     memory, tiers = llm.memory, llm.memory.tiers
@@ -46,15 +46,15 @@ def test_words_stand_for_choices_and_the_memory_is_split_between_the_tiers(llm: 
     assert tiers.ratio == pytest.approx(memory.kv_tokens * 208 / memory.kv_cache) and tiers.ratio > 1.4
 
 
-def test_a_text_is_the_same_alone_and_in_company_and_its_old_blocks_have_moved(llm: LLM) -> None:
+def test_an_answer_is_the_same_alone_and_in_a_batch_and_its_old_blocks_move_to_the_store(llm: LLM) -> None:
     alone = [llm.generate(prompt, GREEDY)[0].tokens for prompt in prompts()]
     together = [result.tokens for result in llm.generate(prompts(), GREEDY, show_progress=False)]
     assert together == alone
-    figures = llm.engine.metrics().two_tier
-    assert figures is not None and figures.migrations > 0
-    assert (figures.tail_tokens, figures.store_tokens) == (0, 0), "nothing is held by nobody"
+    metrics = llm.engine.metrics().two_tier
+    assert metrics is not None and metrics.migrations > 0
+    assert (metrics.tail_tokens, metrics.store_tokens) == (0, 0), "ended requests hold no tokens"
 
 
-def test_a_full_cache_says_nothing_of_tiers() -> None:
+def test_a_full_cache_has_no_tiers() -> None:
     with LLM(open_shape("tiny"), device="cpu", memory=MEMORY) as llm:
         assert llm.memory.tiers is None and llm.engine.metrics().two_tier is None

@@ -1,4 +1,4 @@
-"""A limit of memory around the process: the model is sized to it and answers, or one sentence says what does not fit."""
+"""A process with a memory limit: the KV cache adapts to it, or one message says what does not fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(json.dumps({
 
 
 class Cgroup:
-    """A cgroup of our own inside that of the tests."""
+    """A new cgroup inside that of the tests."""
 
     def __init__(self, folder: Path, limit_name: str) -> None:
         self.folder = folder
@@ -45,7 +45,7 @@ class Cgroup:
 
 
 def find_place() -> tuple[Path, str]:
-    """Where a cgroup can be made, and the name of its limit."""
+    """The folder in which a cgroup can be created, and the file name of its memory limit."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, own = line.split(":", 2)
         if controllers == "memory":
@@ -71,7 +71,7 @@ def cgroup() -> Iterator[Cgroup]:
         folder.rmdir()
 
 
-def test_44_the_default_cache_obeys_the_limit_of_a_cgroup_also_when_it_is_full(
+def test_44_the_default_cache_stays_below_the_limit_of_a_cgroup_even_when_it_is_full(
     cgroup: Cgroup, default_model_path: Path
 ) -> None:
     limit = 640 * MIB
@@ -84,7 +84,7 @@ def test_44_the_default_cache_obeys_the_limit_of_a_cgroup_also_when_it_is_full(
 
 
 @pytest.mark.parametrize("command", [["generate", "Hello"], ["serve", "--port", "0"]], ids=lambda c: c[0])
-def test_44_a_cgroup_too_small_for_the_model_is_one_sentence_and_exit_code_2(
+def test_44_a_cgroup_too_small_for_the_model_gives_one_message_and_exit_code_2(
     cgroup: Cgroup, default_model_path: Path, command: list[str]
 ) -> None:
     program = "import sys; from weft.cli.entry import main; sys.argv[0] = 'weft'; main()"
@@ -94,13 +94,13 @@ def test_44_a_cgroup_too_small_for_the_model_is_one_sentence_and_exit_code_2(
     assert "MiB of memory are needed" in line and "limit of 300 MiB" in line and "raise the limit" in line
 
 
-def test_44_memory_that_is_asked_for_beyond_the_limit_is_refused_with_what_fits(
+def test_44_a_cache_size_above_the_limit_is_refused_with_the_size_that_fits(
     cgroup: Cgroup, default_model_path: Path
 ) -> None:
     done = cgroup.run(600 * MIB, sys.executable, "-c", ANSWER, json.dumps({"memory": 1024 * MIB}), "1")
     assert "OutOfMemoryError" in done.stderr and "or set memory" in done.stderr
-    asked = json.dumps({"memory": 64 * MIB})
-    done = cgroup.run(600 * MIB, sys.executable, "-c", ANSWER, asked, "1")
+    options = json.dumps({"memory": 64 * MIB})
+    done = cgroup.run(600 * MIB, sys.executable, "-c", ANSWER, options, "1")
     assert done.returncode == 0, done.stderr
 
 
@@ -124,10 +124,10 @@ except OutOfMemoryError as error:
 
 
 @pytest.mark.parametrize("kernels", ["", "numpy"])
-def test_weights_for_which_there_is_no_memory_are_one_sentence(
+def test_weights_that_do_not_fit_give_one_message(
     default_model_path: Path, tmp_path: Path, kernels: str
 ) -> None:
-    """Address space for the interpreter, and 64 MiB for weights that take more."""
+    """Limits the address space to that of the interpreter and 64 MiB, less than the weights need."""
     environment = {**os.environ, "WEFT_HOME": str(tmp_path), "OPENBLAS_NUM_THREADS": "1"}
     environment |= {"WEFT_KERNELS": kernels} if kernels else {}
     command = [sys.executable, "-c", OPEN, str(default_model_path)]

@@ -1,4 +1,4 @@
-"""The published API as its users call it: text in streams, outputs of an iteration, metadata, recent rates."""
+"""The published API: text in streams, outputs of an iteration, metadata, recent rates."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_an_async_stream_and_a_polled_result_have_text(engine: ServingEngine) ->
     assert result is not None and result.text == text
 
 
-def test_texts_are_those_of_llm_with_half_characters_stops_and_ends(
+def test_texts_equal_those_of_llm_with_split_characters_stop_strings_and_ends(
     engine: ServingEngine, default_model_path: Path
 ) -> None:
     prompts = ["日本の首都は", "Count: 1, 2,", "A smile: 😀 and another"]
@@ -72,8 +72,8 @@ def test_texts_are_those_of_llm_with_half_characters_stops_and_ends(
         SamplingParams(max_tokens=24, temperature=1.5, seed=3),
     ]
     with LLM(str(default_model_path), device="cpu", threads=1, memory=64 << 20) as llm:
-        wanted = llm.generate(prompts, params, show_progress=False)
-    for prompt, one, result in zip(prompts, params, wanted, strict=True):
+        expected = llm.generate(prompts, params, show_progress=False)
+    for prompt, one, result in zip(prompts, params, expected, strict=True):
         assert engine.tokenizer is not None
         tokens = tuple(engine.tokenizer.encode(prompt))
         pieces: list[str] = []
@@ -88,10 +88,10 @@ def test_texts_are_those_of_llm_with_half_characters_stops_and_ends(
             result.finish_reason,
         )
         assert "".join(pieces) == result.text
-    assert wanted[1].finish_reason is FinishReason.STOP and wanted[1].text.endswith(" 4,")
+    assert expected[1].finish_reason is FinishReason.STOP and expected[1].text.endswith(" 4,")
 
 
-def test_the_texts_of_requests_that_end_are_forgotten(engine: ServingEngine) -> None:
+def test_the_texts_of_ended_requests_are_dropped(engine: ServingEngine) -> None:
     ids = [engine.submit(ask(engine, "Hello", max_tokens=200, ignore_eos=True)) for _ in range(4)]
     for request_id in ids[:2]:
         engine.cancel(request_id)
@@ -99,7 +99,7 @@ def test_the_texts_of_requests_that_end_are_forgotten(engine: ServingEngine) -> 
     assert engine._texts is not None and not engine._texts._texts
 
 
-def test_a_text_that_fails_fails_its_own_request() -> None:
+def test_a_decoding_error_fails_only_its_own_request() -> None:
     class Text:
         is_cut = False
         num_tokens = 0
@@ -138,29 +138,29 @@ def make(overlap: bool = False, clock: VirtualClock | None = None, log: Path | N
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_iteration_returns_the_outputs_that_it_delivered(overlap: bool) -> None:
+def test_an_iteration_returns_the_outputs_that_it_delivers(overlap: bool) -> None:
     engine = make(overlap)
-    heard: list[TokenOutput] = []
+    received: list[TokenOutput] = []
     engine.submit_with_callback(
-        InferenceRequest(tuple(range(30)), SamplingParams(max_tokens=3)), heard.append
+        InferenceRequest(tuple(range(30)), SamplingParams(max_tokens=3)), received.append
     )
-    engine.submit_with_callback(InferenceRequest((1,), SamplingParams(max_tokens=2)), heard.append)
+    engine.submit_with_callback(InferenceRequest((1,), SamplingParams(max_tokens=2)), received.append)
     returned: list[TokenOutput] = []
     num_without = 0
     while engine.has_work:
-        before = len(heard)
+        before = len(received)
         outputs = engine.run_iteration()
-        assert outputs == heard[before:]
+        assert outputs == received[before:]
         returned += outputs
         num_without += not outputs
     assert [output.is_final for output in returned].count(True) == 2 and len(returned) == 5
-    assert num_without, "steps of a prompt give no output, and there is more to do"
+    assert num_without, "a prefill step has no output, but has_work stays true"
     assert engine.run_iteration() == []
     engine.stop()
     assert engine.run_iteration() == [] and not engine.has_work
 
 
-def test_an_engine_that_stops_with_requests_has_no_work_left() -> None:
+def test_an_engine_that_is_stopped_with_requests_has_no_work() -> None:
     engine = make()
     engine.submit(InferenceRequest((1, 2), SamplingParams(max_tokens=100)))
     engine.run_iteration()
@@ -169,7 +169,7 @@ def test_an_engine_that_stops_with_requests_has_no_work_left() -> None:
     engine.run_until_idle()
 
 
-def test_tokens_per_second_is_that_of_the_last_ten_seconds() -> None:
+def test_tokens_per_second_covers_the_last_ten_seconds() -> None:
     clock = VirtualClock()
     engine = make(clock=clock)
 
@@ -190,7 +190,7 @@ def test_tokens_per_second_is_that_of_the_last_ten_seconds() -> None:
     assert engine.metrics().generated_tokens == 1200
 
 
-def test_metadata_comes_back_in_results_and_in_the_log(tmp_path: Path) -> None:
+def test_metadata_is_in_results_and_in_the_event_log(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     engine = make(log=path)
     given = {"user": "someone", "tags": ["a", 2]}

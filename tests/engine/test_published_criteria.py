@@ -1,4 +1,4 @@
-"""What the published code gets wrong, and what is right: one test for each point of the list (15, two tiers, is later work)."""
+"""One test for each known defect of the published code (15, two tiers, is tested elsewhere)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from weft.scheduling.cache.manager import KvCacheManager
 
 
 class Watched(NoopBackend):
-    """The detector backend, with every plan kept and the clock moved by each step."""
+    """The detector backend. Records every plan and advances the clock by each step."""
 
     def __init__(self, clock: VirtualClock, seconds: float = 0.1, **options: Any) -> None:
         super().__init__(max_context=4096, **options)
@@ -68,9 +68,9 @@ def ask(length: int = 6, max_tokens: int = 6, family: int = 0, **fields: Any) ->
     return InferenceRequest(tuple(1000 * family + position for position in range(length)), params, **fields)
 
 
-def alone(engine: ServingEngine, wanted: InferenceRequest) -> tuple[int, ...]:
-    limit = len(wanted.prompt) + wanted.params.max_tokens
-    return tuple(generate_alone(wanted.prompt, 1, wanted.params, limit, engine.scheduler.info))
+def alone(engine: ServingEngine, request: InferenceRequest) -> tuple[int, ...]:
+    limit = len(request.prompt) + request.params.max_tokens
+    return tuple(generate_alone(request.prompt, 1, request.params, limit, engine.scheduler.info))
 
 
 def result_of(engine: ServingEngine, request_id: int) -> GenerationResult:
@@ -79,7 +79,7 @@ def result_of(engine: ServingEngine, request_id: int) -> GenerationResult:
     return result
 
 
-def test_01_the_finish_reason_is_the_cause_even_when_length_would_fit_too() -> None:
+def test_01_the_finish_reason_is_the_cause_even_if_the_length_limit_is_reached_too() -> None:
     engine, _ = make()
     free_run = alone(engine, ask())
     third, last = free_run[2], free_run[5]
@@ -95,7 +95,7 @@ def test_01_the_finish_reason_is_the_cause_even_when_length_would_fit_too() -> N
     request_id = engine.submit(ask(params=at_the_limit))
     engine.run_until_idle()
     assert result_of(engine, request_id).finish_reason is FinishReason.STOP, (
-        "it stopped, and was as long as allowed"
+        "a stop token at the length limit is a stop"
     )
     with_eos, _ = make(backend_options={"eos_token_ids": frozenset({third})})
     request_id = with_eos.submit(ask(params=SamplingParams(max_tokens=6, seed=1)))
@@ -104,7 +104,7 @@ def test_01_the_finish_reason_is_the_cause_even_when_length_would_fit_too() -> N
     assert ended.finish_reason is FinishReason.END_OF_SEQUENCE and ended.tokens == free_run[:3]
 
 
-def test_02_each_phase_is_timed_on_its_own_and_none_is_negative() -> None:
+def test_02_each_phase_is_timed_separately_and_none_is_negative() -> None:
     engine, _ = make(max_running=1, max_chunk_tokens=4, prefix_caching=False)
     engine.submit(ask(12, 5))
     engine.submit(ask(12, 5, 1))
@@ -115,7 +115,7 @@ def test_02_each_phase_is_timed_on_its_own_and_none_is_negative() -> None:
     for result in (first, second):
         assert result.prefill_time == pytest.approx(0.3) and result.decode_time == pytest.approx(0.4)
         assert result.decode_tokens_per_second == pytest.approx(10.0), (
-            "prefill time is no part of decode speed"
+            "the decode speed does not include prefill time"
         )
         assert result.total_time == pytest.approx(result.waiting_time + 0.7)
     assert first.time_to_first_token == pytest.approx(0.3) and second.time_to_first_token == pytest.approx(
@@ -123,19 +123,19 @@ def test_02_each_phase_is_timed_on_its_own_and_none_is_negative() -> None:
     )
 
 
-def test_03_generated_token_k_sits_at_prompt_length_plus_k() -> None:
+def test_03_generated_token_k_has_the_position_prompt_length_plus_k() -> None:
     engine, backend = make()
     outputs: list[TokenOutput] = []
     engine.submit_with_callback(ask(6, 5), outputs.append)
     engine.run_until_idle()
     positions = [task.position for plan in backend.plans for task in plan.decode_tasks]
     assert positions == [6, 7, 8, 9], (
-        "the token sampled from position 5 is fed at 6, and the last one is never fed"
+        "the token sampled at position 5 is computed at 6, and the last one is never computed"
     )
     assert [output.sequence_length for output in outputs] == [7, 8, 9, 10, 11]
 
 
-def test_04_empty_and_endless_requests_are_refused_at_submit_saying_both_numbers() -> None:
+def test_04_empty_and_endless_requests_are_refused_at_submit_with_both_numbers() -> None:
     engine, _ = make(blocks=8)
     for make_bad, numbers in (
         (lambda: ask(0), ["empty", "1"]),
@@ -150,7 +150,7 @@ def test_04_empty_and_endless_requests_are_refused_at_submit_saying_both_numbers
     assert not engine.scheduler.has_work
 
 
-def test_05_memory_is_taken_as_it_is_needed_and_not_for_the_longest_possible_answer() -> None:
+def test_05_blocks_are_allocated_as_needed_and_not_for_the_longest_possible_answer() -> None:
     engine, _ = make(blocks=64)
     engine.submit(ask(6, 200))
     used = []
@@ -175,9 +175,9 @@ def test_06_misuse_of_the_cache_is_an_error_and_nothing_is_lost() -> None:
     other = cache.allocate(RequestId(2), BlockCounts(3))
     assert other is not None
     assert cache.swap_in(held, after_step=0) is None and cache.is_swapped(RequestId(1)), (
-        "no room: the copy stays"
+        "without free blocks the swapped copy stays"
     )
-    assert cache.free(held) is None, "its row went back when it was swapped out"
+    assert cache.free(held) is None, "its row was freed by the swap-out"
     with pytest.raises(ValueError, match="released already"):
         cache.free(held)
     cache.check_integrity()
@@ -185,9 +185,9 @@ def test_06_misuse_of_the_cache_is_an_error_and_nothing_is_lost() -> None:
     assert (stats.rows_used, stats.blocks_used, stats.swap_blocks_used) == (1, 3, 0)
 
 
-def test_07_what_is_generated_is_read_through_the_block_table() -> None:
+def test_07_generated_tokens_are_read_through_the_block_table() -> None:
     class Crossed(Watched):
-        """Exchanges the first two blocks of every table on its way to the device."""
+        """Swaps the first two blocks of every block table."""
 
         def submit(self, plan: IterationPlan) -> Any:
             starts = tuple(
@@ -197,7 +197,7 @@ def test_07_what_is_generated_is_read_through_the_block_table() -> None:
             return super().submit(IterationPlan(**{**swapped, "row_starts": starts}))
 
     class Overlaid(Watched):
-        """Gives every row the same blocks."""
+        """Gives all rows the same blocks."""
 
         def submit(self, plan: IterationPlan) -> Any:
             starts = tuple(s._replace(blocks=tuple(range(len(s.blocks)))) for s in plan.row_starts)
@@ -212,11 +212,11 @@ def test_07_what_is_generated_is_read_through_the_block_table() -> None:
         engine.run_until_idle()
         outputs.append([result_of(engine, family).tokens for family in range(3)])
     right = [alone(engine, ask(7, 4, family)) for family in range(3)]
-    # A table is a name for places: any consistent one reads the same, one shared by strangers does not.
+    # A consistent permutation of the blocks gives the same tokens. Blocks shared by different sequences do not.
     assert outputs[0] == right and outputs[1] == right and outputs[2] != right
 
 
-def test_08_one_budget_for_all_phases_and_the_turn_goes_round() -> None:
+def test_08_all_phases_share_one_budget_and_decodes_rotate() -> None:
     engine, backend = make(
         max_tokens_per_step=8, max_prefill_tokens=6, max_sequences_per_step=3, max_running=8
     )
@@ -232,10 +232,10 @@ def test_08_one_budget_for_all_phases_and_the_turn_goes_round() -> None:
             rid for plan in backend.plans[start + 6 :] for rid in plan.request_ids
         }
         seen = {rid for plan in window[1:] for rid in plan.request_ids}
-        assert alive <= seen, "a running sequence was passed over for six steps"
+        assert alive <= seen, "a running sequence was not scheduled for six steps"
 
 
-def test_08_progress_is_committed_only_after_the_step_succeeded() -> None:
+def test_08_progress_is_applied_only_after_the_step_has_succeeded() -> None:
     engine, backend = make()
     request_id = engine.submit(ask())
     plan = engine.scheduler.schedule()
@@ -248,20 +248,20 @@ def test_08_progress_is_committed_only_after_the_step_succeeded() -> None:
     assert sequence.computed == 6 and len(sequence.generated) == 1
 
 
-def test_09_the_first_token_comes_from_the_last_chunk_itself() -> None:
+def test_09_the_last_chunk_samples_the_first_token() -> None:
     engine, backend = make(max_chunk_tokens=4)
     engine.submit(ask(10, 1))
     engine.run_until_idle()
     entries = [(t.start, t.num_tokens, t.samples) for plan in backend.plans for t in plan.prefill_tasks]
     assert entries == [(0, 4, False), (4, 4, False), (8, 2, True)]
-    assert not any(plan.num_decodes for plan in backend.plans), "nothing is fed twice"
+    assert not any(plan.num_decodes for plan in backend.plans), "no token is computed twice"
     assert result_of(engine, 0).tokens == alone(engine, ask(10, 1))
 
 
 @pytest.mark.parametrize("mode", list(PreemptionMode))
 @pytest.mark.parametrize("ageing_rate", [0.0, 1000.0])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_10_a_victim_returns_after_the_one_it_was_evicted_for(
+def test_10_a_preempted_request_resumes_after_the_request_that_preempted_it(
     mode: PreemptionMode, ageing_rate: float, overlap: bool
 ) -> None:
     engine, backend = make(
@@ -279,18 +279,18 @@ def test_10_a_victim_returns_after_the_one_it_was_evicted_for(
     engine.submit(ask(24, 4, 1, priority=Priority.HIGH))
     engine.run_until_idle()
     victims = [plan for plan in backend.plans if 0 in plan.preempted]
-    assert len(victims) == 1, "evicted once, not again and again"
-    assert 0 not in victims[0].request_ids, "its task left the plan"
+    assert len(victims) == 1, "preempted once, not repeatedly"
+    assert 0 not in victims[0].request_ids, "its entry is removed from the plan"
     steps_of_high = [plan.step for plan in backend.plans if 1 in plan.request_ids]
     back = [plan.step for plan in backend.plans if 0 in plan.request_ids and plan.step > victims[0].step]
     assert steps_of_high[0] <= victims[0].step + 1 + overlap and back[0] > steps_of_high[0]
-    for family, wanted in enumerate((ask(12, 12), ask(24, 4, 1))):
-        assert result_of(engine, family).tokens == alone(engine, wanted)
+    for family, request in enumerate((ask(12, 12), ask(24, 4, 1))):
+        assert result_of(engine, family).tokens == alone(engine, request)
 
 
 @pytest.mark.parametrize("ageing_rate", [0.0, 1000.0])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_10_a_more_important_request_gets_a_row_even_when_every_row_is_decoding(
+def test_10_a_request_of_higher_priority_gets_a_row_even_if_all_rows_are_decoding(
     overlap: bool, ageing_rate: float
 ) -> None:
     engine, backend = make(
@@ -303,14 +303,14 @@ def test_10_a_more_important_request_gets_a_row_even_when_every_row_is_decoding(
     high = engine.submit(ask(6, 5, 2, priority=Priority.HIGH))
     for _ in range(12):
         engine.run_iteration()
-    assert engine.is_complete(high), "it waits for nobody below it, however old"
+    assert engine.is_complete(high), "it waits for no request of lower priority"
     engine.run_until_idle()
     assert sum(len(plan.preempted) for plan in backend.plans) == 1
-    for family, wanted in enumerate((ask(6, 60), ask(6, 60, 1), ask(6, 5, 2))):
-        assert result_of(engine, family).tokens == alone(engine, wanted)
+    for family, request in enumerate((ask(6, 60), ask(6, 60, 1), ask(6, 5, 2))):
+        assert result_of(engine, family).tokens == alone(engine, request)
 
 
-def test_10_nobody_is_preempted_whose_last_token_is_on_its_way() -> None:
+def test_10_a_request_with_its_last_token_in_flight_is_not_preempted() -> None:
     engine, backend = make(
         policy=PriorityPolicy.PRIORITY, max_running=1, overlap=True, preemption=PreemptionMode.SWAP
     )
@@ -323,7 +323,7 @@ def test_10_nobody_is_preempted_whose_last_token_is_on_its_way() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 63, 64, 65, 250])
-def test_11_prompts_of_every_length_are_computed_to_their_end(length: int) -> None:
+def test_11_prompts_of_every_length_are_computed_completely(length: int) -> None:
     engine, backend = make(blocks=80, max_tokens_per_step=16, max_prefill_tokens=8, max_chunk_tokens=8)
     engine.submit(ask(length, 3))
     engine.run_until_idle()
@@ -331,17 +331,17 @@ def test_11_prompts_of_every_length_are_computed_to_their_end(length: int) -> No
     assert result_of(engine, 0).tokens == alone(engine, ask(length, 3))
 
 
-def test_12_a_request_that_can_never_fit_is_refused_and_the_queue_goes_on() -> None:
+def test_12_a_request_that_can_never_fit_is_refused_and_does_not_block_the_queue() -> None:
     engine, _ = make(blocks=4)
     engine.submit(ask(6, 4))
     with pytest.raises(InvalidRequestError, match=r"prompt has 16 tokens; allowed: at most 15"):
         engine.submit(ask(16, 1, 1))
-    behind = engine.submit(ask(6, 4, 2))
+    next_in_queue = engine.submit(ask(6, 4, 2))
     engine.run_until_idle()
-    assert result_of(engine, behind).state is RequestState.COMPLETED
+    assert result_of(engine, next_in_queue).state is RequestState.COMPLETED
 
 
-def test_12_an_answer_that_would_outgrow_the_cache_ends_by_length_where_it_is_full() -> None:
+def test_12_an_answer_ends_by_length_when_the_cache_is_full() -> None:
     engine, _ = make(blocks=4)
     request_id = engine.submit(ask(6, 1000))
     engine.run_until_idle()
@@ -351,20 +351,20 @@ def test_12_an_answer_that_would_outgrow_the_cache_ends_by_length_where_it_is_fu
 
 def test_13_cancel_stops_the_work_frees_memory_and_gives_a_result() -> None:
     engine, backend = make()
-    heard: list[TokenOutput] = []
-    request_id = engine.submit_with_callback(ask(6, 500), heard.append)
+    received: list[TokenOutput] = []
+    request_id = engine.submit_with_callback(ask(6, 500), received.append)
     for _ in range(5):
         engine.run_iteration()
     assert engine.cancel(request_id)
     steps = len(backend.plans)
     engine.run_until_idle()
-    assert len(backend.plans) == steps, "no further step for it"
-    assert heard[-1].is_final and heard[-1].finish_reason is FinishReason.CANCELLED
+    assert len(backend.plans) == steps, "no further step computes it"
+    assert received[-1].is_final and received[-1].finish_reason is FinishReason.CANCELLED
     assert result_of(engine, request_id).tokens == alone(engine, ask(6, 500))[:5]
     assert engine.stats()[1].blocks_used == engine.stats()[1].rows_used == 0
 
 
-def test_14_the_error_of_one_request_ends_neither_the_loop_nor_another_request() -> None:
+def test_14_the_error_of_one_request_stops_neither_the_loop_nor_another_request() -> None:
     class OneIsBad:
         def at_submit(self, plan: IterationPlan) -> str | None:
             return None
@@ -390,7 +390,7 @@ def test_14_the_error_of_one_request_ends_neither_the_loop_nor_another_request()
     assert result_of(engine, later).state is RequestState.COMPLETED
 
 
-def test_14_latency_figures_are_measured() -> None:
+def test_14_latencies_are_measured() -> None:
     engine, _ = make()
     engine.submit(ask(6, 11))
     engine.run_until_idle()
@@ -401,8 +401,8 @@ def test_14_latency_figures_are_measured() -> None:
     assert metrics.inter_token_latency.count == 10
 
 
-def test_16_the_detector_notices_a_wrong_block_a_wrong_position_and_a_lost_swap() -> None:
-    """Tests that assert nothing would pass with these; ours must not."""
+def test_16_the_detector_finds_a_wrong_block_a_wrong_position_and_a_lost_swap() -> None:
+    """Checks the tests themselves: with these defects a run must fail."""
 
     def spoil(change: Callable[[IterationPlan], dict[str, Any]]) -> type[Watched]:
         class Spoiled(Watched):

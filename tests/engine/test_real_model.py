@@ -1,7 +1,7 @@
-"""The default model through the real engine: a request's tokens do not depend on company, chunks or memory.
+"""The default model through the real engine: the tokens of a request do not depend on the batch, chunks or memory.
 
-With the C++ kernels, bit by bit: tokens and logprobs are compared exactly. numpy in float64, where the order of summation
-cannot change a token, has one test of its own.
+With the C++ kernels, tokens and logprobs are compared bit by bit. One test uses numpy in float64, where the order of
+summation cannot change a token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TEXTS = [
     "A",
     "1, 2, 3, 4,",
     SHARED + " then",
-    SHARED + " nobody",
+    SHARED + " people",
     "def add(a, b):\n    return",
     "Water boils at one hundred degrees, and ice melts at",
     "Dear Sir or Madam,",
@@ -56,7 +56,7 @@ TEXTS = [
     "Q: How many legs has a spider?\nA:",
     "\n",
 ]
-# Sixteen greedy requests, then the same texts with every parameter that shapes the choice.
+# Sixteen greedy requests, then the same texts with all sampling parameters.
 SHAPES = [
     {"temperature": 0.7},
     {"temperature": 1.0, "top_k": 20},
@@ -82,7 +82,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def requests(default_tokenizer: Tokenizer) -> list[InferenceRequest]:
-    """32 mixed ones."""
+    """32 mixed requests."""
     prompts = [tuple(default_tokenizer.encode(text)) for text in TEXTS]
     common = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 1}
     greedy = [SamplingParams(temperature=0.0, **common) for _ in prompts]  # type: ignore[arg-type]
@@ -128,14 +128,14 @@ def logprobs(result: GenerationResult) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone(model: Model, requests: list[InferenceRequest]) -> list[GenerationResult]:
-    """Each request with the engine to itself."""
+    """The result of each request when it runs alone."""
     engine = make_engine(model)
     results = [run(engine, [request])[0] for request in requests]
     engine.stop()
     return results
 
 
-def test_memory_of_the_cache_is_taken_between_requests_behind_what_was_used(
+def test_cache_memory_is_prefaulted_while_idle_after_the_blocks_in_use(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead, large_page = 3 << 20, 2 << 20
@@ -151,7 +151,7 @@ def test_memory_of_the_cache_is_taken_between_requests_behind_what_was_used(
         return memory._prefaulted
 
     assert ahead <= taken() < ahead + large_page
-    # So short that no step has time to take what more of its kind would need.
+    # The request is so short that no step has time to prefault memory for similar ones.
     run(engine, [InferenceRequest(tuple(range(100, 130)), SamplingParams(max_tokens=8, ignore_eos=True))])
     block_bytes = engine.scheduler.info.bytes_per_block
     used = 5 * block_bytes  # 37 tokens in blocks of 8
@@ -159,7 +159,7 @@ def test_memory_of_the_cache_is_taken_between_requests_behind_what_was_used(
     engine.stop()
 
 
-def test_a_long_prompt_takes_memory_for_more_of_its_kind_while_it_is_computed(
+def test_a_long_prefill_step_prefaults_memory_for_similar_requests(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "_CACHE_BYTES_AHEAD", 0)
@@ -169,7 +169,7 @@ def test_a_long_prompt_takes_memory_for_more_of_its_kind_while_it_is_computed(
     once = SamplingParams(max_tokens=1, ignore_eos=True)
     run(engine, [InferenceRequest(tuple(range(100, 300)), once)])
     used = 25 * engine.scheduler.info.bytes_per_block  # 200 tokens in blocks of 8
-    assert memory._prefaulted >= 3 * used, "the step had no time for it"
+    assert memory._prefaulted >= 3 * used, "the step prefaulted too little memory"
     assert not pool.withdraw_pages(), "an offer is open"
 
     offered: list[int] = []
@@ -187,15 +187,15 @@ def test_a_long_prompt_takes_memory_for_more_of_its_kind_while_it_is_computed(
     assert result is not None
     assert result.state is RequestState.FAILED
     assert "no step today" in str(result.error)
-    assert memory._prefaulted < max(offered), "what was offered to a step that failed counts as taken"
+    assert memory._prefaulted < max(offered), "memory that a failed step did not prefault counts as prefaulted"
     assert not pool.withdraw_pages(), "an offer is open"
     engine.stop()
 
 
-def test_tokens_equal_those_of_the_bare_decoder(
+def test_tokens_equal_those_of_the_decoder_without_engine(
     model: Model, requests: list[InferenceRequest], alone: list[GenerationResult]
 ) -> None:
-    """Without engine, rows or batches: the whole text computed anew for every token."""
+    """The decoder computes the whole text again for every token, without engine, rows or batches."""
     assert model.native is not None
     request = requests[0]
     text = list(request.prompt)
@@ -254,7 +254,7 @@ def test_tokens_are_the_same_with_a_prefix_hit(
     model: Model, requests: list[InferenceRequest], alone: list[GenerationResult]
 ) -> None:
     engine = make_engine(model, overlap=True, prefix_caching=True)
-    # In one step: the second of the two that share a prefix waits for, or reads, the blocks of the first.
+    # Submitted together: the second request waits for the blocks of the shared prefix, or reads them.
     assert_equal(run(engine, requests[3:5]), alone[3:5])
     again = run(engine, requests)
     assert_equal(again, alone)
@@ -267,7 +267,7 @@ def test_tokens_are_the_same_with_a_prefix_hit(
 def test_tokens_are_the_same_after_preemption(
     model: Model, requests: list[InferenceRequest], alone: list[GenerationResult], mode: PreemptionMode
 ) -> None:
-    # All 32 need about 100 blocks at their ends: memory runs out while they generate.
+    # All 32 together need about 100 blocks, so the memory runs out while they generate.
     engine = make_engine(model, blocks=48, swap_blocks=64, overlap=True, preemption=mode)
     assert_equal(run(engine, requests), alone)
     stats = engine.stats()[0]
@@ -277,7 +277,7 @@ def test_tokens_are_the_same_after_preemption(
     engine.stop()
 
 
-def test_tokens_are_the_same_for_a_victim_of_an_urgent_request(
+def test_tokens_are_the_same_for_a_request_preempted_by_an_urgent_one(
     model: Model, requests: list[InferenceRequest], alone: list[GenerationResult]
 ) -> None:
     engine = make_engine(model, blocks=4, overlap=True, policy=PriorityPolicy.PRIORITY)
@@ -292,13 +292,13 @@ def test_tokens_are_the_same_for_a_victim_of_an_urgent_request(
     engine.stop()
 
 
-def test_tokens_are_the_same_after_cancels_of_neighbours(
+def test_tokens_are_the_same_after_other_requests_are_cancelled(
     model: Model, requests: list[InferenceRequest], alone: list[GenerationResult]
 ) -> None:
     engine = make_engine(model, blocks=48, overlap=True, prefix_caching=True, max_chunk_tokens=16)
     ids = [engine.submit(request) for request in requests]
     gone = ids[1::3]
-    for step, request_id in enumerate(gone):  # one a step: waiting, in the middle of its prompt, generating
+    for step, request_id in enumerate(gone):  # one per step: while waiting, in prefill, in decode
         engine.run_iteration()
         assert engine.cancel(request_id) or step > NEW_TOKENS
     kept = [index for index, request_id in enumerate(ids) if request_id not in gone]
@@ -310,7 +310,7 @@ def test_tokens_are_the_same_after_cancels_of_neighbours(
     engine.stop()
 
 
-def test_logprobs_of_a_prompt_are_the_same_in_chunks_and_in_company(
+def test_logprobs_of_a_prompt_are_the_same_in_chunks_and_in_a_batch(
     model: Model, requests: list[InferenceRequest]
 ) -> None:
     scored = [
@@ -318,10 +318,10 @@ def test_logprobs_of_a_prompt_are_the_same_in_chunks_and_in_company(
         for one in (requests[12], requests[4], requests[9])
     ]
     found = []
-    for chunk, company in ((512, []), (7, requests[:2])):
+    for chunk, others in ((512, []), (7, requests[:2])):
         engine = make_engine(model, overlap=True, max_chunk_tokens=chunk)
         found.append(
-            [result.prompt_logprobs or () for result in run(engine, [*scored, *company])[: len(scored)]]
+            [result.prompt_logprobs or () for result in run(engine, [*scored, *others])[: len(scored)]]
         )
         engine.stop()
     for request, first, second in zip(scored, *found, strict=True):
@@ -332,13 +332,13 @@ def test_logprobs_of_a_prompt_are_the_same_in_chunks_and_in_company(
             assert one.logprob == other.logprob
 
 
-def test_a_request_with_broken_numbers_fails_alone(
+def test_a_request_with_nan_logits_fails_alone(
     model: Model,
     requests: list[InferenceRequest],
     alone: list[GenerationResult],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One row of the logits turns into NaN in the middle: that request ends in error, the others as ever."""
+    """One row of the logits becomes NaN during the run. That request fails; the others complete."""
     engine = make_engine(model, overlap=True)
     assert model.native is not None
     forward, calls = model.native.forward.step, []
@@ -365,7 +365,7 @@ def test_a_request_with_broken_numbers_fails_alone(
     engine.stop()
 
 
-def test_a_step_that_breaks_down_is_tried_again(
+def test_a_failed_step_is_retried(
     model: Model,
     requests: list[InferenceRequest],
     alone: list[GenerationResult],

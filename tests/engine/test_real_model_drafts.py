@@ -1,7 +1,8 @@
-"""The default model with drafts and without: the same tokens and logprobs, bit by bit, for every parameter, in any company.
+"""The default model with and without draft tokens: the same tokens and logprobs, bit by bit, for every parameter and
+batch.
 
-Prompts repeat themselves, so that drafts are guessed and many of them are right. How many are made depends on what a row costs,
-which differs from processor to processor: every test that counts drafts states that cost itself.
+The prompts repeat themselves, so that many draft tokens are accepted. Their number depends on the cost of a row, which
+differs between processors. Tests that count draft tokens set this cost.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from weft.request import GenerationResult, InferenceRequest, SamplingParams
 from weft.text.tokenizer import Tokenizer
 
 NEW_TOKENS = 20
-ROWS_COST_NOTHING = 1e6
-ROWS_COST_ALL = 1e-3
-"""For `state_cost`."""
+FREE_ROWS = 1e6
+EXPENSIVE_ROWS = 1e-3
+"""Arguments of `set_step_cost`."""
 COLOURS = "red, blue, green, amber, grey, black, white, brown, "
 TEXTS = [
     COLOURS * 3,
@@ -58,7 +59,8 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def requests(default_tokenizer: Tokenizer) -> list[InferenceRequest]:
-    """Twenty: every shape on two texts; then stops, at once and after min_tokens, in place of the last two."""
+    """Twenty requests: every shape on two texts. The last two are replaced by ones with stop tokens, with and without
+    min_tokens."""
     encoded = [tuple(default_tokenizer.encode(text)) for text in TEXTS]
     common: dict[str, Any] = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 2}
     made = [
@@ -77,7 +79,7 @@ def requests(default_tokenizer: Tokenizer) -> list[InferenceRequest]:
 
 @pytest.fixture(scope="module")
 def plain(model: Model, requests: list[InferenceRequest]) -> list[GenerationResult]:
-    """Without drafts."""
+    """The results without draft tokens."""
     engine = make_engine(model, None, blocks=256, max_running=32, max_draft_tokens=0)
     results = run(engine, requests)
     assert engine.stats()[0].tokens_drafted == 0
@@ -91,16 +93,16 @@ def assert_same(results: Sequence[GenerationResult], plain: Sequence[GenerationR
     assert [result.finish_reason for result in results] == [result.finish_reason for result in plain]
 
 
-def assert_guessed(engine: ServingEngine) -> None:
-    """Some drafts were right and some wrong, and no step failed: what follows both was seen."""
+def assert_drafted(engine: ServingEngine) -> None:
+    """Some draft tokens were accepted, some rejected, and no step failed."""
     stats = engine.stats()[0]
     assert 0 < stats.drafts_accepted < stats.tokens_drafted
     assert stats.steps_failed == 0
     engine.stop()
 
 
-def state_cost(monkeypatch: pytest.MonkeyPatch, fixed_cost_rows: float) -> None:
-    """Backends that are made from here on say that a step costs as much beside its rows as so many rows do."""
+def set_step_cost(monkeypatch: pytest.MonkeyPatch, fixed_cost_rows: float) -> None:
+    """Sets the fixed cost of a step, in rows, of all backends that are built later."""
     allocate = CpuBackend.allocate
 
     def stated(self: CpuBackend, *args: Any, **options: Any) -> BackendInfo:
@@ -109,13 +111,13 @@ def state_cost(monkeypatch: pytest.MonkeyPatch, fixed_cost_rows: float) -> None:
     monkeypatch.setattr(CpuBackend, "allocate", stated)
 
 
-def test_every_request_alone_gets_the_same_in_fewer_steps(
+def test_every_request_alone_gets_the_same_tokens_in_fewer_steps(
     model: Model,
     requests: list[InferenceRequest],
     plain: list[GenerationResult],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    state_cost(monkeypatch, ROWS_COST_NOTHING)
+    set_step_cost(monkeypatch, FREE_ROWS)
     engine = make_engine(model, None, blocks=64)
     accepted = []
     for request, expected in zip(requests, plain, strict=True):
@@ -124,21 +126,23 @@ def test_every_request_alone_gets_the_same_in_fewer_steps(
         after = engine.stats()[0]
         accepted.append(after.drafts_accepted - before.drafts_accepted)
         num_steps = after.steps - before.steps
-        assert num_steps == len(expected.tokens) - accepted[-1], "each right draft saves a step"
+        assert num_steps == len(expected.tokens) - accepted[-1], "each accepted draft token saves a step"
     assert sum(accepted) > 0.3 * sum(len(one.tokens) for one in plain), accepted
     is_drawn = [request.params.temperature > 0.0 for request in requests]
-    assert sum(n for n, drawn in zip(accepted, is_drawn, strict=True) if drawn) > 0, "of drawn tokens too"
+    assert sum(n for n, drawn in zip(accepted, is_drawn, strict=True) if drawn) > 0, (
+        "also for random sampling"
+    )
     assert plain[18].tokens[-1] in requests[18].params.stop_token_ids and len(plain[18].tokens) < NEW_TOKENS
-    assert_guessed(engine)
+    assert_drafted(engine)
 
 
-def test_where_a_row_costs_as_much_as_a_step_no_drafts_are_made(
+def test_no_draft_tokens_are_made_if_a_row_costs_as_much_as_a_step(
     model: Model,
     requests: list[InferenceRequest],
     plain: list[GenerationResult],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    state_cost(monkeypatch, ROWS_COST_ALL)
+    set_step_cost(monkeypatch, EXPENSIVE_ROWS)
     engine = make_engine(model, None, blocks=64)
     assert_same(run(engine, requests[:1]), plain[:1])
     stats = engine.stats()[0]
@@ -146,27 +150,27 @@ def test_where_a_row_costs_as_much_as_a_step_no_drafts_are_made(
     engine.stop()
 
 
-@pytest.mark.parametrize(("count", "boldness"), [(8, "as it comes"), (8, "bold"), (20, "bold")])
-def test_in_company_every_request_gets_the_same(
+@pytest.mark.parametrize(("count", "cost"), [(8, "measured"), (8, "free rows"), (20, "free rows")])
+def test_in_a_batch_every_request_gets_the_same_tokens(
     model: Model,
     requests: list[InferenceRequest],
     plain: list[GenerationResult],
     count: int,
-    boldness: str,
+    cost: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bold: as if rows cost nothing, so that every sequence has drafts at nearly every step. As it comes: with what rows cost on
-    this machine, so nothing is counted."""
-    if boldness == "bold":
-        state_cost(monkeypatch, ROWS_COST_NOTHING)
+    """With free rows every sequence has draft tokens in nearly every step. With the measured cost of this machine, the
+    number of draft tokens is unknown and not checked."""
+    if cost == "free rows":
+        set_step_cost(monkeypatch, FREE_ROWS)
     engine = make_engine(model, None, blocks=256, max_running=32)
     plans = watched(engine)
     assert_same(run(engine, requests[:count]), plain[:count])
-    if boldness == "bold":
+    if cost == "free rows":
         having = {rid for plan in plans for rid in plan.request_ids[plan.num_decodes : plan.first_prefill]}
-        assert len(having) > 0.7 * count, "nearly all have had drafts"
+        assert len(having) > 0.7 * count, "too few requests had draft tokens"
         assert max(len(plan.drafts) for plan in plans) > count // 3
-        assert_guessed(engine)
+        assert_drafted(engine)
     engine.stop()
 
 
@@ -183,14 +187,14 @@ def watched(engine: ServingEngine) -> list[IterationPlan]:
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_in_chunks_and_after_preemption_every_request_gets_the_same(
+def test_in_chunks_and_after_preemption_every_request_gets_the_same_tokens(
     model: Model,
     requests: list[InferenceRequest],
     plain: list[GenerationResult],
     mode: PreemptionMode,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    state_cost(monkeypatch, ROWS_COST_NOTHING)
+    set_step_cost(monkeypatch, FREE_ROWS)
     engine = make_engine(
         model,
         None,
@@ -210,17 +214,17 @@ def test_in_chunks_and_after_preemption_every_request_gets_the_same(
     engine.stop()
 
 
-def test_with_prefix_hits_also_in_blocks_that_drafts_filled_every_request_gets_the_same(
+def test_with_prefix_hits_in_blocks_filled_by_draft_tokens_every_request_gets_the_same_tokens(
     model: Model,
     requests: list[InferenceRequest],
     plain: list[GenerationResult],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    state_cost(monkeypatch, ROWS_COST_NOTHING)
+    set_step_cost(monkeypatch, FREE_ROWS)
     engine = make_engine(model, None, blocks=256, prefix_caching=True)
     assert_same(run(engine, requests[:1]), plain[:1])
-    assert engine.stats()[0].drafts_accepted > 8, "blocks were filled by drafts"
-    # Greedy goes on from its own answer as it would have: the blocks are those that drafts filled.
+    assert engine.stats()[0].drafts_accepted > 8, "too few draft tokens were accepted to fill blocks"
+    # A greedy answer continues in the same way from its own text. Its blocks were filled by draft tokens.
     longer = InferenceRequest(requests[0].prompt + plain[0].tokens[:16], requests[0].params)
     bare = make_engine(model, None, blocks=256, max_draft_tokens=0)
     (expected,) = run(bare, [longer])
@@ -231,35 +235,35 @@ def test_with_prefix_hits_also_in_blocks_that_drafts_filled_every_request_gets_t
     again = run(engine, requests[:8])
     assert_same(again, plain[:8])
     assert any(result.cached_token_count > 16 for result in again)
-    assert_guessed(engine)
+    assert_drafted(engine)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_over_two_tiers_every_request_gets_the_same(
+def test_with_two_tiers_every_request_gets_the_same_tokens(
     model: Model, requests: list[InferenceRequest], bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some = [requests[index] for index in (0, 1, 4, 7, 8, 18)]
     bare = make_engine(model, bits, max_draft_tokens=0)
     expected = run(bare, some)
     bare.stop()
-    state_cost(monkeypatch, ROWS_COST_NOTHING)
+    set_step_cost(monkeypatch, FREE_ROWS)
     engine = make_engine(model, bits)
     assert_same([run(engine, [request])[0] for request in some], expected)
-    assert_guessed(engine)
+    assert_drafted(engine)
     engine = make_engine(model, bits, blocks=24, store_blocks=40, swap_blocks=64, max_chunk_tokens=16)
     assert_same(run(engine, some), expected)
-    assert_guessed(engine)
+    assert_drafted(engine)
 
 
-def test_numpy_has_no_drafts_since_its_rows_have_other_bits_beside_others() -> None:
+def test_numpy_has_no_draft_tokens_because_its_results_depend_on_the_batch() -> None:
     backend = open_cpu_backend(random_checkpoint(SHAPE), dtype=np.float32)
     assert backend.allocate(KvCachePoolConfig(num_blocks=4, block_size=8), 1).fixed_cost_rows == 0.0
     backend.close()
 
 
-def test_numpy_gives_the_same_tokens_with_drafts_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model in float64, where the order of summation cannot change a token, and made to have drafts."""
-    state_cost(monkeypatch, ROWS_COST_NOTHING)
+def test_numpy_gives_the_same_tokens_with_and_without_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model in float64, where the order of summation cannot change a token. Draft tokens are forced on."""
+    set_step_cost(monkeypatch, FREE_ROWS)
     requests = [
         InferenceRequest(
             tuple(range(60 + number, 70 + number)) * 2,

@@ -1,5 +1,8 @@
-"""The default model over a two-tier cache, through the real engine: which blocks a request reads quantised follows from its own
-length, so its tokens and logprobs are the same bits in any company, in any chunks, after preemption and after a prefix hit."""
+"""The default model with a two-tier cache through the real engine.
+
+The length of a request alone decides which blocks it reads quantised. So its tokens and logprobs are bit-identical in
+any batch, with any chunks, after a preemption and with a prefix hit.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def requests(default_tokenizer: Tokenizer) -> list[InferenceRequest]:
-    """Prompts of a token to five times the tail; some share their beginning, up to far behind their tails."""
+    """Prompts from one token to five tails. Some share a prefix that is much longer than the tail."""
     shared = " ".join([SHARED] * 3)
     texts = [TEXTS[1], TEXTS[0], SHARED, *(shared + text[len(SHARED) :] for text in TEXTS if SHARED in text)]
     texts += [" ".join(TEXTS[:10])]
@@ -65,7 +68,7 @@ def make_engine(
     block_size: int = BLOCK_SIZE,
     **scheduler: object,
 ) -> ServingEngine:
-    """`bits` None: a plain cache."""
+    """`bits` None: a full cache."""
     tiers = {}
     if bits is not None:
         tiers = {
@@ -88,7 +91,7 @@ def make_engine(
 
 @dataclasses.dataclass(frozen=True)
 class Alone:
-    """Each request with the engine to itself."""
+    """The result of each request when it runs alone."""
 
     bits: int
     results: Sequence[GenerationResult]
@@ -101,19 +104,19 @@ def alone(request: pytest.FixtureRequest, model: Model, requests: list[Inference
     engine.stop()
 
 
-def test_what_is_behind_the_tail_is_read_quantised_and_changes_little(
+def test_tokens_before_the_tail_are_read_quantised_and_change_the_result_little(
     model: Model, requests: list[InferenceRequest], alone: Alone
 ) -> None:
     engine = make_engine(model, None)
     plain = run(engine, requests)
     engine.stop()
-    assert_equal(alone.results[:2], plain[:2])  # never longer than their tails
+    assert_equal(alone.results[:2], plain[:2])  # never longer than the tail
     distances = []
     for ours, theirs in zip(alone.results[3:], plain[3:], strict=True):
         first, full = logprobs(ours)[0], logprobs(theirs)[0]
         assert first != full, "the store was not read"
         distances.append(abs(first - full))
-    # Of several: activations in bytes alone move a single logprob by a tenth, where something tips one of their codes.
+    # The mean over several requests: rounding of int8 activations alone can move a single logprob by 0.1.
     assert (
         np.mean(distances) < {8: 0.1, 4: 1.0}[alone.bits] and max(distances) < {8: 0.25, 4: 1.0}[alone.bits]
     )
@@ -129,7 +132,7 @@ def test_numpy_reads_the_same_from_both_tiers(
     one = dataclasses.replace(requests[3], params=dataclasses.replace(requests[3].params, max_tokens=3))
     (result,) = run(engine, [one])
     engine.stop()
-    # The kernels' activations have eight bits, which moves some codes; this says that nothing larger differs.
+    # The kernels round activations to 8 bits, which changes some codes. Larger differences are errors.
     assert abs(logprobs(result)[0] - logprobs(alone.results[3])[0]) < {8: 0.15, 4: 0.5}[alone.bits]
 
 
@@ -142,7 +145,7 @@ def test_tokens_are_the_same_in_a_batch(model: Model, requests: list[InferenceRe
 def test_tokens_are_the_same_with_prompts_in_chunks(
     model: Model, requests: list[InferenceRequest], alone: Alone
 ) -> None:
-    """Of less than a block, and of twice the tail."""
+    """With chunks smaller than a block and chunks of two tails."""
     for chunk in (7, 32):
         engine = make_engine(
             model, alone.bits, max_chunk_tokens=chunk, max_prefill_tokens=40, max_tokens_per_step=72
@@ -185,10 +188,10 @@ def test_tokens_are_the_same_after_preemption(
     engine.stop()
 
 
-def test_blocks_of_sixteen_give_the_same_bits_in_any_company_too(
+def test_blocks_of_sixteen_also_give_the_same_bits_in_any_batch(
     model: Model, requests: list[InferenceRequest]
 ) -> None:
-    """These are read as they lie; smaller ones are converted first."""
+    """Blocks of this size are read directly; smaller ones are converted first."""
     for bits in (8, 4):
         engine = make_engine(model, bits, block_size=16)
         apart = [run(engine, [one])[0] for one in requests]
@@ -199,7 +202,7 @@ def test_blocks_of_sixteen_give_the_same_bits_in_any_company_too(
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
-def test_what_cached_content_alone_may_touch_is_as_much_memory_in_two_tiers(
+def test_cached_blocks_alone_may_touch_as_much_memory_in_two_tiers_as_in_one(
     model: Model, bits: int | None
 ) -> None:
     tiers = {} if bits is None else {"kv_cache": KvCacheKind.TWO_TIER, "store_bits": bits}

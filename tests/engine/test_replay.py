@@ -1,4 +1,4 @@
-"""A run that was written down is run again exactly; a log that was changed is refused, with the line."""
+"""A recorded run replays exactly; a log that was changed is refused, with the line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from weft.request import InferenceRequest, Priority, RequestId, RequestState, Sa
 
 
 class RandomFaults:
-    """Something goes wrong now and then, by a seed."""
+    """Random faults, by a seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -46,7 +46,7 @@ class RandomFaults:
         chance = self._random.random()
         if plan.request_ids and chance < 0.02:
             return None, {self._random.choice(plan.request_ids): "its own"}
-        return ("nobody's" if chance < 0.04 else None), {}
+        return ("device error" if chance < 0.04 else None), {}
 
     def at_wait(self, plan: IterationPlan) -> str | None:
         return None
@@ -56,8 +56,8 @@ class RandomFaults:
 
 
 def record(path: Path, seed: int = 9, words: int = 50_000, **options: Any) -> ServingEngine:
-    """A crowded run with arrivals, priorities, deadlines, cancels, preemption and faults, by a seed. Of few `words` the
-    backend checks drafts, since they are often right."""
+    """Records a run with arrivals, priorities, deadlines, cancels, preemption and faults, by a seed. With few `words`
+    many draft tokens are accepted."""
     source = random.Random(seed)
     clock = VirtualClock()
     config = ServingEngineConfig(
@@ -82,10 +82,10 @@ def record(path: Path, seed: int = 9, words: int = 50_000, **options: Any) -> Se
         fixed_cost_rows=0.0 if words > 50 else 100.0,
     )
     engine = ServingEngine(backend, config, clock=clock, seed=seed)
-    for turn in range(300):
-        if turn < 200 and turn % 4 == 0:
+    for iteration in range(300):
+        if iteration < 200 and iteration % 4 == 0:
             length = source.randrange(1, 30)
-            wanted = InferenceRequest(
+            submitted = InferenceRequest(
                 tuple(7 * position % min(words, 50) for position in range(length)),
                 SamplingParams(max_tokens=source.randrange(1, 24), logit_bias={1: 1.5}, stop=("x",)),
                 priority=Priority(source.randrange(4)),
@@ -93,7 +93,7 @@ def record(path: Path, seed: int = 9, words: int = 50_000, **options: Any) -> Se
                 ttft_target=source.choice([None, 0.5]),
                 metadata={"user": "someone"},
             )
-            engine.submit(wanted)
+            engine.submit(submitted)
         if source.random() < 0.1:
             engine.cancel(RequestId(source.randrange(50)), "changed my mind")
         engine.run_iteration()
@@ -134,17 +134,19 @@ def test_other_runs_replay_too(tmp_path: Path, seed: int, mode: PreemptionMode) 
     engine = record(
         path, seed, preemption=mode, policy=list(PriorityPolicy)[seed % 4], prefer_pure_decode=seed == 3
     )
-    assert replay(str(path)).requests == sum(engine._figures.ended.values())
+    assert replay(str(path)).requests == sum(engine._metrics.ended.values())
 
 
 @pytest.mark.parametrize("seed", [14, 36])
-def test_a_run_with_drafts_replays_and_a_log_with_other_drafts_is_refused(tmp_path: Path, seed: int) -> None:
+def test_a_run_with_draft_tokens_replays_and_a_log_with_other_draft_tokens_is_refused(
+    tmp_path: Path, seed: int
+) -> None:
     path = tmp_path / "run.jsonl"
     engine = record(path, seed, words=2)
     stats = engine.stats()[0]
     assert 0 < stats.drafts_accepted < stats.tokens_drafted and stats.steps_failed
     report = replay(str(path))
-    assert report.requests == sum(engine._figures.ended.values()) and report.steps >= stats.steps
+    assert report.requests == sum(engine._metrics.ended.values()) and report.steps >= stats.steps
     lines = path.read_text().splitlines()
     changed = next(n for n, line in enumerate(lines) if '"drafts": [[' in line)
     event = json.loads(lines[changed])
@@ -171,11 +173,11 @@ def test_a_run_with_real_threads_and_the_real_clock_replays(tmp_path: Path) -> N
 
 
 Edit = Callable[[list[dict[str, Any]]], int]
-"""Changes a log and returns the number (from 1) of the first line that is no longer right."""
+"""Changes a log and returns the number (from 1) of the first line that is wrong."""
 
 
-def index_of(events: list[dict[str, Any]], wanted: Callable[[dict[str, Any]], bool], skip: int = 5) -> int:
-    return [number for number, event in enumerate(events) if wanted(event)][skip]
+def index_of(events: list[dict[str, Any]], matches: Callable[[dict[str, Any]], bool], skip: int = 5) -> int:
+    return [number for number, event in enumerate(events) if matches(event)][skip]
 
 
 def is_full_plan(event: dict[str, Any]) -> bool:
@@ -226,7 +228,7 @@ def add_a_clock_reading(events: list[dict[str, Any]]) -> int:
 
 def apply_twice(events: list[dict[str, Any]]) -> int:
     number = index_of(events, lambda e: e["event"] == "apply")
-    # Both steps in flight, then one more.
+    # Applies both steps in flight, then one more.
     events[number + 1 : number + 1] = [events[number], events[number]]
     return -1
 
@@ -279,7 +281,7 @@ def drop_the_beginning(events: list[dict[str, Any]]) -> int:
     ],
     ids=lambda edit: edit.__name__,
 )
-def test_a_log_that_was_changed_is_refused_naming_the_line(
+def test_a_log_that_was_changed_is_refused_with_the_line(
     recorded: tuple[Path, ServingEngine], tmp_path: Path, edit: Edit
 ) -> None:
     events = [json.loads(line) for line in recorded[0].read_text().splitlines()]
@@ -293,7 +295,7 @@ def test_a_log_that_was_changed_is_refused_naming_the_line(
         assert f", line {line}: " in str(caught.value)
 
 
-def test_a_log_whose_tail_is_cut_is_replayed_as_far_as_it_goes(
+def test_a_log_with_an_incomplete_last_line_is_replayed_up_to_it(
     recorded: tuple[Path, ServingEngine], tmp_path: Path
 ) -> None:
     lines = recorded[0].read_text().splitlines(keepends=True)
@@ -304,15 +306,15 @@ def test_a_log_whose_tail_is_cut_is_replayed_as_far_as_it_goes(
     for rest in (lines[40][:20], lines[40][:-1], "\0" * 100):
         path.write_text("".join(lines[:40]) + rest)
         assert replay(str(path)) == dataclasses.replace(whole, is_cut=True)
-        said = CliRunner().invoke(app, ["replay", str(path)])
-        assert said.exit_code == 0 and "up to the last line, which is cut" in said.stdout
+        result = CliRunner().invoke(app, ["replay", str(path)])
+        assert result.exit_code == 0 and "up to the last line, which is incomplete" in result.stdout
     path.write_text("".join(lines[:40]) + lines[40][:20] + "\n" + lines[41])
     with pytest.raises(ReplayDifference, match="line 41: not a weft log, or cut short"):
         replay(str(path))
 
 
 def one_request(path: Path, number: int = 1) -> None:
-    """A run of one engine, of `number` requests."""
+    """Records a run of `number` requests."""
     config = ServingEngineConfig(cache=KvCachePoolConfig(64, 4), log_path=str(path))
     engine = ServingEngine(NoopBackend(), config)
     for _ in range(number):
@@ -321,7 +323,7 @@ def one_request(path: Path, number: int = 1) -> None:
     engine.stop()
 
 
-def test_every_start_has_a_log_of_its_own_and_keeps_those_before_it(tmp_path: Path) -> None:
+def test_every_start_writes_a_new_log_and_keeps_the_older_ones(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     for number in range(1, 9):
         one_request(path, number)
@@ -330,7 +332,7 @@ def test_every_start_has_a_log_of_its_own_and_keeps_those_before_it(tmp_path: Pa
     assert [replay(str(tmp_path / name)).requests for name in names] == [8, 7, 6, 5, 4, 3]
 
 
-def test_only_the_owner_may_read_a_log_also_one_that_was_there(tmp_path: Path) -> None:
+def test_only_the_owner_may_read_a_log_even_one_that_existed(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     (tmp_path / "run.jsonl.1").write_text("older\n")
     path.write_text("old\n")
@@ -350,7 +352,7 @@ def test_only_the_owner_may_read_a_log_also_one_that_was_there(tmp_path: Path) -
     assert (tmp_path / "run.jsonl.1").read_text() == "old\n"
 
 
-def test_a_log_behind_a_link_keeps_the_link(tmp_path: Path) -> None:
+def test_a_log_path_that_is_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     link = tmp_path / "run.jsonl"
     link.symlink_to(tmp_path / "logs" / "real.jsonl")
@@ -377,18 +379,20 @@ print(json.dumps([len(ended), all(ended), len(engine.scheduler._readings.reading
 
 
 def run_with_a_full_disk(path: str, most_bytes: int) -> subprocess.CompletedProcess[str]:
-    """An engine in a process that may write so much of a file and no more; its requests all ended well."""
+    """Runs an engine in a process with a limit on the file size. All its requests must complete."""
     command = [sys.executable, "-c", FULL_DISK, path, str(most_bytes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     count, all_completed, readings = json.loads(done.stdout)
     assert (count, all_completed) == (30, True)
-    assert readings < 10  # what was not written is not kept
+    assert readings < 10  # clock readings that were not written are not kept
     return done
 
 
 @pytest.mark.parametrize("most_bytes", [100, 3_000, 20_000])
-def test_a_full_disk_ends_the_log_at_a_whole_line_and_no_request(tmp_path: Path, most_bytes: int) -> None:
+def test_a_full_disk_ends_the_log_at_a_whole_line_and_fails_no_request(
+    tmp_path: Path, most_bytes: int
+) -> None:
     path = tmp_path / "run.jsonl"
     done = run_with_a_full_disk(str(path), most_bytes)
     (warning,) = done.stderr.splitlines()
@@ -399,7 +403,7 @@ def test_a_full_disk_ends_the_log_at_a_whole_line_and_no_request(tmp_path: Path,
     assert written[-1:] in (b"\n", b"")
     if most_bytes > 1_000:
         assert replay(str(path)).requests > 0
-    one_request(path)  # the next start keeps what came
+    one_request(path)  # the next start keeps the cut log
     assert replay(str(path)).requests == 1
 
 
@@ -411,21 +415,21 @@ def test_a_device_that_is_full_is_left_as_it_is(tmp_path: Path) -> None:
     assert os.stat("/dev/full").st_mode == before
 
 
-def test_a_log_path_that_can_not_be_right_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_log_path_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no" / "folder.jsonl"):
         with pytest.raises(InvalidRequestError, match=r"log_path .* cannot be written"):
             one_request(path)
 
 
 @pytest.mark.parametrize("content", ["", "\n", "[]\n", "null\n", "hello\n", '{"event": "start"}\n'], ids=repr)
-def test_something_else_than_a_log_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_a_log_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "no.jsonl"
     path.write_text(content)
     with pytest.raises(ReplayDifference, match="not a weft log"):
         replay(str(path))
 
 
-def test_a_request_that_json_does_not_know_can_be_recorded(tmp_path: Path) -> None:
+def test_a_request_with_values_that_json_cannot_represent_can_be_recorded(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     config = ServingEngineConfig(cache=KvCachePoolConfig(16, 4), log_path=str(path))
     engine = ServingEngine(NoopBackend(), config)

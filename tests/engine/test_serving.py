@@ -37,10 +37,10 @@ from weft.request import (
     child_seed,
 )
 
-PATIENCE = 60.0
-"""Seconds after which a wait is given up. No test passes or fails by being faster than this."""
+TIMEOUT = 60.0
+"""Maximum seconds of a wait. It is long: no test depends on speed."""
 SLOW: dict[str, Any] = {"seconds_per_step": 0.01}
-"""Of a backend: for a request that must not be over before another thread has its turn."""
+"""Options of a slow backend, for a request that must not end before another thread has run."""
 
 
 def request(length: int = 8, max_tokens: int = 8, family: int = 0, **fields: Any) -> InferenceRequest:
@@ -48,9 +48,9 @@ def request(length: int = 8, max_tokens: int = 8, family: int = 0, **fields: Any
     return InferenceRequest(prompt, SamplingParams(max_tokens=max_tokens, seed=5, ignore_eos=True), **fields)
 
 
-def expected(engine: ServingEngine, wanted: InferenceRequest) -> tuple[int, ...]:
-    limit = len(wanted.prompt) + wanted.params.max_tokens
-    return tuple(generate_alone(wanted.prompt, 5, wanted.params, limit, engine.scheduler.info))
+def expected(engine: ServingEngine, sent: InferenceRequest) -> tuple[int, ...]:
+    limit = len(sent.prompt) + sent.params.max_tokens
+    return tuple(generate_alone(sent.prompt, 5, sent.params, limit, engine.scheduler.info))
 
 
 def make_engine(
@@ -71,7 +71,7 @@ def make_engine(
 
 
 class Gate:
-    """Faults that fail nothing, but let every step wait until the test opens the gate."""
+    """No faults, but every step waits until the test opens the gate."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -82,7 +82,7 @@ class Gate:
 
     def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
         self.reached.set()
-        assert self.open.wait(PATIENCE)
+        assert self.open.wait(TIMEOUT)
         return None, {}
 
     def at_wait(self, plan: IterationPlan) -> str | None:
@@ -93,14 +93,14 @@ class Gate:
 
 
 class Culprits:
-    """Fails every step that one of these requests is in."""
+    """Fails every step that contains one of these requests."""
 
     def __init__(self, *culprits: int, named: bool, rejects: bool = False) -> None:
         self.culprits = set(culprits)
         self.named = named
         self.rejects = rejects
         self.sizes: list[int] = []
-        """Sequences in each step that failed."""
+        """Number of sequences of each failed step."""
 
     def _hit(self, plan: IterationPlan) -> list[RequestId]:
         hit = [rid for rid in plan.request_ids if rid in self.culprits]
@@ -134,16 +134,16 @@ def assert_all_memory_is_free(engine: ServingEngine) -> None:
 
 def test_published_example_submit_and_poll() -> None:
     with make_engine() as engine:
-        wanted = request()
-        request_id = engine.submit(wanted)
-        deadline = time.monotonic() + PATIENCE
+        sent = request()
+        request_id = engine.submit(sent)
+        deadline = time.monotonic() + TIMEOUT
         while not engine.is_complete(request_id):
             assert time.monotonic() < deadline
             time.sleep(0.001)
         result = engine.get_result(request_id)
     assert result is not None
     assert result.state is RequestState.COMPLETED and result.finish_reason is FinishReason.LENGTH
-    assert result.tokens == expected(engine, wanted)
+    assert result.tokens == expected(engine, sent)
     assert (result.prompt_token_count, result.completion_token_count) == (8, 8)
 
 
@@ -156,10 +156,10 @@ def test_published_example_stream_with_a_callback() -> None:
         threads.add(threading.current_thread().name)
 
     with make_engine() as engine:
-        wanted = request()
-        request_id = engine.submit_with_callback(wanted, on_token)
-        assert engine.get_result(request_id, wait=PATIENCE) is not None
-    assert tuple(output.token_id for output in outputs) == expected(engine, wanted)
+        sent = request()
+        request_id = engine.submit_with_callback(sent, on_token)
+        assert engine.get_result(request_id, wait=TIMEOUT) is not None
+    assert tuple(output.token_id for output in outputs) == expected(engine, sent)
     assert [output.is_final for output in outputs] == [False] * 7 + [True]
     assert [output.sequence_length for output in outputs] == list(range(9, 17))
     assert outputs[-1].finish_reason is FinishReason.LENGTH
@@ -167,8 +167,8 @@ def test_published_example_stream_with_a_callback() -> None:
 
 
 def test_published_example_async_stream() -> None:
-    async def read(engine: ServingEngine, wanted: InferenceRequest) -> list[TokenOutput]:
-        return [output async for output in engine.stream(wanted)]
+    async def read(engine: ServingEngine, sent: InferenceRequest) -> list[TokenOutput]:
+        return [output async for output in engine.stream(sent)]
 
     async def main(engine: ServingEngine) -> list[list[TokenOutput]]:
         return await asyncio.gather(*(read(engine, request(family=number)) for number in range(5)))
@@ -180,7 +180,7 @@ def test_published_example_async_stream() -> None:
         assert outputs[-1].is_final
 
 
-# ---------------------------------------------------------------------- other ways in
+# ---------------------------------------------------------------------- other ways to submit
 
 
 def test_submit_async_returns_the_result() -> None:
@@ -189,7 +189,7 @@ def test_submit_async_returns_the_result() -> None:
     assert result.tokens == expected(engine, request())
 
 
-def test_submit_async_returns_its_result_even_when_no_results_are_kept_for_long() -> None:
+def test_submit_async_returns_its_result_even_if_only_one_result_is_kept() -> None:
     async def main(engine: ServingEngine) -> list[Any]:
         return await asyncio.gather(
             *(engine.submit_async(request(family=n, max_tokens=3 + n % 4)) for n in range(20))
@@ -201,13 +201,13 @@ def test_submit_async_returns_its_result_even_when_no_results_are_kept_for_long(
         assert result.tokens == expected(engine, request(family=number, max_tokens=3 + number % 4))
 
 
-def test_cancelling_the_task_that_waits_cancels_the_request() -> None:
+def test_cancelling_the_task_cancels_the_request() -> None:
     gate = Gate()
     engine = make_engine(NoopBackend(faults=gate))
 
     async def main() -> None:
         task = asyncio.create_task(engine.submit_async(request(max_tokens=100)))
-        await asyncio.to_thread(gate.reached.wait, PATIENCE)
+        await asyncio.to_thread(gate.reached.wait, TIMEOUT)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -215,12 +215,12 @@ def test_cancelling_the_task_that_waits_cancels_the_request() -> None:
     with engine:
         asyncio.run(main())
         gate.open.set()
-        result = engine.get_result(RequestId(0), wait=PATIENCE)
+        result = engine.get_result(RequestId(0), wait=TIMEOUT)
     assert result is not None and result.state is RequestState.CANCELLED
     assert_all_memory_is_free(engine)
 
 
-def test_iterations_may_be_run_by_hand_without_any_thread() -> None:
+def test_iterations_can_run_without_a_thread() -> None:
     for overlap in (True, False):
         engine = make_engine(overlap=overlap)
         ids = [engine.submit(request(family=family)) for family in range(3)]
@@ -232,7 +232,9 @@ def test_iterations_may_be_run_by_hand_without_any_thread() -> None:
         assert_all_memory_is_free(engine)
 
 
-def test_a_step_that_computes_lasts_as_long_as_the_backend_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_takes_the_seconds_that_the_noop_backend_is_configured_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slept: list[float] = []
     monkeypatch.setattr(noop, "time", SimpleNamespace(sleep=slept.append))
     engine = make_engine(NoopBackend(seconds_per_step=0.5))
@@ -241,7 +243,7 @@ def test_a_step_that_computes_lasts_as_long_as_the_backend_is_told(monkeypatch: 
     assert slept == [0.5] * 4
 
 
-def test_run_until_idle_ends_everything_where_memory_is_short() -> None:
+def test_run_until_idle_ends_all_requests_if_memory_is_short() -> None:
     engine = make_engine(
         blocks=10,
         swap_blocks=0,
@@ -252,7 +254,7 @@ def test_run_until_idle_ends_everything_where_memory_is_short() -> None:
     assert all(engine.is_complete(request_id) for request_id in ids)
 
 
-def test_output_is_the_same_with_and_without_overlap_and_in_any_company() -> None:
+def test_output_is_the_same_with_and_without_overlap_and_in_any_batch() -> None:
     for overlap in (True, False):
         for mode in PreemptionMode:
             backend = NoopBackend(random_source=random.Random(3))
@@ -284,7 +286,7 @@ STATES = ["waiting", "prefilling", "decoding", "preempted", "swapped", "swapping
 
 @pytest.mark.parametrize(
     ("state", "overlap"),
-    # Without overlap a copy back is over when its iteration is: nobody can be seen swapping in.
+    # Without overlap a swap-in ends with its iteration, so a test never sees this state.
     [(state, overlap) for state in STATES for overlap in (True, False) if overlap or state != "swapping in"],
 )
 def test_cancel_ends_a_request_in_every_state_and_frees_its_memory(state: str, overlap: bool) -> None:
@@ -293,38 +295,38 @@ def test_cancel_ends_a_request_in_every_state_and_frees_its_memory(state: str, o
     engine = make_engine(blocks=16, overlap=overlap, scheduler=options)
     finals: list[TokenOutput] = []
     other = request(12, 40)
-    wanted = request(12, 40, 1)
+    sent = request(12, 40, 1)
     other_id = engine.submit(other)
-    request_id = engine.submit_with_callback(wanted, lambda o: finals.append(o) if o.is_final else None)
+    request_id = engine.submit_with_callback(sent, lambda o: finals.append(o) if o.is_final else None)
     for _ in range(1000):
         if state_of(engine, request_id) == state:
             break
         engine.run_iteration()
     assert state_of(engine, request_id) == state
-    assert engine.cancel(request_id, "no longer wanted") is (state != "over")
-    assert engine.cancel(request_id) is False, "a second time there is nothing to cancel"
+    assert engine.cancel(request_id, "not needed any more") is (state != "over")
+    assert engine.cancel(request_id) is False, "a second cancel has no effect"
     engine.run_until_idle()
     result, other_result = engine.get_result(request_id), engine.get_result(other_id)
     assert result is not None and other_result is not None
-    assert other_result.tokens == expected(engine, other), "its neighbour is not touched"
+    assert other_result.tokens == expected(engine, other), "the other request is not affected"
     if state == "over":
         assert result.state is RequestState.COMPLETED
     else:
         assert result.state is RequestState.CANCELLED and result.finish_reason is FinishReason.CANCELLED
-        assert result.error == "no longer wanted"
+        assert result.error == "not needed any more"
         assert finals[0].finish_reason is FinishReason.CANCELLED and finals[0].token_id is None
-    assert result.tokens == expected(engine, wanted)[: len(result.tokens)]
+    assert result.tokens == expected(engine, sent)[: len(result.tokens)]
     assert len(finals) == 1, "the final output comes once"
     assert_all_memory_is_free(engine)
 
 
-def test_cancelling_what_never_was_says_so() -> None:
+def test_cancelling_an_unknown_request_returns_false() -> None:
     assert make_engine().cancel(RequestId(99)) is False
 
 
-def test_a_request_cancelled_while_the_loop_goes_to_sleep_still_gets_its_result() -> None:
+def test_a_request_cancelled_just_before_the_loop_waits_still_gets_its_result() -> None:
     class Sleepy(ServingEngine):
-        """Submits and cancels in the moment between a look that found nothing and the sleep that follows it."""
+        """Submits and cancels a request after the loop has found no work and before it waits."""
 
         cancelled: RequestId | None = None
 
@@ -336,14 +338,14 @@ def test_a_request_cancelled_while_the_loop_goes_to_sleep_still_gets_its_result(
             return outputs
 
     with Sleepy(NoopBackend(), ServingEngineConfig()) as engine:
-        result = engine.get_result(RequestId(0), wait=PATIENCE)
+        result = engine.get_result(RequestId(0), wait=TIMEOUT)
     assert result is not None and result.state is RequestState.CANCELLED
 
 
 # ---------------------------------------------------------------------- stop
 
 
-def test_stop_cancels_what_is_outstanding_tells_everyone_and_refuses_newcomers() -> None:
+def test_stop_cancels_unfinished_requests_delivers_their_ends_and_refuses_new_ones() -> None:
     gate = Gate()
     finals: list[TokenOutput] = []
     engine = make_engine(NoopBackend(faults=gate, **SLOW)).start()
@@ -353,7 +355,7 @@ def test_stop_cancels_what_is_outstanding_tells_everyone_and_refuses_newcomers()
         )
         for n in range(12)
     ]
-    assert gate.reached.wait(PATIENCE)
+    assert gate.reached.wait(TIMEOUT)
     gate.open.set()
     engine.stop()
     engine.stop()
@@ -366,15 +368,15 @@ def test_stop_cancels_what_is_outstanding_tells_everyone_and_refuses_newcomers()
 
 
 @pytest.mark.parametrize("own_thread", [True, False], ids=["start()", "run_iteration() by hand"])
-def test_stop_from_a_callback_ends_the_loop_and_every_callback_hears_its_tokens_in_order(
+def test_stop_from_a_callback_ends_the_loop_and_every_callback_gets_its_tokens_in_order(
     own_thread: bool,
 ) -> None:
     engine = make_engine()
-    heard: dict[int, list[TokenOutput]] = {}
+    received: dict[int, list[TokenOutput]] = {}
 
     def on_token(output: TokenOutput) -> None:
-        heard.setdefault(output.request_id, []).append(output)
-        if output.request_id == 0 and len(heard[0]) == 3:
+        received.setdefault(output.request_id, []).append(output)
+        if output.request_id == 0 and len(received[0]) == 3:
             engine.stop()
 
     for family in range(4):
@@ -382,18 +384,18 @@ def test_stop_from_a_callback_ends_the_loop_and_every_callback_hears_its_tokens_
     if own_thread:
         engine.start()
         for number in range(4):
-            assert engine.get_result(RequestId(number), wait=PATIENCE) is not None
+            assert engine.get_result(RequestId(number), wait=TIMEOUT) is not None
         engine.stop()
     else:
         engine.run_until_idle()
-    for number, outputs in heard.items():
+    for number, outputs in received.items():
         result = engine.get_result(RequestId(number))
         assert result is not None and result.state is RequestState.CANCELLED
         assert tuple(o.token_id for o in outputs if o.token_id is not None) == result.tokens
         assert [o.is_final for o in outputs] == [False] * (len(outputs) - 1) + [True]
 
 
-def test_stop_ends_a_loop_that_the_caller_runs_in_a_thread_of_its_own() -> None:
+def test_stop_ends_a_loop_in_a_thread_of_the_caller() -> None:
     for _ in range(10):
         engine = make_engine()
         failures: list[BaseException] = []
@@ -408,13 +410,13 @@ def test_stop_ends_a_loop_that_the_caller_runs_in_a_thread_of_its_own() -> None:
         thread.start()
         ids = [engine.submit(request(max_tokens=2000, family=family)) for family in range(3)]
         engine.stop()
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
         assert not thread.is_alive() and not failures
         assert all(engine.is_complete(request_id) for request_id in ids)
         assert_all_memory_is_free(engine)
 
 
-def test_stop_before_anything_was_started_ends_what_was_submitted() -> None:
+def test_stop_before_the_start_cancels_submitted_requests() -> None:
     engine = make_engine()
     request_id = engine.submit(request())
     engine.stop()
@@ -422,7 +424,7 @@ def test_stop_before_anything_was_started_ends_what_was_submitted() -> None:
     assert result is not None and result.state is RequestState.CANCELLED
 
 
-def test_the_context_manager_stops_the_engine_and_lets_errors_through() -> None:
+def test_the_context_manager_stops_the_engine_and_does_not_hide_errors() -> None:
     engine = make_engine()
     with pytest.raises(KeyError), engine:
         engine.submit(request(max_tokens=1000))
@@ -432,13 +434,13 @@ def test_the_context_manager_stops_the_engine_and_lets_errors_through() -> None:
         engine.submit(request())
 
 
-def test_a_submitter_that_waits_for_room_is_woken_by_stop() -> None:
+def test_stop_wakes_a_submit_that_waits_for_the_queue() -> None:
     gate = Gate()
     engine = make_engine(
         NoopBackend(faults=gate), scheduler={"max_running": 1, "max_waiting_requests": 1}
     ).start()
     engine.submit(request())
-    assert gate.reached.wait(PATIENCE)
+    assert gate.reached.wait(TIMEOUT)
     engine.submit(request(family=1))
     raised: list[Exception] = []
 
@@ -452,7 +454,7 @@ def test_a_submitter_that_waits_for_room_is_woken_by_stop() -> None:
     thread.start()
     threading.Timer(0.05, gate.open.set).start()
     engine.stop()
-    thread.join(PATIENCE)
+    thread.join(TIMEOUT)
     assert not thread.is_alive()
     assert raised or engine.is_complete(RequestId(2))
 
@@ -463,44 +465,40 @@ def test_a_submitter_that_waits_for_room_is_woken_by_stop() -> None:
 def test_an_idle_engine_uses_no_cpu() -> None:
     with make_engine() as engine:
         request_id = engine.submit(request())
-        assert engine.get_result(request_id, wait=PATIENCE) is not None
+        assert engine.get_result(request_id, wait=TIMEOUT) is not None
         used = []
-        while (
-            not used or min(used) >= 0.05
-        ):  # not at once, where something else in this process is still at work
+        while not used or min(used) >= 0.05:  # another thread of this process may still be working
             assert len(used) < 60
             before = time.process_time()
             time.sleep(1.0)
             used.append(time.process_time() - before)
 
 
-def test_requests_may_be_submitted_from_many_threads_at_once() -> None:
+def test_many_threads_can_submit_at_once() -> None:
     answers: dict[int, tuple[RequestId, InferenceRequest]] = {}
     lock = threading.Lock()
 
     def submit_some(engine: ServingEngine, thread: int) -> None:
         for number in range(10):
-            wanted = request(4 + number, 6, family=10 * thread + number)
-            request_id = engine.submit(wanted)
+            sent = request(4 + number, 6, family=10 * thread + number)
+            request_id = engine.submit(sent)
             with lock:
-                answers[len(answers)] = (request_id, wanted)
+                answers[len(answers)] = (request_id, sent)
 
     with make_engine(NoopBackend(vocabulary_size=100_000), blocks=64) as engine:
         threads = [threading.Thread(target=submit_some, args=(engine, number)) for number in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(PATIENCE)
-        assert len({request_id for request_id, _ in answers.values()}) == 80, (
-            "every request has an id of its own"
-        )
-        for request_id, wanted in answers.values():
-            result = engine.get_result(request_id, wait=PATIENCE)
-            assert result is not None and result.tokens == expected(engine, wanted)
+            thread.join(TIMEOUT)
+        assert len({request_id for request_id, _ in answers.values()}) == 80, "every request has its own id"
+        for request_id, sent in answers.values():
+            result = engine.get_result(request_id, wait=TIMEOUT)
+            assert result is not None and result.tokens == expected(engine, sent)
     assert_all_memory_is_free(engine)
 
 
-def test_a_full_queue_refuses_with_both_numbers_and_nothing_is_lost() -> None:
+def test_a_full_queue_refuses_with_both_numbers_and_loses_no_request() -> None:
     engine = make_engine(scheduler={"max_waiting_requests": 2})
     ids = [engine.submit(request(family=family)) for family in range(2)]
     with pytest.raises(QueueFullError, match=r"2 requests are waiting, at most 2"):
@@ -512,15 +510,15 @@ def test_a_full_queue_refuses_with_both_numbers_and_nothing_is_lost() -> None:
     assert engine.submit(request(family=3)) is not None
 
 
-def test_a_submitter_that_blocks_gets_in_when_there_is_room() -> None:
+def test_a_blocking_submit_succeeds_once_the_queue_has_room() -> None:
     with make_engine(scheduler={"max_running": 1, "max_waiting_requests": 1}) as engine:
         ids = [engine.submit(request(family=family), block=True) for family in range(10)]
         for family, request_id in enumerate(ids):
-            result = engine.get_result(request_id, wait=PATIENCE)
+            result = engine.get_result(request_id, wait=TIMEOUT)
             assert result is not None and result.tokens == expected(engine, request(family=family))
 
 
-def test_a_request_that_can_never_run_is_refused_at_once_even_when_it_would_block() -> None:
+def test_a_request_that_can_never_run_is_refused_at_once_even_with_block() -> None:
     engine = make_engine(blocks=4, scheduler={"max_waiting_requests": 1})
     with pytest.raises(InvalidRequestError, match=r"prompt has 16 tokens; allowed: at most 15"):
         engine.submit(request(16), block=True)
@@ -530,7 +528,7 @@ def test_a_request_that_can_never_run_is_refused_at_once_even_when_it_would_bloc
 
 
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding"])
-def test_a_deadline_ends_a_request_wherever_it_is(state: str) -> None:
+def test_a_deadline_ends_a_request_in_every_state(state: str) -> None:
     clock = VirtualClock()
     options = {"max_running": 1, "max_chunk_tokens": 4, "max_prefill_tokens": 4, "prefix_caching": False}
     engine = make_engine(clock=clock, scheduler=options)
@@ -568,7 +566,7 @@ def test_an_expired_request_never_runs() -> None:
     assert engine.stats()[0].tokens_computed == 0
 
 
-def test_the_request_timeout_is_the_deadline_of_those_that_have_none() -> None:
+def test_the_request_timeout_is_the_deadline_of_requests_without_one() -> None:
     clock = VirtualClock()
     engine = make_engine(clock=clock, request_timeout=5.0)
     without = engine.submit(request(max_tokens=500))
@@ -582,11 +580,11 @@ def test_the_request_timeout_is_the_deadline_of_those_that_have_none() -> None:
     assert result is not None and result.state is RequestState.COMPLETED
 
 
-def test_a_deadline_passes_while_the_real_loop_is_busy_with_others() -> None:
+def test_a_deadline_ends_a_waiting_request_while_the_loop_is_busy() -> None:
     with make_engine(scheduler={"max_running": 1}) as engine:
         busy = engine.submit(request(max_tokens=4000))
         waiting = engine.submit(request(family=1, deadline=0.0))
-        result = engine.get_result(waiting, wait=PATIENCE)
+        result = engine.get_result(waiting, wait=TIMEOUT)
         assert result is not None and result.state is RequestState.CANCELLED
         engine.cancel(busy)
 
@@ -594,19 +592,19 @@ def test_a_deadline_passes_while_the_real_loop_is_busy_with_others() -> None:
 # ---------------------------------------------------------------------- callbacks and readers
 
 
-def test_a_callback_that_raises_ends_its_own_request_only() -> None:
+def test_a_callback_that_raises_fails_only_its_own_request() -> None:
     def raises(output: TokenOutput) -> None:
         if output.sequence_length == 11:
-            raise RuntimeError("the caller's mistake")
+            raise RuntimeError("error of the caller")
 
     with make_engine() as engine:
         bad = engine.submit_with_callback(request(max_tokens=50), raises)
         good = engine.submit(request(max_tokens=50, family=1))
-        bad_result = engine.get_result(bad, wait=PATIENCE)
-        good_result = engine.get_result(good, wait=PATIENCE)
-        later = engine.get_result(engine.submit(request(family=2)), wait=PATIENCE)
+        bad_result = engine.get_result(bad, wait=TIMEOUT)
+        good_result = engine.get_result(good, wait=TIMEOUT)
+        later = engine.get_result(engine.submit(request(family=2)), wait=TIMEOUT)
     assert bad_result is not None and bad_result.state is RequestState.FAILED
-    assert bad_result.error is not None and "the caller's mistake" in bad_result.error
+    assert bad_result.error is not None and "error of the caller" in bad_result.error
     assert good_result is not None and good_result.tokens == expected(
         engine, request(max_tokens=50, family=1)
     )
@@ -614,18 +612,18 @@ def test_a_callback_that_raises_ends_its_own_request_only() -> None:
     assert_all_memory_is_free(engine)
 
 
-def test_callbacks_run_outside_the_lock_so_that_other_threads_are_not_held_up() -> None:
-    asked = threading.Event()
+def test_callbacks_run_without_the_lock_and_do_not_block_other_threads() -> None:
+    entered = threading.Event()
     answered: list[bool] = []
 
     def on_token(output: TokenOutput) -> None:
-        asked.set()
-        answered.append(done.wait(PATIENCE))
+        entered.set()
+        answered.append(done.wait(TIMEOUT))
 
     done = threading.Event()
     with make_engine() as engine:
         engine.submit_with_callback(request(max_tokens=1), on_token)
-        assert asked.wait(PATIENCE)
+        assert entered.wait(TIMEOUT)
         engine.metrics()
         engine.submit(request(family=1))
         assert engine.cancel(RequestId(1))
@@ -650,14 +648,14 @@ def test_a_callback_may_submit_and_cancel() -> None:
     assert cancelled is not None and cancelled.state is RequestState.CANCELLED
 
 
-def test_a_reader_that_falls_behind_is_cancelled_and_others_are_not_affected() -> None:
+def test_a_slow_reader_is_cancelled_and_others_are_not_affected() -> None:
     async def main(engine: ServingEngine) -> tuple[list[TokenOutput], list[TokenOutput]]:
         slow: list[TokenOutput] = []
         stream = engine.stream(request(max_tokens=500))
         slow.append(await anext(stream))
         other = [output async for output in engine.stream(request(max_tokens=60, family=1))]
-        # The slow reader took one token while the other read sixty; its buffer holds four.
-        await asyncio.to_thread(engine.get_result, slow[0].request_id, PATIENCE)
+        # The slow reader read one token while the other read sixty. Its buffer holds four.
+        await asyncio.to_thread(engine.get_result, slow[0].request_id, TIMEOUT)
         slow += [output async for output in stream]
         return slow, other
 
@@ -665,11 +663,11 @@ def test_a_reader_that_falls_behind_is_cancelled_and_others_are_not_affected() -
         slow, other = asyncio.run(main(engine))
         result = engine.get_result(slow[0].request_id)
     assert result is not None and result.state is RequestState.CANCELLED
-    assert result.error is not None and "4 tokens behind" in result.error
+    assert result.error is not None and "4 tokens are unread" in result.error
     assert slow[-1].is_final and slow[-1].finish_reason is FinishReason.CANCELLED
-    heard = [output.token_id for output in slow if output.token_id is not None]
-    assert heard == list(expected(engine, request(max_tokens=500)))[: len(heard)], (
-        "no token is missing in between"
+    received = [output.token_id for output in slow if output.token_id is not None]
+    assert received == list(expected(engine, request(max_tokens=500)))[: len(received)], (
+        "no token is missing before the end"
     )
     assert other[-1].finish_reason in (FinishReason.LENGTH, FinishReason.CANCELLED)
 
@@ -685,7 +683,7 @@ def test_a_reader_that_leaves_early_cancels_its_request() -> None:
 
     with make_engine(NoopBackend(**SLOW)) as engine:
         request_id = asyncio.run(main(engine))
-        result = engine.get_result(request_id, wait=PATIENCE)
+        result = engine.get_result(request_id, wait=TIMEOUT)
     assert result is not None and result.state is RequestState.CANCELLED
     assert_all_memory_is_free(engine)
 
@@ -696,7 +694,7 @@ def test_a_stream_of_a_stopped_engine_ends() -> None:
 
     async def main() -> list[TokenOutput]:
         async def stop() -> None:
-            await asyncio.to_thread(gate.reached.wait, PATIENCE)
+            await asyncio.to_thread(gate.reached.wait, TIMEOUT)
             gate.open.set()
             await asyncio.to_thread(engine.stop)
 
@@ -709,7 +707,7 @@ def test_a_stream_of_a_stopped_engine_ends() -> None:
     assert outputs[-1].is_final and outputs[-1].finish_reason is FinishReason.CANCELLED
 
 
-# ---------------------------------------------------------------------- figures and results
+# ---------------------------------------------------------------------- metrics and results
 
 
 def test_every_request_is_counted_once_at_every_moment() -> None:
@@ -717,8 +715,8 @@ def test_every_request_is_counted_once_at_every_moment() -> None:
     engine = make_engine(NoopBackend(random_source=random.Random(4)), blocks=16, scheduler=options)
     submitted = 0
     states: set[str] = set()
-    for turn in range(400):
-        if turn % 5 == 0 and submitted < 12:
+    for iteration in range(400):
+        if iteration % 5 == 0 and submitted < 12:
             engine.submit(request(10, 20, submitted, priority=Priority(submitted % 3)))
             submitted += 1
         engine.run_iteration()
@@ -731,10 +729,10 @@ def test_every_request_is_counted_once_at_every_moment() -> None:
         assert metrics.requests_running <= len(busy) <= metrics.requests_running + metrics.requests_preempted
         assert 0 <= metrics.cache_utilisation <= 1 and 0 <= metrics.batch_utilisation <= 1
         states |= {state_of(engine, rid) for rid in engine.scheduler.sequences}
-    assert {"decoding", "swapped", "swapping in"} <= states, "the run never reached what it is about"
+    assert {"decoding", "swapped", "swapping in"} <= states, "the run did not reach all states"
 
 
-def test_the_figures_agree_with_the_results() -> None:
+def test_the_metrics_agree_with_the_results() -> None:
     clock = VirtualClock()
     engine = make_engine(clock=clock)
     engine.submit(request(8, 5))
@@ -751,7 +749,7 @@ def test_the_figures_agree_with_the_results() -> None:
     assert (metrics.requests_completed, metrics.requests_cancelled, metrics.requests_failed) == (2, 1, 0)
     assert metrics.generated_tokens == tokens == engine.stats()[0].tokens_generated
     assert metrics.prompt_tokens == 24
-    assert metrics.tokens_per_second == pytest.approx(2.0), "in the last ten seconds one request ran"
+    assert metrics.tokens_per_second == pytest.approx(2.0), "one request ran in the last ten seconds"
     assert metrics.latency.count == 2 and metrics.time_to_first_token.count == 3
     assert metrics.inter_token_latency.count == tokens - 3
     assert metrics.inter_token_latency.p50 == pytest.approx(0.5, rel=0.05)
@@ -762,17 +760,19 @@ def test_the_figures_agree_with_the_results() -> None:
     assert all(slot.request_id is None for slot in metrics.slots) and metrics.cache_utilisation == 0
 
 
-def test_results_are_kept_up_to_the_bound_and_the_oldest_go_first() -> None:
+def test_results_are_kept_up_to_the_limit_and_the_oldest_are_dropped_first() -> None:
     engine = make_engine(max_kept_results=3)
     ids = [engine.submit(request(max_tokens=2 + number, family=number)) for number in range(8)]
     engine.run_until_idle()
-    assert all(engine.is_complete(request_id) for request_id in ids), "over is over, kept or not"
+    assert all(engine.is_complete(request_id) for request_id in ids), (
+        "a request stays complete after its result is dropped"
+    )
     assert [engine.get_result(request_id) is None for request_id in ids] == [True] * 5 + [False] * 3
     assert engine.get_result(ids[0]) is None
     assert len(engine._callbacks) == 0
 
 
-def test_get_result_gives_up_after_the_time_it_was_told_to_wait() -> None:
+def test_get_result_returns_none_after_its_timeout() -> None:
     engine = make_engine()
     request_id = engine.submit(request())
     assert engine.get_result(request_id) is None
@@ -783,7 +783,7 @@ def test_get_result_gives_up_after_the_time_it_was_told_to_wait() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_fault_that_belongs_to_one_request_ends_it_alone(overlap: bool) -> None:
+def test_a_fault_of_one_request_fails_only_that_request(overlap: bool) -> None:
     faults = Culprits(2, named=True)
     engine = make_engine(NoopBackend(faults=faults), overlap=overlap)
     ids = [engine.submit(request(family=family)) for family in range(5)]
@@ -801,14 +801,14 @@ def test_a_fault_that_belongs_to_one_request_ends_it_alone(overlap: bool) -> Non
 
 @pytest.mark.parametrize("rejects", [False, True], ids=["fails", "is refused at submit"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_fault_that_belongs_to_nobody_is_tried_again_in_halves(overlap: bool, rejects: bool) -> None:
+def test_a_step_with_an_unattributed_fault_is_retried_in_halves(overlap: bool, rejects: bool) -> None:
     faults = Culprits(1, named=False, rejects=rejects)
     engine = make_engine(NoopBackend(faults=faults), overlap=overlap)
     ids = [engine.submit(request(family=family)) for family in range(6)]
     engine.run_until_idle()
     failed = [rid for rid in ids if (r := engine.get_result(rid)) and r.state is RequestState.FAILED]
-    assert 1 in failed and len(failed) <= 3, "at most the half that it is in"
-    assert set(faults.sizes) == {6, 3}, "the step as it was, then the half"
+    assert 1 in failed and len(failed) <= 3, "at most the half that contains it"
+    assert set(faults.sizes) == {6, 3}, "the whole step failed, then one half"
     for family, request_id in enumerate(ids):
         result = engine.get_result(request_id)
         assert result is not None
@@ -817,7 +817,7 @@ def test_a_fault_that_belongs_to_nobody_is_tried_again_in_halves(overlap: bool, 
     assert_all_memory_is_free(engine)
 
 
-def test_a_fault_that_does_not_come_back_ends_nobody() -> None:
+def test_a_fault_that_does_not_repeat_fails_no_request() -> None:
     class Once(Culprits):
         def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
             failure = super().at_result(plan)
@@ -836,9 +836,7 @@ def test_a_fault_that_does_not_come_back_ends_nobody() -> None:
 
 @pytest.mark.parametrize("rejects", [False, True], ids=["fails", "is refused at submit"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_backend_whose_every_step_fails_breaks_the_engine_down_after_a_few(
-    overlap: bool, rejects: bool
-) -> None:
+def test_the_engine_stops_after_several_failed_steps_in_a_row(overlap: bool, rejects: bool) -> None:
     faults = Culprits(*range(100), named=False, rejects=rejects)
     engine = make_engine(NoopBackend(faults=faults), overlap=overlap)
     ids = []
@@ -846,14 +844,14 @@ def test_a_backend_whose_every_step_fails_breaks_the_engine_down_after_a_few(
         for family in range(25):
             ids.append(engine.submit(request(family=family)))
             engine.run_until_idle()
-    assert len(ids) == 3, "each alone, and once more alone"
+    assert len(ids) == 3, "each request fails alone twice"
     results = [engine.get_result(request_id) for request_id in ids]
     assert all(result is not None and result.state is RequestState.FAILED for result in results)
     with pytest.raises(EngineStoppedError, match="6 steps in a row failed"):
         engine.submit(request())
 
 
-def test_failed_steps_with_one_between_them_that_went_well_break_nothing_down() -> None:
+def test_a_successful_step_resets_the_count_of_failed_steps() -> None:
     faults = Culprits(*range(0, 50, 2), named=False)
     engine = make_engine(NoopBackend(faults=faults))
     for family in range(50):
@@ -865,7 +863,7 @@ def test_failed_steps_with_one_between_them_that_went_well_break_nothing_down() 
     assert_all_memory_is_free(engine)
 
 
-def test_failures_that_belong_to_requests_break_nothing_down() -> None:
+def test_failures_of_single_requests_do_not_stop_the_engine() -> None:
     engine = make_engine(NoopBackend(faults=Culprits(*range(50), named=True)))
     for family in range(50):
         engine.submit(request(family=family))
@@ -873,7 +871,7 @@ def test_failures_that_belong_to_requests_break_nothing_down() -> None:
     assert engine.metrics().requests_failed == 50
 
 
-def test_swaps_that_fail_cost_a_recompute_and_nothing_else() -> None:
+def test_failed_swaps_cost_only_a_recompute() -> None:
     class FailingSwaps(Culprits):
         def at_wait(self, plan: IterationPlan) -> str | None:
             return None
@@ -892,9 +890,9 @@ def test_swaps_that_fail_cost_a_recompute_and_nothing_else() -> None:
     assert_all_memory_is_free(engine)
 
 
-def test_a_backend_that_breaks_its_contract_ends_the_requests_and_is_not_waited_for_forever() -> None:
+def test_a_backend_that_returns_too_few_tokens_fails_the_requests() -> None:
     class Forgetful(NoopBackend):
-        """Returns one token too few, always."""
+        """Always returns one token too few."""
 
         def _finish(self, step: Any) -> StepResult:
             result = super()._finish(step)
@@ -902,16 +900,18 @@ def test_a_backend_that_breaks_its_contract_ends_the_requests_and_is_not_waited_
 
     with make_engine(Forgetful()) as engine:
         request_id = engine.submit(request())
-        result = engine.get_result(request_id, wait=PATIENCE)
+        result = engine.get_result(request_id, wait=TIMEOUT)
     assert result is not None and result.state is RequestState.FAILED
     assert result.error is not None and "0 tokens where 1" in result.error
 
 
-def test_a_mistake_inside_the_engine_is_told_to_every_request_and_ends_the_engine() -> None:
+def test_an_error_inside_the_engine_fails_all_requests_and_stops_the_engine() -> None:
     engine = ServingEngine(NoopBackend(), clock=VirtualClock())
-    told: list[TokenOutput] = []
+    delivered: list[TokenOutput] = []
     ids = [
-        engine.submit_with_callback(InferenceRequest((1, 2, 3), SamplingParams(max_tokens=50)), told.append)
+        engine.submit_with_callback(
+            InferenceRequest((1, 2, 3), SamplingParams(max_tokens=50)), delivered.append
+        )
         for _ in range(3)
     ]
     engine.run_iteration()
@@ -922,7 +922,7 @@ def test_a_mistake_inside_the_engine_is_told_to_every_request_and_ends_the_engin
     engine.scheduler.schedule = broken  # type: ignore[method-assign, assignment]
     with pytest.raises(ZeroDivisionError):
         engine.run_iteration()
-    assert [o.request_id for o in told if o.is_final] == ids
+    assert [o.request_id for o in delivered if o.is_final] == ids
     for request_id in ids:
         result = engine.get_result(request_id)
         assert result is not None and result.state is RequestState.FAILED
@@ -931,7 +931,7 @@ def test_a_mistake_inside_the_engine_is_told_to_every_request_and_ends_the_engin
         engine.submit(InferenceRequest((1,)))
 
 
-def test_stop_from_the_final_callback_of_a_request_that_stop_itself_ends_returns() -> None:
+def test_stop_does_not_deadlock_if_a_final_callback_calls_stop() -> None:
     engine = make_engine(NoopBackend(**SLOW))
     finals: list[TokenOutput] = []
 
@@ -945,12 +945,12 @@ def test_stop_from_the_final_callback_of_a_request_that_stop_itself_ends_returns
         engine.submit_with_callback(request(max_tokens=1000, family=number), stop_again)
     stopper = threading.Thread(target=engine.stop, daemon=True)
     stopper.start()
-    stopper.join(PATIENCE)
+    stopper.join(TIMEOUT)
     assert not stopper.is_alive()
     assert len(finals) == 4
 
 
-def test_a_callback_may_submit_but_never_wait_for_room_that_only_it_can_make() -> None:
+def test_a_callback_that_submits_never_waits_for_a_full_queue() -> None:
     engine = make_engine(scheduler={"max_waiting_requests": 1, "max_running": 1})
     refused: list[BaseException] = []
 
@@ -962,7 +962,7 @@ def test_a_callback_may_submit_but_never_wait_for_room_that_only_it_can_make() -
 
     engine.submit_with_callback(request(max_tokens=6), submit_more)
     engine.run_until_idle()
-    assert refused, "the queue holds one: a second submit from the loop itself is refused at once"
+    assert refused, "the queue holds one: a second submit from the loop is refused at once"
 
 
 def test_an_iteration_inside_an_iteration_is_refused() -> None:
@@ -985,8 +985,8 @@ def test_an_interrupt_while_waiting_for_a_step_loses_nothing() -> None:
 
     backend = Interrupted()
     engine = ServingEngine(backend, ServingEngineConfig(overlap=False), clock=VirtualClock())
-    wanted = request(max_tokens=5)
-    request_id = engine.submit(wanted)
+    sent = request(max_tokens=5)
+    request_id = engine.submit(sent)
     engine.run_iteration()
     Interrupted.is_pressed = True
     with pytest.raises(KeyboardInterrupt):
@@ -994,13 +994,13 @@ def test_an_interrupt_while_waiting_for_a_step_loses_nothing() -> None:
     engine.stop()
     result = engine.get_result(request_id)
     assert result is not None and result.state is RequestState.CANCELLED
-    limit = len(wanted.prompt) + 5
-    alone = generate_alone(wanted.prompt, wanted.params.seed or 0, wanted.params, limit, backend.info)
+    limit = len(sent.prompt) + 5
+    alone = generate_alone(sent.prompt, sent.params.seed or 0, sent.params, limit, backend.info)
     assert list(result.tokens) == alone[: len(result.tokens)] and len(result.tokens) >= 2
 
 
-def test_an_interrupt_with_a_step_in_flight_behind_which_nothing_may_be_planned_loses_nothing() -> None:
-    """Two steps are in flight then, the second of them with drafts: both must be over before another is planned."""
+def test_an_interrupt_with_a_step_of_draft_tokens_in_flight_loses_nothing() -> None:
+    """Two steps are in flight, the second with draft tokens. Both must end before the next one is planned."""
 
     class Interrupted(NoopBackend):
         presses = 0
@@ -1015,22 +1015,22 @@ def test_an_interrupt_with_a_step_in_flight_behind_which_nothing_may_be_planned_
     scheduler = SchedulerConfig(prefer_pure_decode=True, max_running=8)
     engine = ServingEngine(backend, ServingEngineConfig(scheduler=scheduler), clock=VirtualClock())
     params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
-    wanted = [InferenceRequest((0, 1, 2) * 4, params) for _ in range(3)]
-    ids = [engine.submit(wanted[0])]
-    num_with_drafts_behind = 0
+    sent = [InferenceRequest((0, 1, 2) * 4, params) for _ in range(3)]
+    ids = [engine.submit(sent[0])]
+    num_interrupted_with_drafts = 0
     for number in range(200):
         if number in (5, 9):
-            ids.append(engine.submit(wanted[len(ids)]))
+            ids.append(engine.submit(sent[len(ids)]))
             backend.presses = 1
         try:
             engine.run_iteration()
             if not engine.has_work:
                 break
         except KeyboardInterrupt:
-            flights = engine._core._flights
-            num_with_drafts_behind += len(flights) > 1 and bool(flights[-1].plan.drafts)
-    assert num_with_drafts_behind, "the case was met"
-    for one, request_id in zip(wanted, ids, strict=True):
+            steps = engine._core._in_flight
+            num_interrupted_with_drafts += len(steps) > 1 and bool(steps[-1].plan.drafts)
+    assert num_interrupted_with_drafts, "no interrupt came while a step with draft tokens was in flight"
+    for one, request_id in zip(sent, ids, strict=True):
         result = engine.get_result(request_id)
         assert result is not None and result.state is RequestState.COMPLETED, result
         limit = len(one.prompt) + 40
@@ -1038,7 +1038,7 @@ def test_an_interrupt_with_a_step_in_flight_behind_which_nothing_may_be_planned_
         assert list(result.tokens) == generate_alone(one.prompt, seed, one.params, limit, backend.info)
 
 
-def test_finish_ends_a_request_as_complete_after_the_tokens_that_count() -> None:
+def test_finish_completes_a_request_after_the_given_number_of_tokens() -> None:
     engine = make_engine()
     seen: list[TokenOutput] = []
 
@@ -1057,7 +1057,7 @@ def test_finish_ends_a_request_as_complete_after_the_tokens_that_count() -> None
     assert not engine.finish(request_id, 1)
 
 
-def test_a_callback_that_raises_on_the_final_output_is_told_in_the_result() -> None:
+def test_a_callback_that_raises_on_the_final_output_fails_the_result() -> None:
     engine = make_engine()
 
     def take(output: TokenOutput) -> None:
@@ -1075,31 +1075,31 @@ def test_a_callback_that_raises_on_the_final_output_is_told_in_the_result() -> N
 # --- several answers, and logprobs ------------------------------------------------------------------------------
 
 
-def test_several_answers_compute_their_prompt_once_and_each_equals_the_one_with_its_own_seed() -> None:
+def test_several_answers_compute_their_prompt_once_and_each_equals_a_request_with_its_seed() -> None:
     params = SamplingParams(max_tokens=6, seed=11, n=3, logprobs=1)
-    prompt = tuple(range(100, 142))  # blocks of 4: ten full ones and two tokens
+    prompt = tuple(range(100, 142))  # ten full blocks of 4 and two tokens
     with make_engine(NoopBackend()) as engine:
         ids = engine.submit_choices(InferenceRequest(prompt, params))
-        answers = [engine.get_result(request_id, wait=PATIENCE) for request_id in ids]
+        answers = [engine.get_result(request_id, wait=TIMEOUT) for request_id in ids]
         computed = engine.stats()[0].tokens_computed
         singles = []
         for index in range(3):
             one = dataclasses.replace(params, n=1, seed=child_seed(11, index))
-            singles.append(engine.get_result(engine.submit(InferenceRequest(prompt, one)), wait=PATIENCE))
+            singles.append(engine.get_result(engine.submit(InferenceRequest(prompt, one)), wait=TIMEOUT))
     assert all(answer is not None and answer.state is RequestState.COMPLETED for answer in answers)
     assert [a.tokens for a in answers] == [a.tokens for a in singles]  # type: ignore[union-attr]
     assert [a.logprobs for a in answers] == [a.logprobs for a in singles]  # type: ignore[union-attr]
-    assert len({a.tokens for a in answers}) == 3, "each answer has noise of its own"  # type: ignore[union-attr]
-    assert computed == 42 + 2 * 2 + 3 * 5, "the full blocks of the prompt are computed by the first alone"
+    assert len({a.tokens for a in answers}) == 3, "each answer has its own noise"  # type: ignore[union-attr]
+    assert computed == 42 + 2 * 2 + 3 * 5, "only the first answer computes the full blocks of the prompt"
 
 
-def test_the_first_of_several_answers_is_the_one_a_single_request_gets() -> None:
+def test_the_first_of_several_answers_equals_that_of_a_single_request() -> None:
     assert child_seed(7, 0) == 7
     seeds = {child_seed(seed, index) for seed in (-(2**63), -1, 0, 1, 2**63 - 1) for index in range(50)}
     assert len(seeds) == 250 and all(-(2**63) <= seed < 2**63 for seed in seeds)
 
 
-def test_several_answers_are_taken_in_together_or_not_at_all() -> None:
+def test_several_answers_are_queued_together_or_not_at_all() -> None:
     engine = make_engine(scheduler={"max_waiting_requests": 4})
     engine.submit(request())
     with pytest.raises(QueueFullError):
@@ -1109,7 +1109,7 @@ def test_several_answers_are_taken_in_together_or_not_at_all() -> None:
         engine.submit_choices(InferenceRequest((1, 2), SamplingParams(n=5)), block=True)
     assert len(engine.submit_choices(InferenceRequest((1, 2), SamplingParams(n=3)))) == 3
     engine.stop()
-    # More tokens than the queue holds: alone they are taken all the same, beside others none of them is.
+    # More tokens than the queue holds: accepted if the queue is empty, else refused together.
     engine = make_engine(scheduler={"max_waiting_tokens": 10})
     four = InferenceRequest((1, 2, 3, 4, 5), SamplingParams(n=4, max_tokens=2))
     assert len(engine.submit_choices(four)) == 4
@@ -1119,19 +1119,19 @@ def test_several_answers_are_taken_in_together_or_not_at_all() -> None:
     engine.stop()
 
 
-def test_only_the_first_of_several_answers_carries_the_prompts_logprobs() -> None:
+def test_only_the_first_of_several_answers_has_prompt_logprobs() -> None:
     first, *others = InferenceRequest((1, 2), SamplingParams(n=3, prompt_logprobs=2)).children(5)
     assert first.params.prompt_logprobs == 2 and first.params.n == 1
     assert [other.params.prompt_logprobs for other in others] == [None, None]
 
 
-def test_prompt_logprobs_cover_the_prompt_however_it_is_cut() -> None:
+def test_prompt_logprobs_cover_the_prompt_for_every_chunk_size() -> None:
     prompt = tuple(range(7, 60))
     results = []
     for chunk in (3, 16, 512):
         with make_engine(scheduler={"max_chunk_tokens": chunk}) as engine:
             params = SamplingParams(max_tokens=2, seed=1, prompt_logprobs=2)
-            results.append(engine.get_result(engine.submit(InferenceRequest(prompt, params)), wait=PATIENCE))
+            results.append(engine.get_result(engine.submit(InferenceRequest(prompt, params)), wait=TIMEOUT))
     first = results[0]
     assert first is not None and first.prompt_logprobs is not None
     assert first.prompt_logprobs[0] is None and len(first.prompt_logprobs) == len(prompt)
@@ -1139,10 +1139,10 @@ def test_prompt_logprobs_cover_the_prompt_however_it_is_cut() -> None:
     assert all(result.prompt_logprobs == first.prompt_logprobs for result in results)  # type: ignore[union-attr]
 
 
-def test_max_tokens_none_means_what_the_context_has_room_for() -> None:
+def test_without_max_tokens_an_answer_may_fill_the_context() -> None:
     backend = NoopBackend(max_context=40)
     with make_engine(backend) as engine:
         params = SamplingParams(max_tokens=None, ignore_eos=True)
-        result = engine.get_result(engine.submit(InferenceRequest((1, 2, 3), params)), wait=PATIENCE)
+        result = engine.get_result(engine.submit(InferenceRequest((1, 2, 3), params)), wait=TIMEOUT)
     assert result is not None and len(result.tokens) == 37
     assert result.finish_reason is FinishReason.LENGTH

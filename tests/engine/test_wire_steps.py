@@ -1,4 +1,4 @@
-"""Outputs on their way from the engine's process to a reader: merged, taken in parts, and still complete and in order."""
+"""Outputs between the engine's process and a reader: merged, read in parts, complete and in order."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from weft.server.stream.choices import Choices
 from weft.text.tokenizer import Tokenizer
 
 
-def final(name: int) -> TokenOutput:
-    return TokenOutput(RequestId(name), 9, "", None, True, FinishReason.LENGTH, 5)
+def final(request_id: int) -> TokenOutput:
+    return TokenOutput(RequestId(request_id), 9, "", None, True, FinishReason.LENGTH, 5)
 
 
-def test_steps_that_wait_are_merged_and_others_stay_where_they_are() -> None:
+def test_adjacent_step_reports_are_merged_and_other_messages_keep_their_place() -> None:
     first = wire.StepReport((1, 2), (10, 20), (), ())
     last = wire.Output.of(final(2), 2)
     second = wire.StepReport((1,), (11,), (last,), ())
@@ -42,16 +42,16 @@ def test_steps_that_wait_are_merged_and_others_stay_where_they_are() -> None:
     assert kept is refused and after is third
 
 
-def test_a_large_step_is_not_made_larger() -> None:
+def test_a_large_step_report_is_not_merged() -> None:
     large = wire.StepReport(tuple(range(300)), tuple(range(300)), (), ())
     assert _merged([large, large]) == [large, large]
 
 
-def test_what_does_not_fit_is_written_later_complete_and_in_order() -> None:
+def test_messages_that_the_socket_does_not_accept_are_sent_later_complete_and_in_order() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         outbox = Outbox(ours)
-        for number in range(20_000):  # nobody reads yet: much more than a connection takes
+        for number in range(20_000):  # much more than the socket buffers
             outbox.send(wire.StepReport((1,), (number,), (), ()))
         frames, tokens = wire.Frames(), []
         theirs.settimeout(60.0)
@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_written_later_complete_and_in_order() -> None:
         ]
 
 
-def test_sending_to_a_reader_that_is_gone_does_nothing() -> None:
+def test_sending_to_a_closed_connection_does_nothing() -> None:
     ours, theirs = socket.socketpair()
     with ours:
         theirs.close()
@@ -79,7 +79,7 @@ def test_sending_to_a_reader_that_is_gone_does_nothing() -> None:
 
 
 class QuickEngine:
-    """Has the first token, and the end, before whoever submits hears the request's id."""
+    """Delivers the first token and the end before `submit_choices` returns the request id."""
 
     def __init__(self, process: EngineProcess) -> None:
         self.process = process
@@ -93,7 +93,7 @@ class QuickEngine:
 
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()
-        while self.thread.is_alive() and not self.process._named._waiters:  # type: ignore[attr-defined]
+        while self.thread.is_alive() and not self.process._client_id_added._waiters:  # type: ignore[attr-defined]
             time.sleep(0.001)
         return (RequestId(7),)
 
@@ -104,17 +104,17 @@ class QuickEngine:
         )  # fmt: skip
 
 
-def test_a_token_that_is_quicker_than_the_name_of_its_request_waits_for_it() -> None:
+def test_a_token_that_arrives_before_the_client_id_is_stored_waits_for_it() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = EngineProcess(theirs)
         engine = process._engine = QuickEngine(process)  # type: ignore[assignment]
-        process._obey(wire.Submit.of((3,), InferenceRequest((1, 2, 3))))
+        process._handle(wire.Submit.of((3,), InferenceRequest((1, 2, 3))))
         engine.thread.join(60)
-        assert (process._token_ids, process._tokens) == ([3], [5])
+        assert (process._token_client_ids, process._tokens) == ([3], [5])
         assert [output.request_id for output in process._outputs] == [3]
         assert [(result.request_id, result.num_tokens) for result in process._ended] == [(3, 2)]
-        assert not process._ids and not process._names, "what is over is forgotten"
+        assert not process._request_ids and not process._client_ids, "ids of ended requests are removed"
         process._outbox.close(10.0)
 
 
@@ -122,7 +122,7 @@ def noop_client() -> EngineClient:
     return EngineClient("noop", {"vocabulary_size": 1000}, ServingEngineConfig())
 
 
-def test_an_answer_may_be_taken_in_parts_with_every_length_told() -> None:
+def test_an_answer_can_be_read_in_parts_with_correct_sequence_lengths() -> None:
     async def run() -> None:
         client = noop_client()
         await client.start()
@@ -136,7 +136,9 @@ def test_an_answer_may_be_taken_in_parts_with_every_length_told() -> None:
             part = answer.take(7)
             assert 1 <= len(part) <= 7
             outputs += part
-            assert answer.arrived.is_set() != outputs[-1].is_final, "whoever waits must hear of the rest"
+            assert answer.arrived.is_set() != outputs[-1].is_final, (
+                "`arrived` must be set while outputs are unread"
+            )
         assert len(outputs) == answer.num_tokens == answer.result.completion_token_count
         assert [output.sequence_length for output in outputs] == list(range(4, 44))
         await client.stop()
@@ -144,7 +146,7 @@ def test_an_answer_may_be_taken_in_parts_with_every_length_told() -> None:
     asyncio.run(run())
 
 
-def test_a_thousand_answers_are_read_a_bounded_piece_at_a_time_and_all_of_them(
+def test_many_answers_are_read_completely_in_bounded_pieces(
     default_tokenizer: Tokenizer, default_model_path: Path
 ) -> None:
     async def run() -> None:
@@ -153,14 +155,14 @@ def test_a_thousand_answers_are_read_a_bounded_piece_at_a_time_and_all_of_them(
         choices = Choices(client, default_tokenizer)
         params = SamplingParams(max_tokens=30, seed=1, n=100, logprobs=3)
         await choices.submit([InferenceRequest((1, 2, 3), params)])
-        while client.num_under_way:
+        while client.num_unfinished:
             await asyncio.sleep(0.01)
-        most, rounds = 0, 0
+        largest, num_reads = 0, 0
         while not choices.is_over:
             await asyncio.wait_for(choices.wait(), 60)
-            most = max(most, sum(len(piece.tokens) for piece in choices.take()))
-            rounds += 1
-        assert most <= 200 and rounds >= 15, (most, rounds)
+            largest = max(largest, sum(len(piece.tokens) for piece in choices.take()))
+            num_reads += 1
+        assert largest <= 200 and num_reads >= 15, (largest, num_reads)
         assert [result.completion_token_count for result in choices.results] == [30] * 100
         await client.stop()
 

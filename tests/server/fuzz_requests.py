@@ -263,8 +263,8 @@ async def leftovers(server: InProcess) -> dict[str, float]:
             name, _, value = line.rpartition(" ")
             if name.partition("{")[0].removeprefix("weft:") in HELD and float(value):
                 held[name] = float(value)
-        if server.server.engine.num_under_way:
-            held["answers"] = server.server.engine.num_under_way
+        if server.server.engine.num_unfinished:
+            held["answers"] = server.server.engine.num_unfinished
         if not held:
             break
         await asyncio.sleep(0.05)

@@ -19,7 +19,7 @@ import pytest
 from in_process import InProcess, in_process
 from server_process import Server
 
-from weft.engine.ipc.client import RemoteAnswer
+from weft.engine.ipc.remote_answer import RemoteAnswer
 from weft.request import InferenceRequest
 from weft.server.admission.keys import ApiKey
 

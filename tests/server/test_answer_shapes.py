@@ -11,7 +11,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from weft.config import ServingEngineConfig
 from weft.engine.ipc import wire
-from weft.engine.ipc.client import EngineClient, RemoteAnswer
+from weft.engine.ipc.client import EngineClient
+from weft.engine.ipc.remote_answer import RemoteAnswer
 from weft.request import (
     FinishReason,
     GenerationResult,

@@ -49,5 +49,5 @@ def test_49_a_full_disk_ends_the_event_log_with_one_warning_and_no_request(
         assert server.client.get("/health").status_code == 200
     lines = [json.loads(line) for line in server_log.read_text().splitlines()]
     (warning,) = [line for line in lines if line["event"] == "warning"]
-    assert str(path) in warning["message"] and "the engine goes on without it" in warning["message"]
+    assert str(path) in warning["message"] and "the engine continues without it" in warning["message"]
     assert replay(str(path)).requests >= 1

@@ -20,7 +20,8 @@ from uvicorn.server import ServerState
 
 from weft.config import ServingEngineConfig
 from weft.engine.ipc import wire
-from weft.engine.ipc.client import EngineClient, RemoteAnswer
+from weft.engine.ipc.client import EngineClient
+from weft.engine.ipc.remote_answer import RemoteAnswer
 from weft.errors import WeftError
 from weft.request import (
     FinishReason,
@@ -58,7 +59,7 @@ class Engine(EngineClient):
         wake_every: int = 1,
         indices: range | None = None,
         waited: float = 0.0,
-        may_fall_behind: bool = False,
+        is_unbounded: bool = False,
         may_grow: Callable[[int], bool] = lambda num_bytes: True,
     ) -> list[RemoteAnswer]:
         assert arrived is not None
@@ -276,7 +277,7 @@ def test_a_client_that_reads_nothing_loses_its_answer(default_tokenizer: Tokeniz
         found.may_send.set()
 
     found = run(default_tokenizer, work)
-    assert b"tokens behind" in found.writer.pieces[-1] and b"[DONE]" not in found.writer.pieces[-1]
+    assert b"tokens are unread" in found.writer.pieces[-1] and b"[DONE]" not in found.writer.pieces[-1]
     assert isinstance(found.outcomes[0], ApiError)
 
 

@@ -438,7 +438,7 @@ MUTATIONS = (
         "step is planned while one with draft tokens is in flight",
         "weft.engine.loop:EngineCore._may_plan",
         "self.scheduler.may_plan_ahead and",
-        "(self.scheduler.may_plan_ahead or self._flights[-1].plan.drafts) and",
+        "(self.scheduler.may_plan_ahead or self._in_flight[-1].plan.drafts) and",
     ),
     Mutation(
         "decodes with draft tokens come before plain decodes",

@@ -1,4 +1,4 @@
-"""Lines of a batch file: what they ask for, what is wrong with them, and what an earlier output already answers."""
+"""Lines of a batch file: jobs, errors, and resuming an earlier output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from weft.cli import lines as lines_module
 from weft.cli.batch_file import Output, open_output
-from weft.cli.lines import Line, Wishes, make_job, read_line, read_lines
+from weft.cli.lines import Line, LineDefaults, make_job, read_line, read_lines
 from weft.cli.result_json import answer, error_answer
 from weft.errors import InvalidRequestError, WeftError
 from weft.llm import PromptJob
@@ -31,7 +31,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 class Model:
-    """As much of an LLM as a line needs."""
+    """The part of an LLM that a line needs."""
 
     def __init__(self, **suggestions: float) -> None:
         self.suggestions = suggestions
@@ -40,24 +40,26 @@ class Model:
         return SamplingParams(**{"max_tokens": None if chat else 16, **self.suggestions, **overrides})
 
 
-def job_of(content: object, wishes: Wishes | None = None, model: Model | None = None) -> PromptJob:
+def job_of(content: object, defaults: LineDefaults | None = None, model: Model | None = None) -> PromptJob:
     line, read = read_line(json.dumps(content).encode(), 0, "plain")
     if isinstance(read, InvalidRequestError):
         raise read
-    return make_job(line, read, wishes or Wishes(), model or Model(temperature=0.5))  # type: ignore[arg-type]
+    return make_job(line, read, defaults or LineDefaults(), model or Model(temperature=0.5))  # type: ignore[arg-type]
 
 
 def request(body: dict[str, object], url: str = "/v1/chat/completions") -> dict[str, object]:
     return {"custom_id": "a", "method": "POST", "url": url, "body": body}
 
 
-def params_of(content: object, wishes: Wishes | None = None, model: Model | None = None) -> SamplingParams:
-    params = job_of(content, wishes, model).params
+def params_of(
+    content: object, defaults: LineDefaults | None = None, model: Model | None = None
+) -> SamplingParams:
+    params = job_of(content, defaults, model).params
     assert params is not None
     return params
 
 
-# --- what a line asks for ---------------------------------------------------------------------------------------
+# --- jobs -------------------------------------------------------------------------------------------------------
 
 
 def test_a_line_is_a_prompt_a_conversation_or_a_request_of_the_openai_format() -> None:
@@ -70,30 +72,33 @@ def test_a_line_is_a_prompt_a_conversation_or_a_request_of_the_openai_format() -
     assert completion.prompt == "x" and completion.key == Line(0, "completion", "a")
 
 
-def test_what_is_not_said_comes_from_the_command_line_then_from_the_model() -> None:
-    wishes = Wishes({"top_p": 0.9, "seed": 3})
-    assert params_of("x", wishes) == SamplingParams(max_tokens=64, temperature=0.5, top_p=0.9, seed=3)
-    assert params_of({"prompt": "x", "seed": 4, "max_tokens": 2}, wishes).seed == 4
+def test_missing_parameters_come_from_the_command_line_then_from_the_model() -> None:
+    defaults = LineDefaults({"top_p": 0.9, "seed": 3})
+    assert params_of("x", defaults) == SamplingParams(max_tokens=64, temperature=0.5, top_p=0.9, seed=3)
+    assert params_of({"prompt": "x", "seed": 4, "max_tokens": 2}, defaults).seed == 4
     assert params_of({"messages": USER}).max_tokens is None
     assert params_of(request({"messages": USER})).max_tokens is None
     assert params_of(request({"prompt": "x"}, "/v1/completions")).max_tokens == 16
-    assert params_of(request({"prompt": "x"}, "/v1/completions"), Wishes({"max_tokens": 5})).max_tokens == 5
+    assert (
+        params_of(request({"prompt": "x"}, "/v1/completions"), LineDefaults({"max_tokens": 5})).max_tokens
+        == 5
+    )
 
 
-def test_without_a_suggestion_the_forms_of_the_api_have_its_temperature_and_a_plain_line_none() -> None:
+def test_without_a_recommendation_the_temperature_is_1_in_the_openai_format_and_0_in_plain_lines() -> None:
     model = Model()
     assert params_of("x", model=model).temperature == 0
     assert params_of({"messages": USER}, model=model).temperature == 0
     assert params_of(request({"messages": USER}), model=model).temperature == 1
-    assert params_of("x", Wishes({"temperature": 0.3}), model).temperature == 0.3
+    assert params_of("x", LineDefaults({"temperature": 0.3}), model).temperature == 0.3
 
 
-def test_null_stands_for_the_default() -> None:
+def test_null_means_the_default() -> None:
     content = {"prompt": "x", "temperature": None, "messages": None, "stop": None, "id": None}
     assert params_of(content) == params_of("x")
 
 
-def test_parameters_go_by_the_names_of_either_api() -> None:
+def test_parameters_may_have_the_names_of_weft_or_of_the_openai_api() -> None:
     params = params_of(
         request(
             {
@@ -111,15 +116,15 @@ def test_parameters_go_by_the_names_of_either_api() -> None:
     assert params_of({"prompt": "x", "logprobs": 3, "top_k": 7, "min_p": 0.1}).logprobs == 3
 
 
-def test_with_chat_a_plain_prompt_is_a_message() -> None:
-    wishes = Wishes(as_chat=True, system="be brief")
-    job = job_of("hi", wishes)
+def test_with_chat_a_plain_prompt_becomes_a_message() -> None:
+    defaults = LineDefaults(as_chat=True, system="be brief")
+    job = job_of("hi", defaults)
     assert job.prompt is None
     assert job.messages == [{"role": "system", "content": "be brief"}, *USER]
-    assert job_of({"messages": USER}, wishes).messages == USER, "a conversation is complete as it is"
+    assert job_of({"messages": USER}, defaults).messages == USER, "a conversation gets no system message"
 
 
-# --- what is wrong with a line ----------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -136,7 +141,7 @@ def test_with_chat_a_plain_prompt_is_a_message() -> None:
         ({"prompt": "x", "stream": True}, "stream is true; allowed here: false"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias has the key 'a'"),
         ({"prompt": "x", "top_logprobs": 2}, "top_logprobs needs"),
-        ({"prompt": "x", "tools": []}, "tools is for messages"),
+        ({"prompt": "x", "tools": []}, "tools must be a list of functions, and needs messages"),
         ({"prompt": "x", "id": [1]}, "neither a string nor a whole number"),
         ({"messages": "hi"}, "messages is not a list"),
         (
@@ -151,12 +156,12 @@ def test_with_chat_a_plain_prompt_is_a_message() -> None:
         (request({"messages": USER, "response_format": {"type": "json_object"}}), "response_format is"),
     ],
 )
-def test_a_bad_line_is_refused_by_what_is_wrong_in_it(content: object, message: str) -> None:
+def test_an_invalid_line_is_refused_with_the_reason(content: object, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         job_of(content)
 
 
-def test_the_fields_that_are_named_as_allowed_are_allowed() -> None:
+def test_the_error_lists_only_allowed_fields() -> None:
     with pytest.raises(InvalidRequestError, match="id is not a field of a request; allowed: ") as caught:
         job_of(request({"messages": USER, "id": "a"}))
     named = str(caught.value).split("allowed: ")[1].split(", ")
@@ -168,13 +173,13 @@ def test_the_fields_that_are_named_as_allowed_are_allowed() -> None:
 @pytest.mark.parametrize(
     "raw", [b"{", b"\xff", b'"\\ud800"', b'{"prompt": "x", "temperature": NaN}', b"[" * 100_000]
 )
-def test_what_is_no_json_is_refused(raw: bytes) -> None:
+def test_invalid_json_is_refused(raw: bytes) -> None:
     line, error = read_line(raw, 6, "chat")
     assert line == Line(6, "chat")
     assert isinstance(error, InvalidRequestError) and error.code == "invalid_json"
 
 
-def test_an_error_is_told_in_the_form_of_the_request() -> None:
+def test_an_error_has_the_format_of_the_request() -> None:
     error = InvalidRequestError("too hot", field="temperature")
     details = {
         "message": "too hot",
@@ -191,11 +196,11 @@ def test_an_error_is_told_in_the_form_of_the_request() -> None:
     assert answer["custom_id"] == "a" and answer["error"] is None
     assert answer["response"]["status_code"] == 400 and answer["response"]["body"] == {"error": details}
     assert error_answer(Line(4, "chat", "a"), WeftError("broke"))["response"]["status_code"] == 500
-    nobody = error_answer(Line(4, "chat"), error)
-    assert nobody["response"] is None and nobody["error"]["message"] == "line 5: too hot"
+    without_id = error_answer(Line(4, "chat"), error)
+    assert without_id["response"] is None and without_id["error"]["message"] == "line 5: too hot"
 
 
-def test_the_token_that_was_chosen_is_among_the_top_logprobs_of_a_completion() -> None:
+def test_the_sampled_token_is_among_the_top_logprobs_of_a_completion() -> None:
     result = GenerationResult(
         request_id=RequestId(0),
         tokens=(2,),
@@ -219,7 +224,7 @@ def test_the_token_that_was_chosen_is_among_the_top_logprobs_of_a_completion() -
     assert choice["logprobs"]["top_logprobs"] == [{"a": -0.1, "b": -2.5, "c": -3.0}]
 
 
-def test_a_line_without_end_is_skipped_and_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_too_long_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 10)
     first, second, third = read_lines(io.BytesIO(b"a" * 10_000 + b"\n" + b"short\n" + b"last"))
     assert isinstance(first, InvalidRequestError)
@@ -229,7 +234,7 @@ def test_a_line_without_end_is_skipped_and_not_held(monkeypatch: pytest.MonkeyPa
 # --- the output -------------------------------------------------------------------------------------------------
 
 
-def test_an_output_that_exists_is_kept_unless_the_caller_says_what_to_do(tmp_path: Path) -> None:
+def test_an_existing_output_is_kept_without_overwrite_or_resume(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("old\n")
     with (
@@ -239,16 +244,16 @@ def test_an_output_that_exists_is_kept_unless_the_caller_says_what_to_do(tmp_pat
         pass
     assert path.read_text() == "old\n"
     with open_output(path, True, False) as output:
-        assert path.read_text() == "old\n", "until the model is loaded something can go wrong"
+        assert path.read_text() == "old\n", "the file is kept until the model is loaded"
         output.begin()
         output.write({"a": "é"})
     assert path.read_text() == '{"a": "é"}\n'
     path.write_text("")
     with open_output(path, False, False):
-        pass  # nothing can be lost of an empty file, such as the one of a run that ended early
+        pass  # an empty file may be replaced: a run that ended early leaves one
 
 
-def test_resuming_keeps_whole_answers_and_drops_errors_and_what_was_cut(tmp_path: Path) -> None:
+def test_resuming_keeps_complete_answers_and_drops_errors_and_an_incomplete_line(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     kept = [
         {"index": 0, "text": "x"},
@@ -272,19 +277,19 @@ def test_resuming_keeps_whole_answers_and_drops_errors_and_what_was_cut(tmp_path
 
 
 @pytest.mark.parametrize("foreign", ["notes", '"text"', '{"id": 1}', '{"custom_id": "a", "body": {}}'])
-def test_a_file_that_is_no_output_is_not_resumed(tmp_path: Path, foreign: str) -> None:
+def test_a_file_that_weft_did_not_write_is_not_resumed(tmp_path: Path, foreign: str) -> None:
     path = tmp_path / "notes.txt"
     content = f'{{"index": 0, "text": "x"}}\n{foreign}\n'
     path.write_text(content)
     with (
-        pytest.raises(InvalidRequestError, match="line 2 is not one that weft wrote"),
+        pytest.raises(InvalidRequestError, match="line 2 was not written by weft"),
         open_output(path, False, True),
     ):
         pass
     assert path.read_text() == content and [one.name for one in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_an_output_that_is_resumed_keeps_its_mode_and_the_link_to_it(tmp_path: Path) -> None:
+def test_resuming_keeps_the_mode_of_the_file_and_the_link_to_it(tmp_path: Path) -> None:
     real, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
     real.write_text('{"index": 0, "text": "x"}\n{"cut')
     real.chmod(0o600)
@@ -296,16 +301,16 @@ def test_an_output_that_is_resumed_keeps_its_mode_and_the_link_to_it(tmp_path: P
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_disk_that_is_full_is_told_with_the_way_to_go_on() -> None:
+def test_the_error_of_a_full_disk_advises_to_resume() -> None:
     with (
-        pytest.raises(WeftError, match=r"/dev/full: cannot be written: No space .* --resume goes on"),
+        pytest.raises(WeftError, match=r"/dev/full: cannot be written: No space .* --resume continues"),
         open_output(Path("/dev/full"), False, False) as output,
     ):
         output.write({"index": 0})
 
 
 @pytest.mark.usefixtures("ctrl_c_is_ignored")
-def test_a_batch_in_the_background_leaves_ctrl_c_to_the_program_in_front(tmp_path: Path) -> None:
+def test_a_batch_in_the_background_ignores_ctrl_c(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with open_output(path, False, False) as output:
         os.kill(os.getpid(), signal.SIGINT)
@@ -313,7 +318,7 @@ def test_a_batch_in_the_background_leaves_ctrl_c_to_the_program_in_front(tmp_pat
     assert path.read_text() == '{"index": 0}\n'
 
 
-def test_ctrl_c_waits_for_the_line_that_is_being_written(tmp_path: Path) -> None:
+def test_ctrl_c_takes_effect_after_the_current_line(tmp_path: Path) -> None:
     class Interrupted(io.BytesIO):
         def write(self, content: Any) -> int:
             half = len(content) // 2

@@ -1,4 +1,4 @@
-"""The commands without a model: what they read, what they say, and how they end."""
+"""The commands with a fake model: input, output, exit codes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Answer = Callable[[str], str | GenerationResult | WeftError]
 
 
 class FakeLLM:
-    """Answers the last message (or prompt) with what `answer` makes of it, and remembers what it was asked."""
+    """Answers the last message (or prompt) with `answer`, and records the conversations."""
 
     memory = MemoryUse(weights=3 << 20, kv_cache=2 << 20, swap=1 << 20, kv_tokens=4096, max_context=2048)
 
@@ -58,7 +58,7 @@ class FakeLLM:
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.asked: list[Sequence[Mapping[str, str]]] = []
+        self.conversations: list[Sequence[Mapping[str, str]]] = []
         self.sessions: list[str | None] = []
         self.params: list[SamplingParams | None] = []
         self.text = SimpleNamespace(
@@ -100,7 +100,7 @@ class FakeLLM:
         session_id: str | None = None,
         on_result: Callable[[GenerationResult], object] = lambda _: None,
     ) -> Generator[str, None, None]:
-        self.asked.append(list(messages))
+        self.conversations.append(list(messages))
         self.sessions.append(session_id)
         self.params.append(params)
         return self._stream(self._result(messages[-1]["content"]), on_result)
@@ -116,8 +116,8 @@ class FakeLLM:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], FakeLLM]:
-    """Puts a FakeLLM in the place of the model for both commands."""
-    # Only a terminal is told what memory a model takes.
+    """Replaces the model of both commands by a FakeLLM."""
+    # The memory table is printed only in a terminal.
     monkeypatch.delenv("FORCE_COLOR", raising=False)
 
     def arrange(answer: Answer) -> FakeLLM:
@@ -138,7 +138,7 @@ def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
 
 
 class Terminal(io.TextIOWrapper):
-    """A stream that says it is one."""
+    """A stream that claims to be a terminal."""
 
     def __init__(self) -> None:
         self.content = io.BytesIO()
@@ -159,10 +159,10 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 # --- generate ---------------------------------------------------------------------------------------------------
 
 
-def test_generate_says_where_standard_input_is_not_utf8(
+def test_generate_reports_where_standard_input_is_not_utf8(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # As Python sets it up where the locale is C: by itself this stream would refuse nothing.
+    # Python opens standard input like this in the C locale. This stream accepts invalid UTF-8.
     content = io.BytesIO("é".encode() + b"ab\xffc")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(content, "utf-8", errors="surrogateescape"))
     assert run_main(monkeypatch, "generate", "-") == 2
@@ -181,7 +181,7 @@ def test_generate_reads_standard_input_once(
         assert "standard input is empty" in capsys.readouterr().err
 
 
-def test_generate_asks_for_a_prompt_where_a_person_could_only_wait(
+def test_generate_without_a_prompt_does_not_wait_for_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal())
@@ -189,7 +189,7 @@ def test_generate_asks_for_a_prompt_where_a_person_could_only_wait(
     assert "no prompt is given" in capsys.readouterr().err
 
 
-def test_a_person_sees_which_answer_is_whose(
+def test_in_a_terminal_every_answer_has_a_heading(
     serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = dataclasses.replace(DONE, siblings=(dataclasses.replace(DONE, text=" else"),))
@@ -204,7 +204,7 @@ def test_a_person_sees_which_answer_is_whose(
     ]
 
 
-def test_generate_with_chat_says_what_to_do_with_a_model_that_was_not_made_for_it(
+def test_generate_with_chat_refuses_a_model_without_a_chat_template(
     serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(lambda prompt: "never").text.chat_template = None
@@ -213,7 +213,7 @@ def test_generate_with_chat_says_what_to_do_with_a_model_that_was_not_made_for_i
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_behind_standard_output_is_an_error_of_one_line(
+def test_a_full_disk_at_standard_output_is_an_error_of_one_line(
     serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(lambda prompt: "yes")
@@ -225,7 +225,7 @@ def test_a_full_disk_behind_standard_output_is_an_error_of_one_line(
         full.close()
 
 
-def test_an_answer_is_printed_also_where_a_letter_of_it_cannot_be(
+def test_a_character_that_the_terminal_cannot_encode_is_replaced(
     serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(lambda prompt: "café")
@@ -235,7 +235,7 @@ def test_an_answer_is_printed_also_where_a_letter_of_it_cannot_be(
     assert content.getvalue() == b"caf?\n"
 
 
-def test_generate_prints_all_that_is_complete_before_it_says_what_failed(
+def test_generate_prints_all_complete_answers_before_the_errors(
     serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cancelled = dataclasses.replace(FAILED, state=RequestState.CANCELLED, error="deadline passed")
@@ -262,7 +262,7 @@ def test_generate_prints_all_that_is_complete_before_it_says_what_failed(
     ],
 )
 @pytest.mark.parametrize("command", [["generate", "x"], ["chat"]])
-def test_a_value_out_of_range_is_refused_in_the_words_of_the_request(
+def test_a_value_out_of_range_is_refused_with_the_message_of_the_request(
     command: list[str],
     option: str,
     value: str,
@@ -290,19 +290,19 @@ def test_chat_needs_a_chat_template_before_the_first_prompt(
     stdin(b"hello\n")
     assert run_main(monkeypatch, "chat") == 2
     assert "the model has no chat template" in capsys.readouterr().err
-    assert llm.asked == [] and sys.stdin.read() == "hello\n"
+    assert llm.conversations == [] and sys.stdin.read() == "hello\n"
 
 
-def test_chat_without_a_standard_input_is_over_at_once(
+def test_chat_without_a_standard_input_ends_at_once(
     serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = serve(lambda prompt: "never")
     monkeypatch.setattr(sys, "stdin", None)
     assert run_main(monkeypatch, "chat") == 0
-    assert llm.asked == []
+    assert llm.conversations == []
 
 
-def test_chat_advises_to_clear_only_where_that_helps(
+def test_chat_advises_to_clear_only_if_the_context_is_full(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     errors = {
@@ -316,7 +316,7 @@ def test_chat_advises_to_clear_only_where_that_helps(
     assert "the template [b]refused[/b]" in err and "/clear" not in err
     stdin(b"long\n")
     chat_command(**OPTIONS, system=None)
-    assert "prompt has 9 tokens\\x1b[31m\n/clear starts anew." in capsys.readouterr().err
+    assert "prompt has 9 tokens\\x1b[31m\n/clear starts a new conversation." in capsys.readouterr().err
 
 
 def test_chat_marks_an_answer_that_was_cut(
@@ -331,10 +331,10 @@ def test_chat_marks_an_answer_that_was_cut(
         captured = capsys.readouterr()
         assert captured.out == " text\n"
         assert marker in captured.err if marker else "cut" not in captured.err
-    assert len(llm.asked) == 3
+    assert len(llm.conversations) == 3
 
 
-def test_an_error_in_the_middle_of_an_answer_gets_a_line_of_its_own(
+def test_an_error_in_the_middle_of_an_answer_starts_on_a_new_line(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     llm = serve(lambda prompt: FAILED if prompt == "bad" else DONE)
@@ -343,30 +343,32 @@ def test_an_error_in_the_middle_of_an_answer_gets_a_line_of_its_own(
     captured = capsys.readouterr()
     assert captured.out == " te\n text\n"
     assert "not complete: out of luck" in captured.err
-    assert llm.asked[1] == [{"role": "user", "content": "good"}], "the conversation goes on without the line"
+    assert llm.conversations[1] == [{"role": "user", "content": "good"}], (
+        "a failed message stays in the conversation"
+    )
 
 
-def test_chat_survives_bytes_that_are_no_text(
+def test_chat_survives_bytes_that_are_not_utf8(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None]
 ) -> None:
     llm = serve(lambda prompt: "yes")
     stdin(b"a\xffb\nnext\n")
     chat_command(**OPTIONS, system=None)
-    assert [messages[-1]["content"] for messages in llm.asked] == ["a\ufffdb", "next"]
+    assert [messages[-1]["content"] for messages in llm.conversations] == ["a\ufffdb", "next"]
 
 
-def test_two_slashes_send_one(
+def test_two_slashes_send_a_message_with_one(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     llm = serve(lambda prompt: "yes")
     stdin(b'//etc/hosts\n  //x\n/etc\n"""/etc\n/exit"""\n"""//x"""\n/quit\nnever\n')
     chat_command(**OPTIONS, system=None)
-    said = [messages[-1]["content"] for messages in llm.asked]
-    assert said == ["/etc/hosts", "  /x", "/etc\n/exit", "//x"], "quotes keep what is between them"
+    sent = [messages[-1]["content"] for messages in llm.conversations]
+    assert sent == ["/etc/hosts", "  /x", "/etc\n/exit", "//x"], "text in quotes is not a command"
     assert capsys.readouterr().err.count("no command '/etc'") == 1
 
 
-def test_the_name_of_a_file_is_no_markup(
+def test_markup_in_a_file_name_is_printed_as_it_is(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(lambda prompt: "yes")
@@ -383,11 +385,11 @@ def test_a_conversation_has_one_session_until_it_is_cleared(
     chat_command(**OPTIONS, system=None)
     first, second, third, fourth = llm.sessions
     assert first == second and len({first, third, fourth}) == 3 and None not in llm.sessions
-    assert [len(messages) for messages in llm.asked] == [1, 3, 1, 2]
-    assert llm.asked[3][0] == {"role": "system", "content": "be brief"}
+    assert [len(messages) for messages in llm.conversations] == [1, 3, 1, 2]
+    assert llm.conversations[3][0] == {"role": "system", "content": "be brief"}
 
 
-def test_an_answer_is_given_once_more_with_another_seed(
+def test_regenerate_uses_another_seed(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = iter(["first", "second", "third"])
@@ -398,11 +400,11 @@ def test_an_answer_is_given_once_more_with_another_seed(
     assert "There is no answer yet." in err and "At temperature 0" not in err
     assert [params.seed for params in llm.params if params] == [0, 1, 0]
     assert [params.temperature for params in llm.params if params] == [0.9, 0.9, 0.9]
-    assert llm.asked[1] == llm.asked[0]
-    assert llm.asked[2][1] == {"role": "assistant", "content": "second"}
+    assert llm.conversations[1] == llm.conversations[0]
+    assert llm.conversations[2][1] == {"role": "assistant", "content": "second"}
 
 
-def test_a_second_answer_to_a_likeliest_one_is_sampled_and_says_so(
+def test_regenerate_at_temperature_0_samples_and_reports_it(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     llm = serve(lambda prompt: "yes")
@@ -413,18 +415,18 @@ def test_a_second_answer_to_a_likeliest_one_is_sampled_and_says_so(
     assert capsys.readouterr().err.count("At temperature 0 the answer is always the same") == 2
 
 
-def test_a_failed_second_try_leaves_the_first_answer(
+def test_a_failed_regenerate_keeps_the_first_answer(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None]
 ) -> None:
     answers: Iterator[str | WeftError] = iter(["first", WeftError("no"), "third"])
     llm = serve(lambda prompt: next(answers))
     stdin(b"one\n/regenerate\ntwo\n")
     chat_command(**OPTIONS, system=None)
-    assert llm.asked[2][1] == {"role": "assistant", "content": "first"}
+    assert llm.conversations[2][1] == {"role": "assistant", "content": "first"}
 
 
 @pytest.mark.usefixtures("ctrl_c_is_handled")
-def test_a_stopped_answer_is_remembered_as_far_as_it_was_said(
+def test_a_stopped_answer_stays_in_the_conversation_as_far_as_it_was_shown(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def press_ctrl_c(times: int) -> None:
@@ -442,7 +444,7 @@ def test_a_stopped_answer_is_remembered_as_far_as_it_was_said(
                 press_ctrl_c(1)
                 on_result(result)
             finally:
-                press_ctrl_c(3)  # while it is being stopped, and when it is over
+                press_ctrl_c(3)  # while the answer is being stopped, and after its end
 
     llm = serve(lambda prompt: prompt)
     llm.__class__ = Stopped
@@ -450,12 +452,12 @@ def test_a_stopped_answer_is_remembered_as_far_as_it_was_said(
     chat_command(**OPTIONS, system=None)
     captured = capsys.readouterr()
     assert captured.err.count("[stopped]") == 2 and captured.out == "\nlate\n"
-    assert [len(messages) for messages in llm.asked] == [1, 1], "nothing was said before the first word"
+    assert [len(messages) for messages in llm.conversations] == [1, 1], "an answer without text is not added"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.usefixtures("ctrl_c_is_ignored")
-def test_a_chat_in_the_background_leaves_ctrl_c_to_the_program_in_front(
+def test_a_chat_in_the_background_ignores_ctrl_c(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def answer(prompt: str) -> str:
@@ -470,7 +472,7 @@ def test_a_chat_in_the_background_leaves_ctrl_c_to_the_program_in_front(
 
 
 @pytest.mark.usefixtures("ctrl_c_is_handled")
-def test_the_stats_are_those_of_the_last_answer_also_of_a_stopped_one(
+def test_the_stats_are_of_the_last_answer_even_if_it_was_stopped(
     serve: Callable[[Answer], FakeLLM], stdin: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Stopped(FakeLLM):
@@ -487,21 +489,21 @@ def test_the_stats_are_those_of_the_last_answer_also_of_a_stopped_one(
     llm.__class__ = Stopped
     stdin(b"/stats\n7\n/stats\n1234\n/stats\n/clear\n/stats\n")
     chat_command(**OPTIONS, system=None)
-    told = [line for line in capsys.readouterr().err.splitlines() if "answer" in line]
-    assert [line.split(" tokens")[0] for line in told] == [
+    lines = [line for line in capsys.readouterr().err.splitlines() if "answer" in line]
+    assert [line.split(" tokens")[0] for line in lines] == [
         *("There is no answer yet.", "prompt 7", "prompt 1,234", "There is no answer yet.")
     ]
 
 
 @pytest.mark.usefixtures("ctrl_c_is_handled")
-def test_a_person_is_told_once_how_to_leave_and_sees_that_a_message_is_begun(
+def test_ctrl_c_prints_the_exit_hint_once_and_a_message_of_several_lines_has_its_own_prompt(
     serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = iter(["ctrl-c", "ctrl-c", '"""', "a", 'b"""', "ctrl-d"])
-    signs: list[str] = []
+    input_prompts: list[str] = []
 
-    def type_line(sign: str) -> str:
-        signs.append(sign)
+    def type_line(input_prompt: str) -> str:
+        input_prompts.append(input_prompt)
         key = next(keys)
         if key == "ctrl-c":
             os.kill(os.getpid(), signal.SIGINT)
@@ -513,9 +515,9 @@ def test_a_person_is_told_once_how_to_leave_and_sees_that_a_message_is_begun(
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr("builtins.input", type_line)
     chat_command(**OPTIONS, system=None)
-    assert signs == ["> ", "> ", "> ", ". ", ". ", "> "]
-    assert capsys.readouterr().err.count("Ctrl-D or /exit leaves.") == 1
-    assert llm.asked[0][-1]["content"] == "a\nb"
+    assert input_prompts == ["> ", "> ", "> ", ". ", ". ", "> "]
+    assert capsys.readouterr().err.count("Press Ctrl-D or type /exit to leave.") == 1
+    assert llm.conversations[0][-1]["content"] == "a\nb"
 
 
 def test_a_message_can_have_several_lines(
@@ -524,8 +526,8 @@ def test_a_message_can_have_several_lines(
     llm = serve(lambda prompt: "yes")
     stdin(b'a\\\nb\\\nc\n"""first\n\n/help\nlast"""\n"""\nx\n"""\n"""one"""\nend\\\n')
     chat_command(**OPTIONS, system=None)
-    said = [messages[-1]["content"] for messages in llm.asked]
-    assert said == ["a\nb\nc", "first\n\n/help\nlast", "x\n", "one", "end"]
+    sent = [messages[-1]["content"] for messages in llm.conversations]
+    assert sent == ["a\nb\nc", "first\n\n/help\nlast", "x\n", "one", "end"]
 
 
 def test_a_conversation_is_saved_to_a_new_file_only(
@@ -535,18 +537,18 @@ def test_a_conversation_is_saved_to_a_new_file_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     serve(lambda prompt: "yes")
-    paths = (f"{tmp_path}/talk.jsonl", f"{tmp_path}/talk.jsonl", "", "~nobody-here/x", "a\0b")
+    paths = (f"{tmp_path}/talk.jsonl", f"{tmp_path}/talk.jsonl", "", "~missing-user/x", "a\0b")
     stdin("".join(["hé\n", *(f"/save {path}\n" for path in paths)]).encode())
     chat_command(**OPTIONS, system=None)
     lines = [json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
     assert lines == [{"role": "user", "content": "hé"}, {"role": "assistant", "content": "yes"}]
     err = capsys.readouterr().err
-    assert "2 messages are in" in err and "exists already and stays as it is; give another name" in err
-    assert "needs the path" in err and "~nobody-here/x: cannot be written" in err
+    assert "Saved 2 messages to" in err and "exists already; choose another name" in err
+    assert "needs a file name" in err and "~missing-user/x: cannot be written" in err
     assert "a\\x00b: cannot be written" in err
 
 
-def test_a_person_is_told_what_memory_the_model_takes(
+def test_a_terminal_shows_the_memory_of_the_model(
     serve: Callable[[Answer], FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(lambda prompt: "yes")
@@ -557,21 +559,21 @@ def test_a_person_is_told_what_memory_the_model_takes(
     monkeypatch.setenv("TERM", "dumb")  # no colours
     assert run_main(monkeypatch, "generate", "x") == 0
     screen.flush()
-    told = [" ".join(line.split()) for line in screen.content.getvalue().decode().splitlines()]
-    assert {"weights 3 MiB", "swap 1 MiB at most"} <= set(told)
-    assert "KV cache 2 MiB at most: 4,096 tokens, 2,048 in one context" in told
+    lines = [" ".join(line.split()) for line in screen.content.getvalue().decode().splitlines()]
+    assert {"weights 3 MiB", "swap 1 MiB at most"} <= set(lines)
+    assert "KV cache 2 MiB at most: 4,096 tokens, 2,048 in one context" in lines
 
 
 # --- what both share --------------------------------------------------------------------------------------------
 
 
-def test_control_codes_do_not_reach_the_terminal() -> None:
+def test_control_characters_are_escaped() -> None:
     assert printable("a\x1b[31mb\tc\nd\x07\u202e") == "a\\x1b[31mb\tc\nd\\x07\\u202e"
     assert one_line(WeftError("two\nlines \x1b")) == "two lines \\x1b"
     assert one_line(WeftError()) == "WeftError"
 
 
-def test_text_of_every_script_reaches_the_terminal_as_it_is() -> None:
+def test_text_of_every_script_is_printed_as_it_is() -> None:
     text = "é 🎉 👨\u200d👩\u200d👧 日本\u3000語 10\u202f000\u00a0€ می\u200cخواهم"
     assert printable(text) == text
 
@@ -579,7 +581,7 @@ def test_text_of_every_script_reaches_the_terminal_as_it_is() -> None:
 # --- pull -------------------------------------------------------------------------------------------------------
 
 
-def test_a_path_is_pulled_only_if_weft_can_run_what_is_there(
+def test_a_path_is_pulled_only_if_weft_can_run_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     notes, folder = tmp_path / "notes.gguf", tmp_path / "model"
@@ -600,7 +602,7 @@ def test_a_path_is_pulled_only_if_weft_can_run_what_is_there(
     assert capsys.readouterr() == (f"{folder}\n", "")
 
 
-def test_the_list_of_models_says_what_is_wrong_with_a_link_to_nowhere(
+def test_the_list_of_models_reports_a_broken_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WEFT_HOME", str(tmp_path))
@@ -616,7 +618,9 @@ def test_the_list_of_models_says_what_is_wrong_with_a_link_to_nowhere(
 # --- help -------------------------------------------------------------------------------------------------------
 
 
-def test_help_is_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_no_python_types_and_no_truncated_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     commands = ("pull", "models", "remove", "generate", "chat", "replay", "simulate-check", "bench")
     for command in commands:
@@ -628,7 +632,7 @@ def test_help_is_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert all(f"\n  {command} " in out for command in commands) and "..." not in out.split("Commands:")[1]
 
 
-def test_help_of_replay_claims_no_more_than_it_checks(
+def test_help_of_replay_promises_only_equal_plans(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_main(monkeypatch, "replay", "--help") == 0

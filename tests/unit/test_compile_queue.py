@@ -1,4 +1,4 @@
-"""Which request with a grammar the engine takes in next, and which it drops."""
+"""Which request with a grammar the engine compiles next, and which it drops."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from weft.engine.ipc import wire
 from weft.request import Grammar, InferenceRequest, SamplingParams
 
 
-def submit(*names: int, length: int = 1, salt: str = "") -> Waiting:
-    params = SamplingParams(n=len(names), grammar=Grammar("regex", "a" * length))
+def submit(*answer_ids: int, length: int = 1, salt: str = "") -> Waiting:
+    params = SamplingParams(n=len(answer_ids), grammar=Grammar("regex", "a" * length))
     request = InferenceRequest((1,), params, cache_salt=salt)
-    return wire.Submit.of(names, request), request
+    return wire.Submit.of(answer_ids, request), request
 
 
 def drained(queue: CompileQueue) -> list[int]:
@@ -20,16 +20,16 @@ def drained(queue: CompileQueue) -> list[int]:
     return found
 
 
-def test_07_salts_take_turns_and_short_grammars_go_first() -> None:
+def test_07_cache_salts_are_served_in_rotation_and_short_grammars_first() -> None:
     queue = CompileQueue()
-    for name in range(5):
-        queue.add(*submit(name, length=100 - name, salt="a"))
+    for answer_id in range(5):
+        queue.add(*submit(answer_id, length=100 - answer_id, salt="a"))
     queue.add(*submit(10, length=500, salt="b"))
     queue.add(*submit(11, length=400, salt="b"))
     assert drained(queue) == [4, 11, 3, 10, 2, 1, 0]
     queue.add(*submit(20, length=2, salt="a"))
     queue.add(*submit(21, length=3, salt="b"))
-    assert drained(queue) == [20, 21], "what was taken before the queue was empty does not count"
+    assert drained(queue) == [20, 21], "requests served before the queue was empty do not count"
 
 
 def test_07_a_request_is_dropped_when_its_last_answer_is_cancelled() -> None:

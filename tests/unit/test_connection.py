@@ -1,4 +1,4 @@
-"""The client's end of the engine's socket: what it takes in turns, and what it does when that goes wrong."""
+"""The client's end of the engine's connection: messages handled in several turns, and errors."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def token_of(message: wire.FromEngine) -> int:
 def run(
     take: Callable[[int], object], test: Callable[[Connection, socket.socket], Awaitable[None]]
 ) -> list[dict[str, object]]:
-    """One token is a turn. Returns what the event loop was told of as a mistake."""
-    mistakes: list[dict[str, object]] = []
+    """Runs `test` on a connection with one token per turn. Returns the errors that the event loop reported."""
+    errors: list[dict[str, object]] = []
 
     async def with_connection() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: mistakes.append(context))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
@@ -38,13 +38,13 @@ def run(
             await connection.open(ours)
             await test(connection, theirs)
             connection.close()
-            await asyncio.wait_for(connection.gone.wait(), WAIT)
+            await asyncio.wait_for(connection.closed.wait(), WAIT)
 
     asyncio.run(with_connection())
-    return mistakes
+    return errors
 
 
-def test_messages_that_come_together_are_taken_in_order_whatever_the_turns() -> None:
+def test_messages_that_arrive_together_are_handled_in_order() -> None:
     seen: list[int] = []
     done = asyncio.Event()
 
@@ -65,7 +65,7 @@ def test_messages_that_come_together_are_taken_in_order_whatever_the_turns() -> 
 
 
 @pytest.mark.parametrize("broken", [0, 2])
-def test_after_a_mistake_nothing_is_taken_twice_and_the_connection_is_gone(broken: int) -> None:
+def test_after_an_error_no_message_is_handled_twice_and_the_connection_is_closed(broken: int) -> None:
     seen: list[int] = []
 
     def take(token: int) -> None:
@@ -75,29 +75,29 @@ def test_after_a_mistake_nothing_is_taken_twice_and_the_connection_is_gone(broke
 
     async def test(connection: Connection, engine: socket.socket) -> None:
         engine.sendall(b"".join(step(token) for token in range(5)))
-        await asyncio.wait_for(connection.gone.wait(), WAIT)
+        await asyncio.wait_for(connection.closed.wait(), WAIT)
 
-    assert len(run(take, test)) == 1, "and it is told"
+    assert len(run(take, test)) == 1, "the event loop did not report the error"
     assert seen == list(range(broken + 1))
 
 
-def test_after_closing_nothing_is_taken_any_more() -> None:
+def test_after_closing_no_message_is_handled() -> None:
     seen: list[int] = []
 
     async def test(connection: Connection, engine: socket.socket) -> None:
         engine.sendall(b"".join(step(token) for token in range(1000)))
-        await asyncio.wait_for(connection.heard.wait(), WAIT)
+        await asyncio.wait_for(connection.first_message.wait(), WAIT)
         connection.close()
         num_seen = len(seen)
-        await asyncio.wait_for(connection.gone.wait(), WAIT)
+        await asyncio.wait_for(connection.closed.wait(), WAIT)
         assert len(seen) == num_seen < 1000
 
     assert run(seen.append, test) == []
 
 
-def test_what_cannot_be_understood_is_as_good_as_gone() -> None:
+def test_invalid_data_closes_the_connection() -> None:
     async def test(connection: Connection, engine: socket.socket) -> None:
         engine.sendall((4).to_bytes(4, "little") + b"\xff\xff\xff\xff")
-        await asyncio.wait_for(connection.gone.wait(), WAIT)
+        await asyncio.wait_for(connection.closed.wait(), WAIT)
 
     assert run(lambda token: None, test) == []

@@ -1,4 +1,4 @@
-"""`weft doctor`: what it finds out about a machine and a model, and what it says where something is in the way."""
+"""`weft doctor`: the checks of a machine and a model, and the advice for problems."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Report = Callable[..., tuple[int, dict[str, dict[str, str]]]]
 
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> Report:
-    """The exit code, and the checks by name. Reading memory is not what is tested here."""
+    """Runs `weft doctor --json`. Returns the exit code and the checks by name. The memory bandwidth is fixed."""
     monkeypatch.setattr(machine, "bytes_per_second", lambda: 10e9)
 
     def run(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -55,7 +55,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Report:
     return run
 
 
-def test_cores_are_counted_once_and_features_named() -> None:
+def test_physical_cores_are_counted_once_and_features_have_names() -> None:
     found = machine.processor(X86)
     assert (found.name, found.physical_cores) == ("Fast CPU", 2)
     assert found.features == ("AVX2", "FMA", "F16C", "AVX-512", "AVX-512 VNNI")
@@ -63,13 +63,13 @@ def test_cores_are_counted_once_and_features_named() -> None:
     assert arm.features == ("NEON", "NEON dot product") and arm.physical_cores is None
 
 
-def test_a_machine_that_tells_nothing_is_unknown_and_no_error(tmp_path: Path) -> None:
+def test_without_proc_the_values_are_unknown_and_nothing_fails(tmp_path: Path) -> None:
     found = machine.processor("")
     assert found.features is None and found.physical_cores is None and found.usable_cores >= 1
     assert machine.memory(tmp_path).total is None
 
 
-def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limits_of_a_cgroup_are_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, content in {
         "proc/self/cgroup": "0::/\n",
         "proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 50 kB\n",
@@ -85,23 +85,23 @@ def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mon
     assert machine.processor(X86).usable_cores == 1
 
 
-def test_memory_is_read_at_a_speed() -> None:
+def test_the_memory_bandwidth_is_measured() -> None:
     assert machine.bytes_per_second(seconds=0.05) > 1e8
 
 
-def test_a_good_machine_and_model_are_told_with_what_to_expect(
+def test_a_good_machine_and_model_pass_with_an_estimate_of_the_speed(
     report: Report, default_model_path: Path
 ) -> None:
     exit_code, checks = report()
     assert exit_code == 0
     assert "context 8,192" in checks["model"]["found"] and "GGUF Q4_1" in checks["model"]["found"]
     assert "chat template" in checks["chat"]["found"]
-    # At 10 GB/s: 97 MB of packed weights, or 134.5 million of four bytes.
+    # At 10 GB/s: 97 MB of packed weights, or 134.5 million weights of four bytes.
     most = "at most 103 tokens/s" if has_kernels() else "at most 18.6 tokens/s"
     assert "10.0 GB/s" in checks["speed"]["found"] and most in checks["speed"]["found"]
 
 
-def test_without_kernels_weights_are_floats(
+def test_without_kernels_weights_are_float32(
     report: Report, default_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEFT_KERNELS", "numpy")
@@ -110,13 +110,13 @@ def test_without_kernels_weights_are_floats(
     assert "at most 18.6 tokens/s" in checks["speed"]["found"]
 
 
-def test_a_person_gets_a_table(monkeypatch: pytest.MonkeyPatch, default_model_path: Path) -> None:
+def test_without_json_a_table_is_printed(monkeypatch: pytest.MonkeyPatch, default_model_path: Path) -> None:
     monkeypatch.setattr(machine, "bytes_per_second", lambda: 10e9)
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0 and "weft can run here." in result.output and "processor" in result.output
 
 
-def test_a_model_that_is_not_there_or_is_none_fails_by_its_name(report: Report, tmp_path: Path) -> None:
+def test_a_missing_or_broken_model_fails_with_its_path(report: Report, tmp_path: Path) -> None:
     exit_code, checks = report("/nowhere/model.gguf")
     assert exit_code == 1 and "/nowhere/model.gguf" in checks["model"]["found"] and checks["model"]["advice"]
     broken = tmp_path / "broken.gguf"
@@ -125,7 +125,7 @@ def test_a_model_that_is_not_there_or_is_none_fails_by_its_name(report: Report, 
     assert exit_code == 1 and str(broken) in checks["model"]["found"]
 
 
-def test_a_default_model_that_is_not_fetched_yet_is_no_failure(
+def test_a_default_model_that_is_not_fetched_yet_does_not_fail(
     report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEFT_HOME", str(tmp_path))
@@ -142,7 +142,7 @@ def test_a_model_larger_than_memory_fails_with_both_numbers(
     assert exit_code == 1 and needed in checks["room"]["found"] and "0.06 GiB" in checks["room"]["advice"]
 
 
-def test_a_cache_that_cannot_be_written_fails_and_says_what_to_set(
+def test_a_cache_that_is_not_writable_fails_and_names_the_variable_to_set(
     report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEFT_HOME", "/dev/null/weft")
@@ -150,14 +150,14 @@ def test_a_cache_that_cannot_be_written_fails_and_says_what_to_set(
     assert exit_code == 1 and "WEFT_HOME" in checks["cache"]["advice"]
 
 
-def test_a_port_that_is_taken_is_told(report: Report, default_model_path: Path) -> None:
+def test_a_port_in_use_is_reported(report: Report, default_model_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         exit_code, checks = report("--port", str(port))
     assert exit_code == 0 and checks["port"]["status"] == "note" and str(port) in checks["port"]["found"]
 
 
-def test_a_check_that_breaks_is_unknown_and_the_others_go_on(
+def test_a_check_that_raises_is_unknown_and_the_others_still_run(
     report: Report, monkeypatch: pytest.MonkeyPatch, default_model_path: Path
 ) -> None:
     def broken() -> None:
@@ -173,7 +173,7 @@ H200 = "NVIDIA H200, 143771 MiB, 570.124.06"
 
 @pytest.fixture
 def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts a card into the machine, with these packages beside it."""
+    """Simulates a GPU and the versions of torch and triton."""
 
     def put(torch: str | None = "2.11.0+cu128", triton: str | None = "3.6.0") -> None:
         installed, known = {"torch": torch, "triton": triton}, importlib.metadata.version
@@ -196,35 +196,35 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
 
 
 @pytest.mark.parametrize(
-    ("torch", "triton", "status", "told"),
+    ("torch", "triton", "status", "expected"),
     [
         ("2.11.0+cu128", "3.6.0", "ok", "torch 2.11.0+cu128, triton 3.6.0; weft runs on it"),
         (None, None, "note", "torch is not installed; pip install 'weft[cuda]'"),
         ("2.12.1", None, "note", "triton is not installed; pip install 'weft[cuda]'"),
-        ("2.10.0", "3.6.0", "note", "torch from 2.11 up to, not with, 2.14"),
-        ("2.14.0", "3.6.0", "note", "torch from 2.11 up to, not with, 2.14"),
+        ("2.10.0", "3.6.0", "note", "torch from 2.11 to below 2.14"),
+        ("2.14.0", "3.6.0", "note", "torch from 2.11 to below 2.14"),
         ("2.11.0", "3.5.1", "note", "triton from 3.6"),
         ("2.13.0+cpu", "3.6.0", "note", "built without CUDA"),
     ],
 )
-def test_a_card_is_told_with_what_weft_needs_to_run_on_it(
+def test_a_gpu_is_reported_with_the_packages_that_weft_needs(
     report: Report,
     card: Callable[..., None],
     torch: str | None,
     triton: str | None,
     status: str,
-    told: str,
+    expected: str,
 ) -> None:
     card(torch, triton)
     check = report("/nowhere/model.gguf")[1]["GPU"]
     assert check["status"] == status
-    assert H200 in check["found"] and told in check["found"] + check["advice"]
-    # What the doctor says is what "auto" does.
+    assert H200 in check["found"] and expected in check["found"] + check["advice"]
+    # The doctor agrees with the choice of "auto".
     assert ("weft runs on it" in check["found"]) == (registry.chosen("auto", {}) == "cuda")
     assert ("weft runs on the processor" in check["advice"]) == (registry.chosen("auto", {}) == "cpu")
 
 
-def test_a_card_that_is_hidden_is_told_as_one_that_is_not_used(
+def test_a_hidden_gpu_is_reported_as_not_used(
     report: Report, card: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card()
@@ -233,7 +233,7 @@ def test_a_card_that_is_hidden_is_told_as_one_that_is_not_used(
     assert check["status"] == "note" and "CUDA_VISIBLE_DEVICES hides all cards" in check["advice"]
 
 
-def test_room_and_speed_are_those_of_the_card_where_weft_runs_on_it(
+def test_room_and_speed_are_of_the_gpu_if_weft_runs_on_it(
     report: Report, card: Callable[..., None], monkeypatch: pytest.MonkeyPatch, default_model_path: Path
 ) -> None:
     card()
@@ -242,25 +242,25 @@ def test_room_and_speed_are_those_of_the_card_where_weft_runs_on_it(
     exit_code, checks = report()
     assert exit_code == 0
     # 134.5 million weights of two bytes.
-    assert "0.25 GiB on the card for weights, as bfloat16" in checks["room"]["found"]
-    assert "the card reads 0.27 GB for every token" in checks["speed"]["found"]
+    assert "0.25 GiB on the GPU for weights, as bfloat16" in checks["room"]["found"]
+    assert "the GPU reads 0.27 GB for every token" in checks["speed"]["found"]
     monkeypatch.setattr(machine, "card_memory", lambda: machine.Memory(1 << 37, 1 << 26, None))
     exit_code, checks = report()
-    assert exit_code == 1 and "Only 0.06 GiB of it are free" in checks["room"]["advice"]
+    assert exit_code == 1 and "Only 0.06 GiB of GPU memory are free" in checks["room"]["advice"]
 
 
-def test_the_doctor_takes_the_versions_that_the_package_asks_for() -> None:
-    asked = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+def test_the_doctor_accepts_the_versions_that_the_package_requires() -> None:
+    requirements = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]["cuda"]
-    for requirement in asked:
+    for requirement in requirements:
         name = re.split(r"[<>=]", requirement)[0]
         first, end = doctor._CUDA_PACKAGES[name]
         assert f">={doctor._dotted(first)}" in requirement
         assert "<" not in requirement.partition(";")[0] or f"<{doctor._dotted(end)}" in requirement
 
 
-def test_a_machine_without_a_card_needs_nothing_for_one(
+def test_a_machine_without_a_gpu_needs_no_packages_for_one(
     report: Report, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(machine, "gpus", lambda: [])

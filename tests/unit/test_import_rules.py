@@ -127,6 +127,7 @@ RULES = (
             *VOCABULARY,
             "weft.engine.ipc.client",
             "weft.engine.ipc.launch",
+            "weft.engine.ipc.remote_answer",
             "weft.loading.checkpoint",
             "weft.text",
         ),

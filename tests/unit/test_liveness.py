@@ -1,4 +1,4 @@
-"""What tells a stuck engine from a slow one, decided on a clock of the test's own; and processor time, of real processes."""
+"""Stuck and slow engines, on a simulated clock; and the CPU time of real processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from weft.engine.ipc import wire
 from weft.engine.ipc.liveness import (
-    LOOK_SECONDS,
+    CHECK_SECONDS,
     SILENT_SECONDS,
     Liveness,
     state_of,
@@ -27,7 +27,7 @@ STALL_SECONDS = 30.0
 
 
 class Engine:
-    """Looks at an engine whose beats and work the test decides."""
+    """Checks an engine with simulated heartbeats and CPU time."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -46,17 +46,17 @@ class Engine:
         return self.work_of_children
 
     def live(
-        self, seconds: float, *beats: wire.Beat, work: float = 0.0, work_of_children: float = 0.0
+        self, seconds: float, *heartbeats: wire.Heartbeat, work: float = 0.0, work_of_children: float = 0.0
     ) -> None:
-        """So many seconds of looks, before each of which these beats come; work is a share of one core."""
+        """Runs checks for `seconds`, with these heartbeats before each check. `work` is a share of one core."""
         end = self.now + seconds
         while self.now < end:
-            self.now += LOOK_SECONDS
-            self.work += work * LOOK_SECONDS
-            self.work_of_children += work_of_children * LOOK_SECONDS
-            for beat in beats:
-                self.liveness.hear(beat)
-            self.liveness.look()
+            self.now += CHECK_SECONDS
+            self.work += work * CHECK_SECONDS
+            self.work_of_children += work_of_children * CHECK_SECONDS
+            for heartbeat in heartbeats:
+                self.liveness.on_heartbeat(heartbeat)
+            self.liveness.check()
 
     @property
     def verdict(self) -> str:
@@ -65,8 +65,8 @@ class Engine:
         )
 
 
-def beat(loop: int | None = None, reader: int | None = None) -> wire.Beat:
-    return wire.Beat(loop, reader, (11, 12, 13))
+def heartbeat(loop: int | None = None, reader: int | None = None) -> wire.Heartbeat:
+    return wire.Heartbeat(loop, reader, (11, 12, 13))
 
 
 @pytest.fixture
@@ -75,13 +75,13 @@ def engine() -> Engine:
 
 
 def test_an_idle_engine_is_never_stuck(engine: Engine) -> None:
-    engine.live(100 * STALL_SECONDS, beat())
+    engine.live(100 * STALL_SECONDS, heartbeat())
     assert engine.verdict == "responding"
 
 
-def test_no_beats_are_silence_within_two_seconds_and_a_stall_in_the_end(engine: Engine) -> None:
-    engine.live(10, beat())
-    engine.live(2 - LOOK_SECONDS)  # the last beat came up to so long before the last look
+def test_without_heartbeats_an_engine_is_silent_within_two_seconds_and_stalled_later(engine: Engine) -> None:
+    engine.live(10, heartbeat())
+    engine.live(2 - CHECK_SECONDS)  # the last heartbeat may be this much older than the last check
     assert engine.verdict == "silent"
     engine.live(STALL_SECONDS - 5)
     assert engine.verdict == "silent"
@@ -89,98 +89,98 @@ def test_no_beats_are_silence_within_two_seconds_and_a_stall_in_the_end(engine: 
     assert engine.verdict == "stalled"
 
 
-def test_beats_that_come_back_end_the_silence(engine: Engine) -> None:
-    engine.live(10, beat())
-    engine.live(STALL_SECONDS - 5, beat(7))
+def test_a_heartbeat_with_progress_ends_the_silence(engine: Engine) -> None:
+    engine.live(10, heartbeat())
+    engine.live(STALL_SECONDS - 5, heartbeat(7))
     assert engine.verdict == "silent"
-    engine.live(LOOK_SECONDS, beat(8))
+    engine.live(CHECK_SECONDS, heartbeat(8))
     assert engine.verdict == "responding"
-    engine.live(STALL_SECONDS - 5, beat(8))
-    assert engine.verdict == "silent", "the time counts anew"
+    engine.live(STALL_SECONDS - 5, heartbeat(8))
+    assert engine.verdict == "silent", "the time starts from zero after progress"
 
 
-def test_steps_that_are_finished_are_life(engine: Engine) -> None:
+def test_finished_steps_are_progress(engine: Engine) -> None:
     for number in range(300):
-        engine.live(1, beat(number))
+        engine.live(1, heartbeat(number))
         assert engine.verdict == "responding"
 
 
-def test_reported_steps_are_life_even_where_beats_are_late(engine: Engine) -> None:
+def test_reported_steps_are_progress_even_without_heartbeats(engine: Engine) -> None:
     for _ in range(100):
-        engine.liveness.moved()
-        engine.live(LOOK_SECONDS)
+        engine.liveness.on_step()
+        engine.live(CHECK_SECONDS)
         assert engine.verdict == "responding"
 
 
-def test_a_step_that_computes_is_slow_and_not_stuck(engine: Engine) -> None:
-    engine.live(10, beat())
-    engine.live(9 * STALL_SECONDS, beat(7), work=0.3)
+def test_a_step_that_uses_cpu_time_is_slow_and_not_stuck(engine: Engine) -> None:
+    engine.live(10, heartbeat())
+    engine.live(9 * STALL_SECONDS, heartbeat(7), work=0.3)
     assert engine.verdict == "responding"
 
 
-def test_a_step_that_computes_without_the_beats_that_would_tell_is_slow_and_not_stuck(engine: Engine) -> None:
-    engine.live(10, beat())
-    engine.live(9 * STALL_SECONDS, work=0.3)  # as native code that keeps the interpreter to itself
+def test_a_step_that_uses_cpu_time_is_not_stuck_even_without_heartbeats(engine: Engine) -> None:
+    engine.live(10, heartbeat())
+    engine.live(9 * STALL_SECONDS, work=0.3)  # such as native code that holds the GIL
     assert engine.verdict == "responding"
 
 
 def test_a_step_that_waits_for_a_compiler_is_slow_and_not_stuck(engine: Engine) -> None:
-    engine.live(10, beat())
-    engine.live(9 * STALL_SECONDS, beat(7), work_of_children=1.0)
+    engine.live(10, heartbeat())
+    engine.live(9 * STALL_SECONDS, heartbeat(7), work_of_children=1.0)
     assert engine.verdict == "responding"
 
 
-def test_a_step_that_uses_next_to_no_processor_is_stuck(engine: Engine) -> None:
-    engine.live(10, beat())
-    engine.live(STALL_SECONDS + 1, beat(7), work=0.002)
+def test_a_step_that_uses_almost_no_cpu_time_is_stuck(engine: Engine) -> None:
+    engine.live(10, heartbeat())
+    engine.live(STALL_SECONDS + 1, heartbeat(7), work=0.002)
     assert engine.verdict == "stalled"
 
 
-def test_a_step_that_computes_for_ever_is_stuck_in_the_end(engine: Engine) -> None:
-    engine.live(10, beat())
-    engine.live(10 * STALL_SECONDS + 1, beat(7), work=1.0)
+def test_a_step_that_uses_cpu_time_forever_is_stuck_in_the_end(engine: Engine) -> None:
+    engine.live(10, heartbeat())
+    engine.live(10 * STALL_SECONDS + 1, heartbeat(7), work=1.0)
     assert engine.verdict == "stalled"
 
 
-def test_a_start_may_take_as_long_as_it_computes_but_not_stand_still(engine: Engine) -> None:
+def test_a_start_may_take_any_time_as_long_as_it_uses_cpu_time(engine: Engine) -> None:
     engine.liveness.is_started = False
-    engine.live(100 * STALL_SECONDS, beat(0), work=0.1)
+    engine.live(100 * STALL_SECONDS, heartbeat(0), work=0.1)
     assert engine.verdict == "responding"
-    engine.live(STALL_SECONDS + 1, beat(0))
+    engine.live(STALL_SECONDS + 1, heartbeat(0))
     assert engine.verdict == "stalled"
 
 
-def test_a_reader_that_is_stuck_is_found_while_the_loop_is_idle(engine: Engine) -> None:
-    engine.live(10, beat(None, 3))
-    engine.live(STALL_SECONDS + 1, beat(None, 3))
+def test_a_stuck_reader_is_detected_while_the_loop_is_idle(engine: Engine) -> None:
+    engine.live(10, heartbeat(None, 3))
+    engine.live(STALL_SECONDS + 1, heartbeat(None, 3))
     assert engine.verdict == "stalled"
 
 
-def test_messages_that_are_read_do_not_hide_a_stuck_loop(engine: Engine) -> None:
-    for number in range(round((STALL_SECONDS + 1) / LOOK_SECONDS)):
-        engine.live(LOOK_SECONDS, beat(7, number))
+def test_a_reader_with_progress_does_not_hide_a_stuck_loop(engine: Engine) -> None:
+    for number in range(round((STALL_SECONDS + 1) / CHECK_SECONDS)):
+        engine.live(CHECK_SECONDS, heartbeat(7, number))
     assert engine.verdict == "stalled"
-    assert engine.ignored == (11, 12, 13), "the work of the threads that pass messages is none of the loop's"
+    assert engine.ignored == (11, 12, 13), "the CPU time of the message threads does not count"
 
 
-def test_time_in_which_the_looking_process_itself_stood_still_does_not_count(engine: Engine) -> None:
-    engine.live(10, beat())
+def test_time_in_which_the_checking_process_was_stopped_does_not_count(engine: Engine) -> None:
+    engine.live(10, heartbeat())
     for _ in range(2):
         engine.now += 10 * STALL_SECONDS
-        engine.liveness.look()
+        engine.liveness.check()
         assert engine.verdict == "responding"
 
 
-def test_an_engine_that_works_is_not_looked_for_among_all_processes(engine: Engine) -> None:
-    engine.live(10, beat())
-    engine.live(100, beat(7), work=0.5)
-    engine.live(10, beat())
+def test_children_are_searched_only_if_the_process_itself_is_quiet(engine: Engine) -> None:
+    engine.live(10, heartbeat())
+    engine.live(100, heartbeat(7), work=0.5)
+    engine.live(10, heartbeat())
     assert engine.num_searches == 0
-    engine.live(SILENT_SECONDS, beat(7))
+    engine.live(SILENT_SECONDS, heartbeat(7))
     assert engine.num_searches > 0
 
 
-# --- processor time of real processes ---------------------------------------------------------------------------------
+# --- CPU time of real processes ---------------------------------------------------------------------------------------
 
 COMPUTING = "while True: pass"
 SLEEPING = "import time; time.sleep(600)"
@@ -203,7 +203,7 @@ def wait_for(condition: object, seconds: float = 60.0) -> None:
 
 
 @pytest.mark.parametrize("program", [COMPUTING], indirect=True)
-def test_a_process_that_computes_works_and_one_that_is_stopped_does_not(
+def test_a_computing_process_uses_cpu_time_and_a_stopped_one_does_not(
     program: subprocess.Popen[bytes],
 ) -> None:
     wait_for(lambda: work_of(program.pid) > 0.3)
@@ -215,7 +215,7 @@ def test_a_process_that_computes_works_and_one_that_is_stopped_does_not(
 
 
 @pytest.mark.parametrize("program", [PARENT], indirect=True)
-def test_the_work_of_a_process_that_waits_for_another_is_found_there(
+def test_the_cpu_time_of_a_child_is_found(
     program: subprocess.Popen[bytes],
 ) -> None:
     wait_for(lambda: work_of_children(program.pid) > 1.0)
@@ -223,7 +223,7 @@ def test_the_work_of_a_process_that_waits_for_another_is_found_there(
 
 
 @pytest.mark.parametrize("program", [SLEEPING], indirect=True)
-def test_a_process_that_sleeps_does_not_work(program: subprocess.Popen[bytes]) -> None:
+def test_a_sleeping_process_uses_no_cpu_time(program: subprocess.Popen[bytes]) -> None:
     wait_for(lambda: state_of(program.pid) == "S")
     time.sleep(0.5)
     before = work_of(program.pid) + work_of_children(program.pid)
@@ -231,7 +231,7 @@ def test_a_process_that_sleeps_does_not_work(program: subprocess.Popen[bytes]) -
     assert work_of(program.pid) + work_of_children(program.pid) - before < 0.05
 
 
-def test_the_work_of_single_threads_can_be_left_out() -> None:
+def test_the_cpu_time_of_single_threads_can_be_excluded() -> None:
     ids: list[int] = []
     done = threading.Event()
 
@@ -250,20 +250,20 @@ def test_the_work_of_single_threads_can_be_left_out() -> None:
         thread.join()
 
 
-def test_the_work_of_children_that_have_ended_counts_whatever_threads_are_left_out() -> None:
+def test_the_cpu_time_of_ended_children_counts_even_if_threads_are_excluded() -> None:
     threads = (threading.get_native_id(), threading.get_native_id())
     before = work_of(os.getpid(), threads)
     subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
     assert work_of(os.getpid(), threads) - before > 0.3
 
 
-def test_a_process_that_is_gone_neither_works_nor_has_a_state() -> None:
+def test_a_process_that_has_ended_has_no_cpu_time_and_no_state() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert (work_of(process.pid), work_of_children(process.pid), state_of(process.pid)) == (0.0, 0.0, "")
 
 
-def test_an_engine_that_cannot_be_looked_at_for_want_of_descriptors_is_not_taken_for_a_stuck_one() -> None:
+def test_an_engine_is_not_stuck_if_no_descriptor_is_left_to_measure_it() -> None:
     def work(without: tuple[int, ...]) -> float:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
@@ -275,5 +275,5 @@ def test_an_engine_that_cannot_be_looked_at_for_want_of_descriptors_is_not_taken
     engine = Engine()
     engine.liveness = Liveness(STALL_SECONDS, lambda: engine.now, work, lambda: 0.0)
     engine.liveness.is_started = True
-    engine.live(3 * STALL_SECONDS, beat(loop=7))
+    engine.live(3 * STALL_SECONDS, heartbeat(loop=7))
     assert engine.verdict == "responding"

@@ -1,4 +1,4 @@
-"""The package from outside: what importing it costs, what it exports, and how its command answers."""
+"""The package from outside: the cost of importing it, its public names, its command."""
 
 import ast
 import json
@@ -55,7 +55,7 @@ def test_importing_weft_loads_nothing_but_weft_and_the_standard_library() -> Non
         assert [name for name in loaded if name.startswith("weft.")] == []
 
 
-def test_every_public_name_resolves_to_what_its_home_module_defines() -> None:
+def test_every_public_name_resolves_to_the_definition_in_its_module() -> None:
     for name in weft.__all__:
         assert getattr(weft, name) is not None
     for name, home in weft._HOME.items():
@@ -95,13 +95,13 @@ def test_the_command_prints_its_version() -> None:
         (["simulate-check"], ["--scenarios", "--seed", "--jobs"]),
     ],
 )
-def test_help_names_what_there_is(arguments: list[str], expected: list[str]) -> None:
+def test_help_lists_commands_and_options(arguments: list[str], expected: list[str]) -> None:
     result = run_weft(*arguments, "--help")
     assert result.returncode == 0, result.stderr
     assert [word for word in expected if word not in result.stdout] == []
 
 
-def test_help_imports_nothing_that_does_the_work() -> None:
+def test_help_imports_no_implementation() -> None:
     code = (
         "import sys; sys.argv = ['weft', '--help']\n"
         "from weft.cli.main import main\n"

@@ -1,4 +1,4 @@
-"""What a request may say: each refusal names the field, the value and what is allowed; what is legal stays legal."""
+"""Validation of requests: each error names the field, the value and the allowed range; valid values are accepted."""
 
 from __future__ import annotations
 
@@ -43,13 +43,15 @@ def shown(value: object) -> str:
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in REFUSED for value in values], ids=shown
 )
-def test_a_parameter_out_of_range_is_refused_naming_it_its_value_and_the_range(name: str, value: Any) -> None:
+def test_a_parameter_out_of_range_is_refused_with_its_name_its_value_and_the_range(
+    name: str, value: Any
+) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**{name: value})
     assert caught.value.field.startswith(name)
     message = str(caught.value)
     assert message.startswith(name) and " is " in message and "allowed: " in message
-    assert len(message) < 250, "a huge value must not flood the log"
+    assert len(message) < 250, "a huge value makes the message too long"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_a_parameter_out_of_range_is_refused_naming_it_its_value_and_the_range(n
         ("logit_bias", {3: 101.0}, ["logit_bias[3]", "101.0", "from -100, up to 100"]),
     ],
 )
-def test_the_message_holds_the_value_and_both_bounds(name: str, value: Any, parts: list[str]) -> None:
+def test_the_message_has_the_value_and_both_bounds(name: str, value: Any, parts: list[str]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**{name: value})
     for part in parts:
@@ -70,7 +72,7 @@ def test_the_message_holds_the_value_and_both_bounds(name: str, value: Any, part
 
 
 @pytest.mark.parametrize("bias", [math.nan, math.inf, -100.5, HUGE, True, "1"], ids=shown)
-def test_a_bias_out_of_range_is_refused_naming_its_token(bias: Any) -> None:
+def test_a_bias_out_of_range_is_refused_with_its_token(bias: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"logit_bias\[5\]"):
         SamplingParams(logit_bias={5: bias})
 
@@ -106,26 +108,26 @@ def test_a_bias_out_of_range_is_refused_naming_its_token(bias: Any) -> None:
     ],
     ids=str,
 )
-def test_legal_values_at_the_borders_stay_legal(arguments: dict[str, Any]) -> None:
+def test_values_at_the_bounds_are_accepted(arguments: dict[str, Any]) -> None:
     params = SamplingParams(**arguments)
     for name, value in arguments.items():
         assert getattr(params, name) == (tuple(value) if isinstance(value, list) else value)
 
 
-def test_one_stop_string_may_be_given_without_a_list() -> None:
+def test_a_single_stop_string_needs_no_list() -> None:
     assert SamplingParams(stop="end").stop == ("end",)
 
 
 @pytest.mark.parametrize(
     "prompt", [[], (), "text", [1.5], ["1"], None, 5, [None], [[1]], [True, False]], ids=repr
 )
-def test_a_prompt_that_is_no_list_of_token_ids_is_refused(prompt: Any) -> None:
+def test_a_prompt_that_is_not_a_list_of_token_ids_is_refused(prompt: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         InferenceRequest(prompt)
     assert caught.value.field == "prompt" and "allowed: " in str(caught.value)
 
 
-def test_a_prompt_may_be_any_iterable_of_ids_and_is_kept_as_a_tuple() -> None:
+def test_a_prompt_may_be_any_iterable_of_token_ids_and_becomes_a_tuple() -> None:
     assert InferenceRequest([1, 2]).prompt == InferenceRequest(iter([1, 2])).prompt == (1, 2)  # type: ignore[arg-type]
     assert InferenceRequest(range(2)).prompt == (0, 1)  # type: ignore[arg-type]
 
@@ -158,13 +160,13 @@ def test_a_prompt_may_be_any_iterable_of_ids_and_is_kept_as_a_tuple() -> None:
     ],
     ids=ascii,
 )
-def test_a_field_of_a_request_out_of_range_is_refused_naming_it(name: str, value: Any) -> None:
+def test_a_field_of_a_request_out_of_range_is_refused_with_its_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         InferenceRequest((1,), **{name: value})
     assert caught.value.field == name and str(caught.value).startswith(name)
 
 
-def test_legal_fields_of_a_request_stay_legal() -> None:
+def test_valid_fields_of_a_request_are_accepted() -> None:
     request = InferenceRequest(
         (1,),
         priority=2,
@@ -182,9 +184,9 @@ def test_priorities_are_ordered_and_normal_is_the_default() -> None:
     assert InferenceRequest((1,)).priority is Priority.NORMAL
 
 
-def test_only_completed_failed_and_cancelled_are_over() -> None:
-    over = {state for state in RequestState if state.is_over}
-    assert over == {RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELLED}
+def test_only_completed_failed_and_cancelled_requests_have_ended() -> None:
+    ended = {state for state in RequestState if state.is_over}
+    assert ended == {RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELLED}
 
 
 def test_decode_speed_counts_decode_steps_over_decode_time_only() -> None:
@@ -198,7 +200,9 @@ def test_decode_speed_counts_decode_steps_over_decode_time_only() -> None:
         and timed.total_time == 8.5
         and timed.completion_token_count == 3
     )
-    assert result(tokens=(), num_tokens=7).completion_token_count == 7, "tokens that were not kept"
+    assert result(tokens=(), num_tokens=7).completion_token_count == 7, (
+        "num_tokens counts if tokens are left out"
+    )
     assert result(decode_time=0.0, decode_steps=2).decode_tokens_per_second is None
     assert result(decode_time=1.0, decode_steps=0).decode_tokens_per_second is None
 
@@ -230,7 +234,7 @@ def test_decode_speed_counts_decode_steps_over_decode_time_only() -> None:
     ],
     ids=str,
 )
-def test_an_option_of_the_scheduler_out_of_range_is_refused_naming_it(name: str, value: Any) -> None:
+def test_an_option_of_the_scheduler_out_of_range_is_refused_with_its_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SchedulerConfig(**{name: value})
     assert name in str(caught.value)
@@ -251,7 +255,7 @@ def test_an_option_of_the_scheduler_out_of_range_is_refused_naming_it(name: str,
     ],
     ids=str,
 )
-def test_an_option_of_cache_and_engine_out_of_range_is_refused_naming_it(
+def test_an_option_of_cache_or_engine_out_of_range_is_refused_with_its_name(
     kind: type, name: str, value: Any
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -259,7 +263,7 @@ def test_an_option_of_cache_and_engine_out_of_range_is_refused_naming_it(
     assert name in str(caught.value)
 
 
-def test_whole_prompts_need_room_beside_the_decodes() -> None:
+def test_without_chunked_prefill_a_step_must_have_tokens_left_beside_the_decodes() -> None:
     with pytest.raises(InvalidRequestError, match="chunked_prefill is off"):
         SchedulerConfig(max_running=8, max_tokens_per_step=8, max_prefill_tokens=8, chunked_prefill=False)
     config = SchedulerConfig(

@@ -1,4 +1,4 @@
-"""Sampling: greedy, the noise, the filters, and what belongs to one request alone."""
+"""The reference sampler: greedy, noise, filters, penalties, logprobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def draw(
     eos: frozenset[int] = frozenset(),
     rows: list[int] | None = None,
 ) -> Sampled:
-    """Sample one token for each row of logits, as a step of decodes would."""
+    """Samples one token for each row of logits, as in a step of decodes."""
     count = len(params)
     seeds = seeds or list(range(count))
     rows = rows or list(range(count))
@@ -65,7 +65,7 @@ def one(logits: np.ndarray, **options: Any) -> int:
 
 
 def plain_bits(seed: int, output_index: int, token_id: int) -> int:
-    """The definition in plain integers, as another implementation would write it."""
+    """The definition of the noise in plain integers."""
     mask, gamma = 2**64 - 1, 0x9E3779B97F4A7C15
 
     def mix(x: int) -> int:
@@ -78,7 +78,7 @@ def plain_bits(seed: int, output_index: int, token_id: int) -> int:
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 123456789])
-def test_the_bits_are_those_of_the_written_definition(seed: int) -> None:
+def test_the_bits_follow_the_documented_definition(seed: int) -> None:
     for output_index in (0, 1, 4095):
         keys = noise_keys(np.array([as_seed(seed)], np.uint64), np.array([output_index]))
         ids = np.array([0, 1, 49_151, 200_000])
@@ -86,7 +86,7 @@ def test_the_bits_are_those_of_the_written_definition(seed: int) -> None:
 
 
 def test_the_bits_never_change() -> None:
-    """Other implementations, and logs of old runs, depend on these numbers."""
+    """Other implementations and old event logs depend on these numbers."""
     keys = noise_keys(np.array([42], np.uint64), np.array([7]))
     assert noise_bits(keys, np.arange(4)).tolist() == [1900771414, 4050710447, 2710496789, 1432047985]
 
@@ -105,7 +105,7 @@ def test_the_noise_is_gumbel_and_independent_in_all_three_arguments() -> None:
     assert len(np.unique(noise)) > 0.999 * noise.size
 
 
-# --- choosing ---------------------------------------------------------------------------------------------------
+# --- sampling ---------------------------------------------------------------------------------------------------
 
 
 def test_greedy_takes_the_best_and_the_lowest_id_at_a_tie() -> None:
@@ -116,7 +116,7 @@ def test_greedy_takes_the_best_and_the_lowest_id_at_a_tie() -> None:
     assert sampled.tokens[2] == 3
 
 
-def test_a_draw_depends_on_seed_and_index_and_not_on_company() -> None:
+def test_a_sample_depends_on_seed_and_index_and_not_on_the_batch() -> None:
     logits = random_logits(1)
     params = SamplingParams(temperature=1.0)
     alone = [int(draw(logits, [params], seeds=[s]).tokens[0]) for s in range(8)]
@@ -131,19 +131,21 @@ def test_a_draw_depends_on_seed_and_index_and_not_on_company() -> None:
     assert len(by_index) > 4
 
 
-def test_draws_follow_the_softmax() -> None:
-    chances = np.array([0.5, 0.25, 0.15, 0.1])
+def test_samples_follow_the_softmax() -> None:
+    probabilities = np.array([0.5, 0.25, 0.15, 0.1])
     logits = np.full((4000, 20), -60.0, np.float32)
-    logits[:, :4] = np.log(chances)
+    logits[:, :4] = np.log(probabilities)
     tokens = draw(logits, [SamplingParams(temperature=1.0)] * 4000).tokens
     found = np.bincount(tokens, minlength=4)[:4] / 4000
-    np.testing.assert_allclose(found, chances, atol=0.03)
+    np.testing.assert_allclose(found, probabilities, atol=0.03)
     cold = draw(logits, [SamplingParams(temperature=0.5)] * 4000).tokens
-    np.testing.assert_allclose(np.bincount(cold)[:4] / 4000, chances**2 / (chances**2).sum(), atol=0.03)
+    np.testing.assert_allclose(
+        np.bincount(cold)[:4] / 4000, probabilities**2 / (probabilities**2).sum(), atol=0.03
+    )
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 12.0])
-def test_leaving_out_hopeless_tokens_changes_nothing(scale: float) -> None:
+def test_skipping_tokens_that_cannot_win_changes_nothing(scale: float) -> None:
     logits = random_logits(50, scale=scale)
     tokens = draw(logits, [SamplingParams(temperature=1.0)] * 50).tokens
     keys = noise_keys(np.arange(50, dtype=np.uint64), np.zeros(50, np.int64))
@@ -170,26 +172,26 @@ def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
         ({"top_p": 1e-9}, 1),
         ({"min_p": 0.5}, 2),  # half of 0.4
         ({"min_p": 1.0}, 1),
-        ({"top_k": 4, "top_p": 0.72}, 2),  # of what top-k left: 0.42, 0.32, 0.16, 0.11
+        ({"top_k": 4, "top_p": 0.72}, 2),  # after top_k: 0.42, 0.32, 0.16, 0.11
     ],
 )
-def test_filters_keep_the_most_likely(options: dict[str, Any], allowed: int) -> None:
-    chances = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
+def test_filters_keep_the_most_likely_tokens(options: dict[str, Any], allowed: int) -> None:
+    probabilities = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
     logits = np.full(64, -80.0)
-    logits[10:15] = np.log(chances)
+    logits[10:15] = np.log(probabilities)
     drawn = {one(logits, temperature=1.0, seeds=[s], **options) for s in range(300)}
     assert drawn == set(range(10, 10 + allowed))
 
 
-def test_typical_p_keeps_what_is_as_surprising_as_expected() -> None:
-    # Entropy of these is 1.17: the second (0.92) and third (1.61) lie nearest, the first (0.69) next.
+def test_typical_p_keeps_the_tokens_closest_to_the_expected_surprise() -> None:
+    # The entropy is 1.14. The surprise of the second token (1.20) is closest to it.
     logits = np.full(64, -80.0)
     logits[:4] = np.log([0.5, 0.3, 0.15, 0.05])
     drawn = {one(logits, temperature=1.0, seeds=[s], typical_p=0.2) for s in range(200)}
     assert drawn == {1}
 
 
-def test_min_tokens_forbids_the_end_until_enough_is_generated() -> None:
+def test_min_tokens_forbids_end_and_stop_tokens_until_enough_tokens_are_generated() -> None:
     logits = np.zeros(32)
     logits[[5, 6, 7]] = [30.0, 20.0, 10.0]
     early = {
@@ -204,21 +206,21 @@ def test_min_tokens_forbids_the_end_until_enough_is_generated() -> None:
     assert one(logits, **early, ignore_eos=True, history=(1, 2, 3), prompt_length=3) == 5
 
 
-def test_penalties_and_bias_move_the_choice() -> None:
+def test_penalties_and_bias_change_the_sampled_token() -> None:
     logits = np.zeros(32)
     logits[[5, 6]] = [4.0, 3.0]
     seen = {"history": (5, 9, 9), "prompt_length": 1, "temperature": 0.0}
     assert one(logits, **seen) == 5
-    assert one(logits, **seen, repetition_penalty=2.0) == 6  # in the prompt counts
-    assert one(logits, **seen, presence_penalty=2.0) == 5  # in the prompt does not count
+    assert one(logits, **seen, repetition_penalty=2.0) == 6  # prompt tokens count
+    assert one(logits, **seen, presence_penalty=2.0) == 5  # prompt tokens do not count
     logits[9] = 5.0
     assert one(logits, **seen) == 9
     assert one(logits, **seen, presence_penalty=0.9) == 9
-    assert one(logits, **seen, frequency_penalty=0.9) == 5  # twice
+    assert one(logits, **seen, frequency_penalty=0.9) == 5  # the token occurs twice
     assert one(logits, **seen, logit_bias={20: 50.0}) == 20
 
 
-def test_a_row_that_is_not_a_number_fails_alone() -> None:
+def test_a_row_with_nan_or_infinity_fails_alone() -> None:
     logits = random_logits(4)
     expected = draw(logits, [SamplingParams(temperature=0.0)] * 4).tokens
     for bad in (np.nan, np.inf):
@@ -231,7 +233,7 @@ def test_a_row_that_is_not_a_number_fails_alone() -> None:
                 assert np.delete(sampled.tokens, 1).tolist() == np.delete(expected, 1).tolist()
 
 
-def test_a_request_that_forbids_everything_fails_alone() -> None:
+def test_a_request_that_forbids_every_token_fails_alone() -> None:
     logits = np.full((2, 8), -np.inf, np.float32)
     logits[:, 3] = 1.0
     params = [
@@ -244,7 +246,7 @@ def test_a_request_that_forbids_everything_fails_alone() -> None:
     assert "every token is forbidden" in sampled.errors[1]
 
 
-def test_logprobs_are_those_of_the_models_own_distribution() -> None:
+def test_logprobs_ignore_the_sampling_parameters() -> None:
     logits = random_logits(2)
     params = [
         SamplingParams(temperature=0.0, logprobs=0),
@@ -254,13 +256,13 @@ def test_logprobs_are_those_of_the_models_own_distribution() -> None:
     wide = logits.astype(np.float64)
     expected = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
     assert sampled.logprobs is not None
-    for entry, told in enumerate(sampled.logprobs):
-        assert told is not None and told.top == ()
-        np.testing.assert_allclose(told.logprob, expected[entry, sampled.tokens[entry]], atol=1e-5)
+    for entry, logprobs in enumerate(sampled.logprobs):
+        assert logprobs is not None and logprobs.top == ()
+        np.testing.assert_allclose(logprobs.logprob, expected[entry, sampled.tokens[entry]], atol=1e-5)
     assert draw(logits, [SamplingParams()] * 2).logprobs is None
 
 
-def test_logprobs_go_to_those_who_asked_with_as_many_of_the_likeliest_as_they_asked_for() -> None:
+def test_each_entry_gets_the_number_of_top_logprobs_that_it_requests() -> None:
     logits = random_logits(4)
     counts = [None, 3, 0, 20]
     sampled = draw(logits, [SamplingParams(temperature=0.0, logprobs=count) for count in counts])
@@ -268,24 +270,26 @@ def test_logprobs_go_to_those_who_asked_with_as_many_of_the_likeliest_as_they_as
     expected = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
     assert sampled.logprobs is not None and sampled.logprobs[0] is None
     for entry, count in enumerate(counts[1:], 1):
-        told = sampled.logprobs[entry]
-        assert told is not None and count is not None
+        logprobs = sampled.logprobs[entry]
+        assert logprobs is not None and count is not None
         best = np.argsort(-logits[entry], kind="stable")[:count]
-        assert [token for token, _ in told.top] == best.tolist()
-        np.testing.assert_allclose([value for _, value in told.top], expected[entry, best], atol=1e-5)
+        assert [token for token, _ in logprobs.top] == best.tolist()
+        np.testing.assert_allclose([value for _, value in logprobs.top], expected[entry, best], atol=1e-5)
         if count:
-            assert told.top[0] == (int(sampled.tokens[entry]), told.logprob), "greedy takes the likeliest"
+            assert logprobs.top[0] == (int(sampled.tokens[entry]), logprobs.logprob), (
+                "a greedy token has the highest logprob"
+            )
 
 
-def test_of_equally_likely_tokens_the_lowest_ids_are_told() -> None:
+def test_of_equally_likely_tokens_the_lowest_ids_are_in_the_top_logprobs() -> None:
     logits = np.zeros((1, 50), np.float32)
     logits[0, 40] = 1.0
-    told = score(logits, np.array([7]), 4)[0]
-    assert [token for token, _ in told.top] == [40, 0, 1, 2]
-    assert score(logits, np.array([7]), 4)[0].logprob == told.top[1][1]
+    logprobs = score(logits, np.array([7]), 4)[0]
+    assert [token for token, _ in logprobs.top] == [40, 0, 1, 2]
+    assert score(logits, np.array([7]), 4)[0].logprob == logprobs.top[1][1]
 
 
-def test_an_entry_without_a_token_has_no_logprobs_and_spoils_no_others() -> None:
+def test_an_entry_with_an_error_has_no_logprobs_and_does_not_affect_the_others() -> None:
     logits = random_logits(3)
     logits[1, 5] = np.nan
     sampled = draw(logits, [SamplingParams(temperature=0.0, logprobs=2)] * 3)
@@ -295,11 +299,11 @@ def test_an_entry_without_a_token_has_no_logprobs_and_spoils_no_others() -> None
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999999])
-def test_the_nucleus_is_that_of_a_full_sort_however_wide_it_is(scale: float, top_p: float) -> None:
+def test_top_p_keeps_the_same_tokens_as_a_full_sort(scale: float, top_p: float) -> None:
     generator = np.random.default_rng(3)
     scores = generator.standard_normal(5000) * scale
     ranked = np.sort(scores)[::-1]
-    chances = np.exp(ranked) / np.exp(ranked).sum()
-    expected = ranked[np.flatnonzero(np.cumsum(chances) - chances < top_p)[-1]]
+    probabilities = np.exp(ranked) / np.exp(ranked).sum()
+    expected = ranked[np.flatnonzero(np.cumsum(probabilities) - probabilities < top_p)[-1]]
     _filter(filtered := scores - scores.max(), SamplingParams(top_p=top_p))
     assert scores[filtered > -np.inf].min() == expected

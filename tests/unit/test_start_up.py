@@ -1,4 +1,4 @@
-"""What a start imports, and what it leaves to whoever needs it; `weft serve` read without the command line's library."""
+"""What a start imports and what it does not; `weft serve` parsed without typer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 
 def loaded_by(code: str) -> set[str]:
-    """The modules that a fresh interpreter has after `code`."""
+    """The modules that a new interpreter has loaded after `code`."""
     program = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n{code}\nimport json; print(json.dumps([*sys.modules]))"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     return set(json.loads(done.stdout))
 
 
-def test_a_server_imports_next_to_nothing_before_its_engine_starts() -> None:
+def test_a_server_imports_little_before_its_engine_starts() -> None:
     loaded = loaded_by("import weft.cli.entry, weft.cli.serve_command")
     assert not loaded & {
         "typer",
@@ -39,7 +39,7 @@ def test_a_server_imports_next_to_nothing_before_its_engine_starts() -> None:
     }
 
 
-def test_a_server_opens_its_text_without_numpy_or_what_fetches_and_measures(default_model_path: Path) -> None:
+def test_a_server_opens_its_tokenizer_without_numpy_or_downloaders(default_model_path: Path) -> None:
     loaded = loaded_by(
         "import weft.server.lifecycle\n"
         "from weft.loading.checkpoint import open_checkpoint\n"
@@ -61,7 +61,7 @@ def test_the_engine_imports_neither_an_event_loop_nor_a_tokenizer() -> None:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], Path | None]]:
-    """What `serve_command` was called with; nothing is served."""
+    """Records the calls of `serve_command` instead of serving."""
     calls: list[tuple[dict[str, Any], Path | None]] = []
 
     def serve_command(flags: dict[str, Any], config: Path | None, print_config: bool) -> None:
@@ -85,7 +85,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("arguments", PLAIN, ids=" ".join)
-def test_a_plain_serve_is_read_as_the_library_reads_it(
+def test_plain_arguments_of_serve_are_parsed_as_typer_parses_them(
     arguments: list[str],
     served: list[tuple[dict[str, Any], Path | None]],
     monkeypatch: pytest.MonkeyPatch,
@@ -117,11 +117,11 @@ def test_a_plain_serve_is_read_as_the_library_reads_it(
     ],
     ids=" ".join,
 )
-def test_whatever_is_not_plain_is_left_to_the_library(arguments: list[str]) -> None:
+def test_all_other_arguments_are_left_to_typer(arguments: list[str]) -> None:
     assert entry.plain_serve_settings(arguments) is None
 
 
-def test_every_option_of_serve_that_takes_a_value_is_known_to_the_short_way() -> None:
+def test_every_option_of_serve_with_a_value_is_known_to_the_fast_parser() -> None:
     command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     options = {name for parameter in command.params for name in parameter.opts if name.startswith("--")}
     assert options - {"--print-config", "--help"} == entry.SERVE_OPTIONS.keys()

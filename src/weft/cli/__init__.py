@@ -1,1 +1,2 @@
-"""The `weft` command: `main` declares the commands and turns errors into exit codes; the other modules do their work."""
+"""The `weft` command: `main` declares the commands, `entry` turns errors into exit codes, the other modules do the
+work."""

@@ -1,4 +1,4 @@
-"""`weft generate --input`: runs a file of any length through the engine and writes each answer as it is ready."""
+"""`weft generate --input`: runs a file of any length through the engine and writes each answer as soon as it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from weft.cli.lines import Form, Key, Line, Wishes, make_job, read_line, read_lines
+from weft.cli.lines import Form, Key, Line, LineDefaults, make_job, read_line, read_lines
 from weft.cli.result_json import answer, error_answer, error_of
 from weft.errors import InvalidRequestError, WeftError
 from weft.request import GenerationResult
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Output:
-    """JSON lines, each written whole or not at all: Ctrl-C waits until the line that is being written is there."""
+    """Writes JSON lines, each completely or not at all: Ctrl-C takes effect after the current line."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Output:
         overwrite: bool = False,
     ) -> None:
         self.done = done
-        """The lines that an earlier run has answered."""
+        """Lines that an earlier run has answered."""
         self._file = file
         self._path = path
         self._overwrite = overwrite
@@ -45,7 +45,7 @@ class Output:
         self._was_interrupted = False
 
     def begin(self) -> None:
-        """Throws away what is to be overwritten: not before the model is there, since that may fail."""
+        """Empties the file with --overwrite. Called only after the model is loaded, because loading may fail."""
         if self._overwrite:
             self._file.truncate(0)
 
@@ -54,13 +54,13 @@ class Output:
         self._is_writing = True
         try:
             while line:
-                line = line[self._file.write(line) :]  # a file without a buffer may take less than all of it
+                line = line[self._file.write(line) :]  # an unbuffered file may accept only a part
             self._file.flush()
         except OSError as error:
             if self._path is None:
                 raise
             raise WeftError(
-                f"{self._path}: cannot be written: {error.strerror}; --resume goes on behind the last whole line"
+                f"{self._path}: cannot be written: {error.strerror}; --resume continues after the last whole line"
             ) from error
         finally:
             self._is_writing = False
@@ -68,7 +68,7 @@ class Output:
             raise KeyboardInterrupt
 
     def interrupt(self, signal_number: int, frame: FrameType | None) -> None:
-        """Takes the place of Python's own handler of Ctrl-C."""
+        """Replaces Python's handler for Ctrl-C."""
         self._was_interrupted = True
         if not self._is_writing:
             raise KeyboardInterrupt
@@ -76,7 +76,7 @@ class Output:
 
 @contextmanager
 def open_output(path: Path | None, overwrite: bool, resume: bool) -> Iterator[Output]:
-    """Standard output, or a file that is new unless the caller said what to do with the old one."""
+    """Opens the output: standard output, or a file. An existing file needs `overwrite` or `resume`."""
     with ExitStack() as stack:
         if path is None:
             output = Output(sys.stdout.buffer)
@@ -85,12 +85,12 @@ def open_output(path: Path | None, overwrite: bool, resume: bool) -> Iterator[Ou
                 holds_something = path.is_file() and path.stat().st_size > 0
                 if holds_something and not overwrite and not resume:
                     raise InvalidRequestError(
-                        f"{path}: exists already; --resume keeps its answers and adds what is missing, "
-                        "--overwrite starts anew",
+                        f"{path}: exists already; --resume keeps its answers and adds the missing ones, "
+                        "--overwrite replaces it",
                         field="output",
                     )
                 done = _keep_answers(path.resolve()) if resume and holds_something else frozenset()
-                # Without a buffer, which would write what the disk refused once more when it is closed.
+                # Unbuffered: after a failed write, a buffer would fail again when the file is closed.
                 file = stack.enter_context(path.open("ab", buffering=0))
             except OSError as error:
                 raise InvalidRequestError(
@@ -98,7 +98,7 @@ def open_output(path: Path | None, overwrite: bool, resume: bool) -> Iterator[Ou
                 ) from error
             output = Output(file, path, done, overwrite and holds_something)
         previous = signal.getsignal(signal.SIGINT)
-        # A script's job in the background begins with SIGINT ignored: Ctrl-C is for the program in front.
+        # A background job of a script starts with SIGINT ignored; it must stay ignored.
         if previous is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, output.interrupt)
             stack.callback(signal.signal, signal.SIGINT, previous)
@@ -106,8 +106,8 @@ def open_output(path: Path | None, overwrite: bool, resume: bool) -> Iterator[Ou
 
 
 def _keep_answers(path: Path) -> frozenset[Key]:
-    """The keys of all answers in an output. What failed, or was cut when the run was killed, is taken out of the file;
-    one that holds anything else is not ours, and stays as it is."""
+    """Returns the keys of all answers in an output file. Removes failed lines and an incomplete last line from it.
+    Refuses a file with any other line, and does not change it."""
     done: set[Key] = set()
     kept = path.with_name(f".{path.name}.resume")
     try:
@@ -117,11 +117,11 @@ def _keep_answers(path: Path) -> frozenset[Key]:
                 content = _parse(raw)
                 key = None if content is None else _key_of_answer(content)
                 if content is None and isinstance(raw, bytes) and not raw.endswith(b"\n"):
-                    break  # cut: the last one
+                    break  # the last line is incomplete
                 if content is None:
                     raise InvalidRequestError(
-                        f"{path}: line {number} is not one that weft wrote, so there is nothing to resume; "
-                        "check the name, or start anew with --overwrite",
+                        f"{path}: line {number} was not written by weft, so the file cannot be resumed; "
+                        "check the name, or replace the file with --overwrite",
                         field="output",
                     )
                 if key is not None:
@@ -134,7 +134,7 @@ def _keep_answers(path: Path) -> frozenset[Key]:
 
 
 def _parse(raw: bytes | InvalidRequestError) -> dict[str, Any] | None:
-    """A whole line of an output; None for anything else."""
+    """Parses a complete line of an output; None for anything else."""
     if isinstance(raw, InvalidRequestError) or not raw.endswith(b"\n"):
         return None
     try:
@@ -148,7 +148,7 @@ def _parse(raw: bytes | InvalidRequestError) -> dict[str, Any] | None:
 
 
 def _key_of_answer(content: dict[str, Any]) -> Key | None:
-    """None where the line was not answered but refused."""
+    """None if the line failed."""
     response = content.get("response")
     is_refused = isinstance(response, dict) and response.get("status_code") != 200
     if content.get("error") is not None or is_refused:
@@ -159,38 +159,38 @@ def _key_of_answer(content: dict[str, Any]) -> Key | None:
     return ("index", content["index"]) if isinstance(content["index"], int) else None
 
 
-class Batch:
-    """One run: takes lines as fast as answers come, and counts them."""
+class BatchRun:
+    """One run over a batch file: reads lines only as fast as answers come, and counts them."""
 
-    def __init__(self, llm: LLM, model: str, wishes: Wishes, output: Output) -> None:
+    def __init__(self, llm: LLM, model: str, defaults: LineDefaults, output: Output) -> None:
         self.num_read = self.num_done = self.num_failed = self.num_skipped = self.num_tokens = 0
         self._llm = llm
         self._model = model
-        self._wishes = wishes
+        self._defaults = defaults
         self._output = output
         self._started = time.monotonic()
 
     def run(self, source: IO[bytes]) -> None:
-        """Answer all lines and say how it went; raises where some failed."""
+        """Answers all lines and prints a summary. Raises if some failed."""
         self._output.begin()
         try:
             with _progress(source) as show:
                 for job, result in self._llm.run(self._jobs(source)):
                     self._take(job.key, result)
-                    # Lines are read ahead of their answers.
+                    # The position in the file is ahead of the answers.
                     answered = self.num_done + self.num_failed + self.num_skipped
-                    show(answered / self.num_read, self._says())
+                    show(answered / self.num_read, self._summary())
         finally:
             skipped = f"; {self.num_skipped} were answered before" if self.num_skipped else ""
             Console(stderr=True, highlight=False).print(
-                f"{self._says()}{skipped}", style="dim", soft_wrap=True
+                f"{self._summary()}{skipped}", style="dim", soft_wrap=True
             )
         if self.num_failed:
             total = self.num_done + self.num_failed
-            raise WeftError(f"{self.num_failed} of {total} lines failed; the error in the output says why")
+            raise WeftError(f"{self.num_failed} of {total} lines failed; see their errors in the output")
 
     def _jobs(self, source: IO[bytes]) -> Iterator[PromptJob]:
-        """The jobs of all good lines; bad ones are answered on the way."""
+        """Yields the jobs of all valid lines. Writes the errors of invalid ones."""
         form: Form = "plain"
         lines_of: dict[Key, int] = {}
         for index, raw in enumerate(read_lines(source)):
@@ -202,20 +202,20 @@ class Batch:
             )
             form = line.form
             first = index if line.identifier is None else lines_of.setdefault(line.key, index)
-            # Looked at before what is done: the answer that is there is the first line's.
+            # A duplicate is an error even if its id is done: the existing answer belongs to the first line.
             if first == index and line.key in self._output.done:
                 self.num_skipped += 1
                 continue
             try:
                 if first != index:
                     raise InvalidRequestError(
-                        f"the id {line.identifier!r} is already that of line {first + 1}; give line {index + 1} its own",
+                        f"line {first + 1} has the id {line.identifier!r} already; give line {index + 1} another",
                         field="id" if line.form == "plain" else "custom_id",
                         code="duplicate_id",
                     )
                 if isinstance(content, InvalidRequestError):
                     raise content
-                yield make_job(line, content, self._wishes, self._llm)
+                yield make_job(line, content, self._defaults, self._llm)
             except InvalidRequestError as error:
                 self._take(line, error)
 
@@ -230,21 +230,21 @@ class Batch:
         self.num_done += 1
         self.num_tokens += sum(len(choice.tokens) for choice in result.choices)
 
-    def _says(self) -> str:
+    def _summary(self) -> str:
         speed = self.num_tokens / max(time.monotonic() - self._started, 1e-9)
         return f"{self.num_done} done, {self.num_failed} failed, {speed:,.0f} tokens/s"
 
 
 @contextmanager
 def _progress(source: IO[bytes]) -> Iterator[Callable[[float, str], None]]:
-    """A bar over the bytes of the input, where a person looks at it; a pipe has no end to run towards. It is shown
-    which part of what was read is answered, and what to say beside the bar."""
+    """Shows a progress bar in a terminal; for a pipe it has no total. The callback gets the share of the read lines that
+    are answered, and the text beside the bar."""
     console = Console(stderr=True)
     columns = (
         TextColumn("generating"),
         BarColumn(24),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[says]}"),
+        TextColumn("{task.fields[summary]}"),
     )
     is_file, begin, total = source.seekable(), 0, None
     if is_file:
@@ -252,9 +252,9 @@ def _progress(source: IO[bytes]) -> Iterator[Callable[[float, str], None]]:
         total = source.seek(0, os.SEEK_END) - begin
         source.seek(begin)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("", total=total, says="")
+        task = bars.add_task("", total=total, summary="")
 
-        def show(share: float, says: str) -> None:
-            bars.update(task, completed=(source.tell() - begin) * share if is_file else 0, says=says)
+        def show(share: float, summary: str) -> None:
+            bars.update(task, completed=(source.tell() - begin) * share if is_file else 0, summary=summary)
 
         yield show

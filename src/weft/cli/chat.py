@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 _RETRY_TEMPERATURE = 0.7
-"""Of a second answer where the first was the likeliest: without randomness it would be the same again."""
+"""For /regenerate at temperature 0: a greedy answer would be the same again."""
 
 _HELP = """  /help          this list
   /clear         forget the conversation
-  /system TEXT   begin anew with this system message; without TEXT, show it
-  /regenerate    answer the last message once more
+  /system TEXT   restart with this system message; without TEXT, show it
+  /regenerate    answer the last message again
   /stats         tokens and times of the last answer
   /save PATH     write the conversation to a new file, as JSON lines
   /exit          leave (so do /quit and Ctrl-D)
-  //...          say something that begins with a slash
-  ...\\           a line that ends so goes on in the next one
-  \"\"\"            begins a message of several lines, and ends it; no command is looked for in it
-  Ctrl-C         stop the answer; what was said until then is remembered"""
+  //...          send a message that begins with a slash
+  ...\\           continue the message in the next line
+  \"\"\"            begins and ends a message of several lines, without commands
+  Ctrl-C         stop the answer; the model remembers the part that was shown"""
 
 
 def chat_command(
@@ -55,7 +55,7 @@ def chat_command(
     cache: Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> None:
-    """Read a message, answer it, until the end of the input."""
+    """Reads messages and answers them until the end of the input."""
     check_sampling(sampling)
     console = Console(stderr=True, highlight=False)
     with start(model, context, threads, quantize, device, cache) as llm:
@@ -64,21 +64,20 @@ def chat_command(
         name = printable(shown_name(model))
         console.print(f"{name} - /help shows the commands", style="dim", soft_wrap=True, markup=False)
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")  # a stray byte must not end the conversation
+            sys.stdin.reconfigure(errors="replace")  # an invalid byte must not end the conversation
         with _Interrupts() as interrupts:
             _Conversation(llm, params, system, console, interrupts).run()
 
 
 class _Interrupts:
-    """Ctrl-C ends what is under way, an answer or a line that is being typed, and nothing else: pressed twice, or at
-    any other moment, it must not end the program."""
+    """Handles Ctrl-C: it stops an answer or drops the line being typed. It never ends the program, even if repeated."""
 
     def __init__(self) -> None:
         self._may_raise = self._is_pending = False
 
     def __enter__(self) -> _Interrupts:
         self._previous = signal.getsignal(signal.SIGINT)
-        # A script's job in the background begins with SIGINT ignored: Ctrl-C is for the program in front.
+        # A background job of a script starts with SIGINT ignored; it must stay ignored.
         if self._previous is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._handle)
         return self
@@ -93,16 +92,16 @@ class _Interrupts:
         self._is_pending = True
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, Ctrl-C waits: a spinner that is stopped half would turn for ever."""
+    def deferred(self) -> Iterator[None]:
+        """Defers Ctrl-C to the end of the block: a spinner that is interrupted while it stops would spin forever."""
         self._may_raise, self._is_pending = False, False
         yield
         if self._is_pending:
             raise KeyboardInterrupt
         self._may_raise = True
 
-    def finishes(self, action: Callable[[], None]) -> bool:
-        """Run `action`; False if Ctrl-C ended it."""
+    def run(self, action: Callable[[], None]) -> bool:
+        """Runs `action`. Returns False if Ctrl-C ended it."""
         try:
             self._may_raise = True
             action()
@@ -115,7 +114,7 @@ class _Interrupts:
 
 
 class _Conversation:
-    """What was said, and the commands that change it."""
+    """The messages of the conversation, and the commands that change them."""
 
     def __init__(
         self, llm: LLM, params: SamplingParams, system: str | None, console: Console, interrupts: _Interrupts
@@ -126,7 +125,7 @@ class _Conversation:
         self._console = console
         self._interrupts = interrupts
         self._num_tries = 0
-        self._knows_how_to_leave = False
+        self._is_exit_hint_shown = False
         self._clear()
 
     def run(self) -> None:
@@ -139,23 +138,23 @@ class _Conversation:
             "/save": self._command_save,
         }
         while (message := self._read_message()) is not None:
-            said = message.text
-            name, _, argument = said.strip().partition(" ")
+            text = message.text
+            name, _, argument = text.strip().partition(" ")
             may_be_command = name.startswith("/") and not message.is_quoted
             if may_be_command and name in ("/exit", "/quit"):
                 return
             if may_be_command and name in commands:
                 commands[name](argument.strip())
             elif may_be_command and not name.startswith("//"):
-                self._say(f"There is no command {name!r}; /help lists them.", "")
+                self._say(f"There is no command {name!r}; /help lists the commands.", "")
             elif name:
                 self._num_tries = 0
-                self._ask(said.replace("/", "", 1) if may_be_command else said, self._params)
+                self._ask(text.replace("/", "", 1) if may_be_command else text, self._params)
 
     def _clear(self) -> None:
         self._result: GenerationResult | None = None
         self._messages: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        # The engine keeps the beginning of a conversation at hand under its session.
+        # The engine evicts the KV blocks of a session last.
         self._session_id = uuid.uuid4().hex
 
     def _command_clear(self, argument: str) -> None:
@@ -170,7 +169,7 @@ class _Conversation:
             return
         self._system = argument
         self._clear()
-        self._say("The system message is set; the conversation begins anew.")
+        self._say("The system message is set. The conversation is forgotten.")
 
     def _command_regenerate(self, argument: str) -> None:
         if not self._messages or self._messages[-1]["role"] != "assistant":
@@ -180,10 +179,12 @@ class _Conversation:
         params = self._params
         self._num_tries += 1
         if params.temperature == 0:
-            self._say(f"At temperature 0 the answer is always the same; this one has {_RETRY_TEMPERATURE}.")
+            self._say(
+                f"At temperature 0 the answer is always the same; using {_RETRY_TEMPERATURE} for this one."
+            )
             params = dataclasses.replace(params, temperature=_RETRY_TEMPERATURE)
         if params.seed is not None:
-            # Another one for each try, and within the bounds of a seed.
+            # XOR gives another seed for each try and stays within the allowed range.
             params = dataclasses.replace(params, seed=params.seed ^ self._num_tries)
         self._messages = before
         if not self._ask(question["content"], params):
@@ -196,80 +197,81 @@ class _Conversation:
             return
         first, speed = result.time_to_first_token, result.decode_tokens_per_second
         self._say(
-            f"prompt {result.prompt_token_count:,} tokens, of which {result.cached_token_count:,} from the cache; "
+            f"prompt {result.prompt_token_count:,} tokens ({result.cached_token_count:,} from the cache); "
             f"answer {result.completion_token_count:,} tokens"
             + (f"; first token after {first:.2f} s" if first is not None else "")
-            + (f"; then {speed:.1f} tokens a second" if speed is not None else "")
-            + f"; the context holds {self._llm.memory.max_context:,}"
+            + (f"; then {speed:.1f} tokens/s" if speed is not None else "")
+            + f"; the context holds {self._llm.memory.max_context:,} tokens"
         )
 
     def _command_save(self, argument: str) -> None:
         if not argument:
-            self._say("/save needs the path of a file.")
+            self._say("/save needs a file name.")
             return
         try:
             with Path(os.path.expanduser(argument)).open("x", encoding="utf-8") as file:
                 file.writelines(json.dumps(message, ensure_ascii=False) + "\n" for message in self._messages)
         except FileExistsError:
-            self._say(f"{argument}: exists already and stays as it is; give another name.", "red")
+            self._say(f"{argument}: exists already; choose another name.", "red")
             return
-        except (OSError, ValueError) as error:  # ValueError: a name with a zero byte in it
+        except (OSError, ValueError) as error:  # ValueError: the name contains a zero byte
             self._say(f"{argument}: cannot be written: {getattr(error, 'strerror', None) or error}", "red")
             return
-        self._say(f"{len(self._messages)} messages are in {argument}.")
+        self._say(f"Saved {len(self._messages)} messages to {argument}.")
 
-    def _read_message(self) -> _Typed | None:
-        """One message, of one line or several; None at the end of the input. Ctrl-C drops what was begun."""
+    def _read_message(self) -> _TypedMessage | None:
+        """Reads one message of one or several lines; None at the end of the input. Ctrl-C drops an incomplete
+        message."""
         while True:
-            typed = _Typed()
-            if self._interrupts.finishes(typed.read):
+            typed = _TypedMessage()
+            if self._interrupts.run(typed.read):
                 return typed if typed.lines else None
             print()
-            if not typed.is_begun and not self._knows_how_to_leave:
-                self._knows_how_to_leave = True
-                self._say("Ctrl-D or /exit leaves.")
+            if not typed.has_content and not self._is_exit_hint_shown:
+                self._is_exit_hint_shown = True
+                self._say("Press Ctrl-D or type /exit to leave.")
 
-    def _ask(self, said: str, params: SamplingParams) -> bool:
-        """Show the answer as it comes and add both to the conversation, which goes on without them where it fails."""
-        asked = [*self._messages, {"role": "user", "content": said}]
+    def _ask(self, text: str, params: SamplingParams) -> bool:
+        """Streams the answer and adds message and answer to the conversation. If it fails, adds neither."""
+        messages = [*self._messages, {"role": "user", "content": text}]
         try:
-            answer = self._answer(asked, params)
+            answer = self._answer(messages, params)
         except WeftError as error:
             self._say(one_line(error), "red")
             if isinstance(error, InvalidRequestError) and error.code == "context_length_exceeded":
-                self._say("/clear starts anew.", "red")
+                self._say("/clear starts a new conversation.", "red")
             return False
         if answer is None:
             return False
-        self._messages = [*asked, {"role": "assistant", "content": answer}]
+        self._messages = [*messages, {"role": "assistant", "content": answer}]
         return True
 
     def _answer(self, messages: list[Message], params: SamplingParams) -> str | None:
-        """What was said; None where it was stopped before the first word."""
+        """Streams the answer and returns its text; None if it was stopped before the first token."""
         pieces: list[str] = []
         results: list[GenerationResult] = []
 
         status = self._console.status("Reading")
 
-        # All of it, from reading the messages on, so that Ctrl-C right behind the Enter key counts.
+        # Includes the tokenising, so that Ctrl-C right after the Enter key stops it too.
         def show() -> None:
             stream = self._llm.stream_chat(
                 messages, params, session_id=self._session_id, on_result=results.append
             )
-            with closing(stream):  # cancels what is not generated yet
-                with self._interrupts.held():
+            with closing(stream):  # cancels the request
+                with self._interrupts.deferred():
                     status.start()
                 for piece in stream:
-                    with self._interrupts.held():
+                    with self._interrupts.deferred():
                         status.stop()
                     pieces.append(piece)
                     print(printable(piece), end="", flush=True)
 
         try:
-            was_finished = self._interrupts.finishes(show)
+            was_finished = self._interrupts.run(show)
         except WeftError:
             if pieces:
-                print(flush=True)  # the error gets a line of its own
+                print(flush=True)  # the error is printed on a new line
             raise
         finally:
             status.stop()
@@ -282,15 +284,15 @@ class _Conversation:
         return "".join(pieces) if was_finished or pieces else None
 
     def _mark(self, text: str) -> None:
-        """A remark behind the answer; on a line of its own where the answer goes elsewhere."""
+        """Prints a remark after the answer; on its own line if stdout is not the terminal."""
         self._console.print(f" {text}", style="dim", end="" if sys.stdout.isatty() else "\n", markup=False)
 
     def _say(self, text: str, style: str = "dim") -> None:
         self._console.print(printable(text), style=style, markup=False, soft_wrap=True)
 
 
-class _Typed:
-    """What is typed as one message."""
+class _TypedMessage:
+    """A message as it is typed, of one or several lines."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -301,24 +303,24 @@ class _Typed:
         return "\n".join(self.lines)
 
     @property
-    def is_begun(self) -> bool:
+    def has_content(self) -> bool:
         return bool(self.lines) or self.is_quoted
 
     def read(self) -> None:
-        """Take lines until the message is complete; there are none at the end of the input."""
-        # The sign to type behind is for a person; a pipe gets the answers alone.
+        """Reads lines until the message is complete. `lines` stays empty at the end of the input."""
+        # Only a terminal gets an input prompt; the output of a pipe has answers only.
         is_terminal = sys.stdin.isatty()
         if is_terminal:
             try:
-                import readline  # noqa: F401  # its import gives `input` a history and its keys
+                import readline  # noqa: F401  # importing it gives `input` a history and line editing
             except ImportError:
                 pass
         while True:
             try:
-                line = input((". " if self.is_begun else "> ") if is_terminal else "")
+                line = input((". " if self.has_content else "> ") if is_terminal else "")
             except EOFError:
                 return
-            if not self.is_begun and line.strip().startswith('"""'):
+            if not self.has_content and line.strip().startswith('"""'):
                 self.is_quoted = True
                 line = line.strip()[3:]
                 if not line:
@@ -338,4 +340,4 @@ def _cut_marker(result: GenerationResult, params: SamplingParams) -> str:
     count = len(result.tokens)
     if params.max_tokens is not None and count >= params.max_tokens:
         return f"[cut at {count} tokens]"
-    return f"[cut at {count} tokens: the context is full, /clear starts anew]"
+    return f"[cut at {count} tokens: the context is full, /clear starts a new conversation]"

@@ -1,4 +1,4 @@
-"""`weft doctor`: looks at the machine and at a model, and says what to expect and what to do."""
+"""`weft doctor`: checks the machine and a model, and says what to do about problems."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ Status = Literal["ok", "note", "fail"]
 _GIB = 1 << 30
 _PACKAGES = ("numpy", "tokenizers", "minijinja", "msgspec", "starlette", "uvicorn", "llguidance")
 _CUDA_PACKAGES = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (4,))}
-"""Those of the extra `cuda`, with the first release that weft takes and the first that it does not."""
+"""Packages of the extra `cuda`: the first supported release, and the first that is not supported any more."""
 _FLOAT_BYTES = 4
-"""On numpy weights are float32, whatever the file has."""
+"""numpy computes with float32 weights."""
 _CARD_BYTES = 2
-"""On a card they are bfloat16."""
+"""A GPU computes with bfloat16 weights."""
 _LOW_DISK = 1 << 30
 _TYPICAL_SHARE = 0.55
-"""Of what memory allows, over HTTP with the client on the same two cores; numpy comes to about the same share."""
+"""Typical share of the speed that the memory bandwidth allows. Measured over HTTP, with the client on the same two
+cores; about the same for numpy."""
 _STYLES = {"ok": "green", "note": "yellow", "fail": "red"}
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. "note" does not keep weft from working; "fail" does."""
+    """The result of one check. With "note" weft still works; with "fail" it does not."""
 
     name: str
     status: Status
@@ -57,12 +58,12 @@ class Check:
 
 
 def doctor_command(model: str, port: int, json: bool) -> bool:
-    """Whether nothing keeps weft from working."""
+    """Prints all checks. Returns whether none failed."""
     checks = list(_checks(model, port))
-    is_well = all(check.status != "fail" for check in checks)
+    is_ok = all(check.status != "fail" for check in checks)
     if json:
-        print(json_module.dumps({"ok": is_well, "checks": [asdict(check) for check in checks]}, indent=2))
-        return is_well
+        print(json_module.dumps({"ok": is_ok, "checks": [asdict(check) for check in checks]}, indent=2))
+        return is_ok
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -72,15 +73,13 @@ def doctor_command(model: str, port: int, json: bool) -> bool:
         table.add_row(f"[{_STYLES[check.status]}]{check.status}[/]", check.name, escape(found))
     console = Console(highlight=False)
     console.print(table)
-    console.print(
-        "weft can run here." if is_well else "Something keeps weft from working: see what failed above."
-    )
-    return is_well
+    console.print("weft can run here." if is_ok else "weft cannot run here: see the failed checks above.")
+    return is_ok
 
 
 def _checks(model: str, port: int) -> Iterator[Check]:
-    """A check that breaks is a finding too: whatever the machine, the others are made."""
-    for name, look in (
+    """Runs all checks. A check that raises becomes a result and does not stop the others."""
+    for name, check in (
         ("weft", _weft),
         ("packages", _packages),
         ("processor", _processor),
@@ -91,13 +90,13 @@ def _checks(model: str, port: int) -> Iterator[Check]:
         ("cache", _cache),
         ("port", lambda: _port(port)),
     ):
-        yield _tried(name, look)
+        yield _run_check(name, check)
     yield from _model_checks(model)
 
 
-def _tried(name: str, look: Callable[[], Check]) -> Check:
+def _run_check(name: str, check: Callable[[], Check]) -> Check:
     try:
-        return look()
+        return check()
     except WeftError as error:
         return Check(name, "fail", one_line(error))
     except Exception as error:
@@ -108,7 +107,7 @@ def _weft() -> Check:
     found = f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     if sys.platform.startswith("linux"):
         return Check("weft", "ok", found)
-    return Check("weft", "note", found, "weft is tested on Linux; elsewhere some figures are unknown.")
+    return Check("weft", "note", found, "weft is tested on Linux; on other systems some values are unknown.")
 
 
 def _packages() -> Check:
@@ -117,7 +116,7 @@ def _packages() -> Check:
         number = _version(name)
         if number is not None:
             found.append(f"{name} {number}")
-        elif name in _PACKAGES:  # the others only GPUs need
+        elif name in _PACKAGES:  # the others are needed for GPUs only
             missing.append(name)
     if missing:
         advice = f"pip install {' '.join(missing)}"
@@ -126,7 +125,7 @@ def _packages() -> Check:
 
 
 def _version(package: str) -> str | None:
-    """Of an installed package, which is not imported: torch would take seconds."""
+    """The version of an installed package. Does not import it: torch would take seconds."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -134,7 +133,7 @@ def _version(package: str) -> str | None:
 
 
 def _release(number: str) -> tuple[int, ...]:
-    """(2, 11) of 2.11.0+cu128: what ranges are about."""
+    """2.11.0+cu128 as (2, 11)."""
     return tuple(int(part) for part in number.split(".")[:2] if part.isdigit())
 
 
@@ -147,9 +146,9 @@ def _processor() -> Check:
     cores = f"{cpu.physical_cores or 'unknown'} physical cores, {cpu.usable_cores} usable"
     if cpu.features is None:
         return Check("processor", "note", f"{cpu.name}, {cores}, features unknown")
-    found = f"{cpu.name}, {cores}, {', '.join(cpu.features) or 'no vector features known here'}"
+    found = f"{cpu.name}, {cores}, {', '.join(cpu.features) or 'no known vector instructions'}"
     if not {"AVX2", "NEON"} & set(cpu.features):
-        return Check("processor", "note", found, "Without AVX2 or NEON numpy is several times slower.")
+        return Check("processor", "note", found, "Without AVX2 or NEON weft is several times slower.")
     return Check("processor", "ok", found)
 
 
@@ -161,7 +160,7 @@ def _memory() -> Check:
     limit = f", limited to {memory.limit / _GIB:.1f} GiB by the cgroup" if memory.limit else ""
     found = f"{memory.available / _GIB:.1f} GiB available{total}{limit}"
     if memory.available < _GIB:
-        return Check("memory", "note", found, "A small model and a small --memory may still fit.")
+        return Check("memory", "note", found, "Use a small model and a small --memory.")
     return Check("memory", "ok", found)
 
 
@@ -169,10 +168,10 @@ def _gpu() -> Check:
     gpus, reason = machine.gpus(), registry.why_no_card()
     if reason is not None and not registry.has_card():
         if gpus is None:
-            return Check("GPU", "note", "unknown: nvidia-smi does not answer")
+            return Check("GPU", "note", "unknown: nvidia-smi does not respond")
         if not gpus:
             return Check("GPU", "ok", "none found; weft runs on the processor")
-    found = "; ".join(gpus or ["a card is here, of which nvidia-smi tells nothing"])
+    found = "; ".join(gpus or ["there is a GPU, but nvidia-smi does not describe it"])
     if reason is not None:
         return Check("GPU", "note", found, f"weft runs on the processor: {reason}.")
     versions = {name: _version(name) or "unknown" for name in _CUDA_PACKAGES}
@@ -180,7 +179,9 @@ def _gpu() -> Check:
     for name, number in versions.items():
         first, end = _CUDA_PACKAGES[name]
         if not first <= _release(number) < end:
-            advice = f"weft was made for {name} from {_dotted(first)} up to, not with, {_dotted(end)}: pip install 'weft[cuda]'"
+            advice = (
+                f"weft needs {name} from {_dotted(first)} to below {_dotted(end)}: pip install 'weft[cuda]'"
+            )
             return Check("GPU", "note", found, advice)
     return Check("GPU", "ok", found)
 
@@ -199,9 +200,9 @@ def _blas() -> Check:
         config.get("Build Dependencies", {}).get("blas", {}).get("name", "unknown") if config else "unknown"
     )
     threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
-    found = f"numpy {np.__version__} with {library}, threads: {threads or 'as many as cores'}"
+    found = f"numpy {np.__version__} with {library}, threads: {threads or 'one per core'}"
     if threads is None:
-        advice = "OPENBLAS_NUM_THREADS=1 is steadier where other work runs beside weft."
+        advice = "If other programs run on this machine, set OPENBLAS_NUM_THREADS=1 for a steadier speed."
         return Check("BLAS", "ok", found, advice)
     return Check("BLAS", "ok", found)
 
@@ -212,11 +213,9 @@ def _cache() -> Check:
     free = shutil.disk_usage(existing).free
     found = f"{folder}, {free / _GIB:.1f} GiB free"
     if not os.access(existing, os.W_OK | os.X_OK):
-        return Check(
-            "cache", "fail", f"{found}, not writable", "Set WEFT_HOME to a folder that can be written."
-        )
+        return Check("cache", "fail", f"{found}, not writable", "Set WEFT_HOME to a writable folder.")
     if free < _LOW_DISK:
-        return Check("cache", "note", found, "Models may not fit; WEFT_HOME names another folder.")
+        return Check("cache", "note", found, "Models may not fit; set WEFT_HOME to another folder.")
     return Check("cache", "ok", found)
 
 
@@ -226,7 +225,7 @@ def _port(port: int) -> Check:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            advice = "`weft serve --port N` takes another."
+            advice = "Use another one: `weft serve --port N`."
             return Check("port", "note", f"{port}: {error.strerror or error}", advice)
     return Check("port", "ok", f"{port} is free")
 
@@ -236,23 +235,25 @@ def _port(port: int) -> Check:
 
 def _model_checks(model: str) -> Iterator[Check]:
     try:
-        path = _kept(model)
+        path = _find_model(model)
         if path is None:
             advice = f"`weft pull{'' if model == 'default' else ' ' + model}` fetches it now."
-            yield Check("model", "note", f"{model} is not here yet; the first use fetches it", advice)
+            yield Check(
+                "model", "note", f"{model} is not on this machine yet; the first use fetches it", advice
+            )
             return
         checkpoint = open_checkpoint(path)
         context = build_config(checkpoint.layout, checkpoint.metadata, checkpoint.tensors).max_context
-        yield Check("model", "ok", _described(checkpoint, context))
+        yield Check("model", "ok", _describe(checkpoint, context))
         yield _text(checkpoint)
-        yield _room(checkpoint)
-        yield _tried("speed", lambda: _speed(checkpoint))
+        yield _weights_fit(checkpoint)
+        yield _run_check("speed", lambda: _speed(checkpoint))
     except WeftError as error:
-        yield Check("model", "fail", one_line(error), "Take another model, or fetch it again.")
+        yield Check("model", "fail", one_line(error), "Use another model, or pull it again.")
 
 
-def _kept(model: str) -> Path | None:
-    """Where a model is, without fetching it."""
+def _find_model(model: str) -> Path | None:
+    """The path of a model, without fetching it; None if it is not in the cache."""
     if model == "default" or model.startswith("hf:"):
         kept = next((one for one in kept_models() if one.name == model), None)
         if kept is None:
@@ -263,7 +264,7 @@ def _kept(model: str) -> Path | None:
     return pull(model)
 
 
-def _described(checkpoint: Checkpoint, context: int) -> str:
+def _describe(checkpoint: Checkpoint, context: int) -> str:
     path = checkpoint.path
     files = [path] if path.is_file() else list(path.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
@@ -277,54 +278,57 @@ def _text(checkpoint: Checkpoint) -> Check:
     text = open_model_text(checkpoint)
     try:
         if text.chat_template is None:
-            advice = "It completes texts; chats are refused."
+            advice = "The model can complete texts; chat requests are refused."
             return Check("chat", "note", "the model has no chat template", advice)
-        tools = "knows tools" if text.chat_template.uses_tools else "knows no tools of its own"
-        return Check("chat", "ok", f"has a chat template, which {tools}")
+        tools = "with tools" if text.chat_template.uses_tools else "without tools"
+        return Check("chat", "ok", f"the model has a chat template {tools}")
     finally:
         text.close()
 
 
-def _room(checkpoint: Checkpoint) -> Check:
+def _weights_fit(checkpoint: Checkpoint) -> Check:
     on_card = registry.why_no_card() is None
     needed = _weight_bytes(checkpoint, on_card)
     available = machine.card_memory().available if on_card else machine.memory().available
     if on_card:
-        found = f"{needed / _GIB:.2f} GiB on the card for weights, as bfloat16"
+        found = f"{needed / _GIB:.2f} GiB on the GPU for weights, as bfloat16"
     else:
         found = f"{needed / _GIB:.2f} GiB for weights, {'packed for the kernels' if has_kernels() else 'as float32'}"
     if available is not None and needed > available:
-        where = "of it are free" if on_card else "are available"
+        where = "of GPU memory are free" if on_card else "are available"
         other = ", or run on the processor with --device cpu" if on_card else ""
-        advice = f"Only {available / _GIB:.2f} GiB {where}: take a smaller model, or free memory{other}."
+        advice = f"Only {available / _GIB:.2f} GiB {where}: use a smaller model, or free memory{other}."
         return Check("room", "fail", found, advice)
-    rest = "what is left" if on_card else "what --memory allows"
-    return Check("room", "ok", f"{found}; the KV cache takes {rest}")
+    rest = "the rest of the memory" if on_card else "what --memory allows"
+    return Check("room", "ok", f"{found}; the KV cache uses {rest}")
 
 
 def _speed(checkpoint: Checkpoint) -> Check:
-    """Generating one token reads every weight once: memory sets the pace of a single answer."""
+    """Estimates the speed of a single answer. Each token reads every weight once, so the memory bandwidth is the
+    limit."""
     if registry.why_no_card() is None:
         read = _weight_bytes(checkpoint, on_card=True) / 1e9
         found = (
-            f"the card reads {read:.2f} GB for every token of one answer; several at once read them together"
+            f"the GPU reads {read:.2f} GB for every token of one answer; answers in a batch share the reads"
         )
-        return Check("speed", "ok", found, "`weft bench gpu` measures a card.")
+        return Check("speed", "ok", found, "`weft bench gpu` measures the speed.")
     rate = machine.bytes_per_second()
     most = rate / _weight_bytes(checkpoint, on_card=False)
     expected = f"{most * _TYPICAL_SHARE:.{0 if most > 20 else 1}f}"
     found = (
-        f"{rate / 1e9:.1f} GB/s, measured now: at most {most:.3g} tokens/s for one answer, "
-        f"about {expected} to be expected; several at once together get more"
+        f"memory reads {rate / 1e9:.1f} GB/s: at most {most:.3g} tokens/s for one answer, "
+        f"typically {expected}; a batch is faster in total"
     )
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > machine.processor().usable_cores:
-        return Check("speed", "note", found, f"Other work runs (load {load:.1f}): alone it would be faster.")
+        return Check(
+            "speed", "note", found, f"Other programs are running (load {load:.1f}); they slow this down."
+        )
     return Check("speed", "ok", found)
 
 
 def _weight_bytes(checkpoint: Checkpoint, on_card: bool) -> int:
-    """As the backend keeps them."""
+    """Bytes of the weights in the format of the backend."""
     if on_card:
         return checkpoint.parameter_count * _CARD_BYTES
     if not has_kernels():

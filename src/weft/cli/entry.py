@@ -1,5 +1,8 @@
-"""Where the `weft` command begins. The library of the command line is imported for whoever needs it: it takes longer than
-all else that `weft serve` does before its engine starts, and as much memory as the rest of the server's imports."""
+"""The entry point of the `weft` command.
+
+`weft serve` parses plain arguments itself. Importing typer would take longer than all other work before the engine
+starts, and as much memory as the other imports of the server.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any
 
 from weft.errors import WeftError
 
-# The options of `weft serve` that take a value: the setting of each, and what is made of the value.
+# The options of `weft serve` that take a value: the setting of each, and the conversion of the value.
 SERVE_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--host": ("host", str),
     "--port": ("port", int),
@@ -35,7 +38,7 @@ SERVE_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 
 def main() -> None:
-    """The command as it is installed."""
+    """The `weft` command."""
     settings = plain_serve_settings(sys.argv[1:])
     if settings is not None:
         run(partial(_serve, settings))
@@ -46,8 +49,8 @@ def main() -> None:
 
 
 def plain_serve_settings(arguments: Sequence[str]) -> dict[str, Any] | None:
-    """What `weft serve` was told, where that is no more than a model and options with their values; None for all that is
-    for the library of the command line to read, or to complain about."""
+    """The settings of a `weft serve` with only a model and options with values. None for all other arguments, also for
+    invalid ones: typer parses them."""
     if arguments[:1] != ["serve"]:
         return None
     settings: dict[str, Any] = {}
@@ -55,19 +58,19 @@ def plain_serve_settings(arguments: Sequence[str]) -> dict[str, Any] | None:
     for argument in rest:
         option, has_value, value = argument.partition("=")
         if not argument.startswith("-"):
-            name, made = "model", argument
+            name, converted = "model", argument
         elif option in SERVE_OPTIONS:
             if not has_value:
                 value = next(rest, "-")
-            name, make = SERVE_OPTIONS[option]
-            if not value or value.startswith("-") or (make is int and not value.isdecimal()):
+            name, convert = SERVE_OPTIONS[option]
+            if not value or value.startswith("-") or (convert is int and not value.isdecimal()):
                 return None
-            made = make(value)
+            converted = convert(value)
         else:
             return None
         if name in settings and name != "api_keys":
             return None
-        settings[name] = (*settings[name], *made) if name in settings else made
+        settings[name] = (*settings[name], *converted) if name in settings else converted
     return settings
 
 
@@ -79,7 +82,7 @@ def _serve(settings: dict[str, Any]) -> None:
 
 
 def run(command: Callable[[], object]) -> None:
-    """Run a command. The one place where an expected error becomes a message and an exit code."""
+    """Runs a command. Only here an expected error becomes a message and an exit code."""
     _prepare_streams()
     try:
         command()
@@ -89,8 +92,8 @@ def run(command: Callable[[], object]) -> None:
         print(f"weft: {one_line(error)}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except OSError as error:
-        # Of standard output, which may lead to a full disk: every other file is opened by somebody who says more.
-        # What it still holds would fail once more at the end.
+        # From standard output, for example on a full disk: errors of other files are handled where they are opened.
+        # Standard output is replaced, because flushing its buffer at exit would fail again.
         sys.stdout = io.StringIO()
         print(f"weft: {error}", file=sys.stderr)
         raise SystemExit(1) from None
@@ -99,11 +102,11 @@ def run(command: Callable[[], object]) -> None:
 
 
 def _prepare_streams() -> None:
-    """A stream that the caller closed is None: nothing comes from it, and what is said there is lost. A character that
-    the terminal has no code for must not end the program."""
+    """Replaces closed standard streams, which Python sets to None, by /dev/null. Characters that the terminal cannot
+    encode are replaced."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  # until the end
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  # stays open
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 

@@ -1,4 +1,4 @@
-"""`weft generate`: completes prompts and prints them, or runs a file of JSON lines."""
+"""`weft generate`: completes prompts and prints the answers, or runs a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from weft.cli.batch_file import Batch, open_output
-from weft.cli.lines import Line, Wishes, make_job
+from weft.cli.batch_file import BatchRun, open_output
+from weft.cli.lines import Line, LineDefaults, make_job
 from weft.cli.model import shown_name
 from weft.cli.result_json import error_of
 from weft.cli.start import check_sampling, start
@@ -46,26 +46,28 @@ def generate_command(
     regex: str | None,
     **sampling: Any,
 ) -> None:
-    """Prompts from arguments, files and standard input ("-"), or lines of JSON from `input_path`."""
+    """Runs prompts from arguments, files and standard input ("-"), or JSON lines from `input_path`."""
     given = {name: value for name, value in sampling.items() if value is not None}
     if (grammar := _grammar(json_schema, regex)) is not None:
         given["grammar"] = grammar
     check_sampling(given)
     if system is not None and not chat:
         raise InvalidRequestError(
-            "--system needs --chat: a plain prompt has no system message", field="system"
+            "--system needs --chat; a plain prompt has no system message", field="system"
         )
-    # "-" stands for standard output, and for JSON lines there even where prompts came as text.
+    # "-" is standard output. With it, even the answers to plain prompts are written as JSON lines.
     path = None if output_path is None or str(output_path) == "-" else output_path
     _check_files(input_path, path, overwrite, resume)
     if input_path is not None and (prompts or files):
-        raise InvalidRequestError("--input brings its own prompts; leave the others out", field="input")
+        raise InvalidRequestError(
+            "--input cannot be combined with other prompts; leave them out", field="input"
+        )
     texts = _read_prompts(prompts, files) if input_path is None else []
-    wishes = Wishes(given, as_chat=chat, system=system)
+    defaults = LineDefaults(given, as_chat=chat, system=system)
     if input_path is None and output_path is None:
         with start(model, context, threads, quantize, device, cache) as llm:
             _check_chat(llm, chat)
-            _print_texts(llm, texts, wishes)
+            _print_texts(llm, texts, defaults)
         return
     with (
         _open_input(input_path, texts) as source,
@@ -73,27 +75,27 @@ def generate_command(
         start(model, context, threads, quantize, device, cache) as llm,
     ):
         _check_chat(llm, chat)
-        Batch(llm, shown_name(model), wishes, output).run(source)
+        BatchRun(llm, shown_name(model), defaults, output).run(source)
 
 
 def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
     if json_schema is not None and regex is not None:
-        raise InvalidRequestError("--json-schema and --regex exclude each other; give one", field="regex")
+        raise InvalidRequestError("--json-schema and --regex exclude each other; use one", field="regex")
     if json_schema is not None:
         return Grammar("json_schema", _read_text(json_schema))
     return None if regex is None else Grammar("regex", regex)
 
 
 def _check_files(input_path: Path | None, path: Path | None, overwrite: bool, resume: bool) -> None:
-    """Refuses what can only be a mistake, before it costs a file."""
+    """Refuses contradictory options before a file is changed."""
     for is_given, option in ((overwrite, "--overwrite"), (resume, "--resume")):
         if is_given and path is None:
-            raise InvalidRequestError(f"{option} needs --output with a file", field="output")
+            raise InvalidRequestError(f"{option} needs --output with a file name", field="output")
     if overwrite and resume:
-        raise InvalidRequestError("--overwrite and --resume exclude each other; give one", field="output")
+        raise InvalidRequestError("--overwrite and --resume exclude each other; use one", field="output")
     both_exist = input_path and path and os.path.exists(input_path) and os.path.exists(path)
     if both_exist and os.path.samefile(input_path, path):  # type: ignore[arg-type]
-        raise InvalidRequestError(f"{path}: is the input too; name another output", field="output")
+        raise InvalidRequestError(f"{path}: is also the input; choose another output", field="output")
 
 
 def _check_chat(llm: LLM, chat: bool) -> None:
@@ -104,27 +106,27 @@ def _check_chat(llm: LLM, chat: bool) -> None:
 def _read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
     if prompts.count("-") > 1:
         raise InvalidRequestError(
-            f"'-' is given {prompts.count('-')} times; allowed: once, standard input can be read only once",
+            f"'-' is given {prompts.count('-')} times; allowed: once, because standard input can be read only once",
             field="prompt",
         )
     if not prompts and not files:
         if sys.stdin.isatty():
             raise InvalidRequestError(
-                "no prompt is given; write one, '-' for standard input, --file or --input", field="prompt"
+                "no prompt is given; pass one, or '-' for standard input, --file or --input", field="prompt"
             )
         prompts = ["-"]
     texts = [_read_stdin() if prompt == "-" else prompt for prompt in prompts]
     texts += [_read_text(path) for path in files]
     for text in texts:
         if not text:
-            raise InvalidRequestError("a prompt is empty; give it at least one character", field="prompt")
+            raise InvalidRequestError("a prompt is empty; it needs at least one character", field="prompt")
     return texts
 
 
 def _read_stdin() -> str:
     content = sys.stdin.buffer.read()
     if not content:
-        raise InvalidRequestError("standard input is empty; give the prompt itself", field="prompt")
+        raise InvalidRequestError("standard input is empty; pass a prompt", field="prompt")
     return _decoded(content, "standard input")
 
 
@@ -137,7 +139,7 @@ def _read_text(path: Path) -> str:
 
 def _decoded(content: bytes, where: str) -> str:
     try:
-        return content.decode().removesuffix("\n")  # `echo` and editors end a text with one that nobody meant
+        return content.decode().removesuffix("\n")  # `echo` and editors add a newline at the end
     except UnicodeDecodeError as error:
         raise InvalidRequestError(
             f"{where} is not UTF-8 at byte {error.start}; convert it first", field="prompt"
@@ -146,7 +148,7 @@ def _decoded(content: bytes, where: str) -> str:
 
 @contextmanager
 def _open_input(path: Path | None, texts: list[str]) -> Iterator[IO[bytes]]:
-    """The JSON lines of a file or of standard input, or those that the prompts would be."""
+    """Opens the JSON lines: a file, standard input, or the prompts converted to JSON lines."""
     if path is None:
         yield io.BytesIO(b"".join(json.dumps(text).encode() + b"\n" for text in texts))
         return
@@ -161,13 +163,13 @@ def _open_input(path: Path | None, texts: list[str]) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _jobs(llm: LLM, texts: list[str], wishes: Wishes) -> list[PromptJob]:
-    return [make_job(Line(index), {"prompt": text}, wishes, llm) for index, text in enumerate(texts)]
+def _jobs(llm: LLM, texts: list[str], defaults: LineDefaults) -> list[PromptJob]:
+    return [make_job(Line(index), {"prompt": text}, defaults, llm) for index, text in enumerate(texts)]
 
 
-def _print_texts(llm: LLM, texts: list[str], wishes: Wishes) -> None:
-    """Print all that is complete, in the order of the prompts; then say what is not, and fail."""
-    jobs = _jobs(llm, texts, wishes)
+def _print_texts(llm: LLM, texts: list[str], defaults: LineDefaults) -> None:
+    """Prints all complete answers in the order of the prompts, then the errors. Raises if there are any."""
+    jobs = _jobs(llm, texts, defaults)
     if len(jobs) == 1 and jobs[0].params is not None and jobs[0].params.n == 1:
         _stream(llm, jobs[0])
         return
@@ -188,7 +190,9 @@ def _print_texts(llm: LLM, texts: list[str], wishes: Wishes) -> None:
         for number, choice in enumerate(result.choices, start=1):
             if sys.stdout.isatty():
                 _print(f"--- prompt {index + 1} of {len(texts)}, answer {number} of {len(result.choices)}")
-            _print(f"{text}{choice.text}\n" if len(texts) > 1 and not wishes.as_chat else f"{choice.text}\n")
+            _print(
+                f"{text}{choice.text}\n" if len(texts) > 1 and not defaults.as_chat else f"{choice.text}\n"
+            )
     if not failures:
         return
     if len(texts) == 1:
@@ -200,7 +204,7 @@ def _print_texts(llm: LLM, texts: list[str], wishes: Wishes) -> None:
 
 
 def _stream(llm: LLM, job: PromptJob) -> None:
-    """One completion alone is given out as it is made, and as it is, for use in a pipe."""
+    """Streams a single answer, without the prompt or any other text, for use in a pipe."""
     if job.messages is not None:
         pieces = llm.stream_chat(job.messages, job.params)
     else:

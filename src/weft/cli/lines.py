@@ -1,7 +1,7 @@
-"""What a line of a batch file asks for: from JSON to a job, with every mistake named.
+"""Parses the lines of a batch file: from JSON to a job, or to an error that names the invalid field.
 
-A line is a string (a prompt), an object with "prompt" or "messages" and sampling parameters beside them, or an object of
-the OpenAI batch format, whose "body" is what would be sent to the server.
+A line is a string (a prompt), an object with "prompt" or "messages" and sampling parameters, or an object of the OpenAI
+batch format, whose "body" is a request to the server.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from weft.llm import LLM, PromptJob
 
 MAX_LINE_BYTES = 64 << 20
-"""Longer than any context; one line is the most that is held of a file at once."""
+"""Larger than any context. It bounds the memory: only one line of a file is in memory at a time."""
 
 _URLS: dict[str, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 _PARAMETERS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-_OTHER_NAMES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
-# Fields that the OpenAI API knows and that change nothing here: who asks, and which model, which --model says.
-_WITHOUT_EFFECT = frozenset(
+_ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
+# Fields of the OpenAI API that are ignored: they identify the client, or the model, which --model sets.
+_IGNORED = frozenset(
     ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 )
-# Fields of the OpenAI API that are fine as long as they ask for what happens anyway.
-_ONLY: dict[str, tuple[object, ...]] = {
+# Fields of the OpenAI API that are accepted only with these values.
+_ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "stream": (False,),
     "echo": (False,),
     "suffix": ("",),
@@ -41,22 +41,22 @@ _ONLY: dict[str, tuple[object, ...]] = {
 }
 
 _FIELDS = frozenset(
-    (*_PARAMETERS, *_OTHER_NAMES, *_WITHOUT_EFFECT, *_ONLY, "prompt", "messages", "tools", "top_logprobs")
+    (*_PARAMETERS, *_ALIASES, *_IGNORED, *_ONLY_VALUES, "prompt", "messages", "tools", "top_logprobs")
 )
 
 Key = tuple[Literal["id", "index"], str | int]
-"""What a line is found again by in an output; an index and an id may be the same number."""
+"""Identifies a line in an output. The kind is part of it, because an index and an id may be the same number."""
 
 Form = Literal["plain", "chat", "completion"]
-"""Which shape the answer has: ours, or one of the OpenAI API's in the shape of its batch output."""
+"""The format of the answer: weft's own, or one of the OpenAI batch output."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Who an answer is for."""
+    """Identifies a line of the input and the format of its answer."""
 
     index: int
-    """Its place in the input, from 0; lines without content count too."""
+    """Position in the input, from 0; empty lines count."""
     form: Form = "plain"
     identifier: str | int | None = None
 
@@ -66,8 +66,8 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What the command line says about every line that does not say it itself."""
+class LineDefaults:
+    """Options of the command line: the defaults for all lines."""
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
     as_chat: bool = False
@@ -79,23 +79,23 @@ class Wishes:
 
 
 def read_lines(file: IO[bytes]) -> Iterator[bytes | InvalidRequestError]:
-    """The lines of a file, one at a time, however long the file is."""
+    """Yields the lines of a file one at a time. A line that is too long is skipped and gives an error."""
     while line := file.readline(MAX_LINE_BYTES + 1):
         if len(line) <= MAX_LINE_BYTES:
             yield line
             continue
         while line and not line.endswith(b"\n"):
             line = file.readline(MAX_LINE_BYTES)
-        yield InvalidRequestError(f"the line is longer than the {MAX_LINE_BYTES} bytes that are allowed")
+        yield InvalidRequestError(f"the line is longer than {MAX_LINE_BYTES} bytes; split it")
 
 
 def read_line(raw: bytes, index: int, previous: Form) -> tuple[Line, dict[str, Any] | InvalidRequestError]:
-    """Who the line is from and what it holds, or what is wrong with it. A line that is no JSON object is answered in
-    the form of the one before."""
+    """Parses a line to its identity and its content, or an error. A line that is not a JSON object gets the form of the
+    previous line."""
     line = Line(index, previous)
     try:
         content = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_number)
-        json.dumps(content, ensure_ascii=False).encode()  # refuses half a surrogate pair
+        json.dumps(content, ensure_ascii=False).encode()  # raises for half a surrogate pair
     except (ValueError, RecursionError) as error:
         return line, InvalidRequestError(f"the line is not JSON: {error}", code="invalid_json")
     if isinstance(content, str):
@@ -121,29 +121,29 @@ def read_line(raw: bytes, index: int, previous: Form) -> tuple[Line, dict[str, A
         return line, InvalidRequestError(f"method is {content['method']!r}; allowed: POST", field="method")
     if identifier is None:
         return line, InvalidRequestError(
-            "custom_id is missing; every request needs its own", field="custom_id"
+            "custom_id is missing; give every request its own", field="custom_id"
         )
     if not isinstance(content.get("body"), dict):
         return line, InvalidRequestError(
-            "body is not an object; it holds what is sent to the url", field="body"
+            "body is not an object; it must be the body of the request", field="body"
         )
     return line, content["body"]
 
 
-def make_job(line: Line, content: Mapping[str, Any], wishes: Wishes, llm: LLM) -> PromptJob:
-    """The job of a line; raises InvalidRequestError with the field that is wrong. null stands for the default, which
-    is the API's in the forms of the API."""
+def make_job(line: Line, content: Mapping[str, Any], defaults: LineDefaults, llm: LLM) -> PromptJob:
+    """The job of a line. Raises InvalidRequestError with the invalid field. null stands for the default; in the forms
+    of the OpenAI API that is the default of that API."""
     from weft.llm import PromptJob
 
     given = {name: value for name, value in content.items() if value is not None}
     prompt, messages = given.pop("prompt", None), given.pop("messages", None)
     tools = given.pop("tools", None)
-    _check_question(line.form, prompt, messages)
-    if messages is None and wishes.as_chat and line.form == "plain" and isinstance(prompt, str):
-        messages, prompt = wishes.messages(prompt), None
+    _check_prompt(line.form, prompt, messages)
+    if messages is None and defaults.as_chat and line.form == "plain" and isinstance(prompt, str):
+        messages, prompt = defaults.messages(prompt), None
     if tools is not None and (messages is None or not isinstance(tools, list)):
-        raise InvalidRequestError("tools is for messages, and a list of functions", field="tools")
-    sampling = {**wishes.sampling, **_sampling(given, line.form)}
+        raise InvalidRequestError("tools must be a list of functions, and needs messages", field="tools")
+    sampling = {**defaults.sampling, **_sampling(given, line.form)}
     is_chat = messages is not None
     if line.form == "plain":
         params = command_params(llm, chat=is_chat, **sampling)
@@ -152,16 +152,16 @@ def make_job(line: Line, content: Mapping[str, Any], wishes: Wishes, llm: LLM) -
     return PromptJob(prompt=prompt, messages=messages, params=params, key=line, tools=tools)
 
 
-def _check_question(form: Form, prompt: Any, messages: Any) -> None:
+def _check_prompt(form: Form, prompt: Any, messages: Any) -> None:
     if form == "chat" and prompt is not None:
-        raise InvalidRequestError("prompt is for /v1/completions; a chat has messages", field="prompt")
+        raise InvalidRequestError("prompt is for /v1/completions; use messages in a chat", field="prompt")
     if form == "completion" and messages is not None:
         raise InvalidRequestError(
-            "messages is for /v1/chat/completions; a completion has a prompt", field="messages"
+            "messages is for /v1/chat/completions; use prompt in a completion", field="messages"
         )
     if (prompt is None) == (messages is None):
         both = "both are" if prompt is not None else "neither is"
-        raise InvalidRequestError(f"a line has either a prompt or messages; {both} given", field="prompt")
+        raise InvalidRequestError(f"a line needs either a prompt or messages; {both} given", field="prompt")
     if messages is not None and not isinstance(messages, list):
         raise InvalidRequestError("messages is not a list", field="messages")
     is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
@@ -174,26 +174,26 @@ def _check_question(form: Form, prompt: Any, messages: Any) -> None:
 
 
 def _sampling(given: dict[str, Any], form: Form) -> dict[str, Any]:
-    """Fields of `SamplingParams`, from those and from the names of the OpenAI API."""
+    """Converts field names of weft and of the OpenAI API to fields of `SamplingParams`."""
     found: dict[str, Any] = {}
     top_logprobs = given.pop("top_logprobs", None)
     for name, value in given.items():
-        name = _OTHER_NAMES.get(name, name)
-        if name in _ONLY:
-            if value not in _ONLY[name]:
-                allowed = " or ".join(json.dumps(one) for one in _ONLY[name])
+        name = _ALIASES.get(name, name)
+        if name in _ONLY_VALUES:
+            if value not in _ONLY_VALUES[name]:
+                allowed = " or ".join(json.dumps(one) for one in _ONLY_VALUES[name])
                 raise InvalidRequestError(
                     f"{name} is {json.dumps(value)}; allowed here: {allowed}", field=name
                 )
         elif name in _PARAMETERS:
             found[name] = value
-        elif name not in _WITHOUT_EFFECT:
+        elif name not in _IGNORED:
             allowed = ", ".join(sorted(_FIELDS | {"id"} if form == "plain" else _FIELDS))
             raise InvalidRequestError(f"{name} is not a field of a request; allowed: {allowed}", field=name)
-    if isinstance(found.get("logprobs"), bool):  # a chat says whether, and beside it how many
+    if isinstance(found.get("logprobs"), bool):  # a chat sends a boolean, and the number in top_logprobs
         found["logprobs"] = (top_logprobs or 0) if found["logprobs"] else None
     elif top_logprobs is not None:
-        raise InvalidRequestError('top_logprobs needs "logprobs": true beside it', field="top_logprobs")
+        raise InvalidRequestError('top_logprobs needs "logprobs": true', field="top_logprobs")
     if isinstance(found.get("logit_bias"), dict):
         found["logit_bias"] = {_token_id(token): bias for token, bias in found["logit_bias"].items()}
     return found
@@ -209,4 +209,4 @@ def _token_id(text: str) -> int:
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is not a number of JSON")
+    raise ValueError(f"{text} is not valid JSON")

@@ -1,4 +1,4 @@
-"""What this machine is: processor, memory, GPU, and how fast it reads memory. What cannot be found out is None."""
+"""Describes this machine: processor, memory, GPU, memory bandwidth. Unknown values are None."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ FEATURES = {
     "asimddp": "NEON dot product",
     "i8mm": "NEON i8mm",
 }
-"""By the names of the kernel: what makes a difference to inference."""
+"""Processor features that matter for inference, by their names in /proc/cpuinfo."""
 _MATRIX_SIDE = 8192
-"""256 MiB: more than the caches of most machines hold."""
+"""A matrix of 256 MiB, larger than the caches of most machines."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Processor:
     name: str
     physical_cores: int | None
     usable_cores: int
-    """Of this process: affinity and the cgroup's quota count."""
+    """Cores that this process may use, by its affinity and the quota of its cgroup."""
     features: tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `available` is what can be taken without swapping, inside the cgroup's limit."""
+    """Bytes. `available` can be allocated without swapping, within the limit of the cgroup."""
 
     total: int | None
     available: int | None
@@ -85,32 +85,32 @@ def _usable_cores() -> int:
 
 
 def memory(root: Path = Path("/")) -> Memory:
-    """`root` is the folder that has /proc and /sys in it."""
+    """`root` is the folder that contains /proc and /sys."""
     host = host_memory(root)
     return Memory(host.total, host.available, host.limit)
 
 
 def gpus() -> list[str] | None:
-    """Name and memory of each; none where the driver's tool is not there or sees none, None where it does not answer."""
-    return _told_by_driver("name,memory.total,driver_version")
+    """Name, memory and driver of each GPU. Empty without nvidia-smi or without GPUs; None if nvidia-smi fails."""
+    return _query_gpus("name,memory.total,driver_version")
 
 
 def card_memory() -> Memory:
-    """Of the first card."""
-    told = _told_by_driver("memory.total,memory.free", units=False)
+    """Memory of the first GPU."""
+    lines = _query_gpus("memory.total,memory.free", units=False)
     try:
-        total, free = (int(figure) << 20 for figure in (told or [""])[0].split(","))
+        total, free = (int(figure) << 20 for figure in (lines or [""])[0].split(","))
     except ValueError:
         return Memory(None, None, None)
     return Memory(total, free, None)
 
 
-def _told_by_driver(what: str, units: bool = True) -> list[str] | None:
-    """A line for each card."""
+def _query_gpus(fields: str, units: bool = True) -> list[str] | None:
+    """Asks nvidia-smi for `fields`. Returns one line per GPU."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    command = [tool, f"--query-gpu={what}", f"--format=csv,noheader{'' if units else ',nounits'}"]
+    command = [tool, f"--query-gpu={fields}", f"--format=csv,noheader{'' if units else ',nounits'}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -121,14 +121,14 @@ def _told_by_driver(what: str, units: bool = True) -> list[str] | None:
 
 
 def bytes_per_second(seconds: float = 0.8) -> float:
-    """How fast a matrix that no cache holds is multiplied by a vector: what generating one token after another does."""
+    """Measures the memory bandwidth by multiplying a matrix larger than the caches with a vector, as decoding does."""
     import numpy as np
 
     matrix = np.ones((_MATRIX_SIDE, _MATRIX_SIDE), np.float32)
     vector = np.ones(_MATRIX_SIDE, np.float32)
     times: list[float] = []
-    give_up_at = time.perf_counter() + seconds
-    while not times or time.perf_counter() < give_up_at:
+    end = time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
         began = time.perf_counter()
         matrix @ vector
         times.append(time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""The `weft` command line: what each command takes and says. The work is imported inside the command that needs it."""
+"""Declares the commands of `weft` with their options and help. Each command imports its implementation when it runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,12 +11,11 @@ from weft.cli.entry import run
 
 app = typer.Typer(
     name="weft",
-    help="Run large language models on this machine: continuous batching, a paged KV cache, models as GGUF or "
-    "safetensors.",
+    help="Run large language models on this machine. Models are GGUF files or folders with safetensors.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: the boxes break paragraphs where the source does
+    rich_markup_mode=None,  # rich would keep the line breaks of the source in the help text
 )
 app.add_typer(bench_app, name="bench")
 
@@ -26,13 +25,13 @@ Model = Annotated[
         "--model",
         "-m",
         metavar="MODEL",
-        help="'default' (SmolLM2-135M-Instruct), 'hf:owner/name' (see `weft pull --help`), or a path to a GGUF file "
-        "or a folder with safetensors. Fetched on first use.",
+        help="'default' (SmolLM2-135M-Instruct), 'hf:owner/name' (see `weft pull --help`), or the path of a GGUF file "
+        "or of a folder with safetensors. Fetched on first use.",
     ),
 ]
 MaxTokens = Annotated[
     int | None,
-    typer.Option("--max-tokens", "-n", metavar="N", help="Most new tokens to generate; at least 1."),
+    typer.Option("--max-tokens", "-n", metavar="N", help="Maximum number of new tokens; at least 1."),
 ]
 Temperature = Annotated[
     float | None,
@@ -40,51 +39,50 @@ Temperature = Annotated[
         "--temperature",
         "-t",
         metavar="T",
-        help="Randomness of the choice of tokens; 0 always takes the best. Default: what the model's makers "
-        "suggest, else 0.",
+        help="Randomness of the sampling; 0: greedy. Default: what the model's authors recommend, else 0.",
     ),
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(metavar="P", help="Choose among the likeliest tokens that together have this probability."),
+    typer.Option(metavar="P", help="Sample from the most likely tokens that together have this probability."),
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Seed of the sampling noise: the same seed gives the same text."),
+    typer.Option(metavar="N", help="Seed of the sampling: the same seed gives the same text."),
 ]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(metavar="TEXT", help="End the text before this; may be given several times."),
+    typer.Option(metavar="TEXT", help="Stop before this text; may be repeated."),
 ]
 Context = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Longest context in tokens, prompt and answer; default: the model's own."),
+    typer.Option(metavar="N", help="Maximum context in tokens (prompt and answer); default: the model's."),
 ]
 
 Device = Annotated[
     str,
-    typer.Option(metavar="auto|cpu|cuda", help="What computes; auto: a card, where there is one."),
+    typer.Option(metavar="auto|cpu|cuda", help="Where to compute; auto: on a GPU if there is one."),
 ]
 Threads = Annotated[
-    int | None, typer.Option(metavar="N", help="Threads that compute; default: one for each core.")
+    int | None, typer.Option(metavar="N", help="CPU threads that compute; default: one per core.")
 ]
 Quantize = Annotated[
     str | None, typer.Option(metavar="int8|int4", help="Quantise weights that are stored as floats.")
 ]
 KvCache = Annotated[
     str | None,
-    typer.Option(metavar="full|two-tier", help="two-tier: older tokens quantised; default: full."),
+    typer.Option(metavar="full|two-tier", help="two-tier: quantise older tokens; default: full."),
 ]
 TailLength = Annotated[
-    int | None, typer.Option(metavar="N", help="Two-tier: newest tokens kept as is; default: 256.")
+    int | None, typer.Option(metavar="N", help="two-tier: newest tokens left as is; default: 256.")
 ]
 StoreBits = Annotated[
-    int | None, typer.Option(metavar="8|4", help="Two-tier: bits of older values; default: 8.")
+    int | None, typer.Option(metavar="8|4", help="two-tier: bits per older value; default: 8.")
 ]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"weft {__version__}")
         raise typer.Exit
 
@@ -103,12 +101,12 @@ def weft(
 def pull(model: Annotated[str, typer.Argument(metavar="MODEL", hidden=True)] = "default") -> None:
     """Fetch a model and check it.
 
-    MODEL is 'default' (also where none is named), 'hf:owner/name' of the Hugging Face hub (with ':Q4_K_M' or
-    '/file.gguf' for GGUF files, and '@revision'), or a path, which is only checked. Every byte that was fetched is
-    compared with its checksum; whether weft can run the model is looked at too. Then its path is printed.
+    MODEL is 'default' (if omitted), 'hf:owner/name' from the Hugging Face hub, or a path, which is only checked. For
+    GGUF files of the hub, add ':Q4_K_M' or '/file.gguf'; '@revision' selects a revision. The command verifies the
+    checksums, checks that weft can run the model, and prints its path.
 
-    A pull that was stopped goes on where it was. The cache is the user cache directory; WEFT_HOME names another.
-    HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE count for the hub.
+    An interrupted pull continues where it stopped. Models are stored in the user cache directory, or in WEFT_HOME.
+    The hub also uses HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE.
     """
     from weft.cli.pull import pull_command
 
@@ -119,7 +117,7 @@ def pull(model: Annotated[str, typer.Argument(metavar="MODEL", hidden=True)] = "
 def models(json: AsJson = False) -> None:
     """List the models in the cache.
 
-    By the names to ask for them with, with those that are not whole.
+    Shows the names that other commands accept, and the models that are incomplete.
     """
     from weft.cli.pull import models_command
 
@@ -130,7 +128,7 @@ def models(json: AsJson = False) -> None:
 def remove(model: Annotated[str, typer.Argument(metavar="MODEL", hidden=True)]) -> None:
     """Delete a model from the cache, with its packed weights.
 
-    MODEL is a name that `weft models` shows. It waits for a pull that is under way.
+    MODEL is a name that `weft models` shows. If the model is being pulled, the command waits.
     """
     from weft.cli.pull import remove_command
 
@@ -142,13 +140,11 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", hidden=True)] = None,
     file: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--file", "-f", metavar="PATH", help="A file that is one prompt; may be given several times."
-        ),
+        typer.Option("--file", "-f", metavar="PATH", help="A file with one prompt; may be repeated."),
     ] = None,
     input: Annotated[
         Path | None,
-        typer.Option("--input", "-i", metavar="PATH", help="JSON lines to answer, '-' for standard input."),
+        typer.Option("--input", "-i", metavar="PATH", help="A file of JSON lines; '-': standard input."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -156,15 +152,13 @@ def generate(
             "--output",
             "-o",
             metavar="PATH",
-            help="Where the answers go as JSON lines, '-' for standard output.",
+            help="Write answers as JSON lines to this file; '-': standard output.",
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the output where it exists.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Keep the answers in the output, and add what is missing."),
+        typer.Option("--resume", help="Keep the answers in the output file and add the missing ones."),
     ] = False,
     model: Model = "default",
     max_tokens: MaxTokens = None,
@@ -172,16 +166,14 @@ def generate(
     top_p: TopP = None,
     seed: Seed = None,
     stop: Stop = None,
-    answers: Annotated[
-        int | None, typer.Option(metavar="N", help="How many for each prompt; default: 1.")
-    ] = None,
+    answers: Annotated[int | None, typer.Option(metavar="N", help="Answers per prompt; default: 1.")] = None,
     json_schema: Annotated[
         Path | None,
-        typer.Option("--json-schema", metavar="PATH", help="A JSON schema that every answer obeys."),
+        typer.Option("--json-schema", metavar="PATH", help="A JSON schema that every answer must match."),
     ] = None,
     regex: Annotated[
         str | None,
-        typer.Option("--regex", metavar="PATTERN", help="A regular expression that every answer matches."),
+        typer.Option("--regex", metavar="PATTERN", help="A regular expression that every answer must match."),
     ] = None,
     context: Context = None,
     device: Device = "auto",
@@ -193,27 +185,26 @@ def generate(
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat", help="Take each plain prompt as a message, and answer it in the model's chat format."
+            "--chat", help="Send each plain prompt as a user message, with the model's chat template."
         ),
     ] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message, with --chat.")] = None,
 ) -> None:
-    """Continue prompts, or answer JSON lines.
+    """Complete prompts, or answer JSON lines.
 
-    PROMPT is a text to continue, '-' one from standard input, which is also read where a pipe leads there and nothing
-    else is given; --file names more. Of standard input and files the last line end is no part of the prompt. Several
-    prompts run as one batch. One answer to one prompt is printed as it is made; programs that ask for several should
-    read JSON lines: '-o -'.
+    PROMPT is a text to complete; '-' reads one from standard input. Standard input is also read if it is a pipe and no
+    prompt is given. --file adds prompts. The last newline of standard input and of files is removed. Several prompts
+    run as one batch. A single answer is streamed; for several answers, programs should read JSON lines ('-o -').
 
-    A prompt gets 64 new tokens, one with --chat as many as the context has room for, unless --max-tokens says otherwise.
+    A prompt gets at most 64 new tokens by default; with --chat, as many as fit into the context.
 
-    A line of --input is a string, an object with "prompt" or "messages" and, beside them, "id" and sampling parameters, or
-    a request of the OpenAI batch format (its "model" is not looked at: --model answers). What a line does not say is
-    taken from the options; after them requests of the OpenAI format have the defaults of that API (16 new tokens of a
-    completion, temperature 1 where the model's makers suggest none).
+    A line of --input is a string, an object with "prompt" or "messages" and optionally "id" and sampling parameters, or
+    a request in the OpenAI batch format (its "model" is ignored). Options are the defaults for missing parameters.
+    Requests in the OpenAI format then have the defaults of that API (16 new tokens for a completion; temperature 1,
+    unless the model's authors recommend another).
 
-    Each line is answered by one line, in the order in which they end, found again by "id", "custom_id" or "index"; a bad
-    line gets an error and the others go on. Exit code 1: some failed.
+    Each line gets one output line, in the order in which they end, with its "id", "custom_id" or "index". An invalid
+    line gets an error and does not stop the others. Exit code 1: some lines failed.
     """
     from weft.cli.generate import generate_command
 
@@ -247,7 +238,7 @@ def generate(
 def chat(
     model: Model = "default",
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="System message that opens the conversation.")
+        str | None, typer.Option(metavar="TEXT", help="System message of the conversation.")
     ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -264,8 +255,7 @@ def chat(
 ) -> None:
     """Talk to a model. Ctrl-D or /exit ends the conversation; /help lists the other commands.
 
-    An answer ends by itself, after --max-tokens, when the context is full, or with Ctrl-C; what was said until then is
-    remembered.
+    Ctrl-C stops an answer. The model remembers the part that was shown.
     """
     from weft.cli.chat import chat_command
 
@@ -289,53 +279,52 @@ def chat(
 def serve(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", hidden=True)] = None,
     host: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Default: 127.0.0.1; 0.0.0.0 lets others in.")
+        str | None, typer.Option(metavar="ADDRESS", help="Default: 127.0.0.1; 0.0.0.0: all interfaces.")
     ] = None,
     port: Annotated[int | None, typer.Option(metavar="N", help="Default: 8000; 0: any.")] = None,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What requests call it; default: the file's name.")
+        str | None, typer.Option(metavar="NAME", help="Model name in the API; default: the file name.")
     ] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help="Ask for this key; may be repeated.")
+        list[str] | None, typer.Option(metavar="KEY", help="Require this key; may be repeated.")
     ] = None,
     api_key_file: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Keys, one in a line; or TOML.")
+        str | None, typer.Option(metavar="PATH", help="A file with one key per line, or TOML.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(metavar="N", help="Longest context; default: the model's.")
+        int | None, typer.Option(metavar="N", help="Maximum context; default: the model's.")
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="KV cache, such as 4GiB; default: 2GiB or more."),
+        typer.Option(metavar="SIZE", help="KV cache, such as 4GiB; default: at least 2GiB."),
     ] = None,
     kv_cache: KvCache = None,
     tail_length: TailLength = None,
     store_bits: StoreBits = None,
     drafts: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Tokens guessed at a time; 0: none; default: 11."),
+        typer.Option(metavar="N", help="Maximum draft tokens; 0: off; default: 11."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(metavar="auto|cpu|cuda", help="Default: a card, where there is one.")
+        str | None, typer.Option(metavar="auto|cpu|cuda", help="Default: a GPU if there is one.")
     ] = None,
     threads: Threads = None,
     quantize: Quantize = None,
     chat_template: Annotated[
-        str | None, typer.Option(metavar="PATH", help="A Jinja file instead of the model's own.")
+        str | None, typer.Option(metavar="PATH", help="A Jinja file that replaces the model's.")
     ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="More settings, as TOML.")] = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print all settings and who set them.")
+        bool, typer.Option("--print-config", help="Print all settings and their sources.")
     ] = False,
 ) -> None:
     """Serve the OpenAI API over HTTP.
 
-    MODEL is 'default' (SmolLM2-135M-Instruct), 'hf:owner/name', or a path to a GGUF file or a folder with safetensors.
-    To try it in a browser open /docs.
+    MODEL is 'default', 'hf:owner/name', or the path of a GGUF file or of a folder with safetensors. Try it at /docs.
 
-    Flags count before variables (WEFT_SERVE_..., WEFT_API_KEY), then the file.
+    Flags override variables (WEFT_SERVE_...); these override --config.
 
-    SIGTERM and Ctrl-C let what is under way end; once more quits at once.
+    SIGTERM and Ctrl-C let active requests end; a second signal does not.
     """
     from weft.cli.serve_command import serve_command
 
@@ -363,13 +352,15 @@ def serve(
 @app.command()
 def doctor(
     model: Annotated[str, typer.Argument(metavar="MODEL", hidden=True)] = "default",
-    port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="Look whether it is free.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, metavar="N", help="Check that this port is free.")
+    ] = 8000,
     json: AsJson = False,
 ) -> None:
     """Check this machine and a model.
 
-    Says what to expect of it: processor, memory, GPU, packages, the cache, and how fast MODEL may be. Nothing is
-    fetched. Exit code 1: something keeps weft from working.
+    Checks processor, memory, GPU, packages and the model cache, and estimates the speed of MODEL. Downloads nothing.
+    Exit code 1: a check failed.
     """
     from weft.cli.doctor import doctor_command
 
@@ -384,10 +375,10 @@ def replay(
         typer.Argument(metavar="LOG", hidden=True, exists=True, dir_okay=False),
     ],
 ) -> None:
-    """Check a recorded log.
+    """Replay an event log.
 
-    LOG is what an engine wrote (log_path in its config). It is run through the real scheduler again, and every plan has
-    to be the same.
+    LOG is the file that an engine wrote (log_path in its config). Its events run through the real scheduler again, and
+    every plan has to be the same.
     """
     from weft.cli.replay import replay_command
 
@@ -398,17 +389,15 @@ def replay(
 def simulate_check(
     scenarios: Annotated[int, typer.Option(min=1, metavar="N", help="How many scenarios to run.")] = 1000,
     seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Seed of the first scenario; each next one adds 1.")
+        int, typer.Option(min=0, metavar="N", help="Seed of the first scenario; the next ones add 1 each.")
     ] = 0,
-    jobs: Annotated[
-        int, typer.Option("--jobs", "-j", min=1, metavar="N", help="Processes to spread the scenarios over.")
-    ] = 1,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, metavar="N", help="Number of processes.")] = 1,
 ) -> None:
     """Check the engine in seeded simulations.
 
-    They have random load, faults and tiny pools, on a virtual clock.
+    The scenarios have random load, faults and a small KV cache, on a virtual clock.
 
-    A failure prints its seed; `weft simulate-check --scenarios 1 --seed N` repeats exactly that scenario.
+    A failure prints its seed. `weft simulate-check --scenarios 1 --seed N` repeats that scenario exactly.
     """
     from weft.cli.simulate import simulate_check_command
 
@@ -416,7 +405,7 @@ def simulate_check(
 
 
 def main() -> None:
-    """Run the command line."""
+    """Runs the command line."""
     run(app)
 
 

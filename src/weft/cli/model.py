@@ -1,4 +1,4 @@
-"""The model that a command was asked to run: fetched where it is not here yet, and what to call it before a person."""
+"""Fetches the model of a command, and gives it a name to show."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from weft.progress import PullBar
 
 
 def fetch(model: str, verify: bool = False) -> Path:
-    """The file or folder of `model`. Says on stderr what is going on, where there is something to do."""
+    """Fetches `model` if needed and returns its file or folder. Shows the progress on stderr."""
     bar = PullBar(model)
     try:
         with bar as show:
             return pull(model, show, verify)
     except KeyboardInterrupt:
         if bar.was_fetched:
-            bar.say("Stopped. What came is kept: the next pull goes on from there.")
+            bar.say("Stopped. The next pull continues from here.")
         raise
 
 
 def shown_name(model: str) -> str:
-    """What to call the model before a person: a file's name rather than the way to it."""
+    """The name of the model for people: the file name instead of the path."""
     if model == "default":
         return DEFAULT_MODEL.file.name
     return model if model.startswith("hf:") else Path(model).name

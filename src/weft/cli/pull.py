@@ -1,4 +1,4 @@
-"""`weft pull`, `weft models` and `weft remove`: fetches a model and shows how far it is, lists what is here, deletes it."""
+"""`weft pull`, `weft models` and `weft remove`: fetch a model, list the cached models, delete one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.terminal import one_line, printable
 
 
 def pull_command(model: str) -> None:
-    """Fetch `model`, check all of it and that weft can run it, and print where it is."""
+    """Fetches `model`, verifies it, checks that weft can run it, and prints its path."""
     path = fetch(model, verify=True)
     checkpoint = open_checkpoint(path)
     try:
@@ -32,7 +32,7 @@ def pull_command(model: str) -> None:
 
 @dataclass(frozen=True)
 class _Description:
-    """A line of `weft models`. Unknown is empty, or 0; `problem` says why."""
+    """A line of `weft models`. Unknown fields are empty or 0; `problem` says why."""
 
     name: str
     architecture: str
@@ -44,7 +44,7 @@ class _Description:
 
 
 def models_command(json: bool) -> None:
-    """List the models that are on this machine."""
+    """Lists the cached models."""
     described = [_describe(kept) for kept in kept_models()]
     if json:
         print(json_module.dumps([asdict(one) for one in described], indent=2))
@@ -52,7 +52,7 @@ def models_command(json: bool) -> None:
     console = Console(highlight=False)
     if not described:
         console.print(
-            f"No models in {models_directory()} yet; `weft pull` fetches the default one.", soft_wrap=True
+            f"No models in {models_directory()} yet. `weft pull` fetches the default model.", soft_wrap=True
         )
         return
     table = Table(box=None, pad_edge=False)
@@ -73,7 +73,7 @@ def models_command(json: bool) -> None:
 
 
 def remove_command(model: str) -> None:
-    """Delete a model from the cache."""
+    """Deletes a model from the cache."""
     with PullBar(model) as show:
         size = remove(model, show)
     console = Console(stderr=True, highlight=False)
@@ -84,7 +84,7 @@ def _describe(kept: KeptModel) -> _Description:
     architecture, parameters, stored, problem = "", 0, "", kept.problem
     if problem is None:
         try:
-            checkpoint = open_checkpoint(kept.path)  # maps the files and reads their headers, no weights
+            checkpoint = open_checkpoint(kept.path)  # reads the headers, not the weights
             architecture, stored = checkpoint.architecture, checkpoint.stored_as
             parameters = checkpoint.parameter_count
         except WeftError as error:
@@ -93,7 +93,7 @@ def _describe(kept: KeptModel) -> _Description:
 
 
 def _count(number: int) -> str:
-    """1,234,567,890 as 1.2B: the way models are named."""
+    """1,234,567,890 as 1.23B, as in the names of models."""
     for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= unit:
             return f"{number / unit:.3g}{letter}"

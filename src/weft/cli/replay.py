@@ -1,4 +1,4 @@
-"""`weft replay`: runs a recorded log through the real scheduler again."""
+"""`weft replay`: replays an event log with the real scheduler."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def replay_command(path: Path) -> None:
     report = replay(str(path))
     typer.echo(
         f"{path} replayed exactly: {report.requests} requests, {report.steps} steps, {report.tokens} tokens, "
-        f"every plan the same{' up to the last line, which is cut' if report.is_cut else ''}"
+        f"every plan the same{' up to the last line, which is incomplete' if report.is_cut else ''}"
     )

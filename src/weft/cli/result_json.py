@@ -1,4 +1,4 @@
-"""What a result looks like as JSON: our own lines, and the objects of the OpenAI API."""
+"""Formats results as JSON: weft's own lines, and the objects of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def error_of(result: GenerationResult) -> WeftError | None:
-    """Why the result is not an answer; None where it is one."""
+    """The error of a result; None if all its answers are complete."""
     for choice in result.choices:
         if choice.state is not RequestState.COMPLETED:
             return WeftError(choice.error or f"it was {choice.state.value}")
@@ -22,7 +22,7 @@ def error_of(result: GenerationResult) -> WeftError | None:
 
 
 def answer(line: Line, result: GenerationResult, tokenizer: Tokenizer, model: str) -> dict[str, Any]:
-    """The line of an output for a result that is complete."""
+    """The output line for a complete result."""
     if line.form == "plain":
         return {**_name(line), **_plain(result, tokenizer)}
     body = _body(line, result, tokenizer, model)
@@ -30,22 +30,22 @@ def answer(line: Line, result: GenerationResult, tokenizer: Tokenizer, model: st
 
 
 def error_answer(line: Line, error: WeftError) -> dict[str, Any]:
-    """The line of an output for a line that could not be answered."""
-    is_theirs = isinstance(error, InvalidRequestError)
+    """The output line for an input line that failed."""
+    is_client_error = isinstance(error, InvalidRequestError)
     details: dict[str, Any] = {
         "message": str(error),
-        "type": "invalid_request_error" if is_theirs else "server_error",
+        "type": "invalid_request_error" if is_client_error else "server_error",
         "param": error.field or None if isinstance(error, InvalidRequestError) else None,
         "code": error.code if isinstance(error, InvalidRequestError) else "failed",
     }
     if line.form == "plain":
         return {**_name(line), "error": {**details, "line": line.index + 1}}
     if line.identifier is None:
-        # There is no request to respond to.
+        # Without a custom_id there is no request to respond to.
         message = f"line {line.index + 1}: {error}"
         return _openai_line(line, None, {"code": details["code"], "message": message})
     response = {
-        "status_code": 400 if is_theirs else 500,
+        "status_code": 400 if is_client_error else 500,
         "request_id": f"req-{line.index}",
         "body": {"error": details},
     }
@@ -80,7 +80,7 @@ def _plain(result: GenerationResult, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _body(line: Line, result: GenerationResult, tokenizer: Tokenizer, model: str) -> dict[str, Any]:
-    """What the server would have answered."""
+    """The body of the response that the server would send."""
     is_chat = line.form == "chat"
     choices: list[dict[str, Any]] = []
     for index, choice in enumerate(result.choices):
@@ -131,7 +131,7 @@ def _chat_logprobs(choice: GenerationResult, tokenizer: Tokenizer) -> dict[str, 
 
 
 def _completion_logprobs(choice: GenerationResult, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The older form: parallel lists, and where in the text each token begins."""
+    """The format of /v1/completions: parallel lists, with the position of each token in the text."""
     texts = [tokenizer.token_text(token) for token in choice.tokens]
     offsets = [0]
     for text in texts:
@@ -141,7 +141,7 @@ def _completion_logprobs(choice: GenerationResult, tokenizer: Tokenizer) -> dict
         "tokens": texts,
         "token_logprobs": [one.logprob for one in each],
         "top_logprobs": [
-            # The token that was chosen is among them even where it is none of the likeliest.
+            # The sampled token is included even if it is not among the top logprobs.
             {tokenizer.token_text(token): logprob for token, logprob in one.top} | {text: one.logprob}
             for text, one in zip(texts, each, strict=True)
         ],

@@ -1,4 +1,4 @@
-"""`weft serve`: gathers what the operator said, starts the server, and says where it is."""
+"""`weft serve`: gathers the settings, starts the server, and prints its address."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ _MIB = 1 << 20
 
 
 def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: bool) -> None:
-    """`flags` by the keys of the settings; None, or no word at all, for one that was not given."""
-    gc.disable()  # nearly all that a start makes stays; the server looks for garbage once it is up
+    """`flags` are by the keys of the settings. A flag that was not given is missing or None."""
+    gc.disable()  # nearly all objects of a start stay alive; the server enables the collector later
     gathered = gather(config, os.environ, flags)
-    # All of it is checked before a model is fetched for nothing.
+    # All settings are checked before a model is fetched.
     settings = _settings(gathered)
     if print_config:
         print(as_toml(settings, gathered))
         return
     settings = _with_model(_on_device(settings, gathered), gathered)
-    for number in (signal.SIGINT, signal.SIGTERM):  # until the server has its own way to stop
-        signal.signal(number, _leave)
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the server installs its own handlers
+        signal.signal(number, _exit)
     launched = launch_engine(settings.backend, settings.backend_options, settings.engine)
     try:
-        # Not at the top: the engine's process has begun by now, and needs as long for its own.
+        # Imported here, in parallel with the start of the engine's process.
         from weft.server.lifecycle import serve
         from weft.server.logs import ServerLog
 
         log = ServerLog(settings.log_format)
         serve(settings, lambda started: _announce(settings, started, log), log, launched)
     finally:
-        launched.process.kill()  # it has ended by itself, but for a start that was cut short
+        launched.process.kill()  # still running only if the start was interrupted
 
 
-def _leave(*_: object) -> None:
+def _exit(*_: object) -> None:
     raise SystemExit(0)
 
 
 def _settings(gathered: Gathered) -> ServerSettings:
-    """Without the model's file, which nobody fetched yet."""
+    """The settings without the path of the model, which is not fetched yet."""
     settings = gathered.applied_to(ServerSettings(gathered.value("model"), ()))
     memory = gathered.value("memory")
     if memory is not None:
@@ -68,7 +68,7 @@ def _settings(gathered: Gathered) -> ServerSettings:
 
 
 def _on_device(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
-    """With what computes here, and the size of steps that suits it, where nobody said otherwise."""
+    """Sets the device, and on a GPU its step sizes, unless the operator sets them."""
     backend = registry.chosen(settings.backend, _compute_options(gathered))
     engine = settings.engine
     budgets = registry.CARD_BUDGETS
@@ -83,7 +83,7 @@ def _with_model(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
     shown = Path(shown_name(model)).stem if path.endswith(".gguf") else shown_name(model)
     names = settings.names or (shown,)
     options = {"max_context": gathered.value("context")}
-    if settings.backend != "noop":  # which has no weights, and nothing to compute
+    if settings.backend != "noop":  # noop has no weights and computes nothing
         options |= {"checkpoint": path, **_compute_options(gathered)}
     return dataclasses.replace(
         settings,
@@ -98,7 +98,7 @@ def _compute_options(gathered: Gathered) -> dict[str, Any]:
 
 
 def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> None:
-    """What it serves and where: a few lines for a person, one object for a program."""
+    """Logs what is served and where: several lines in text format, one event in JSON format."""
     info = started.info
     weights, kv_cache, tokens, swap = (
         info.weight_bytes,
@@ -111,10 +111,10 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
     host = f"[{started.host}]" if ":" in started.host else started.host
     address = f"http://{host}:{started.port}"
     url = f"{address}/v1"
-    said = f"Serving the OpenAI API at {url}"
+    message = f"Serving the OpenAI API at {url}"
     kernels = _kernels(settings, info.device)
     if log.format == "text":
-        said = "\n".join(
+        message = "\n".join(
             [
                 f"weft {__version__} with {settings.names[0]}",
                 f"  weights   {weights / _MIB:>8,.0f} MiB",
@@ -126,14 +126,14 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
                 ),
                 f"  swap      {swap / _MIB:>8,.0f} MiB at most",
                 f"  kernels   {kernels}",
-                f"{said}; to look at and to try: {address}/docs",
+                f"{message}; documentation and a playground: {address}/docs",
             ]
         )
     for warning in _warnings(settings, started):
         log.event("warning", warning, "warning")
     log.event(
         "ready",
-        said,
+        message,
         version=__version__,
         model=settings.names[0],
         url=url,
@@ -164,10 +164,10 @@ def _warnings(settings: ServerSettings, started: Started) -> list[str]:
     if not started.has_chat_template:
         warnings.append(
             "The model has no chat template: /v1/chat/completions will refuse every request. "
-            "--chat-template names a file with one."
+            "Pass one with --chat-template."
         )
     if not settings.api_keys and not is_loopback(settings.host):
         warnings.append(
-            "Everyone who can reach this address may use the model: --api-key would ask for a key."
+            "Everyone who can reach this address may use the model. Use --api-key to require a key."
         )
     return warnings

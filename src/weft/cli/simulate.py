@@ -1,4 +1,4 @@
-"""`weft simulate-check`: runs scenarios with a progress bar and says what they covered."""
+"""`weft simulate-check`: runs scenarios with a progress bar and prints what they covered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads the model for a command that runs one, and says what it takes."""
+"""Loads the model for a command, and shows its memory."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 _MAX_TOKENS = 64
-"""Of a plain prompt: a paragraph, where the API's 16 are half a sentence."""
+"""The default for a plain prompt, about a paragraph. The 16 of the API are half a sentence."""
 
 
 def check_sampling(given: dict[str, object]) -> None:
-    """Refuses a value out of range before a model is fetched and loaded for it."""
+    """Refuses a value out of range before a model is fetched and loaded."""
     SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
 def command_params(llm: LLM, *, chat: bool, **given: Any) -> SamplingParams:
-    """What a command samples with where it is not told: the model's own temperature, where its makers suggest one, else
-    no randomness at all, since the API's 1.0 makes a small model ramble."""
-    usual: dict[str, Any] = {} if "temperature" in llm.suggestions else {"temperature": 0.0}
+    """The given parameters with the defaults of the command line.
+
+    The temperature is the one that the model's authors recommend, else 0: with the API's default of 1 small models
+    ramble.
+    """
+    defaults: dict[str, Any] = {} if "temperature" in llm.suggestions else {"temperature": 0.0}
     if not chat:
-        usual["max_tokens"] = _MAX_TOKENS
-    said = {name: value for name, value in given.items() if value is not None}
-    return llm.default_params(chat=chat, **(usual | said))
+        defaults["max_tokens"] = _MAX_TOKENS
+    not_none = {name: value for name, value in given.items() if value is not None}
+    return llm.default_params(chat=chat, **(defaults | not_none))
 
 
 def start(
@@ -44,8 +47,8 @@ def start(
     device: str = "auto",
     cache: Mapping[str, Any] | None = None,
 ) -> LLM:
-    """The model, ready to run; a table on stderr says what memory it has, where a person looks at it. `cache` holds options
-    of the KV cache."""
+    """Fetches and loads a model. If stderr is a terminal, prints a table of its memory. `cache`: options of the KV
+    cache."""
     device = registry.chosen(device, {"threads": threads, "quantize": quantize})
     options = cache_options(cache or {})
     path = fetch(model)
@@ -53,7 +56,7 @@ def start(
 
     console = Console(stderr=True, highlight=False)
     with console.status("Loading the model"):
-        from weft.llm import LLM  # numpy and the tokenizer take their time too
+        from weft.llm import LLM  # here, because importing numpy and the tokenizer takes time too
 
         llm = LLM(
             str(path), device=device, max_context=context, threads=threads, quantize=quantize, **options

@@ -1,4 +1,4 @@
-"""The two-tier KV cache in the commands: its options, and what a start says of it."""
+"""The two-tier KV cache on the command line: its options, and its rows in the start-up table."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _MIB = 1 << 20
 
 
 def cache_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by the fields of `KvCachePoolConfig`, None for one that was not given. Refuses what does not go together
-    before a model is fetched for it."""
+    """Checks options of `KvCachePoolConfig` before a model is fetched. Drops those that are None."""
     options = {name: value for name, value in given.items() if value is not None}
     if "kv_cache" in options:
         options["kv_cache"] = named_choice("kv_cache", options["kv_cache"], KvCacheKind)
@@ -24,7 +23,7 @@ def cache_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tier_rows(tiers: TierSizes) -> list[tuple[str, str, str]]:
-    """Of the start-up table: each tier's name, its size, and what that holds."""
+    """Rows of the start-up table: name, size and content of each tier."""
     return [
         (
             "tail",
@@ -34,7 +33,7 @@ def tier_rows(tiers: TierSizes) -> list[tuple[str, str, str]]:
         (
             "store",
             f"{tiers.store_bytes / _MIB:,.0f} MiB",
-            f"{tiers.store_tokens:,} tokens in {tiers.store_bits} bits; with the tail {tiers.ratio:.2f} times those "
-            "of a full cache",
+            f"{tiers.store_tokens:,} tokens in {tiers.store_bits} bits; with the tail {tiers.ratio:.2f} times as many "
+            "as a full cache",
         ),
     ]

@@ -1,1 +1,1 @@
-"""The engine: runs scheduler and backend in a loop and hands tokens to those who asked for them."""
+"""The engine: runs the scheduler and a backend in a loop, and delivers tokens to callbacks and streams."""

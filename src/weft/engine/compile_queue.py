@@ -1,4 +1,4 @@
-"""Requests whose grammar is not compiled yet: which goes next, and which are dropped before that."""
+"""A queue of requests whose grammar is not compiled yet."""
 
 from __future__ import annotations
 
@@ -8,57 +8,57 @@ from weft.engine.ipc import wire
 from weft.request import InferenceRequest
 
 Waiting = tuple[wire.Submit, InferenceRequest]
-"""A message, and the whole request in it."""
+"""A message, and the request that it contains."""
 
 
 class CompileQueue:
-    """Not for several threads at once: its owner has a lock.
+    """Not thread-safe: the owner holds a lock.
 
-    Cache salts take turns, and each API key has a salt of its own: many grammars of one do not delay those of another.
-    Within a salt short grammars go first.
+    Serves the cache salts in rotation. Each API key has its own salt, so the grammars of one client do not delay those
+    of another. Within a salt the shortest grammar is next.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[int, Waiting] = {}
-        """By the first name of each, in order of arrival."""
-        self._wanted: dict[int, tuple[wire.Submit, set[int]]] = {}
-        """The same by every name, each with the names that are not cancelled."""
-        self._turns: Counter[str] = Counter()
-        """How often each salt was served, while something waits."""
+        """By the first answer id of each request, in order of arrival."""
+        self._by_answer: dict[int, tuple[wire.Submit, set[int]]] = {}
+        """The same requests by every answer id, with the set of ids that are not cancelled."""
+        self._num_served: Counter[str] = Counter()
+        """How often each salt was served since the queue was last empty."""
 
     def add(self, message: wire.Submit, request: InferenceRequest) -> None:
         if not self._waiting:
-            self._turns.clear()
+            self._num_served.clear()
         self._waiting[message.ids[0]] = message, request
-        self._wanted.update(dict.fromkeys(message.ids, (message, set(message.ids))))
+        self._by_answer.update(dict.fromkeys(message.ids, (message, set(message.ids))))
 
     def take(self) -> Waiting | None:
-        """The next to be compiled; None where nothing waits."""
+        """Removes and returns the next request to compile; None if the queue is empty."""
         waiting = min(self._waiting.values(), key=self._order, default=None)
         if waiting is not None:
             message, request = waiting
             self._remove(message)
-            self._turns[request.cache_salt] += 1
+            self._num_served[request.cache_salt] += 1
         return waiting
 
-    def cancel(self, name: int) -> wire.Submit | None:
-        """Cancels one answer. Returns the request where that was its last answer, which drops it."""
-        if name not in self._wanted:
+    def cancel(self, answer_id: int) -> wire.Submit | None:
+        """Cancels one answer. If it was the last one of its request, removes the request and returns it."""
+        if answer_id not in self._by_answer:
             return None
-        message, wanted = self._wanted[name]
-        wanted.discard(name)
-        if wanted:
+        message, not_cancelled = self._by_answer[answer_id]
+        not_cancelled.discard(answer_id)
+        if not_cancelled:
             return None
         self._remove(message)
         return message
 
     def _remove(self, message: wire.Submit) -> None:
         del self._waiting[message.ids[0]]
-        for name in message.ids:
-            del self._wanted[name]
+        for answer_id in message.ids:
+            del self._by_answer[answer_id]
 
     def _order(self, waiting: Waiting) -> tuple[int, int]:
         _, request = waiting
         grammar = request.params.grammar
-        assert grammar is not None, "all others are taken in at once"
-        return self._turns[request.cache_salt], len(grammar.definition)
+        assert grammar is not None, "a request without a grammar does not wait for compilation"
+        return self._num_served[request.cache_salt], len(grammar.definition)

@@ -1,4 +1,4 @@
-"""What is measured of an engine: latencies, ends and rates."""
+"""Metrics of an engine: latency histograms, request counts, token rate."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.views import slots
 
 
-class Figures:
-    """Owns histograms and counts. The engine's lock is held around every call."""
+class EngineMetrics:
+    """Owns the histograms and counters. Callers hold the engine's lock."""
 
     def __init__(self, scheduler: ContinuousBatchScheduler, now: float) -> None:
         self.ended = dict.fromkeys((RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELLED), 0)
@@ -20,8 +20,8 @@ class Figures:
         self._token_rate = RecentRate(now)
         self._tokens_counted = 0
 
-    def book(self, results: list[GenerationResult], now: float) -> None:
-        """What a step gave: its tokens, and the results of those that ended."""
+    def record(self, results: list[GenerationResult], now: float) -> None:
+        """Records the tokens of a step and the results of the requests that it ended."""
         scheduler = self._scheduler
         generated = scheduler.stats.tokens_generated
         self._token_rate.record(now, generated - self._tokens_counted)

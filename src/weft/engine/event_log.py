@@ -1,7 +1,7 @@
-"""The file of an engine's event log: one file for each start of an engine, with the older ones beside it.
+"""The file of an engine's event log. Each start of an engine begins a new file and keeps the older ones.
 
-A log holds prompts, so only its owner may read it. Where it cannot be written any more it ends with a whole line, and
-the engine goes on without it.
+A log contains prompts, so only its owner may read it. When a write fails, the log is cut after its last whole line, and
+the engine continues without a log.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 from weft.errors import InvalidRequestError
 
 _KEPT = 5
-"""Logs of earlier starts: NAME.1 is of the start before this one."""
+"""Number of older logs: NAME.1 is the newest of them."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 _log = logging.getLogger(__name__)
 
 
 class EventLog:
-    """Owns the file. A line is written as soon as it is there: after a crash the last lines are the ones that matter."""
+    """Owns the file. Lines are not buffered: after a crash the last lines matter most."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._size = 0
-        """Of the lines that are whole."""
+        """Bytes of whole lines."""
         self._file: int | None = None
         try:
             self._file = _open(Path(os.path.realpath(path)))
@@ -37,10 +37,10 @@ class EventLog:
                 raise InvalidRequestError(
                     f"log_path {path!r} cannot be written: {error}", field="log_path"
                 ) from error
-            self._give_up(error)
+            self._stop_writing(error)
 
     def write(self, line: bytes) -> None:
-        """Never raises: a log is not worth a request."""
+        """Never raises: a broken log must not fail a request."""
         if self._file is None:
             return
         try:
@@ -49,29 +49,29 @@ class EventLog:
                 left = left[os.write(self._file, left) :]
             self._size += len(line)
         except OSError as error:
-            self._give_up(error)
+            self._stop_writing(error)
 
     def close(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
-    def _give_up(self, error: OSError) -> None:
+    def _stop_writing(self, error: OSError) -> None:
         _log.warning(
-            "log_path %r cannot be written any more: %s. The log ends after %d bytes, and the engine goes on without it",
+            "log_path %r cannot be written any more: %s. The log ends after %d bytes; the engine continues without it",
             self._path,
             error.strerror or error,
             self._size,
         )
         if self._file is not None:
-            with suppress(OSError):  # a device has no end to move
+            with suppress(OSError):  # a device cannot be truncated
                 os.ftruncate(self._file, self._size)
         self.close()
 
 
 def _open(path: Path) -> int:
-    """A new file of this name, for its owner alone; what it holds already is kept under another name. A device or a
-    pipe is taken as it is."""
+    """Creates a file that only its owner may read. An existing file is renamed first. Devices and pipes are opened as
+    they are."""
     if path.exists() and not path.is_file():
         return os.open(path, os.O_WRONLY)
     if path.exists() and path.stat().st_size:
@@ -81,5 +81,5 @@ def _open(path: Path) -> int:
                 newer.chmod(0o600)
                 newer.replace(older)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.fchmod(file, 0o600)  # an empty one that was there
+    os.fchmod(file, 0o600)  # an empty file that existed keeps its old mode otherwise
     return file

@@ -1,4 +1,4 @@
-"""One iteration of the engine, in two ways: plain, and overlapped (step N+1 is planned while N runs)."""
+"""One iteration of the engine, in two variants: plain, and overlapped (step N+1 is planned while step N runs)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from weft.plan import IterationPlan, StepResult
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 
 MAX_FAILED_STEPS = 6
-"""Steps in a row. A step that fails as a whole counts three times: itself and its two halves. One with a single request
-counts twice. So this is two batches, or three requests alone."""
+"""Consecutive failed steps after which the engine stops.
+
+A batch that fails counts three times: the step and its two retried halves. A step with one request counts twice. So the
+limit is two batches, or three single requests.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Stands for a plan that the backend did not accept: no step, and none of its swaps."""
+    """The handle of a plan that the backend did not accept. Its result fails the step and all swaps of the plan."""
 
     plan: IterationPlan
     error: str
@@ -38,7 +41,7 @@ class InFlightStep:
 
 
 class EngineCore:
-    """Owns the steps in flight. The lock is held while the scheduler works, never while the backend does."""
+    """Owns the steps in flight. Holds the lock while it calls the scheduler, never while the backend computes."""
 
     def __init__(
         self,
@@ -52,53 +55,53 @@ class EngineCore:
         self._backend = backend
         self._clock = clock
         self._lock = lock
-        self._flights: deque[InFlightStep] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         self._last_finish = 0.0
         self._max_failed_steps = max_failed_steps
         self._num_failed_steps = 0
-        """Failed steps in a row, each with an error that belongs to no request."""
+        """Consecutive failed steps whose error belongs to no request."""
 
     def run_plain(self) -> bool:
-        """Plan, run, apply. False: there was nothing to do."""
+        """Plans a step, runs it, applies its result. Returns False if there was nothing to do."""
         plan = self._plan()
         if plan is None:
             return False
-        self._flights.append(self._submit(plan))
+        self._in_flight.append(self._submit(plan))
         self._finish_oldest()
         return True
 
     def run_overlapped(self) -> bool:
-        """Plan and submit the next step, then wait for the one before it. False: there was nothing to do.
+        """Plans and submits the next step, then waits for the one before it. Returns False if there was nothing to do.
 
-        Where the next step follows from the tokens of this one, it is planned once they are here, before anyone is told of
-        them: nobody waits for tokens as long as the device waits for work.
+        If the next plan depends on the tokens of the running step, the engine waits for that step first. It then
+        submits the next step before it delivers those tokens, so that the device gets work first.
         """
         has_waited = False
-        while self._flights and not self._may_plan():  # more than one where an interrupt came between
+        while self._in_flight and not self._may_plan():  # several may be in flight after an interrupt
             self._finish_oldest()
             has_waited = True
         plan = self._plan()
         if plan is not None:
-            self._flights.append(self._submit(plan))
-        if not self._flights:
+            self._in_flight.append(self._submit(plan))
+        if not self._in_flight:
             return has_waited
-        if plan is None or len(self._flights) > 1:
+        if plan is None or len(self._in_flight) > 1:
             self._finish_oldest()
         return True
 
     def drain(self) -> None:
         """Waits for all steps in flight."""
-        while self._flights:
+        while self._in_flight:
             self._finish_oldest()
 
-    def forget(self) -> None:
-        """Drops the steps in flight: an engine that failed does not wait for them, and they hold memory of the backend."""
-        self._flights.clear()
+    def drop_in_flight(self) -> None:
+        """Drops the steps in flight, which hold memory of the backend. A failed engine does not wait for them."""
+        self._in_flight.clear()
 
     def _may_plan(self) -> bool:
-        if not self._flights:
+        if not self._in_flight:
             return True
-        return self.scheduler.may_plan_ahead and not isinstance(self._flights[-1].handle, Rejected)
+        return self.scheduler.may_plan_ahead and not isinstance(self._in_flight[-1].handle, Rejected)
 
     def _plan(self) -> IterationPlan | None:
         with self._lock:
@@ -113,41 +116,41 @@ class EngineCore:
         return InFlightStep(plan, handle, submitted_at)
 
     def _finish_oldest(self) -> None:
-        # Taken out when it is booked, not before: an interrupt while waiting must not lose a step.
-        flight = self._flights[0]
-        result = self._result(flight)
+        # Removed only after its result is applied: an interrupt while waiting must not lose a step.
+        step = self._in_flight[0]
+        result = self._result(step)
         now = self._clock()
-        seconds = now - max(flight.submitted_at, self._last_finish)
+        seconds = now - max(step.submitted_at, self._last_finish)
         self._last_finish = now
         if result.failed:
-            behind = [self._result(later) for later in list(self._flights)[1:]]
+            later_results = [self._result(later) for later in list(self._in_flight)[1:]]
             with self._lock:
-                self._flights.clear()
-                self.scheduler.fail(result, behind)
-            if result.errors.keys().isdisjoint(flight.plan.request_ids):
+                self._in_flight.clear()
+                self.scheduler.fail(result, later_results)
+            if result.errors.keys().isdisjoint(step.plan.request_ids):
                 self._count_failure(result.error)
         else:
             self._num_failed_steps = 0
             with self._lock:
-                self._flights.popleft()
-                self.scheduler.apply(flight.plan, result, seconds)
+                self._in_flight.popleft()
+                self.scheduler.apply(step.plan, result, seconds)
 
     def _count_failure(self, error: str | None) -> None:
-        """Raises where the backend seems to be broken for good: the engine has to be replaced."""
+        """Raises after too many failures in a row: the backend is broken, and the engine must be replaced."""
         self._num_failed_steps += 1
         if self._num_failed_steps == self._max_failed_steps:
             raise WeftError(f"{self._num_failed_steps} steps in a row failed, the last with: {error}")
 
-    def _result(self, flight: InFlightStep) -> StepResult:
+    def _result(self, step: InFlightStep) -> StepResult:
         try:
-            result = flight.handle.result()
+            result = step.handle.result()
         except Exception as error:
-            # What it would have said about swaps is lost with it: all that are under way count as failed.
+            # The outcome of its swaps is unknown, so all swaps in flight count as failed.
             message = _describe(error)
             with self._lock:
                 lost = self.scheduler.kv_cache.swaps_in_flight
             return StepResult(error=message, failed_swaps=dict.fromkeys(lost, message))
-        return _checked(result, flight.plan)
+        return _checked(result, step.plan)
 
 
 def _checked(result: StepResult, plan: IterationPlan) -> StepResult:

@@ -1,4 +1,4 @@
-"""The texts of answers under way, for an engine that was built with a tokenizer."""
+"""The texts of unfinished answers, for an engine that has a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.request import GenerationResult, RequestId, SamplingParams, TokenOutpu
 
 
 class AnswerTexts:
-    """Owns one text for each request that is not over."""
+    """Owns one text for each unfinished request."""
 
     def __init__(
         self,
@@ -17,8 +17,8 @@ class AnswerTexts:
         finish: Callable[[RequestId, int], object],
         fail: Callable[[RequestId, str], object],
     ) -> None:
-        """`finish` ends a request after so many tokens, with which a stop string is complete; `fail` one whose text can
-        not be made."""
+        """`finish` ends a request at a stop string, after the given number of tokens. `fail` ends a request whose
+        tokens cannot be decoded."""
         self._text_of = text_of
         self._finish = finish
         self._fail = fail
@@ -30,7 +30,7 @@ class AnswerTexts:
     def fill(
         self, outputs: list[TokenOutput], results: list[GenerationResult]
     ) -> tuple[list[TokenOutput], list[GenerationResult]]:
-        """The same with their texts. What ended is forgotten."""
+        """Adds the texts to outputs and results. Drops the texts of requests that ended."""
         with_text = [output._replace(text=self._add(output)) for output in outputs]
         return with_text, [self._texts.pop(result.request_id).result(result) for result in results]
 

@@ -1,8 +1,8 @@
-"""Writes a run down so that it can be run again exactly, and runs it again.
+"""Records a run of the scheduler in an event log, and replays it.
 
-The scheduler is deterministic: its plans follow from the requests, cancels, results and clock readings it is given.
-The log holds those, in order, and the plans, one JSON object a line; a replay feeds the former to a new scheduler and
-compares the latter.
+The scheduler is deterministic: the requests, cancels, results and clock readings that it gets determine its plans. The
+log contains these inputs and the plans, in order, one JSON object per line. A replay passes the inputs to a new
+scheduler and compares its plans with those of the log.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOG_VERSION = 4
 
 
 class _ReadingsClock:
-    """Reads a clock and remembers what it said since the last event."""
+    """Reads a clock and records the readings since the last event."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -44,7 +44,7 @@ class _ReadingsClock:
 
 
 class _ReplayClock:
-    """Says what the log says it said."""
+    """Returns the clock readings of the log."""
 
     def __init__(self) -> None:
         self.readings: Iterator[float] = iter(())
@@ -57,11 +57,11 @@ class _ReplayClock:
 
 
 class ReplayDifference(WeftError):
-    """A replay that does not follow its log."""
+    """The replay differs from its log."""
 
 
 class _RecordingScheduler(ContinuousBatchScheduler):
-    """The scheduler itself, writing down every call that changes it."""
+    """The scheduler, logging every call that changes its state."""
 
     def __init__(
         self, config: SchedulerConfig, info: BackendInfo, clock: _ReadingsClock, log: EventLog
@@ -102,10 +102,10 @@ class _RecordingScheduler(ContinuousBatchScheduler):
         super().apply(plan, result, seconds)
         self._write("apply", result=_plain(result), seconds=seconds)
 
-    def fail(self, result: StepResult, behind: Iterable[StepResult] = ()) -> None:
-        behind = list(behind)
-        super().fail(result, behind)
-        self._write("fail", result=_plain(result), behind=[_plain(r) for r in behind])
+    def fail(self, result: StepResult, later_results: Iterable[StepResult] = ()) -> None:
+        later_results = list(later_results)
+        super().fail(result, later_results)
+        self._write("fail", result=_plain(result), behind=[_plain(r) for r in later_results])
 
     def _write(self, event: str, **fields: Any) -> None:
         line = json.dumps({"event": event, "clock": self._readings.take(), **fields})
@@ -113,7 +113,7 @@ class _RecordingScheduler(ContinuousBatchScheduler):
 
 
 class RunRecorder:
-    """Owns the log of a run and the scheduler that writes it."""
+    """Owns the event log of a run and the scheduler that writes it."""
 
     def __init__(self, path: str, config: SchedulerConfig, info: BackendInfo, clock: Clock) -> None:
         self._log = EventLog(path)
@@ -129,12 +129,11 @@ class ReplayReport:
     steps: int = 0
     tokens: int = 0
     is_cut: bool = False
-    """The log ends inside a line; all before that line was replayed."""
+    """The log ends inside a line. All lines before it were replayed."""
 
 
 def replay(path: str) -> ReplayReport:
-    """Runs a log again, as far as it goes. Raises ReplayDifference, with the line, where a plan differs from the recorded
-    one."""
+    """Replays a log. Raises ReplayDifference, with the line number, if a plan differs from the recorded one."""
     report = ReplayReport()
     clock = _ReplayClock()
     scheduler: ContinuousBatchScheduler | None = None
@@ -189,9 +188,9 @@ def _replay_event(
         scheduler.fail_request(RequestId(event["id"]), event["reason"])
     elif kind == "plan":
         plan = scheduler.schedule()
-        made = None if plan is None else json.loads(json.dumps(describe(plan)))
-        if made != event["plan"]:
-            raise ReplayDifference(f"planned {_difference(made, event['plan'])}")
+        planned = None if plan is None else json.loads(json.dumps(describe(plan)))
+        if planned != event["plan"]:
+            raise ReplayDifference(f"planned {_difference(planned, event['plan'])}")
         if plan is not None:
             plans.append(plan)
             report.steps += 1
@@ -207,21 +206,21 @@ def _replay_event(
 
 
 def describe(plan: IterationPlan) -> dict[str, Any]:
-    """A plan as plain values. Parameters stay out: they are in the request's own line."""
+    """A plan as plain values, without sampling parameters: the "add" event has them."""
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     fields["row_starts"] = [(s.row, s.request_id, len(s.tokens), s.seed, s.blocks) for s in plan.row_starts]
     return fields
 
 
-def _difference(made: dict[str, Any] | None, recorded: dict[str, Any] | None) -> str:
-    if made is None or recorded is None:
-        return f"{'nothing' if made is None else 'a step'} where the log has the opposite"
-    names = [name for name in recorded if made.get(name) != recorded[name]]
-    return "; ".join(f"{name} {made.get(name)} where the log has {recorded[name]}" for name in names)
+def _difference(planned: dict[str, Any] | None, recorded: dict[str, Any] | None) -> str:
+    if planned is None or recorded is None:
+        return "nothing, but the log has a step" if planned is None else "a step, but the log has none"
+    names = [name for name in recorded if planned.get(name) != recorded[name]]
+    return "; ".join(f"{name} {planned.get(name)}, but the log has {recorded[name]}" for name in names)
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses, enums, sets and mappings as what JSON knows."""
+    """Converts dataclasses, enums, sets and mappings to JSON values."""
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -237,7 +236,8 @@ def _plain(value: Any) -> Any:
 
 
 def _added(sequence: Sequence) -> dict[str, Any]:
-    """Metadata is for people: a replay leaves it out, and values without a form in JSON are written as their `repr`."""
+    """The fields of an "add" event. Metadata is for people only: a replay ignores it, and values that JSON cannot
+    represent are written as their `repr`."""
     added = {"id": sequence.request_id, "seed": sequence.seed, "request": _plain(sequence.request)}
     if metadata := sequence.request.metadata:
         try:

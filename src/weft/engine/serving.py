@@ -1,4 +1,4 @@
-"""The public engine: takes requests from any thread, runs the loop, and delivers tokens and results."""
+"""The public engine: accepts requests from any thread, runs the loop, delivers tokens and results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.backends import registry
 from weft.backends.base import Backend, OpenedModel
 from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig, ServingEngineConfig
-from weft.engine.engine_metrics import Figures
+from weft.engine.engine_metrics import EngineMetrics
 from weft.engine.loop import MAX_FAILED_STEPS, EngineCore
 from weft.engine.output_texts import AnswerTexts
 from weft.engine.replay import RunRecorder
@@ -36,20 +36,19 @@ from weft.scheduling.sequence import Sequence
 from weft.scheduling.stats import SchedulerStats
 
 if TYPE_CHECKING:
-    import asyncio  # imported where it is used: an engine without an event loop starts without it
+    import asyncio  # at run time imported where it is used: an engine without an event loop starts faster
 
 Callback = Callable[[TokenOutput], object]
 
 
 class ServingEngine:
-    """Continuous batching over a backend.
+    """An engine with continuous batching.
 
-    Use it as a context manager (a thread runs the loop), call `run()` in a thread of your own, or call
-    `run_iteration()` yourself. Every other method may be called from any thread at any time, and from callbacks.
-    Callbacks run in the thread of the loop, outside its lock: once per token, the final one once; then
-    `after_delivery`, once for all that a step gave.
+    Use it as a context manager (a thread runs the loop), call `run()` in your own thread, or call `run_iteration()`
+    yourself. All other methods may be called from any thread, and from callbacks. Callbacks run in the thread of the
+    loop, without its lock, once for each token. `after_delivery` runs once after all callbacks of a step.
 
-    The engine knows tokens. One that `from_model` made has a tokenizer: outputs and results have their text, and stop
+    The engine works on token ids. With `from_model` it also has a tokenizer: outputs and results contain text, and stop
     strings end an answer.
     """
 
@@ -64,8 +63,8 @@ class ServingEngine:
         after_delivery: Callable[[], object] | None = None,
         model: OpenedModel | None = None,
     ) -> None:
-        """After `max_failed_steps` failures in a row that belong to no request the engine breaks down; None: never. `model` is
-        the one that `backend` was opened for, where outputs are to have text."""
+        """The engine stops after `max_failed_steps` consecutive failed steps whose error belongs to no request; None:
+        never. `model` is the model that `backend` runs; pass it if outputs shall have text."""
         self.config = config or ServingEngineConfig()
         self.tokenizer = None if model is None else model.tokenizer
         self._after_delivery = after_delivery
@@ -82,30 +81,30 @@ class ServingEngine:
             else:
                 self.scheduler = ContinuousBatchScheduler(self.config.scheduler, info, clock)
         except BaseException:
-            backend.close()  # nothing else has it
+            backend.close()  # otherwise its memory stays allocated
             raise
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        """Told of new requests, results, and the end."""
+        """Notified of new requests, results, and the stop of the engine."""
         self._core = EngineCore(self.scheduler, backend, clock, self._lock, max_failed_steps)
         self._texts: AnswerTexts | None = None
         if model is not None and model.text_of is not None:
             self._texts = AnswerTexts(model.text_of, self.scheduler.finish, self.scheduler.fail_request)
         self._callbacks: dict[RequestId, Callback] = {}
         self._results: OrderedDict[RequestId, GenerationResult] = OrderedDict()
-        self._alive: set[RequestId] = set()
-        """Submitted, and the result not there yet."""
+        self._unfinished: set[RequestId] = set()
+        """Requests that were submitted and have no result yet."""
         self._next_id = 0
         self._thread: threading.Thread | None = None
-        self._turn = threading.RLock()
-        """Held by whoever runs an iteration or shuts down."""
-        self._busy_thread: int | None = None
-        """The thread that runs an iteration or shuts down right now: a callback that calls back finds itself here."""
+        self._iteration_lock = threading.RLock()
+        """Held during an iteration and during shutdown."""
+        self._iterating_thread: int | None = None
+        """The thread that runs an iteration or the shutdown now. Calls from this thread come from a callback."""
         self._stopping = False
         self._closed = False
         self._failure: str | None = None
         self._is_waiting = False
-        self._figures = Figures(self.scheduler, clock())
+        self._metrics = EngineMetrics(self.scheduler, clock())
 
     @classmethod
     def from_model(
@@ -117,9 +116,10 @@ class ServingEngine:
         seed: int | None = None,
         **options: Any,
     ) -> ServingEngine:
-        """The engine for a model: "default" (fetched on first use), `hf:owner/name` or a path, with its tokenizer.
+        """Opens a model with its tokenizer and returns an engine for it.
 
-        `options` are those of the device's backend (`weft.backends.registry.build`), such as max_context or threads.
+        `model` is "default" (fetched on first use), `hf:owner/name` or a path. `options` go to the backend
+        (`weft.backends.registry.build`), such as `max_context` or `threads`.
         """
         device = registry.chosen(device, options)
         if config is None:
@@ -133,8 +133,8 @@ class ServingEngine:
     def submit(
         self, request: InferenceRequest, *, block: bool = False, timeout: float | None = None
     ) -> RequestId:
-        """Takes a request in. Where the queue is full: QueueFullError, or with `block` a wait (of at most `timeout`
-        seconds) for room, which a loop that runs elsewhere has to make."""
+        """Queues a request and returns its id. If the queue is full, raises QueueFullError; with `block`, waits first,
+        at most `timeout` seconds, while another thread runs the loop."""
         return self._submit([self._sequence(request)], None, block, timeout)[0]
 
     def submit_with_callback(
@@ -145,7 +145,7 @@ class ServingEngine:
         block: bool = False,
         timeout: float | None = None,
     ) -> RequestId:
-        """As submit; `callback` gets every token. If it raises, this request fails and no other."""
+        """Like `submit`; `callback` is called with every token. If it raises, only this request fails."""
         return self._submit([self._sequence(request)], callback, block, timeout)[0]
 
     def submit_choices(
@@ -157,21 +157,23 @@ class ServingEngine:
         block: bool = False,
         timeout: float | None = None,
     ) -> tuple[RequestId, ...]:
-        """As submit, for a request that asks for `n` answers, or for those of them in `indices`: all are taken in, or none.
-        Each is a request of its own from then on; the prompt they share is computed once."""
-        first, *others = self._timed(request).children(self._seed_for(request), indices)
+        """Like `submit`, for a request with `n` answers, or for those in `indices`. Either all are queued or none.
+
+        Returns one request id for each answer. The prompt is computed once for all.
+        """
+        first, *others = self._with_deadline(request).children(self._seed_for(request), indices)
         sequence = self._sequence(first)
         siblings = [sequence.sibling(other, self._seed_for(other)) for other in others]
         return self._submit([sequence, *siblings], callback, block, timeout)
 
     def check(self, request: InferenceRequest) -> None:
-        """Raises InvalidRequestError for a request that could never run; takes nothing in."""
+        """Raises InvalidRequestError if the request can never run. Does not queue it."""
         self.scheduler.check(request)
         if request.params.grammar is not None:
             self._backend.check_grammar(request.params.grammar)
 
     async def submit_async(self, request: InferenceRequest) -> GenerationResult:
-        """Submits and waits for the result. Cancelling the task cancels the request."""
+        """Submits a request and waits for its result. Cancelling the task cancels the request."""
         import asyncio
 
         loop = asyncio.get_running_loop()
@@ -188,9 +190,10 @@ class ServingEngine:
             self.cancel(request_id)
 
     async def stream(self, request: InferenceRequest) -> AsyncIterator[TokenOutput]:
-        """Submits and yields tokens as they come. Leaving the loop early cancels the request.
+        """Submits a request and yields its tokens. Leaving the loop early cancels the request.
 
-        A reader more than `stream_buffer` tokens behind has its request cancelled: it never stalls the others.
+        The request is also cancelled when more than `stream_buffer` tokens are unread: a slow reader must not delay
+        other requests.
         """
         import asyncio
 
@@ -198,7 +201,9 @@ class ServingEngine:
 
         def deliver(output: TokenOutput) -> None:
             if not buffer.put(output):
-                reason = f"reader is gone or more than {self.config.stream_buffer} tokens behind"
+                reason = (
+                    f"the reader is gone or too slow: more than {self.config.stream_buffer} tokens are unread"
+                )
                 self.cancel(output.request_id, reason)
 
         request_id = self._submit([self._sequence(request)], deliver)[0]
@@ -212,7 +217,8 @@ class ServingEngine:
             self.cancel(request_id)
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
-        """Ends a request wherever it is; its memory is free within a step. False: it was over already."""
+        """Cancels a request in any state. Its KV blocks are free within a step. Returns False if it had ended
+        already."""
         with self._lock:
             cancelled = self.scheduler.cancel(request_id, reason)
             if cancelled:
@@ -220,8 +226,8 @@ class ServingEngine:
         return cancelled
 
     def finish(self, request_id: RequestId, num_tokens: int) -> bool:
-        """Ends a request as complete (FinishReason.STOP) after its first `num_tokens` new tokens: for who finds stop
-        strings in its text. False: it was over already."""
+        """Completes a request (FinishReason.STOP) after its first `num_tokens` new tokens. A caller that finds a stop
+        string in the text uses it. Returns False if the request had ended already."""
         with self._changed:
             finished = self.scheduler.finish(request_id, num_tokens)
             if finished:
@@ -229,29 +235,29 @@ class ServingEngine:
         return finished
 
     def is_complete(self, request_id: RequestId) -> bool:
-        """Whether a request that was submitted is over. Its result may have had to make room for newer ones."""
+        """Whether a submitted request has ended. Its result may be dropped already (`max_kept_results`)."""
         with self._lock:
-            return 0 <= request_id < self._next_id and request_id not in self._alive
+            return 0 <= request_id < self._next_id and request_id not in self._unfinished
 
     def get_result(self, request_id: RequestId, wait: float | None = None) -> GenerationResult | None:
-        """The result, or None where it is not there; `wait` up to that many seconds while it may still come."""
+        """Returns the result, or None if there is none. Waits up to `wait` seconds for a request that has not ended."""
         with self._changed:
             if wait is not None:
                 seconds = min(wait, threading.TIMEOUT_MAX)
-                self._changed.wait_for(lambda: request_id not in self._alive, seconds)
+                self._changed.wait_for(lambda: request_id not in self._unfinished, seconds)
             return self._results.get(request_id)
 
     def _sequence(self, request: InferenceRequest) -> Sequence:
-        """A sequence that may run: the long part of taking a request in, done in the caller's thread."""
-        request = self._timed(request)
+        """Checks a request and prepares its sequence. This is the slow part of `submit`; it runs without the lock."""
+        request = self._with_deadline(request)
         sequence = Sequence(request, RequestId(-1), self._seed_for(request))
         self.scheduler.prepare(sequence)
         if request.params.grammar is not None:
             self._backend.check_grammar(request.params.grammar)
         return sequence
 
-    def _timed(self, request: InferenceRequest) -> InferenceRequest:
-        """With the deadline that all requests have, where it has none of its own."""
+    def _with_deadline(self, request: InferenceRequest) -> InferenceRequest:
+        """Adds the engine's `request_timeout` to a request without a deadline."""
         timeout = self.config.request_timeout
         return (
             request if timeout is None or request.deadline is not None else request.replaced(deadline=timeout)
@@ -264,26 +270,26 @@ class ServingEngine:
         block: bool = False,
         timeout: float | None = None,
     ) -> tuple[RequestId, ...]:
-        give_up_at = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while True:
                 if self._stopping:
                     cause = self._failure or "the engine was stopped"
-                    raise EngineStoppedError(f"{cause} and takes no more requests")
+                    raise EngineStoppedError(f"{cause} and accepts no more requests")
                 for number, sequence in enumerate(sequences):
                     sequence.request_id = RequestId(self._next_id + number)
                 try:
                     self.scheduler.add(*sequences)
                     break
                 except QueueFullError:
-                    left = None if give_up_at is None else give_up_at - time.monotonic()
-                    # A callback must not wait: it is the loop that would make room.
-                    if not block or self._is_called_back or (left is not None and left <= 0):
+                    left = None if deadline is None else deadline - time.monotonic()
+                    # A callback must not wait: it blocks the loop, which is what frees the queue.
+                    if not block or self._is_in_callback or (left is not None and left <= 0):
                         raise
                     self._changed.wait(left)
             ids = tuple(sequence.request_id for sequence in sequences)
             self._next_id += len(ids)
-            self._alive.update(ids)
+            self._unfinished.update(ids)
             if self._texts is not None:
                 for sequence in sequences:
                     self._texts.begin(sequence.request_id, sequence.request.params)
@@ -300,18 +306,18 @@ class ServingEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether an iteration has something to do: a request is not over, or its end is not delivered."""
+        """Whether an iteration has something to do: a request is unfinished, or its last output is not delivered."""
         return not self._closed and (self.scheduler.has_work or self.scheduler.has_outputs)
 
     def run_iteration(self) -> list[TokenOutput]:
-        """One step, with what it gave delivered, and returned. A step may give nothing: `has_work` says whether there
-        is more to do."""
-        if self._is_called_back:
+        """Runs one iteration, delivers its outputs and returns them. The list may be empty; use `has_work` to see
+        whether there is more to do."""
+        if self._is_in_callback:
             raise RuntimeError("run_iteration was called from a callback, inside an iteration")
-        with self._turn:
+        with self._iteration_lock:
             if self._closed:
                 return []
-            self._busy_thread = threading.get_ident()
+            self._iterating_thread = threading.get_ident()
             try:
                 if self.config.overlap:
                     self._core.run_overlapped()
@@ -319,15 +325,15 @@ class ServingEngine:
                     self._core.run_plain()
                 return self._deliver()
             except Exception as error:
-                self._break_down(error)
+                self._fail_engine(error)
                 raise
             finally:
-                self._busy_thread = None
+                self._iterating_thread = None
                 if self._stopping:
                     self._shut_down()
 
     def run(self) -> None:
-        """Runs until `stop`. Uses no CPU while there is nothing to do."""
+        """Runs until `stop`. Uses no CPU time while idle."""
         while not self._stopping:
             self.run_iteration()
             if not self.has_work:
@@ -336,23 +342,23 @@ class ServingEngine:
                         self._is_waiting = True
                         self._changed.wait()
                         self._is_waiting = False
-        with self._turn:
+        with self._iteration_lock:
             self._shut_down()
 
     @property
     def progress(self) -> int | None:
-        """None while `run` waits for requests, else a number that changes with every step. Takes no lock: it is read
-        where the loop may be stuck."""
+        """None while `run` is idle, else a number that changes with every step. Takes no lock, because it is read to
+        find out whether the loop is stuck."""
         stats = self.scheduler.stats
         return None if self._is_waiting else stats.steps + stats.steps_failed
 
     def run_until_idle(self) -> None:
-        """Runs until every request so far is over."""
+        """Runs until all submitted requests have ended."""
         while self.has_work:
             self.run_iteration()
 
     def start(self) -> ServingEngine:
-        """Runs the loop in a thread of its own."""
+        """Starts a thread that runs the loop."""
         if self._stopping:
             raise EngineStoppedError(
                 f"{self._failure or 'the engine was stopped'} and cannot be started again"
@@ -363,13 +369,13 @@ class ServingEngine:
         return self
 
     def stop(self) -> None:
-        """Ends the loop; what is not over is cancelled. Safe to call twice, from any thread, from a callback."""
+        """Stops the loop and cancels unfinished requests. Safe to call twice, from any thread, and from a callback."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        if self._is_called_back:
-            return  # what called back shuts down when it is done
-        with self._turn:
+        if self._is_in_callback:
+            return  # the iteration that runs this callback shuts down at its end
+        with self._iteration_lock:
             self._shut_down()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -383,14 +389,14 @@ class ServingEngine:
         self.stop()
 
     @property
-    def _is_called_back(self) -> bool:
-        return self._busy_thread == threading.get_ident()
+    def _is_in_callback(self) -> bool:
+        return self._iterating_thread == threading.get_ident()
 
     def _shut_down(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._busy_thread = threading.get_ident()
+        self._iterating_thread = threading.get_ident()
         try:
             if self._failure is None:
                 self._core.drain()
@@ -399,16 +405,16 @@ class ServingEngine:
                         self.scheduler.cancel(request_id, "the engine was stopped")
                 self._deliver()
         except Exception as error:
-            self._break_down(error)
+            self._fail_engine(error)
         finally:
-            self._busy_thread = None
-            self._core.forget()
+            self._iterating_thread = None
+            self._core.drop_in_flight()
             self._backend.close()
             if self._recorder is not None:
                 self._recorder.close()
 
-    def _break_down(self, error: Exception) -> None:
-        """A mistake inside the engine: every request is told, and none is taken any more."""
+    def _fail_engine(self, error: Exception) -> None:
+        """Handles an error inside the engine: fails all requests and accepts no more."""
         self._failure = f"the engine failed ({type(error).__name__}: {error})"
         self._stopping = True
         with self._lock:
@@ -416,17 +422,17 @@ class ServingEngine:
         self._deliver()
 
     def _deliver(self) -> list[TokenOutput]:
-        """Hands out what happened. Callbacks run outside the lock; one that raises ends its own request only."""
+        """Delivers outputs and results. Callbacks run without the lock; one that raises fails only its own request."""
         with self._changed:
             outputs, results = self.scheduler.take_outputs()
             if not outputs and not results:
                 return outputs
             if self._texts is not None:
                 outputs, results = self._texts.fill(outputs, results)
-            self._figures.book(results, self._clock())
+            self._metrics.record(results, self._clock())
             for result in results:
                 self._results[result.request_id] = result
-                self._alive.discard(result.request_id)
+                self._unfinished.discard(result.request_id)
             callbacks = self._callbacks
         for output in outputs if callbacks else ():
             callback = callbacks.get(output.request_id)
@@ -451,19 +457,19 @@ class ServingEngine:
         with self._lock:
             if self.scheduler.fail_request(request_id, message) or request_id not in self._results:
                 return
-            # It was over already: only what is told of it can change.
+            # The request has ended already: only its stored result can change.
             result = self._results[request_id]
-            self._figures.ended[result.state] -= 1
-            self._figures.ended[RequestState.FAILED] += 1
+            self._metrics.ended[result.state] -= 1
+            self._metrics.ended[RequestState.FAILED] += 1
             self._results[request_id] = dataclasses.replace(
                 result, state=RequestState.FAILED, finish_reason=FinishReason.ERROR, error=message
             )
 
-    # ------------------------------------------------------------------ figures
+    # ------------------------------------------------------------------ metrics
 
     def metrics(self) -> ServingMetrics:
         with self._lock:
-            return self._figures.metrics(self._clock())
+            return self._metrics.metrics(self._clock())
 
     def stats(self) -> tuple[SchedulerStats, KvCacheManagerStats]:
         with self._lock:

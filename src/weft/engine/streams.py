@@ -1,4 +1,4 @@
-"""What stands between the engine's thread and an asyncio reader: a bounded buffer that never makes the engine wait."""
+"""A bounded buffer between the engine's thread and an asyncio reader. It never blocks the engine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class TokenBuffer:
-    """Filled by the engine's thread, emptied by one reader in an event loop; wakes the reader once, not per token."""
+    """Written by the engine's thread, read by one task of an event loop. Wakes the reader once, not for each token."""
 
     def __init__(self, capacity: int, loop: asyncio.AbstractEventLoop) -> None:
-        import asyncio  # whoever has a loop has it already; the engine's own process has none and starts without
+        import asyncio  # not at the top: the engine's process has no event loop and starts faster without it
 
         self._capacity = capacity
         self._loop = loop
@@ -25,7 +25,8 @@ class TokenBuffer:
         self._arrived = asyncio.Event()
 
     def put(self, output: TokenOutput) -> bool:
-        """False: the reader is gone, or too far behind, and is not told. The final output is taken however far."""
+        """Returns False if the buffer is full or the reader's event loop is closed. Accepts the final output even if
+        the buffer is full."""
         with self._lock:
             if len(self._outputs) >= self._capacity and not output.is_final:
                 return False
@@ -34,12 +35,12 @@ class TokenBuffer:
         try:
             if must_wake:
                 self._loop.call_soon_threadsafe(self._arrived.set)
-        except RuntimeError:  # its event loop is closed
+        except RuntimeError:  # the event loop of the reader is closed
             return False
         return True
 
     async def get(self) -> list[TokenOutput]:
-        """All that has arrived, at least one."""
+        """Waits for at least one output and returns all that have arrived."""
         while True:
             with self._lock:
                 if self._outputs:

@@ -1,1 +1,1 @@
-"""Sampling: the parameters, the noise, and the reference sampler that every backend must match."""
+"""Sampling: the definition of the noise, and the reference sampler that every backend must match."""

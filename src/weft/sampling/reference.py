@@ -1,7 +1,10 @@
-"""From logits to tokens, for all sampling entries of a step at once.
+"""The reference sampler: from logits to tokens, for all entries of a step that sample.
 
-Order: what grammars forbid; penalties, bias and the tokens that min_tokens forbids; then, unless greedy, temperature, top-k, top-p, min-p, typical-p; then
-the argmax of what is left plus the noise of `backends.noise`. Greedy is the argmax without noise.
+Order of the operations:
+1. mask the tokens that the grammar forbids;
+2. penalties, logit_bias, min_tokens;
+3. unless greedy: temperature, top_k, top_p, min_p, typical_p;
+4. the argmax of the scores plus the noise of `sampling.noise`; greedy: the argmax without noise.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from weft.backends.step_arrays import Rows, SampledEntries
 from weft.request import SamplingParams, TokenLogprobs
 from weft.sampling.noise import GUMBEL_MAX, GUMBEL_MIN, gumbel, noise_bits, noise_keys, uniform
 
-_NUCLEUS_GUESS = 1024
+_NUCLEUS_CANDIDATES = 1024
 
-# What each byte of a mask adds to the scores of its eight tokens: adding is a third of the work of choosing.
+# What each byte of a mask adds to the scores of its eight tokens. Adding takes a third of the time of np.where.
 _ADDED_BY_BYTE = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
     np.float32(0.0),
@@ -27,16 +30,16 @@ _ADDED_BY_BYTE = np.where(
 
 NOT_A_NUMBER = "the model's output is not a number (NaN or infinite logits)"
 FORBIDDEN = "every token is forbidden by the request's parameters"
-OVERFLOW = "repetition_penalty is so far from 1 that a logit became infinite or no number"
+OVERFLOW = "repetition_penalty is so far from 1 that a logit became infinite or NaN"
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """One token per entry; an entry with an error has a token without meaning."""
+    """One token per entry. The token of an entry with an error is meaningless."""
 
     tokens: np.ndarray  # int64 [S]
-    logprobs: list[TokenLogprobs | None] | None  # None for all where nobody asked
-    errors: dict[int, str]  # entry -> why it has no token
+    logprobs: list[TokenLogprobs | None] | None  # None if no entry requests logprobs
+    errors: dict[int, str]  # entry -> error message
 
 
 def sample(
@@ -46,19 +49,19 @@ def sample(
     eos_token_ids: Collection[int],
     masks: Masks = NO_MASKS,
 ) -> Sampled:
-    """The tokens of one step; `logits` [S, vocabulary] is left as it is."""
+    """Samples the tokens of one step. Does not change `logits` [S, vocabulary]."""
     errors = dict(masks.errors)
-    best = logits.max(axis=1)  # NaN where a row has one
+    best = logits.max(axis=1)  # NaN if the row has a NaN
     for entry in np.flatnonzero(~np.isfinite(best)).tolist():
         errors[entry] = NOT_A_NUMBER
 
     scores = logits
-    shaped = [entry for entry in np.flatnonzero(~entries.is_plain).tolist() if entry not in errors]
-    if shaped or len(masks.entries):
+    adjusted = [entry for entry in np.flatnonzero(~entries.is_plain).tolist() if entry not in errors]
+    if adjusted or len(masks.entries):
         scores = logits.copy()
         _apply(masks, scores)
-        for entry in shaped:
-            _shape(scores[entry], entry, entries, rows, eos_token_ids)
+        for entry in adjusted:
+            _adjust(scores[entry], entry, entries, rows, eos_token_ids)
     tokens = scores.argmax(axis=1)
     chosen = scores[np.arange(len(tokens)), tokens]
     for entry in np.flatnonzero(~np.isfinite(chosen)).tolist():
@@ -68,12 +71,14 @@ def sample(
     if len(drawn):
         tokens[drawn] = _draw(scores[drawn], drawn, entries, rows)
 
-    return Sampled(tokens, _wanted_logprobs(logits, tokens, entries.top_counts, errors), errors)
+    return Sampled(tokens, _requested_logprobs(logits, tokens, entries.top_counts, errors), errors)
 
 
 def score(logits: np.ndarray, tokens: np.ndarray, top_count: int) -> list[TokenLogprobs]:
-    """How likely each of `tokens` [N] is by its row of `logits` [N, vocabulary], under the model's own distribution:
-    before any of the parameters. Beside it the likeliest ones; of equals those with the lowest ids."""
+    """The logprobs of `tokens` [N] under `logits` [N, vocabulary], before any sampling parameter is applied.
+
+    With `top_count`, also the most likely tokens of each row; at a tie, those with the lowest ids.
+    """
     best = logits.max(axis=1, keepdims=True).astype(np.float64)
     normaliser = best + np.log(np.exp(logits - best).sum(axis=1, keepdims=True))
     chosen = logits[np.arange(len(tokens)), tokens] - normaliser[:, 0]
@@ -91,7 +96,7 @@ def score(logits: np.ndarray, tokens: np.ndarray, top_count: int) -> list[TokenL
     return scored
 
 
-def _wanted_logprobs(
+def _requested_logprobs(
     logits: np.ndarray, tokens: np.ndarray, top_counts: np.ndarray, errors: Mapping[int, str]
 ) -> list[TokenLogprobs | None] | None:
     if (top_counts < 0).all():
@@ -105,19 +110,19 @@ def _wanted_logprobs(
 
 
 def _apply(masks: Masks, scores: np.ndarray) -> None:
-    """Forbid what the grammars do not allow, for all entries that have one, in place."""
+    """Masks the tokens that the grammars forbid, in place."""
     for entry, bits in zip(masks.entries.tolist(), masks.bits, strict=True):
-        # Row by row: what is added stays in the processor's cache.
+        # Row by row, so that the added values stay in the CPU cache.
         scores[entry] += _ADDED_BY_BYTE.take(bits, axis=0).reshape(-1)[: scores.shape[1]]
 
 
-def _shape(
+def _adjust(
     scores: np.ndarray, entry: int, entries: SampledEntries, rows: Rows, eos_token_ids: Collection[int]
 ) -> None:
-    """Apply what changes the logits of one entry, in place."""
+    """Applies penalties, logit_bias and min_tokens to the logits of one entry, in place."""
     row, length = int(entries.rows[entry]), int(entries.positions[entry])
     params = rows.params[row]
-    assert params is not None, "a row samples before it was started"
+    assert params is not None, "a row samples before it is started"
     _penalise(scores, params, rows.tokens[row, :length], int(rows.prompt_lengths[row]))
     if params.logit_bias:
         ids = np.fromiter(params.logit_bias, np.int64)
@@ -129,11 +134,12 @@ def _shape(
         before = scores[forbidden]
         scores[forbidden] = -np.inf
         if params.grammar is not None and scores.max() == -np.inf:
-            scores[forbidden] = before  # the grammar is complete: there is nothing to go on with
+            scores[forbidden] = before  # the grammar is complete: it allows no other token
 
 
 def _penalise(scores: np.ndarray, params: SamplingParams, tokens: np.ndarray, prompt_length: int) -> None:
-    """Repetition looks at prompt and output and scales; frequency and presence look at the output and subtract."""
+    """repetition_penalty scales the logits of prompt and output tokens. frequency_penalty and presence_penalty subtract
+    from those of output tokens."""
     if params.repetition_penalty != 1.0:
         seen = np.unique(tokens)
         values = scores[seen]
@@ -146,8 +152,9 @@ def _penalise(scores: np.ndarray, params: SamplingParams, tokens: np.ndarray, pr
 
 
 def _draw(scores: np.ndarray, drawn: np.ndarray, entries: SampledEntries, rows: Rows) -> np.ndarray:
-    """A token for each of the entries `drawn`, whose scores these are, by the highest sum of score and noise."""
-    # Relative to the best, so that even the smallest temperature divides without overflow in what can win.
+    """Samples a token for each entry in `drawn` by the highest sum of score and noise. `scores` has one row per
+    entry."""
+    # Relative to the best score, so that a tiny temperature overflows only for tokens that cannot win.
     relative = (scores - scores.max(axis=1, keepdims=True)).astype(np.float64)
     with np.errstate(over="ignore"):
         relative /= entries.temperatures[drawn, None]
@@ -161,10 +168,10 @@ def _draw(scores: np.ndarray, drawn: np.ndarray, entries: SampledEntries, rows: 
 
 
 def _winner(relative: np.ndarray, key: np.uint64) -> int:
-    """The token with the highest sum of score and noise, the lowest id at a tie; scores are relative to the best.
+    """The token with the highest sum of score and noise; the lowest id at a tie. Scores are relative to the best.
 
-    Exact, but noise in full is made only for the few that can win: a token needs noise of at least `floor` less its
-    score, and gumbel(u) >= x holds only where u <= exp(-x).
+    The result is exact, but the logarithms of the noise are computed only for tokens that can win: a token needs noise
+    of at least `floor` minus its score, and gumbel(u) >= x implies u <= exp(-x).
     """
     token_ids = np.flatnonzero(relative >= GUMBEL_MIN - GUMBEL_MAX)
     scores = relative[token_ids]
@@ -176,42 +183,45 @@ def _winner(relative: np.ndarray, key: np.uint64) -> int:
 
 
 def _filter(scores: np.ndarray, params: SamplingParams) -> None:
-    """Remove unlikely tokens (score minus infinity), in place. Each filter sees what the one before it left, and
-    keeps all tokens that tie with the last one it keeps."""
+    """Applies top_k, top_p, min_p and typical_p in place: removed tokens get the score minus infinity.
+
+    Each filter sees the tokens that the one before kept. It keeps all tokens that tie with the last one it keeps.
+    """
     if 0 < params.top_k < len(scores):
         scores[scores < np.partition(scores, -params.top_k)[-params.top_k]] = -np.inf
     if params.top_p < 1.0:
         scores[scores < _nucleus_floor(scores, params.top_p)] = -np.inf
     if params.min_p > 0.0:
-        scores[scores < np.log(params.min_p)] = -np.inf  # scores are relative to the best, which never goes
+        scores[
+            scores < np.log(params.min_p)
+        ] = -np.inf  # scores are relative to the best, which is always kept
     if params.typical_p < 1.0:
-        chances = _softmax(scores)
-        logs = np.log(chances, where=chances > 0, out=np.full_like(chances, -np.inf))
-        entropy = -(chances * np.where(chances > 0, logs, 0.0)).sum()
+        probabilities = _softmax(scores)
+        logs = np.log(probabilities, where=probabilities > 0, out=np.full_like(probabilities, -np.inf))
+        entropy = -(probabilities * np.where(probabilities > 0, logs, 0.0)).sum()
         surprise = np.abs(-logs - entropy)
         order = np.argsort(surprise, kind="stable")
-        ranked = chances[order]
+        ranked = probabilities[order]
         kept = np.cumsum(ranked) - ranked < params.typical_p
         scores[surprise > surprise[order][kept][-1]] = -np.inf
 
 
 def _nucleus_floor(scores: np.ndarray, top_p: float) -> float:
-    """The lowest score among the likeliest tokens that together have a probability of `top_p`."""
-    candidates = scores[
-        scores > -np.inf
-    ]  # the others have no probability, and selection is slow among equals
+    """The lowest score among the most likely tokens whose probabilities sum up to `top_p`."""
+    # Without removed tokens: their probability is 0, and np.partition is slow for equal values.
+    candidates = scores[scores > -np.inf]
     best = candidates.max()
     total = np.exp(candidates - best).sum()
-    if len(candidates) > _NUCLEUS_GUESS:
-        likeliest = np.partition(candidates, -_NUCLEUS_GUESS)[-_NUCLEUS_GUESS:]
+    if len(candidates) > _NUCLEUS_CANDIDATES:
+        likeliest = np.partition(candidates, -_NUCLEUS_CANDIDATES)[-_NUCLEUS_CANDIDATES:]
         if np.exp(likeliest - best).sum() >= top_p * total:
-            candidates = likeliest  # nearly always: sorting these alone is ten times faster
+            candidates = likeliest  # nearly always enough, and sorting them alone is ten times faster
     ranked = np.sort(candidates)[::-1]
-    chances = np.exp(ranked - best) / total
-    kept = np.cumsum(chances) - chances < top_p  # what stands before a token is not enough yet
+    probabilities = np.exp(ranked - best) / total
+    kept = np.cumsum(probabilities) - probabilities < top_p  # the sum of the tokens before is below top_p
     return float(ranked[kept][-1])
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
-    chances = np.exp(scores - scores.max())
-    return chances / chances.sum()
+    probabilities = np.exp(scores - scores.max())
+    return probabilities / probabilities.sum()

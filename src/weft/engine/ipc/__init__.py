@@ -1,1 +1,1 @@
-"""The engine in its own process: the messages, both ends of the connection, and the supervision of the process."""
+"""Runs the engine in a process of its own: messages, both ends of the connection, supervision of the process."""

@@ -1,5 +1,8 @@
-"""The client's end of the connection to the engine's process. Messages are taken in where they arrive: between the socket
-and whoever waits for a token no other task is woken, since at one stream that is done for every single token."""
+"""The client's end of the connection to the engine's process.
+
+Messages are handled directly in the socket callback. Waking a task in between would cost one more task switch for every
+token of a single stream.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,18 @@ import msgspec
 from weft.engine.ipc import wire
 
 _TURN_SECONDS = 2e-3
-"""Messages are taken for so long at a time; then everyone else in the event loop has a turn."""
+"""After this long the connection stops handling messages, so that other tasks of the event loop can run."""
 
 
 class Connection(asyncio.Protocol):
-    """Hands messages to `take` until the other side is gone. Belongs to one event loop."""
+    """Passes messages to `take` until the connection closes. Use it from one event loop only."""
 
     def __init__(self, take: Callable[[wire.FromEngine], object], tokens_per_turn: int) -> None:
-        """After so many tokens whoever reads them has a turn: one read of the socket may hold more than a reader may
-        be behind."""
-        self.heard = asyncio.Event()
-        """Set once the other side has sent a message other than a beat or a warning, or is gone."""
-        self.gone = asyncio.Event()
+        """After `tokens_per_turn` tokens their readers may run: one read of the socket may hold more tokens than the
+        buffer of an answer."""
+        self.first_message = asyncio.Event()
+        """Set at the first message that is no heartbeat and no warning, and when the connection closes."""
+        self.closed = asyncio.Event()
         self._take = take
         self._tokens_per_turn = tokens_per_turn
         self._frames = wire.Frames()
@@ -37,19 +40,19 @@ class Connection(asyncio.Protocol):
         await self._loop.create_unix_connection(lambda: self, sock=connection)
 
     def send(self, message: wire.Message) -> None:
-        """Nothing, where nobody is there any more."""
+        """Does nothing if the connection is closed."""
         if not self._transport.is_closing():
             self._transport.write(wire.framed(message))
 
     async def drain(self) -> None:
-        """Until what was sent is on its way, or nobody is there any more."""
+        """Waits until the send buffer has room, or the connection closes."""
         await self._may_write.wait()
 
     def close(self) -> None:
         self._transport.close()
 
     def abort(self) -> None:
-        """As `close`, without waiting until the other side has taken what was sent."""
+        """Like `close`, but drops data that is not sent yet."""
         self._transport.abort()
 
     # -- called by the event loop
@@ -67,21 +70,21 @@ class Connection(asyncio.Protocol):
         try:
             while (message := self._next_message()) is not None:
                 self._take(message)
-                if isinstance(message, wire.Beat | wire.Warned):
+                if isinstance(message, wire.Heartbeat | wire.Warned):
                     continue
-                self.heard.set()
+                self.first_message.set()
                 if isinstance(message, wire.StepReport):
-                    num_taken += len(message.tokens) + sum(one.effort for one in message.outputs)
+                    num_taken += len(message.tokens) + sum(one.read_cost for one in message.outputs)
                 if num_taken >= self._tokens_per_turn or self._loop.time() > turn_ends:
                     self._transport.pause_reading()
-                    self._loop.call_soon(self._go_on)
+                    self._loop.call_soon(self._resume)
                     return
         except BaseException:
-            self._transport.abort()  # what was taken would come again with the next bytes
+            self._transport.abort()  # the frames handled so far would be delivered again with the next bytes
             raise
 
     def _next_message(self) -> wire.FromEngine | None:
-        """None: all that came is taken, or it is no longer to be understood, which is as good as gone."""
+        """None: all received messages are handled, or the data is invalid and the connection was closed."""
         try:
             content = next(self._contents, None)
             return None if content is None else wire.from_engine.decode(content)
@@ -89,7 +92,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
             return None
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if not self._transport.is_closing():
             self._transport.resume_reading()
             self._take_turn()
@@ -101,6 +104,6 @@ class Connection(asyncio.Protocol):
         self._may_write.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.heard.set()
-        self.gone.set()
+        self.first_message.set()
+        self.closed.set()
         self._may_write.set()

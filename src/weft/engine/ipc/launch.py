@@ -1,7 +1,7 @@
-"""Starts the engine's process and tells it what to build; the client takes over from there.
+"""Starts the engine's process and sends it the configuration. `EngineClient` takes over from there.
 
-Nothing is imported before the process runs that it does not need: a server that starts has the engine's interpreter
-working on one core while its own imports keep the other busy.
+This module imports little before the process runs: the engine's process then starts in parallel with the imports of the
+server.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weft.config import ServingEngineConfig
 
-# Everything that is made while it starts stays: to look for garbage among it is time lost.
+# Nearly all objects that a start creates stay alive, so garbage collection would only cost time.
 _PROGRAM = "import gc; gc.disable(); from weft.engine.ipc.process import main; main()"
 
 
 @dataclass(frozen=True)
 class LaunchedEngine:
-    """A process that builds its engine, and our end of the connection: closing it ends the process."""
+    """An engine process that is starting, and our end of its connection. Closing the connection ends the process."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
     stacks: io.FileIO
-    """Where the process writes what its threads are doing, when it crashes or gets SIGUSR1."""
+    """The process writes the stack traces of its threads here when it crashes or gets SIGUSR1."""
 
 
 def launch_engine(backend: str, options: Mapping[str, Any], config: ServingEngineConfig) -> LaunchedEngine:
-    """Starts a process that builds the engine; its first message is whether that succeeded. Raises OSError where there is
-    no memory, process or descriptor left for it, and keeps none."""
+    """Starts a process that builds the engine. Its first message says whether that succeeded.
+
+    Raises OSError if memory, processes or descriptors are exhausted; it then leaves no descriptor open.
+    """
     with contextlib.ExitStack() as undo:
         ours, theirs = socket.socketpair()
         undo.enter_context(ours)
@@ -49,11 +51,11 @@ def launch_engine(backend: str, options: Mapping[str, Any], config: ServingEngin
                 stdout=subprocess.DEVNULL,
             )
         undo.pop_all()
-    # Not at the top: its types take time to make, which the process has begun to use by now.
+    # Imported here: building the message types takes time, and the process already starts in parallel.
     from weft.engine.ipc import wire
 
     try:
         ours.sendall(wire.framed(wire.Start(backend, dict(options), config)))
     except OSError:
-        pass  # it is gone already, as whoever listens to it will find
+        pass  # the process has died already; the client finds out when it reads
     return LaunchedEngine(process, ours, stacks)

@@ -1,7 +1,7 @@
-"""What the engine's process has to say: written at once where the connection has room, else by a thread of its own.
+"""Sends messages from the engine's process: directly if the socket has room, else in a writer thread.
 
-Steps of one stream take milliseconds, and a thread that is woken for each of their messages costs as much as writing
-them does. A client that reads slowly still makes no step wait: what does not fit is left to the thread.
+Steps of a single stream take milliseconds, and waking a thread for each message would cost as much as writing it. The
+writer thread sends what the socket did not accept, so that a slow client never delays a step.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections import deque
 from weft.engine.ipc import wire
 
 _LARGE_STEP = 256
-_MOST_TOGETHER = 16
-"""Messages that are written at once where so many wait."""
+_MAX_MERGED = 16
+"""The writer thread sends at most this many messages in one write."""
 
 
 class Outbox:
-    """Owns the writing end of a connection. `send` is called by any thread and never waits for the reader."""
+    """Owns the writing end of a connection. Any thread may call `send`; it never blocks on a slow client."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._changed = threading.Condition()
-        self._begun = b""
-        """The rest of what did not fit."""
-        self._unsent: deque[wire.Message] = deque()
-        self._is_behind = False
-        """The thread has something to write: what is sent now has to wait behind it."""
+        self._unsent_bytes = b""
+        """The rest of a message that the socket accepted in part."""
+        self._backlog: deque[wire.Message] = deque()
+        self._is_writing = False
+        """The writer thread has data to send. New messages go to the backlog, to keep their order."""
         self._is_closed = False
         self._thread = threading.Thread(target=self._write, name="weft-writer", daemon=True)
         self._thread.start()
@@ -40,52 +40,51 @@ class Outbox:
         with self._changed:
             if self._is_closed:
                 return
-            if self._is_behind:
-                self._unsent.append(message)
+            if self._is_writing:
+                self._backlog.append(message)
                 return
             content = wire.framed(message)
             try:
                 num_sent = self._connection.send(content, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 num_sent = 0
-            except OSError:  # gone; the reader finds out and ends the engine
+            except OSError:  # the client is gone; the reader thread finds out and stops the engine
                 self._is_closed = True
                 return
             if num_sent < len(content):
-                self._begun, self._is_behind = content[num_sent:], True
+                self._unsent_bytes, self._is_writing = content[num_sent:], True
                 self._changed.notify()
 
-    def close(self, patience: float) -> None:
-        """Nothing more is taken; what was is written, for as long as that may take."""
+    def close(self, timeout: float) -> None:
+        """Refuses new messages and waits until the others are sent, at most `timeout` seconds."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self._thread.join(patience)
+        self._thread.join(timeout)
 
     def _write(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_behind or self._is_closed)
-                if not self._is_behind:
+                self._changed.wait_for(lambda: self._is_writing or self._is_closed)
+                if not self._is_writing:
                     return
-                content, self._begun = self._begun, b""
+                content, self._unsent_bytes = self._unsent_bytes, b""
             while content:
                 try:
                     self._connection.sendall(content)
                 except OSError:
                     with self._changed:
-                        self._is_closed, self._is_behind = True, False
-                        self._unsent.clear()
+                        self._is_closed, self._is_writing = True, False
+                        self._backlog.clear()
                     return
                 with self._changed:
-                    taken = [self._unsent.popleft() for _ in range(min(_MOST_TOGETHER, len(self._unsent)))]
-                    self._is_behind = bool(taken)
+                    taken = [self._backlog.popleft() for _ in range(min(_MAX_MERGED, len(self._backlog)))]
+                    self._is_writing = bool(taken)
                 content = b"".join(map(wire.framed, _merged(taken)))
 
 
 def _merged(messages: list[wire.Message]) -> list[wire.Message]:
-    """The same with neighbouring steps in one, up to a size that a client takes in its stride: one that is behind then
-    has less to do for each token."""
+    """Merges adjacent step reports up to `_LARGE_STEP` tokens. A slow client then has less work for each token."""
     merged: list[wire.Message] = []
     for message in messages:
         last = merged[-1] if merged else None

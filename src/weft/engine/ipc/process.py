@@ -1,10 +1,14 @@
-"""The engine in a process of its own: builds what the client asks for, then runs requests and reports every step.
+"""The engine's process: builds the engine that the client describes, then runs requests and reports every step.
 
-The process talks to the client over one end of a socket pair, whose other end only the client has; when that is
-closed, the process ends. One thread reads, another writes what does not fit at once, and the loop of the engine runs in
-the main thread: neither a slow client nor a long message makes a step wait. Requests with a grammar, which may take
-long to compile, are taken in by threads beside the reader, so that no other request waits for them. One more thread sends a
-beat twice a second: whether loop and reader make progress.
+The process and the client share a socket pair. The process ends when the client closes its end.
+
+    main thread       runs the loop of the engine; sends step reports through the outbox
+    reader            reads messages, submits requests
+    writer            sends what the socket did not accept at once (`Outbox`)
+    compilers         submit requests with a grammar: compiling may take long and must not delay other requests
+    heartbeat         reports twice a second whether the loop and the reader make progress
+
+So neither a slow client nor a long message delays a step.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import msgspec
 from weft.backends import registry
 from weft.engine.compile_queue import CompileQueue
 from weft.engine.ipc import wire
-from weft.engine.ipc.liveness import BEAT_SECONDS
+from weft.engine.ipc.liveness import HEARTBEAT_SECONDS
 from weft.engine.ipc.outbox import Outbox
 from weft.engine.serving import ServingEngine
 from weft.errors import WeftError
@@ -37,13 +41,13 @@ from weft.request import GenerationResult, InferenceRequest, RequestId, TokenOut
 _READ_BYTES = 1 << 18
 _COMPILERS = 2
 _PROMPT_LOGPROBS = 64
-"""Tokens of a prompt in one message."""
+"""Prompt tokens in one message of logprobs."""
 
-Order = Callable[[RequestId], object]
+Command = Callable[[RequestId], object]
 
 
 class _Warnings(logging.Handler):
-    """Sends warnings of the engine to the server, for its log."""
+    """Sends warnings of the engine to the server, which logs them."""
 
     def __init__(self, outbox: Outbox) -> None:
         super().__init__(logging.WARNING)
@@ -54,43 +58,43 @@ class _Warnings(logging.Handler):
 
 
 class EngineProcess:
-    """Owns the connection and the names that the client gave to requests."""
+    """Owns the connection and the mapping between the client's answer ids and the engine's request ids."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._frames = wire.Frames()
         self._outbox = Outbox(connection)
-        self._ids: dict[int, RequestId] = {}
-        """Of what is not over, by the client's names."""
-        self._names: dict[RequestId, int] = {}
-        """The other way round."""
-        self._named = threading.Condition()
-        self._compiling: dict[int, list[Order]] = {}
-        """Requests that are not taken in yet, by the client's names, and what is to be done with each once it is."""
+        self._request_ids: dict[int, RequestId] = {}
+        """Request ids of unfinished answers, by client id."""
+        self._client_ids: dict[RequestId, int] = {}
+        """The inverse of `_request_ids`."""
+        self._client_id_added = threading.Condition()
+        self._compiling: dict[int, list[Command]] = {}
+        """Answers with a grammar that are not submitted yet, by client id, with the commands to run once they are."""
         self._to_compile = CompileQueue()
-        """Those of them that are not being compiled either."""
+        """Those whose compilation has not started."""
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="weft-compiler")
         self._lock = threading.Lock()
-        """Held where a request goes from being compiled to being taken in."""
-        self._token_ids: list[int] = []
+        """Guards `_compiling` and `_to_compile`."""
+        self._token_client_ids: list[int] = []
         self._tokens: list[int] = []
         self._outputs: list[wire.Output] = []
         self._ended: list[GenerationResult] = []
         self._progress: Callable[[], int | None] = lambda: 0
-        """That of the loop; while the engine is built there is none."""
+        """Progress of the loop; constant while the engine is being built."""
         self._reader: threading.Thread | None = None
         self._num_read, self._is_reading = 0, False
-        """Messages, and whether one is being worked on."""
+        """Messages handled so far, and whether one is being handled now."""
 
     def run(self) -> int:
-        """Until the client is gone or says stop; the exit code."""
-        threading.Thread(target=self._beat, name="weft-pulse", daemon=True).start()
+        """Runs until the client stops the engine or closes the connection. Returns the exit code."""
+        threading.Thread(target=self._send_heartbeats, name="weft-heartbeat", daemon=True).start()
         logging.getLogger("weft").addHandler(_Warnings(self._outbox))
         try:
             start = wire.to_engine.decode(next(self._received()))
             assert isinstance(start, wire.Start), "the first message says what to build"
             backend = registry.build(start.backend, **start.options)
-            # A result is told as soon as it is there; nobody asks for it a second time.
+            # Each result is reported as soon as it exists and not read again.
             config = dataclasses.replace(start.config, max_kept_results=1)
             self._engine = ServingEngine(backend, config, after_delivery=self._flush)
             self._engine.scheduler.keeps_logprobs = False  # outputs have them
@@ -101,7 +105,7 @@ class EngineProcess:
         self._progress = lambda: self._engine.progress
         scheduler = self._engine.scheduler
         self._outbox.send(wire.Ready(scheduler.info, scheduler.max_sequence_length))
-        gc.freeze()  # what is here stays, and need not be looked through
+        gc.freeze()  # the objects so far stay alive; the collector need not scan them
         gc.enable()
         self._reader = threading.Thread(target=self._read, name="weft-reader", daemon=True)
         self._reader.start()
@@ -116,7 +120,7 @@ class EngineProcess:
     # -- in the reader's thread
 
     def _received(self) -> Any:
-        # A thread that sleeps in `recv` is woken for nothing whenever the client takes something in; one in `poll` is not.
+        # A thread blocked in `recv` wakes up whenever the client reads from the socket; one blocked in `poll` does not.
         arrival = select.poll()
         arrival.register(self._connection, select.POLLIN)
         while arrival.poll() and (received := self._connection.recv(_READ_BYTES)):
@@ -126,61 +130,62 @@ class EngineProcess:
         try:
             for content in self._received():
                 self._is_reading = True
-                self._obey(wire.to_engine.decode(content))
+                self._handle(wire.to_engine.decode(content))
                 self._num_read += 1
                 self._is_reading = False
         except (OSError, ValueError, msgspec.MsgspecError):
-            pass  # gone, or no longer to be understood: either way there is nobody to work for
-        except Exception as error:  # no memory, no thread: an engine that cannot be reached is of no use
+            pass  # the client is gone or sends invalid data: stop in both cases
+        except Exception as error:  # no memory, no thread: the engine cannot receive requests any more
             self._outbox.send(wire.Failed(f"the engine's reader failed ({type(error).__name__}: {error})", 1))
         self._engine.stop()
 
-    def _obey(self, message: wire.ToEngine) -> None:
+    def _handle(self, message: wire.ToEngine) -> None:
         if isinstance(message, wire.Submit):
             request = message.whole_request
             if request.params.grammar is None:
                 self._submit(message, request)
             else:
                 with self._lock:
-                    self._compiling.update((name, []) for name in message.ids)
+                    self._compiling.update((client_id, []) for client_id in message.ids)
                     self._to_compile.add(message, request)
                 self._compilers.submit(self._compile_next)
         elif isinstance(message, wire.Cancel):
             if self._drop(message.id):
                 return
             reason = message.reason
-            self._do(message.id, lambda request_id: self._engine.cancel(request_id, reason))
+            self._run_command(message.id, lambda request_id: self._engine.cancel(request_id, reason))
         elif isinstance(message, wire.Finish):
             num_tokens = message.num_tokens
-            self._do(message.id, lambda request_id: self._engine.finish(request_id, num_tokens))
-        elif isinstance(message, wire.AskMetrics):
+            self._run_command(message.id, lambda request_id: self._engine.finish(request_id, num_tokens))
+        elif isinstance(message, wire.GetMetrics):
             self._outbox.send(wire.Metrics(message.number, self._engine.metrics()))
         elif isinstance(message, wire.Stop):
             self._engine.stop()
 
-    def _do(self, name: int, order: Order) -> None:
-        """At once; or, with a request that is not taken in yet, when it is. Nothing, with one that is over."""
+    def _run_command(self, client_id: int, command: Command) -> None:
+        """Runs a command on an answer: now, or once the answer is submitted. Does nothing if the answer has ended."""
         with self._lock:
-            if name in self._compiling:
-                self._compiling[name].append(order)
+            if client_id in self._compiling:
+                self._compiling[client_id].append(command)
                 return
-        if (request_id := self._ids.get(name)) is not None:
-            order(request_id)
+        if (request_id := self._request_ids.get(client_id)) is not None:
+            command(request_id)
 
-    def _drop(self, name: int) -> bool:
-        """Whether all answers of a request are cancelled before its grammar is compiled; then it is dropped."""
+    def _drop(self, cancelled_id: int) -> bool:
+        """Cancels an answer that waits for compilation. Drops the request, and returns True, if it was its last
+        answer."""
         with self._lock:
-            message = self._to_compile.cancel(name)
+            message = self._to_compile.cancel(cancelled_id)
             if message is None:
                 return False
-            for one in message.ids:
-                del self._compiling[one]
+            for client_id in message.ids:
+                del self._compiling[client_id]
         text = "the request was cancelled before its grammar was compiled"
         self._outbox.send(wire.Refused(message.ids, WeftError.__name__, text))
         return True
 
     def _compile_next(self) -> None:
-        """In one of the threads for that."""
+        """Runs in a compiler thread."""
         with self._lock:
             waiting = self._to_compile.take()
         if waiting is None:
@@ -188,13 +193,17 @@ class EngineProcess:
         message, request = waiting
         try:
             self._submit(message, request)
-        except BaseException as error:  # a panic in a library too; here nobody else would hear of it
+        except BaseException as error:  # also a panic in a library: nothing else would report it
             text = f"the grammar failed ({type(error).__name__}: {error})"
             self._outbox.send(wire.Refused(message.ids, WeftError.__name__, text))
         with self._lock:
-            orders = [(name, order) for name in message.ids for order in self._compiling.pop(name)]
-        for name, order in orders:
-            self._do(name, order)
+            commands = [
+                (client_id, command)
+                for client_id in message.ids
+                for command in self._compiling.pop(client_id)
+            ]
+        for client_id, command in commands:
+            self._run_command(client_id, command)
 
     def _submit(self, message: wire.Submit, request: InferenceRequest) -> None:
         indices = range(message.first, message.first + len(message.ids))
@@ -204,63 +213,63 @@ class EngineProcess:
             field, code = getattr(error, "field", ""), getattr(error, "code", "")
             self._outbox.send(wire.Refused(message.ids, type(error).__name__, str(error), field, code))
             return
-        self._ids.update(zip(message.ids, ids, strict=True))
-        with self._named:
-            self._names.update(zip(ids, message.ids, strict=True))
-            self._named.notify_all()
+        self._request_ids.update(zip(message.ids, ids, strict=True))
+        with self._client_id_added:
+            self._client_ids.update(zip(ids, message.ids, strict=True))
+            self._client_id_added.notify_all()
 
-    # -- in a thread of its own
+    # -- in the heartbeat thread
 
-    def _beat(self) -> None:
-        """Sends beats. Waits for no lock that the loop or the reader may hold."""
+    def _send_heartbeats(self) -> None:
+        """Must not wait for a lock that the loop or the reader may hold."""
         own_id = threading.get_native_id()
         while True:
             reader = self._reader
             threads = (own_id, self._outbox.thread_id, *((reader.native_id or 0,) if reader else ()))
             reading = self._num_read if self._is_reading else None
-            self._outbox.send(wire.Beat(self._progress(), reading, threads))
-            time.sleep(BEAT_SECONDS)
+            self._outbox.send(wire.Heartbeat(self._progress(), reading, threads))
+            time.sleep(HEARTBEAT_SECONDS)
 
     # -- in the engine's thread
 
     def _take(self, output: TokenOutput) -> None:
-        """The same for all requests: with something of its own each, most of the time went into fetching it from memory."""
-        name = self._names.get(output.request_id)
-        if name is None:
-            name = self._await_name(output.request_id)
+        """The callback of all requests. One closure per request was slower: each call missed the CPU cache."""
+        client_id = self._client_ids.get(output.request_id)
+        if client_id is None:
+            client_id = self._wait_for_client_id(output.request_id)
         if output.token_id is not None and output.logprob is None and not output.is_final:
-            self._token_ids.append(name)
+            self._token_client_ids.append(client_id)
             self._tokens.append(output.token_id)
             return
-        self._outputs.append(wire.Output.of(output, name))
+        self._outputs.append(wire.Output.of(output, client_id))
         if output.is_final:
-            del self._ids[name], self._names[output.request_id]
+            del self._request_ids[client_id], self._client_ids[output.request_id]
             result = self._engine.get_result(output.request_id)
             assert result is not None
             for start in range(0, len(result.prompt_logprobs or ()), _PROMPT_LOGPROBS):
                 some = (result.prompt_logprobs or ())[start : start + _PROMPT_LOGPROBS]
-                self._outbox.send(wire.PromptLogprobs(name, wire.encode(some)))
-            told = dataclasses.replace(
+                self._outbox.send(wire.PromptLogprobs(client_id, wire.encode(some)))
+            reported = dataclasses.replace(
                 result,
-                request_id=RequestId(name),
+                request_id=RequestId(client_id),
                 tokens=(),
                 num_tokens=len(result.tokens),
                 logprobs=None,
                 prompt_logprobs=None,
             )
-            self._ended.append(told)
+            self._ended.append(reported)
 
-    def _await_name(self, request_id: RequestId) -> int:
-        """The first token may be quicker than the line that notes the name."""
-        with self._named:
-            self._named.wait_for(lambda: request_id in self._names)
-            return self._names[request_id]
+    def _wait_for_client_id(self, request_id: RequestId) -> int:
+        """The first token may arrive before `_submit` has stored the client id."""
+        with self._client_id_added:
+            self._client_id_added.wait_for(lambda: request_id in self._client_ids)
+            return self._client_ids[request_id]
 
     def _flush(self) -> None:
         if self._tokens or self._outputs:
-            ids, tokens = tuple(self._token_ids), tuple(self._tokens)
+            ids, tokens = tuple(self._token_client_ids), tuple(self._tokens)
             self._outbox.send(wire.StepReport(ids, tokens, tuple(self._outputs), tuple(self._ended)))
-            self._token_ids.clear()
+            self._token_client_ids.clear()
             self._tokens.clear()
             self._outputs.clear()
             self._ended.clear()
@@ -276,8 +285,8 @@ class EngineProcess:
 
 
 def main() -> None:
-    # Ctrl-C in a terminal, and a service manager that ends a whole group, reach the client too: it decides when to
-    # stop, after what is under way has ended, and closing the connection is how it says so.
+    # Ctrl-C and service managers signal the whole process group. The client gets the signal too: it drains its requests,
+    # then closes the connection, which ends this process.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     descriptor, *stacks = map(int, sys.argv[1:])
@@ -286,7 +295,7 @@ def main() -> None:
         faulthandler.register(signal.SIGUSR1, stacks[0])
     connection = socket.socket(fileno=descriptor)
     exit_code = EngineProcess(connection).run()
-    gc.unfreeze()  # what the kernels hold is given back in order, or they complain
+    gc.unfreeze()  # so that objects of the kernels are freed at exit; nanobind reports them as leaks otherwise
     raise SystemExit(exit_code)
 
 

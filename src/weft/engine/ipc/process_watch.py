@@ -1,4 +1,4 @@
-"""The engine's process, seen from its client: whether it is alive, what its threads do, and its end."""
+"""Watches the engine's process for the client: whether it makes progress, its stack traces, its end."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import suppress
 from functools import partial
 
 from weft.engine.ipc.launch import LaunchedEngine
-from weft.engine.ipc.liveness import LOOK_SECONDS, Liveness, work_of, work_of_children
+from weft.engine.ipc.liveness import CHECK_SECONDS, Liveness, work_of, work_of_children
 
 _STACKS_SECONDS = 2.0
-"""A process that is stuck has this long to write what its threads are doing."""
-_MOST_STACK_BYTES = 1 << 18
+"""A stuck process has this long to write the stack traces of its threads."""
+_MAX_STACK_BYTES = 1 << 18
 
 
 class WatchedProcess:
-    """Owns the process. Belongs to one event loop."""
+    """Owns the process. Use it from one event loop only."""
 
     def __init__(self, launched: LaunchedEngine, stall_seconds: float) -> None:
         self.process = launched.process
@@ -31,19 +31,19 @@ class WatchedProcess:
         )
 
     async def is_alive_until(self, event: asyncio.Event) -> bool:
-        """Whether `event` comes before the process is found stuck."""
+        """Waits for `event`. Returns False if the process gets stuck first."""
         while not event.is_set():
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS):
+                async with asyncio.timeout(CHECK_SECONDS):
                     await event.wait()
-            self.liveness.look()
+            self.liveness.check()
             if self.liveness.is_stalled:
                 return False
         return True
 
     async def dump_stacks(self) -> None:
-        """Makes the process write what its threads are doing, where it still can."""
-        # A stopped process gets to the first signal when the second one wakes it.
+        """Makes the process write the stack traces of its threads, if it still can."""
+        # A stopped process handles SIGUSR1 only after SIGCONT has resumed it.
         for number in (signal.SIGUSR1, signal.SIGCONT):
             self.process.send_signal(number)
         before = b""
@@ -54,11 +54,12 @@ class WatchedProcess:
                 return
             before = written
 
-    async def end(self, patience: float) -> str:
-        """Waits for the end of the process, and kills it where that takes longer. Returns what it wrote of its threads."""
+    async def end(self, timeout: float) -> str:
+        """Waits for the end of the process; kills it after `timeout` seconds. Returns the stack traces that it
+        wrote."""
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + patience
-        # Polled, not waited for in a thread: it may be impossible to start one.
+        give_up_at = loop.time() + timeout
+        # Polls instead of waiting in a thread: the system may have no thread left.
         while self.process.poll() is None:
             if loop.time() >= give_up_at:
                 self.process.kill()
@@ -68,4 +69,4 @@ class WatchedProcess:
         return written.decode(errors="replace")
 
     def _written(self) -> bytes:
-        return b"" if self._stacks.closed else os.pread(self._stacks.fileno(), _MOST_STACK_BYTES, 0)
+        return b"" if self._stacks.closed else os.pread(self._stacks.fileno(), _MAX_STACK_BYTES, 0)

@@ -1,7 +1,7 @@
-"""What the engine's process and its client say to each other: messages, and how they are cut out of a stream of bytes.
+"""The messages between the engine's process and its client, and their framing.
 
-A message is MessagePack behind its length in four bytes. The vocabulary itself travels: msgspec checks types when it
-decodes, and the classes of `weft.request` their own values. Nothing is pickled.
+A frame is the length of the message in four bytes, then the message as MessagePack. The classes of `weft.request` are
+sent as they are: msgspec checks types on decoding, and the classes check their values. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MAX_MESSAGE_BYTES = 1 << 30
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
-    """What all messages share; none is changed once it was made."""
+    """Base class of all messages. Messages are never changed after construction."""
 
 
 # --- to the engine ------------------------------------------------------------------------------------------------
 
 
 class Start(Message):
-    """The first message: which backend to build, and the engine around it."""
+    """The first message: the backend to build and the configuration of the engine."""
 
     backend: str
     options: dict[str, Any]
@@ -46,19 +46,20 @@ class Start(Message):
 
 
 class Submit(Message):
-    """Answers to a request: as many as there are `ids`, the client's names for them, from number `first` of its `n` on.
+    """Submits `len(ids)` of the `n` answers of a request, starting with answer number `first`.
 
-    The params travel beside the request. They are the same for all prompts of one body, and may hold thousands of
-    entries: the engine decodes and checks them once (`decode_params`), not for every prompt and every answer.
+    The params are encoded separately. All prompts of one HTTP body share them, and they may have thousands of entries.
+    The engine decodes and checks them once (`decode_params`), not for every prompt and answer.
     """
 
     ids: tuple[int, ...]
+    """The client's ids for the answers."""
     request: InferenceRequest
-    """Without its params."""
+    """Has default params: the real ones are in `params`."""
     params: msgspec.Raw
     first: int = 0
     waited: float = 0.0
-    """Seconds since the request arrived: its deadline and ttft_target count from there."""
+    """Seconds since the request arrived. They are subtracted from its deadline and ttft_target."""
 
     @classmethod
     def of(
@@ -84,13 +85,13 @@ class Cancel(Message):
 
 
 class Finish(Message):
-    """A stop was found in the text: the answer is complete after this many tokens."""
+    """The text contains a stop string: the answer ends after its first `num_tokens` tokens."""
 
     id: int
     num_tokens: int
 
 
-class AskMetrics(Message):
+class GetMetrics(Message):
     number: int
 
 
@@ -98,19 +99,20 @@ class Stop(Message):
     pass
 
 
-ToEngine = Start | Submit | Cancel | Finish | AskMetrics | Stop
+ToEngine = Start | Submit | Cancel | Finish | GetMetrics | Stop
 
 
 # --- from the engine ----------------------------------------------------------------------------------------------
 
 
-class Beat(Message):
-    """Sent all the time. A number is None while its thread waits for work; else it changes with each piece of work done."""
+class Heartbeat(Message):
+    """Sent twice a second. `loop` and `reader` are None while their thread is idle; else they change with each step
+    done or message handled."""
 
     loop: int | None
     reader: int | None
     threads: tuple[int, ...]
-    """The kernel's ids of threads that pass messages: what they do is no sign that the loop works."""
+    """Kernel ids of the threads that pass messages. Their CPU time does not show that the loop makes progress."""
 
 
 class Ready(Message):
@@ -119,20 +121,20 @@ class Ready(Message):
 
 
 class Failed(Message):
-    """The engine could not be built, or broke down; the process ends."""
+    """The engine could not be built, or failed. The process ends."""
 
     message: str
     exit_code: int
 
 
 class Warned(Message):
-    """For the operator; may come before `Ready`."""
+    """A warning for the operator. May arrive before `Ready`."""
 
     message: str
 
 
 class Refused(Message):
-    """A request that was not taken in."""
+    """The engine did not accept the request with these answer ids."""
 
     ids: tuple[int, ...]
     kind: str
@@ -143,8 +145,8 @@ class Refused(Message):
 
 
 class Output(msgspec.Struct, array_like=True, gc=False):
-    """An output with more than a token: it has logprobs, or is the last. Many of them may wait on both sides, so the
-    likeliest tokens stay encoded: 13 bytes each instead of 130."""
+    """An output with logprobs, or the final one. The top logprobs stay encoded until they are read, because many
+    outputs may be buffered: 13 bytes per logprob instead of 130."""
 
     request_id: int
     token_id: int | None
@@ -153,13 +155,13 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     encoded_top: bytes = b""
 
     @classmethod
-    def of(cls, output: TokenOutput, name: int) -> Output:
+    def of(cls, output: TokenOutput, client_id: int) -> Output:
         top = encode(output.top_logprobs) if output.top_logprobs else b""
-        return cls(name, output.token_id, output.logprob, output.finish_reason, top)
+        return cls(client_id, output.token_id, output.logprob, output.finish_reason, top)
 
     @property
-    def effort(self) -> int:
-        """What reading it costs, in tokens without logprobs."""
+    def read_cost(self) -> int:
+        """Cost of reading this output, in units of a token without logprobs."""
         return 1 + len(self.encoded_top) // 13
 
     @property
@@ -178,26 +180,26 @@ class Output(msgspec.Struct, array_like=True, gc=False):
 
 
 class PromptLogprobs(Message):
-    """The logprobs of the next tokens of an answer's prompt. They come before its end. A long prompt has many such messages:
-    decoding a single one would block the client's event loop."""
+    """Logprobs of some prompt tokens, in order; sent before the end of the answer. Long prompts are split into many
+    messages: decoding one large message would block the client's event loop."""
 
     id: int
     encoded: bytes
-    """For `prompt_logprobs`."""
+    """The decoder is `prompt_logprobs`."""
 
 
 class StepReport(Message):
-    """What happened since the last one. Ids are the client's.
+    """All outputs since the last report. Ids are the client's.
 
-    Most outputs are a token and no more; they come as two columns, which cost a tenth. `outputs` are those that say more
-    (logprobs, an end) and come after them: what one request has of both kinds ends with its end.
+    `ids[i]` got the token `tokens[i]`: most outputs are a token only, and two columns cost a tenth of objects.
+    `outputs` have logprobs or are final. They come after the columns, so the final output of an answer is its last.
     """
 
     ids: tuple[int, ...]
     tokens: tuple[int, ...]
     outputs: tuple[Output, ...]
     ended: tuple[GenerationResult, ...]
-    """Without tokens and logprobs, which the outputs have: `num_tokens` is how many of them belong to the result."""
+    """Results without tokens and logprobs, which were sent as outputs. `num_tokens` of those belong to the result."""
 
 
 class Metrics(Message):
@@ -205,7 +207,7 @@ class Metrics(Message):
     metrics: ServingMetrics
 
 
-FromEngine = Beat | Ready | Failed | Warned | Refused | StepReport | PromptLogprobs | Metrics
+FromEngine = Heartbeat | Ready | Failed | Warned | Refused | StepReport | PromptLogprobs | Metrics
 
 encode = msgspec.msgpack.Encoder().encode
 to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -215,7 +217,7 @@ _NO_PARAMS = SamplingParams()
 
 @lru_cache(maxsize=32)
 def decode_params(content: bytes) -> SamplingParams:
-    """The same object for the same content, as long as few others come in between: prompts of one body share it."""
+    """Cached, so that the prompts of one HTTP body share one object."""
     return _params.decode(content)
 
 
@@ -230,13 +232,13 @@ def framed(message: Message) -> bytes:
 
 
 class Frames:
-    """Cuts what was received into the contents of messages."""
+    """Splits received bytes into the contents of messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """The messages that are complete now. Raises ValueError for a length no message has."""
+        """Yields the messages that are complete now. Raises ValueError if a length is over MAX_MESSAGE_BYTES."""
         self._buffer += received
         start = 0
         while len(self._buffer) - start >= _LENGTH.size:

@@ -299,7 +299,7 @@ class ActiveRequests:
     def _count_answers(self) -> tuple[int, int] | None:
         if self._engine.state is EngineState.STARTING:
             return None  # whoever waits may wait a little longer
-        return self._engine.num_under_way, self._engine.num_not_begun
+        return self._engine.num_unfinished, self._engine.num_without_tokens
 
     def _max_tokens(self, request: InferenceRequest, default: int) -> int:
         room = max(1, self._engine.max_sequence_length - len(request.prompt))

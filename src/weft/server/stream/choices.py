@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from weft.engine.ipc.client import EngineClient, RemoteAnswer, Unread
+from weft.engine.ipc.client import EngineClient
+from weft.engine.ipc.remote_answer import RemoteAnswer, Unread
 from weft.errors import WeftError
 from weft.request import GenerationResult, InferenceRequest, RequestState, TokenLogprobs, TokenOutput
 from weft.server.errors import ApiError
@@ -72,7 +73,7 @@ class Choice:
         from being one."""
         most = effort // self.effort_per_token or 1
         if self._is_plain:
-            piece = self._read_all(self._answer.take_plainly(most))
+            piece = self._read_all(self._answer.take_raw(most))
         else:
             outputs = self._answer.take(most)
             piece = self._read(outputs) if outputs else None
@@ -230,7 +231,7 @@ class Choices:
                 wake_every=wake_every,
                 indices=indices,
                 waited=waited,
-                may_fall_behind=not is_streamed,
+                is_unbounded=not is_streamed,
                 may_grow=self._growth.may_grow,
             ):
                 text = AnswerText(self._tokenizer, request.params, shown=self._shown, keeps_text=False)
@@ -239,7 +240,7 @@ class Choices:
                 self._choices.append(
                     Choice(len(self._choices), answer, text, reader, effort_per_token=effort, waited=waited)
                 )
-                if answer.has_news:  # it came before, and who looked for it did not know the answer yet
+                if answer.is_readable:  # it came before, and who looked for it did not know the answer yet
                     self._arrived.set()
         self._is_submitted = is_last
 

@@ -1,0 +1,180 @@
+"""One answer of the engine's process, as the client sees it: a bounded buffer of outputs that were not read yet."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from weft.engine.ipc import wire
+from weft.errors import WeftError
+from weft.request import GenerationResult, RequestId, TokenLogprobs, TokenOutput
+
+if TYPE_CHECKING:
+    from weft.engine.ipc.client import EngineClient
+
+_OUTPUT_BYTES = 160
+"""Memory of one `wire.Output` without its encoded logprobs."""
+
+Unread = int | wire.Output
+"""A token without logprobs is stored as its id. As objects, hundreds of thousands of tokens would stall the event loop
+for 0.1 s in each garbage collection."""
+
+
+class SlowReaderError(WeftError):
+    """The reader of an answer was too slow, and the answer was cancelled."""
+
+
+class RemoteAnswer:
+    """One unfinished answer: the outputs that arrived and were not read yet. Outputs are dropped once read."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        answer_id: int,
+        capacity: int | None,
+        arrived: asyncio.Event,
+        prompt_length: int,
+        wake_every: int = 1,
+        may_grow: Callable[[int], bool] = lambda num_bytes: True,
+    ) -> None:
+        """`capacity` limits the number of unread tokens; None: no limit. `may_grow` is called with the size of each
+        output that arrives, and with a negative size when outputs are read. If it returns False, the answer is
+        cancelled."""
+        self.id = answer_id
+        self.result: GenerationResult | None = None
+        """Set before the final output can be read. It has no tokens, no text and no logprobs."""
+        self.num_tokens = 0
+        """All tokens that arrived, read or not."""
+        self._prompt_logprobs: list[bytes] = []
+        self.arrived = arrived
+        """Set at the first token, when `wake_every` tokens are unread, and at the end. Answers that are read together
+        may share one event."""
+        self._client = client
+        self._capacity = capacity
+        self._wake_every = wake_every if capacity is None else min(wake_every, max(1, capacity // 2))
+        self._may_grow = may_grow
+        self._unread: list[Unread] = []
+        self._length = prompt_length
+        """Length of the sequence up to the last output that was read."""
+        self._failure: WeftError | None = None
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether `take` returns an output or raises an error."""
+        return bool(self._unread) or self._failure is not None
+
+    def check(self) -> None:
+        """Raises the error that ended the request, as a copy: a raised error keeps all frames that it passed alive."""
+        if self._failure is not None:
+            raise copy.copy(self._failure)
+
+    def take(self, limit: int | None = None) -> list[TokenOutput]:
+        """Returns the oldest unread outputs, at most `limit`. Raises the error that ended the request."""
+        return [self._output(unread) for unread in self.take_raw(limit)]
+
+    def take_raw(self, limit: int | None = None) -> list[Unread]:
+        """Like `take`, without building `TokenOutput` objects: much faster."""
+        self.check()
+        taken, self._unread = self._unread, []
+        if limit is not None and len(taken) > limit:
+            taken, self._unread = taken[:limit], taken[limit:]
+            self.arrived.set()
+        if taken and not isinstance(taken[-1], int):
+            self._may_grow(-sum(map(_size, taken)))
+        return taken
+
+    def prompt_logprobs(self) -> Iterator[Sequence[TokenLogprobs | None]]:
+        """Yields the logprobs of the prompt in groups of tokens. They are complete once `result` is set."""
+        return map(wire.prompt_logprobs.decode, self._prompt_logprobs)
+
+    def _output(self, unread: Unread) -> TokenOutput:
+        if isinstance(unread, int):
+            self._length += 1
+            return TokenOutput(RequestId(self.id), unread, "", None, False, None, self._length)
+        self._length += unread.token_id is not None
+        return unread.as_token_output(self._length)
+
+    async def read(self) -> list[TokenOutput]:
+        """Like `take`, but waits for at least one output."""
+        while not (outputs := self.take()):
+            self.arrived.clear()
+            await self.arrived.wait()
+        return outputs
+
+    def __aiter__(self) -> AsyncIterator[list[TokenOutput]]:
+        return self._outputs()
+
+    async def _outputs(self) -> AsyncIterator[list[TokenOutput]]:
+        while True:
+            outputs = await self.read()
+            yield outputs
+            if outputs[-1].is_final:
+                return
+
+    def finish(self, num_tokens: int) -> None:
+        """Ends the answer after its first `num_tokens` tokens, because its text contains a stop string."""
+        self._client._send(wire.Finish(self.id, num_tokens))
+
+    def cancel(self, reason: str | None = None) -> None:
+        """Cancels the answer in any state. Does nothing if it has ended."""
+        self._client._cancel(self, reason)
+
+    # -- called by the client
+
+    def put_token(self, token: int) -> bool:
+        """Adds a token without logprobs. Returns whether it is the first token."""
+        unread, capacity = self._unread, self._capacity
+        if self._failure is not None or (capacity is not None and len(unread) >= capacity):
+            self._overflow()
+            return False
+        unread.append(token)
+        self.num_tokens += 1
+        is_first = self.num_tokens == 1
+        if is_first or len(unread) >= self._wake_every:
+            self.arrived.set()
+        return is_first
+
+    def put(self, output: wire.Output) -> bool:
+        """Adds an output with logprobs, or the final one. Returns whether it has the first token."""
+        unread, capacity = self._unread, self._capacity
+        if self._failure is not None or (capacity is not None and len(unread) >= capacity):
+            self._overflow()
+            return False
+        if not self._may_grow(_size(output)):
+            self._discard(WeftError("the answer needs more memory than it may have"), "too large")
+            return False
+        unread.append(output)
+        self.num_tokens += output.token_id is not None
+        is_first = self.num_tokens == 1
+        if is_first or output.finish_reason is not None or len(unread) >= self._wake_every:
+            self.arrived.set()
+        return is_first
+
+    def put_prompt_logprobs(self, encoded: bytes) -> None:
+        self._prompt_logprobs.append(encoded)
+        self._may_grow(len(encoded))
+
+    def _overflow(self) -> None:
+        self._discard(
+            SlowReaderError(f"the reader is too slow: more than {self._capacity} tokens are unread"),
+            "slow reader",
+        )
+
+    def _discard(self, error: WeftError, reason: str) -> None:
+        """Fails and cancels the answer, and frees its unread outputs: with a gap, its text is useless."""
+        if self._failure is None:
+            self._may_grow(-sum(map(_size, self._unread)))
+            self._unread.clear()
+            self.fail(error)
+            self.cancel(reason)
+
+    def fail(self, error: WeftError) -> None:
+        if self._failure is None:
+            self._failure = error
+        self.arrived.set()
+
+
+def _size(unread: Unread) -> int:
+    return 0 if isinstance(unread, int) else _OUTPUT_BYTES + len(unread.encoded_top)
