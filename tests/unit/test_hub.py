@@ -22,7 +22,7 @@ from weft.errors import ModelFileError
 from weft.loading import cache, download
 from weft.loading.cache import PullProgress, models_directory
 from weft.loading.hub import HubModel, parse_hub_name
-from weft.loading.pull import kept_models, pull, remove
+from weft.loading.pull import cached_models, pull, remove
 
 DATA = bytes(range(256)) * 20_000
 HEADER = json.dumps(
@@ -269,7 +269,7 @@ def test_two_revisions_live_side_by_side(hub: Hub) -> None:
     hub.revisions["v2"] = "b" * 40
     first, second = pull("hf:owner/name"), pull("hf:owner/name@v2")
     assert first != second and first.exists() and second.exists()
-    assert [kept.name for kept in kept_models()] == ["hf:owner/name", "hf:owner/name@v2"]
+    assert [kept.name for kept in cached_models()] == ["hf:owner/name", "hf:owner/name@v2"]
     remove("hf:owner/name@v2")
     assert first.exists() and not second.exists()
 
@@ -327,7 +327,7 @@ def test_a_repository_without_a_readable_model_says_why(
     hub.commits["a" * 40] = files
     with pytest.raises(ModelFileError, match=message):
         pull("hf:owner/name")
-    assert kept_models() == []
+    assert cached_models() == []
 
 
 # --- transfers that go wrong ------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ def test_a_killed_pull_leaves_no_model_and_the_next_one_goes_on_where_it_stopped
             assert process.poll() is None
         process.send_signal(signal.SIGKILL)
     here = partial.stat().st_size
-    (begun,) = kept_models()
+    (begun,) = cached_models()
     assert begun.name == "hf:owner/name" and begun.problem and "not all of it came" in begun.problem
     assert begun.size > here and not (folder / "model.safetensors").exists()
     hub.hang_after = None
@@ -389,7 +389,7 @@ def test_another_content_than_the_hub_announced_is_refused_and_not_kept(
     hub.served[("a" * 40, name)] = wrong
     with pytest.raises(ModelFileError, match=name):
         pull("hf:owner/name")
-    assert all(kept.problem for kept in kept_models())
+    assert all(kept.problem for kept in cached_models())
     hub.served.clear()
     assert (pull("hf:owner/name") / name).read_bytes() == right
 
@@ -493,7 +493,7 @@ def test_a_removed_model_leaves_nothing_behind(hub: Hub) -> None:
     assert remove("hf:owner/name") == sum(
         len(FILES[n]) for n in ("config.json", "tokenizer.json", "model.safetensors")
     )
-    assert kept_models() == []
+    assert cached_models() == []
     assert [path for path in (models_directory() / "hub").rglob("*") if not path.name.endswith(".lock")] == []
     with pytest.raises(ModelFileError, match="is not in the cache; what is there: none"):
         remove("hf:owner/name")
@@ -507,7 +507,7 @@ def test_what_was_begun_can_be_removed_by_its_name_and_by_no_other(hub: Hub) -> 
         remove("hf:owner/name:Q8_0")
     assert partial.read_bytes() == b"begun"
     assert remove("hf:owner/name") == 5
-    assert kept_models() == [] and not partial.exists()
+    assert cached_models() == [] and not partial.exists()
 
 
 def test_a_model_is_not_removed_while_somebody_pulls_from_its_repository(hub: Hub) -> None:
@@ -525,10 +525,10 @@ def test_a_model_is_not_removed_while_somebody_pulls_from_its_repository(hub: Hu
         removal = threading.Thread(target=remove, args=("hf:owner/name:Q8_0", lambda _: waiting.set()))
         removal.start()
         assert waiting.wait(120)
-        assert partial.exists() and [kept.name for kept in kept_models()] == ["hf:owner/name:Q8_0"]
+        assert partial.exists() and [kept.name for kept in cached_models()] == ["hf:owner/name:Q8_0"]
         process.send_signal(signal.SIGKILL)
     removal.join()
-    assert "hf:owner/name:Q8_0" not in {kept.name for kept in kept_models()}
+    assert "hf:owner/name:Q8_0" not in {kept.name for kept in cached_models()}
 
 
 def test_a_manifest_that_was_tampered_with_is_no_model(hub: Hub, tmp_path: Path) -> None:
@@ -538,5 +538,5 @@ def test_a_manifest_that_was_tampered_with_is_no_model(hub: Hub, tmp_path: Path)
     content["files"][0]["name"] = "../../../../config.json"
     for tampered in (json.dumps(content), "{"):
         manifest.write_text(tampered)
-        assert [kept.problem for kept in kept_models()] == ["not all of it came; pull it again to go on"]
+        assert [kept.problem for kept in cached_models()] == ["not all of it came; pull it again to go on"]
     assert (pull("hf:owner/name") / "config.json").read_bytes() == FILES["config.json"]

