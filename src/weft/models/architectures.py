@@ -102,7 +102,9 @@ def describe(
 
 def _llama(fields: Fields, max_context: int | None) -> ModelConfig:
     if fields.layout == "gguf":
-        return _mixtral(fields, max_context)  # GGUF files of Mistral and Mixtral also have the architecture "llama"
+        return _mixtral(
+            fields, max_context
+        )  # GGUF files of Mistral and Mixtral also have the architecture "llama"
     return describe(fields, max_context)
 
 
@@ -249,7 +251,9 @@ def _layers(fields: Fields) -> int:
 def _head_size(fields: Fields) -> int:
     hidden_size, heads = fields.size("hidden_size"), fields.size("heads")
     if hidden_size < heads:
-        raise fields.error("heads", f"{heads} heads need a hidden size of at least {heads}, found {hidden_size}")
+        raise fields.error(
+            "heads", f"{heads} heads need a hidden size of at least {heads}, found {hidden_size}"
+        )
     head_size = fields.size("head_size", hidden_size // heads, largest=LARGEST_HEAD)
     if fields.size("value_size", head_size) != head_size:
         raise fields.error(
@@ -332,7 +336,9 @@ def _windows(
     local = _local_layers(fields, layers)
     if window == 0:
         if local is not None and any(local) and fields.has("layer_types"):
-            raise fields.error("window", "missing from the file, but its layer_types contain sliding_attention")
+            raise fields.error(
+                "window", "missing from the file, but its layer_types contain sliding_attention"
+            )
         return (None,) * layers
     if local is None:
         local = [is_local(layer) for layer in range(layers)]

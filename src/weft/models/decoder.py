@@ -135,7 +135,7 @@ class _Loader:
         if self.config.tied_embedding:
             shared = self.linear(("embedding", vocabulary, hidden), role="words")
             return shared, shared
-        embedding = self.counted(self.ops.load_embedding(self.take("embedding", (vocabulary, hidden))))
+        embedding = self.count_bytes(self.ops.load_embedding(self.take("embedding", (vocabulary, hidden))))
         return embedding, self.linear(("lm_head", vocabulary, hidden), role="words")
 
     def layer(self, index: int) -> _Layer:
@@ -187,7 +187,7 @@ class _Loader:
 
         return _Mixture(
             router=self.linear((prefix + "router", count, hidden), role="router"),
-            experts=self.counted(
+            experts=self.count_bytes(
                 self.ops.load_experts(
                     take_all("w_gate", inner, hidden),
                     take_all("w_up", inner, hidden),
@@ -213,7 +213,7 @@ class _Loader:
         )
 
     def vector(self, name: str, size: int) -> Any:
-        return self.counted(self.ops.load_vector(self.take(name, (size,)), self.config.norm_offset))
+        return self.count_bytes(self.ops.load_vector(self.take(name, (size,)), self.config.norm_offset))
 
     def fused(self, whole: str, *parts: tuple[str, int, int], bias: bool) -> Any:
         """A fused matrix. The file stores it as `whole`, or as separate `parts`."""
@@ -224,7 +224,7 @@ class _Loader:
     def linear(self, *parts: tuple[str, int, int], bias: bool = False, role: LinearRole = "layer") -> Any:
         sources = [self.take(name, (outputs, inputs)) for name, outputs, inputs in parts]
         biases = [self.take(f"{name}.bias", (outputs,)) for name, outputs, _ in parts] if bias else []
-        return self.counted(self.ops.load_linear(sources, biases, role))
+        return self.count_bytes(self.ops.load_linear(sources, biases, role))
 
     def take(self, name: str, shape: tuple[int, ...]) -> WeightSource:
         source = self.unused.pop(name, None)

@@ -91,7 +91,7 @@ _NAMES: dict[Layout, _Names] = {
         },
         _GGUF_PARTS,
         re.compile(rf"blk\.{_LAYER_NUMBER}\.([a-z_]+)\.(weight|bias)"),
-        harmless=re.compile(r"(?!)"),
+        ignored=re.compile(r"(?!)"),
     ),
     "huggingface": _Names(
         {
@@ -102,7 +102,7 @@ _NAMES: dict[Layout, _Names] = {
         _HUGGINGFACE_PARTS,
         re.compile(rf"model\.layers\.{_LAYER_NUMBER}\.([a-z0-9_.]+)\.(weight|bias)"),
         # Old checkpoints store the rope frequencies.
-        harmless=re.compile(rf"model\.(layers\.{_LAYER_NUMBER}\.self_attn\.)?rotary_emb\.inv_freq"),
+        ignored=re.compile(rf"model\.(layers\.{_LAYER_NUMBER}\.self_attn\.)?rotary_emb\.inv_freq"),
     ),
 }
 

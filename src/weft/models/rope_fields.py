@@ -179,7 +179,8 @@ def _longrope(section: Section, plain: RopeParameters, context: int) -> RopePara
 def _rotated(section: Section, key: str, rotated: int, head_size: int) -> int:
     if rotated % 2 or not 2 <= rotated <= head_size:
         raise section.error(
-            key, f"rope rotates {rotated} features, expected an even number from 2 to the head size {head_size}"
+            key,
+            f"rope rotates {rotated} features, expected an even number from 2 to the head size {head_size}",
         )
     return rotated
 
