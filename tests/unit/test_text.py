@@ -34,7 +34,7 @@ from weft.text.gguf_tokenizer import tokenizer_of
 from weft.text.model_text import open_model_text
 from weft.text.shield import Shield
 from weft.text.stop import StopFinder
-from weft.text.tokenizer import Specials, Tokenizer
+from weft.text.tokenizer import SpecialTokens, Tokenizer
 
 CORPUS = [
     "The capital of France is Paris.",
@@ -408,7 +408,7 @@ def test_a_tokenizer_that_merges_into_a_control_token_refuses_such_text() -> Non
     backend = Backend(models.BPE(vocab={"<": 0, "s": 1, "<s": 2}, merges=[("<", "s")]))
     backend.decoder = decoders.Metaspace()
     backend.add_special_tokens(["<s"])
-    tokenizer = Tokenizer(backend, Specials())
+    tokenizer = Tokenizer(backend, SpecialTokens())
     with pytest.raises(InvalidRequestError, match="becomes the control token '<s' even as plain text"):
         tokenizer.encode("<s")
     assert tokenizer.encode("<s", allow_control=True) == [2]
@@ -719,7 +719,7 @@ def test_a_user_defined_token_that_structures_the_prompt_is_shielded(tmp_path: P
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken("<t>", normalized=False), AddedToken("</t>", normalized=False)])
     source = "<t>x{{ messages[0].content.split('</t>')[-1] }}"
-    template = ChatTemplate(Tokenizer(backend, Specials(chat_templates={"default": source})))
+    template = ChatTemplate(Tokenizer(backend, SpecialTokens(chat_templates={"default": source})))
     # The template looks for </t> itself, so that one stays as it is.
     assert template.encode([{"role": "user", "content": "/</t><t>"}]) == [5, 4, 0, 2, 1]
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from weft.request import Grammar
-from weft.text.answer_parts import joined
-from weft.text.answer_reader import AnswerForm, AnswerReader
+from weft.text.answer_parts import join_deltas
+from weft.text.answer_reader import AnswerReader, AnswerSyntax
 from weft.text.reasoning import ReasoningMarkers
 from weft.text.tokenizer import Tokenizer
 from weft.text.tool_formats import FORMATS, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolFormat
-from weft.text.tool_grammar import Tool, behind_thoughts, forced_calls, possible_calls
+from weft.text.tool_grammar import Tool, after_reasoning, forced_calls, optional_calls
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -84,7 +84,7 @@ def test_a_forced_call_is_one_of_the_tools_with_arguments_that_follow_its_schema
     name: str, default_tokenizer: Tokenizer, matching: Any
 ) -> None:
     form = FORMATS[name]
-    grammar = forced_calls([WEATHER, ALL], AnswerForm(tools=form), default_tokenizer)
+    grammar = forced_calls([WEATHER, ALL], AnswerSyntax(tool_format=form), default_tokenizer)
     good = [[PARIS], [NOTHING], [("get_weather", '{"city": "", "days": 3}')]]
     bad = [
         [("get_weather", "{}")],
@@ -93,20 +93,20 @@ def test_a_forced_call_is_one_of_the_tools_with_arguments_that_follow_its_schema
         [("get", '{"city": "Paris"}')],
         [("set", "{}")],
     ]
-    texts = [form.written(calls) for calls in good]
+    texts = [form.render_calls(calls) for calls in good]
     check(
         grammar,
         default_tokenizer,
         matching,
         texts,
-        ["", "Hello", *(form.written(calls) for calls in bad), texts[0] + " Done."],
+        ["", "Hello", *(form.render_calls(calls) for calls in bad), texts[0] + " Done."],
     )
-    several = form.written([PARIS, NOTHING, PARIS])
-    assert allows(grammar, several, default_tokenizer, matching) == (not form.is_single)
+    several = form.render_calls([PARIS, NOTHING, PARIS])
+    assert allows(grammar, several, default_tokenizer, matching) == (not form.is_single_call)
     # What is forced is what the parser reads.
     for calls in good:
-        reader = AnswerReader(AnswerForm(tools=form, names={"get", "get_weather"}))
-        found = joined(reader.add(form.written(calls)) + reader.finish())
+        reader = AnswerReader(AnswerSyntax(tool_format=form, tool_names={"get", "get_weather"}))
+        found = join_deltas(reader.add(form.render_calls(calls)) + reader.finish())
         assert [(call.name, call.arguments) for call in found.calls] == calls and not found.content
 
 
@@ -114,20 +114,22 @@ def test_a_forced_call_is_one_of_the_tools_with_arguments_that_follow_its_schema
 def test_where_calls_may_not_be_parallel_one_is_all_that_is_allowed(
     form: ToolFormat, default_tokenizer: Tokenizer, matching: Any
 ) -> None:
-    grammar = forced_calls([ALL], AnswerForm(tools=form, max_calls=1), default_tokenizer)
-    one, two = form.written([NOTHING]), form.written([NOTHING, NOTHING])
+    grammar = forced_calls([ALL], AnswerSyntax(tool_format=form, max_calls=1), default_tokenizer)
+    one, two = form.render_calls([NOTHING]), form.render_calls([NOTHING, NOTHING])
     check(grammar, default_tokenizer, matching, [one], [two])
-    grammar = forced_calls([ALL], AnswerForm(tools=form), default_tokenizer, is_single=True)
+    grammar = forced_calls([ALL], AnswerSyntax(tool_format=form), default_tokenizer, is_single_call=True)
     check(grammar, default_tokenizer, matching, [one], [two])
 
 
 def test_a_named_tool_is_the_only_one(default_tokenizer: Tokenizer, matching: Any) -> None:
-    grammar = forced_calls([ALL], AnswerForm(tools=HERMES), default_tokenizer)
-    check(grammar, default_tokenizer, matching, [HERMES.written([NOTHING])], [HERMES.written([PARIS])])
+    grammar = forced_calls([ALL], AnswerSyntax(tool_format=HERMES), default_tokenizer)
+    check(
+        grammar, default_tokenizer, matching, [HERMES.render_calls([NOTHING])], [HERMES.render_calls([PARIS])]
+    )
 
 
 @pytest.mark.parametrize(
-    ("begins_inside", "good", "bad"),
+    ("starts_in_reasoning", "good", "bad"),
     [
         (
             False,
@@ -138,10 +140,10 @@ def test_a_named_tool_is_the_only_one(default_tokenizer: Tokenizer, matching: An
     ],
 )
 def test_a_model_that_thinks_may_do_so_before_a_forced_call(
-    begins_inside: bool, good: list[str], bad: list[str], default_tokenizer: Tokenizer, matching: Any
+    starts_in_reasoning: bool, good: list[str], bad: list[str], default_tokenizer: Tokenizer, matching: Any
 ) -> None:
-    form = AnswerForm(THINK, begins_inside=begins_inside, tools=HERMES)
-    call = HERMES.written([PARIS])
+    form = AnswerSyntax(THINK, starts_in_reasoning=starts_in_reasoning, tool_format=HERMES)
+    call = HERMES.render_calls([PARIS])
     check(
         forced_calls([WEATHER], form, default_tokenizer),
         default_tokenizer,
@@ -156,24 +158,28 @@ def test_a_model_that_thinks_may_do_so_before_a_forced_call(
 def test_a_strict_tool_that_may_be_called_is_called_by_its_schema(
     form: ToolFormat, reasoning: ReasoningMarkers | None, default_tokenizer: Tokenizer, matching: Any
 ) -> None:
-    grammar = possible_calls([WEATHER, ALL], AnswerForm(reasoning, tools=form), default_tokenizer, None)
-    before = "" if form.is_bare else "Let me <see>. "
+    grammar = optional_calls(
+        [WEATHER, ALL], AnswerSyntax(reasoning, tool_format=form), default_tokenizer, None
+    )
+    before = "" if form.has_unmarked_calls else "Let me <see>. "
     good = [
         "Hello, world!",
         "Is 1 < 2 [sic]?",
-        before + form.written([PARIS]),
-        form.written([("get", '{"any": [1]}')]),  # not strict: any object
+        before + form.render_calls([PARIS]),
+        form.render_calls([("get", '{"any": [1]}')]),  # not strict: any object
     ]
     bad = [
-        before + form.written([("get_weather", '{"town": "Paris"}')]),
-        form.written([("set", "{}")]),
-        before + form.written([PARIS])[:-4],
+        before + form.render_calls([("get_weather", '{"town": "Paris"}')]),
+        form.render_calls([("set", "{}")]),
+        before + form.render_calls([PARIS])[:-4],
     ]
     if reasoning is not None:
-        good.append(f"<think>hm {form.written([PARIS])}</think>\n\n" + before + form.written([PARIS]))
-        bad.append("<think>hm " + form.written([PARIS]))
-    if not form.is_single:
-        good.append(form.written([PARIS, NOTHING]))
+        good.append(
+            f"<think>hm {form.render_calls([PARIS])}</think>\n\n" + before + form.render_calls([PARIS])
+        )
+        bad.append("<think>hm " + form.render_calls([PARIS]))
+    if not form.is_single_call:
+        good.append(form.render_calls([PARIS, NOTHING]))
     check(grammar, default_tokenizer, matching, good, bad)
 
 
@@ -187,7 +193,7 @@ def test_what_cannot_be_enforced_is_refused_for_strict_tools_alone(
     }
     for is_strict in (False, True):
         grammar = forced_calls(
-            [Tool("f", schema, is_strict)], AnswerForm(tools=HERMES), default_tokenizer
+            [Tool("f", schema, is_strict)], AnswerSyntax(tool_format=HERMES), default_tokenizer
         ).definition
         error = llguidance.LLMatcher.validate_grammar(
             llguidance.LLMatcher.grammar_from_lark(grammar), matching
@@ -198,7 +204,7 @@ def test_what_cannot_be_enforced_is_refused_for_strict_tools_alone(
 def test_without_strict_tools_and_without_a_form_nothing_is_held_to_a_grammar(
     default_tokenizer: Tokenizer,
 ) -> None:
-    assert possible_calls([ALL], AnswerForm(tools=HERMES), default_tokenizer, None) is None
+    assert optional_calls([ALL], AnswerSyntax(tool_format=HERMES), default_tokenizer, None) is None
 
 
 @pytest.mark.parametrize(
@@ -214,19 +220,19 @@ def test_without_strict_tools_and_without_a_form_nothing_is_held_to_a_grammar(
 def test_beside_tools_an_answer_has_the_form_asked_for_or_is_a_call(
     answer: Grammar, good: str, bad: str, default_tokenizer: Tokenizer, matching: Any
 ) -> None:
-    form = AnswerForm(tools=HERMES)
-    grammar = possible_calls([ALL], form, default_tokenizer, answer)
-    call = HERMES.written([NOTHING])
+    form = AnswerSyntax(tool_format=HERMES)
+    grammar = optional_calls([ALL], form, default_tokenizer, answer)
+    call = HERMES.render_calls([NOTHING])
     check(grammar, default_tokenizer, matching, [good, call], [bad, "Hello", f"{good}{call}"])
-    thinking = AnswerForm(THINK, begins_inside=True)
+    thinking = AnswerSyntax(THINK, starts_in_reasoning=True)
     check(
-        behind_thoughts(answer, thinking, default_tokenizer),
+        after_reasoning(answer, thinking, default_tokenizer),
         default_tokenizer,
         matching,
         [f"hm</think>{good}", f"hm {bad}\n</think>\n{good}"],
         [good, f"hm</think>{bad}"],
     )
-    assert behind_thoughts(answer, form, default_tokenizer) is answer
+    assert after_reasoning(answer, form, default_tokenizer) is answer
 
 
 def test_markers_that_are_control_tokens_are_forced_as_such(
@@ -241,19 +247,23 @@ def test_markers_that_are_control_tokens_are_forced_as_such(
     assert ids[opening] in tokens_of(call, tokenizer)
     good = [call, call + call]
     check(
-        forced_calls([ALL], AnswerForm(tools=form), tokenizer), tokenizer, matching, good, ["", "hm" + call]
+        forced_calls([ALL], AnswerSyntax(tool_format=form), tokenizer),
+        tokenizer,
+        matching,
+        good,
+        ["", "hm" + call],
     )
     strict = Tool("get", ALL.parameters, is_strict=True)
     check(
-        possible_calls([strict], AnswerForm(tools=form), tokenizer, None),
+        optional_calls([strict], AnswerSyntax(tool_format=form), tokenizer, None),
         tokenizer,
         matching,
         [*good, "hm", "hm " + call],
         [f"{opening}get{middle}{{1}}"],
     )
     thoughts = ReasoningMarkers("<issue_start>", "<issue_closed>")
-    thinking = AnswerForm(thoughts, tools=form)
-    inside = AnswerForm(thoughts, begins_inside=True, tools=form)
+    thinking = AnswerSyntax(thoughts, tool_format=form)
+    inside = AnswerSyntax(thoughts, starts_in_reasoning=True, tool_format=form)
     check(
         forced_calls([ALL], thinking, tokenizer),
         tokenizer,
@@ -262,6 +272,6 @@ def test_markers_that_are_control_tokens_are_forced_as_such(
         ["<issue_start>hm" + call],
     )
     check(forced_calls([ALL], inside, tokenizer), tokenizer, matching, ["hm<issue_closed>" + call], [call])
-    assert thinking.shown_ids(tokenizer) == {
+    assert thinking.visible_control_ids(tokenizer) == {
         ids[text] for text in (opening, middle, "<issue_start>", "<issue_closed>")
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.text.answer_parts import AnswerParts, CallArguments, CallBegins, Content, Delta, joined
+from weft.text.answer_parts import AnswerParts, Content, Delta, ToolCallArguments, ToolCallStart, join_deltas
 from weft.text.tool_formats import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolFormat
 from weft.text.tool_parser import ToolParser
 
@@ -14,7 +14,7 @@ CALL = '{"name": "f", "arguments": {"a": 1}}'
 
 def parts(form: ToolFormat, text: str, **options: int) -> AnswerParts:
     parser = ToolParser(form, NAMES, **options)
-    return joined(parser.add(text) + parser.finish())
+    return join_deltas(parser.add(text) + parser.finish())
 
 
 def read(form: ToolFormat, text: str, **options: int) -> tuple[str, list[tuple[str, str]]]:
@@ -142,10 +142,10 @@ def test_a_call_is_told_when_its_arguments_begin_and_they_as_they_come() -> None
             assert told == [Content("Hm")]
         elif piece == '{"a':
             begins, arguments = told
-            assert isinstance(begins, CallBegins) and (begins.index, begins.name) == (0, "f")
-            assert arguments == CallArguments(0, '{"a')
+            assert isinstance(begins, ToolCallStart) and (begins.index, begins.name) == (0, "f")
+            assert arguments == ToolCallArguments(0, '{"a')
         elif piece in ('": "b', '"}'):
-            assert told == [CallArguments(0, piece)]
+            assert told == [ToolCallArguments(0, piece)]
         else:
             assert told == []
 
@@ -186,7 +186,7 @@ def test_behind_the_last_call_that_is_allowed_nothing_is_read(form: ToolFormat, 
     parser = ToolParser(form, NAMES, max_calls=1)
     deltas = parser.add(text)
     assert parser.is_over
-    found = joined(deltas + parser.add(" more") + parser.finish())
+    found = join_deltas(deltas + parser.add(" more") + parser.finish())
     assert [(call.name, call.arguments) for call in found.calls] == [("f", '{"a": 1}')]
     assert found.content == ""
 
@@ -211,9 +211,9 @@ def test_what_is_held_back_is_bounded_and_all_of_it_comes_out(text: str) -> None
     num_told = 0
     for start in range(0, len(text), 4):
         new = parser.add(text[start : start + 4])
-        num_told += sum(len(delta.text) for delta in new if not isinstance(delta, CallBegins))
+        num_told += sum(len(delta.text) for delta in new if not isinstance(delta, ToolCallStart))
         told += new
         assert start - num_told < 20_000
-    found = joined(told + parser.finish())
+    found = join_deltas(told + parser.finish())
     whole = found.content + "".join(call.arguments for call in found.calls)
     assert text.endswith(whole) and len(whole) > len(text) - 50

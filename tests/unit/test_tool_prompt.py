@@ -58,7 +58,7 @@ def prompt(text: ModelText, messages: Any, tools: Any = None) -> str:
 
 def test_a_template_that_knows_tools_is_left_to_tell_of_them(text_of: Any) -> None:
     text = text_of(CALLS)
-    assert not text.writes_tools and text.tool_format is HERMES
+    assert not text.uses_weft_tool_prompt and text.tool_format is HERMES
     assert prompt(text, HI, [TOOL]).startswith('[{"type": "function"')
 
 
@@ -67,7 +67,7 @@ def test_a_template_that_knows_tools_is_left_to_tell_of_them(text_of: Any) -> No
 )
 def test_elsewhere_weft_does_in_a_system_message(text_of: Any, source: str, tool_format: str | None) -> None:
     text = text_of(source, tool_format)
-    assert text.writes_tools and text.tool_format is HERMES
+    assert text.uses_weft_tool_prompt and text.tool_format is HERMES
     assert '\n{"name": "look", "description": "Looks.", "parameters": {"type": "object"}}\n' in prompt(
         text, HI, [TOOL]
     )
@@ -81,7 +81,7 @@ def test_where_there_is_no_system_message_the_first_turn_tells_of_tools(text_of:
 
 def test_a_format_can_be_named_for_a_template_that_does_not_show_it(text_of: Any) -> None:
     text = text_of(STRANGE, "llama3")
-    assert not text.writes_tools and text.tool_format is LLAMA3
+    assert not text.uses_weft_tool_prompt and text.tool_format is LLAMA3
 
 
 def test_a_format_that_nobody_knows_is_refused(default_model_path: Path) -> None:
