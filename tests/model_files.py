@@ -1,4 +1,4 @@
-"""Builds small valid and malformed model files for the tests, byte by byte."""
+"""Writes small model files for the tests, good ones and bad ones, byte by byte."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ VOCABULARY = [
 
 
 def safetensors(header: Any, data: bytes, length: int | None = None) -> bytes:
-    """A file with `header` (bytes, or written as JSON) and `data`. `length` overrides the header length field."""
+    """`header` as JSON, or as it is if it is bytes; `length` is what the file claims it to be."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
@@ -92,7 +92,7 @@ GOOD_SAFETENSORS = safetensors(HEADER, TENSOR_BYTES)
 
 
 def write_folder(folder: Path, files: dict[str, Any]) -> Path:
-    """Writes the files of a checkpoint: bytes unchanged, everything else as JSON."""
+    """A checkpoint: bytes are written as they are, everything else as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()

@@ -1,4 +1,4 @@
-"""Grammars over a real vocabulary: what compiles, which tokens may be next, and how masks meet the sampler."""
+"""Grammars with a real vocabulary: compilation, allowed tokens, and masks in the sampler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.text.tokenizer import Tokenizer
 
 VOCABULARY = 49_152
 WIDER = VOCABULARY + 13
-"""A model's output may be wider than its vocabulary."""
+"""A model's logits may be wider than its vocabulary."""
 ENDS = (0, 2)
 PROMPT = (5, 6, 7)
 PERSON = {
@@ -71,14 +71,14 @@ def advance(grammars: RowGrammars, row: int, token: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "definition", "said"),
+    ("kind", "definition", "message"),
     [
         ("regex", "a(b", "unclosed group, at character 2 of 3"),
         ("regex", "[b-a]x", "at character 2 of 6"),
         ("regex", "a\n(b", "unclosed group"),
         ("regex", r"[^\s\S]", "nothing can ever match"),
         ("choice", "[]", "at least one"),
-        ("choice", '{"a": 1}', "list of strings"),
+        ("choice", '{"a": 1}', "list of at least one string"),
         ("choice", "[" * 100_000, "list of choices"),
         ("lark", "start: foo", 'unknown name: "foo"'),
         ("lark", 'root ::= "a', "GBNF"),
@@ -92,24 +92,24 @@ def advance(grammars: RowGrammars, row: int, token: int) -> None:
         ("json_schema", '{"$ref": "https://example.org/schema"}', "another document"),
     ],
 )
-def test_what_is_no_grammar_is_refused_with_the_place_or_the_word(
-    compiler: GrammarCompiler, kind: str, definition: str, said: str
+def test_the_error_for_an_invalid_grammar_names_the_position_or_the_keyword(
+    compiler: GrammarCompiler, kind: str, definition: str, message: str
 ) -> None:
-    with pytest.raises(InvalidRequestError, match=re.escape(said)) as refused:
+    with pytest.raises(InvalidRequestError, match=re.escape(message)) as refused:
         compiler.compile(Grammar(kind, definition))
     assert refused.value.field == "grammar" and len(str(refused.value)) < 600
 
 
-def test_a_grammar_compiled_lately_is_not_compiled_again(compiler: GrammarCompiler) -> None:
+def test_recently_compiled_grammars_are_cached_and_old_ones_are_dropped(compiler: GrammarCompiler) -> None:
     grammar = Grammar("regex", "[a-z]{3}")
     first = compiler.compile(grammar)
     assert compiler.compile(Grammar("regex", "[a-z]{3}")) is first
     for index in range(200):
         compiler.compile(Grammar("regex", f"a{{{index}}}"))
-    assert compiler.compile(grammar) is not first, "but not every grammar there ever was is kept"
+    assert compiler.compile(grammar) is not first, "the cache must be bounded"
 
 
-def test_several_threads_may_bring_the_first_grammars_at_once(default_tokenizer: Tokenizer) -> None:
+def test_concurrent_first_grammars_read_the_vocabulary_once(default_tokenizer: Tokenizer) -> None:
     opened = []
     compiler = GrammarCompiler(lambda: opened.append(1) or default_tokenizer, ENDS, VOCABULARY)
     threads = [
@@ -123,19 +123,19 @@ def test_several_threads_may_bring_the_first_grammars_at_once(default_tokenizer:
     assert opened == [1]
 
 
-def test_a_model_that_cannot_end_an_answer_takes_no_grammar(default_tokenizer: Tokenizer) -> None:
+def test_a_model_without_an_eos_token_refuses_grammars(default_tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(lambda: default_tokenizer, (), VOCABULARY)
-    with pytest.raises(InvalidRequestError, match="no token that ends"):
+    with pytest.raises(InvalidRequestError, match="no EOS token"):
         compiler.compile(Grammar("regex", "a"))
 
 
-# --- which tokens may be next -----------------------------------------------------------------------------------------
+# --- allowed tokens ---------------------------------------------------------------------------------------------------
 
 
 def test_a_mask_allows_exactly_the_tokens_that_keep_a_match_possible(
     rows: RowGrammars, default_tokenizer: Tokenizer
 ) -> None:
-    """Against a plain search through the vocabulary, at every step of a random walk."""
+    """Compares the mask with a search through the vocabulary, at every step of a random walk."""
     rng = random.Random(1)
     words = ["abc", "abd", "b", "bcde", "x y"]
     rows.start([start(3, Grammar("regex", "|".join(words)))])
@@ -150,22 +150,22 @@ def test_a_mask_allows_exactly_the_tokens_that_keep_a_match_possible(
         }
         found = set(allowed(rows, 3))
         assert found - set(ENDS) <= expected and bool(found - set(ENDS)) == bool(expected)
-        assert found.issuperset(ENDS) == (b"" in rest), "the end where the grammar may end, and only there"
-        # Where one text is all there can be, the tokenizer's own way to write it may be the only one.
+        assert found.issuperset(ENDS) == (b"" in rest), "EOS must be allowed only where the grammar may end"
+        # If only one text can follow, the mask may allow only the tokenizer's own encoding of it.
         assert found - set(ENDS) == expected or len(rest) == 1
-        going_on = sorted(found - set(ENDS))
-        if not going_on:
+        continuing = sorted(found - set(ENDS))
+        if not continuing:
             break
-        token = rng.choice(going_on)
+        token = rng.choice(continuing)
         written += content[token]
         advance(rows, 3, token)
     assert written.decode() in words
 
 
-def test_a_grammar_rebuilt_from_the_tokens_allows_what_it_allowed_before(
+def test_a_matcher_rebuilt_from_the_tokens_has_the_same_mask(
     rows: RowGrammars, default_tokenizer: Tokenizer
 ) -> None:
-    """Contract 5: what a row start brings is all there is to know; after preemption, and after a failed step."""
+    """Contract 5: a `RowStart` contains the whole state of a row, after preemption and after a failed step."""
     rng = random.Random(2)
     grammar = Grammar("json_schema", json.dumps(PERSON))
     rows.start([start(0, grammar)])
@@ -177,7 +177,7 @@ def test_a_grammar_rebuilt_from_the_tokens_allows_what_it_allowed_before(
         choices = [token for token in choices if token not in ENDS]
         if not choices:
             break
-        # Long tokens first, or a random walk would write spaces all day.
+        # Prefer long tokens: a plain random walk would mostly write spaces.
         token = max(
             rng.sample(choices, min(8, len(choices))), key=lambda t: len(default_tokenizer.token_bytes(t))
         )
@@ -187,13 +187,14 @@ def test_a_grammar_rebuilt_from_the_tokens_allows_what_it_allowed_before(
     assert list(person) == ["name", "age", "tags", "more"] and 0 <= person["age"] <= 150
 
 
-def test_an_end_in_text_is_no_end(rows: RowGrammars, default_tokenizer: Tokenizer) -> None:
-    """A string may hold the letters of a control token; the token itself is never one of them."""
+def test_text_that_spells_a_control_token_does_not_allow_the_token(
+    rows: RowGrammars, default_tokenizer: Tokenizer
+) -> None:
     rows.start([start(0, Grammar("regex", r"<\|im_end\|>|<.*"))])
     assert not default_tokenizer.control_ids & set(allowed(rows, 0))
 
 
-def test_between_the_parts_of_json_there_is_one_line_end_at_most(
+def test_json_has_at_most_one_newline_between_its_tokens(
     rows: RowGrammars, default_tokenizer: Tokenizer
 ) -> None:
     rows.start([start(0, Grammar("json_schema", '{"type": "object"}'))])
@@ -205,7 +206,7 @@ def test_between_the_parts_of_json_there_is_one_line_end_at_most(
     assert b" " in content and not set(b"\n\t\r") & set(content)
 
 
-def test_a_row_that_ended_may_be_sampled_once_more_for_nobody(rows: RowGrammars) -> None:
+def test_a_row_whose_grammar_ended_can_still_be_sampled(rows: RowGrammars) -> None:
     rows.start([start(0, Grammar("choice", '["a"]'))])
     advance(rows, 0, allowed(rows, 0)[0])
     assert allowed(rows, 0) == list(ENDS)
@@ -214,7 +215,7 @@ def test_a_row_that_ended_may_be_sampled_once_more_for_nobody(rows: RowGrammars)
         assert allowed(rows, 0) == list(ENDS)
 
 
-def test_rows_with_and_without_grammars_do_not_disturb_each_other(rows: RowGrammars) -> None:
+def test_rows_with_and_without_grammars_do_not_affect_each_other(rows: RowGrammars) -> None:
     rows.start([start(0, Grammar("regex", "a")), start(1, None), start(2, Grammar("regex", "b"))])
     masks = rows.masks(np.array([2, 1, 0]))
     assert masks.entries.tolist() == [0, 2]
@@ -223,7 +224,7 @@ def test_rows_with_and_without_grammars_do_not_disturb_each_other(rows: RowGramm
     assert rows.masks(np.array([0, 1, 2])).entries.tolist() == [1, 2]
 
 
-def test_29_a_grammar_that_becomes_too_much_is_an_error_of_its_row_alone(
+def test_29_a_grammar_that_becomes_too_complex_fails_only_its_row(
     rows: RowGrammars, default_tokenizer: Tokenizer
 ) -> None:
     letters = [t for t in range(VOCABULARY) if re.fullmatch(b"[a-z]{10,}", default_tokenizer.token_bytes(t))]
@@ -238,16 +239,16 @@ def test_29_a_grammar_that_becomes_too_much_is_an_error_of_its_row_alone(
     assert list(rows.masks(both).errors) == [0]
     assert "cannot be followed any further" in rows.masks(both).errors[0]
     rows.start([start(0, Grammar("regex", "a"))])
-    assert not rows.masks(both).errors, "the row's next request starts clean"
+    assert not rows.masks(both).errors, "the row's next request must start without an error"
 
 
-# --- masks and the sampler --------------------------------------------------------------------------------------------
+# --- masks in the sampler ---------------------------------------------------------------------------------------------
 
 
 def masked_sample(
     logits: np.ndarray, params: list[SamplingParams], allowed: dict[int, list[int]], eos: Sequence[int] = ()
 ) -> Sampled:
-    """One token for each row of logits, of which those in `allowed` may only have these."""
+    """Samples one token for each row of logits. Rows in `allowed` may only have these tokens."""
     count, vocabulary = logits.shape
     starts = tuple(
         RowStart(row, RequestId(row), PROMPT, len(PROMPT), params[row], row, (0,)) for row in range(count)
@@ -284,8 +285,8 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_mask_is_the_same_as_a_vocabulary_that_has_no_other_tokens(dtype: type) -> None:
-    """Against the same sampler over logits in which the others are impossible, in company of rows without a mask."""
+def test_a_mask_has_the_effect_of_logits_of_minus_infinity(dtype: type) -> None:
+    """Half of the rows have a mask. The others must sample as they do alone."""
     rng = np.random.default_rng(4)
     logits = rng.normal(size=(16, 101), scale=3).astype(dtype)
     params = [SamplingParams(**SHAPES[row % len(SHAPES)]) for row in range(16)]  # type: ignore[arg-type]
@@ -297,23 +298,23 @@ def test_a_mask_is_the_same_as_a_vocabulary_that_has_no_other_tokens(dtype: type
     plain = masked_sample(impossible, params, {})
     assert sampled.tokens.tolist() == plain.tokens.tolist() and not sampled.errors
     free = masked_sample(logits, params, {})
-    assert sampled.tokens[::2].tolist() == free.tokens[::2].tolist(), "others choose as they do alone"
+    assert sampled.tokens[::2].tolist() == free.tokens[::2].tolist(), "rows without a mask changed"
     for row, tokens in allowed.items():
         assert int(sampled.tokens[row]) in tokens
 
 
-def test_logprobs_beside_a_mask_are_those_of_the_model(rows: RowGrammars) -> None:
+def test_logprobs_of_a_masked_row_are_those_without_the_mask(rows: RowGrammars) -> None:
     logits = np.random.default_rng(5).normal(size=(2, 64)).astype(np.float32)
     params = [SamplingParams(temperature=0.0, logprobs=3)] * 2
-    told = masked_sample(logits, params, {0: [9]}).logprobs
+    masked = masked_sample(logits, params, {0: [9]}).logprobs
     free = masked_sample(logits, params, {}).logprobs
-    assert told is not None and free is not None and told[0] is not None and free[0] is not None
-    assert told[0].top == free[0].top
+    assert masked is not None and free is not None and masked[0] is not None and free[0] is not None
+    assert masked[0].top == free[0].top
     wide = logits[0].astype(np.float64)
-    assert told[0].logprob == pytest.approx(wide[9] - np.log(np.exp(wide).sum()), abs=1e-5)
+    assert masked[0].logprob == pytest.approx(wide[9] - np.log(np.exp(wide).sum()), abs=1e-5)
 
 
-def test_min_tokens_yields_where_the_grammar_allows_nothing_but_the_end() -> None:
+def test_min_tokens_is_ignored_if_the_grammar_allows_only_eos() -> None:
     logits = np.zeros((2, 40), np.float32)
     logits[:, 7] = 9.0
     params = [SamplingParams(temperature=0.0, min_tokens=5, grammar=Grammar("regex", "a"))] * 2
@@ -322,14 +323,14 @@ def test_min_tokens_yields_where_the_grammar_allows_nothing_but_the_end() -> Non
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_18_a_row_that_may_have_no_token_at_all_fails_alone(temperature: float) -> None:
+def test_18_a_row_without_any_allowed_token_fails_alone(temperature: float) -> None:
     logits = np.zeros((3, 40), np.float32)
     params = [SamplingParams(temperature=temperature)] * 3
     sampled = masked_sample(logits, params, {1: []})
     assert list(sampled.errors) == [1] and "every token is forbidden" in sampled.errors[1]
 
 
-def test_who_sends_no_grammar_loads_nothing_for_them() -> None:
+def test_llguidance_is_not_imported_before_the_first_grammar() -> None:
     code = (
         "import sys, weft.engine.ipc.process, weft.backends.cpu.runner, weft.server.app\n"
         "assert 'weft.backends.grammar' in sys.modules and 'llguidance' not in sys.modules\n"

@@ -74,7 +74,7 @@ class Tokenizer:
     ) -> list[int]:
         """The token ids of `text`. A byte without a token in the vocabulary is left out, as in every BPE.
 
-        `allow_control` encodes `<|im_end|>` and the like as control tokens, unless there is a `mark` in them. It is only
+        `allow_control` encodes strings such as `<|im_end|>` as control tokens, unless there is a `mark` in them. Only
         for the output of a chat template, in which untrusted text has marks (see `shield`).
         `add_bos` None: the model's files decide.
         """
@@ -111,8 +111,8 @@ class Tokenizer:
         if len(found) > allowed + len(unmarked):
             names = {self.control_tokens[token] for token in found} - set(unmarked)
             raise InvalidRequestError(
-                f"this model's tokenizer encodes the text to the control token {min(names, default='')!r} even as plain "
-                "text; remove it from the text",
+                f"this model's tokenizer encodes the text to the control token {min(names, default='')!r} "
+                "even as plain text; remove it from the text",
                 field="prompt",
             )
 
