@@ -1,4 +1,4 @@
-"""Grammars with a real vocabulary: compilation, allowed tokens, and masks in the sampler."""
+"""Grammars over a real vocabulary: compilation, the allowed next tokens, and masks in the sampler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.text.tokenizer import Tokenizer
 
 VOCABULARY = 49_152
 WIDER = VOCABULARY + 13
-"""A model's logits may be wider than its vocabulary."""
+"""The output of a model may be wider than its vocabulary."""
 ENDS = (0, 2)
 PROMPT = (5, 6, 7)
 PERSON = {
@@ -92,24 +92,24 @@ def advance(grammars: RowGrammars, row: int, token: int) -> None:
         ("json_schema", '{"$ref": "https://example.org/schema"}', "another document"),
     ],
 )
-def test_the_error_for_an_invalid_grammar_names_the_position_or_the_keyword(
+def test_an_invalid_grammar_is_rejected_with_the_position_or_the_keyword(
     compiler: GrammarCompiler, kind: str, definition: str, message: str
 ) -> None:
-    with pytest.raises(InvalidRequestError, match=re.escape(message)) as refused:
+    with pytest.raises(InvalidRequestError, match=re.escape(message)) as rejected:
         compiler.compile(Grammar(kind, definition))
-    assert refused.value.field == "grammar" and len(str(refused.value)) < 600
+    assert rejected.value.field == "grammar" and len(str(rejected.value)) < 600
 
 
-def test_recently_compiled_grammars_are_cached_and_old_ones_are_dropped(compiler: GrammarCompiler) -> None:
+def test_recently_compiled_grammars_are_cached(compiler: GrammarCompiler) -> None:
     grammar = Grammar("regex", "[a-z]{3}")
     first = compiler.compile(grammar)
     assert compiler.compile(Grammar("regex", "[a-z]{3}")) is first
     for index in range(200):
         compiler.compile(Grammar("regex", f"a{{{index}}}"))
-    assert compiler.compile(grammar) is not first, "the cache must be bounded"
+    assert compiler.compile(grammar) is not first, "the cache is bounded"
 
 
-def test_concurrent_first_grammars_read_the_vocabulary_once(default_tokenizer: Tokenizer) -> None:
+def test_several_threads_may_compile_the_first_grammars_at_once(default_tokenizer: Tokenizer) -> None:
     opened = []
     compiler = GrammarCompiler(lambda: opened.append(1) or default_tokenizer, ENDS, VOCABULARY)
     threads = [
@@ -123,19 +123,19 @@ def test_concurrent_first_grammars_read_the_vocabulary_once(default_tokenizer: T
     assert opened == [1]
 
 
-def test_a_model_without_an_eos_token_refuses_grammars(default_tokenizer: Tokenizer) -> None:
+def test_a_model_without_an_end_token_rejects_grammars(default_tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(lambda: default_tokenizer, (), VOCABULARY)
     with pytest.raises(InvalidRequestError, match="no EOS token"):
         compiler.compile(Grammar("regex", "a"))
 
 
-# --- allowed tokens ---------------------------------------------------------------------------------------------------
+# --- allowed next tokens ----------------------------------------------------------------------------------------------
 
 
 def test_a_mask_allows_exactly_the_tokens_that_keep_a_match_possible(
     rows: RowGrammars, default_tokenizer: Tokenizer
 ) -> None:
-    """Compares the mask with a search through the vocabulary, at every step of a random walk."""
+    """Compared with a search through the whole vocabulary, at every step of a random walk."""
     rng = random.Random(1)
     words = ["abc", "abd", "b", "bcde", "x y"]
     rows.start([start(3, Grammar("regex", "|".join(words)))])
@@ -150,8 +150,10 @@ def test_a_mask_allows_exactly_the_tokens_that_keep_a_match_possible(
         }
         found = set(allowed(rows, 3))
         assert found - set(ENDS) <= expected and bool(found - set(ENDS)) == bool(expected)
-        assert found.issuperset(ENDS) == (b"" in rest), "EOS must be allowed only where the grammar may end"
-        # If only one text can follow, the mask may allow only the tokenizer's own encoding of it.
+        assert found.issuperset(ENDS) == (b"" in rest), (
+            "end tokens are allowed only where a match is complete"
+        )
+        # If only one text is left, the grammar may allow only the tokenizer's own tokens for it.
         assert found - set(ENDS) == expected or len(rest) == 1
         continuing = sorted(found - set(ENDS))
         if not continuing:
@@ -162,10 +164,10 @@ def test_a_mask_allows_exactly_the_tokens_that_keep_a_match_possible(
     assert written.decode() in words
 
 
-def test_a_matcher_rebuilt_from_the_tokens_has_the_same_mask(
+def test_a_matcher_rebuilt_from_tokens_allows_the_same_tokens_as_before(
     rows: RowGrammars, default_tokenizer: Tokenizer
 ) -> None:
-    """Contract 5: a `RowStart` contains the whole state of a row, after preemption and after a failed step."""
+    """Contract 5: a row start has all the state of a row, so a grammar continues after preemption and after a failed step."""
     rng = random.Random(2)
     grammar = Grammar("json_schema", json.dumps(PERSON))
     rows.start([start(0, grammar)])
@@ -177,7 +179,7 @@ def test_a_matcher_rebuilt_from_the_tokens_has_the_same_mask(
         choices = [token for token in choices if token not in ENDS]
         if not choices:
             break
-        # Prefer long tokens: a plain random walk would mostly write spaces.
+        # Prefers long tokens: a uniform random walk would write mostly spaces.
         token = max(
             rng.sample(choices, min(8, len(choices))), key=lambda t: len(default_tokenizer.token_bytes(t))
         )
@@ -187,14 +189,14 @@ def test_a_matcher_rebuilt_from_the_tokens_has_the_same_mask(
     assert list(person) == ["name", "age", "tags", "more"] and 0 <= person["age"] <= 150
 
 
-def test_text_that_spells_a_control_token_does_not_allow_the_token(
+def test_text_that_spells_a_control_token_never_allows_the_token(
     rows: RowGrammars, default_tokenizer: Tokenizer
 ) -> None:
     rows.start([start(0, Grammar("regex", r"<\|im_end\|>|<.*"))])
     assert not default_tokenizer.control_ids & set(allowed(rows, 0))
 
 
-def test_json_has_at_most_one_newline_between_its_tokens(
+def test_json_has_at_most_one_line_break_between_its_parts(
     rows: RowGrammars, default_tokenizer: Tokenizer
 ) -> None:
     rows.start([start(0, Grammar("json_schema", '{"type": "object"}'))])
@@ -206,7 +208,8 @@ def test_json_has_at_most_one_newline_between_its_tokens(
     assert b" " in content and not set(b"\n\t\r") & set(content)
 
 
-def test_a_row_whose_grammar_ended_can_still_be_sampled(rows: RowGrammars) -> None:
+def test_a_row_may_be_sampled_again_after_its_end_token(rows: RowGrammars) -> None:
+    """A step in flight samples once more after the end. That token is discarded."""
     rows.start([start(0, Grammar("choice", '["a"]'))])
     advance(rows, 0, allowed(rows, 0)[0])
     assert allowed(rows, 0) == list(ENDS)
@@ -224,7 +227,7 @@ def test_rows_with_and_without_grammars_do_not_affect_each_other(rows: RowGramma
     assert rows.masks(np.array([0, 1, 2])).entries.tolist() == [1, 2]
 
 
-def test_29_a_grammar_that_becomes_too_complex_fails_only_its_row(
+def test_29_a_grammar_that_becomes_too_complex_is_an_error_of_its_row_only(
     rows: RowGrammars, default_tokenizer: Tokenizer
 ) -> None:
     letters = [t for t in range(VOCABULARY) if re.fullmatch(b"[a-z]{10,}", default_tokenizer.token_bytes(t))]
@@ -239,7 +242,7 @@ def test_29_a_grammar_that_becomes_too_complex_fails_only_its_row(
     assert list(rows.masks(both).errors) == [0]
     assert "cannot be followed any further" in rows.masks(both).errors[0]
     rows.start([start(0, Grammar("regex", "a"))])
-    assert not rows.masks(both).errors, "the row's next request must start without an error"
+    assert not rows.masks(both).errors, "the next request of the row starts without the error"
 
 
 # --- masks in the sampler ---------------------------------------------------------------------------------------------
@@ -248,7 +251,7 @@ def test_29_a_grammar_that_becomes_too_complex_fails_only_its_row(
 def masked_sample(
     logits: np.ndarray, params: list[SamplingParams], allowed: dict[int, list[int]], eos: Sequence[int] = ()
 ) -> Sampled:
-    """Samples one token for each row of logits. Rows in `allowed` may only have these tokens."""
+    """Samples one token per row of logits. `allowed` maps a row to its allowed tokens; other rows have no mask."""
     count, vocabulary = logits.shape
     starts = tuple(
         RowStart(row, RequestId(row), PROMPT, len(PROMPT), params[row], row, (0,)) for row in range(count)
@@ -285,8 +288,8 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_mask_has_the_effect_of_logits_of_minus_infinity(dtype: type) -> None:
-    """Half of the rows have a mask. The others must sample as they do alone."""
+def test_a_mask_has_the_effect_of_logits_of_minus_infinity_for_other_tokens(dtype: type) -> None:
+    """Every second row has a mask. The other rows must not change."""
     rng = np.random.default_rng(4)
     logits = rng.normal(size=(16, 101), scale=3).astype(dtype)
     params = [SamplingParams(**SHAPES[row % len(SHAPES)]) for row in range(16)]  # type: ignore[arg-type]
@@ -298,12 +301,12 @@ def test_a_mask_has_the_effect_of_logits_of_minus_infinity(dtype: type) -> None:
     plain = masked_sample(impossible, params, {})
     assert sampled.tokens.tolist() == plain.tokens.tolist() and not sampled.errors
     free = masked_sample(logits, params, {})
-    assert sampled.tokens[::2].tolist() == free.tokens[::2].tolist(), "rows without a mask changed"
+    assert sampled.tokens[::2].tolist() == free.tokens[::2].tolist(), "rows without a mask do not change"
     for row, tokens in allowed.items():
         assert int(sampled.tokens[row]) in tokens
 
 
-def test_logprobs_of_a_masked_row_are_those_without_the_mask(rows: RowGrammars) -> None:
+def test_logprobs_ignore_the_mask(rows: RowGrammars) -> None:
     logits = np.random.default_rng(5).normal(size=(2, 64)).astype(np.float32)
     params = [SamplingParams(temperature=0.0, logprobs=3)] * 2
     masked = masked_sample(logits, params, {0: [9]}).logprobs
@@ -314,7 +317,7 @@ def test_logprobs_of_a_masked_row_are_those_without_the_mask(rows: RowGrammars) 
     assert masked[0].logprob == pytest.approx(wide[9] - np.log(np.exp(wide).sum()), abs=1e-5)
 
 
-def test_min_tokens_is_ignored_if_the_grammar_allows_only_eos() -> None:
+def test_min_tokens_is_ignored_if_the_grammar_allows_only_end_tokens() -> None:
     logits = np.zeros((2, 40), np.float32)
     logits[:, 7] = 9.0
     params = [SamplingParams(temperature=0.0, min_tokens=5, grammar=Grammar("regex", "a"))] * 2
@@ -330,7 +333,7 @@ def test_18_a_row_without_any_allowed_token_fails_alone(temperature: float) -> N
     assert list(sampled.errors) == [1] and "every token is forbidden" in sampled.errors[1]
 
 
-def test_llguidance_is_not_imported_before_the_first_grammar() -> None:
+def test_llguidance_is_not_imported_without_a_grammar() -> None:
     code = (
         "import sys, weft.engine.ipc.process, weft.backends.cpu.runner, weft.server.app\n"
         "assert 'weft.backends.grammar' in sys.modules and 'llguidance' not in sys.modules\n"
