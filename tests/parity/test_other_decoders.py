@@ -163,7 +163,7 @@ def test_18_a_token_costs_no_more_the_longer_the_stream_is(
 def test_18_what_needs_the_bytes_of_each_token_is_refused(tmp_path: Path) -> None:
     tokenizer = read_folder_tokenizer(write_tokenizer(tmp_path, DECODERS["wordpiece"]))
     compiler = GrammarCompiler(lambda: tokenizer, [tokenizer.vocabulary_size - 1], tokenizer.vocabulary_size)
-    with pytest.raises(InvalidRequestError, match="no grammar can be followed") as refused:
+    with pytest.raises(InvalidRequestError, match="weft cannot apply a grammar") as refused:
         compiler.compile(Grammar("regex", "a+"))
     assert refused.value.field == "grammar"
 

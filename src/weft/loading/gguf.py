@@ -255,8 +255,8 @@ class _Reader:
     def strings(self, count: int, field: str) -> list[str]:
         """Reads `count` strings: a vocabulary has 100,000 of them, and start-up waits for it.
 
-        The C++ function is fast and returns None for malformed data. The Python loop runs without the C++ kernels, and
-        finds the error message for malformed data.
+        The C++ function is fast, and returns None for malformed data. The Python loop is for installs without it, and
+        raises the error for malformed data.
         """
         if _read_strings is not None:
             found = _read_strings(self.data, self.position, count, self.table_end)

@@ -78,7 +78,7 @@ def open_packed(
     layout = _Layout.of(identity, sizes, checksum)
     try:
         _make_private(path.parent)
-        with suppress(_Unusable):  # handled under the lock: another process may be replacing the file
+        with suppress(_Unusable):  # handled below, under the lock: another process may be replacing the file
             if (tensors := _map(path, layout, checksum, threads)) is not None:
                 return tensors
         with exclusive_lock(path.parent / ".lock", lambda progress: None):
@@ -170,7 +170,7 @@ def _create(path: Path, layout: _Layout, fill: Fill, checksum: Checksum, threads
         os.posix_fallocate(file.fileno(), 0, layout.total)  # a full disk fails here, not with SIGBUS later
         _write(np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8), layout, fill, checksum, threads)
         os.fsync(file.fileno())
-        # Writing left the file in small pages in the page cache. Once dropped, it is read back in large pages.
+        # Writing filled the page cache with small pages. Drop them, so that the next read uses large pages.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     partial.replace(path)
 
@@ -210,7 +210,7 @@ def _set_aside(path: Path, reason: _Unusable) -> None:
 
 
 def _delete_obsolete(path: Path, checksum: Checksum) -> None:
-    """Deletes files that no start will use again. The caller holds the lock, so incomplete files are abandoned."""
+    """Deletes files that no start will use again. The caller holds the lock, so no process is writing a file now."""
     for other in path.parent.iterdir():
         with suppress(OSError):
             if other != path.with_suffix(".damaged") and _is_obsolete(other, _version(path), checksum):

@@ -151,7 +151,7 @@ def _shard_name(index_path: Path, tensor: str, shard: Any) -> str:
         raise field_error(
             index_path,
             tensor,
-            f"the index names {shard!r:.120}, expected the name of a .safetensors file beside it",
+            f"the index names {shard!r:.120}, expected the name of a .safetensors file in the same folder",
         )
     return shard
 

@@ -13,7 +13,7 @@ from weft.errors import ModelFileError
 # Token types in `tokenizer.ggml.token_type` that are not plain text.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
-# A file names one EOS token, but many models end an answer with another token. These are the known names of such.
+# A file names one EOS token, but many models end an answer with another one. These are the known names.
 _END_NAMES = {
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
     "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<turn|>", "<end_of_utterance>", "<eos>", "</s>",

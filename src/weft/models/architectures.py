@@ -374,7 +374,10 @@ def _local_layers(fields: Fields, layers: int) -> list[bool] | None:
 
 
 def _qwen_windows(fields: Fields, full_layers_first: bool = True) -> tuple[int | None, ...]:
-    """The windows of Qwen: unused unless `use_sliding_window` is set. Then the first `max_window_layers` have none."""
+    """The windows of Qwen. In config.json they are unused unless `use_sliding_window` is set.
+
+    With `full_layers_first`, the first `max_window_layers` layers have none.
+    """
     if fields.layout == "huggingface" and not fields.flag("uses_window", False):
         return (None,) * _layers(fields)
     first = fields.size("full_layers_first", 0, smallest=0) if full_layers_first else 0

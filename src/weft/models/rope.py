@@ -51,7 +51,7 @@ def resolve(parameters: RopeParameters, interleaved: bool, max_context: int) -> 
     """The rope of a model with contexts of up to `max_context`.
 
     longrope has short factors for the original context, and long factors for longer ones. `max_context` selects them,
-    once for all requests. If the length of each request selected them, keys in the KV cache and later queries would
+    once for all requests. If the length of a request selected them, keys in the KV cache and later queries would
     have different frequencies, and prefixes could not be shared.
     """
     frequencies = [

@@ -13,7 +13,7 @@ Message = Mapping[str, Any]
 ContentForm = Literal["text", "parts", "either"]
 """The content of a message that a template supports: a string, a list of parts, or both."""
 
-# Names of the reasoning in messages of clients. Templates use the first or the second.
+# The keys under which clients send reasoning. Templates read the first or the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
