@@ -534,7 +534,7 @@ def test_a_model_is_not_removed_during_a_pull_from_its_repository(hub: Hub) -> N
     assert "hf:owner/name:Q8_0" not in {kept.name for kept in cached_models()}
 
 
-def test_a_manifest_with_paths_outside_its_folder_is_ignored(hub: Hub, tmp_path: Path) -> None:
+def test_an_invalid_manifest_is_ignored(hub: Hub, tmp_path: Path) -> None:
     pull("hf:owner/name")
     (manifest,) = (models_directory() / "hub").glob("*.json")
     content = json.loads(manifest.read_text())

@@ -186,7 +186,7 @@ def test_a_malformed_index_is_refused_naming_the_file_and_the_field(tmp_path: Pa
         ["model.safetensors"],
     ],
 )
-def test_an_index_cannot_name_anything_but_a_safetensors_file_beside_it(tmp_path: Path, name: Any) -> None:
+def test_an_index_can_only_name_safetensors_files_in_its_folder(tmp_path: Path, name: Any) -> None:
     (tmp_path / "secret.safetensors").write_bytes(single("c", 4))
     with pytest.raises(
         ModelFileError, match=r"c: the index names .*, expected the name of a .safetensors file"
