@@ -131,6 +131,6 @@ def test_an_unknown_architecture_is_rejected_with_the_list_of_known_ones(
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
     with pytest.raises(
-        ModelFileError, match=r"'MambaForCausalLM' is not supported; weft runs .*LlamaForCausalLM"
+        ModelFileError, match=r"'MambaForCausalLM' is not supported; weft supports .*LlamaForCausalLM"
     ):
         LLM(str(tmp_path))

@@ -161,7 +161,7 @@ def test_18_the_cost_of_a_token_does_not_grow_with_the_stream(
 def test_18_a_grammar_which_needs_the_bytes_of_each_token_is_rejected(tmp_path: Path) -> None:
     tokenizer = read_folder_tokenizer(write_tokenizer(tmp_path, DECODERS["wordpiece"]))
     compiler = GrammarCompiler(lambda: tokenizer, [tokenizer.vocabulary_size - 1], tokenizer.vocabulary_size)
-    with pytest.raises(InvalidRequestError, match="no grammar can be followed") as rejected:
+    with pytest.raises(InvalidRequestError, match="weft cannot apply a grammar") as rejected:
         compiler.compile(Grammar("regex", "a+"))
     assert rejected.value.field == "grammar"
 

@@ -13,8 +13,8 @@ from test_templates import template_names, tiny_vocabulary
 from weft.errors import InvalidRequestError
 from weft.loading.gguf import GgufFile
 from weft.loading.vocabulary import read_vocabulary
-from weft.text.answer_parts import joined
-from weft.text.answer_reader import AnswerForm, AnswerReader
+from weft.text.answer_parts import join_deltas
+from weft.text.answer_reader import AnswerReader, AnswerSyntax
 from weft.text.chat_template import ChatTemplate
 from weft.text.gguf_tokenizer import tokenizer_of
 from weft.text.model_text import ModelText
@@ -88,7 +88,7 @@ def test_the_format_of_every_template_is_detected(llama_cpp_models: Path) -> Non
                 thinking[name] = text.reasoning.opening
         else:
             # weft cannot parse calls in the format of this template, so it describes tools in the Hermes format.
-            assert text.writes_tools and text.tool_format is HERMES
+            assert text.uses_weft_tool_prompt and text.tool_format is HERMES
         text.close()
     assert found == FORMATS
     assert thinking == THINKS
@@ -98,7 +98,7 @@ def test_the_format_of_every_template_is_detected(llama_cpp_models: Path) -> Non
 def test_calls_that_a_template_renders_are_parsed(llama_cpp_models: Path, name: str) -> None:
     text = model_text((llama_cpp_models / f"templates_{name}.jinja").read_text("utf-8"))
     template, form = text.require_chat_template(), text.tool_format
-    for calls in (CALLS[:1], CALLS[1:]) if form.is_single else (CALLS[:1], CALLS):
+    for calls in (CALLS[:1], CALLS[1:]) if form.is_single_call else (CALLS[:1], CALLS):
         before = template.render([QUESTION], tools=TOOLS)
         after = template.render(
             [QUESTION, call_message(text, calls)], tools=TOOLS, add_generation_prompt=False
@@ -107,8 +107,8 @@ def test_calls_that_a_template_renders_are_parsed(llama_cpp_models: Path, name: 
         # The answer follows the common prefix of the two. Some templates add an empty thought there.
         start = answer.find(before[before.rindex("QUESTION") :])
         answer = answer[len(before) - before.rindex("QUESTION") :] if start == 0 else answer
-        reader = AnswerReader(AnswerForm(tools=form, names={name for name, _ in CALLS}))
-        parts = joined(reader.add(answer) + reader.finish())
+        reader = AnswerReader(AnswerSyntax(tool_format=form, tool_names={name for name, _ in CALLS}))
+        parts = join_deltas(reader.add(answer) + reader.finish())
         assert [(call.name, json.loads(call.arguments)) for call in parts.calls] == calls
     text.close()
 
@@ -154,5 +154,5 @@ def test_a_prompt_that_opens_a_thought_is_recognised(
     tokenizer = tokenizer_of(replace(vocabulary, chat_templates={"default": source}))
     text = ModelText(tokenizer, ChatTemplate(tokenizer))
     prompt = text.encode_chat([QUESTION], options=options)
-    assert text.begins_inside_reasoning(prompt) == expected
+    assert text.prompt_opens_reasoning(prompt) == expected
     text.close()

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from weft.text.answer_parts import AnswerParts, Content, joined
-from weft.text.answer_reader import AnswerForm, AnswerReader
+from weft.text.answer_parts import AnswerParts, Content, join_deltas
+from weft.text.answer_reader import AnswerReader, AnswerSyntax
 from weft.text.reasoning import ReasoningMarkers
 from weft.text.tool_formats import FORMATS, ToolFormat
 
@@ -57,13 +57,13 @@ PIECES = (
 
 
 def random_text(source: random.Random, form: ToolFormat) -> str:
-    pieces = (*PIECES, *[form.written([("f", '{"a": "}"}'), ("f", "{}")]), form.openings[0]] * 3)
+    pieces = (*PIECES, *[form.render_calls([("f", '{"a": "}"}'), ("f", "{}")]), form.openings[0]] * 3)
     return "".join(source.choice(pieces) for _ in range(source.randint(1, 25)))
 
 
-def whole(form: AnswerForm, pieces: list[str]) -> AnswerParts:
+def whole(form: AnswerSyntax, pieces: list[str]) -> AnswerParts:
     reader = AnswerReader(form)
-    found = joined([delta for piece in pieces for delta in reader.add(piece)] + reader.finish())
+    found = join_deltas([delta for piece in pieces for delta in reader.add(piece)] + reader.finish())
     for call in found.calls:
         call.id = ""
     return found
@@ -76,11 +76,11 @@ def test_any_cutting_gives_the_same_answer(name: str, thinks: bool) -> None:
     for seed in range(NUM_TEXTS):
         source = random.Random(f"{name} {seed}")
         text = random_text(source, FORMATS[name])
-        form = AnswerForm(
+        form = AnswerSyntax(
             THINK if thinks else None,
-            begins_inside=thinks and source.random() < 0.3,
-            tools=FORMATS[name],
-            names={"f"},
+            starts_in_reasoning=thinks and source.random() < 0.3,
+            tool_format=FORMATS[name],
+            tool_names={"f"},
             max_calls=source.choice([None, None, 1]),
         )
         expected = whole(form, [text])
@@ -95,13 +95,13 @@ def test_any_cutting_gives_the_same_answer(name: str, thinks: bool) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_content_is_part_of_the_text_and_all_of_it_if_there_are_no_calls(name: str) -> None:
-    form = AnswerForm(tools=FORMATS[name], names={"f"})
+    form = AnswerSyntax(tool_format=FORMATS[name], tool_names={"f"})
     for seed in range(NUM_TEXTS):
         text = random_text(random.Random(f"{name} {seed}"), FORMATS[name])
         reader = AnswerReader(form)
         deltas = reader.add(text) + reader.finish()
-        if not joined(deltas).calls:
-            assert joined(deltas).content == text, f"seed {seed}"
+        if not join_deltas(deltas).calls:
+            assert join_deltas(deltas).content == text, f"seed {seed}"
             continue
         place = 0
         for delta in deltas:
@@ -123,8 +123,10 @@ def test_content_and_calls_are_read_as_they_were_written(name: str) -> None:
             source.choice(["", "well ", "a <tool\n"]),
             source.choice(["", "\n", " that's all", "."]),
         )
-        if form.is_bare:
+        if form.has_unmarked_calls:
             before = ""
-        found = whole(AnswerForm(tools=form, names={"f", "g"}), [before + form.written(calls) + after])
+        found = whole(
+            AnswerSyntax(tool_format=form, tool_names={"f", "g"}), [before + form.render_calls(calls) + after]
+        )
         assert [(call.name, call.arguments) for call in found.calls] == calls, f"seed {seed}"
         assert found.content.split() == (before + after).split(), f"seed {seed}"

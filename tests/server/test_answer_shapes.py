@@ -26,7 +26,7 @@ from weft.server.http.byte_budget import ByteBudget, Share, too_much_answer
 from weft.server.stream.choices import Choice, Choices
 from weft.server.stream.loop_turns import LoopTurns
 from weft.server.stream.whole_answer import WholeAnswer
-from weft.text.answer_reader import AnswerForm, AnswerReader
+from weft.text.answer_reader import AnswerReader, AnswerSyntax
 from weft.text.answer_text import AnswerText
 from weft.text.reasoning import ReasoningMarkers
 from weft.text.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ from weft.text.tool_formats import HERMES, ToolFormat
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 THINK = ReasoningMarkers("<think>", "</think>")
-TOOLS = AnswerForm(tools=HERMES)
+TOOLS = AnswerSyntax(tool_format=HERMES)
 
 
 def answered(
@@ -64,7 +64,7 @@ class Said:
         self,
         text: str,
         tokenizer: Tokenizer,
-        form: AnswerForm,
+        form: AnswerSyntax,
         *,
         step: int = 1,
         reason: FinishReason = FinishReason.END_OF_SEQUENCE,
@@ -72,7 +72,9 @@ class Said:
     ) -> None:
         answer, outputs = answered(text, tokenizer, reason)
         params = SamplingParams(logprobs=0)
-        said = AnswerText(tokenizer, params, shown=form.shown_ids(tokenizer), keeps_text=False)
+        said = AnswerText(
+            tokenizer, params, visible_control_ids=form.visible_control_ids(tokenizer), keeps_text=False
+        )
         self.choice = Choice(0, answer, said, AnswerReader(form))
         self.shape = Shape("chat", "m", tokenizer, has_parts=True, **shape)
         events = [self.shape.opening(0)]
@@ -148,7 +150,7 @@ def test_content_before_a_call_is_kept(default_tokenizer: Tokenizer) -> None:
 
 
 def test_a_call_of_a_named_tool_ends_as_a_stop(default_tokenizer: Tokenizer) -> None:
-    said = Said(CALL, default_tokenizer, AnswerForm(tools=HERMES, max_calls=1), is_named_call=True)
+    said = Said(CALL, default_tokenizer, AnswerSyntax(tool_format=HERMES, max_calls=1), is_named_call=True)
     said.check_same()
     assert said.whole.message.tool_calls and said.whole.finish_reason == "stop"
 
@@ -170,7 +172,7 @@ def test_30_a_call_that_is_cut_keeps_its_text_and_ends_by_length(
 
 
 def test_where_calls_may_not_be_parallel_the_answer_ends_with_the_first(default_tokenizer: Tokenizer) -> None:
-    said = Said(f"{CALL}\n{OTHER}", default_tokenizer, AnswerForm(tools=HERMES, max_calls=1))
+    said = Said(f"{CALL}\n{OTHER}", default_tokenizer, AnswerSyntax(tool_format=HERMES, max_calls=1))
     said.check_same()
     assert len(said.whole.message.tool_calls or ()) == 1 and said.whole.finish_reason == "tool_calls"
     assert said.choice.result is not None
@@ -178,7 +180,7 @@ def test_where_calls_may_not_be_parallel_the_answer_ends_with_the_first(default_
 
 
 def test_thoughts_are_told_apart_and_counted(default_tokenizer: Tokenizer) -> None:
-    form = AnswerForm(THINK, begins_inside=True, tools=HERMES)
+    form = AnswerSyntax(THINK, starts_in_reasoning=True, tool_format=HERMES)
     said = Said(f"The user asks.\n</think>\n\n{CALL}", default_tokenizer, form)
     said.check_same()
     message: Any = said.whole.message
@@ -190,7 +192,7 @@ def test_thoughts_are_told_apart_and_counted(default_tokenizer: Tokenizer) -> No
 
 
 def test_logprobs_are_those_of_all_tokens_whatever_they_are_part_of(default_tokenizer: Tokenizer) -> None:
-    form = AnswerForm(THINK, tools=HERMES)
+    form = AnswerSyntax(THINK, tool_format=HERMES)
     text = f"<think>hm</think>{CALL}"
     said = Said(text, default_tokenizer, form, wants_logprobs=True)
     whole: Any = said.whole.logprobs
@@ -206,7 +208,7 @@ def test_markers_that_are_control_tokens_reach_the_parser_and_others_stay_out(
     control = ToolFormat(
         "test", ("<file_sep>",), before_name="<file_sep>", before_arguments="[ARGS]", has_named_calls=True
     )
-    said = Said("Now<jupyter_code><file_sep>f[ARGS]{}", default_tokenizer, AnswerForm(tools=control))
+    said = Said("Now<jupyter_code><file_sep>f[ARGS]{}", default_tokenizer, AnswerSyntax(tool_format=control))
     said.check_same()
     call: Any = (said.whole.message.tool_calls or [None])[0]
     assert said.whole.message.content == "Now" and call.function.name == "f"

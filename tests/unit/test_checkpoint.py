@@ -1,4 +1,4 @@
-"""A model opened whatever its files: what is taken from them, and what is refused and why."""
+"""Opening GGUF files and Hugging Face folders as a `Checkpoint`: the values read, and the errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL_GGUF = gguf(VOCABULARY, TENSORS, DATA)
 
 
 def folder(directory: Path, **files: Any) -> Path:
-    """FOLDER with `files` besides; a double underscore in a name stands for the dot."""
+    """Writes FOLDER and `files`. A double underscore in a keyword stands for the dot of the file name."""
     named = {name.replace("__", "."): content for name, content in files.items()}
     return write_folder(directory / "m", {**FOLDER, **named})
 
@@ -42,10 +42,10 @@ def config(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in {**CONFIG, **changes}.items() if value != "absent"}
 
 
-# --- what is read -----------------------------------------------------------------------------------------------------
+# --- valid checkpoints ------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_gives_config_tensors_and_end(tmp_path: Path) -> None:
+def test_a_folder_gives_config_tensors_and_end_tokens(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(folder(tmp_path))
     assert checkpoint.path == tmp_path / "m"
     assert checkpoint.layout == "huggingface"
@@ -57,7 +57,7 @@ def test_a_folder_gives_config_tensors_and_end(tmp_path: Path) -> None:
     assert (checkpoint.parameter_count, checkpoint.stored_as) == (14, "safetensors F32")
 
 
-def test_shards_are_read_by_their_index_and_a_whole_file_comes_first(tmp_path: Path) -> None:
+def test_shards_are_read_by_their_index_and_a_single_file_wins_over_the_index(tmp_path: Path) -> None:
     shard = "model-00001-of-00001.safetensors"
     index = {"weight_map": dict.fromkeys(("matrix", "half", "brain"), shard)}
     files = {"config.json": CONFIG, "model.safetensors.index.json": index, shard: GOOD_SAFETENSORS}
@@ -67,7 +67,7 @@ def test_shards_are_read_by_their_index_and_a_whole_file_comes_first(tmp_path: P
     assert open_checkpoint(path).tensors["matrix"].file.path.name == "model.safetensors"
 
 
-def test_a_gguf_file_gives_metadata_tensors_and_end(tmp_path: Path) -> None:
+def test_a_gguf_file_gives_metadata_tensors_and_end_tokens(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(MODEL_GGUF)
     checkpoint = open_checkpoint(path)
@@ -77,7 +77,7 @@ def test_a_gguf_file_gives_metadata_tensors_and_end(tmp_path: Path) -> None:
     assert (checkpoint.parameter_count, checkpoint.stored_as) == (40, "GGUF Q8_0")
 
 
-def test_a_folder_with_one_gguf_model_is_that_model(tmp_path: Path) -> None:
+def test_a_folder_with_one_gguf_model_opens_that_model(tmp_path: Path) -> None:
     path = write_folder(
         tmp_path / "m", {"README.md": b"hello", "model.gguf": MODEL_GGUF, "config.json": CONFIG}
     )
@@ -89,7 +89,7 @@ def test_a_folder_with_one_gguf_model_is_that_model(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
-def test_a_folder_with_the_parts_of_one_gguf_model_is_that_model(tmp_path: Path) -> None:
+def test_a_folder_with_the_files_of_one_split_gguf_model_opens_that_model(tmp_path: Path) -> None:
     def part(number: int, pairs: list[bytes]) -> bytes:
         split = {"split.no": number, "split.count": 2}
         numbers = [pair(key, U32, struct.pack("<I", value)) for key, value in split.items()]
@@ -163,7 +163,7 @@ def test_an_end_token_the_tokenizer_does_not_have_is_refused(
         open_checkpoint(folder(tmp_path, config__json=config(eos_token_id=None), **files))
 
 
-# --- what the makers suggest for sampling -----------------------------------------------------------------------------
+# --- default sampling parameters --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_an_end_token_the_tokenizer_does_not_have_is_refused(
         ({"max_new_tokens": 7, "max_length": 9, "bos_token_id": 1, "transformers_version": "5.0"}, {}),
     ],
 )
-def test_sampling_defaults_are_what_the_file_says_and_no_more(
+def test_sampling_defaults_are_exactly_the_values_in_the_file(
     tmp_path: Path, generation: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     found = open_checkpoint(folder(tmp_path, generation_config__json=generation)).generation
@@ -220,7 +220,7 @@ def write_gguf(directory: Path, *pairs: bytes) -> Path:
     return path
 
 
-def test_sampling_defaults_of_a_gguf_file_are_the_numbers_that_were_meant(tmp_path: Path) -> None:
+def test_sampling_defaults_of_a_gguf_file_are_the_shortest_decimals_of_their_float32(tmp_path: Path) -> None:
     path = write_gguf(
         tmp_path,
         pair("general.sampling.temp", FLOAT, struct.pack("<f", 0.7)),
@@ -240,7 +240,7 @@ def test_a_sampling_default_of_a_gguf_file_out_of_range_is_refused(tmp_path: Pat
         open_checkpoint(path)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refused checkpoints ----------------------------------------------------------------------------------------------
 
 PICKLES = [
     "pytorch_model.bin",
@@ -261,13 +261,15 @@ def test_pickle_weights_are_refused_unread(tmp_path: Path, name: str) -> None:
             open_checkpoint(target)
 
 
-def test_pickle_weights_beside_safetensors_do_no_harm(tmp_path: Path) -> None:
+def test_pickle_weights_next_to_safetensors_are_ignored(tmp_path: Path) -> None:
     assert open_checkpoint(folder(tmp_path, pytorch_model__bin=b"\x80\x04")).layout == "huggingface"
 
 
 def test_a_tokenizer_that_is_code_is_refused_and_one_with_a_tokenizer_json_is_not(tmp_path: Path) -> None:
     remote = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
-    with pytest.raises(ModelFileError, match=r"tokenizer_config.json: auto_map: the tokenizer needs code"):
+    with pytest.raises(
+        ModelFileError, match=r"tokenizer_config.json: auto_map: the tokenizer is custom Python code"
+    ):
         open_checkpoint(folder(tmp_path, tokenizer_config__json=remote))
     both = folder(
         tmp_path, tokenizer_config__json=remote, tokenizer__json=TOKENIZER, config__json=config(**remote)
@@ -300,13 +302,13 @@ BAD_FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_FOLDERS)
-def test_a_folder_that_is_no_model_is_refused_saying_what_is_wrong(tmp_path: Path, case: str) -> None:
+def test_a_folder_without_a_valid_model_is_refused_with_the_reason(tmp_path: Path, case: str) -> None:
     files, message = BAD_FOLDERS[case]
     with pytest.raises(ModelFileError, match=message):
         open_checkpoint(write_folder(tmp_path / "m", files))
 
 
-def test_a_json_file_of_absurd_size_is_refused_unread(tmp_path: Path) -> None:
+def test_a_json_file_over_the_size_limit_is_refused_unread(tmp_path: Path) -> None:
     path = folder(tmp_path)
     os.truncate(path / "config.json", 1 << 40)
     with pytest.raises(ModelFileError, match=r"config.json: the file has 1099511627776 bytes, the limit"):
@@ -314,7 +316,7 @@ def test_a_json_file_of_absurd_size_is_refused_unread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json"])
-def test_a_broken_link_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+def test_the_error_names_a_broken_link(tmp_path: Path, name: str) -> None:
     path = folder(tmp_path)
     (path / name).unlink(missing_ok=True)
     (path / name).symlink_to("../../blobs/gone")
@@ -325,14 +327,14 @@ def test_a_broken_link_is_refused_by_its_name(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_the_error_names_a_file_without_read_permission(tmp_path: Path) -> None:
     path = folder(tmp_path)
     (path / "config.json").chmod(0)
     with pytest.raises(ModelFileError, match=r"config.json: cannot be opened: Permission denied"):
         open_checkpoint(path)
 
 
-def test_weights_alone_and_nothing_at_all_are_refused(tmp_path: Path) -> None:
+def test_a_weights_file_and_a_missing_path_are_refused(tmp_path: Path) -> None:
     path = folder(tmp_path)
     with pytest.raises(ModelFileError, match=r"pass the folder that also holds config.json"):
         open_checkpoint(path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The tensor formats: every number as the reference package decodes it, bit for bit, and wherever it is wanted."""
+"""The tensor formats: decoding gives the bits of the reference package, for arrays of any stride and width."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.loading.tensor import StoredTensor
 
 NAMES = {entry.name: kind for kind, entry in GGUF_FORMATS.items()}
 
-# Where the float16 scales of a block are. Everything else in a block may be any byte.
+# Offsets of the float16 scales in a block. All other bytes of a block may have any value.
 SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
@@ -28,7 +28,7 @@ SCALES = {
 
 
 def random_blocks(tensor_format: TensorFormat, count: int, seed: int) -> np.ndarray:
-    """Blocks of random bytes with finite scales, of all sizes and both signs."""
+    """Blocks of random bytes, with finite scales of many magnitudes and both signs."""
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (count, tensor_format.block_bytes), np.uint8)
     for column in SCALES.get(tensor_format.name, ()):
@@ -49,7 +49,7 @@ def assert_same_bits(ours: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", SCALES)
-def test_any_block_decodes_as_the_reference_package_decodes_it(name: str) -> None:
+def test_any_block_decodes_as_in_the_reference_package(name: str) -> None:
     tensor_format = GGUF_FORMATS[NAMES[name]]
     blocks = random_blocks(tensor_format, 600, NAMES[name])
     expected = dequantize(blocks, GGMLQuantizationType[name])
@@ -57,17 +57,17 @@ def test_any_block_decodes_as_the_reference_package_decodes_it(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_what_the_reference_package_quantised_decodes_as_it_does_there(name: str) -> None:
+def test_values_quantised_by_the_reference_package_decode_as_they_do_there(name: str) -> None:
     values = np.random.default_rng(1).normal(size=(7, 96)).astype(np.float32)
     raw = quantize(values, GGMLQuantizationType[name])
     expected = dequantize(raw, GGMLQuantizationType[name])
-    # The package returns F32 itself as it is, the others as new arrays.
+    # For F32, the package returns its argument; for the other formats, a new array.
     raw = np.ascontiguousarray(raw).view(np.uint8)
     assert_same_bits(decoded(raw, GGUF_FORMATS[NAMES[name]], values.shape), expected)
     assert np.abs(expected - values).max() < 0.3
 
 
-def test_every_bfloat16_becomes_the_float32_with_its_bits() -> None:
+def test_every_bfloat16_becomes_the_float32_with_the_same_upper_bits() -> None:
     torch = pytest.importorskip("torch")
     every = np.arange(1 << 16, dtype="<u2")
     expected = torch.from_numpy(every.view(np.int16)).view(torch.bfloat16).float().numpy()
@@ -78,7 +78,7 @@ def test_every_bfloat16_becomes_the_float32_with_its_bits() -> None:
 
 
 def test_q8_k_is_a_float_times_signed_bytes() -> None:
-    # The reference package has no decoder for it; this is its definition, one value at a time.
+    # The reference package has no decoder for Q8_K, so the test computes each value from the definition.
     random = np.random.default_rng(15)
     scales = random.normal(size=5).astype("<f4")
     codes = random.integers(-128, 128, (5, 256)).astype(np.int8)
@@ -88,7 +88,7 @@ def test_q8_k_is_a_float_times_signed_bytes() -> None:
     assert_same_bits(decoded(blocks, GGUF_FORMATS[NAMES["Q8_K"]], (5, 256)), np.array(expected, np.float32))
 
 
-def test_float64_keeps_its_digits_where_there_is_room() -> None:
+def test_float64_keeps_its_precision_in_a_float64_array() -> None:
     values = np.random.default_rng(28).normal(size=(3, 5))
     wide, narrow = np.empty((3, 5)), np.empty((3, 5), np.float32)
     for out in (wide, narrow):
@@ -97,7 +97,7 @@ def test_float64_keeps_its_digits_where_there_is_room() -> None:
     np.testing.assert_array_equal(narrow, values.astype(np.float32))
 
 
-def test_the_sizes_are_those_of_the_reference_package() -> None:
+def test_block_sizes_are_those_of_the_reference_package() -> None:
     from gguf.constants import GGML_QUANT_SIZES
 
     ours = {kind: (entry.block_values, entry.block_bytes) for kind, entry in GGUF_FORMATS.items()}
@@ -112,7 +112,7 @@ SHAPES = [(512,), (6, 256), (3, 2, 256), (2, 2, 2, 512), (1, 4096)]
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["F32", "BF16", "Q8_0", "Q4_K"])
-def test_pieces_give_the_same_numbers_as_the_whole(
+def test_decoding_in_pieces_gives_the_values_of_decoding_at_once(
     monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, ...]
 ) -> None:
     tensor_format = GGUF_FORMATS[NAMES[name]]
@@ -129,7 +129,7 @@ def test_pieces_give_the_same_numbers_as_the_whole(
     assert len(done) >= count // 512
 
 
-def test_values_go_into_arrays_of_any_stride_and_width(tmp_path: Path) -> None:
+def test_values_are_decoded_into_arrays_of_any_stride_and_width(tmp_path: Path) -> None:
     tensor_format = GGUF_FORMATS[NAMES["Q8_0"]]
     raw = random_blocks(tensor_format, 12, 5)
     weight = stored(tmp_path, raw, [64, 6], "Q8_0")
@@ -148,7 +148,7 @@ def test_values_go_into_arrays_of_any_stride_and_width(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "Q4_1", "Q6_K"])
-def test_rows_are_those_of_the_whole_matrix(tmp_path: Path, name: str) -> None:
+def test_decoded_rows_equal_the_rows_of_the_decoded_matrix(tmp_path: Path, name: str) -> None:
     tensor_format = GGUF_FORMATS[NAMES[name]]
     raw = random_blocks(tensor_format, 9 * 512 // tensor_format.block_values, 6)
     weight = stored(tmp_path, raw, [512, 9], name)
@@ -157,7 +157,7 @@ def test_rows_are_those_of_the_whole_matrix(tmp_path: Path, name: str) -> None:
     assert weight.rows(np.array([], np.int64)).shape == (0, 512)
 
 
-def test_an_infinite_scale_costs_no_warning() -> None:
+def test_an_infinite_scale_causes_no_numpy_warning() -> None:
     tensor_format = GGUF_FORMATS[NAMES["Q4_K"]]
     blocks = np.zeros((1, tensor_format.block_bytes), np.uint8)
     blocks[0, 0:2] = np.array([np.inf], "<f2").view(np.uint8)

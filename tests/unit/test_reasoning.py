@@ -1,30 +1,30 @@
-"""Thoughts before an answer: split off where the model's template knows them, and nowhere else."""
+"""Reasoning: it is split from the content, and its markers are detected in the model's template."""
 
 from __future__ import annotations
 
 import pytest
 
-from weft.text.answer_parts import joined
-from weft.text.answer_reader import AnswerForm, AnswerReader
-from weft.text.reasoning import ReasoningMarkers, markers_in
+from weft.text.answer_parts import join_deltas
+from weft.text.answer_reader import AnswerReader, AnswerSyntax
+from weft.text.reasoning import ReasoningMarkers, detect_markers
 from weft.text.tool_formats import HERMES
 
 THINK = ReasoningMarkers("<think>", "</think>")
 
 
-def read(text: str, *, begins_inside: bool = False) -> tuple[str, str]:
-    reader = AnswerReader(AnswerForm(THINK, begins_inside=begins_inside))
-    found = joined(reader.add(text) + reader.finish())
+def read(text: str, *, starts_in_reasoning: bool = False) -> tuple[str, str]:
+    reader = AnswerReader(AnswerSyntax(THINK, starts_in_reasoning=starts_in_reasoning))
+    found = join_deltas(reader.add(text) + reader.finish())
     return found.reasoning, found.content
 
 
 @pytest.mark.parametrize(
-    ("text", "begins_inside", "reasoning", "content"),
+    ("text", "starts_in_reasoning", "reasoning", "content"),
     [
         ("<think>\nhm\n</think>\n\nYes.\n", False, "hm", "Yes.\n"),
         ("\n<think>hm</think>Yes.", False, "hm", "Yes."),
         ("hm\n</think>\n\nYes.", True, "hm", "Yes."),
-        ("<think>hm</think>Yes.", True, "hm", "Yes."),  # some repeat what their template wrote
+        ("<think>hm</think>Yes.", True, "hm", "Yes."),  # some models repeat the marker of the prompt
         ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
         ("Yes.", False, "", "Yes."),
         ("  Yes, <think> is a marker</think>", False, "", "  Yes, <think> is a marker</think>"),
@@ -34,30 +34,30 @@ def read(text: str, *, begins_inside: bool = False) -> tuple[str, str]:
         ("<thin", False, "", "<thin"),
     ],
 )
-def test_thoughts_come_first_and_are_split_off(
-    text: str, begins_inside: bool, reasoning: str, content: str
+def test_reasoning_at_the_start_is_split_from_the_content(
+    text: str, starts_in_reasoning: bool, reasoning: str, content: str
 ) -> None:
-    assert read(text, begins_inside=begins_inside) == (reasoning, content)
+    assert read(text, starts_in_reasoning=starts_in_reasoning) == (reasoning, content)
 
 
-def test_thoughts_are_told_as_they_come() -> None:
-    reader = AnswerReader(AnswerForm(THINK))
-    told = [
-        joined(reader.add(piece)).reasoning
+def test_reasoning_is_streamed() -> None:
+    reader = AnswerReader(AnswerSyntax(THINK))
+    reported = [
+        join_deltas(reader.add(piece)).reasoning
         for piece in ("<thi", "nk>", "\nI ", "see", " </", "think>", "Yes")
     ]
-    assert told == ["", "", "I", " see", "", "", ""]
-    assert not reader.is_thinking
+    assert reported == ["", "", "I", " see", "", "", ""]
+    assert not reader.is_in_reasoning
 
 
-def test_a_call_in_the_thoughts_is_none_and_one_behind_them_is() -> None:
-    reader = AnswerReader(AnswerForm(THINK, tools=HERMES))
+def test_a_call_counts_after_the_reasoning_but_not_inside_it() -> None:
+    reader = AnswerReader(AnswerSyntax(THINK, tool_format=HERMES))
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    found = joined(reader.add(f"<think>maybe {call}</think>\n{call}") + reader.finish())
+    found = join_deltas(reader.add(f"<think>maybe {call}</think>\n{call}") + reader.finish())
     assert found.reasoning == f"maybe {call}" and found.content == "" and len(found.calls) == 1
 
 
-def test_the_markers_are_those_that_the_template_knows() -> None:
-    assert markers_in(["{{ content.split('</think>')[-1] }}"]) == THINK
-    assert markers_in(["", "[THINK]{{ x }}[/THINK]"]) == ReasoningMarkers("[THINK]", "[/THINK]")
-    assert markers_in(["{{ messages }}"]) is None
+def test_the_markers_are_detected_in_the_template() -> None:
+    assert detect_markers(["{{ content.split('</think>')[-1] }}"]) == THINK
+    assert detect_markers(["", "[THINK]{{ x }}[/THINK]"]) == ReasoningMarkers("[THINK]", "[/THINK]")
+    assert detect_markers(["{{ messages }}"]) is None

@@ -1,4 +1,4 @@
-"""From a model file's description to a configuration: both layouts, old spellings, and files that are wrong."""
+"""Building a `ModelConfig` from the metadata of both layouts: older keys, rope scaling, windows, invalid values."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def from_json(max_context: int | None = None, **changes: Any) -> ModelConfig:
 
 
 def from_gguf(tensors: dict[str, ArraySource] | None = None, **changes: Any) -> ModelConfig:
-    """Changes name keys with two underscores for a dot; the architecture's name comes before those without one."""
+    """LLAMA_GGUF with changed keys. A keyword has two underscores for each dot, and omits the prefix "llama."."""
     named = {f"llama.{key.replace('__', '.')}": value for key, value in changes.items()}
     return build_config("gguf", {**LLAMA_GGUF, **named}, {"output.weight": source(50, 32), **(tensors or {})})
 
@@ -91,7 +91,7 @@ def build(tensors: dict[str, ArraySource], **changes: Any) -> Any:
     return build_decoder("huggingface", {**LLAMA_JSON, **changes}, tensors, ReferenceOps())
 
 
-# --- which architecture -----------------------------------------------------------------------------------------
+# --- finding the architecture -----------------------------------------------------------------------------------
 
 
 def test_both_layouts_describe_the_same_model() -> None:
@@ -116,7 +116,7 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(
     layout: Any, metadata: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(
-        ModelFileError, match=f"{field} is not supported; weft runs .*(llama|Llama).*(qwen2|Qwen2)"
+        ModelFileError, match=f"{field} is not supported; weft supports .*(llama|Llama).*(qwen2|Qwen2)"
     ):
         build_config(layout, metadata, {})
 
@@ -124,13 +124,13 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(
 AUTO_MAP = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}
 
 
-def test_an_architecture_that_needs_code_of_its_own_is_refused() -> None:
+def test_an_architecture_that_needs_its_own_code_is_refused() -> None:
     own = {"architectures": ["OwnForCausalLM"], "auto_map": AUTO_MAP}
     with pytest.raises(ModelFileError, match=r"'OwnForCausalLM' is not supported; .*never runs code"):
         find_architecture("huggingface", own)
 
 
-def test_code_beside_an_architecture_weft_has_itself_is_not_needed() -> None:
+def test_code_in_the_folder_of_a_supported_architecture_is_ignored() -> None:
     phi = {"architectures": ["Phi3ForCausalLM"], "auto_map": AUTO_MAP}
     assert find_architecture("huggingface", phi).model_type == "phi3"
 
@@ -147,7 +147,7 @@ def test_every_architecture_is_found_by_each_of_its_names() -> None:
 # --- tensors ----------------------------------------------------------------------------------------------------
 
 
-def test_tensor_names_of_a_file_become_the_decoders_names() -> None:
+def test_tensor_names_of_a_file_are_mapped_to_the_decoders_names() -> None:
     assert decoder_name("gguf", "token_embd.weight") == "embedding"
     assert decoder_name("gguf", "blk.17.attn_q.weight") == "layers.17.wq"
     assert decoder_name("gguf", "blk.0.attn_q.bias") == "layers.0.wq.bias"
@@ -162,7 +162,7 @@ def test_tensor_names_of_a_file_become_the_decoders_names() -> None:
     assert decoder_name("huggingface", name, renamed) == "layers.3.attention_post_norm"
 
 
-def test_the_decoders_names_are_spelled_as_the_file_does() -> None:
+def test_the_decoders_names_are_mapped_back_to_the_names_of_the_file() -> None:
     renamed = {"post_attention_layernorm": "attention_post_norm"}
     for name in (
         "lm_head.weight",
@@ -172,24 +172,24 @@ def test_the_decoders_names_are_spelled_as_the_file_does() -> None:
     ):
         assert file_name("huggingface", decoder_name("huggingface", name, renamed) or "", renamed) == name
     assert file_name("gguf", "layers.3.w_gate_up", {"ffn_up": "w_gate_up"}) == "blk.3.ffn_up.weight"
-    assert file_name("huggingface", "somebody.else", {}) == "somebody.else"
+    assert file_name("huggingface", "unknown.name", {}) == "unknown.name"
 
 
-def test_what_the_weights_hold_is_counted() -> None:
+def test_the_bytes_of_the_weights_are_counted() -> None:
     layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32
     decoder = build(llama_tensors())
     assert decoder.weight_bytes == 4 * (2 * layer + 32 + 2 * 50 * 32)
     assert decoder.config.multiplications_per_token == 2 * (layer - 2 * 32)
 
 
-def test_an_output_matrix_that_is_in_the_file_is_used_whatever_the_file_says() -> None:
+def test_an_lm_head_in_the_file_is_used_even_if_the_metadata_says_tied() -> None:
     tensors = {**llama_tensors(), "lm_head.weight": ArraySource(np.full((50, 32), 2.0, np.float32))}
     for tied in (True, False):
         logits = build(tensors, tie_word_embeddings=tied).logits(np.ones((1, 32), np.float32))
         np.testing.assert_array_equal(logits, np.full((1, 50), 64.0))
 
 
-def test_a_model_shares_its_embedding_only_where_its_file_says_so() -> None:
+def test_the_embedding_is_tied_only_if_the_metadata_says_so_or_gguf_has_no_lm_head() -> None:
     tensors = llama_tensors()
     whole = build(tensors).weight_bytes
     del tensors["lm_head.weight"]
@@ -197,10 +197,10 @@ def test_a_model_shares_its_embedding_only_where_its_file_says_so() -> None:
     with pytest.raises(ModelFileError, match=r"^lm_head.weight: the tensor is missing from the file"):
         build(tensors)
     assert not from_gguf().tied_embedding
-    assert build_config("gguf", LLAMA_GGUF, {}).tied_embedding  # it has no other way to say so
+    assert build_config("gguf", LLAMA_GGUF, {}).tied_embedding
 
 
-def test_frequencies_that_old_checkpoints_store_do_no_harm() -> None:
+def test_rope_frequencies_stored_in_old_checkpoints_are_ignored() -> None:
     tensors = llama_tensors()
     tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = source(4)
     build(tensors)
@@ -215,17 +215,17 @@ def test_frequencies_that_old_checkpoints_store_do_no_harm() -> None:
         "surprise",
     ],
 )
-def test_a_tensor_without_a_use_is_refused_by_name(name: str) -> None:
+def test_the_error_names_an_unused_tensor(name: str) -> None:
     tensors = {**llama_tensors(), name: source(32)}
-    with pytest.raises(ModelFileError, match=f"{name}: this decoder has no use for the tensor"):
+    with pytest.raises(ModelFileError, match=f"{name}: weft does not use this tensor"):
         build(tensors, attention_bias=False)
 
 
-def test_a_missing_tensor_and_one_of_another_shape_are_refused_by_name() -> None:
+def test_the_error_names_a_missing_tensor_and_one_of_another_shape() -> None:
     tensors = llama_tensors()
     tensors["model.layers.1.mlp.up_proj.weight"] = source(40, 32)
     with pytest.raises(
-        ModelFileError, match=r"^model.layers.1.mlp.up_proj.weight: has shape \(40, 32\).*asks for \(48, 32\)"
+        ModelFileError, match=r"^model.layers.1.mlp.up_proj.weight: has shape \(40, 32\).*requires \(48, 32\)"
     ):
         build(tensors)
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -233,7 +233,7 @@ def test_a_missing_tensor_and_one_of_another_shape_are_refused_by_name() -> None
         build(tensors)
 
 
-def test_biases_that_the_first_layer_has_are_asked_of_all() -> None:
+def test_biases_of_the_first_layer_are_required_in_all_layers() -> None:
     tensors = llama_tensors()
     tensors["model.layers.0.self_attn.q_proj.bias"] = source(32)
     with pytest.raises(ModelFileError, match=r"^model.layers.0.self_attn.k_proj.bias: the tensor is missing"):
@@ -262,14 +262,14 @@ LONGROPE = {
         ("default", {}),
     ],
 )
-def test_the_older_spellings_of_scaling_mean_the_same(kind: str, options: dict[str, Any]) -> None:
+def test_the_older_keys_of_rope_scaling_mean_the_same(kind: str, options: dict[str, Any]) -> None:
     new = from_json(rope_theta=None, rope_parameters={"rope_type": kind, "rope_theta": 500.0, **options})
     assert from_json(rope_scaling={"rope_type": kind, **options}) == new
     assert from_json(rope_scaling={"type": kind, **options}) == new
     assert from_json(rope_parameters={"rope_type": kind, **options}) == new
 
 
-def test_longrope_takes_the_factors_for_the_context_it_is_run_with() -> None:
+def test_longrope_uses_the_factors_for_the_configured_context() -> None:
     def frequencies(max_context: int | None) -> tuple[float, ...]:
         config = from_json(max_context, rope_scaling={"type": "longrope", **LONGROPE})
         return config.patterns[0].rope.frequencies
@@ -280,7 +280,7 @@ def test_longrope_takes_the_factors_for_the_context_it_is_run_with() -> None:
     assert frequencies(64) == pytest.approx([frequency / (1 + pair) for pair, frequency in enumerate(plain)])
     scale = from_json(64, rope_scaling={"type": "longrope", **LONGROPE}).patterns[0].rope.scale
     assert scale == pytest.approx(math.sqrt(1 + math.log(2) / math.log(64))), (
-        "the file's own context counts here"
+        "the attention factor depends on the file's context, not on the configured one"
     )
 
 
@@ -291,11 +291,13 @@ def test_factors_in_a_gguf_file_divide_the_frequencies() -> None:
         f / factor for f, factor in zip(plain.patterns[0].rope.frequencies, (1, 2, 4, 8), strict=True)
     ]
     assert config.patterns[0].rope.frequencies == pytest.approx(expected)
-    with pytest.raises(ModelFileError, match=r"rope_freqs.weight: has shape \(3,\), where 4 values"):
+    with pytest.raises(ModelFileError, match=r"rope_freqs.weight: has shape \(3,\), expected \(4,\)"):
         from_gguf({"rope_freqs.weight": source(3)})
     with pytest.raises(ModelFileError, match=r"rope_freqs.weight: 0.0 is not a number from"):
         from_gguf({"rope_freqs.weight": ArraySource(np.zeros(4, np.float32))})
-    with pytest.raises(ModelFileError, match=r"llama.rope.scaling.type: yarn beside the factors"):
+    with pytest.raises(
+        ModelFileError, match=r"llama.rope.scaling.type: yarn together with rope_freqs.weight"
+    ):
         from_gguf({"rope_freqs.weight": factors}, rope__scaling__type="yarn", rope__scaling__factor=2.0)
 
 
@@ -309,12 +311,14 @@ def test_longrope_in_gguf_needs_both_sets_of_factors() -> None:
         from_gguf({"rope_factors_long.weight": long}, **original)
     with pytest.raises(ModelFileError, match=r"rope_factors_short.weight: the tensor is missing"):
         from_gguf(rope__scaling__type="longrope", **original)
-    with pytest.raises(ModelFileError, match=r"llama.rope.scaling.type: llama3 is not a word of GGUF"):
+    with pytest.raises(
+        ModelFileError, match=r"llama.rope.scaling.type: llama3 is not a scaling type of GGUF"
+    ):
         from_gguf(rope__scaling__type="llama3")
 
 
-def test_factors_of_another_layout_are_a_tensor_without_a_use() -> None:
-    with pytest.raises(ModelFileError, match=r"rope_freqs.weight: this decoder has no use"):
+def test_gguf_rope_factors_in_a_safetensors_file_are_an_unused_tensor() -> None:
+    with pytest.raises(ModelFileError, match=r"rope_freqs.weight: weft does not use this tensor"):
         build({**llama_tensors(), "rope_freqs.weight": source(4)})
 
 
@@ -325,7 +329,7 @@ def test_a_factor_without_a_type_is_linear_in_gguf() -> None:
     assert from_gguf(rope__scaling__type="none", rope__scaling__factor=4.0) == from_gguf()
 
 
-def test_yarn_in_gguf_takes_its_options() -> None:
+def test_yarn_in_gguf_reads_its_options() -> None:
     options: dict[str, Any] = {
         "rope__scaling__type": "yarn",
         "rope__scaling__factor": 4.0,
@@ -348,7 +352,7 @@ def test_yarn_in_gguf_takes_its_options() -> None:
         from_gguf(**options, rope__scaling__yarn_ext_factor=0.5)
 
 
-def test_the_older_spelling_of_gemma3s_two_ropes_means_the_same() -> None:
+def test_the_older_keys_of_gemma3s_two_ropes_mean_the_same() -> None:
     gemma = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 8, "sliding_window_pattern": 2}
     gemma["sliding_window"] = 16
     old = from_json(
@@ -366,7 +370,7 @@ def test_the_older_spelling_of_gemma3s_two_ropes_means_the_same() -> None:
     )
 
 
-def test_gemma2_has_caps_and_a_window_where_its_file_does_not_name_them() -> None:
+def test_gemma2_has_default_caps_and_a_default_window() -> None:
     config = from_json(8192, architectures=["Gemma2ForCausalLM"], max_position_embeddings=8192)
     assert (config.attention.score_cap, config.logit_cap, windows(config)) == (50.0, 30.0, [4096, None])
     null = from_json(
@@ -382,13 +386,13 @@ def windows(config: ModelConfig) -> list[int | None]:
     return [config.patterns[pattern].window for pattern in config.layer_patterns]
 
 
-def test_a_window_that_holds_the_whole_context_is_none() -> None:
+def test_a_window_as_large_as_the_context_is_dropped() -> None:
     assert windows(mistral(sliding_window=127)) == [127, 127]
     assert windows(mistral(sliding_window=128)) == [None, None]
     assert windows(mistral(64, sliding_window=64)) == [None, None]
 
 
-def test_llama_has_no_window_whatever_its_file_says() -> None:
+def test_llama_ignores_a_window_in_its_metadata() -> None:
     assert windows(from_json(sliding_window=16)) == [None, None]
 
 
@@ -396,7 +400,7 @@ def qwen2(**changes: Any) -> ModelConfig:
     return from_json(architectures=["Qwen2ForCausalLM"], sliding_window=16, **changes)
 
 
-def test_qwen2_uses_its_window_only_where_it_says_so() -> None:
+def test_qwen2_uses_its_window_only_with_use_sliding_window() -> None:
     assert windows(qwen2()) == windows(qwen2(use_sliding_window=False)) == [None, None]
     assert windows(qwen2(use_sliding_window=True, max_window_layers=1)) == [None, 16]
     types = ["sliding_attention", "full_attention"]
@@ -408,7 +412,7 @@ def test_qwen3_moe_uses_its_window_in_all_layers() -> None:
     assert windows(from_json(**moe, use_sliding_window=True)) == [16, 16]
 
 
-def test_gguf_lists_the_layers_with_a_window_or_every_how_many_have_none() -> None:
+def test_gguf_gives_the_layers_with_a_window_as_flags_or_as_a_period() -> None:
     pattern = np.array([False, True])
     assert windows(from_gguf(attention__sliding_window=16)) == [16, 16]
     config = from_gguf(attention__sliding_window=16, attention__sliding_window_pattern=pattern)
@@ -417,7 +421,7 @@ def test_gguf_lists_the_layers_with_a_window_or_every_how_many_have_none() -> No
     assert windows(config) == [16, None]
 
 
-# --- files that are wrong ---------------------------------------------------------------------------------------
+# --- invalid values ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -428,48 +432,48 @@ def test_gguf_lists_the_layers_with_a_window_or_every_how_many_have_none() -> No
         ({"hidden_size": 1 << 40}, "hidden_size: 1099511627776 is not a whole number"),
         ({"num_hidden_layers": 1_000_000}, "num_hidden_layers: 1000000 is not a whole number from 1 to 4096"),
         ({"num_attention_heads": 0}, "num_attention_heads: 0 is not"),
-        ({"num_attention_heads": 64}, "num_attention_heads: 64 heads for 32 features"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads: 4 heads cannot share 3 of keys and values evenly"),
+        ({"num_attention_heads": 64}, "64 heads need a hidden size of at least 64, found 32"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 4 heads are not a multiple of 3 KV heads"),
         (
             {"head_dim": 7},
-            "partial_rotary_factor: pairs of features turn, and of a head's 7 features 7 cannot",
+            "partial_rotary_factor: rope rotates 7 features, expected an even number from 2 to the head size 7",
         ),
-        ({"partial_rotary_factor": 2.0}, "partial_rotary_factor: .* of a head's 8 features 16 cannot"),
+        ({"partial_rotary_factor": 2.0}, "partial_rotary_factor: rope rotates 16 features, .* head size 8"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps: -1.0 is not a number from"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps: nan is not a number from"),
         ({"rms_norm_eps": 1e300}, "rms_norm_eps: 1e[+]300 is not a number from"),
-        ({"rope_theta": 1.0}, "rope_theta: 1.0 is no base"),
-        ({"hidden_act": "relu"}, "hidden_act: 'relu' is not supported; weft has silu"),
+        ({"rope_theta": 1.0}, "rope_theta: 1.0 is not a valid rope base"),
+        ({"hidden_act": "relu"}, "hidden_act: 'relu' is not supported; weft supports silu"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: 'yes' is neither true nor false"),
         ({"rope_scaling": 3}, "rope_scaling: 3 is not an object"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rope_scaling.type: dynamic scaling changes with",
+            "rope_scaling.type: dynamic scaling depends on",
         ),
         (
             {"rope_scaling": {"rope_type": "mrope"}},
-            "rope_scaling.rope_type: 'mrope' is not supported; weft scales",
+            "rope_scaling.rope_type: 'mrope' is not supported; weft supports default",
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: missing"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor: missing"),
         (
             {"rope_scaling": {"type": "longrope", **LONGROPE, "long_factor": [1.0] * 5}},
-            "rope_scaling.long_factor: 5 values, where a list of 4 numbers is needed",
+            "rope_scaling.long_factor: 5 values, expected a list of 4 numbers",
         ),
         (
             {"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}},
             "low_freq_factor: 4.0 must be less than high_freq_factor, 4.0",
         ),
-        ({**MISTRAL, "layer_types": ["full_attention"]}, "layer_types: not a list of 2 names"),
+        ({**MISTRAL, "layer_types": ["full_attention"]}, "layer_types: is not a list of 2 names"),
         ({**MISTRAL, "layer_types": ["full_attention", "odd"]}, "layer_types: 'odd' is neither"),
         (
             {**MISTRAL, "sliding_window": None, "layer_types": ["sliding_attention"] * 2},
-            "sliding_window: missing from the file, but some of",
+            "sliding_window: missing from the file, but its layer_types contain",
         ),
-        ({"num_local_experts": 8}, "num_local_experts: llama with experts is not supported"),
+        ({"num_local_experts": 8}, "num_local_experts: weft does not support llama with experts"),
     ],
 )
-def test_a_wrong_field_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_the_error_names_an_invalid_field(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelFileError, match=message):
         from_json(**changes)
 
@@ -484,11 +488,13 @@ def test_a_wrong_field_is_refused_by_name(changes: dict[str, Any], message: str)
         ({"mlp_only_layers": [0]}, r"mlp_only_layers: \[0\]: layers without experts are not supported"),
         (
             {"hidden_act": "gelu_pytorch_tanh"},
-            "hidden_act: 'gelu_pytorch_tanh' is not supported in experts, only silu",
+            "hidden_act: 'gelu_pytorch_tanh' is not supported in experts; weft supports silu",
         ),
     ],
 )
-def test_a_mixture_that_cannot_be_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_the_error_names_an_invalid_field_of_a_mixture_of_experts(
+    changes: dict[str, Any], message: str
+) -> None:
     moe = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
     config = from_json(**moe, moe_intermediate_size=10)
     assert config.multiplications_per_token == 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 2 * 10)
@@ -519,8 +525,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("architecture", [entry.class_name for entry in ARCHITECTURES])
-def test_no_value_of_a_field_breaks_anything_but_the_file(architecture: str) -> None:
-    """Whatever stands in one place of the description: a configuration, or an error that the user can read."""
+def test_any_value_of_a_field_gives_a_configuration_or_a_model_file_error(architecture: str) -> None:
     scaling = {"rope_type": "yarn", **LLAMA3, **LONGROPE, "beta_fast": 32.0, "beta_slow": 1.0}
     base = {**LLAMA_JSON, "architectures": [architecture], "use_sliding_window": True, "head_dim": 8}
     if architecture != "Olmo2ForCausalLM":
@@ -538,7 +543,7 @@ def test_no_value_of_a_field_breaks_anything_but_the_file(architecture: str) -> 
                 build_or_refuse("huggingface", {**base, "rope_parameters": changed})
 
 
-def test_no_value_of_a_gguf_field_breaks_anything_but_the_file() -> None:
+def test_any_value_of_a_gguf_field_gives_a_configuration_or_a_model_file_error() -> None:
     extra = {
         "llama.rope.scaling.type": "yarn",
         "llama.rope.scaling.factor": 2.0,

@@ -1,4 +1,4 @@
-"""The safetensors reader: right numbers from good files, and one kind of error from bad ones."""
+"""The safetensors reader: correct values from valid files, and a `ModelFileError` from malformed ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_tensors_come_back_as_written(tmp_path: Path) -> None:
         tensors["matrix"].raw[0] = 1
 
 
-def test_files_of_the_reference_package_read_as_it_reads_them(tmp_path: Path) -> None:
+def test_files_written_by_the_reference_package_give_its_values(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file, save_file
 
@@ -82,7 +82,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "far too deep": (safetensors(b"[" * 200_000, b""), "header: is nested deeper than 64"),
     "a name twice": (safetensors(TWICE, bytes(16)), "the name 'w' appears twice"),
     "huge number": (safetensors(b'{"w": ' + b"9" * 5000 + b"}", b""), "header: cannot be read"),
-    "no object": (safetensors({"w": 5}, b""), "w: is not described by an object"),
+    "no object": (safetensors({"w": 5}, b""), "w: is not an object with dtype"),
     "no dtype": (safetensors({"w": {"shape": [], "data_offsets": [0, 4]}}, bytes(4)), "w: dtype is None"),
     "other dtype": (one("F8_E4M3", [16], 0, 16), "w: dtype is 'F8_E4M3'; weft reads F32, F16, BF16, F64"),
     "integers": (one("I64", [2], 0, 16), "w: dtype is 'I64'"),
@@ -90,7 +90,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "no shape": (one("F32", None, 0, 16), "w: shape is None"),
     "negative shape": (one("F32", [-2, -2], 0, 16), "w: shape is"),
     "fractional shape": (one("F32", [4.0], 0, 16), "w: shape is"),
-    "truth in shape": (one("F32", [True, 4], 0, 16), "w: shape is"),
+    "bool in shape": (one("F32", [True, 4], 0, 16), "w: shape is"),
     "shape beyond 64 bits": (one("F32", [2**63, 0], 0, 0, data=b""), "w: shape is"),
     "too many dimensions": (one("F32", [1] * 9, 0, 4, data=bytes(4)), "w: shape is"),
     "offsets reversed": (one("F32", [4], 16, 0), "w: data_offsets is"),
@@ -102,9 +102,9 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "data past the end": (one("F32", [4], 0, 16, data=bytes(15)), "w: its data ends at byte .* cut short"),
     "overlap": (safetensors({"a": entry("F32", [4], 0, 16), "b": entry("F32", [4], 8, 24)}, bytes(24)), "b: starts at 8, but the data before it ends at 16"),
     "the same bytes twice": (safetensors({"a": entry("F32", [4], 0, 16), "b": entry("F32", [4], 0, 16)}, bytes(16)), "b: starts at 0"),
-    "a hole": (safetensors({"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 8, 12)}, bytes(12)), "b: starts at 8, but the data before it ends at 4"),
-    "a hole at the start": (one("F32", [2], 8, 16), "w: starts at 8, but the data before it ends at 0"),
-    "a hole at the end": (one("F32", [4], 0, 16, data=bytes(20)), "data: the tensors end at byte"),
+    "a gap": (safetensors({"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 8, 12)}, bytes(12)), "b: starts at 8, but the data before it ends at 4"),
+    "a gap at the start": (one("F32", [2], 8, 16), "w: starts at 8, but the data before it ends at 0"),
+    "a gap at the end": (one("F32", [4], 0, 16, data=bytes(20)), "data: the tensors end at byte"),
 }  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_a_malformed_file_is_refused_naming_the_file_and_the_field(tmp_path: Pat
     assert "model.safetensors" in str(caught.value)
 
 
-def test_a_hostile_name_is_cut_short_and_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
+def test_a_hostile_tensor_name_is_escaped_and_shortened_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError) as caught:
         read(tmp_path, safetensors({"\x1b[2J\ud800" + "x" * 10_000: 5}, b""))
     assert str(caught.value).isprintable()
@@ -124,7 +124,7 @@ def test_a_hostile_name_is_cut_short_and_cannot_speak_to_the_terminal(tmp_path: 
     str(caught.value).encode()
 
 
-# --- several files ----------------------------------------------------------------------------------------------------
+# --- sharded files ----------------------------------------------------------------------------------------------------
 
 
 def single(name: str, *values: float) -> bytes:
@@ -144,7 +144,7 @@ def read_index(folder: Path, index: Any) -> dict[str, StoredTensor]:
     return read_sharded_safetensors(folder / INDEX_NAME)
 
 
-def test_a_sharded_model_is_the_tensors_of_all_its_files(tmp_path: Path) -> None:
+def test_a_sharded_model_has_the_tensors_of_all_its_files(tmp_path: Path) -> None:
     tensors = read_index(tmp_path, {"metadata": {"total_size": 12}, "weight_map": WEIGHT_MAP})
     assert {name: tensor.to_float32().tolist() for name, tensor in tensors.items()} == {"a": [1, 2], "b": [3]}
 
@@ -153,10 +153,10 @@ BAD_INDICES: dict[str, tuple[Any, str]] = {
     "no json": (b"{", "JSON: cannot be read"),
     "no map": ({}, "weight_map: missing or empty"),
     "map is a list": ({"weight_map": ["a"]}, "weight_map: missing or empty"),
-    "a missing shard": ({"weight_map": {**WEIGHT_MAP, "c": "model-3.safetensors"}}, "model-3.safetensors: .* it is not there"),
-    "a tensor that is not there": ({"weight_map": {**WEIGHT_MAP, "c": WEIGHT_MAP["a"]}}, "c: the index names model-00001.*, but the tensor is not in it"),
-    "a tensor without a place": ({"weight_map": {"a": WEIGHT_MAP["a"], "c": WEIGHT_MAP["b"]}}, "b: the tensor is in model-00002.*, the index names no file"),
-    "a tensor elsewhere": ({"weight_map": {"a": WEIGHT_MAP["b"], "b": WEIGHT_MAP["a"]}}, "b: the tensor is in .* the index names 'model-00001"),
+    "a missing shard": ({"weight_map": {**WEIGHT_MAP, "c": "model-3.safetensors"}}, "model-3.safetensors: .* it does not exist"),
+    "a missing tensor": ({"weight_map": {**WEIGHT_MAP, "c": WEIGHT_MAP["a"]}}, "c: the index names model-00001.*, but the tensor is not in it"),
+    "a tensor missing in the index": ({"weight_map": {"a": WEIGHT_MAP["a"], "c": WEIGHT_MAP["b"]}}, "b: the tensor is in model-00002.*, the index names no file"),
+    "a tensor in another shard": ({"weight_map": {"a": WEIGHT_MAP["b"], "b": WEIGHT_MAP["a"]}}, "b: the tensor is in .* the index names 'model-00001"),
 }  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def test_a_malformed_index_is_refused_naming_the_file_and_the_field(tmp_path: Pa
         ["model.safetensors"],
     ],
 )
-def test_an_index_cannot_name_anything_but_a_safetensors_file_beside_it(tmp_path: Path, name: Any) -> None:
+def test_an_index_can_only_name_safetensors_files_in_its_folder(tmp_path: Path, name: Any) -> None:
     (tmp_path / "secret.safetensors").write_bytes(single("c", 4))
     with pytest.raises(
         ModelFileError, match=r"c: the index names .*, expected the name of a .safetensors file"

@@ -1,4 +1,4 @@
-"""Text: the tokenizer and its files, chat prompts that users cannot steer, streams of whole characters."""
+"""Tokenizers and their files, chat templates, control tokens in untrusted text, detokenising, stop strings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from weft.text.gguf_tokenizer import tokenizer_of
 from weft.text.model_text import open_model_text
 from weft.text.shield import Shield
 from weft.text.stop import StopFinder
-from weft.text.tokenizer import Specials, Tokenizer
+from weft.text.tokenizer import SpecialTokens, Tokenizer
 
 CORPUS = [
     "The capital of France is Paris.",
@@ -64,9 +64,9 @@ def vocabulary(default_model_file: GgufFile) -> Vocabulary:
     return read_vocabulary(default_model_file.metadata)
 
 
-def test_token_ids_equal_the_references(default_tokenizer: Tokenizer, reference: Any) -> None:
+def test_token_ids_equal_those_of_the_reference(default_tokenizer: Tokenizer, reference: Any) -> None:
     rng = random.Random(0)
-    # Without digits, around which this reference cuts differently: see the next test.
+    # Without digits, which this reference splits differently: see the next test.
     words = [
         word for word in " ".join(CORPUS).split(" ") if not any(character.isnumeric() for character in word)
     ]
@@ -75,14 +75,14 @@ def test_token_ids_equal_the_references(default_tokenizer: Tokenizer, reference:
         assert default_tokenizer.encode(text) == reference.encode(text, add_special_tokens=False), repr(text)
 
 
-def test_every_kind_of_digit_is_a_piece_of_its_own(default_tokenizer: Tokenizer) -> None:
-    # Ids from llama.cpp with the same file. transformers builds a plain GPT-2 tokenizer from any GGUF file, which
-    # keeps the space and the fraction together; the model was trained with them apart.
+def test_every_kind_of_digit_is_split_off(default_tokenizer: Tokenizer) -> None:
+    # Ids from llama.cpp with the same file. transformers builds a plain GPT-2 tokenizer from any GGUF file, which does
+    # not split the space from the digit; the model was trained with them split.
     expected = [284, 216, 16738, 216, 19133, 216, 173, 223, 117, 216, 164, 113, 216, 33, 34]
     assert default_tokenizer.encode(" and ½ ² Ⅷ ٣ 12") == expected
 
 
-def test_decoding_equals_the_references(default_tokenizer: Tokenizer, reference: Any) -> None:
+def test_decoded_text_equals_that_of_the_reference(default_tokenizer: Tokenizer, reference: Any) -> None:
     rng = random.Random(1)
     for _ in range(50):
         ids = [rng.randrange(default_tokenizer.vocabulary_size) for _ in range(40)]
@@ -90,7 +90,7 @@ def test_decoding_equals_the_references(default_tokenizer: Tokenizer, reference:
         assert default_tokenizer.decode(ids) == expected
 
 
-# Six control characters and the planes from U+40000 on have bytes without a token in this vocabulary.
+# In this vocabulary, six control characters and the planes from U+40000 on contain bytes without a token.
 WITH_TOKENS = st.characters(
     max_codepoint=0x3FFFF, exclude_characters="\x04\x06\x13\x14\x16\x1d", codec="utf-8"
 )
@@ -98,7 +98,7 @@ WITH_TOKENS = st.characters(
 
 @settings(deadline=None)
 @given(text=st.text(WITH_TOKENS))
-def test_any_text_survives_a_round_trip(default_tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_is_unchanged_by_encoding_and_decoding(default_tokenizer: Tokenizer, text: str) -> None:
     assert default_tokenizer.decode(default_tokenizer.encode(text), skip_control=False) == text
 
 
@@ -114,11 +114,11 @@ def test_control_tokens_in_a_text_are_plain_text_unless_allowed(default_tokenize
 
 
 def test_end_tokens_come_from_the_file(vocabulary: Vocabulary) -> None:
-    # The file names <|im_end|>; the other is a control token that ends a text by its name.
+    # The file names <|im_end|> as its EOS token; <|endoftext|> is a control token with a known name.
     assert {vocabulary.tokens[token] for token in vocabulary.end_ids} == {"<|im_end|>", "<|endoftext|>"}
 
 
-def test_half_a_surrogate_pair_is_refused(default_tokenizer: Tokenizer) -> None:
+def test_an_unpaired_surrogate_is_refused(default_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequestError, match="character 2"):
         default_tokenizer.encode("ab\ud800c")
 
@@ -135,20 +135,22 @@ def test_half_a_surrogate_pair_is_refused(default_tokenizer: Tokenizer) -> None:
         ({"tokenizer.ggml.model": "rwkv"}, r"'rwkv' \(RWKV\) is not supported"),
         ({"tokenizer.ggml.model": "new"}, "'new' is not supported; weft reads gpt2"),
         ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.merges": None}, "tokenizer.ggml.merges"),
-        ({"tokenizer.ggml.pre": "next"}, "'next' is not supported; weft knows chatglm-bpe, .*, llama-bpe"),
+        ({"tokenizer.ggml.pre": "next"}, "'next' is not supported; weft supports chatglm-bpe, .*, llama-bpe"),
         ({"tokenizer.ggml.pre": 7}, "tokenizer.ggml.pre"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
         ({"tokenizer.chat_template.tool_use": 3}, "tokenizer.chat_template.tool_use"),
     ],
 )
-def test_a_broken_vocabulary_is_refused_by_field(
+def test_the_error_for_a_broken_vocabulary_names_the_field(
     default_model_file: GgufFile, change: dict, message: str
 ) -> None:
     with pytest.raises(ModelFileError, match=message):
         tokenizer_of(read_vocabulary({**default_model_file.metadata, **change}))
 
 
-def test_a_file_without_kinds_or_a_name_for_its_rules_is_cut_as_gpt2(default_model_file: GgufFile) -> None:
+def test_a_file_without_token_types_or_pre_tokenizer_is_tokenised_like_gpt2(
+    default_model_file: GgufFile,
+) -> None:
     metadata = dict(default_model_file.metadata)
     del metadata["tokenizer.ggml.pre"], metadata["tokenizer.ggml.token_type"]
     tokenizer = tokenizer_of(read_vocabulary(metadata))
@@ -157,15 +159,15 @@ def test_a_file_without_kinds_or_a_name_for_its_rules_is_cut_as_gpt2(default_mod
 
 
 def sentencepiece_metadata(pieces: dict[str, float], **more: Any) -> dict[str, Any]:
-    """A SentencePiece vocabulary: pieces with scores, behind the control tokens and the bytes."""
+    """The metadata of a SentencePiece vocabulary: control tokens, byte tokens, then `pieces` with their scores."""
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     tokens = ["<unk>", "<s>", "</s>", *byte_tokens, *pieces]
-    kinds = [2, 3, 3, *[6] * 256, *[1] * len(pieces)]
+    types = [2, 3, 3, *[6] * 256, *[1] * len(pieces)]
     return {
         "general.architecture": "llama",
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": np.array(kinds, np.int32),
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
         "tokenizer.ggml.scores": np.array([0.0] * 259 + list(pieces.values()), np.float32),
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
@@ -187,17 +189,15 @@ def test_sentencepiece_merges_the_best_score_first(sentencepiece: Tokenizer) -> 
         return [tokenizer.token_text(token) for token in tokenizer.encode(text, add_bos=False)]
 
     assert pieces("abab") == [" ab", "ab"]
-    assert pieces("é") == [" ", "�", "�"]  # two bytes of a character without a token
+    assert pieces("é") == [" ", "�", "�"]  # the two bytes of a character without a token
     assert sentencepiece.decode(sentencepiece.encode("é", add_bos=False)) == " é"
-    assert (
-        sentencepiece.encode("ab")[0] == 1
-    )  # a vocabulary of this kind begins prompts, where the file does not say
-    bare = sentencepiece_metadata(PIECES, **{"tokenizer.ggml.add_space_prefix": False})
-    assert pieces("ab", tokenizer_of(read_vocabulary(bare))) == ["ab"]
+    assert sentencepiece.encode("ab")[0] == 1  # SentencePiece vocabularies add BOS by default
+    without_prefix = sentencepiece_metadata(PIECES, **{"tokenizer.ggml.add_space_prefix": False})
+    assert pieces("ab", tokenizer_of(read_vocabulary(without_prefix))) == ["ab"]
 
 
-def test_merging_never_reaches_a_control_token(sentencepiece: Tokenizer) -> None:
-    # "</" and "s>" are pieces, and together they would be the end of the text.
+def test_merges_never_produce_a_control_token(sentencepiece: Tokenizer) -> None:
+    # "</" and "s>" are pieces; merged, they would be the EOS token.
     ids = sentencepiece.encode("</s>", add_bos=False)
     assert [sentencepiece.token_text(token) for token in ids] == [" ", "</", "s>"]
     assert sentencepiece.encode("</s>", allow_control=True, add_bos=False) == [2]
@@ -206,15 +206,15 @@ def test_merging_never_reaches_a_control_token(sentencepiece: Tokenizer) -> None
 def test_end_tokens_are_control_tokens_by_name(default_model_file: GgufFile) -> None:
     names = ["<|im_end|>", "<|eot_id|>", "<|end|>", "</s>", "<eos>", "x"]
 
-    def ends(kinds: list[int], more: tuple[str, ...] = ()) -> set[str]:
+    def ends(types: list[int], more: tuple[str, ...] = ()) -> set[str]:
         tokens = [*names, *more]
         metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens}
-        metadata["tokenizer.ggml.token_type"] = np.array(kinds, np.int32)
+        metadata["tokenizer.ggml.token_type"] = np.array(types, np.int32)
         return {tokens[token] for token in read_vocabulary(metadata).end_ids}
 
     assert ends([3] * 6) == set(names) - {"x"}
     assert ends([1, 3, 1, 4, 1, 3]) == {"<|eot_id|>"}
-    # In harmony's format <|end|> ends a message and not the turn.
+    # In the harmony format <|end|> ends a message, not the answer.
     assert "<|end|>" not in ends([3] * 8, ("<|return|>", "<|call|>"))
 
 
@@ -224,7 +224,7 @@ def test_end_tokens_are_control_tokens_by_name(default_model_file: GgufFile) -> 
 def write_folder(
     folder: Path, config: Any = None, change: Callable[[dict], None] = lambda state: None
 ) -> Path:
-    """A small model folder with a byte-level tokenizer."""
+    """Writes a small model folder with a byte-level tokenizer."""
     backend = Backend(models.BPE(vocab={"a": 0, "b": 1, "ab": 2, "Ġ": 3}, merges=[("a", "b")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -256,19 +256,19 @@ def test_a_folder_is_read_with_its_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({}, [4, 2]),  # as tokenizer.json says
+        ({}, [4, 2]),  # as in tokenizer.json
         ({"add_bos_token": False}, [2]),
         ({"add_bos_token": True, "add_eos_token": True}, [4, 2, 5]),
     ],
 )
-def test_the_configuration_decides_what_goes_around_a_prompt(
+def test_tokenizer_config_decides_on_bos_and_eos_around_a_prompt(
     tmp_path: Path, config: dict, expected: list[int]
 ) -> None:
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     assert read_folder_tokenizer(write_folder(tmp_path, {**names, **config})).encode("ab") == expected
 
 
-def test_a_control_token_that_is_looked_for_in_normalised_text_is_shielded_too(tmp_path: Path) -> None:
+def test_a_control_token_that_matches_normalised_text_is_shielded_too(tmp_path: Path) -> None:
     def lowercase(state: dict) -> None:
         state["normalizer"] = {"type": "Lowercase"}
 
@@ -277,7 +277,7 @@ def test_a_control_token_that_is_looked_for_in_normalised_text_is_shielded_too(t
     assert tokenizer.encode("AB<s>", add_bos=False, allow_control=True) == [2, 4]
 
 
-def test_tokens_that_only_the_configuration_knows_are_added(tmp_path: Path) -> None:
+def test_tokens_that_only_tokenizer_config_lists_are_added(tmp_path: Path) -> None:
     added = {"6": {"content": "<|x|>", "special": True}, "7": {"content": "<think>", "special": False}}
     config = {"added_tokens_decoder": added, "extra_special_tokens": {"image_token": "<image>"}}
     tokenizer = read_folder_tokenizer(write_folder(tmp_path, config))
@@ -286,7 +286,7 @@ def test_tokens_that_only_the_configuration_knows_are_added(tmp_path: Path) -> N
     assert tokenizer.specials.names == {"image_token": "<image>"}
 
 
-def test_chat_templates_are_found_wherever_transformers_finds_them(tmp_path: Path) -> None:
+def test_chat_templates_are_found_in_the_places_of_transformers(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
     folder = write_folder(tmp_path, {"chat_template": named})
     assert read_folder_tokenizer(folder).specials.chat_templates == {"default": "A", "tool_use": "B"}
@@ -321,7 +321,7 @@ def broken(key: str, value: Any) -> Callable[[dict], None]:
         ({}, broken("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "("}}), "tokenizer.json"),
     ],
 )
-def test_a_broken_folder_is_refused_by_file_and_field(
+def test_the_error_for_a_broken_folder_names_the_file_and_the_field(
     tmp_path: Path, config: Any, change: Callable[[dict], None], message: str
 ) -> None:
     write_folder(tmp_path, config, change)
@@ -330,7 +330,7 @@ def test_a_broken_folder_is_refused_by_file_and_field(
     assert str(error.value).startswith(f"{tmp_path}/tokenizer")
 
 
-def test_a_link_to_nowhere_in_a_folder_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_the_error_names_a_broken_link_in_a_folder(tmp_path: Path) -> None:
     (write_folder(tmp_path) / "tokenizer_config.json").symlink_to("gone")
     with pytest.raises(
         ModelFileError, match=r"tokenizer_config.json: cannot be opened: it is a link to gone"
@@ -338,13 +338,13 @@ def test_a_link_to_nowhere_in_a_folder_is_refused_by_its_name(tmp_path: Path) ->
         read_folder_tokenizer(tmp_path)
 
 
-def test_a_tokenizer_of_absurd_size_is_refused_unread(tmp_path: Path) -> None:
+def test_a_tokenizer_over_the_size_limit_is_refused_unread(tmp_path: Path) -> None:
     os.truncate(write_folder(tmp_path) / "tokenizer.json", 1 << 40)
     with pytest.raises(ModelFileError, match=r"tokenizer.json: the file has 1099511627776 bytes, the limit"):
         read_folder_tokenizer(tmp_path)
 
 
-def test_a_character_that_the_vocabulary_lacks_is_the_unknown_token(tmp_path: Path) -> None:
+def test_a_character_without_a_token_is_encoded_as_the_unknown_token(tmp_path: Path) -> None:
     def without_bytes(state: dict) -> None:
         state["model"].update(vocab={"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>", merges=[])
         state["added_tokens"] = [{**state["added_tokens"][0], "id": 0, "content": "<unk>"}]
@@ -355,7 +355,7 @@ def test_a_character_that_the_vocabulary_lacks_is_the_unknown_token(tmp_path: Pa
     assert tokenizer.encode("aXb") == [1, 0, 2]
 
 
-def test_a_file_with_anything_wrong_anywhere_is_read_or_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_file_with_a_random_defect_is_read_or_refused(tmp_path: Path) -> None:
     rng = random.Random(3)
     junk = [
         None,
@@ -395,26 +395,26 @@ def test_a_file_with_anything_wrong_anywhere_is_read_or_refused(tmp_path: Path) 
     assert refused > 100
 
 
-def test_a_folder_without_a_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_without_a_tokenizer_names_the_missing_file(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path, "huggingface", {}, {}, frozenset())
     with pytest.raises(ModelFileError, match=r"tokenizer\.json: missing; the folder has no tokenizer"):
         open_model_text(checkpoint)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(ModelFileError, match=r"there is a tokenizer\.model, which weft does not read"):
+    with pytest.raises(ModelFileError, match=r"missing; weft does not read tokenizer\.model; convert"):
         open_model_text(checkpoint)
 
 
-def test_a_tokenizer_that_merges_into_a_control_token_refuses_such_text() -> None:
+def test_text_that_merges_to_a_control_token_is_refused() -> None:
     backend = Backend(models.BPE(vocab={"<": 0, "s": 1, "<s": 2}, merges=[("<", "s")]))
     backend.decoder = decoders.Metaspace()
     backend.add_special_tokens(["<s"])
-    tokenizer = Tokenizer(backend, Specials())
-    with pytest.raises(InvalidRequestError, match="becomes the control token '<s' even as plain text"):
+    tokenizer = Tokenizer(backend, SpecialTokens())
+    with pytest.raises(InvalidRequestError, match="to the control token '<s' even as plain text"):
         tokenizer.encode("<s")
     assert tokenizer.encode("<s", allow_control=True) == [2]
 
 
-def test_several_threads_may_encode_at_once(default_tokenizer: Tokenizer) -> None:
+def test_encoding_is_thread_safe(default_tokenizer: Tokenizer) -> None:
     texts = [f"{text} {index} <|im_end|>" for index in range(20) for text in CORPUS]
     expected = [default_tokenizer.encode(text) for text in texts]
     with ThreadPoolExecutor(8) as pool:
@@ -426,7 +426,7 @@ def test_several_threads_may_encode_at_once(default_tokenizer: Tokenizer) -> Non
 
 @settings(deadline=None)
 @given(text=st.text(alphabet=st.sampled_from("aé日🎉\u200d👧 ̈"), max_size=40))
-def test_a_stream_gives_whole_characters_that_add_up_to_the_text(
+def test_a_stream_emits_complete_characters_that_add_up_to_the_text(
     default_tokenizer: Tokenizer, text: str
 ) -> None:
     detokenizer = Detokenizer(default_tokenizer)
@@ -445,7 +445,7 @@ def test_a_stream_cut_inside_a_character_ends_with_one_replacement_character(
     assert detokenizer.finish() == "�"
 
 
-def test_any_tokens_stream_to_the_same_text_as_decoding_at_once(default_tokenizer: Tokenizer) -> None:
+def test_random_tokens_stream_to_the_text_of_decode(default_tokenizer: Tokenizer) -> None:
     rng = random.Random(2)
     for _ in range(100):
         ids = [rng.choice((rng.randrange(49152), rng.randrange(120, 380))) for _ in range(30)]
@@ -456,7 +456,7 @@ def test_any_tokens_stream_to_the_same_text_as_decoding_at_once(default_tokenize
 
 @settings(deadline=None)
 @given(data=st.data())
-def test_any_tokens_stream_to_the_text_of_the_whole_in_whole_characters(
+def test_any_tokens_stream_to_the_text_of_decode_in_complete_characters(
     default_tokenizer: Tokenizer, sentencepiece: Tokenizer, data: st.DataObject
 ) -> None:
     tokenizer = data.draw(st.sampled_from((default_tokenizer, sentencepiece)))
@@ -465,10 +465,10 @@ def test_any_tokens_stream_to_the_text_of_the_whole_in_whole_characters(
     pieces = [detokenizer.add(token) for token in ids] + [detokenizer.finish()]
     assert "".join(pieces) == tokenizer.decode(ids)
     for piece in pieces:
-        piece.encode()  # no half of anything
+        piece.encode()  # fails for an unpaired surrogate
 
 
-def test_a_token_for_people_shows_control_tokens_and_broken_bytes(sentencepiece: Tokenizer) -> None:
+def test_token_text_shows_control_tokens_and_incomplete_characters(sentencepiece: Tokenizer) -> None:
     assert [sentencepiece.token_text(token) for token in (1, 3 + 0x41, 3 + 0xC3, 10_000)] == [
         "<s>",
         "A",
@@ -493,7 +493,7 @@ for _ in range(700):
     NESTED = [NESTED]
 
 
-def test_the_models_own_template_renders_and_encodes_as_the_reference(
+def test_the_models_template_renders_and_encodes_like_the_reference(
     default_tokenizer: Tokenizer, reference: Any
 ) -> None:
     template = ChatTemplate(default_tokenizer)
@@ -527,13 +527,13 @@ def test_a_control_token_in_a_message_stays_plain_text(default_tokenizer: Tokeni
 @pytest.mark.parametrize(
     "text", ["\ufdd0<|im_end|>\ufdd1", "\ufdd0\ufdd2\ufdd1\ufdd0\ufdd1\ufdd2", "\ufdd0", "\ufdd3\ufdd4"]
 )
-def test_noncharacters_survive(default_tokenizer: Tokenizer, text: str) -> None:
+def test_noncharacters_in_a_text_are_kept(default_tokenizer: Tokenizer, text: str) -> None:
     assert default_tokenizer.decode(default_tokenizer.encode(text)) == text
     ids = ChatTemplate(default_tokenizer).encode([{"role": "user", "content": text}])
     assert text in default_tokenizer.decode(ids, skip_control=False)
 
 
-def test_templates_get_the_functions_they_are_written_for(vocabulary: Vocabulary) -> None:
+def test_templates_have_the_functions_of_transformers(vocabulary: Vocabulary) -> None:
     source = (
         "{{ bos_token }}{{ strftime_now('%Y-%m-%d') }}|{{ {'a': '<é>'}|tojson }}|{% generation %}x{% endgeneration %}"
         "|{{ messages[0].content.strip().upper() }}"
@@ -558,9 +558,7 @@ def test_templates_get_the_functions_they_are_written_for(vocabulary: Vocabulary
         ("  {% if true %}\n  x\n  {% endif %}\ny", "  x\ny"),
     ],
 )
-def test_templates_are_read_as_hugging_face_writes_them(
-    vocabulary: Vocabulary, source: str, expected: str
-) -> None:
+def test_templates_render_as_in_transformers(vocabulary: Vocabulary, source: str, expected: str) -> None:
     assert with_template(vocabulary, source).render(HI) == expected
 
 
@@ -575,7 +573,7 @@ def test_templates_are_read_as_hugging_face_writes_them(
         ("{% include 'default' %}", "error in"),
     ],
 )
-def test_a_template_that_fails_or_never_ends_is_an_error_of_the_request(
+def test_a_template_that_fails_or_never_ends_fails_the_request(
     vocabulary: Vocabulary, source: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message):
@@ -602,7 +600,7 @@ def test_a_template_that_fails_or_never_ends_is_an_error_of_the_request(
         ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "64 MiB"),
     ],
 )
-def test_a_template_that_explodes_takes_nothing_with_it(
+def test_a_template_that_exhausts_memory_fails_only_its_request(
     vocabulary: Vocabulary, source: str, message: str
 ) -> None:
     template = with_template(vocabulary, "{% if messages|length > 1 %}" + source + "{% endif %}fine")
@@ -611,7 +609,7 @@ def test_a_template_that_explodes_takes_nothing_with_it(
     assert template.render(HI) == "fine"
 
 
-def test_the_process_of_a_template_that_was_killed_is_started_again(default_tokenizer: Tokenizer) -> None:
+def test_a_killed_template_process_is_started_again(default_tokenizer: Tokenizer) -> None:
     template = ChatTemplate(default_tokenizer)
     before = template.render(HI)
     process = template._process._process
@@ -619,10 +617,10 @@ def test_the_process_of_a_template_that_was_killed_is_started_again(default_toke
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert template.render(HI) == before
-    assert process.stdin is not None and process.stdin.closed, "the pipes of the old one are not kept"
+    assert process.stdin is not None and process.stdin.closed, "the pipes of the old process must be closed"
 
 
-def test_a_template_that_was_closed_has_no_process_until_it_renders_again(
+def test_a_closed_template_has_no_process_until_it_renders_again(
     default_tokenizer: Tokenizer,
 ) -> None:
     template = ChatTemplate(default_tokenizer)
@@ -632,15 +630,15 @@ def test_a_template_that_was_closed_has_no_process_until_it_renders_again(
     assert template.render(HI) == before
 
 
-def test_a_python_that_does_not_know_its_path_is_an_error_of_the_template(
+def test_an_empty_sys_executable_is_a_template_error(
     default_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", None)
-    with pytest.raises(ModelFileError, match="does not know its own path"):
+    with pytest.raises(ModelFileError, match=r"sys\.executable is empty"):
         ChatTemplate(default_tokenizer)
 
 
-def test_several_threads_may_render_at_once(default_tokenizer: Tokenizer) -> None:
+def test_rendering_is_thread_safe(default_tokenizer: Tokenizer) -> None:
     template = ChatTemplate(default_tokenizer)
     chats = [[{"role": "user", "content": f"message {index}"}] for index in range(50)]
     expected = [template.encode(chat) for chat in chats]
@@ -648,23 +646,23 @@ def test_several_threads_may_render_at_once(default_tokenizer: Tokenizer) -> Non
         assert list(pool.map(template.encode, chats)) == expected
 
 
-def test_a_template_that_does_not_parse_or_is_missing_is_an_error_of_the_file(vocabulary: Vocabulary) -> None:
+def test_a_template_that_does_not_parse_or_is_missing_is_a_model_file_error(vocabulary: Vocabulary) -> None:
     with pytest.raises(ModelFileError, match=r"chat_template: .*line 1"):
         with_template(vocabulary, "{% for %}")
     with pytest.raises(ModelFileError, match="no chat template"):
         with_template(vocabulary, None)
-    with pytest.raises(ModelFileError, match="none is the default; the model has only rag"):
+    with pytest.raises(ModelFileError, match="named default or tool_use; the model has only rag"):
         with_template(vocabulary, None, rag="x")
     with pytest.raises(ModelFileError, match="allowed: 1048576"):
         with_template(vocabulary, "x" * (2 << 20))
 
 
-def test_a_model_without_a_template_has_none(default_model_path: Path) -> None:
+def test_a_chat_with_a_model_without_a_template_is_refused(default_model_path: Path) -> None:
     checkpoint = open_checkpoint(default_model_path)
     assert checkpoint.vocabulary is not None
     vocabulary = dataclasses.replace(checkpoint.vocabulary, chat_templates={})
     text = open_model_text(dataclasses.replace(checkpoint, vocabulary=vocabulary))
-    with pytest.raises(InvalidRequestError, match="no chat template; give it plain prompts"):
+    with pytest.raises(InvalidRequestError, match="no chat template; use plain prompts"):
         text.require_chat_template()
 
 
@@ -692,8 +690,8 @@ def test_a_model_without_a_template_has_none(default_model_path: Path) -> None:
         [{"role": "user", "content": "x", "extra": {"é<|im_end|>": ["<|im_end|>", 1]}}],
     ],
 )
-def test_nothing_from_outside_becomes_a_control_token(vocabulary: Vocabulary, attack: list) -> None:
-    # Writes all it gets, in ways that real templates do: joined, between brackets, as JSON with escapes.
+def test_untrusted_text_never_becomes_a_control_token(vocabulary: Vocabulary, attack: list) -> None:
+    # The template outputs all of its input like real templates do: concatenated, between brackets, as escaped JSON.
     source = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}{{ message.name }}"
         "<|{{ message.name }}|><{{ message.name }}>{{ message|tojson }}{{ message|tojson(ensure_ascii=true) }}"
@@ -705,7 +703,7 @@ def test_nothing_from_outside_becomes_a_control_token(vocabulary: Vocabulary, at
     assert "\ufdd0" not in template.render(attack) and "fdd0" not in template.render(attack)
 
 
-def test_a_shield_leaves_alone_what_a_template_compares() -> None:
+def test_a_shield_does_not_mark_strings_that_a_template_compares() -> None:
     shield = Shield(["<|user|>", "<|end|>", "<s>"], "{% if m.role == 'user' %}<|end|>{% endif %}{{ m.end }}")
     value = {"role": "user", "end": "end", "s": "> a <"}
     assert shield.mark(value, "#") == {"role": "user", "end": "#end#", "#s#": "#> a <#"}
@@ -719,8 +717,8 @@ def test_a_user_defined_token_that_structures_the_prompt_is_shielded(tmp_path: P
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken("<t>", normalized=False), AddedToken("</t>", normalized=False)])
     source = "<t>x{{ messages[0].content.split('</t>')[-1] }}"
-    template = ChatTemplate(Tokenizer(backend, Specials(chat_templates={"default": source})))
-    # The template looks for </t> itself, so that one stays as it is.
+    template = ChatTemplate(Tokenizer(backend, SpecialTokens(chat_templates={"default": source})))
+    # The template searches for </t>, so that token is not marked.
     assert template.encode([{"role": "user", "content": "/</t><t>"}]) == [5, 4, 0, 2, 1]
 
 
@@ -738,7 +736,7 @@ EITHER = "{% if messages[0].content is string %}" + TEXT_ALONE + "{% else %}" + 
         ("x{{ raise_exception('no') if messages|length == 1 }}" + TEXT_ALONE, "x<one>", "x<one\ntwo>"),
     ],
 )
-def test_content_comes_in_the_form_that_the_template_reads(
+def test_content_is_converted_to_the_form_that_the_template_supports(
     vocabulary: Vocabulary, source: str, of_text: str, of_parts: str
 ) -> None:
     template = with_template(vocabulary, source)
@@ -747,7 +745,9 @@ def test_content_comes_in_the_form_that_the_template_reads(
     assert template.render([{"role": "user", "content": parts}, *HI]) == of_parts
 
 
-def test_arguments_of_a_tool_call_are_an_object_or_what_the_template_takes(vocabulary: Vocabulary) -> None:
+def test_arguments_of_a_tool_call_are_an_object_or_a_string_as_the_template_needs(
+    vocabulary: Vocabulary,
+) -> None:
     calls = [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
     messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
     as_object = "{{ messages[0].tool_calls[0].function.arguments.a + 1 }}"
@@ -759,20 +759,20 @@ def test_arguments_of_a_tool_call_are_an_object_or_what_the_template_takes(vocab
     assert calls[0]["function"]["arguments"] == "not JSON"
 
 
-def test_the_template_for_tools_is_taken_when_there_are_tools(vocabulary: Vocabulary) -> None:
+def test_the_tool_use_template_is_used_if_there_are_tools(vocabulary: Vocabulary) -> None:
     template = with_template(vocabulary, "plain", tool_use="{{ tools[0].name }}")
     assert template.render(HI) == template.render(HI, tools=[]) == "plain"
     assert template.render(HI, tools=[{"name": "f"}]) == "f"
 
 
-def test_tools_for_a_template_that_does_not_tell_the_model_of_them_are_refused(
+def test_tools_are_refused_if_the_template_does_not_put_them_into_the_prompt(
     vocabulary: Vocabulary,
 ) -> None:
-    deaf = with_template(vocabulary, "{% if tools %}Use them.{% endif %}{{ messages[0].content }}")
-    assert not deaf.uses_tools
-    assert deaf.render(HI, tools=[]) == "hi"
-    with pytest.raises(InvalidRequestError, match="does not tell the model of tools; send none") as error:
-        deaf.encode(HI, tools=[{"name": "f"}])
+    template = with_template(vocabulary, "{% if tools %}Use them.{% endif %}{{ messages[0].content }}")
+    assert not template.uses_tools
+    assert template.render(HI, tools=[]) == "hi"
+    with pytest.raises(InvalidRequestError, match="does not support tools; send none") as error:
+        template.encode(HI, tools=[{"name": "f"}])
     assert error.value.field == "tools"
 
 
@@ -786,35 +786,35 @@ def test_tools_for_a_template_that_does_not_tell_the_model_of_them_are_refused(
         "{{ raise_exception('no system') if messages[0].role == 'system' }}{{ tools|tojson }}",
     ],
 )
-def test_a_template_that_tells_the_model_of_tools_is_known(vocabulary: Vocabulary, source: str) -> None:
+def test_a_template_that_puts_tools_into_the_prompt_is_detected(vocabulary: Vocabulary, source: str) -> None:
     assert with_template(vocabulary, source).uses_tools
 
 
-def test_what_a_model_said_may_be_calls_or_thoughts_alone(vocabulary: Vocabulary) -> None:
+def test_an_assistant_message_may_have_only_tool_calls_or_only_reasoning(vocabulary: Vocabulary) -> None:
     template = with_template(vocabulary, "{{ messages|length }}{{ messages[1].reasoning_content }}")
-    for said in ({"tool_calls": [{"function": {"name": "f"}}]}, {"content": None, "reasoning": "hm"}):
-        assert template.render([*HI, {"role": "assistant", **said}]) == f"2{said.get('reasoning', '')}"
+    for fields in ({"tool_calls": [{"function": {"name": "f"}}]}, {"content": None, "reasoning": "hm"}):
+        assert template.render([*HI, {"role": "assistant", **fields}]) == f"2{fields.get('reasoning', '')}"
 
 
 def test_options_may_have_any_name_that_weft_does_not_use(vocabulary: Vocabulary) -> None:
-    # "name" is also a part of this model's control token <reponame>.
+    # "name" is a substring of this model's control token <reponame>.
     template = with_template(vocabulary, "{{ name }}{{ self }}{{ context }}{{ mark }}")
     assert template.render(HI, options={"name": "a", "self": "b", "context": "c", "mark": "d"}) == "abcd"
 
 
-def test_a_message_may_be_continued(vocabulary: Vocabulary) -> None:
+def test_the_last_message_may_be_continued(vocabulary: Vocabulary) -> None:
     messages = [*HI, {"role": "assistant", "content": "Once "}]
     keeps = with_template(vocabulary, "{% for m in messages %}[{{ m.content }}]{% endfor %}")
     trims = with_template(vocabulary, "{% for m in messages %}[{{ m.content|trim }}]{% endfor %}")
-    open_end = {"add_generation_prompt": False, "continue_final_message": True}
-    assert keeps.render(messages, **open_end) == "[hi][Once "
-    assert trims.render(messages, **open_end) == "[hi][Once"
+    continued = {"add_generation_prompt": False, "continue_final_message": True}
+    assert keeps.render(messages, **continued) == "[hi][Once "
+    assert trims.render(messages, **continued) == "[hi][Once"
     with pytest.raises(InvalidRequestError, match="exclude each other"):
         keeps.render(messages, continue_final_message=True)
     with pytest.raises(InvalidRequestError, match="no text to continue"):
-        keeps.render([{"role": "assistant", "content": ""}], **open_end)
-    with pytest.raises(InvalidRequestError, match="leaves the end of the last message out"):
-        with_template(vocabulary, "x").render(messages, **open_end)
+        keeps.render([{"role": "assistant", "content": ""}], **continued)
+    with pytest.raises(InvalidRequestError, match="does not output the end of the last message"):
+        with_template(vocabulary, "x").render(messages, **continued)
 
 
 @pytest.mark.parametrize(
@@ -827,7 +827,7 @@ def test_a_message_may_be_continued(vocabulary: Vocabulary) -> None:
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
             {},
-            "has the type 'image_url'; weft takes text only",
+            "has the type 'image_url'; weft accepts only text",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], {}, r"content\[0\].text is null"),
         ([{"role": "user", "content": "a\ud800"}], {}, "surrogate"),
@@ -842,7 +842,7 @@ def test_a_message_may_be_continued(vocabulary: Vocabulary) -> None:
             "'tools' is not an option of the chat template; weft sets it itself",
         ),
         (HI, {"options": {"messages": []}}, "'messages' is not an option"),
-        (HI, {"options": ["x"]}, "the options of the chat template are list; send an object"),
+        (HI, {"options": ["x"]}, "the options of the chat template have the type list; send an object"),
         (HI, {"options": {"add_generation_prompt": False}}, "'add_generation_prompt' is not an option"),
         ([{"role": "user"}], {}, r"messages\[0\] has no content; send a string"),
         ([*HI, {"role": "tool", "content": None}], {}, r"messages\[1\] has no content"),
@@ -850,14 +850,14 @@ def test_a_message_may_be_continued(vocabulary: Vocabulary) -> None:
         ([{"role": "user", "content": "".join(map(chr, range(0xFDD0, 0xFDF0)))}], {}, "noncharacters"),
     ],
 )
-def test_messages_that_no_template_can_take_are_refused_by_place(
+def test_the_error_for_an_invalid_message_names_its_position(
     default_tokenizer: Tokenizer, messages: Any, options: dict, message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         ChatTemplate(default_tokenizer).encode(messages, **options)
 
 
-def test_no_messages_are_refused(default_tokenizer: Tokenizer) -> None:
+def test_an_empty_list_of_messages_is_refused(default_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequestError, match="at least one message"):
         ChatTemplate(default_tokenizer).render([])
 
@@ -870,32 +870,34 @@ def test_no_messages_are_refused(default_tokenizer: Tokenizer) -> None:
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
     cuts=st.lists(st.integers(0, 30), max_size=10),
 )
-def test_a_stop_string_is_found_however_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_a_stop_string_is_found_however_the_text_is_split(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
     finder = StopFinder(stops)
-    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    given_out = "".join(finder.add(text[a:b]) for a, b in itertools.pairwise(places))
+    positions = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    emitted = "".join(finder.add(text[a:b]) for a, b in itertools.pairwise(positions))
     if any(stop in text for stop in stops):
         assert finder.is_stopped
-        # The stop that is complete first ends the text, before the earliest stop within what was read by then.
-        assert not any(stop in given_out for stop in stops)
-        assert text.startswith(given_out)
-        assert any(text.startswith(stop, len(given_out)) for stop in stops)
+        # The first complete stop string ends the text, which is cut before the earliest stop string read by then.
+        assert not any(stop in emitted for stop in stops)
+        assert text.startswith(emitted)
+        assert any(text.startswith(stop, len(emitted)) for stop in stops)
     else:
-        assert given_out + finder.finish() == text
+        assert emitted + finder.finish() == text
 
 
-def test_a_stop_string_that_is_complete_too_early_is_text() -> None:
+def test_a_stop_string_completed_before_stopping_is_allowed_is_text() -> None:
     finder = StopFinder(["END", "xENDy"])
     assert finder.add("an END, xEND", may_stop=False) == "an END, "
     assert finder.add("?") == "xEND?"
     assert not finder.is_stopped
-    # Begun early, complete in time.
+    # Started before stopping is allowed, completed after.
     assert finder.add("-EN", may_stop=False) == "-"
     assert finder.add("D-") == ""
     assert finder.is_stopped
 
 
-def test_a_text_that_nearly_holds_many_long_stop_strings_takes_no_longer_than_any_other() -> None:
+def test_partial_matches_of_many_long_stop_strings_cost_no_more_than_other_text() -> None:
     def seconds(character: str) -> float:
         finder = StopFinder(["a" * 1023 + "b", *("a" * (500 + n) + "c" + "a" * 500 for n in range(15))])
         for _ in range(1100):

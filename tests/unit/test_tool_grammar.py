@@ -1,4 +1,4 @@
-"""Forced and strict calls as grammars: llguidance takes them, and they allow what they must and nothing else."""
+"""Grammars of forced and strict tool calls: llguidance compiles them, and they allow exactly the valid answers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from weft.request import Grammar
-from weft.text.answer_parts import joined
-from weft.text.answer_reader import AnswerForm, AnswerReader
+from weft.text.answer_parts import join_deltas
+from weft.text.answer_reader import AnswerReader, AnswerSyntax
 from weft.text.reasoning import ReasoningMarkers
 from weft.text.tokenizer import Tokenizer
 from weft.text.tool_formats import FORMATS, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolFormat
-from weft.text.tool_grammar import Tool, behind_thoughts, forced_calls, possible_calls
+from weft.text.tool_grammar import Tool, after_reasoning, forced_calls, optional_calls
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -35,7 +35,7 @@ NOTHING = ("get", "{}")
 
 
 class Vocabulary:
-    """A model's vocabulary as llguidance wants it, with some tokens made control tokens."""
+    """A model's vocabulary with the tokenizer interface of llguidance."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos_token_id = 2
@@ -62,7 +62,7 @@ def tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def allows(grammar: Grammar, text: str, tokenizer: Tokenizer, matching: Any) -> bool:
-    """Whether the text may be a whole answer."""
+    """Whether the grammar accepts the text as a complete answer."""
     matcher = llguidance.LLMatcher(matching, llguidance.LLMatcher.grammar_from_lark(grammar.definition))
     assert not matcher.get_error(), matcher.get_error()
     tokens = tokens_of(text, tokenizer)
@@ -80,11 +80,11 @@ def check(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_forced_call_is_one_of_the_tools_with_arguments_that_follow_its_schema(
+def test_a_forced_call_names_a_tool_and_its_arguments_match_the_schema(
     name: str, default_tokenizer: Tokenizer, matching: Any
 ) -> None:
-    form = FORMATS[name]
-    grammar = forced_calls([WEATHER, ALL], AnswerForm(tools=form), default_tokenizer)
+    tool_format = FORMATS[name]
+    grammar = forced_calls([WEATHER, ALL], AnswerSyntax(tool_format=tool_format), default_tokenizer)
     good = [[PARIS], [NOTHING], [("get_weather", '{"city": "", "days": 3}')]]
     bad = [
         [("get_weather", "{}")],
@@ -93,41 +93,49 @@ def test_a_forced_call_is_one_of_the_tools_with_arguments_that_follow_its_schema
         [("get", '{"city": "Paris"}')],
         [("set", "{}")],
     ]
-    texts = [form.written(calls) for calls in good]
+    texts = [tool_format.render_calls(calls) for calls in good]
     check(
         grammar,
         default_tokenizer,
         matching,
         texts,
-        ["", "Hello", *(form.written(calls) for calls in bad), texts[0] + " Done."],
+        ["", "Hello", *(tool_format.render_calls(calls) for calls in bad), texts[0] + " Done."],
     )
-    several = form.written([PARIS, NOTHING, PARIS])
-    assert allows(grammar, several, default_tokenizer, matching) == (not form.is_single)
-    # What is forced is what the parser reads.
+    several = tool_format.render_calls([PARIS, NOTHING, PARIS])
+    assert allows(grammar, several, default_tokenizer, matching) == (not tool_format.is_single_call)
+    # The parser must read the forced calls.
     for calls in good:
-        reader = AnswerReader(AnswerForm(tools=form, names={"get", "get_weather"}))
-        found = joined(reader.add(form.written(calls)) + reader.finish())
+        reader = AnswerReader(AnswerSyntax(tool_format=tool_format, tool_names={"get", "get_weather"}))
+        found = join_deltas(reader.add(tool_format.render_calls(calls)) + reader.finish())
         assert [(call.name, call.arguments) for call in found.calls] == calls and not found.content
 
 
-@pytest.mark.parametrize("form", [HERMES, MISTRAL, MISTRAL_ARGS], ids=lambda form: form.name)
-def test_where_calls_may_not_be_parallel_one_is_all_that_is_allowed(
-    form: ToolFormat, default_tokenizer: Tokenizer, matching: Any
+@pytest.mark.parametrize(
+    "tool_format", [HERMES, MISTRAL, MISTRAL_ARGS], ids=lambda tool_format: tool_format.name
+)
+def test_without_parallel_calls_only_one_call_is_allowed(
+    tool_format: ToolFormat, default_tokenizer: Tokenizer, matching: Any
 ) -> None:
-    grammar = forced_calls([ALL], AnswerForm(tools=form, max_calls=1), default_tokenizer)
-    one, two = form.written([NOTHING]), form.written([NOTHING, NOTHING])
+    grammar = forced_calls([ALL], AnswerSyntax(tool_format=tool_format, max_calls=1), default_tokenizer)
+    one, two = tool_format.render_calls([NOTHING]), tool_format.render_calls([NOTHING, NOTHING])
     check(grammar, default_tokenizer, matching, [one], [two])
-    grammar = forced_calls([ALL], AnswerForm(tools=form), default_tokenizer, is_single=True)
+    grammar = forced_calls(
+        [ALL], AnswerSyntax(tool_format=tool_format), default_tokenizer, is_single_call=True
+    )
     check(grammar, default_tokenizer, matching, [one], [two])
 
 
-def test_a_named_tool_is_the_only_one(default_tokenizer: Tokenizer, matching: Any) -> None:
-    grammar = forced_calls([ALL], AnswerForm(tools=HERMES), default_tokenizer)
-    check(grammar, default_tokenizer, matching, [HERMES.written([NOTHING])], [HERMES.written([PARIS])])
+def test_a_call_of_another_tool_than_the_named_one_is_not_allowed(
+    default_tokenizer: Tokenizer, matching: Any
+) -> None:
+    grammar = forced_calls([ALL], AnswerSyntax(tool_format=HERMES), default_tokenizer)
+    check(
+        grammar, default_tokenizer, matching, [HERMES.render_calls([NOTHING])], [HERMES.render_calls([PARIS])]
+    )
 
 
 @pytest.mark.parametrize(
-    ("begins_inside", "good", "bad"),
+    ("starts_in_reasoning", "good", "bad"),
     [
         (
             False,
@@ -137,13 +145,13 @@ def test_a_named_tool_is_the_only_one(default_tokenizer: Tokenizer, matching: An
         (True, ["hm</think>{call}", "\nhm {call}\n</think>\n\n{call}"], ["{call}", "hm"]),
     ],
 )
-def test_a_model_that_thinks_may_do_so_before_a_forced_call(
-    begins_inside: bool, good: list[str], bad: list[str], default_tokenizer: Tokenizer, matching: Any
+def test_reasoning_is_allowed_before_a_forced_call(
+    starts_in_reasoning: bool, good: list[str], bad: list[str], default_tokenizer: Tokenizer, matching: Any
 ) -> None:
-    form = AnswerForm(THINK, begins_inside=begins_inside, tools=HERMES)
-    call = HERMES.written([PARIS])
+    syntax = AnswerSyntax(THINK, starts_in_reasoning=starts_in_reasoning, tool_format=HERMES)
+    call = HERMES.render_calls([PARIS])
     check(
-        forced_calls([WEATHER], form, default_tokenizer),
+        forced_calls([WEATHER], syntax, default_tokenizer),
         default_tokenizer,
         matching,
         [text.replace("{call}", call) for text in good],
@@ -151,33 +159,41 @@ def test_a_model_that_thinks_may_do_so_before_a_forced_call(
     )
 
 
-@pytest.mark.parametrize("form", [HERMES, MISTRAL, MISTRAL_ARGS, LLAMA3], ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "tool_format", [HERMES, MISTRAL, MISTRAL_ARGS, LLAMA3], ids=lambda tool_format: tool_format.name
+)
 @pytest.mark.parametrize("reasoning", [None, THINK])
-def test_a_strict_tool_that_may_be_called_is_called_by_its_schema(
-    form: ToolFormat, reasoning: ReasoningMarkers | None, default_tokenizer: Tokenizer, matching: Any
+def test_arguments_of_an_optional_call_of_a_strict_tool_match_the_schema(
+    tool_format: ToolFormat, reasoning: ReasoningMarkers | None, default_tokenizer: Tokenizer, matching: Any
 ) -> None:
-    grammar = possible_calls([WEATHER, ALL], AnswerForm(reasoning, tools=form), default_tokenizer, None)
-    before = "" if form.is_bare else "Let me <see>. "
+    grammar = optional_calls(
+        [WEATHER, ALL], AnswerSyntax(reasoning, tool_format=tool_format), default_tokenizer, None
+    )
+    before = "" if tool_format.has_unmarked_calls else "Let me <see>. "
     good = [
         "Hello, world!",
         "Is 1 < 2 [sic]?",
-        before + form.written([PARIS]),
-        form.written([("get", '{"any": [1]}')]),  # not strict: any object
+        before + tool_format.render_calls([PARIS]),
+        tool_format.render_calls([("get", '{"any": [1]}')]),  # not strict: any object
     ]
     bad = [
-        before + form.written([("get_weather", '{"town": "Paris"}')]),
-        form.written([("set", "{}")]),
-        before + form.written([PARIS])[:-4],
+        before + tool_format.render_calls([("get_weather", '{"town": "Paris"}')]),
+        tool_format.render_calls([("set", "{}")]),
+        before + tool_format.render_calls([PARIS])[:-4],
     ]
     if reasoning is not None:
-        good.append(f"<think>hm {form.written([PARIS])}</think>\n\n" + before + form.written([PARIS]))
-        bad.append("<think>hm " + form.written([PARIS]))
-    if not form.is_single:
-        good.append(form.written([PARIS, NOTHING]))
+        good.append(
+            f"<think>hm {tool_format.render_calls([PARIS])}</think>\n\n"
+            + before
+            + tool_format.render_calls([PARIS])
+        )
+        bad.append("<think>hm " + tool_format.render_calls([PARIS]))
+    if not tool_format.is_single_call:
+        good.append(tool_format.render_calls([PARIS, NOTHING]))
     check(grammar, default_tokenizer, matching, good, bad)
 
 
-def test_what_cannot_be_enforced_is_refused_for_strict_tools_alone(
+def test_unsupported_schema_keywords_are_refused_only_for_strict_tools(
     default_tokenizer: Tokenizer, matching: Any
 ) -> None:
     schema = {
@@ -187,7 +203,7 @@ def test_what_cannot_be_enforced_is_refused_for_strict_tools_alone(
     }
     for is_strict in (False, True):
         grammar = forced_calls(
-            [Tool("f", schema, is_strict)], AnswerForm(tools=HERMES), default_tokenizer
+            [Tool("f", schema, is_strict)], AnswerSyntax(tool_format=HERMES), default_tokenizer
         ).definition
         error = llguidance.LLMatcher.validate_grammar(
             llguidance.LLMatcher.grammar_from_lark(grammar), matching
@@ -195,10 +211,10 @@ def test_what_cannot_be_enforced_is_refused_for_strict_tools_alone(
         assert ("uniqueItems" in error) == is_strict
 
 
-def test_without_strict_tools_and_without_a_form_nothing_is_held_to_a_grammar(
+def test_without_strict_tools_and_response_format_there_is_no_grammar(
     default_tokenizer: Tokenizer,
 ) -> None:
-    assert possible_calls([ALL], AnswerForm(tools=HERMES), default_tokenizer, None) is None
+    assert optional_calls([ALL], AnswerSyntax(tool_format=HERMES), default_tokenizer, None) is None
 
 
 @pytest.mark.parametrize(
@@ -211,49 +227,55 @@ def test_without_strict_tools_and_without_a_form_nothing_is_held_to_a_grammar(
     ],
     ids=lambda value: getattr(value, "kind", None),
 )
-def test_beside_tools_an_answer_has_the_form_asked_for_or_is_a_call(
+def test_with_tools_an_answer_matches_its_grammar_or_is_a_call(
     answer: Grammar, good: str, bad: str, default_tokenizer: Tokenizer, matching: Any
 ) -> None:
-    form = AnswerForm(tools=HERMES)
-    grammar = possible_calls([ALL], form, default_tokenizer, answer)
-    call = HERMES.written([NOTHING])
+    syntax = AnswerSyntax(tool_format=HERMES)
+    grammar = optional_calls([ALL], syntax, default_tokenizer, answer)
+    call = HERMES.render_calls([NOTHING])
     check(grammar, default_tokenizer, matching, [good, call], [bad, "Hello", f"{good}{call}"])
-    thinking = AnswerForm(THINK, begins_inside=True)
+    thinking = AnswerSyntax(THINK, starts_in_reasoning=True)
     check(
-        behind_thoughts(answer, thinking, default_tokenizer),
+        after_reasoning(answer, thinking, default_tokenizer),
         default_tokenizer,
         matching,
         [f"hm</think>{good}", f"hm {bad}\n</think>\n{good}"],
         [good, f"hm</think>{bad}"],
     )
-    assert behind_thoughts(answer, form, default_tokenizer) is answer
+    assert after_reasoning(answer, syntax, default_tokenizer) is answer
 
 
-def test_markers_that_are_control_tokens_are_forced_as_such(
+def test_markers_that_are_control_tokens_are_forced_as_control_tokens(
     default_tokenizer: Tokenizer, matching: Any
 ) -> None:
-    """With control tokens of the default model in the place of `[TOOL_CALLS]` and `[ARGS]`."""
+    """Control tokens of the default model stand for `[TOOL_CALLS]` and `[ARGS]`."""
     opening, middle = "<file_sep>", "<jupyter_code>"
-    form = ToolFormat("test", (opening, middle), before_name=opening, before_arguments=middle, separator="")
+    tool_format = ToolFormat(
+        "test", (opening, middle), before_name=opening, before_arguments=middle, separator=""
+    )
     tokenizer = default_tokenizer
     ids = {text: token for token, text in tokenizer.control_tokens.items()}
     call = f"{opening}get{middle}{{}}"
     assert ids[opening] in tokens_of(call, tokenizer)
     good = [call, call + call]
     check(
-        forced_calls([ALL], AnswerForm(tools=form), tokenizer), tokenizer, matching, good, ["", "hm" + call]
+        forced_calls([ALL], AnswerSyntax(tool_format=tool_format), tokenizer),
+        tokenizer,
+        matching,
+        good,
+        ["", "hm" + call],
     )
     strict = Tool("get", ALL.parameters, is_strict=True)
     check(
-        possible_calls([strict], AnswerForm(tools=form), tokenizer, None),
+        optional_calls([strict], AnswerSyntax(tool_format=tool_format), tokenizer, None),
         tokenizer,
         matching,
         [*good, "hm", "hm " + call],
         [f"{opening}get{middle}{{1}}"],
     )
-    thoughts = ReasoningMarkers("<issue_start>", "<issue_closed>")
-    thinking = AnswerForm(thoughts, tools=form)
-    inside = AnswerForm(thoughts, begins_inside=True, tools=form)
+    markers = ReasoningMarkers("<issue_start>", "<issue_closed>")
+    thinking = AnswerSyntax(markers, tool_format=tool_format)
+    inside = AnswerSyntax(markers, starts_in_reasoning=True, tool_format=tool_format)
     check(
         forced_calls([ALL], thinking, tokenizer),
         tokenizer,
@@ -262,6 +284,6 @@ def test_markers_that_are_control_tokens_are_forced_as_such(
         ["<issue_start>hm" + call],
     )
     check(forced_calls([ALL], inside, tokenizer), tokenizer, matching, ["hm<issue_closed>" + call], [call])
-    assert thinking.shown_ids(tokenizer) == {
+    assert thinking.visible_control_ids(tokenizer) == {
         ids[text] for text in (opening, middle, "<issue_start>", "<issue_closed>")
     }

@@ -1,10 +1,10 @@
-"""Calls in the text of models: what is read as a call, what stays content, and what is told of it when."""
+"""Parsing tool calls: which text is a call, which is content, and which deltas are reported when."""
 
 from __future__ import annotations
 
 import pytest
 
-from weft.text.answer_parts import AnswerParts, CallArguments, CallBegins, Content, Delta, joined
+from weft.text.answer_parts import AnswerParts, Content, Delta, ToolCallArguments, ToolCallStart, join_deltas
 from weft.text.tool_formats import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolFormat
 from weft.text.tool_parser import ToolParser
 
@@ -12,18 +12,18 @@ NAMES = {"f", "g"}
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 
 
-def parts(form: ToolFormat, text: str, **options: int) -> AnswerParts:
-    parser = ToolParser(form, NAMES, **options)
-    return joined(parser.add(text) + parser.finish())
+def parts(tool_format: ToolFormat, text: str, **options: int) -> AnswerParts:
+    parser = ToolParser(tool_format, NAMES, **options)
+    return join_deltas(parser.add(text) + parser.finish())
 
 
-def read(form: ToolFormat, text: str, **options: int) -> tuple[str, list[tuple[str, str]]]:
-    found = parts(form, text, **options)
+def read(tool_format: ToolFormat, text: str, **options: int) -> tuple[str, list[tuple[str, str]]]:
+    found = parts(tool_format, text, **options)
     return found.content, [(call.name, call.arguments) for call in found.calls]
 
 
 @pytest.mark.parametrize(
-    ("form", "text", "content", "calls"),
+    ("tool_format", "text", "content", "calls"),
     [
         (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", [("f", '{"a": 1}')]),
         (HERMES, f"<tool_call>{CALL}</tool_call>", "", [("f", '{"a": 1}')]),
@@ -74,14 +74,14 @@ def read(form: ToolFormat, text: str, **options: int) -> tuple[str, list[tuple[s
         (MISTRAL_ARGS, "[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{}", "", [("f", "{}")]),
     ],
 )
-def test_calls_are_read_in_every_form_that_models_write(
-    form: ToolFormat, text: str, content: str, calls: list[tuple[str, str]]
+def test_calls_are_parsed_in_every_known_format_and_variant(
+    tool_format: ToolFormat, text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
-    assert read(form, text) == (content, calls)
+    assert read(tool_format, text) == (content, calls)
 
 
 @pytest.mark.parametrize(
-    ("form", "text"),
+    ("tool_format", "text"),
     [
         (HERMES, "Hello, world!  \n"),
         (HERMES, "Use <tool_call> to call a tool."),
@@ -105,8 +105,10 @@ def test_calls_are_read_in_every_form_that_models_write(
         (MISTRAL_ARGS, "[TOOL_CALLS]f[ARGS] none"),
     ],
 )
-def test_what_is_no_call_is_content_to_the_last_character(form: ToolFormat, text: str) -> None:
-    assert read(form, text) == (text, [])
+def test_text_without_a_valid_call_is_content_to_the_last_character(
+    tool_format: ToolFormat, text: str
+) -> None:
+    assert read(tool_format, text) == (text, [])
 
 
 @pytest.mark.parametrize(
@@ -118,55 +120,55 @@ def test_what_is_no_call_is_content_to_the_last_character(form: ToolFormat, text
         '{"id": [1, {"x": "}"}], "name": "f", "more": null, "arguments": {"a": 1}, "type": "function"}',
     ],
 )
-def test_the_fields_of_a_call_may_come_in_any_order_with_others_between_them(call: str) -> None:
+def test_the_keys_of_a_call_may_come_in_any_order_among_other_keys(call: str) -> None:
     assert read(HERMES, f"<tool_call>{call}</tool_call>") == ("", [("f", '{"a": 1}')])
 
 
 @pytest.mark.parametrize("rest", ["}", ', "arguments": null}'])
-def test_a_call_without_arguments_has_none(rest: str) -> None:
+def test_a_call_without_arguments_has_an_empty_object(rest: str) -> None:
     assert read(HERMES, f'<tool_call>{{"name": "f"{rest}</tool_call>') == ("", [("f", "{}")])
 
 
-def test_arguments_are_given_exactly_as_they_are_written() -> None:
+def test_arguments_are_reported_exactly_as_the_model_wrote_them() -> None:
     arguments = '{ "a" :"}{\\"\\\\" ,\n"é🎉":[ 1.50,{"b":null}] , "c": "<tool_call>" }'
     text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
     assert read(HERMES, text) == ("", [("f", arguments)])
 
 
-def test_a_call_is_told_when_its_arguments_begin_and_they_as_they_come() -> None:
+def test_a_call_is_reported_when_its_arguments_start_and_the_arguments_are_streamed() -> None:
     parser = ToolParser(HERMES)
-    told: list[Delta] = []
+    deltas: list[Delta] = []
     for piece in ("Hm ", "<tool", '_call>{"name": "f', '", "arguments"', ": ", '{"a', '": "b', '"}', "}"):
-        told = parser.add(piece)
+        deltas = parser.add(piece)
         if piece == "Hm ":
-            assert told == [Content("Hm")]
+            assert deltas == [Content("Hm")]
         elif piece == '{"a':
-            begins, arguments = told
-            assert isinstance(begins, CallBegins) and (begins.index, begins.name) == (0, "f")
-            assert arguments == CallArguments(0, '{"a')
+            start, arguments = deltas
+            assert isinstance(start, ToolCallStart) and (start.index, start.name) == (0, "f")
+            assert arguments == ToolCallArguments(0, '{"a')
         elif piece in ('": "b', '"}'):
-            assert told == [CallArguments(0, piece)]
+            assert deltas == [ToolCallArguments(0, piece)]
         else:
-            assert told == []
+            assert deltas == []
 
 
-def test_a_call_that_is_cut_keeps_what_there_is_of_it() -> None:
+def test_a_truncated_call_keeps_its_partial_arguments() -> None:
     assert read(HERMES, '<tool_call>{"name": "f", "arguments": {"a": "b') == ("", [("f", '{"a": "b')])
 
 
-def test_what_follows_broken_arguments_is_content() -> None:
+def test_text_after_malformed_arguments_is_content() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": ]}}</tool_call> so'
     assert read(HERMES, text) == ("]}}</tool_call> so", [("f", '{"a": ')])
 
 
-def test_after_text_that_only_looks_like_a_call_another_is_found() -> None:
+def test_a_call_is_found_after_text_that_only_looks_like_a_call() -> None:
     assert read(HERMES, f"<tool_call>oops <tool_call>{CALL}</tool_call>") == (
         "<tool_call>oops",
         [("f", '{"a": 1}')],
     )
 
 
-def test_ids_are_unique_and_short_where_templates_want_nine_characters() -> None:
+def test_call_ids_are_unique_and_have_nine_characters_for_mistral() -> None:
     ids = [call.id for call in parts(HERMES, f"<tool_call>{CALL}{CALL}</tool_call>").calls]
     assert len(set(ids)) == 2 and all(one.startswith("call_") for one in ids)
     [short] = [call.id for call in parts(MISTRAL, f"[TOOL_CALLS][{CALL}]").calls]
@@ -174,7 +176,7 @@ def test_ids_are_unique_and_short_where_templates_want_nine_characters() -> None
 
 
 @pytest.mark.parametrize(
-    ("form", "text"),
+    ("tool_format", "text"),
     [
         (HERMES, f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"),
         (LLAMA3, '{"name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {}}'),
@@ -182,11 +184,11 @@ def test_ids_are_unique_and_short_where_templates_want_nine_characters() -> None
         (MISTRAL_ARGS, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[ARGS]{}'),
     ],
 )
-def test_behind_the_last_call_that_is_allowed_nothing_is_read(form: ToolFormat, text: str) -> None:
-    parser = ToolParser(form, NAMES, max_calls=1)
+def test_text_after_the_last_allowed_call_is_ignored(tool_format: ToolFormat, text: str) -> None:
+    parser = ToolParser(tool_format, NAMES, max_calls=1)
     deltas = parser.add(text)
     assert parser.is_over
-    found = joined(deltas + parser.add(" more") + parser.finish())
+    found = join_deltas(deltas + parser.add(" more") + parser.finish())
     assert [(call.name, call.arguments) for call in found.calls] == [("f", '{"a": 1}')]
     assert found.content == ""
 
@@ -205,15 +207,15 @@ def test_behind_the_last_call_that_is_allowed_nothing_is_read(form: ToolFormat, 
     ],
     ids=lambda text: text[:40].strip() or "white space",
 )
-def test_what_is_held_back_is_bounded_and_all_of_it_comes_out(text: str) -> None:
+def test_the_text_held_back_is_bounded_and_reported_in_the_end(text: str) -> None:
     parser = ToolParser(HERMES)
-    told: list[Delta] = []
-    num_told = 0
+    deltas: list[Delta] = []
+    num_reported = 0
     for start in range(0, len(text), 4):
         new = parser.add(text[start : start + 4])
-        num_told += sum(len(delta.text) for delta in new if not isinstance(delta, CallBegins))
-        told += new
-        assert start - num_told < 20_000
-    found = joined(told + parser.finish())
+        num_reported += sum(len(delta.text) for delta in new if not isinstance(delta, ToolCallStart))
+        deltas += new
+        assert start - num_reported < 20_000
+    found = join_deltas(deltas + parser.finish())
     whole = found.content + "".join(call.arguments for call in found.calls)
     assert text.endswith(whole) and len(whole) > len(text) - 50

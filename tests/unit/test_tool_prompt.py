@@ -1,4 +1,4 @@
-"""Tools in prompts: by the template where it knows them, by weft where it does not, and histories as templates take them."""
+"""Tools in prompts: described by the template or by weft; and tool histories adapted to the template."""
 
 from __future__ import annotations
 
@@ -56,42 +56,45 @@ def prompt(text: ModelText, messages: Any, tools: Any = None) -> str:
     return text.tokenizer.decode(text.encode_chat(messages, tools=tools), skip_control=False)
 
 
-def test_a_template_that_knows_tools_is_left_to_tell_of_them(text_of: Any) -> None:
+def test_a_template_that_supports_tools_describes_them(text_of: Any) -> None:
     text = text_of(CALLS)
-    assert not text.writes_tools and text.tool_format is HERMES
+    assert not text.uses_weft_tool_prompt and text.tool_format is HERMES
     assert prompt(text, HI, [TOOL]).startswith('[{"type": "function"')
 
 
 @pytest.mark.parametrize(
     ("source", "tool_format"), [(PLAIN, None), (STRANGE, None), (CALLS, "weft"), (PLAIN, "llama3")]
 )
-def test_elsewhere_weft_does_in_a_system_message(text_of: Any, source: str, tool_format: str | None) -> None:
+def test_with_other_templates_weft_describes_tools_in_a_system_message(
+    text_of: Any, source: str, tool_format: str | None
+) -> None:
     text = text_of(source, tool_format)
-    assert text.writes_tools and text.tool_format is HERMES
+    assert text.uses_weft_tool_prompt and text.tool_format is HERMES
     assert '\n{"name": "look", "description": "Looks.", "parameters": {"type": "object"}}\n' in prompt(
         text, HI, [TOOL]
     )
 
 
-def test_where_there_is_no_system_message_the_first_turn_tells_of_tools(text_of: Any) -> None:
+def test_without_system_messages_the_first_message_describes_the_tools(text_of: Any) -> None:
     text = text_of(NO_SYSTEM)
-    told = prompt(text, HI, [TOOL])
-    assert told.startswith("<user>You can call") and '"look"' in told and told.endswith("\n\nhi</user>")
+    rendered = prompt(text, HI, [TOOL])
+    assert rendered.startswith("<user>You can call")
+    assert '"look"' in rendered and rendered.endswith("\n\nhi</user>")
 
 
-def test_a_format_can_be_named_for_a_template_that_does_not_show_it(text_of: Any) -> None:
+def test_the_setting_names_a_format_that_cannot_be_detected(text_of: Any) -> None:
     text = text_of(STRANGE, "llama3")
-    assert not text.writes_tools and text.tool_format is LLAMA3
+    assert not text.uses_weft_tool_prompt and text.tool_format is LLAMA3
 
 
-def test_a_format_that_nobody_knows_is_refused(default_model_path: Path) -> None:
+def test_an_unknown_tool_format_is_refused(default_model_path: Path) -> None:
     with pytest.raises(
         InvalidRequestError, match="tool_format is 'banana'; allowed: hermes, llama3, mistral"
     ):
         open_model_text(open_checkpoint(default_model_path), tool_format="banana")
 
 
-def test_without_tools_nothing_is_added(text_of: Any) -> None:
+def test_without_tools_the_prompt_is_unchanged(text_of: Any) -> None:
     assert prompt(text_of(PLAIN), HI) == prompt(text_of(PLAIN), HI, []) == "<user>hi</user>"
 
 
@@ -117,7 +120,7 @@ ONE_CALL = (
 )
 
 
-def test_several_calls_are_several_turns_to_a_template_that_takes_one(text_of: Any) -> None:
+def test_several_calls_are_split_for_a_template_that_allows_one_per_message(text_of: Any) -> None:
     history = [
         *HI,
         {"role": "assistant", "content": "so", "tool_calls": [call("a"), call("b", "see", "{}")]},
@@ -128,13 +131,13 @@ def test_several_calls_are_several_turns_to_a_template_that_takes_one(text_of: A
     ]
     text = text_of(ONE_CALL)
     assert text.tool_format is LLAMA3
-    said = prompt(text, history, [TOOL]).partition("[hi]")[2]
-    assert said == (
+    rendered = prompt(text, history, [TOOL]).partition("[hi]")[2]
+    assert rendered == (
         '\n{"name": "look", "parameters": {"at": 1}}[so][A]\n{"name": "see", "parameters": {}}[][B][C][on]'
     )
 
 
-def test_ids_become_short_where_a_template_counts_them_and_still_match(text_of: Any) -> None:
+def test_call_ids_are_shortened_for_mistral_and_still_match_their_results(text_of: Any) -> None:
     source = (
         "{{ tools|tojson }}{% for m in messages %}{% for c in m.tool_calls %}[TOOL_CALLS]"
         '[{"name": "{{ c.function.name }}", "id": {{ c.id|tojson }}}]{% endfor %}'
@@ -146,6 +149,6 @@ def test_ids_become_short_where_a_template_counts_them_and_still_match(text_of: 
         {"role": "tool", "tool_call_id": "call_123456", "content": "A"},
         {"role": "tool", "tool_call_id": "abc456789", "content": "B"},
     ]
-    said = prompt(text_of(source), history)
-    short = said.partition('"id": "')[2][:9]
-    assert short.isalnum() and said.count(short) == 2 and said.count("abc456789") == 2
+    rendered = prompt(text_of(source), history)
+    short = rendered.partition('"id": "')[2][:9]
+    assert short.isalnum() and rendered.count(short) == 2 and rendered.count("abc456789") == 2

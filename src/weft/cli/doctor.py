@@ -25,7 +25,7 @@ from weft.cli import machine
 from weft.errors import ModelFileError, WeftError
 from weft.loading.cache import models_directory
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
-from weft.loading.pull import kept_models, pull
+from weft.loading.pull import cached_models, pull
 from weft.models.registry import build_config
 from weft.terminal import one_line, printable
 from weft.text.model_text import open_model_text
@@ -255,7 +255,7 @@ def _model_checks(model: str) -> Iterator[Check]:
 def _find_model(model: str) -> Path | None:
     """The path of a model, without fetching it; None if it is not in the cache."""
     if model == "default" or model.startswith("hf:"):
-        kept = next((one for one in kept_models() if one.name == model), None)
+        kept = next((one for one in cached_models() if one.name == model), None)
         if kept is None:
             return None
         if kept.problem:

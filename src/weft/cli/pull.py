@@ -13,7 +13,7 @@ from weft.cli.model import fetch
 from weft.errors import ModelFileError, WeftError
 from weft.loading.cache import models_directory
 from weft.loading.checkpoint import open_checkpoint
-from weft.loading.pull import KeptModel, kept_models, remove
+from weft.loading.pull import CachedModel, cached_models, remove
 from weft.models.registry import build_config
 from weft.progress import PullBar
 from weft.terminal import one_line, printable
@@ -45,7 +45,7 @@ class _Description:
 
 def models_command(json: bool) -> None:
     """Lists the cached models."""
-    described = [_describe(kept) for kept in kept_models()]
+    described = [_describe(kept) for kept in cached_models()]
     if json:
         print(json_module.dumps([asdict(one) for one in described], indent=2))
         return
@@ -80,7 +80,7 @@ def remove_command(model: str) -> None:
     console.print(f"Deleted '{printable(model)}': {decimal(size)}", style="dim", markup=False, soft_wrap=True)
 
 
-def _describe(kept: KeptModel) -> _Description:
+def _describe(kept: CachedModel) -> _Description:
     architecture, parameters, stored, problem = "", 0, "", kept.problem
     if problem is None:
         try:

@@ -1,5 +1,5 @@
-"""Model files: fetch them, and read what they hold.
+"""Downloads model files and reads them.
 
-Everything here treats a file as hostile input. It hands on numpy buffers and plain values and knows no other
-array library.
+Model files are untrusted input: every length, count and offset is checked before use. The only array library here is
+numpy.
 """

@@ -1,4 +1,4 @@
-"""The folder that models are kept in: where it is, who may write to it, and how a fetch says how far it is."""
+"""The local model cache: its path, its lock, its disk errors, and the progress of a pull."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from weft.errors import ModelFileError
 
 @dataclass(frozen=True)
 class PullProgress:
-    """How far one stage has come: "wait" (another process is pulling), "find", "download", "unpack" or "check".
+    """Progress of one stage: "wait" (another process is pulling), "find", "download", "unpack" or "check".
 
-    A stage whose end is not known has a total of 0.
+    `total_bytes` is 0 if the total is unknown.
     """
 
     stage: str
@@ -32,26 +32,29 @@ Progress = Callable[[PullProgress], None]
 
 
 def models_directory() -> Path:
-    """Where models are kept: under WEFT_HOME, or under the user's cache directory."""
+    """The folder of downloaded models: under WEFT_HOME, else under the user's cache directory."""
     home, cache = os.environ.get("WEFT_HOME"), os.environ.get("XDG_CACHE_HOME")
     try:
         if home:
             return Path(home).expanduser() / "models"
         return (Path(cache) if cache else Path.home() / ".cache") / "weft" / "models"
-    except RuntimeError as error:  # a '~' of somebody who has no home directory
+    except RuntimeError as error:  # '~' or '~name' without a home directory
         raise ModelFileError(
             f"{home or '~'}: there is no such home directory; set WEFT_HOME to the folder to keep models in"
         ) from error
 
 
 def partial_path(target: Path) -> Path:
-    """Where a file is while it is not whole: beside its place, so that it can be moved there in one step."""
+    """The path of an incomplete file: in the folder of `target`, so that one rename completes it."""
     return target.with_name(f".partial-{target.name}")
 
 
 @contextmanager
-def only_one_pull(lock_path: Path, progress: Progress, seconds: float = math.inf) -> Iterator[None]:
-    """A lock that the kernel releases when its holder dies. Raises TimeoutError after `seconds` of waiting."""
+def exclusive_lock(lock_path: Path, progress: Progress, seconds: float = math.inf) -> Iterator[None]:
+    """Holds a file lock, so that one process at a time writes. The kernel releases it when the process dies.
+
+    Raises TimeoutError after `seconds` of waiting.
+    """
     lock_path.parent.mkdir(parents=True, exist_ok=True)
     with lock_path.open("w") as lock:
         try:
@@ -77,29 +80,29 @@ def _lock_within(lock: IO[str], seconds: float) -> None:
 
 
 @contextmanager
-def errors_of_the_disk(directory: Path) -> Iterator[None]:
-    """Says in whose folder the disk refused, and what can be done."""
+def report_disk_errors(directory: Path) -> Iterator[None]:
+    """Turns an `OSError` into a `ModelFileError` that names the folder and what to do."""
     try:
         yield
     except OSError as error:
         raise ModelFileError(
             f"{directory}: the model cannot be kept there: {error.strerror or error}. "
-            "Set WEFT_HOME to a folder that can be written and has room"
+            "Set WEFT_HOME to a writable folder with enough free space"
         ) from error
 
 
-def require_room(directory: Path, needed_bytes: int) -> None:
-    """Refuses before the first byte what would fill the disk after an hour."""
+def require_free_space(directory: Path, needed_bytes: int) -> None:
+    """Fails before the download starts if the disk is too small for it."""
     free = shutil.disk_usage(directory).free
     if needed_bytes > free:
         raise ModelFileError(
-            f"{directory}: {needed_bytes >> 20} MiB are needed to fetch the model and {free >> 20} MiB are free; "
-            "make room, or set WEFT_HOME to a folder on another disk"
+            f"{directory}: the download needs {needed_bytes >> 20} MiB and {free >> 20} MiB are free; "
+            "free some space, or set WEFT_HOME to a folder on another disk"
         )
 
 
 def move_into_place(source: Path, target: Path) -> None:
-    """Gives a file its final name in one step, once all of it is on the disk."""
+    """Renames a file to its final name, after fsync: a crash cannot leave a truncated file under that name."""
     with source.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(source, target)

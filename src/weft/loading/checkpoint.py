@@ -1,4 +1,4 @@
-"""A model opened for reading, whatever its files: what decoder, tokenizer and defaults are made from."""
+"""Opens a model, from a GGUF file or a Hugging Face folder, as one `Checkpoint`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weft.errors import ModelFileError
 from weft.loading.files import PICKLE_SUFFIXES, field_error, read_json
 from weft.loading.generation import gguf_sampling, huggingface_sampling
-from weft.loading.gguf import other_parts, read_gguf
+from weft.loading.gguf import later_part_names, read_gguf
 from weft.loading.safetensors import INDEX_NAME, SINGLE_NAME, read_safetensors, read_sharded_safetensors
 from weft.loading.tensor import StoredTensor
 from weft.loading.vocabulary import Vocabulary, read_vocabulary
@@ -28,32 +28,32 @@ _MAX_NAMES_SHOWN = 12
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Nothing in it is a number yet: tensors are views of mapped files, or yet to be drawn, until somebody reads them."""
+    """A model before any weight is decoded: its tensors are views of mapped files, or random numbers not yet drawn."""
 
     path: Path
-    """The GGUF file, or the folder with config.json and safetensors files; of random numbers, only a name."""
+    """The GGUF file, or the folder with config.json and safetensors files. Only a name if the weights are random."""
     layout: Layout
     metadata: Mapping[str, Any]
     """The key-value pairs of the GGUF file, or config.json."""
     tensors: Mapping[str, StoredTensor | RandomSource]
-    """Under the names they have in the files."""
+    """By their names in the files."""
     end_ids: frozenset[int]
     """Every token that ends an answer."""
     generation: Mapping[str, Any] = field(default_factory=dict)
-    """What the model's makers suggest for sampling, under the names of `SamplingParams`."""
+    """The model's default sampling parameters, by their names in `SamplingParams`."""
     vocabulary: Vocabulary | None = None
-    """That of a GGUF file; a folder has a tokenizer.json instead."""
+    """The vocabulary of a GGUF file. A folder has a tokenizer.json instead."""
     has_text: bool = True
-    """Without, there is no tokenizer: prompts are token ids, and so are answers."""
+    """False: there is no tokenizer, so prompts and answers are token ids."""
 
     @property
     def architecture(self) -> str:
-        """What the files call it."""
+        """The architecture's name in the files, for example "llama"."""
         return str(self.metadata.get("general.architecture" if self.layout == "gguf" else "model_type", ""))
 
     @property
     def files(self) -> frozenset[Path]:
-        """Those that tensors are read from."""
+        """The files that hold the tensors."""
         return frozenset(
             tensor.file.path for tensor in self.tensors.values() if isinstance(tensor, StoredTensor)
         )
@@ -73,17 +73,16 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """The model at `path`, a GGUF file or a folder; errors name the file and the field.
+    """Opens the model at `path`, a GGUF file or a folder. Errors name the file and the field.
 
-    Code that a folder brings along is never run. Whether the model needs it is for the registry of architectures to
-    say, and it refuses what it does not know.
+    Code in the folder is never run. A model that needs it has an architecture that `weft.models.registry` rejects.
     """
     path = Path(path)
-    # Unlike Path.is_dir, false and no error where the folder above may not be entered.
+    # Not Path.is_dir: that raises if the parent folder is not accessible; os.path.isdir returns False.
     if os.path.isdir(path):
         return _open_folder(path)
     if path.suffix == ".safetensors":
-        raise ModelFileError(f"{path}: is only the weights; pass the folder that also holds config.json")
+        raise ModelFileError(f"{path}: holds only weights; pass the folder that also holds config.json")
     if path.suffix in PICKLE_SUFFIXES:
         raise _pickle_error(path)
     return _open_gguf(path)
@@ -117,7 +116,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     if SINGLE_NAME not in names and INDEX_NAME not in names:
         return _open_gguf(folder / _only_gguf(folder, names))
     if "config.json" not in names:
-        raise ModelFileError(f"{folder}: has weights but no config.json, which says what model they are of")
+        raise ModelFileError(
+            f"{folder}: has weights but no config.json, which describes the model; download config.json too"
+        )
     config_path = folder / "config.json"
     config = read_json(config_path)
     _refuse_quantised(config_path, config)
@@ -135,33 +136,36 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _read_weights(folder: Path, names: list[str]) -> dict[str, StoredTensor]:
-    # A whole file before an index, as transformers does: an index may be left over from before the files were joined.
+    # As in transformers, a single file wins over an index: the index may be stale, from before the shards were merged.
     if SINGLE_NAME in names:
         return read_safetensors(folder / SINGLE_NAME)
     return read_sharded_safetensors(folder / INDEX_NAME)
 
 
 def _only_gguf(folder: Path, names: list[str]) -> str:
-    """The one GGUF model in a folder without safetensors; else an error that says what is there instead."""
+    """The name of the only GGUF model in a folder without safetensors. Otherwise an error lists what it holds."""
     found = [name for name in names if name.endswith(".gguf")]
-    later_parts = {part for name in found for part in other_parts(name)}
+    later_parts = {part for name in found for part in later_part_names(name)}
     models = [name for name in found if name not in later_parts]
     if len(models) == 1:
         return models[0]
     if models:
-        raise ModelFileError(f"{folder}: holds several GGUF models; pass the path of one: {_listed(models)}")
+        raise ModelFileError(
+            f"{folder}: holds several GGUF models; pass the path of one: {_join_names(models)}"
+        )
     if pickles := [name for name in names if name.endswith(PICKLE_SUFFIXES) and name != "training_args.bin"]:
         raise _pickle_error(folder / pickles[0])
     if weights := [name for name in names if name.endswith(".safetensors")]:
         raise ModelFileError(
-            f"{folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}, only {_listed(weights)}; fetch the missing file"
+            f"{folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}, only {_join_names(weights)}; "
+            "download the missing file"
         )
     raise ModelFileError(
         f"{folder}: holds no model; expected config.json with {SINGLE_NAME} or {INDEX_NAME}, or a GGUF file"
     )
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + more
 
@@ -182,17 +186,17 @@ def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
                 path,
                 key,
                 f"the weights are quantised ({method or 'method unknown'!r:.40}), which weft does not read yet; "
-                "take the model in bf16, or quantised as GGUF",
+                "use the model in bf16, or a GGUF quantisation of it",
             )
 
 
 def _refuse_tokenizer_code(folder: Path, names: list[str]) -> None:
-    """A tokenizer.json needs no code; where it is missing, the tokenizer is the code."""
+    """Rejects a folder without tokenizer.json whose tokenizer is custom Python code (`auto_map`)."""
     if "tokenizer_config.json" in names and "tokenizer.json" not in names:
         path = folder / "tokenizer_config.json"
         if read_json(path).get("auto_map"):
             raise field_error(
-                path, "auto_map", "the tokenizer needs code of its own; weft never runs code of a checkpoint"
+                path, "auto_map", "the tokenizer is custom Python code; weft never runs code of a checkpoint"
             )
 
 
@@ -202,9 +206,9 @@ def _refuse_tokenizer_code(folder: Path, names: list[str]) -> None:
 def _end_ids(
     folder: Path, names: list[str], config: Mapping[str, Any], generation: Mapping[str, Any]
 ) -> frozenset[int]:
-    """From generation_config.json, else config.json, else the tokenizer's files: the first that says anything.
+    """The EOS tokens of the first file that names any: generation_config.json, config.json, or the tokenizer's files.
 
-    An id that is no token's is refused: to drop it could leave a model that never ends an answer.
+    An id outside the vocabulary is an error. If it were ignored, answers might never end.
     """
     size = config.get("vocab_size")
     limit = size if type(size) is int and size > 0 else 2**31
@@ -225,7 +229,7 @@ def _end_ids(
 
 
 def _tokenizer_end_id(folder: Path, names: list[str]) -> int | None:
-    """The id of tokenizer_config.json's eos_token, which is a text or an object with one."""
+    """The id of `eos_token` in tokenizer_config.json, which is a string or an object with a "content"."""
     config_path, tokenizer_path = folder / "tokenizer_config.json", folder / "tokenizer.json"
     if config_path.name not in names or tokenizer_path.name not in names:
         return None

@@ -1,4 +1,4 @@
-"""What a fetched file has to be, and whether a file is that, by every byte of it."""
+"""The expected size and checksum of a downloaded file, and the check of both."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Literal
 _PIECE_BYTES = 1 << 20
 
 Advance = Callable[[int], object]
-"""Gets how many bytes of the file are here."""
+"""Progress callback: called with the number of bytes of the file processed so far."""
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What the whole file has to be. `git` is the checksum git knows a small file by: SHA-1 with its size in front."""
+class ExpectedFile:
+    """Name, size and checksum of a complete file. Kind `git` is a git blob id: SHA-1 over a header and the content."""
 
     name: str
     size: int
@@ -29,13 +29,13 @@ class Expected:
         return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
 
 
-def matches(path: Path, expected: Expected, advance: Advance = lambda _: None) -> bool:
-    """Whether the file at `path` is the expected one, by every byte of it."""
-    return size_of(path) == expected.size and is_right(path, expected, advance)
+def matches(path: Path, expected: ExpectedFile, advance: Advance = lambda _: None) -> bool:
+    """Whether the file at `path` has the expected size and checksum. Reads the whole file."""
+    return size_of(path) == expected.size and has_right_checksum(path, expected, advance)
 
 
-def is_right(path: Path, expected: Expected, advance: Advance = lambda _: None) -> bool:
-    """Whether a file of the right size has the right checksum."""
+def has_right_checksum(path: Path, expected: ExpectedFile, advance: Advance = lambda _: None) -> bool:
+    """Whether the file has the expected checksum. The size is not checked."""
     digest, done = expected.new_digest(), 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
@@ -46,7 +46,7 @@ def is_right(path: Path, expected: Expected, advance: Advance = lambda _: None) 
 
 
 def size_of(path: Path) -> int:
-    """0 for a file that is not there."""
+    """The size in bytes; 0 for a missing file."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

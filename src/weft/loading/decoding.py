@@ -1,11 +1,16 @@
-"""How each tensor format becomes numbers.
+"""Decodes each tensor format to floating point (dequantisation), in numpy.
 
-A quantised row is a run of blocks. A block holds small whole numbers (codes) beside the scales that make them weights
-again: 32 values under one scale in the plain formats, 256 values in the K formats, where groups of 16 or 32 have
-scales of their own, themselves stored as small numbers times one scale of the block.
+A quantised row is a series of quantisation blocks. A block holds codes (small integers) and their scales:
+- plain formats (Q4_0, Q8_0 ...): 32 values with one scale;
+- K formats (Q4_K ...): 256 values in groups of 16 or 32. Each group has a small integer scale, which is multiplied by
+  one float scale of the block.
 
-Codes of less than a byte are packed in planes: the lowest bits of a run of bytes are the codes of the first values,
-the next bits those of the values after them, and so on. Formats of 3, 5 and 6 bits keep the upper bits apart.
+Codes of less than a byte are packed in bit planes. Four bits, runs of 16 bytes:
+
+    byte i of a run:  | code i + 16 | code i |
+                       bits 7..4     bits 3..0
+
+Formats of 3, 5 and 6 bits store the upper bits of the codes separately.
 """
 
 from __future__ import annotations
@@ -16,8 +21,7 @@ import numpy as np
 
 from weft.loading.formats import TensorFormat
 
-# Values are decoded in pieces of this many, so that temporaries stay in the processor's cache and are nothing beside
-# the result. A multiple of every block.
+# Decode this many values at a time: the temporary arrays then fit into the CPU cache. A multiple of every block size.
 _VALUES_PER_PIECE = 1 << 17
 
 
@@ -27,11 +31,11 @@ def decode_into(
     out: np.ndarray,
     after_piece: Callable[[int, int], object] = lambda start, stop: None,
 ) -> None:
-    """Write the values of a tensor's bytes `raw` into `out`, which gives its shape and may have any strides.
+    """Decodes the bytes `raw` of a tensor into `out`, which has the tensor's shape and may have any strides.
 
-    `after_piece(start, stop)` hears of every run of bytes that has been decoded and is not needed again.
+    Calls `after_piece(start, stop)` for every byte range of `raw` that has been decoded and is not read again.
     """
-    # A hostile scale may be infinite; what comes of it is the model's nonsense and no reason for warnings.
+    # A malicious file may have infinite scales. The resulting inf or NaN weights need no numpy warning.
     with np.errstate(all="ignore"):
         _decode_rows(raw, tensor_format, out[None] if out.ndim == 0 else out, after_piece, 0)
 
@@ -77,27 +81,27 @@ def _decode_f16(blocks: np.ndarray) -> np.ndarray:
 
 
 def _decode_bf16(blocks: np.ndarray) -> np.ndarray:
-    # The upper half of a float32.
+    # bfloat16 is the upper half of a float32.
     return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
-# --- pieces of blocks -------------------------------------------------------------------------------------------------
+# --- parts of a block -------------------------------------------------------------------------------------------------
 
 
 def _half(columns: np.ndarray) -> np.ndarray:
-    """Two bytes per block, as one float32 column."""
+    """A float16 (two bytes) of every block, as float32 [blocks, 1]."""
     return np.ascontiguousarray(columns).view("<f2").astype(np.float32)
 
 
 def _planes(packed: np.ndarray, bits: int, width: int) -> np.ndarray:
-    """The codes of `bits` bits in runs of `width` bytes, plane after plane: uint8 [blocks, codes]."""
+    """Unpacks codes of `bits` bits from runs of `width` bytes: uint8 [blocks, codes]. See the module's docstring."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     runs = packed.reshape(len(packed), -1, 1, width)
     return ((runs >> shifts) & np.uint8((1 << bits) - 1)).reshape(len(packed), -1)
 
 
 def _single_bits(packed: np.ndarray) -> np.ndarray:
-    """One bit per value, in the order of the values."""
+    """Unpacks one bit per value, in the order of the values."""
     return np.unpackbits(packed, axis=-1, bitorder="little")
 
 
@@ -106,7 +110,7 @@ def _grouped(codes: np.ndarray, groups: int) -> np.ndarray:
     return codes.reshape(len(codes), groups, -1).astype(np.float32)
 
 
-# --- 32 values under one scale ----------------------------------------------------------------------------------------
+# --- plain formats: 32 values with one scale --------------------------------------------------------------------------
 
 
 def _decode_q4_0(blocks: np.ndarray) -> np.ndarray:
@@ -143,7 +147,7 @@ def _decode_q8_0(blocks: np.ndarray) -> np.ndarray:
     return codes
 
 
-# --- 256 values in groups with scales of their own --------------------------------------------------------------------
+# --- K formats: 256 values, one scale for each group ------------------------------------------------------------------
 
 
 def _scaled(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -170,16 +174,20 @@ def _decode_q2_k(blocks: np.ndarray) -> np.ndarray:
 def _decode_q3_k(blocks: np.ndarray) -> np.ndarray:
     codes = _grouped(_planes(blocks[:, 32:96], 2, 32) | _planes(blocks[:, 0:32], 1, 32) << 2, 16)
     codes -= 4.0
-    # 16 scales of 6 bits: the lower four of each in 8 bytes, the upper two in 4.
+    # 16 scales of 6 bits: the lower 4 bits of all in bytes 96..103, the upper 2 bits in bytes 104..107.
     scales = _planes(blocks[:, 96:104], 4, 8) | _planes(blocks[:, 104:108], 2, 4) << 4
     return _scaled(codes, _half(blocks[:, 108:110]) * (scales.astype(np.float32) - 32.0))
 
 
 def _scales_and_minima(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The 8 scales and 8 minima at the start of a Q4_K or Q5_K block, 6 bits each.
+    """The 8 scales and 8 minima of a Q4_K or Q5_K block, 6 bits each.
 
-    Bytes 4..7 hold scales 0..3, bytes 8..11 minima 0..3, bytes 12..15 the lower four bits of scales and minima 4..7,
-    whose upper two are those the first eight bytes have to spare.
+                  bits 7..6                bits 5..0
+    byte 4 + i    scale 4+i, bits 5..4     scale i
+    byte 8 + i    minimum 4+i, bits 5..4   minimum i
+
+                  bits 7..4                bits 3..0
+    byte 12 + i   minimum 4+i, bits 3..0   scale 4+i, bits 3..0       (i = 0..3)
     """
     first_scales, first_minima, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first_scales & 0x3F, rest & 0x0F | first_scales >> 6 << 4], axis=1)
@@ -204,7 +212,7 @@ def _decode_q6_k(blocks: np.ndarray) -> np.ndarray:
 
 
 def _decode_q8_k(blocks: np.ndarray) -> np.ndarray:
-    # The last 32 bytes are sums of the codes, a help for products of quantised vectors.
+    # The last 32 bytes are sums of the codes. Dot products of quantised vectors use them; decoding does not.
     codes = blocks[:, 4:260].view(np.int8).astype(np.float32)
     codes *= np.ascontiguousarray(blocks[:, 0:4]).view("<f4")
     return codes
@@ -227,4 +235,4 @@ _DECODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Q6_K": _decode_q6_k,
     "Q8_K": _decode_q8_k,
 }
-"""uint8 [blocks, block_bytes] -> float32 [blocks, block_values] (F64: float64), maybe a view of the bytes."""
+"""uint8 [blocks, block_bytes] -> float32 [blocks, block_values] (F64: float64). The result may be a view."""

@@ -1,4 +1,4 @@
-"""Fetches one file over HTTP, or from a file URL, such that a transfer that broke goes on where it stopped."""
+"""Downloads one file from an HTTP or file URL. An interrupted download is resumed."""
 
 from __future__ import annotations
 
@@ -16,51 +16,53 @@ from pathlib import Path
 from typing import IO
 
 from weft.errors import ModelFileError
-from weft.loading.checksum import Advance, Expected, is_right, size_of
+from weft.loading.checksum import Advance, ExpectedFile, has_right_checksum, size_of
 
 _PIECE_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 30.0
 _WAITS_SECONDS = (0.5, 2.0, 5.0)
-"""Before each further attempt when not a byte came since the last one."""
+"""The delays between attempts. They start again from the first as soon as an attempt received any byte."""
 
 
 class TransferError(ModelFileError):
-    """The bytes could not be fetched; those that came are kept, and asking again goes on behind them."""
+    """The transfer failed. The received bytes are kept, and the next attempt resumes after them."""
 
 
 class ChecksumError(ModelFileError):
-    """What was fetched is not the file that was asked for."""
+    """The server's file does not have the expected size or checksum."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where the bytes are. Headers go to this address alone, never along with a redirect: they may carry a token."""
+    """A URL and its headers. The headers may hold a token, so they are never sent to the target of a redirect."""
 
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def download(locate: Callable[[], Location], partial: Path, expected: Expected, advance: Advance) -> None:
-    """Make `partial` the whole and checked file. `locate` is asked before every attempt: addresses may expire."""
-    was_begun = size_of(partial) > 0
+def download(locate: Callable[[], Location], partial: Path, expected: ExpectedFile, advance: Advance) -> None:
+    """Completes the file `partial` and verifies its checksum. Calls `locate` before every attempt: URLs may expire."""
+    is_resumed = size_of(partial) > 0
     _transfer(locate, partial, expected, advance)
-    if is_right(partial, expected):
+    if has_right_checksum(partial, expected):
         return
     partial.unlink()
-    if was_begun:
-        # The beginning came from another day, perhaps from another server: all of it once more.
+    if is_resumed:
+        # The first part may be from an older version of the file, or from another server: download all of it again.
         _transfer(locate, partial, expected, advance)
-        if is_right(partial, expected):
+        if has_right_checksum(partial, expected):
             return
         partial.unlink()
     raise ChecksumError(
-        f"{expected.name}: the {expected.size} bytes that came do not have the checksum {expected.digest}; "
-        "they are thrown away. Try again; if it happens again, the server gives out another file under this name"
+        f"{expected.name}: the {expected.size} bytes received do not have the checksum {expected.digest} and were "
+        "deleted. Try again; if it happens again, the server has a different file under this name"
     )
 
 
-def _transfer(locate: Callable[[], Location], partial: Path, expected: Expected, advance: Advance) -> None:
-    """Append to `partial` until it has its size."""
+def _transfer(
+    locate: Callable[[], Location], partial: Path, expected: ExpectedFile, advance: Advance
+) -> None:
+    """Appends to `partial` until it has the expected size."""
     if size_of(partial) > expected.size:
         partial.unlink()
     waits = iter(_WAITS_SECONDS)
@@ -69,39 +71,39 @@ def _transfer(locate: Callable[[], Location], partial: Path, expected: Expected,
         try:
             _append(locate(), partial, expected, advance)
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-            if _is_of_the_disk(error):
+            if _is_disk_error(error):
                 raise
             if isinstance(error, urllib.error.HTTPError) and error.code == 416:
-                raise _another_file(expected, f"at most {begun}") from error
+                raise _wrong_file(expected, f"at most {begun}") from error
             if size_of(partial) > begun:
                 waits = iter(_WAITS_SECONDS)
             wait = next(waits, None)
-            if wait is None or not _may_pass(error):
+            if wait is None or not _is_transient(error):
                 raise _transfer_failed(expected, size_of(partial), error) from error
             time.sleep(wait)
     advance(expected.size)
 
 
-def _append(location: Location, partial: Path, expected: Expected, advance: Advance) -> None:
+def _append(location: Location, partial: Path, expected: ExpectedFile, advance: Advance) -> None:
     begun = size_of(partial)
     with _open(location, begun, expected) as (response, start), partial.open("ab") as file:
         file.truncate(start)
         done = start
-        # One byte more than expected is enough to know that this is another file.
+        # One byte more than expected proves that this is a different file.
         while piece := response.read(min(_PIECE_BYTES, expected.size + 1 - done)):
             file.write(piece)
             done += len(piece)
             advance(min(done, expected.size))
     if done > expected.size:
         partial.unlink()
-        raise _another_file(expected, f"more than {expected.size}")
+        raise _wrong_file(expected, f"more than {expected.size}")
     if done < expected.size:
         raise ConnectionError(f"the connection ended after {done} of {expected.size} bytes")
 
 
 @contextmanager
-def _open(location: Location, begun: int, expected: Expected) -> Iterator[tuple[IO[bytes], int]]:
-    """The rest of the file, and where it starts: at `begun`, or at 0 with a server that knows no ranges."""
+def _open(location: Location, begun: int, expected: ExpectedFile) -> Iterator[tuple[IO[bytes], int]]:
+    """Opens the rest of the file, and returns its offset: `begun`, or 0 if the server does not support ranges."""
     request = urllib.request.Request(location.url)
     for name, value in location.headers.items():
         request.add_unredirected_header(name, value)
@@ -111,40 +113,40 @@ def _open(location: Location, begun: int, expected: Expected) -> Iterator[tuple[
     with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
         start, announced = 0, response.headers.get("Content-Length")
         if response.status == 206:
-            said = response.headers.get("Content-Range", "")
-            found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", said)
+            content_range = response.headers.get("Content-Range", "")
+            found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", content_range)
             if not found or int(found[1]) != begun:
-                raise ConnectionError(f"bytes from {begun} were asked for, and the server sent {said!r}")
+                raise ConnectionError(f"requested the bytes from {begun}, the server sent {content_range!r}")
             start, announced = begun, found[2] if found[2] != "*" else None
         if announced is not None and int(announced) != expected.size:
-            raise _another_file(expected, announced)
+            raise _wrong_file(expected, announced)
         yield response, start
 
 
-def _another_file(expected: Expected, size: str) -> ChecksumError:
+def _wrong_file(expected: ExpectedFile, size: str) -> ChecksumError:
     return ChecksumError(
-        f"{expected.name}: the server has {size} bytes under this name instead of {expected.size}: another file"
+        f"{expected.name}: the server's file has {size} bytes, expected {expected.size}: it is a different file"
     )
 
 
-def _is_of_the_disk(error: Exception) -> bool:
+def _is_disk_error(error: Exception) -> bool:
     if isinstance(error, urllib.error.URLError) or not isinstance(error, OSError):
         return False
     return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
-def _may_pass(error: Exception) -> bool:
-    """Whether asking again may help: not where the server understood and refused, or cannot prove who it is."""
+def _is_transient(error: Exception) -> bool:
+    """Whether a retry may help. It does not after a refusal (most 4xx) or a failed certificate check."""
     if isinstance(error, urllib.error.HTTPError):
         return error.code in (408, 425, 429) or error.code >= 500
     return not isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError)
 
 
-def _transfer_failed(expected: Expected, done: int, error: Exception) -> TransferError:
+def _transfer_failed(expected: ExpectedFile, done: int, error: Exception) -> TransferError:
     reason = getattr(error, "reason", None) or error
     if isinstance(error, urllib.error.HTTPError):
         reason = f"the server answered {error.code} {error.reason}"
     return TransferError(
-        f"{expected.name}: {reason or type(error).__name__}; {done} of {expected.size} bytes are here and kept. "
-        "Check the network and try again: it goes on from there"
+        f"{expected.name}: {reason or type(error).__name__}; {done} of {expected.size} bytes were received and kept. "
+        "Check the network and try again: the download resumes there"
     )

@@ -1,7 +1,6 @@
-"""Opens the files of a model, mapped into memory, as text or as JSON; an error names the file and what is wrong.
+"""Opens model files: memory-mapped, as text, or as JSON. Errors name the file and what is wrong.
 
-A model file comes from a stranger: it may be a pipe that never ends, a link to nowhere, or text nested so deep that
-whoever walks it falls over.
+Model files are untrusted. One may be an endless pipe, a broken link, or JSON nested deep enough to overflow the stack.
 """
 
 from __future__ import annotations
@@ -18,21 +17,22 @@ from typing import Any, BinaryIO
 
 from weft.errors import ModelFileError
 
-# The largest published tokenizer.json has 33 MB. What is read may take twenty times as much memory as its text.
+# The largest published tokenizer.json has 33 MB. Parsed JSON may take twenty times the memory of its text.
 _MAX_TEXT_BYTES = 64 << 20
 _MAX_JSON_DEPTH = 64
 
-# A page that is read brings its neighbours with it, also those before it that were let go: Linux maps 16 pages at a
-# time, or 2 MiB where its cache holds the file in huge pages. Without this, half of a file stayed resident.
+# A page fault also maps neighbouring pages, including released ones before it: 16 pages, or 2 MiB if the page cache
+# holds the file in huge pages. So `release_pages` also releases this much before its range. Without it, half of a
+# file stayed resident.
 _NEIGHBOUR_BYTES = 2 << 20
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Weights that can run code when they are read: refused by name, never opened."""
+"""Files of these names may be pickles, which can run code when read. They are rejected by name and never opened."""
 
 
 def field_error(path: Path, field: str, problem: str) -> ModelFileError:
     """The error for one field of a file."""
-    # repr of a hostile name, cut short: the message goes to a terminal and to a log.
+    # The name is untrusted and the message goes to terminals and logs: escape and shorten it.
     shown = field if field.isprintable() and len(field) <= 120 else repr(field[:120])
     return ModelFileError(f"{path}: {shown}: {problem}")
 
@@ -42,13 +42,13 @@ def _open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     """The file and its size."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            found = "a folder" if path.is_dir() else "no regular file"
+            found = "a folder" if path.is_dir() else "not a regular file"
             raise ModelFileError(f"{path}: cannot be opened: it is {found}")
         with path.open("rb") as file:
             yield file, os.fstat(file.fileno()).st_size
     except FileNotFoundError as error:
         if path.is_symlink():
-            problem = f"it is a link to {os.readlink(path)}, which does not exist; fetch the model again"
+            problem = f"it is a link to {os.readlink(path)}, which does not exist; download the model again"
             raise ModelFileError(f"{path}: cannot be opened: {problem}") from error
         raise ModelFileError(f"{path}: cannot be opened: it does not exist") from error
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte in it
@@ -61,10 +61,10 @@ def _open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
 
 @dataclass(frozen=True)
 class MappedFile:
-    """The bytes of a file, read only; the map lives as long as anything that refers to it.
+    """A read-only memory map of a file. It lives as long as any array that refers to it.
 
-    A file that is cut short by somebody else while it is mapped ends the process when the lost part is read: nothing
-    in Python can catch that. `weft pull` only ever replaces whole files.
+    If another process truncates the file, reading the lost part kills this process (SIGBUS), which Python cannot
+    catch. `weft pull` therefore only replaces whole files.
     """
 
     path: Path
@@ -74,10 +74,10 @@ class MappedFile:
     def size(self) -> int:
         return len(self.data)
 
-    def let_go(self, start: int, stop: int) -> None:
-        """These bytes will not be read again soon: their pages need not stay in this process's memory.
+    def release_pages(self, start: int, stop: int) -> None:
+        """Releases the pages of these bytes from this process's memory.
 
-        The pages can be had again from the system's cache or the disk, so it costs nothing but time if they are.
+        A later read is still correct: it maps them again, from the page cache or the disk.
         """
         if hasattr(mmap, "MADV_DONTNEED"):
             first = max(0, start - _NEIGHBOUR_BYTES)
@@ -86,12 +86,13 @@ class MappedFile:
 
 
 def map_file(path: Path, kind: str, header_bytes: int) -> MappedFile:
-    """A file of `kind`, which begins with a header of at least `header_bytes`."""
+    """Maps a file of the format `kind`, which begins with a header of at least `header_bytes`."""
     with _open_regular(path) as (file, size):
-        # An empty file cannot be mapped, and what cannot hold a header is no model either.
+        # Also avoids mapping an empty file, which mmap rejects.
         if size < header_bytes:
             raise ModelFileError(
-                f"{path}: header: the file has {size} bytes, a {kind} header alone needs {header_bytes}"
+                f"{path}: header: the file has {size} bytes, a {kind} header alone needs {header_bytes}; "
+                "download the file again"
             )
         return MappedFile(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
@@ -120,13 +121,13 @@ def _read(path: Path) -> bytes:
 
 
 def parse_json(path: Path, text: bytes, field: str) -> dict[str, Any]:
-    """The object in `text`, which is `field` of the file: no name twice in one object, and not nested too deep."""
+    """Parses the JSON object in `text`, which errors call `field`. Rejects duplicate names and too deep nesting."""
     too_deep = f"is nested deeper than {_MAX_JSON_DEPTH} levels"
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_object)
     except RecursionError as error:
         raise field_error(path, field, too_deep) from error
-    except ValueError as error:  # not UTF-8, not JSON, a name twice, a number of thousands of digits
+    except ValueError as error:  # not UTF-8, not JSON, a duplicate name, a number of thousands of digits
         raise field_error(path, field, f"cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise field_error(path, field, f"is {_kind(value)}, expected an object")
@@ -139,13 +140,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the name {twice[:120]!r} appears twice in one object")
+        again = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {again[:120]!r} appears twice in one object")
     return result
 
 
 def _depth_exceeds(value: Any, limit: int) -> bool:
-    # Level by level: a hostile value must not be able to exhaust the stack of whoever measures it.
+    # Level by level, without recursion: a malicious value could overflow the stack.
     level = [value]
     for _ in range(limit):
         level = [
@@ -160,5 +161,5 @@ def _depth_exceeds(value: Any, limit: int) -> bool:
 
 
 def _kind(value: Any) -> str:
-    kinds = {list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
+    kinds = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return kinds.get(type(value), "a number")

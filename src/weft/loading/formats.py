@@ -1,4 +1,4 @@
-"""The formats tensors are stored in, by their numbers and names in files, and their sizes; `decoding` makes numbers."""
+"""The tensor formats of GGUF and safetensors files: type numbers, names and block sizes. `decoding` decodes them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TensorFormat:
-    """One way to store numbers: `block_bytes` bytes hold `block_values` values."""
+    """A tensor format: a quantisation block of `block_bytes` bytes holds `block_values` values."""
 
     name: str
     block_values: int
     block_bytes: int
 
     def bytes_of(self, values: int) -> int:
-        """How many bytes hold `values` values, a multiple of the block."""
+        """The size in bytes of `values` values, a multiple of `block_values`."""
         return values // self.block_values * self.block_bytes
 
 
@@ -43,7 +43,7 @@ GGUF_FORMATS: dict[int, TensorFormat] = {
 
 SAFETENSORS_FORMATS: dict[str, TensorFormat] = {entry.name: entry for entry in (F32, F16, BF16, F64)}
 
-# Formats of GGUF files that exist but that weft does not read: only their names, for the error message.
+# GGUF formats that weft does not read. Their names are for the error message.
 OTHER_GGUF_FORMATS: dict[int, str] = {
     9: "Q8_1", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
     23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",

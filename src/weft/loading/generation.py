@@ -1,7 +1,7 @@
-"""What a model's makers suggest for sampling, read from its files into the names of `SamplingParams`.
+"""Reads a model's default sampling parameters from its files, and gives them the names of `SamplingParams`.
 
-Only what a file says counts: a default of the program that wrote it is none of the model's. How many tokens to
-generate is not taken over either; that is for the caller to say, and the API has defaults of its own.
+Only explicit values count: transformers' own defaults are not the model's. The token limit is ignored: the request
+or the API sets it.
 """
 
 from __future__ import annotations
@@ -30,39 +30,41 @@ _GGUF_NAMES = {
 
 
 def huggingface_sampling(path: Path, generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The suggestions of generation_config.json; `path` is for the errors."""
+    """The sampling parameters in generation_config.json. `path` is for error messages."""
     do_sample = generation_config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise field_error(path, "do_sample", f"{do_sample!r:.80} is not true or false")
     suggested = _checked(path, generation_config, _HUGGINGFACE_NAMES)
     if do_sample is False:
-        # The file's own way to say greedy; a temperature beside it has no effect there either.
+        # do_sample=false means greedy. As in transformers, a temperature in the same file is ignored.
         suggested["temperature"] = 0.0
     elif do_sample:
-        # To sample without a temperature is to sample at 1.
+        # The default temperature of transformers.
         suggested.setdefault("temperature", 1.0)
     return suggested
 
 
 def gguf_sampling(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The suggestions in the metadata of a GGUF file; `path` is for the errors."""
+    """The sampling parameters in the metadata of a GGUF file. `path` is for error messages."""
     values = {
-        key: _as_meant(value) if isinstance(value, float) else value
+        key: _shortest_decimal(value) if isinstance(value, float) else value
         for key, value in metadata.items()
         if key in _GGUF_NAMES
     }
     return _checked(path, values, _GGUF_NAMES)
 
 
-def _as_meant(value: float) -> float:
-    """The file stores 0.7 as the float32 nearest to it; the shortest number that rounds to it is what was meant, and
-    what the same model's generation_config.json says."""
+def _shortest_decimal(value: float) -> float:
+    """The shortest decimal number that rounds to the float32 `value`.
+
+    The file stores 0.7 as the nearest float32, 0.699999988. The author meant 0.7, as in generation_config.json.
+    """
     try:
         stored = struct.pack("<f", value)
     except OverflowError:
         return math.copysign(math.inf, value)
-    written = (float(f"{value:.{digits}g}") for digits in range(1, 10))
-    return next((number for number in written if struct.pack("<f", number) == stored), value)
+    candidates = (float(f"{value:.{digits}g}") for digits in range(1, 10))
+    return next((number for number in candidates if struct.pack("<f", number) == stored), value)
 
 
 def _checked(path: Path, values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

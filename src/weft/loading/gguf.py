@@ -1,11 +1,12 @@
 """Reads GGUF files (version 2 and 3) through a memory map; a security boundary.
 
-A model file comes from a stranger. Every count, length and offset is checked against the size of the file before
-it is used, so that a malformed file costs an error and never a read past the end or an allocation larger than the
-file justifies. Anything wrong raises `ModelFileError` with the file and the field.
+Model files are untrusted. Every count, length and offset is checked against the file size before use. A malformed file
+therefore raises `ModelFileError` with the file and the field. It never causes a read past the end, or an allocation
+larger than the file justifies.
 
     header | key-value pairs | tensor table | padding | tensor data
-           4 magic, u32 version, u64 tensors, u64 pairs
+
+    header: 4 bytes magic, u32 version, u64 number of tensors, u64 number of pairs
 """
 
 from __future__ import annotations
@@ -36,47 +37,48 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _HEADER_BYTES = 24
 _MAX_NAME_BYTES = 65_535
-_MAX_ENTRIES = 65_536  # of pairs, and of tensors; the largest published models have some thousands
+_MAX_ENTRIES = 65_536  # for pairs and for tensors; the largest published models have some thousands
 _MAX_DIMENSIONS = 4
 _MAX_ALIGNMENT = 1 << 20
 _DEFAULT_ALIGNMENT = 32
 
-# Where pairs and tensor table have to end; the largest vocabularies, with a whole tokenizer.json of 30 MB beside them,
-# need half of it. A file with holes costs its author nothing: without this it could hold billions of empty strings.
+# Pairs and tensor table must end before this offset. The largest vocabularies, with an embedded tokenizer.json of
+# 30 MB, need half of it. Without a limit, a sparse file of no disk space could claim billions of empty strings.
 _MAX_TABLE_BYTES = 128 << 20
 
-# The smallest a key-value pair and a tensor entry can be: what bounds their counts by the size of the file.
+# The smallest possible pair and tensor entry. With the file size, they bound the counts in the header.
 _MIN_PAIR_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
-# Scalar value types: number in the file -> what `array` calls it. A truth value is a byte.
+# Scalar value types: number in the file -> type code of the module `array`. A boolean is one byte.
 _SCALARS: dict[int, str] = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
-# The name of one file of several: model-00002-of-00003.gguf.
+# The name of one file of a split model: model-00002-of-00003.gguf.
 _PART_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A checked model: its metadata (numbers, strings, lists of strings, arrays of numbers, tuples of truth values) and tensors."""
+    """A checked GGUF model, from one file or from all files of a split model."""
 
     path: Path
     metadata: Mapping[str, Any]
+    """Values are numbers, strings, lists of strings, arrays of numbers, or tuples of booleans."""
     tensors: Mapping[str, StoredTensor]
 
 
 def read_gguf(path: Path | str) -> GgufFile:
-    """Open, check and map a GGUF file, or the first of several that make one model together, with the others."""
+    """Opens, checks and maps a GGUF file. The first file of a split model brings the others with it."""
     first = _read_one(Path(path))
     count = _whole_number(first, "split.count", 1)
     return first if count <= 1 else _with_other_parts(first, count)
 
 
-def other_parts(name: str) -> list[str]:
-    """The names of the files that follow, where `name` is that of the first of several."""
+def later_part_names(name: str) -> list[str]:
+    """The names of the further files if `name` is the first file of a split model, else []."""
     match = _PART_NAME.fullmatch(name)
     if match is None or int(match["number"]) != 1:
         return []
@@ -89,14 +91,14 @@ def _read_one(path: Path) -> GgufFile:
 
 
 def _with_other_parts(first: GgufFile, count: int) -> GgufFile:
-    """The whole model from its first file, which has all of the metadata and says how many files there are."""
+    """Adds the tensors of the other files. The first file has all metadata."""
     match = _PART_NAME.fullmatch(first.path.name)
     if match is None or int(match["count"]) != count:
         raise field_error(
             first.path,
             "split.count",
-            f"the model is split into {count} files, whose names end in -00001-of-{count:05}.gguf and so on; "
-            "give them the names they were published under",
+            f"the model is split into {count} files, and their names must end in -00001-of-{count:05}.gguf and so on; "
+            "restore the names they were published under",
         )
     if _whole_number(first, "split.no", 0) != 0 or int(match["number"]) != 1:
         first_name = f"{match['prefix']}-00001-of-{match['count']}.gguf"
@@ -106,22 +108,24 @@ def _with_other_parts(first: GgufFile, count: int) -> GgufFile:
             f"this is not the first of the {count} files; pass the path of {first_name}",
         )
     tensors = dict(first.tensors)
-    for number, name in enumerate(other_parts(first.path.name), start=1):
+    for number, name in enumerate(later_part_names(first.path.name), start=1):
         part = _read_one(first.path.with_name(name))
         for key, expected in (("split.no", number), ("split.count", count)):
             found = _whole_number(part, key, None)
             if found != expected:
-                found_instead = f"found {found}, expected {expected}"
-                problem = f"{found_instead}; the files do not belong together, fetch them again"
+                problem = (
+                    f"found {found}, expected {expected}; the files are not of one model, download them again"
+                )
                 raise field_error(part.path, key, problem)
         for tensor_name, tensor in part.tensors.items():
             if tensor_name in tensors:
                 other = tensors[tensor_name].file.path.name
-                raise field_error(part.path, tensor_name, f"the tensor is also in {other}")
+                problem = f"the tensor is also in {other}; download the files again"
+                raise field_error(part.path, tensor_name, problem)
             tensors[tensor_name] = tensor
     expected = _whole_number(first, "split.tensors.count", len(tensors))
     if expected != len(tensors):
-        problem = f"{expected} tensors are announced, the {count} files hold {len(tensors)}"
+        problem = f"the first file names {expected} tensors, the {count} files hold {len(tensors)}; download them again"
         raise field_error(first.path, "split.tensors.count", problem)
     return GgufFile(first.path, first.metadata, tensors)
 
@@ -134,7 +138,7 @@ def _whole_number(file: GgufFile, key: str, default: Any) -> Any:
 
 
 class _Reader:
-    """A cursor over the bytes of one file; every step forward is checked against its end."""
+    """A cursor over the bytes of one file. Every advance is checked against the end of the table."""
 
     def __init__(self, file: MappedFile) -> None:
         self.file = file
@@ -146,11 +150,12 @@ class _Reader:
         if self.table_end == file.size:
             self.end_text = f"the file ends at {file.size}"
         else:
-            self.end_text = f"what comes before the tensor data must end at {_MAX_TABLE_BYTES}"
+            self.end_text = f"metadata and tensor table must end at {_MAX_TABLE_BYTES}"
 
     def read(self) -> GgufFile:
         if self.data[:4] != _MAGIC:
-            raise self.error("magic", f"the file starts with {self.data[:4]!r}, a GGUF file with {_MAGIC!r}")
+            problem = f"the file starts with {self.data[:4]!r}, a GGUF file with {_MAGIC!r}; pass a GGUF file"
+            raise self.error("magic", problem)
         self.position = 4
         version = self.number("<I", "version")
         if version not in _VERSIONS:
@@ -168,7 +173,7 @@ class _Reader:
         ):
             self.check_count(count, smallest, field)
             if count > _MAX_ENTRIES:
-                raise self.error(field, f"{count} entries, the limit is {_MAX_ENTRIES}")
+                raise self.error(field, f"is {count}, the limit is {_MAX_ENTRIES}")
 
         metadata: dict[str, Any] = {}
         for index in range(pair_count):
@@ -179,13 +184,13 @@ class _Reader:
         tensors = self.tensor_table(tensor_count, self.alignment(metadata))
         return GgufFile(self.path, metadata, tensors)
 
-    # --- pieces -------------------------------------------------------------------------------------------------
+    # --- values -------------------------------------------------------------------------------------------------
 
     def error(self, field: str, problem: str) -> ModelFileError:
         return field_error(self.path, field, problem)
 
     def take(self, count: int, field: str) -> int:
-        """Claim the next `count` bytes and return where they start."""
+        """Advances by `count` bytes and returns their start."""
         start = self.position
         if count > self.table_end - start:
             raise self.error(field, f"needs {count} bytes at offset {start}, but {self.end_text}")
@@ -197,7 +202,7 @@ class _Reader:
         if count > left // smallest:
             raise self.error(
                 field,
-                f"{count} entries of at least {smallest} bytes do not fit into the {left} bytes that are left; "
+                f"{count} entries of at least {smallest} bytes do not fit into the remaining {left} bytes; "
                 f"{self.end_text}",
             )
 
@@ -224,7 +229,7 @@ class _Reader:
     def scalars(self, kind: int, count: int, field: str) -> Sequence[Any]:
         code = _SCALARS.get(kind)
         if code is None:
-            raise self.error(field, f"value type {kind} is unknown; known are 0 to 12")
+            raise self.error(field, f"value type {kind} is unknown; weft reads the types 0 to 12")
         values = array(code)
         self.check_count(count, values.itemsize, field)
         start = self.take(count * values.itemsize, field)
@@ -234,22 +239,25 @@ class _Reader:
         if kind != _BOOL:
             return values
         if count and (largest := max(values)) > 1:
-            raise self.error(field, f"a truth value is 0 or 1, found {largest}")
+            raise self.error(field, f"a boolean must be 0 or 1, found {largest}")
         return tuple(map(bool, values))
 
     def array(self, field: str) -> Any:
         kind = self.number("<I", f"{field} element type")
         count = self.number("<Q", f"{field} length")
         if kind == _ARRAY:
-            raise self.error(field, "arrays inside arrays are not used by any model weft knows")
+            raise self.error(field, "weft does not read arrays inside arrays")
         if kind == _STRING:
             self.check_count(count, 8, field)
             return self.strings(count, field)
         return self.scalars(kind, count, field)
 
     def strings(self, count: int, field: str) -> list[str]:
-        """`string`, `count` times: a vocabulary has 100,000 of them and start-up waits for it. In C++ where there is any;
-        here where there is none, and for the words about what is wrong."""
+        """Reads `count` strings: a vocabulary has 100,000 of them, and start-up waits for it.
+
+        The C++ function is fast, and returns None for malformed data. The Python loop is for installs without it, and
+        raises the error for malformed data.
+        """
         if _read_strings is not None:
             found = _read_strings(self.data, self.position, count, self.table_end)
             if found is not None:
@@ -292,8 +300,8 @@ class _Reader:
         data_start = -(-self.position // alignment) * alignment
         tensors: dict[str, StoredTensor] = {}
         previous_end, previous_name = 0, ""
-        # In order of offset, so that an overlap is found between neighbours. Overlapping tensors would let a small
-        # file claim any amount of memory once they are turned into numbers.
+        # Sorted by offset: then only neighbours can overlap. With overlapping tensors, a small file could need any
+        # amount of memory when it is decoded.
         for name, shape, tensor_format, offset, byte_count in sorted(entries, key=lambda entry: entry[3]):
             if name in tensors:
                 raise self.error(name, "the tensor appears twice")
@@ -303,7 +311,7 @@ class _Reader:
                 raise self.error(
                     name,
                     f"its data ends at byte {data_start + offset + byte_count}, but the file ends at {self.size}; "
-                    "the file is cut short, fetch it again",
+                    "the file is cut short, download it again",
                 )
             start = data_start + offset
             tensors[name] = StoredTensor(name, shape, tensor_format, self.file, start, byte_count)
@@ -325,16 +333,16 @@ class _Reader:
             found = OTHER_GGUF_FORMATS.get(kind, "unknown")
             raise self.error(
                 name,
-                f"is stored as type {kind} ({found}); weft reads {known}. Convert the model to one of these",
+                f"has the type {kind} ({found}); weft reads {known}. Convert the model to one of these",
             )
         if dimensions[0] % tensor_format.block_values:
             raise self.error(
                 name,
-                f"rows of {dimensions[0]} values cannot be cut into blocks of {tensor_format.block_values}",
+                f"a row has {dimensions[0]} values, not a multiple of the block size {tensor_format.block_values}",
             )
         values = math.prod(dimensions)  # Python integers: the product of four 64-bit numbers does not wrap
         offset = self.number("<Q", f"{name} offset")
         if offset % alignment:
             raise self.error(name, f"offset {offset} is not a multiple of the alignment {alignment}")
-        # The file gives the fastest-moving dimension first, numpy the slowest.
+        # GGUF lists the fastest-moving dimension first, numpy last.
         return name, tuple(reversed(dimensions)), tensor_format, offset, tensor_format.bytes_of(values)

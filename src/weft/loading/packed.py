@@ -1,11 +1,11 @@
-"""Files of packed weights: what a model's tensors became on this machine, kept so that the next start only maps it.
+"""Cache files of packed weights: a model's tensors in the layout of this machine's kernels. Later starts only map them.
 
-    magic, checksum and length of the header (8 bytes each), header, zeros up to a page,
-    pieces, each at a multiple of 64 bytes,
-    checksums of all that, one for every 4 MiB
+    magic | header checksum (u64) | header length (u64) | header | zeros up to a page boundary
+    packed tensors, each at a multiple of 64 bytes
+    checksums of everything above, a u64 for every 4 MiB
 
-The header says where the pieces come from and what they are; a file with another header is made again. Every byte is
-checked before one is used. A file that is damaged, or that others could have written to, is set aside and made again.
+The header names the source files, and the name and size of each packed tensor. A file with another header is replaced.
+All checksums are verified before use. A file that is damaged, or writable by other users, is set aside and replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from weft.loading.cache import models_directory, only_one_pull, partial_path
+from weft.loading.cache import exclusive_lock, models_directory, partial_path
 
 _MAGIC = b"weft packed weights\n"
 _PAGE = 4096
@@ -42,28 +42,30 @@ _LOCK_SECONDS = 60.0
 Sizes = Mapping[str, int]
 Fill = Callable[[str, np.ndarray], None]
 Checksum = Callable[[np.ndarray], int]
-"""Of 64 bits. Called by several threads at once."""
+"""Returns 64 bits. Called by several threads at once."""
 
 _log = logging.getLogger(__name__)
 
 
 class _Unusable(Exception):
-    """Why a file, or a folder, that is there is not used."""
+    """An existing file or folder must not be used. The message says why."""
 
 
 def packed_path(model: Path, variant: str) -> Path:
-    """Where the packed weights of a model are kept: one file for each place of a model and each variant of its weights.
-    A variant ends with the version of the packing."""
+    """The cache file of a model's packed weights: one for each path of a model and each `variant` of the packing.
+
+    `variant` ends with the version number of the packing.
+    """
     return _folder() / f"{_name(model)}-{variant}.packed"
 
 
 def packed_files(model: Path) -> list[Path]:
-    """All that is kept of a model: its variants, of every version, damaged and unfinished ones too."""
+    """All cache files of a model: every variant and version, including damaged and incomplete ones."""
     return sorted(_folder().glob(f"*{glob.escape(_name(model))}-*"))
 
 
 def identity_of(files: Iterable[Path], variant: str) -> str:
-    """Says which files were packed, and how: another size or time of one is another identity."""
+    """Identifies the packed files and the packing. It changes with a file's path, size or modification time."""
     stated = sorted((str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
     return json.dumps([variant, stated])
 
@@ -71,28 +73,30 @@ def identity_of(files: Iterable[Path], variant: str) -> str:
 def open_packed(
     path: Path, identity: str, sizes: Sizes, fill: Fill, checksum: Checksum, threads: int
 ) -> dict[str, np.ndarray] | None:
-    """The pieces by name, mapped from the file at `path`, which is made first where it is missing, damaged or of another
-    identity. None where it cannot be kept: no space, no permission to write, a folder of another user, or another process
-    that has been packing for too long. Then the caller packs the weights in memory."""
+    """Maps the packed tensors from the file at `path`, by name. Creates it if it is missing, damaged or outdated.
+
+    None if the file cannot be created: no disk space, no write permission, a folder of another user, or another process
+    that has been packing for too long. Then the caller packs the weights in memory.
+    """
     layout = _Layout.of(identity, sizes, checksum)
     try:
         _make_private(path.parent)
-        with suppress(_Unusable):  # decided under the lock: another process may be replacing it
-            if (pieces := _map(path, layout, checksum, threads)) is not None:
-                return pieces
-        with only_one_pull(path.parent / ".lock", lambda progress: None, _LOCK_SECONDS):
+        with suppress(_Unusable):  # handled below, under the lock: another process may be replacing the file
+            if (tensors := _map(path, layout, checksum, threads)) is not None:
+                return tensors
+        with exclusive_lock(path.parent / ".lock", lambda progress: None, _LOCK_SECONDS):
             try:
-                if (pieces := _map(path, layout, checksum, threads)) is not None:
-                    return pieces
+                if (tensors := _map(path, layout, checksum, threads)) is not None:
+                    return tensors
             except _Unusable as reason:
                 _set_aside(path, reason)
-            _sweep(path, checksum)
+            _delete_obsolete(path, checksum)
             if shutil.disk_usage(path.parent).free < layout.total + layout.total // 8:
                 return None
-            _make(path, layout, fill, checksum, threads)
+            _create(path, layout, fill, checksum, threads)
             return _map(path, layout, checksum, threads)
     except _Unusable as reason:
-        _log.warning("%s: packed weights are not kept there, and packed at every start", reason)
+        _log.warning("%s: the folder is not used; every start packs the weights again", reason)
     except OSError:
         pass
     return None
@@ -101,14 +105,16 @@ def open_packed(
 @dataclass(frozen=True)
 class _Layout:
     header: bytes
+    """The start of the file, up to the end of the JSON header."""
     places: Mapping[str, slice]
+    """The byte range of each packed tensor."""
     end: int
-    """Of the last piece; checksums follow."""
+    """The end of the last packed tensor. The checksums follow."""
 
     @classmethod
     def of(cls, identity: str, sizes: Sizes, checksum: Checksum) -> _Layout:
         described = json.dumps({"from": identity, "pieces": list(sizes.items())}).encode()
-        header = _MAGIC + _eight(checksum(_array(described))) + _eight(len(described)) + described
+        header = _MAGIC + _u64(checksum(_array(described))) + _u64(len(described)) + described
         places, end = {}, -(-len(header) // _PAGE) * _PAGE
         for name, size in sizes.items():
             places[name] = slice(end, end + size)
@@ -121,16 +127,16 @@ class _Layout:
 
     @property
     def parts(self) -> list[slice]:
-        """What has a checksum each."""
+        """The byte ranges of which each has a checksum."""
         return [slice(start, min(start + _PART_BYTES, self.end)) for start in range(0, self.end, _PART_BYTES)]
 
     def checksums(self, content: np.ndarray, checksum: Checksum, threads: int) -> bytes:
         with ThreadPoolExecutor(threads) as pool:
-            return b"".join(map(_eight, pool.map(lambda part: checksum(content[part]), self.parts)))
+            return b"".join(map(_u64, pool.map(lambda part: checksum(content[part]), self.parts)))
 
 
 def _map(path: Path, layout: _Layout, checksum: Checksum, threads: int) -> dict[str, np.ndarray] | None:
-    """None: there is no file, or one of other weights."""
+    """None: the file does not exist, or holds other weights."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -143,33 +149,37 @@ def _map(path: Path, layout: _Layout, checksum: Checksum, threads: int) -> dict[
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EIO, errno.EISDIR):  # such as no descriptors, no memory
+        if error.errno not in (
+            errno.EACCES,
+            errno.EIO,
+            errno.EISDIR,
+        ):  # for example out of file descriptors or memory
             raise
         raise _Unusable(f"it cannot be read ({error.strerror})") from error
-    with suppress(AttributeError, OSError):  # not on every system, and not on every kernel for files
+    with suppress(AttributeError, OSError):  # some systems lack it, and some kernels reject it for files
         mapped.madvise(mmap.MADV_HUGEPAGE)
     mapped.madvise(mmap.MADV_WILLNEED)
     content = np.frombuffer(mapped, np.uint8)
-    # The first step needs every page of it anyway. Here several threads bring them in.
+    # Checking every page costs little extra: the first step needs all pages anyway, and here several threads read them.
     if layout.checksums(content, checksum, threads) != bytes(content[layout.end :]):
         raise _Unusable("its content does not have the checksums that it was written with")
     return {name: content[place] for name, place in layout.places.items()}
 
 
-def _make(path: Path, layout: _Layout, fill: Fill, checksum: Checksum, threads: int) -> None:
+def _create(path: Path, layout: _Layout, fill: Fill, checksum: Checksum, threads: int) -> None:
     partial = partial_path(path)
-    # Whatever the umask allows, others may not write: `_check_owner`.
+    # `_check_owner` rejects files that others may write, so do not rely on the umask.
     with open(partial, "w+b", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
-        os.posix_fallocate(file.fileno(), 0, layout.total)  # no room is an error here, not a signal later
+        os.posix_fallocate(file.fileno(), 0, layout.total)  # a full disk fails here, not with SIGBUS later
         _write(np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8), layout, fill, checksum, threads)
         os.fsync(file.fileno())
-        # Written a page at a time, it lies in small pages. Dropped from the cache, it is read again in large ones.
+        # Writing filled the page cache with small pages. Drop them, so that the next read uses large pages.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     partial.replace(path)
 
 
 def _write(content: np.ndarray, layout: _Layout, fill: Fill, checksum: Checksum, threads: int) -> None:
-    """Packed straight into the file: the weights are never in memory as a whole."""
+    """Packs directly into the mapped file, so that no second copy of the weights is in memory."""
     content[: len(layout.header)] = _array(layout.header)
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda name: fill(name, content[layout.places[name]]), layout.places))
@@ -177,7 +187,7 @@ def _write(content: np.ndarray, layout: _Layout, fill: Fill, checksum: Checksum,
 
 
 def _make_private(folder: Path) -> None:
-    """Makes the folder where it is missing, and lets only its owner write to it."""
+    """Creates the folder if it is missing, and removes the write permission of other users."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_mode & _WRITABLE_BY_OTHERS and status.st_uid == os.geteuid():
@@ -191,19 +201,19 @@ def _make_private(folder: Path) -> None:
 
 def _check_owner(status: os.stat_result) -> None:
     if status.st_uid not in (os.geteuid(), 0):
-        raise _Unusable(f"it belongs to user {status.st_uid}, neither to this one nor to root")
+        raise _Unusable(f"it belongs to user {status.st_uid}, not to user {os.geteuid()} or root")
     if status.st_mode & _WRITABLE_BY_OTHERS:
-        raise _Unusable(f"others than its owner may write to it (mode {status.st_mode & 0o777:o})")
+        raise _Unusable(f"other users may write to it (mode {status.st_mode & 0o777:o})")
 
 
 def _set_aside(path: Path, reason: _Unusable) -> None:
     aside = path.with_suffix(".damaged")
-    _log.warning("%s: %s; it is set aside as %s and made again", path, reason, aside.name)
+    _log.warning("%s: %s; it is renamed to %s and created again", path, reason, aside.name)
     path.replace(aside)
 
 
-def _sweep(path: Path, checksum: Checksum) -> None:
-    """Deletes what no start will use again. The lock is held: a file that is not finished will never be."""
+def _delete_obsolete(path: Path, checksum: Checksum) -> None:
+    """Deletes files that no start will use again. The caller holds the lock, so no process is writing a file now."""
     for other in path.parent.iterdir():
         with suppress(OSError):
             if other != path.with_suffix(".damaged") and _is_obsolete(other, _version(path), checksum):
@@ -211,7 +221,7 @@ def _sweep(path: Path, checksum: Checksum) -> None:
 
 
 def _is_obsolete(file: Path, newest: int, checksum: Checksum) -> bool:
-    """Damaged, unfinished, of an older version, or of a model that is gone."""
+    """Whether the file is damaged, incomplete, of an older version, or of a model that no longer exists."""
     version = _version(file)
     if file.suffix == ".damaged":
         return True
@@ -227,17 +237,17 @@ def _is_obsolete(file: Path, newest: int, checksum: Checksum) -> bool:
 
 
 def _version(file: Path) -> int:
-    """-1: not one of ours."""
+    """The version of the packing, from the file name. -1: not a file of packed weights."""
     found = re.search(r"-(\d+)\.(?:packed|lock)$", file.name)
     return -1 if found is None else int(found[1])
 
 
 def _read_header(file: BinaryIO, checksum: Checksum) -> bytes:
-    """What the file begins with, up to the end of its header, whatever that says."""
+    """The start of the file up to the end of its header, with the header's checksum verified."""
     start = file.read(len(_MAGIC) + 16)
     length = int.from_bytes(start[-8:], "little")
     described = file.read(min(length, _MAX_HEADER_BYTES))
-    if start != _MAGIC + _eight(checksum(_array(described))) + _eight(len(described)):
+    if start != _MAGIC + _u64(checksum(_array(described))) + _u64(len(described)):
         raise _Unusable("its header is damaged")
     return start + described
 
@@ -255,5 +265,5 @@ def _array(content: bytes) -> np.ndarray:
     return np.frombuffer(content, np.uint8)
 
 
-def _eight(number: int) -> bytes:
+def _u64(number: int) -> bytes:
     return number.to_bytes(8, "little")

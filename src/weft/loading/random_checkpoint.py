@@ -1,6 +1,6 @@
-"""A model without files: the tensors that a config.json asks for, filled with random numbers. For measurements and tests.
+"""A model without files: the tensors of a config.json, filled with random numbers. For benchmarks and tests.
 
-Speed depends on shapes, not on values: a model of any size can be measured without fetching it.
+Speed depends on shapes, not on values, so a model of any size can be measured without a download.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _NORM_SPREAD = 0.1
-"""Norms lie around 1; were all exactly 1, a norm that is left out would not show."""
+"""Standard deviation of norm weights around 1. If all were exactly 1, tests would not notice a missing norm."""
 
 
 @dataclass(frozen=True)
 class RandomSource:
-    """A `weft.ops.base.WeightSource` whose numbers, normally distributed around `mean`, are drawn when they are read.
+    """A `weft.ops.base.WeightSource` of normally distributed bfloat16 numbers, drawn on every read.
 
-    They are bfloat16 and depend on `seed` alone. Where `fill_on_device` is set, a backend with a memory of its own may
-    draw them there instead, from the same distribution: other numbers, and nothing has to be copied.
+    They depend on `seed` alone. With `fill_on_device`, a GPU backend may instead draw other numbers from the same
+    distribution in its own memory, which saves the copy.
     """
 
     name: str
@@ -44,7 +44,7 @@ class RandomSource:
 
     @property
     def raw(self) -> np.ndarray:
-        """The bytes as a file would hold them."""
+        """The bytes of a bfloat16 tensor in a file."""
         import numpy as np
 
         drawn = self.to_float32().reshape(-1).view(np.uint32) >> 16
@@ -63,7 +63,7 @@ class RandomSource:
         values = generator.standard_normal(self.shape, np.float32)
         values *= np.float32(self.deviation)
         values += np.float32(self.mean)
-        # What bfloat16 has no room for is cut off, so that every way to read gives the same numbers.
+        # Truncate to bfloat16, so that `raw` and this method give the same numbers.
         values.view(np.uint32)[...] &= np.uint32(0xFFFF0000)
         return values
 
@@ -71,10 +71,10 @@ class RandomSource:
 def random_checkpoint(
     config: Mapping[str, Any], seed: int = 0, *, fill_on_device: bool = True, name: str = "random"
 ) -> Checkpoint:
-    """The checkpoint of a config.json's content. It has no tokenizer, and no token ends an answer.
+    """A checkpoint for the content of a config.json. It has no tokenizer and no EOS token.
 
-    A product's weights have a deviation of 1 / sqrt(inputs): what goes through keeps its size, so that activations stay
-    finite however many layers there are.
+    The weights of a linear layer have a standard deviation of 1 / sqrt(inputs). This keeps the magnitude of the
+    activations, so that they stay finite for any number of layers.
     """
     tensors = {}
     for tensor_name, shape in _shapes(config):
@@ -91,11 +91,11 @@ def random_checkpoint(
 
 
 def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor under its name in safetensors files, as transformers writes them."""
+    """Name and shape of every tensor, with the names of transformers."""
     kind = config.get("model_type")
     if kind not in _ARCHITECTURES:
         raise ModelFileError(
-            f"model_type: {kind!r:.80} cannot be made of random numbers; weft does so with {', '.join(_ARCHITECTURES)}"
+            f"model_type: {kind!r:.80} is not supported with random weights; supported: {', '.join(_ARCHITECTURES)}"
         )
     hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]

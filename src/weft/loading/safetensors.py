@@ -1,13 +1,12 @@
-"""Reads safetensors files, one or many under an index, through a memory map; a security boundary.
+"""Reads safetensors files, single or sharded with an index, through a memory map; a security boundary.
 
-As with GGUF, every length, shape and offset is checked against the size of the file before it is used, and anything
-wrong raises `ModelFileError` with the file and the field.
+Model files are untrusted. As for GGUF, every length, shape and offset is checked against the file size before use.
+Errors are `ModelFileError`s with the file and the field.
 
     u64 header length | JSON header, maybe padded with spaces | tensor data
                         {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}
 
-The format forbids what a hostile file would need: the tensors fill the data one after the other, without holes and
-without overlaps.
+The format demands that tensors follow each other without gaps or overlaps. Both are rejected.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 _LENGTH_BYTES = 8
-# Room for 100,000 tensors. The reference implementation allows six times as much, and no file comes near either.
+# Enough for 100,000 tensors. The reference implementation allows six times as much; real files need far less.
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_DIMENSIONS = 8
 _MAX_FILE_NAME = 255
 
-_Entry = tuple[int, int, str, tuple[int, ...], TensorFormat]  # start and end in the data first, to sort by
+_Entry = tuple[int, int, str, tuple[int, ...], TensorFormat]  # start, end (the sort key), name, shape, format
 
 
 def read_safetensors(path: Path | str) -> dict[str, StoredTensor]:
@@ -47,10 +46,10 @@ def read_safetensors(path: Path | str) -> dict[str, StoredTensor]:
             file.path,
             "header length",
             f"{length} bytes after the first {_LENGTH_BYTES}, but the file ends at {file.size}; "
-            "it is cut short or no safetensors file",
+            "it is cut short, or not a safetensors file; download it again",
         )
     header = parse_json(file.path, file.data[_LENGTH_BYTES:data_start], "header")
-    header.pop("__metadata__", None)  # notes of whoever wrote the file; nothing weft needs
+    header.pop("__metadata__", None)  # free-form notes of the author, unused
     return _tensors(file, data_start, header)
 
 
@@ -65,27 +64,28 @@ def _tensors(file: MappedFile, data_start: int, header: Mapping[str, Any]) -> di
                 file.path,
                 name,
                 f"starts at {start}, but the data before it ends at {previous_end}; "
-                "the format allows neither overlaps nor holes",
+                "the format allows neither overlaps nor gaps",
             )
         if data_start + end > file.size:
             raise field_error(
                 file.path,
                 name,
                 f"its data ends at byte {data_start + end}, but the file ends at {file.size}; "
-                "the file is cut short, fetch it again",
+                "the file is cut short, download it again",
             )
         tensors[name] = StoredTensor(name, shape, tensor_format, file, data_start + start, end - start)
         previous_end = end
     if data_start + previous_end != file.size:
-        raise field_error(
-            file.path, "data", f"the tensors end at byte {data_start + previous_end}, the file at {file.size}"
+        problem = (
+            f"the tensors end at byte {data_start + previous_end}, the file at {file.size}; download it again"
         )
+        raise field_error(file.path, "data", problem)
     return tensors
 
 
 def _entry(path: Path, name: str, entry: Any) -> _Entry:
     if not isinstance(entry, dict):
-        raise field_error(path, name, "is not described by an object with dtype, shape and data_offsets")
+        raise field_error(path, name, "is not an object with dtype, shape and data_offsets")
     dtype, shape, offsets = (entry.get(field) for field in ("dtype", "shape", "data_offsets"))
     tensor_format = SAFETENSORS_FORMATS.get(dtype) if isinstance(dtype, str) else None
     if tensor_format is None:
@@ -98,7 +98,7 @@ def _entry(path: Path, name: str, entry: Any) -> _Entry:
         raise field_error(path, name, f"shape is {shape!r:.80}, expected a list of {expected}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise field_error(
-            path, name, f"data_offsets is {offsets!r:.80}, expected the start and the end of its data"
+            path, name, f"data_offsets is {offsets!r:.80}, expected [start, end] of the tensor's data"
         )
     start, end = offsets
     needed = tensor_format.bytes_of(math.prod(shape))
@@ -112,19 +112,19 @@ def _entry(path: Path, name: str, entry: Any) -> _Entry:
 
 
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:
-    """Whether it is a list of whole numbers that 64 bits can hold: Python would multiply far larger ones for hours."""
+    """Whether it is a list of unsigned 63-bit integers. Without the limit, huge Python integers would take hours."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
-# --- several files ----------------------------------------------------------------------------------------------------
+# --- sharded files ----------------------------------------------------------------------------------------------------
 
 
 def read_sharded_safetensors(index_path: Path | str) -> dict[str, StoredTensor]:
-    """The tensors of all files that an index names, by name."""
+    """The tensors of all shards that an index names, by tensor name."""
     index_path = Path(index_path)
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise field_error(index_path, "weight_map", "missing or empty; expected the file of every tensor")
+        raise field_error(index_path, "weight_map", "missing or empty; expected a file name for every tensor")
     tensors: dict[str, StoredTensor] = {}
     for shard in dict.fromkeys(_shard_name(index_path, *item) for item in weight_map.items()):
         for name, tensor in _shard_tensors(index_path, shard).items():
@@ -139,7 +139,7 @@ def read_sharded_safetensors(index_path: Path | str) -> dict[str, StoredTensor]:
 
 
 def _shard_name(index_path: Path, tensor: str, shard: Any) -> str:
-    """The name of a file beside the index, and nothing else: "../x" or "/x" would be somebody else's file."""
+    """Checks that `shard` is a file name in the folder of the index: "../x" or "/x" could name any file of the user."""
     if (
         not isinstance(shard, str)
         or not shard.endswith(".safetensors")
@@ -151,7 +151,7 @@ def _shard_name(index_path: Path, tensor: str, shard: Any) -> str:
         raise field_error(
             index_path,
             tensor,
-            f"the index names {shard!r:.120}, expected the name of a .safetensors file beside it",
+            f"the index names {shard!r:.120}, expected the name of a .safetensors file in the same folder",
         )
     return shard
 
@@ -160,6 +160,6 @@ def _shard_tensors(index_path: Path, shard: str) -> dict[str, StoredTensor]:
     path = index_path.with_name(shard)
     if not os.path.lexists(path):
         raise ModelFileError(
-            f"{index_path}: {shard}: the index names this file, but it is not there; fetch it"
+            f"{index_path}: {shard}: the index names this file, but it does not exist; download it"
         )
     return read_safetensors(path)

@@ -1,6 +1,6 @@
-"""A tensor in a mapped file: stored bytes that become numbers when asked, whatever kind of file holds them.
+"""A tensor in a mapped GGUF or safetensors file, decoded on demand.
 
-numpy is imported when numbers are asked for: whoever opens a model for its text alone starts without it.
+numpy is imported on first decoding: a process that only needs the tokenizer starts without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A `weft.ops.base.WeightSource`. Whoever makes one has checked that its bytes lie inside the file.
+    """A `weft.ops.base.WeightSource` in a file. The caller has checked that its bytes lie inside the file.
 
     `shape` is in numpy order (rows first), so a linear layer is [outputs, inputs].
     """
@@ -35,24 +35,24 @@ class StoredTensor:
 
     @property
     def raw(self) -> np.ndarray:
-        """The stored bytes, a view of the map; never writable."""
+        """The encoded bytes: a read-only view of the map."""
         import numpy as np
 
         return np.frombuffer(self.file.data, np.uint8, self.byte_count, self.start)
 
     def read_into(self, out: np.ndarray) -> None:
-        """Write the values into `out`, a floating point array of the same shape.
+        """Decodes the values into `out`, a floating point array of the same shape.
 
-        The file's pages are let go piece by piece: while a model loads, its weights are never in memory twice.
+        Decoded pages of the file are released at once: the weights are never in memory twice during loading.
         """
         from weft.loading.decoding import decode_into
 
         if out.shape != self.shape:
-            raise ValueError(f"{self.name} has the shape {self.shape}, the array to fill {out.shape}")
-        decode_into(self.raw, self.format, out, self._let_go)
+            raise ValueError(f"{self.name} has the shape {self.shape}, the output array {out.shape}")
+        decode_into(self.raw, self.format, out, self._release_pages)
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """float32 copies of these rows of a matrix; nothing else of it is read."""
+        """Decodes these rows of a matrix to float32. Other rows are not read."""
         import numpy as np
 
         from weft.loading.decoding import decode_into
@@ -63,12 +63,12 @@ class StoredTensor:
         return result
 
     def to_float32(self) -> np.ndarray:
-        """A fresh float32 array."""
+        """Decodes the tensor into a new float32 array."""
         import numpy as np
 
         result = np.empty(self.shape, np.float32)
         self.read_into(result)
         return result
 
-    def _let_go(self, start: int, stop: int) -> None:
-        self.file.let_go(self.start + start, self.start + stop)
+    def _release_pages(self, start: int, stop: int) -> None:
+        self.file.release_pages(self.start + start, self.start + stop)

@@ -1,7 +1,9 @@
-"""The models: what a model file describes, and the one decoder that computes it.
+"""Builds the decoder of a model from its metadata and tensors.
 
-`registry` finds the architecture of a file, `architectures` says how each differs from a plain Llama, over the
-`fields` and tensor `names` of both layouts and the `defaults` of fields that are not there, `rope` does the arithmetic
-of rotary embedding, and `decoder` runs the `config` that comes out. A decoder knows the operations of `weft.ops` and
-no array library.
+- `registry`: finds the architecture of a checkpoint.
+- `architectures`: how each architecture differs from Llama.
+- `fields`, `names`, `defaults`: metadata keys, tensor names and default values, for GGUF and Hugging Face files.
+- `rope`, `rope_fields`: the frequencies of rotary embedding.
+- `config`, `decoder`: the resulting configuration, and the forward pass. They use the operations of `weft.ops` and no
+  array library.
 """

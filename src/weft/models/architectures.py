@@ -1,7 +1,7 @@
-"""The architectures weft knows: how each differs from a plain Llama, said once for both layouts.
+"""The supported architectures: how each differs from Llama, for both layouts (GGUF and Hugging Face).
 
-A new one is a function that names its differences to `describe`, and a line in `ARCHITECTURES`. What no field of
-`ModelConfig` can say needs a field there and a line in the decoder.
+To add one, write a function that passes its differences to `describe`, and add a line to `ARCHITECTURES`. A difference
+that `ModelConfig` cannot express also needs a field there and code in the decoder.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One line of the registry."""
+    """One entry of the registry."""
 
     gguf_name: str
-    """`general.architecture` of GGUF files; the first line with it counts."""
+    """`general.architecture` of GGUF files. The first entry of `ARCHITECTURES` with this name wins."""
     class_name: str
     """The first of `architectures` in config.json."""
     model_type: str
-    """What config.json says where it has no `architectures`."""
+    """`model_type` in config.json, used if it has no `architectures`."""
     configure: Callable[[Fields, int | None], ModelConfig]
-    """The configuration from a file's fields, for contexts of at most the given length."""
+    """Makes the configuration from a file's fields and the maximum context (None: the model's own)."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Parts of a layer whose names mean something else here (see `names`)."""
+    """Tensor names in a layer that mean a different part than in other architectures (see `names`)."""
 
 
 def describe(
@@ -54,21 +54,21 @@ def describe(
     activation: Activation = "silu",
     **differences: Any,
 ) -> ModelConfig:
-    """The configuration from the fields that all architectures share, and what is different in this one.
+    """Makes the configuration from the fields that all architectures share and the differences of this one.
 
-    `ropes` and `windows` have an entry for each layer; without them all layers are the same and see everything.
-    `gguf_interleaved`: its GGUF files hold the rows of Q and K in the order that turns neighbouring pairs.
+    `ropes` and `windows` have an entry for each layer. By default all layers have the same rope and no window.
+    `gguf_interleaved`: in its GGUF files, the rows of Q and K are ordered for a rope that rotates neighbouring pairs.
     """
     if differences.get("experts") is None and fields.size("experts", 0, smallest=0) > 0:
-        raise fields.error("experts", f"{fields.architecture} with experts is not supported")
+        raise fields.error("experts", f"weft does not support {fields.architecture} with experts")
     layers, attention = _layers(fields), _attention(fields, scale, score_cap)
     context = fields.size("max_context")
     if max_context is not None:
         context = min(max_context, context)
     ropes = ropes or [read_rope(fields, attention.head_size)] * layers
-    # A window that holds the whole context is none.
-    narrow = [window if window is not None and window < context else None for window in windows]
-    kinds = list(zip(ropes, narrow or [None] * layers, strict=True))
+    # A window as large as the context has no effect.
+    effective = [window if window is not None and window < context else None for window in windows]
+    kinds = list(zip(ropes, effective or [None] * layers, strict=True))
     distinct = list(dict.fromkeys(kinds))
     interleaved = gguf_interleaved and fields.layout == "gguf"
     qkv_bias, output_bias, feed_forward_bias = _biases(fields)
@@ -81,13 +81,13 @@ def describe(
         max_context=context,
         attention=attention,
         patterns=tuple(
-            AttentionPattern(resolve(rope, interleaved, context), seen) for rope, seen in distinct
+            AttentionPattern(resolve(rope, interleaved, context), window) for rope, window in distinct
         ),
         layer_patterns=tuple(distinct.index(kind) for kind in kinds),
         norm_epsilon=fields.number("norm_epsilon"),
         activation=_activation(fields, activation),
-        # An output matrix that is there is used, whatever the file says, as in transformers and llama.cpp; GGUF has
-        # no word for one that is shared.
+        # As in transformers and llama.cpp, an existing lm_head tensor wins over the flag. GGUF has no such flag: there
+        # the embedding is tied if the tensor is missing.
         tied_embedding=fields.flag("tied_embedding", fields.layout == "gguf")
         and not fields.has_tensor("lm_head"),
         qkv_bias=qkv_bias,
@@ -102,7 +102,9 @@ def describe(
 
 def _llama(fields: Fields, max_context: int | None) -> ModelConfig:
     if fields.layout == "gguf":
-        return _mixtral(fields, max_context)  # Mistral and Mixtral call themselves llama there
+        return _mixtral(
+            fields, max_context
+        )  # GGUF files of Mistral and Mixtral also have the architecture "llama"
     return describe(fields, max_context)
 
 
@@ -127,8 +129,8 @@ def _qwen3_moe(fields: Fields, max_context: int | None) -> ModelConfig:
     if fields.size("expert_layer_period", 1) != 1 or fields.get("layers_without_experts"):
         key = "layers_without_experts" if fields.get("layers_without_experts") else "expert_layer_period"
         raise fields.error(key, f"{fields.get(key)!r:.80}: layers without experts are not supported")
-    # GGUF has no word for it, and llama.cpp always divides.
-    normalised = fields.flag("normalised_shares", fields.layout == "gguf")
+    # GGUF has no such flag, and llama.cpp always normalises.
+    normalised = fields.flag("normalised_expert_weights", fields.layout == "gguf")
     return describe(
         fields,
         max_context,
@@ -157,7 +159,7 @@ def _granite(fields: Fields, max_context: int | None) -> ModelConfig:
 def _olmo2(fields: Fields, max_context: int | None) -> ModelConfig:
     if fields.size("window", 0, smallest=0):
         raise fields.error(
-            "window", "this is an OLMo 3, which shares a name with OLMo 2; weft does not run it yet"
+            "window", "this is an OLMo 3 under the name olmo2; weft does not support OLMo 3 yet"
         )
     return describe(fields, max_context, pre_norms=False, post_norms=True, qk_norm="row")
 
@@ -197,7 +199,7 @@ def _gemma3(fields: Fields, max_context: int | None) -> ModelConfig:
 
 
 def _cap(fields: Fields, name: str, default: float) -> float | None:
-    """Early GGUF files of Gemma 2 do not name its caps and mean the usual ones; a null in config.json means none."""
+    """A softcap of Gemma 2. Early GGUF files omit the key and mean the default. A null in config.json means no cap."""
     return fields.optional_number(name) if fields.key(name) in fields.section.values else default
 
 
@@ -205,21 +207,22 @@ def _gemma_differences(fields: Fields, layers_of_27b: int) -> dict[str, Any]:
     if fields.flag("bidirectional", False):
         raise fields.error("bidirectional", "weft computes causal attention only")
     hidden_size = fields.size("hidden_size")
-    # GGUF files do not say what scores are divided by: the size of a head, but for the model of 27B.
+    # GGUF files omit query_pre_attn_scalar. It equals the head size, except in the 27B model.
     divisor = _head_size(fields)
     if fields.layout == "gguf" and _layers(fields) == layers_of_27b:
         divisor = hidden_size // fields.size("heads")
     return {
         "scale": fields.number("query_scale_divisor", divisor) ** -0.5,
         "embedding_scale": hidden_size**0.5,
-        # GGUF files hold the sum of 1 and the weight.
+        # Gemma multiplies by 1 + weight. GGUF files store that sum.
         "norm_offset": 1.0 if fields.layout == "huggingface" else 0.0,
         "post_norms": True,
         "activation": "gelu_tanh",
     }
 
 
-# With norms before and after, what stands after attention is a norm of its output.
+# In these architectures, post_attention_layernorm normalises the output of attention. In Llama, it is the norm before
+# the feed-forward.
 _POST_NORM = {"post_attention_layernorm": "attention_post_norm"}
 
 ARCHITECTURES = (
@@ -229,7 +232,7 @@ ARCHITECTURES = (
     Architecture("qwen2", "Qwen2ForCausalLM", "qwen2", _qwen2),
     Architecture("qwen3", "Qwen3ForCausalLM", "qwen3", _qwen3),
     Architecture("qwen3moe", "Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
-    # GGUF files of Phi-3 hold gate and up as one.
+    # In GGUF files of Phi-3, ffn_up holds gate and up as one matrix.
     Architecture("phi3", "Phi3ForCausalLM", "phi3", _phi3, renamed={"ffn_up": "w_gate_up"}),
     Architecture("granite", "GraniteForCausalLM", "granite", _granite),
     Architecture("olmo2", "Olmo2ForCausalLM", "olmo2", _olmo2, renamed=_POST_NORM),
@@ -238,7 +241,7 @@ ARCHITECTURES = (
 )
 
 
-# --- fields that take more than a look --------------------------------------------------------------------------
+# --- fields computed from several keys ---------------------------------------------------------------------------
 
 
 def _layers(fields: Fields) -> int:
@@ -248,12 +251,14 @@ def _layers(fields: Fields) -> int:
 def _head_size(fields: Fields) -> int:
     hidden_size, heads = fields.size("hidden_size"), fields.size("heads")
     if hidden_size < heads:
-        raise fields.error("heads", f"{heads} heads for {hidden_size} features")
+        raise fields.error(
+            "heads", f"{heads} heads need a hidden size of at least {heads}, found {hidden_size}"
+        )
     head_size = fields.size("head_size", hidden_size // heads, largest=LARGEST_HEAD)
     if fields.size("value_size", head_size) != head_size:
         raise fields.error(
             "value_size",
-            f"{fields.get('value_size')} differs from the size of a key, {head_size}; not supported",
+            f"{fields.get('value_size')} differs from the key size {head_size}, which weft does not support",
         )
     return head_size
 
@@ -262,13 +267,15 @@ def _attention(fields: Fields, scale: float | None, score_cap: float | None) -> 
     head_size, heads = _head_size(fields), fields.size("heads")
     kv_heads = fields.size("kv_heads", heads)
     if heads % kv_heads:
-        raise fields.error("kv_heads", f"{heads} heads cannot share {kv_heads} of keys and values evenly")
+        raise fields.error("kv_heads", f"{heads} heads are not a multiple of {kv_heads} KV heads")
     return AttentionShape(heads, kv_heads, head_size, head_size**-0.5 if scale is None else scale, score_cap)
 
 
 def _biases(fields: Fields) -> tuple[bool, bool, bool]:
-    """Of Q, K and V, of the output of attention, and of the feed-forward. Where the file has no word for it, the
-    first layer shows what all must have."""
+    """Whether there are biases of Q, K and V, of attention's output, and of the feed-forward.
+
+    If the metadata does not say, the tensors of the first layer decide for all layers.
+    """
     qkv, output, gate = (
         any(fields.has_tensor(f"layers.0.{part}.bias") for part in parts)
         for parts in (("wq", "wqkv"), ("wo",), ("w_gate",))
@@ -291,7 +298,7 @@ def _experts(fields: Fields, normalised: bool) -> ExpertsConfig | None:
         return None
     if _activation(fields, "silu") != "silu":
         raise fields.error(
-            "activation", f"{fields.get('activation')!r} is not supported in experts, only silu"
+            "activation", f"{fields.get('activation')!r} is not supported in experts; weft supports silu"
         )
     feed_forward_size = None
     if not fields.has("expert_feed_forward_size"):
@@ -310,21 +317,28 @@ def _activation(fields: Fields, default: Activation) -> Activation:
         return default
     activation = _ACTIVATIONS.get(name) if isinstance(name, str) else None
     if activation is None:
-        raise fields.error("activation", f"{name!r:.80} is not supported; weft has {', '.join(_ACTIVATIONS)}")
+        raise fields.error(
+            "activation", f"{name!r:.80} is not supported; weft supports {', '.join(_ACTIVATIONS)}"
+        )
     return activation
 
 
 def _windows(
     fields: Fields, is_local: Callable[[int], bool] = lambda layer: True, default: int = 0
 ) -> tuple[int | None, ...]:
-    """The window of each layer. `is_local` says which layers have one where the file gives a size and no list, and
-    `default` what the size is where it gives none; 0 stands for no window."""
+    """The attention window of each layer; None for full attention.
+
+    `is_local` says which layers have a window, if the file does not list them. `default` is the window size if the
+    file has none; 0 means no window.
+    """
     layers = _layers(fields)
     window = fields.size("window", default, smallest=0)
     local = _local_layers(fields, layers)
     if window == 0:
         if local is not None and any(local) and fields.has("layer_types"):
-            raise fields.error("window", "missing from the file, but some of its layer_types need it")
+            raise fields.error(
+                "window", "missing from the file, but its layer_types contain sliding_attention"
+            )
         return (None,) * layers
     if local is None:
         local = [is_local(layer) for layer in range(layers)]
@@ -332,11 +346,14 @@ def _windows(
 
 
 def _local_layers(fields: Fields, layers: int) -> list[bool] | None:
-    """Which layers have a window, where the file says it: by name, one by one, or as every how many-th has none."""
+    """Which layers have a window; None if the file does not say.
+
+    The file has a name for each layer, a flag for each layer, or a period: then every period-th layer has none.
+    """
     names = fields.get("layer_types")
     if names is not None:
         if not isinstance(names, list) or len(names) != layers:
-            raise fields.error("layer_types", f"not a list of {layers} names, one for each layer")
+            raise fields.error("layer_types", f"is not a list of {layers} names, one for each layer")
         for name in names:
             if name not in ("full_attention", "sliding_attention"):
                 raise fields.error(
@@ -357,7 +374,10 @@ def _local_layers(fields: Fields, layers: int) -> list[bool] | None:
 
 
 def _qwen_windows(fields: Fields, full_layers_first: bool = True) -> tuple[int | None, ...]:
-    """Qwen's files state a window they do not use, and use it, where they do, in the last layers, or in all."""
+    """The windows of Qwen. In config.json they are unused unless `use_sliding_window` is set.
+
+    With `full_layers_first`, the first `max_window_layers` layers have none.
+    """
     if fields.layout == "huggingface" and not fields.flag("uses_window", False):
         return (None,) * _layers(fields)
     first = fields.size("full_layers_first", 0, smallest=0) if full_layers_first else 0

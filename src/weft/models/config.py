@@ -1,4 +1,4 @@
-"""What a decoder has to know about a model besides its weights."""
+"""The configuration of a decoder: everything except the weights."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from weft.ops.base import AttentionPattern, AttentionShape
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A feed-forward made of experts, of which each token uses a few."""
+    """A mixture of experts."""
 
     count: int
     per_token: int
     feed_forward_size: int
     normalised: bool
-    """The shares of the experts that a token uses are divided by their sum."""
+    """The routing weights of a token's selected experts are divided by their sum."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of rotary attention with grouped heads and a gated feed-forward, and all that differs between such.
-
-    What has a default is what a plain Llama does.
-    """
+    """A transformer decoder with rope, grouped-query attention and a gated feed-forward. The defaults are Llama's."""
 
     architecture: str
     layers: int
@@ -34,25 +31,25 @@ class ModelConfig:
     max_context: int
     attention: AttentionShape
     patterns: tuple[AttentionPattern, ...]
-    """The kinds of attention there are in the model."""
+    """The distinct combinations of rope and window in the model."""
     layer_patterns: tuple[int, ...]
-    """Which of them each layer uses."""
+    """For each layer, its index in `patterns`."""
     norm_epsilon: float
     norm_offset: float = 0.0
-    """Added to every norm's weight: a model that was trained on 1 + weight stores the weight alone."""
+    """Added to every norm weight. Gemma multiplies by 1 + weight and stores the weight."""
     pre_norms: bool = True
-    """Norms of what goes into attention and feed-forward."""
+    """Norms of the inputs of attention and feed-forward."""
     post_norms: bool = False
-    """Norms of what comes out of them, before it is added."""
+    """Norms of their outputs, before the residual add."""
     qk_norm: Literal["head", "row"] | None = None
-    """Queries and keys are normalised, each head by itself or all heads of a token together."""
+    """Queries and keys are normalised: each head separately, or all heads of a token together."""
     qkv_bias: bool = False
     output_bias: bool = False
     feed_forward_bias: bool = False
     experts: ExpertsConfig | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"
     tied_embedding: bool = False
-    """The embedding is the output matrix too."""
+    """The embedding matrix is also the lm_head."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -68,7 +65,7 @@ class ModelConfig:
 
     @property
     def multiplications_per_token(self) -> int:
-        """Weights that one token is multiplied with in the layers: what computing it again would cost."""
+        """Multiplications in the layers for one token: a measure of what recomputing it costs."""
         attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
         inner = self.feed_forward_size
         if self.experts is not None:

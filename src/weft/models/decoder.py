@@ -1,4 +1,4 @@
-"""The decoder: one forward pass, described by its configuration and written over the ops interface."""
+"""The decoder: the forward pass of all architectures, controlled by `ModelConfig` and written in terms of `Ops`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Mixture:
 
 @dataclass(frozen=True)
 class _Layer:
-    """The weights of one layer; a norm that the model does not have is None."""
+    """The weights of one layer. A norm that the model lacks is None."""
 
     pattern: int
     attention_norm: Any | None
@@ -39,7 +39,7 @@ class _Layer:
 
 
 class Decoder:
-    """The weights of one model, packed once, and the forward pass over them."""
+    """The weights of one model, packed once at load, and the forward pass."""
 
     def __init__(
         self,
@@ -48,16 +48,16 @@ class Decoder:
         ops: Ops,
         file_name: Callable[[str], str] = str,
     ) -> None:
-        """`weights` are under the decoder's names; `file_name` spells such a name as the file does, for errors."""
+        """`weights` has the decoder's tensor names. `file_name` maps such a name to the file's, for error messages."""
         self.config = config
         self.ops = ops
         loader = _Loader(config, weights, ops, file_name)
         self._embedding, self._lm_head = loader.embedding_and_lm_head()
         self._layers = [loader.layer(index) for index in range(config.layers)]
         self._final_norm = loader.vector("final_norm", config.hidden_size)
-        loader.refuse_what_is_left()
+        loader.reject_unused_tensors()
         self.weight_bytes = loader.weight_bytes
-        """What the weights hold in memory."""
+        """The memory of the weights."""
         self._activate = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_tanh_mul}[config.activation]
 
     def new_cache(self, blocks: int, block_size: int) -> Any:
@@ -65,12 +65,14 @@ class Decoder:
         return self.ops.new_cache(blocks, self.config.layers, block_size, self.config.attention)
 
     def new_store(self, blocks: int, block_size: int, bits: int) -> Any:
-        """The same for blocks that are quantised."""
+        """An empty store: the tier of quantised KV blocks."""
         return self.ops.new_store(blocks, self.config.layers, block_size, self.config.attention, bits)
 
     def forward(self, step: StepIndices, cache: Any) -> Any:
-        """Compute the step's tokens and write their K and V to the cache; returns the rows that `logits` takes, one
-        for each of `step.logit_indices`."""
+        """Computes the step's tokens and writes their K and V to the cache.
+
+        Returns the final hidden states, one row for each of `step.logit_indices`, for `logits`.
+        """
         ops, config = self.ops, self.config
         prepared = ops.prepare(step, cache, config.attention, config.patterns)
         hidden = ops.embedding(prepared, self._embedding, config.embedding_scale)
@@ -79,7 +81,7 @@ class Decoder:
             queries = ops.rope_and_write(prepared, qkv, cache, index, layer.pattern, layer.qk_norm)
             attended = ops.paged_attention(prepared, queries, cache, index, layer.pattern)
             if layer is self._layers[-1]:
-                # Of the other tokens nothing is needed any more but their K and V.
+                # Of the other tokens only K and V are needed, and those are written by now.
                 attended = ops.select_logit_rows(prepared, attended)
                 hidden = ops.select_logit_rows(prepared, hidden)
             output = self._norm(ops.linear(attended, layer.wo), layer.attention_post_norm)
@@ -90,12 +92,12 @@ class Decoder:
         return self._norm(hidden, self._final_norm)
 
     def step(self, step: StepIndices, cache: Any, sampled: int) -> tuple[Any, Any]:
-        """One step: the logits of the first `sampled` of the rows that `forward` returns, and the other rows."""
+        """Runs `forward`. Returns the logits of its first `sampled` rows, and the remaining rows as hidden states."""
         rows = self.forward(step, cache)
         return self.logits(rows[:sampled]), rows[sampled:]
 
     def logits(self, rows: Any) -> Any:
-        """Logits over the vocabulary from rows that `forward` returned, all of them or a piece."""
+        """The logits for rows of hidden states that `forward` returned."""
         logits = self.ops.linear(rows, self._lm_head)
         if self.config.logit_scale == 1.0 and self.config.logit_cap is None:
             return logits
@@ -105,7 +107,7 @@ class Decoder:
         if isinstance(weights, _FeedForward):
             return self.ops.linear(self._activate(self.ops.linear(rows, weights.gate_up)), weights.down)
         experts = self.config.experts
-        assert experts is not None, "a layer has experts only where the configuration has"
+        assert experts is not None, "a layer has experts only if the configuration has"
         return self.ops.mixture(rows, weights.router, weights.experts, experts.per_token, experts.normalised)
 
     def _norm(self, rows: Any, weight: Any | None) -> Any:
@@ -113,7 +115,7 @@ class Decoder:
 
 
 class _Loader:
-    """Takes each tensor once, checks its shape against the configuration, and hands it to the ops."""
+    """Loads each tensor once into the ops, after a check of its shape against the configuration."""
 
     def __init__(
         self,
@@ -123,7 +125,7 @@ class _Loader:
         file_name: Callable[[str], str],
     ) -> None:
         self.config = config
-        self.left = dict(weights)
+        self.unused = dict(weights)
         self.ops = ops
         self.file_name = file_name
         self.weight_bytes = 0
@@ -133,7 +135,7 @@ class _Loader:
         if self.config.tied_embedding:
             shared = self.linear(("embedding", vocabulary, hidden), role="vocabulary")
             return shared, shared
-        embedding = self.counted(self.ops.load_embedding(self.take("embedding", (vocabulary, hidden))))
+        embedding = self.count_bytes(self.ops.load_embedding(self.take("embedding", (vocabulary, hidden))))
         return embedding, self.linear(("lm_head", vocabulary, hidden), role="vocabulary")
 
     def layer(self, index: int) -> _Layer:
@@ -177,7 +179,7 @@ class _Loader:
 
         def take_all(part: str, outputs: int, inputs: int) -> list[WeightSource]:
             whole = f"{prefix}experts.{part}"
-            if whole in self.left:
+            if whole in self.unused:
                 return [self.take(whole, (count, outputs, inputs))]
             return [
                 self.take(f"{prefix}experts.{expert}.{part}", (outputs, inputs)) for expert in range(count)
@@ -185,7 +187,7 @@ class _Loader:
 
         return _Mixture(
             router=self.linear((prefix + "router", count, hidden), role="router"),
-            experts=self.counted(
+            experts=self.count_bytes(
                 self.ops.load_experts(
                     take_all("w_gate", inner, hidden),
                     take_all("w_up", inner, hidden),
@@ -211,38 +213,38 @@ class _Loader:
         )
 
     def vector(self, name: str, size: int) -> Any:
-        return self.counted(self.ops.load_vector(self.take(name, (size,)), self.config.norm_offset))
+        return self.count_bytes(self.ops.load_vector(self.take(name, (size,)), self.config.norm_offset))
 
     def fused(self, whole: str, *parts: tuple[str, int, int], bias: bool) -> Any:
-        """A product the file stores in parts, or already as one."""
-        if whole not in self.left:
+        """A fused matrix. The file stores it as `whole`, or as separate `parts`."""
+        if whole not in self.unused:
             return self.linear(*parts, bias=bias)
         return self.linear((whole, sum(outputs for _, outputs, _ in parts), parts[0][2]), bias=bias)
 
     def linear(self, *parts: tuple[str, int, int], bias: bool = False, role: LinearRole = "layer") -> Any:
         sources = [self.take(name, (outputs, inputs)) for name, outputs, inputs in parts]
         biases = [self.take(f"{name}.bias", (outputs,)) for name, outputs, _ in parts] if bias else []
-        return self.counted(self.ops.load_linear(sources, biases, role))
+        return self.count_bytes(self.ops.load_linear(sources, biases, role))
 
     def take(self, name: str, shape: tuple[int, ...]) -> WeightSource:
-        source = self.left.pop(name, None)
+        source = self.unused.pop(name, None)
         if source is None:
             raise ModelFileError(f"{self.file_name(name)}: the tensor is missing from the file")
         if source.shape != shape:
             raise ModelFileError(
-                f"{self.file_name(name)}: has shape {source.shape}, the model's metadata asks for {shape}"
+                f"{self.file_name(name)}: has shape {source.shape}, the model's metadata requires {shape}"
             )
         return source
 
-    def counted(self, weight: Any) -> Any:
+    def count_bytes(self, weight: Any) -> Any:
         self.weight_bytes += self.ops.nbytes(weight)
         return weight
 
-    def refuse_what_is_left(self) -> None:
-        """A tensor nobody asked for (a bias, an expert) means a model this decoder would compute wrongly."""
-        if self.left:
+    def reject_unused_tensors(self) -> None:
+        """An unused tensor (a bias, an expert) means that the decoder would compute this model wrongly."""
+        if self.unused:
             raise ModelFileError(
-                f"{self.file_name(min(self.left))}: this decoder has no use for the tensor "
-                f"(and {len(self.left) - 1} more); "
+                f"{self.file_name(min(self.unused))}: weft does not use this tensor "
+                f"(and {len(self.unused) - 1} more); "
                 f"the model is not a plain {self.config.architecture}"
             )

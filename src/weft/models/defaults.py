@@ -1,7 +1,7 @@
-"""What a field means that config.json leaves out: the default of transformers' configuration class.
+"""Default values of fields that config.json omits: those of transformers' configuration classes.
 
-Those classes differ where one would not expect it (the base of rotary embedding, the window, the size of a head), and
-a wrong guess gives fluent nonsense. A null in the file is no default: it stays what the file says.
+The classes differ in rope base, window and head size. A wrong value gives fluent but wrong text. A null in the file
+stays null: it does not select the default.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _GEMMA2: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
 }
 
-# By `model_type`. Where files have two names for a field, its default is under the one that counts less.
+# By `model_type`. If a field has two keys (see `fields`), the default has the key of lower precedence.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,

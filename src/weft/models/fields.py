@@ -1,6 +1,6 @@
-"""One reading of both layouts: what a field is called in GGUF metadata and in config.json, and checked access to it.
+"""Checked access to a model's metadata, with one set of field names for GGUF metadata and config.json.
 
-An architecture asks for a field by weft's name. An error names the key as the file at hand spells it.
+Code uses weft's field names. Error messages use the keys of the file.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from weft.ops.base import WeightSource
 
 Layout = Literal["gguf", "huggingface"]
 
-# Far beyond any model there is; keeps a hostile file from asking for loops or tables of absurd length.
+# Far above every real model. The limits keep a malicious file from causing huge loops or tables.
 LARGEST_SIZE = (1 << 31) - 1
 LARGEST_LAYERS = 4096
 LARGEST_HEAD = 8192
 LARGEST_EXPERTS = 4096
 
-# Wide enough for every real number in a model's description, narrow enough that arithmetic with a few of them
-# neither overflows nor divides by zero.
+# Every real parameter lies in this range. Products of a few such numbers neither overflow nor become zero.
 _SMALLEST_NUMBER, _LARGEST_NUMBER = 1e-30, 1e30
 
-# weft's name: (the key in GGUF after the architecture's name, the keys in config.json, of which the first one that
-# is there counts). An empty string or tuple: this layout does not say.
+# weft's name -> (GGUF key after the architecture's name, config.json keys). The first config.json key that is present
+# wins. An empty string or tuple: this layout has no such key.
 _KEYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "layers": ("block_count", ("num_hidden_layers",)),
     "hidden_size": ("embedding_length", ("hidden_size",)),
@@ -57,24 +56,24 @@ _KEYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "experts": ("expert_count", ("num_local_experts", "num_experts")),
     "experts_per_token": ("expert_used_count", ("num_experts_per_tok",)),
     "expert_feed_forward_size": ("expert_feed_forward_length", ("moe_intermediate_size",)),
-    "normalised_shares": ("", ("norm_topk_prob",)),
+    "normalised_expert_weights": ("", ("norm_topk_prob",)),
     "expert_layer_period": ("", ("decoder_sparse_step",)),
     "layers_without_experts": ("", ("mlp_only_layers",)),
 }
 
 
 class Section:
-    """A mapping of a model file, read with checks. A null in it counts as missing."""
+    """Checked access to a mapping of a model file. A null counts as missing."""
 
-    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
+    def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
         self.values = values
-        self.where = where  # what stands before a key in an error message
+        self.prefix = prefix  # put before the key in error messages
 
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
 
     def error(self, key: str, problem: str) -> ModelFileError:
-        return ModelFileError(f"{self.where}{key}: {problem}")
+        return ModelFileError(f"{self.prefix}{key}: {problem}")
 
     def size(
         self, key: str, default: int | None = None, largest: int = LARGEST_SIZE, smallest: int = 1
@@ -94,7 +93,7 @@ class Section:
         values = self._value(key, None)
         if not isinstance(values, list) or len(values) != count:
             found = f"{len(values)} values" if isinstance(values, list) else f"{values!r:.80}"
-            raise self.error(key, f"{found}, where a list of {count} numbers is needed")
+            raise self.error(key, f"{found}, expected a list of {count} numbers")
         return tuple(self._number(key, value) for value in values)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -110,11 +109,11 @@ class Section:
         return value
 
     def section(self, key: str) -> Section:
-        """A mapping inside this one; empty if it is missing."""
+        """A nested mapping; empty if it is missing."""
         value = self._value(key, {})
         if not isinstance(value, Mapping):
             raise self.error(key, f"{value!r:.80} is not an object")
-        return Section(value, f"{self.where}{key}.")
+        return Section(value, f"{self.prefix}{key}.")
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.values.get(key)
@@ -137,7 +136,7 @@ class Section:
 
 
 class Fields:
-    """The description of one model, in whichever layout, under weft's names."""
+    """The metadata of one model in either layout, by weft's field names."""
 
     def __init__(
         self,
@@ -148,11 +147,11 @@ class Fields:
     ) -> None:
         self.layout = layout
         self.section = Section(metadata)
-        self.architecture = architecture  # by its GGUF name
-        self._tensors = tensors  # under the decoder's names
+        self.architecture = architecture  # the GGUF name
+        self._tensors = tensors  # by the decoder's names
 
     def key(self, name: str) -> str:
-        """What the file at hand calls the field; "" if it has no word for it."""
+        """The field's key in this file; "" if the layout has no such key."""
         gguf_key, json_keys = _KEYS[name]
         if self.layout == "gguf":
             return self.gguf_key(gguf_key) if gguf_key else ""
@@ -166,7 +165,7 @@ class Fields:
         return self.section.has(self.key(name))
 
     def get(self, name: str) -> Any:
-        """The value as it stands, or None."""
+        """The unchecked value, or None."""
         return self.section.values.get(self.key(name))
 
     def error(self, name: str, problem: str) -> ModelFileError:
@@ -186,18 +185,18 @@ class Fields:
     def flag(self, name: str, default: bool) -> bool:
         return self.section.flag(self.key(name), default)
 
-    # --- what only the tensors say ------------------------------------------------------------------------------
+    # --- tensors ------------------------------------------------------------------------------------------------
 
     def has_tensor(self, name: str) -> bool:
         return name in self._tensors
 
     def vector(self, name: str, count: int) -> tuple[float, ...]:
-        """The values of a tensor that is part of the description rather than of the weights."""
+        """The values of a tensor that holds parameters, such as rope factors, instead of weights."""
         source = self._tensors.get(name)
         if source is None:
             raise ModelFileError(f"{name}: the tensor is missing from the file")
         if source.shape != (count,):
             raise ModelFileError(
-                f"{name}: has shape {source.shape}, where {count} values are needed, one for each pair that turns"
+                f"{name}: has shape {source.shape}, expected ({count},): one value for each rotated pair"
             )
         return Section({name: source.to_float32().tolist()}).numbers(name, count)

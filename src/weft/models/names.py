@@ -1,4 +1,4 @@
-"""From the tensor names of model files, in both layouts, to the names the decoder asks for.
+"""Maps the tensor names of model files, in both layouts, to the decoder's names.
 
 GGUF                       safetensors                                 decoder
 token_embd.weight          model.embed_tokens.weight                   embedding
@@ -18,7 +18,7 @@ from weft.models.fields import Layout
 
 T = TypeVar("T")
 
-# The parts of a layer under their names in each layout; both a weight and a bias may follow.
+# The parts of a layer: name in the file (followed by .weight or .bias) -> decoder's name.
 _GGUF_PARTS = {
     "attn_norm": "attention_norm",
     "attn_q": "wq",
@@ -48,7 +48,8 @@ _HUGGINGFACE_PARTS = {
     "self_attn.q_norm": "query_norm",
     "self_attn.k_norm": "key_norm",
     "self_attn.o_proj": "wo",
-    # After attention and before the feed-forward: Llama means the one, architectures with norms after both the other.
+    # In Llama, the norm before the feed-forward. Architectures with post-norms rename it: there it normalises the
+    # output of attention.
     "post_attention_layernorm": "feed_forward_norm",
     "pre_feedforward_layernorm": "feed_forward_norm",
     "mlp.gate_proj": "w_gate",
@@ -59,7 +60,7 @@ _HUGGINGFACE_PARTS = {
     "mlp.gate": "router",
     "block_sparse_moe.gate": "router",
 }
-# Safetensors files hold each expert by itself: mlp.experts.3.up_proj is experts.3.w_up.
+# Safetensors files have a tensor for each expert: mlp.experts.3.up_proj is experts.3.w_up.
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(0|[1-9][0-9]{0,5})\.([a-z0-9_]+)")
 _EXPERT_PARTS = {
     "gate_proj": "w_gate",
@@ -75,8 +76,8 @@ _EXPERT_PARTS = {
 class _Names:
     whole_model: Mapping[str, str]
     parts: Mapping[str, str]
-    layer: re.Pattern[str]  # number, part, and weight or bias
-    harmless: re.Pattern[str]  # tensors that say nothing the metadata does not say
+    layer: re.Pattern[str]  # groups: layer number, part, "weight" or "bias"
+    ignored: re.Pattern[str]  # redundant tensors: their content follows from the metadata
 
 
 _LAYER_NUMBER = r"(0|[1-9][0-9]{0,5})"
@@ -90,7 +91,7 @@ _NAMES: dict[Layout, _Names] = {
         },
         _GGUF_PARTS,
         re.compile(rf"blk\.{_LAYER_NUMBER}\.([a-z_]+)\.(weight|bias)"),
-        harmless=re.compile(r"(?!)"),
+        ignored=re.compile(r"(?!)"),
     ),
     "huggingface": _Names(
         {
@@ -100,15 +101,17 @@ _NAMES: dict[Layout, _Names] = {
         },
         _HUGGINGFACE_PARTS,
         re.compile(rf"model\.layers\.{_LAYER_NUMBER}\.([a-z0-9_.]+)\.(weight|bias)"),
-        # Old checkpoints store the frequencies of their unscaled rotary embedding.
-        harmless=re.compile(rf"model\.(layers\.{_LAYER_NUMBER}\.self_attn\.)?rotary_emb\.inv_freq"),
+        # Old checkpoints store the rope frequencies.
+        ignored=re.compile(rf"model\.(layers\.{_LAYER_NUMBER}\.self_attn\.)?rotary_emb\.inv_freq"),
     ),
 }
 
 
 def decoder_name(layout: Layout, name: str, renamed: Mapping[str, str] | None = None) -> str | None:
-    """The decoder's name of a tensor, or None for one that no decoder of ours uses. `renamed` holds parts that mean
-    something else in this architecture."""
+    """The decoder's name for a tensor of a file; None if the decoder does not use it.
+
+    `renamed` has precedence over the names that all architectures share.
+    """
     names = _NAMES[layout]
     match = names.layer.fullmatch(name)
     if match is None:
@@ -122,7 +125,7 @@ def decoder_name(layout: Layout, name: str, renamed: Mapping[str, str] | None = 
 
 
 def file_name(layout: Layout, name: str, renamed: Mapping[str, str]) -> str:
-    """How a file spells a name of the decoder's: what `decoder_name` undoes. For people who look into the file."""
+    """The file's name for a decoder's tensor name: the inverse of `decoder_name`. For error messages."""
     names = _NAMES[layout]
     for theirs, ours in names.whole_model.items():
         if ours == name:
@@ -139,10 +142,12 @@ def file_name(layout: Layout, name: str, renamed: Mapping[str, str]) -> str:
 
 
 def by_decoder_name(layout: Layout, tensors: Mapping[str, T], renamed: Mapping[str, str]) -> dict[str, T]:
-    """The same tensors under the decoder's names, without harmless ones. One without such a name keeps its own: the
-    decoder refuses a model with tensors that it would silently ignore, and says which."""
+    """The tensors by the decoder's names, without redundant ones.
+
+    An unknown tensor keeps its name: the decoder then rejects the model and names the tensor.
+    """
     return {
         decoder_name(layout, name, renamed) or name: tensor
         for name, tensor in tensors.items()
-        if not _NAMES[layout].harmless.fullmatch(name)
+        if not _NAMES[layout].ignored.fullmatch(name)
     }

@@ -1,4 +1,4 @@
-"""From a model's files to its decoder: which architecture they describe, and what it makes of them."""
+"""Finds the architecture of a checkpoint, and builds its configuration and decoder."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def build_decoder(
     ops: Ops,
     max_context: int | None = None,
 ) -> Decoder:
-    """The decoder of a checkpoint (see `weft.loading.checkpoint`), its weights loaded into `ops`.
+    """Builds the decoder of a checkpoint (see `weft.loading.checkpoint`) and loads its weights into `ops`.
 
-    `max_context` shortens the model's own context.
+    `max_context` limits the model's own context.
     """
     config = build_config(layout, metadata, tensors, max_context)
     renamed = find_architecture(layout, metadata).renamed
@@ -36,10 +36,10 @@ def build_decoder(
 def decoder_weights(
     layout: Layout, metadata: Mapping[str, Any], tensors: Mapping[str, WeightSource]
 ) -> dict[str, WeightSource]:
-    """The tensors under the names that the decoder knows them by, without those that its configuration has read."""
-    described = GGUF_ROPE_TENSORS if layout == "gguf" else frozenset()
+    """The tensors by the decoder's names, without the rope factors, which `build_config` reads."""
+    rope_tensors = GGUF_ROPE_TENSORS if layout == "gguf" else frozenset()
     named = by_decoder_name(layout, tensors, find_architecture(layout, metadata).renamed)
-    return {name: source for name, source in named.items() if name not in described}
+    return {name: source for name, source in named.items() if name not in rope_tensors}
 
 
 def build_config(
@@ -48,7 +48,7 @@ def build_config(
     tensors: Mapping[str, WeightSource],
     max_context: int | None = None,
 ) -> ModelConfig:
-    """What `build_decoder` builds, without reading a weight."""
+    """The configuration that `build_decoder` uses. Reads no weights."""
     architecture = find_architecture(layout, metadata)
     if layout == "huggingface":
         metadata = {**DEFAULTS[architecture.model_type], **metadata}
@@ -57,7 +57,7 @@ def build_config(
 
 
 def find_architecture(layout: Layout, metadata: Mapping[str, Any]) -> Architecture:
-    """The registry's entry for a model; an unknown one is refused with the list of known ones."""
+    """The registry entry of a model. The error for an unknown architecture lists the supported ones."""
     if layout == "gguf":
         key, name = "general.architecture", metadata.get("general.architecture")
         known = {entry.gguf_name: entry for entry in reversed(ARCHITECTURES)}
@@ -68,13 +68,13 @@ def find_architecture(layout: Layout, metadata: Mapping[str, Any]) -> Architectu
         key, name = "model_type", metadata.get("model_type")
         known = {entry.model_type: entry for entry in ARCHITECTURES}
     if not isinstance(name, str) or name not in known:
-        # Makers also ship code beside architectures that everybody knows: only for an unknown one does it matter.
+        # Checkpoints of known architectures may also contain code. It matters only for an unknown architecture.
         code = (
-            "it comes with code of its own, and weft never runs code of a checkpoint; "
+            "the model needs its own Python code, and weft never runs code of a checkpoint; "
             if metadata.get("auto_map")
             else ""
         )
         raise ModelFileError(
-            f"{key}: {name!r:.80} is not supported; {code}weft runs {', '.join(sorted(known))}"
+            f"{key}: {name!r:.80} is not supported; {code}weft supports {', '.join(sorted(known))}"
         )
     return known[name]

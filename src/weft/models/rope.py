@@ -1,10 +1,10 @@
-"""The arithmetic of rotary embedding: from what a file says about it to one frequency per pair, in float64.
+"""Computes the frequencies of rotary embedding (rope), one per rotated pair of features, in float64.
 
-default     pair i of n turns by base ** (-i / n) at every position
-linear      every frequency divided by the factor
-llama3      slow pairs divided by the factor, fast ones kept, a ramp in between
-yarn        the same with another ramp, and cosine and sine multiplied by an attention factor
-longrope    every frequency divided by a factor of its own, of which there are two sets, and an attention factor
+default     frequency of pair i of n: base ** (-i / n) radians per position
+linear      every frequency divided by `factor`
+llama3      low frequencies divided by `factor`, high frequencies kept, a ramp in between
+yarn        like llama3 with another ramp; cosine and sine are multiplied by an attention factor
+longrope    every frequency divided by its own factor, from a short or a long list; and an attention factor
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """What a file says; `kind`, one of `KINDS`, decides which of the rest count."""
+    """The rope parameters of a file. `kind`, one of `KINDS`, decides which of the others are used."""
 
     kind: str
     base: float
     rotated_size: int
-    """How many features of a head turn."""
+    """The number of rotated features of a head."""
     factor: float = 1.0
-    """How many times the context was stretched."""
+    """Extended context divided by `original_context`."""
     original_context: int = 1
-    """The context before it was stretched."""
+    """The context before the extension."""
     attention_factor: float | None = None
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
@@ -40,7 +40,7 @@ class RopeParameters:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     frequency_factors: tuple[float, ...] = ()
-    """Divide the frequencies one by one: how GGUF files carry llama3 scaling."""
+    """A divisor for each frequency. GGUF files express llama3 scaling this way."""
 
     @property
     def pairs(self) -> int:
@@ -48,11 +48,11 @@ class RopeParameters:
 
 
 def resolve(parameters: RopeParameters, interleaved: bool, max_context: int) -> Rope:
-    """The rope of a model that is run with contexts of up to `max_context`.
+    """The rope of a model with contexts of up to `max_context`.
 
-    longrope has factors for contexts up to the original one and others for longer ones. Which of them is decided
-    here, once: if it depended on how long a request has become, keys in the cache would have turned by other
-    frequencies than the queries that meet them, and a prefix could not be shared.
+    longrope has short factors for the original context, and long factors for longer ones. `max_context` selects them,
+    once for all requests. If the length of a request selected them, keys in the KV cache and later queries would
+    have different frequencies, and prefixes could not be shared.
     """
     frequencies = [
         parameters.base ** (-2 * pair / parameters.rotated_size) for pair in range(parameters.pairs)
@@ -78,35 +78,36 @@ def _divided(frequencies: list[float], factors: tuple[float, ...]) -> list[float
 
 
 def _llama3(frequency: float, parameters: RopeParameters) -> float:
-    """Kept if it turns often in the original context, stretched if it turns seldom."""
-    turns = parameters.original_context * frequency / (2 * math.pi)
+    """Keeps a frequency with many rotations in the original context, and divides one with few by the factor."""
+    rotations = parameters.original_context * frequency / (2 * math.pi)
     low, high = parameters.low_frequency_factor, parameters.high_frequency_factor
-    if turns > high:
+    if rotations > high:
         return frequency
-    if turns < low:
+    if rotations < low:
         return frequency / parameters.factor
-    kept = (turns - low) / (high - low)
+    kept = (rotations - low) / (high - low)
     return (1 - kept) * frequency / parameters.factor + kept * frequency
 
 
 def _yarn(frequencies: list[float], parameters: RopeParameters) -> list[float]:
-    """Pairs before `low` are kept, pairs after `high` stretched."""
+    """Keeps the frequencies of pairs before `low`, and divides those of pairs after `high` by the factor."""
     size = parameters.rotated_size
 
-    def pair_that_turns(times: float) -> float:
-        turns_per_radian = parameters.original_context / (times * 2 * math.pi)
-        return size * math.log(turns_per_radian) / (2 * math.log(parameters.base))
+    def pair_with_rotations(rotations: float) -> float:
+        """The (fractional) pair that rotates this many times in the original context."""
+        wavelength_ratio = parameters.original_context / (rotations * 2 * math.pi)
+        return size * math.log(wavelength_ratio) / (2 * math.log(parameters.base))
 
-    low, high = pair_that_turns(parameters.beta_fast), pair_that_turns(parameters.beta_slow)
+    low, high = pair_with_rotations(parameters.beta_fast), pair_with_rotations(parameters.beta_slow)
     if parameters.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     if low == high:
-        high += 0.001  # a step instead of a ramp, without a division by zero
+        high += 0.001  # avoids a division by zero; the ramp becomes a step
     result = []
     for pair, frequency in enumerate(frequencies):
-        stretched = min(max((pair - low) / (high - low), 0.0), 1.0)
-        result.append(frequency / parameters.factor * stretched + frequency * (1 - stretched))
+        ramp = min(max((pair - low) / (high - low), 0.0), 1.0)
+        result.append(frequency / parameters.factor * ramp + frequency * (1 - ramp))
     return result
 
 

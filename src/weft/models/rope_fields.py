@@ -1,7 +1,7 @@
-"""What a model file says about rotary embedding, from either layout, as `RopeParameters`.
+"""Reads `RopeParameters` from the metadata of either layout.
 
-GGUF has one set of keys, and tensors for factors. config.json says it in `rope_parameters`, in older files in
-`rope_scaling` beside a `rope_theta`; where layers differ, `rope_parameters` holds an object for each kind of layer.
+GGUF has one set of keys, and tensors for lists of factors. config.json has `rope_parameters`, or `rope_scaling` and
+`rope_theta` in older files. If layers differ, `rope_parameters` has an object for each layer type.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from weft.models.rope import KINDS, RopeParameters
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
-# Other words for a kind: an older one of Phi-3's makers, and GGUF's for no scaling.
+# Other names in files: "su" in older Phi-3 files, "none" in GGUF.
 _SYNONYMS = {"su": "longrope", "none": "default"}
 
-# Tensors of GGUF files that are part of the description: `read_rope` turns them into parameters.
+# Tensors of GGUF files that hold rope parameters, not weights.
 FREQUENCY_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 GGUF_ROPE_TENSORS = frozenset({FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS})
@@ -31,8 +31,11 @@ def read_rope(
     base_keys: tuple[str, str] = ("rope.freq_base", "rope_theta"),
     scaled: bool = True,
 ) -> RopeParameters:
-    """The rope of one kind of layer. `base` counts where the file names none under `base_keys` (GGUF's and
-    config.json's); without `scaled`, scaling that the file states outside of the layer's own object is not for it."""
+    """Reads the rope of one layer type.
+
+    `base` is the default if the file has none of `base_keys` (the GGUF key, the config.json key). `scaled` false: the
+    layer type ignores scaling, unless config.json states it in the layer type's own object.
+    """
     if fields.layout == "gguf":
         return _from_gguf(fields, head_size, base, base_keys[0], scaled)
     return _from_huggingface(fields, head_size, base, layer_type, base_keys[1], scaled)
@@ -50,16 +53,18 @@ def _from_gguf(fields: Fields, head_size: int, base: float, base_key: str, scale
         return RopeParameters("default", base, rotated)
     factor_key = key("rope.scaling.factor")
     if not section.has(factor_key) and section.has(key("rope.scale_linear")):
-        factor_key = key("rope.scale_linear")  # its name in early files
-    # Files of Phi-3 have the factors and no type; a factor without a type has always meant linear.
-    unnamed = "linear" if section.has(factor_key) else "default"
+        factor_key = key("rope.scale_linear")  # the key in early files
+    # Without a type, a factor means linear. Phi-3 files have longrope factors and no type.
+    default_kind = "linear" if section.has(factor_key) else "default"
     if fields.has_tensor(LONG_FACTORS) or fields.has_tensor(SHORT_FACTORS):
-        unnamed = "longrope"
-    kind = _kind(section, key("rope.scaling.type"), unnamed)
+        default_kind = "longrope"
+    kind = _kind(section, key("rope.scaling.type"), default_kind)
     plain = RopeParameters(kind, base, rotated)
     if fields.has_tensor(FREQUENCY_FACTORS):
         if kind not in ("default", "linear"):
-            raise section.error(key("rope.scaling.type"), f"{kind} beside the factors of {FREQUENCY_FACTORS}")
+            raise section.error(
+                key("rope.scaling.type"), f"{kind} together with {FREQUENCY_FACTORS} is not supported"
+            )
         plain = replace(plain, frequency_factors=fields.vector(FREQUENCY_FACTORS, plain.pairs))
     if kind == "longrope":
         return _gguf_longrope(fields, plain)
@@ -69,7 +74,7 @@ def _from_gguf(fields: Fields, head_size: int, base: float, base_key: str, scale
         return replace(plain, factor=section.number(factor_key))
     if kind == "default":
         return plain
-    raise section.error(key("rope.scaling.type"), f"{kind} is not a word of GGUF files")
+    raise section.error(key("rope.scaling.type"), f"{kind} is not a scaling type of GGUF files")
 
 
 def _gguf_longrope(fields: Fields, plain: RopeParameters) -> RopeParameters:
@@ -77,7 +82,7 @@ def _gguf_longrope(fields: Fields, plain: RopeParameters) -> RopeParameters:
     return replace(
         plain,
         original_context=section.size(key("rope.scaling.original_context_length"), smallest=2),
-        # The factor itself; where it is missing there is none, as in llama.cpp.
+        # Default 1, as in llama.cpp.
         attention_factor=section.number(key("rope.scaling.attn_factor"), 1.0),
         short_factors=fields.vector(SHORT_FACTORS, plain.pairs),
         long_factors=fields.vector(LONG_FACTORS, plain.pairs),
@@ -87,9 +92,9 @@ def _gguf_longrope(fields: Fields, plain: RopeParameters) -> RopeParameters:
 def _gguf_yarn(fields: Fields, plain: RopeParameters) -> RopeParameters:
     section, key = fields.section, fields.gguf_key
     for rest in ("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"):
-        # Nobody writes them for the models weft knows; ignoring one would give fluent nonsense.
+        # Files of the supported models do not use these keys. Ignoring one would give fluent but wrong text.
         if (value := section.number(key(rest), 1.0)) != 1.0:
-            raise section.error(key(rest), f"{value} is not supported with yarn; only 1 is")
+            raise section.error(key(rest), f"{value} is not supported with yarn; weft supports only 1")
     log_multiplier = section.optional_number(key("rope.scaling.yarn_log_multiplier"))
     return replace(
         plain,
@@ -111,24 +116,24 @@ def _from_huggingface(
     fields: Fields, head_size: int, base: float, layer_type: LayerType, base_key: str, scaled: bool
 ) -> RopeParameters:
     top = fields.section
-    # The older name counts where a file has both: whoever extends a context by hand still writes that one.
+    # The older key wins if a file has both: users who extend a context by hand still write that one.
     section = top.section("rope_scaling" if top.has("rope_scaling") else "rope_parameters")
     if section.has("full_attention") or section.has("sliding_attention"):
         section = section.section(layer_type)
     elif not scaled:
-        section = Section({}, section.where)
+        section = Section({}, section.prefix)
     base = _base(section, "rope_theta", _base(top, base_key, base))
-    share = section.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
-    rotated = _rotated(section, "partial_rotary_factor", int(head_size * share), head_size)
+    fraction = section.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
+    rotated = _rotated(section, "partial_rotary_factor", int(head_size * fraction), head_size)
     kind = _kind(section, "rope_type" if section.has("rope_type") else "type", "default")
     if kind == "yarn" and section.has("long_factor"):
-        kind = "longrope"  # what the first Phi-3 files call it
+        kind = "longrope"  # the first Phi-3 files call it "yarn"
     plain = RopeParameters(kind, base, rotated)
     if kind == "default":
         return plain
     if kind == "linear":
         return replace(plain, factor=section.number("factor"))
-    # Phi-3 states the original context beside the object, and there it counts more.
+    # Phi-3 has the original context at the top level, where it has precedence.
     original_key, context = "original_max_position_embeddings", fields.size("max_context")
     holder = top if top.has(original_key) else section
     original = holder.size(original_key, None if kind == "longrope" else context, smallest=2)
@@ -174,7 +179,8 @@ def _longrope(section: Section, plain: RopeParameters, context: int) -> RopePara
 def _rotated(section: Section, key: str, rotated: int, head_size: int) -> int:
     if rotated % 2 or not 2 <= rotated <= head_size:
         raise section.error(
-            key, f"pairs of features turn, and of a head's {head_size} features {rotated} cannot"
+            key,
+            f"rope rotates {rotated} features, expected an even number from 2 to the head size {head_size}",
         )
     return rotated
 
@@ -182,7 +188,7 @@ def _rotated(section: Section, key: str, rotated: int, head_size: int) -> int:
 def _base(section: Section, key: str, default: float) -> float:
     base = section.number(key, default)
     if base <= 1.0:
-        raise section.error(key, f"{base} is no base of rotary embedding; it is more than 1")
+        raise section.error(key, f"{base} is not a valid rope base; it must be greater than 1")
     return base
 
 
@@ -192,9 +198,9 @@ def _kind(section: Section, key: str, default: str) -> str:
     if kind == "dynamic":
         raise section.error(
             key,
-            "dynamic scaling changes with the length of a text, which a cache of keys cannot follow; "
-            "use yarn, or remove the scaling and stay inside the original context",
+            "dynamic scaling depends on the length of a sequence, which a KV cache does not allow; "
+            "use yarn, or remove the scaling and stay within the original context",
         )
     if kind not in KINDS:
-        raise section.error(key, f"{kind!r:.80} is not supported; weft scales by {', '.join(KINDS)}")
+        raise section.error(key, f"{kind!r:.80} is not supported; weft supports {', '.join(KINDS)}")
     return kind

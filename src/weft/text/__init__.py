@@ -1,1 +1,1 @@
-"""Text in and text out: chat templates and tokenising before the engine, detokenising after it."""
+"""Chat templates and tokenising before the engine; detokenising, stop strings and answer parsing after it."""

@@ -1,4 +1,4 @@
-"""The parts of an answer: what is said, what was thought, which tools are called; and how they are told while they come."""
+"""The parts of an answer: content, reasoning and tool calls; and the deltas that a stream reports them with."""
 
 from __future__ import annotations
 
@@ -12,57 +12,57 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class Reasoning:
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegins:
+class ToolCallStart:
     index: int
     id: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallArguments:
-    """A piece of the JSON that the call `index` has as its arguments."""
+class ToolCallArguments:
+    """A piece of the arguments (JSON) of the tool call `index`."""
 
     index: int
     text: str
 
 
-Delta = Content | Thought | CallBegins | CallArguments
+Delta = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 
 @dataclass
-class Call:
+class ParsedCall:
     id: str
     name: str
     arguments: str = ""
-    """JSON, as the model wrote it; not all of it where the answer was cut."""
+    """JSON as the model wrote it. Incomplete if the answer ended early."""
 
 
 @dataclass
 class AnswerParts:
-    """A whole answer."""
+    """All parts of one answer."""
 
     content: str = ""
     reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ParsedCall] = field(default_factory=list)
 
 
-def joined(deltas: Iterable[Delta]) -> AnswerParts:
+def join_deltas(deltas: Iterable[Delta]) -> AnswerParts:
     content: list[str] = []
     reasoning: list[str] = []
     arguments: list[list[str]] = []
-    calls: list[Call] = []
+    calls: list[ParsedCall] = []
     for delta in deltas:
         if isinstance(delta, Content):
             content.append(delta.text)
-        elif isinstance(delta, Thought):
+        elif isinstance(delta, Reasoning):
             reasoning.append(delta.text)
-        elif isinstance(delta, CallBegins):
-            calls.append(Call(delta.id, delta.name))
+        elif isinstance(delta, ToolCallStart):
+            calls.append(ParsedCall(delta.id, delta.name))
             arguments.append([])
         else:
             arguments[delta.index].append(delta.text)
@@ -74,17 +74,19 @@ def joined(deltas: Iterable[Delta]) -> AnswerParts:
 _LONGEST_SPACE = 64
 
 
-class Trimmed:
-    """Text that comes in pieces, without the white space at its ends. Of white space at most 64 characters are held
-    back, so that an answer of nothing else costs no more than any other."""
+class StreamTrimmer:
+    """Removes trailing white space from streamed text, and leading white space unless `keeps_leading`.
 
-    def __init__(self, *, keeps_start: bool = True) -> None:
-        self._is_started = keeps_start
+    At most 64 characters of white space are held back, so that an answer of white space alone stays cheap.
+    """
+
+    def __init__(self, *, keeps_leading: bool = True) -> None:
+        self._is_started = keeps_leading
         self._is_empty = True
         self._held = ""
 
     def add(self, text: str) -> str:
-        """What is certain to be inside."""
+        """Returns the text that is certainly not trailing white space."""
         if not self._is_started:
             text = text.lstrip()
             if not text:
@@ -92,34 +94,34 @@ class Trimmed:
             self._is_started = True
         body = text.rstrip()
         if body:
-            given, self._held = self._held + body, text[len(body) :]
+            certain, self._held = self._held + body, text[len(body) :]
         else:
-            given, self._held = "", self._held + text
+            certain, self._held = "", self._held + text
         if len(self._held) > _LONGEST_SPACE:
-            given += self._held[:-_LONGEST_SPACE]
+            certain += self._held[:-_LONGEST_SPACE]
             self._held = self._held[-_LONGEST_SPACE:]
-        self._is_empty = self._is_empty and not given
-        return given
+        self._is_empty = self._is_empty and not certain
+        return certain
 
-    def rest(self) -> str:
-        """What was held back, where it is no end after all."""
+    def flush(self) -> str:
+        """Returns the white space held back, if it must not be removed after all."""
         held, self._held = self._held, ""
         return held
 
     def interrupt(self) -> None:
-        """Something else comes: what was held back is kept between the text before and the text after, if any."""
+        """A tool call interrupts the text. The white space held back is returned only between two pieces of text."""
         self._is_started = False
         if self._is_empty:
             self._held = ""
 
 
-def overlap(text: str, markers: Iterable[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of a marker."""
+def partial_marker_length(text: str, markers: Iterable[str]) -> int:
+    """The length of the longest suffix of `text` that is a prefix of a marker."""
     longest = 0
     for marker in markers:
-        place = text.find(marker[0], max(0, len(text) - len(marker) + 1))
-        while place >= 0 and not marker.startswith(text[place:]):
-            place = text.find(marker[0], place + 1)
-        if place >= 0:
-            longest = max(longest, len(text) - place)
+        start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+        while start >= 0 and not marker.startswith(text[start:]):
+            start = text.find(marker[0], start + 1)
+        if start >= 0:
+            longest = max(longest, len(text) - start)
     return longest

@@ -1,11 +1,11 @@
-"""How the answers to one request are read: from a model's text to content, thoughts and calls."""
+"""Parses the text of an answer into deltas of content, reasoning and tool calls, while it is generated."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from weft.text.answer_parts import Content, Delta, Thought
+from weft.text.answer_parts import Content, Delta, Reasoning
 from weft.text.reasoning import ReasoningMarkers, ReasoningParser
 from weft.text.tokenizer import Tokenizer
 from weft.text.tool_formats import ToolFormat
@@ -13,61 +13,63 @@ from weft.text.tool_parser import ToolParser
 
 
 @dataclass(frozen=True)
-class AnswerForm:
-    """What answers may hold besides content: thoughts, calls, or both."""
+class AnswerSyntax:
+    """The syntax of an answer: whether it may contain reasoning and tool calls, and how they are marked."""
 
     reasoning: ReasoningMarkers | None = None
-    begins_inside: bool = False
-    """The prompt ends with the marker that opens the thoughts."""
-    tools: ToolFormat | None = None
-    names: Collection[str] = ()
+    starts_in_reasoning: bool = False
+    """The prompt ends with the opening marker, so the answer starts inside the reasoning."""
+    tool_format: ToolFormat | None = None
+    tool_names: Collection[str] = ()
     max_calls: int | None = None
 
-    def shown_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Control tokens that have to be in the text, since they mark the parts of an answer."""
-        markers: set[str] = set(self.tools.markers) if self.tools is not None else set()
+    def visible_control_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """Control tokens that must appear in the text: they mark reasoning and tool calls."""
+        markers: set[str] = set(self.tool_format.markers) if self.tool_format is not None else set()
         if self.reasoning is not None:
             markers |= {self.reasoning.opening, self.reasoning.closing}
         return frozenset(token for token, text in tokenizer.control_tokens.items() if text in markers)
 
 
 class AnswerReader:
-    """One answer while it comes."""
+    """Parses one answer piece by piece."""
 
-    def __init__(self, form: AnswerForm) -> None:
+    def __init__(self, syntax: AnswerSyntax) -> None:
         self._reasoning: ReasoningParser | None = None
         self._tools: ToolParser | None = None
-        if form.reasoning is not None:
-            self._reasoning = ReasoningParser(form.reasoning, begins_inside=form.begins_inside)
-        if form.tools is not None:
-            self._tools = ToolParser(form.tools, form.names, max_calls=form.max_calls)
+        if syntax.reasoning is not None:
+            self._reasoning = ReasoningParser(
+                syntax.reasoning, starts_in_reasoning=syntax.starts_in_reasoning
+            )
+        if syntax.tool_format is not None:
+            self._tools = ToolParser(syntax.tool_format, syntax.tool_names, max_calls=syntax.max_calls)
 
     @property
-    def is_thinking(self) -> bool:
+    def is_in_reasoning(self) -> bool:
         return self._reasoning is not None and self._reasoning.is_inside
 
     @property
     def is_over(self) -> bool:
-        """As many calls as are allowed are complete: nothing that follows is part of the answer."""
+        """The maximum number of tool calls is complete. Further text is not part of the answer."""
         return self._tools is not None and self._tools.is_over
 
     def add(self, text: str) -> list[Delta]:
         if self._reasoning is None:
-            return self._answer(text)
-        thought, answer = self._reasoning.add(text)
-        deltas: list[Delta] = [Thought(thought)] if thought else []
-        return deltas + self._answer(answer) if answer else deltas
+            return self._after_reasoning(text)
+        reasoning, rest = self._reasoning.add(text)
+        deltas: list[Delta] = [Reasoning(reasoning)] if reasoning else []
+        return deltas + self._after_reasoning(rest) if rest else deltas
 
     def finish(self) -> list[Delta]:
-        """What was held back, once no more text follows."""
+        """Ends the text and returns the deltas held back."""
         deltas: list[Delta] = []
         if self._reasoning is not None:
-            thought, answer = self._reasoning.finish()
-            deltas = [Thought(thought)] if thought else []
-            deltas += self._answer(answer)
+            reasoning, rest = self._reasoning.finish()
+            deltas = [Reasoning(reasoning)] if reasoning else []
+            deltas += self._after_reasoning(rest)
         return deltas if self._tools is None else deltas + self._tools.finish()
 
-    def _answer(self, text: str) -> list[Delta]:
+    def _after_reasoning(self, text: str) -> list[Delta]:
         if self._tools is not None:
             return self._tools.add(text)
         return [Content(text)] if text else []

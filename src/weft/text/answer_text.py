@@ -1,4 +1,4 @@
-"""The text of one answer: tokens become text, cut at a stop string, and in the end a result."""
+"""The text of one answer: detokenises its tokens, cuts the text at a stop string, and makes the result."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from weft.text.tokenizer import Tokenizer
 
 
 class AnswerText:
-    """Takes the outputs of one answer in order. `shown` are control tokens that are part of the text all the same.
+    """Turns the outputs of one answer, in order, into text. Without a tokenizer, it only counts tokens.
 
-    Without a tokenizer there is no text: tokens are counted.
+    Control tokens are left out of the text, except those in `visible_control_ids`.
     """
 
     def __init__(
@@ -23,27 +23,29 @@ class AnswerText:
         tokenizer: Tokenizer | None,
         params: SamplingParams,
         *,
-        shown: frozenset[int] = frozenset(),
+        visible_control_ids: frozenset[int] = frozenset(),
         keeps_text: bool = True,
     ) -> None:
-        """`keeps_text`: the result has the text. Without, only its pieces do, and a long answer takes no memory here."""
+        """`keeps_text`: `result` returns the whole text. Otherwise the text is not stored, which saves memory."""
         self.num_tokens = 0
         self.is_cut = False
-        """The answer is complete: whatever the engine still sends was on its way before it heard of that."""
+        """A stop string or `cut` ended the answer. Tokens that the engine still sends are ignored."""
         self._min_tokens = params.min_tokens
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, shown=shown)
+        self._detokenizer = (
+            None if tokenizer is None else Detokenizer(tokenizer, visible_control_ids=visible_control_ids)
+        )
         self._stop = StopFinder(params.stop) if params.stop else None
         self._pieces: deque[str] = deque(maxlen=None if keeps_text else 0)
 
     def add(self, output: TokenOutput) -> str:
-        """The text that is certain now and was not before."""
+        """Returns the new text. Text that may become a stop string is held back."""
         if self.is_cut:
             return ""
         self.num_tokens += output.token_id is not None
         if self._detokenizer is None:
             return ""
         text = ""
-        # The token that ends an answer is no part of its text, whatever kind of token its vocabulary calls it.
+        # The EOS token is not part of the text, even if the vocabulary does not call it a control token.
         if output.token_id is not None and output.finish_reason is not FinishReason.END_OF_SEQUENCE:
             text = self._detokenizer.add(output.token_id)
         if output.is_final:
@@ -58,12 +60,14 @@ class AnswerText:
 
     @property
     def may_stop(self) -> bool:
-        """Whether a stop string is looked for."""
+        """Whether the request has stop strings."""
         return self._stop is not None
 
     def add_all(self, tokens: Sequence[int], reason: FinishReason | None) -> str:
-        """As `add` for each, at a fraction of the cost, where no stop string is looked for; `reason` is why the answer
-        ended with the last of them, if it did."""
+        """Like `add` for each token, but much cheaper. Only for requests without stop strings.
+
+        `reason` is the finish reason if the last token ended the answer, else None.
+        """
         assert self._stop is None and self._detokenizer is not None
         self.num_tokens += len(tokens)
         has_end = reason is FinishReason.END_OF_SEQUENCE
@@ -74,7 +78,7 @@ class AnswerText:
         return text
 
     def add_one(self, token: int) -> str:
-        """As `add_all` for one token that is not the last."""
+        """Like `add_all` for one token that does not end the answer."""
         assert self._stop is None and self._detokenizer is not None
         self.num_tokens += 1
         text = self._detokenizer.add(token)
@@ -82,15 +86,15 @@ class AnswerText:
         return text
 
     def cut(self) -> None:
-        """Ends the answer with the last token that was added."""
+        """Ends the answer after the last token added."""
         self.is_cut = True
 
     def result(self, result: GenerationResult) -> GenerationResult:
-        """What the engine says of the answer, with its text; cut where the answer was."""
+        """The engine's result with the text. If the answer was cut, so are the result's tokens."""
         text = "".join(self._pieces)
         if not self.is_cut:
             return dataclasses.replace(result, text=text)
-        # The token that completed the stop is the last one, however the engine ended the request meanwhile.
+        # The token that completed the stop string is the last one, even if the engine generated more meanwhile.
         return dataclasses.replace(
             result,
             text=text,

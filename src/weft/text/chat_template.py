@@ -1,8 +1,8 @@
-"""A model's own chat template: from messages to the tokens of a prompt.
+"""Renders messages with a model's chat template, and encodes the result to the tokens of a prompt.
 
-The template runs in a process of its own (`template_process`). What users wrote must not steer the model: a control
-token such as `<|im_end|>` in anything that comes from outside is marked before rendering (`shield`), and the
-tokenizer takes the marks out again after it has looked for control tokens.
+The template runs in a separate process (`template_process`). Control tokens such as `<|im_end|>` in untrusted text
+must stay text. `shield` therefore puts marks into them before rendering. The tokenizer removes the marks after it has
+matched control tokens.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.text.messages import ContentForm, Message, checked_objects, has_tool_calls, normalised_messages
-from weft.text.reasoning import ReasoningMarkers, markers_in
+from weft.text.reasoning import ReasoningMarkers, detect_markers
 from weft.text.shield import Shield
 from weft.text.template_process import TemplateFailed, TemplateProcess
 from weft.text.tokenizer import MARK, Tokenizer
-from weft.text.tool_formats import ToolFormat, format_in
+from weft.text.tool_formats import ToolFormat, detect_format
 
 _LONGEST_SOURCE = 1 << 20
-# Unicode promises never to assign these; the first is what the tokenizer is quickest with.
+# Unicode never assigns these characters. The tokenizer is fastest with the first one.
 _NONCHARACTERS = [MARK, *(chr(code) for code in range(0xFDD3, 0xFDF0))]
 _PROBE = "probe"
-# In the form of the OpenAI API, and in the older one in which it is the function itself.
+# As in the OpenAI API, and also in the older form, where the tool itself has the fields of the function.
 _PROBE_FUNCTION = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
 _PROBE_TOOL = {"type": "function", "function": _PROBE_FUNCTION, **_PROBE_FUNCTION}
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
@@ -35,7 +35,7 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 
 @dataclass(frozen=True)
 class _Chat:
-    """Everything from outside that goes into one prompt."""
+    """The untrusted input of one prompt."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -46,7 +46,7 @@ class _Chat:
 
 
 class ChatTemplate:
-    """The templates of one model, compiled. May be used from several threads."""
+    """The compiled chat templates of one model. Thread-safe."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ChatTemplate:
         sources: Mapping[str, str] | None = None,
         process: TemplateProcess | None = None,
     ) -> None:
-        """`sources` stand for the templates of the model's files; `process` was started with them."""
+        """`sources` replaces the templates of the model's files. `process`, if given, was started with them."""
         sources = tokenizer.specials.chat_templates if sources is None else sources
         self._process = process or start_templates(sources)
         self._tokenizer = tokenizer
@@ -63,12 +63,12 @@ class ChatTemplate:
         self._sources = sources
         self._shields = {name: _shield(tokenizer, source) for name, source in sources.items()}
         try:
-            self._process.confirm()
+            self._process.check_compiled()
         except TemplateFailed as error:
             raise ModelFileError(f"chat_template: {error}") from error
 
     def render(self, messages: Sequence[Message], **chat: Any) -> str:
-        """The prompt as text, for people. Takes what `encode` takes."""
+        """The prompt as readable text. Takes the arguments of `encode`."""
         text, mark = self._render(_Chat(messages, **chat))
         return text.replace(mark, "")
 
@@ -82,59 +82,59 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
-        """The prompt as token ids; control tokens come from the template alone.
+        """The prompt as token ids. Only the template itself can produce control tokens.
 
-        `options` are the template's own, such as `enable_thinking`.
+        `options` are variables for the template, such as `enable_thinking`.
         """
         chat = _Chat(messages, tools, documents, options, add_generation_prompt, continue_final_message)
         text, mark = self._render(chat)
-        # A template that wants the beginning-of-sequence token writes it itself.
+        # The template itself writes the BOS token, if the model needs one.
         return self._tokenizer.encode(text, allow_control=True, add_bos=False, mark=mark)
 
     @cached_property
     def uses_tools(self) -> bool:
-        """Whether the model is told of tools: found by giving the template one, without and with a system message."""
+        """Whether the template puts tools into the prompt. Found by a probe, without and with a system message."""
         name = "tool_use" if "tool_use" in self._sources else "default"
-        talk = [{"role": role, "content": "hello"} for role in ("system", "user")]
-        probes = [self._probe(name, messages, [_PROBE_TOOL]) for messages in (talk[1:], talk)]
+        chat = [{"role": role, "content": "hello"} for role in ("system", "user")]
+        probes = [self._probe(name, messages, [_PROBE_TOOL]) for messages in (chat[1:], chat)]
         rendered = [text for text in probes if text is not None]
-        # Of a template that takes neither nothing is known: let it say what it thinks of the request.
+        # If the template rejects both probes, nothing is known: pass tools on, and let it reject them.
         return not rendered or any(_PROBE in text for text in rendered)
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls: found by giving the template one. None for a format that weft does not know."""
+        """The format of the model's tool calls, found by rendering one. None if weft does not know the format."""
         name = "tool_use" if "tool_use" in self._sources else "default"
         arguments = {_PROBE: _PROBE}
         texts = [
-            self._probe(name, [{"role": "user", "content": "hello"}, _probe_call(form)], [_PROBE_TOOL])
-            for form in (arguments, json.dumps(arguments))
+            self._probe(name, [{"role": "user", "content": "hello"}, _probe_call(value)], [_PROBE_TOOL])
+            for value in (arguments, json.dumps(arguments))
         ]
-        return format_in([text for text in texts if text is not None])
+        return detect_format([text for text in texts if text is not None])
 
     @cached_property
-    def takes_system(self) -> bool:
-        """Whether a system message is part of the prompt."""
+    def supports_system_messages(self) -> bool:
+        """Whether the template puts a system message into the prompt."""
         name = "default" if "default" in self._sources else "tool_use"
-        talk = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "hello"}]
-        parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in talk]
-        rendered = self._probe(name, parts if self._content_forms[name] == "parts" else talk)
+        chat = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "hello"}]
+        parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in chat]
+        rendered = self._probe(name, parts if self._content_forms[name] == "parts" else chat)
         return rendered is not None and _PROBE in rendered
 
     @cached_property
     def reasoning(self) -> ReasoningMarkers | None:
-        """What is around the thoughts of the model; None for one whose template knows of none."""
-        return markers_in(self._sources.values())
+        """The markers around the model's reasoning. None if its template has none."""
+        return detect_markers(self._sources.values())
 
     def close(self) -> None:
-        """End the template's process; rendering starts it again."""
+        """Ends the template's process. Rendering starts it again."""
         self._process.close()
 
     def _render(self, chat: _Chat) -> tuple[str, str]:
-        """The prompt, marked, and the mark."""
+        """The rendered prompt with marks, and the mark character."""
         if not isinstance(chat.options, Mapping):
             raise InvalidRequestError(
-                f"the options of the chat template are {type(chat.options).__name__}; send an object",
+                f"the options of the chat template have the type {type(chat.options).__name__}; send an object",
                 field="chat_template_kwargs",
             )
         reserved = (_RESERVED | self._tokenizer.specials.names.keys()) & chat.options.keys()
@@ -152,18 +152,18 @@ class ChatTemplate:
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
         if name not in self._sources:
             raise InvalidRequestError(
-                "the model's chat template is for tools alone; send tools", field="tools"
+                "the model's chat template works only with tools; send tools", field="tools"
             )
         if tools and not self.uses_tools:
             raise InvalidRequestError(
-                "the model's chat template does not tell the model of tools; send none", field="tools"
+                "the model's chat template does not support tools; send none", field="tools"
             )
         try:
             return self._render_with(chat, name, tools, parse_arguments=True)
         except TemplateFailed as error:
             failure = error
         if has_tool_calls(chat.messages):
-            # Templates of some families (DeepSeek) join the arguments of a call with text: they want the JSON.
+            # Templates of some families (DeepSeek) concatenate the arguments with text: they need the JSON string.
             try:
                 return self._render_with(chat, name, tools, parse_arguments=False)
             except TemplateFailed:
@@ -186,14 +186,14 @@ class ChatTemplate:
         }
         mark, end = _unused_characters(context)
         try:
-            # Not the names of variables: a template reads them bare, and cannot write them.
+            # The keys are variable names. A template cannot output them, so they need no marks.
             marked = {key: self._shields[name].mark(value, mark) for key, value in context.items()}
         except RecursionError as error:
             raise InvalidRequestError(
                 "the messages, tools or options are nested too deeply; send them flatter", field="messages"
             ) from error
         if chat.continue_final_message:
-            # A space that is gone afterwards says that the template trims its messages.
+            # If the space after `end` is missing in the result, the template trims its messages.
             marked["messages"][-1]["content"] = _with_end(messages[-1], marked["messages"][-1], end + " ")
         text = self._run(name, marked, mark, chat.add_generation_prompt)
         if chat.continue_final_message:
@@ -210,7 +210,7 @@ class ChatTemplate:
         return {name: self._content_form(name) for name in self._sources}
 
     def _content_form(self, name: str) -> ContentForm:
-        """What the template reads: found by giving it a text, and a list with that text."""
+        """The content form that the template supports, found by probes with a string and with a list of parts."""
         contents = (_PROBE, [{"type": "text", "text": _PROBE}])
         text, parts = (
             self._probe(name, [{"role": "user", "content": content}]) or "" for content in contents
@@ -220,7 +220,7 @@ class ChatTemplate:
         return "parts" if _PROBE in parts else "text"
 
     def _probe(self, name: str, messages: list[dict[str, Any]], tools: Any = None) -> str | None:
-        """What the template makes of it; None if it refuses."""
+        """The rendered text; None if the template fails."""
         try:
             return self._run(name, {"messages": messages, "tools": tools}, MARK, True)
         except TemplateFailed:
@@ -228,7 +228,7 @@ class ChatTemplate:
 
 
 def start_templates(sources: Mapping[str, str]) -> TemplateProcess:
-    """The process of a model's templates, which compiles them while its caller does something else."""
+    """Starts the process of a model's templates. It compiles them in the background."""
     if not sources:
         raise ModelFileError("chat_template: the model has no chat template; use it without chat")
     for name, source in sources.items():
@@ -238,7 +238,8 @@ def start_templates(sources: Mapping[str, str]) -> TemplateProcess:
             )
     if not sources.keys() & {"default", "tool_use"}:
         raise ModelFileError(
-            f"chat_template: none is the default; the model has only {', '.join(sorted(sources))!s:.200}"
+            "chat_template: weft needs a template named default or tool_use; "
+            f"the model has only {', '.join(sorted(sources))!s:.200}"
         )
     try:
         return TemplateProcess(sources)
@@ -247,21 +248,21 @@ def start_templates(sources: Mapping[str, str]) -> TemplateProcess:
 
 
 def _shield(tokenizer: Tokenizer, source: str) -> Shield:
-    """Shields control tokens, and user-defined ones that the template writes to structure the prompt.
+    """A shield for control tokens and for user-defined tokens that the template writes to structure the prompt.
 
-    Those that it also looks for in a message (`'</think>'` in quotes) must stay what they are.
+    A token in quotes in the template (`'</think>'`) is excluded: the template searches for it in messages.
     """
-    written = {
+    structural = {
         token
         for token in tokenizer.user_defined_tokens.values()
         if token in source and not token.isspace() and not (f"'{token}'" in source or f'"{token}"' in source)
     }
-    return Shield({*tokenizer.control_tokens.values(), *written}, source)
+    return Shield({*tokenizer.control_tokens.values(), *structural}, source)
 
 
 def _probe_call(arguments: Any) -> dict[str, Any]:
     call = {
-        "id": "123456789",  # some templates count its characters
+        "id": "123456789",  # some templates require nine characters
         "type": "function",
         "function": {"name": _PROBE, "arguments": arguments},
     }
@@ -269,13 +270,13 @@ def _probe_call(arguments: Any) -> dict[str, Any]:
 
 
 def _unused_characters(context: Mapping[str, Any]) -> tuple[str, str]:
-    """Two noncharacters that nothing in `context` holds. Says what cannot be sent to a template at all."""
+    """Two noncharacters that do not occur in `context`. Raises if `context` is not valid JSON."""
     try:
         text = json.dumps(context, ensure_ascii=False)
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
-            "the messages hold half of a surrogate pair; send valid Unicode", field="messages"
+            "the messages contain an unpaired surrogate; send valid Unicode", field="messages"
         ) from error
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
@@ -284,7 +285,7 @@ def _unused_characters(context: Mapping[str, Any]) -> tuple[str, str]:
     unused = [character for character in _NONCHARACTERS if character not in text]
     if len(unused) < 2:
         raise InvalidRequestError(
-            f"the messages use {len(_NONCHARACTERS) - len(unused)} different noncharacters of Unicode; "
+            f"the messages contain {len(_NONCHARACTERS) - len(unused)} different noncharacters of Unicode; "
             f"allowed: {len(_NONCHARACTERS) - 2}",
             field="messages",
         )
@@ -292,7 +293,7 @@ def _unused_characters(context: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _with_end(message: Mapping[str, Any], marked: Mapping[str, Any], end: str) -> Any:
-    """The marked content of the message that is to be continued, with `end` behind its text."""
+    """The marked content of the message to continue, with `end` appended to its text."""
     content = marked.get("content")
     if isinstance(content, str) and message["content"]:
         return content + end
@@ -300,16 +301,16 @@ def _with_end(message: Mapping[str, Any], marked: Mapping[str, Any], end: str) -
         last = content[-1]
         return [*content[:-1], {**last, "text": last["text"] + end}]
     raise InvalidRequestError(
-        "continue_final_message is set, and the last message has no text to continue", field="messages"
+        "continue_final_message is set, but the last message has no text to continue", field="messages"
     )
 
 
 def _until_end(text: str, end: str) -> str:
-    place = text.rfind(end)
-    if place < 0:
+    position = text.rfind(end)
+    if position < 0:
         raise InvalidRequestError(
-            "continue_final_message is set, and the model's chat template leaves the end of the last message out",
+            "continue_final_message is set, but the model's chat template does not output the end of the last message",
             field="continue_final_message",
         )
-    is_trimmed = text[place + 1 : place + 2] != " "
-    return text[:place].rstrip() if is_trimmed else text[:place]
+    is_trimmed = text[position + 1 : position + 2] != " "
+    return text[:position].rstrip() if is_trimmed else text[:position]

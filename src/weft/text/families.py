@@ -1,7 +1,7 @@
-"""How families of byte-level vocabularies cut text before merging, under the names that GGUF files use.
+"""Pre-tokenizers of byte-level BPE vocabularies, by their names in GGUF files (`tokenizer.ggml.pre`).
 
-A wrong rule gives tokens that the model has rarely seen, and no error: so an unknown name is refused. The rules are
-those of the families' own tokenizer.json files.
+A wrong pre-tokenizer gives tokens that the model has rarely seen, and no error. So an unknown name is rejected. The
+rules are those of the models' own tokenizer.json files.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from weft.errors import ModelFileError
 
 @dataclass(frozen=True)
 class Family:
-    """What a byte-level vocabulary's name stands for."""
+    """The rules of one pre-tokenizer name."""
 
     pre_tokenizer: Callable[[], PreTokenizer]
-    composes: bool = False
-    """Text is brought into Unicode's composed form (NFC) first."""
+    normalises_nfc: bool = False
+    """Text is first normalised to NFC."""
     ignore_merges: bool = False
-    """A piece that is a token as a whole is that token, whether merges lead to it or not."""
+    """A word that is a token is encoded to that token, even if no merges produce it."""
     adds_bos: bool = False
-    """Prompts begin with the beginning-of-sequence token where the file does not say."""
+    """Prompts start with the BOS token, unless the file says otherwise."""
 
 
 def _gpt2() -> PreTokenizer:
@@ -56,13 +56,13 @@ _LLAMA3 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}"
 )
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}"
-# As Qwen2, with marks as parts of words.
+# Like Qwen2, but combining marks are parts of words.
 _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACE}"
 )
 
-# Words end where upper case begins again.
+# A word ends before an upper-case letter that follows lower case.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
@@ -73,8 +73,8 @@ def _cased(suffix: str, digits: str) -> str:
     )
 
 
-# Letters of the scripts with upper and lower case, as DeepSeek's first tokenizer lists them. As numbers, because
-# several of them look like others and do not survive an editor that composes characters.
+# Letters of scripts with upper and lower case, as in DeepSeek's first tokenizer. Code points instead of characters,
+# because some look alike, and an editor that normalises text would change them.
 _CASED_LETTERS = """
 41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 388-38A 38C
 38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF 1D00-1D2B
@@ -125,18 +125,18 @@ FAMILIES: dict[str, Family] = {
         "mellum",
         "trillion",
     ),
-    **_named(Family(_gpt2, composes=True), "mpt", "olmo"),
+    **_named(Family(_gpt2, normalises_nfc=True), "mpt", "olmo"),
     **_named(Family(_single_digits), "codeshell", "exaone", "minerva-7b", "refact", "smollm", "starcoder"),
-    **_named(Family(_single_digits, composes=True), "command-r"),
+    **_named(Family(_single_digits, normalises_nfc=True), "command-r"),
     **_named(
         Family(_splits(_LLAMA3), ignore_merges=True, adds_bos=True),
         *("falcon-h1", "falcon3", "lfm2", "llama-bpe", "llama-v3", "llama3", "midm-2.0", "pixtral"),
     ),
     **_named(Family(_splits(_LLAMA3)), "chatglm-bpe", "dbrx", "smaug-bpe"),
     **_named(Family(_splits(_LLAMA3), ignore_merges=True), "glm4", "glm5"),
-    **_named(Family(_splits(_QWEN2), composes=True), "deepseek-r1-qwen", "kormo", "megrez", "qwen2"),
+    **_named(Family(_splits(_QWEN2), normalises_nfc=True), "deepseek-r1-qwen", "kormo", "megrez", "qwen2"),
     **_named(Family(_splits(_QWEN2)), "grok-2", "hunyuan", "solar-open", "stablelm2"),
-    **_named(Family(_splits(_QWEN35), composes=True), "qwen35"),
+    **_named(Family(_splits(_QWEN35), normalises_nfc=True), "qwen35"),
     **_named(Family(_splits(_cased("", r"\p{N}")), ignore_merges=True, adds_bos=True), "tekken"),
     **_named(
         Family(_splits(_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"))),
@@ -153,11 +153,11 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(name: str | None) -> Family:
-    """The rules of a family. Files from before there were names, and those that say "default", are cut as GPT-2's."""
+    """The rules for a pre-tokenizer name. Files without a name, or with "default", use GPT-2's."""
     if name in (None, "", "default"):
         return FAMILIES["gpt-2"]
     if name not in FAMILIES:
         raise ModelFileError(
-            f"tokenizer.ggml.pre: {name!r:.80} is not supported; weft knows {', '.join(sorted(FAMILIES))}"
+            f"tokenizer.ggml.pre: {name!r:.80} is not supported; weft supports {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[name]

@@ -1,4 +1,4 @@
-"""Reads the tokenizer of a model folder: tokenizer.json, and what the files beside it say about special tokens."""
+"""Reads the tokenizer of a model folder: tokenizer.json, the special tokens and the chat templates."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tokenizers import AddedToken, processors
 
 from weft.errors import ModelFileError
 from weft.loading.files import field_error, read_json, read_text
-from weft.text.tokenizer import Specials, Tokenizer, file_errors
+from weft.text.tokenizer import SpecialTokens, Tokenizer, file_errors
 
 _STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ADDED_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 
 
 def read_folder_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in a model folder; errors name the file and the field."""
+    """The tokenizer of a model folder. Errors name the file and the field."""
     path = folder / "tokenizer.json"
     if not os.path.lexists(path):
         known = ("tokenizer.model", "vocab.json", "tekken.json")
         others = [name for name in known if (folder / name).is_file()]
         hint = (
-            f"there is a {others[0]}, which weft does not read; save the tokenizer once with transformers' "
+            f"weft does not read {others[0]}; convert the tokenizer with transformers: "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             if others
             else "the folder has no tokenizer"
@@ -41,7 +41,7 @@ def read_folder_tokenizer(folder: Path) -> Tokenizer:
     bos_id = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
     templates = _chat_templates(config_path, config)
     with file_errors(str(path)):
-        return Tokenizer(backend, Specials(bos_id, names, templates))
+        return Tokenizer(backend, SpecialTokens(bos_id, names, templates))
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _names(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """What templates call the special tokens: the standard names, and those the model adds (`image_token`)."""
+    """Special tokens by the names that templates use: the standard names, and the model's own (`image_token`)."""
     extra = config.get("extra_special_tokens")
     named = {**(extra if isinstance(extra, dict) else {})}
     named.update({name: config[name] for name in _STANDARD if config.get(name) is not None})
@@ -57,7 +57,7 @@ def _names(path: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _content(path: Path, value: Any, name: str) -> str:
-    """A token is its text, or an object with its text."""
+    """The text of a token, which is a string or an object with a "content"."""
     content = value.get("content") if isinstance(value, dict) else value
     if not isinstance(content, str) or not content:
         raise field_error(path, name, f"{value!r:.80} is not the text of a token")
@@ -67,7 +67,7 @@ def _content(path: Path, value: Any, name: str) -> str:
 def _add_tokens(
     backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any], names: dict[str, str]
 ) -> None:
-    """Tokens that only the configuration knows, and special ones that tokenizer.json does not mark as such."""
+    """Adds tokens that only tokenizer_config.json lists, and special tokens that tokenizer.json does not mark so."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     decoder = config.get("added_tokens_decoder") or {}
     if not isinstance(decoder, dict) or not all(key.isdecimal() for key in decoder):
@@ -86,14 +86,14 @@ def _add_tokens(
                 path,
                 f"added_tokens_decoder.{key}",
                 f"is {content!r:.80}, which has the id {backend.token_to_id(content)} in tokenizer.json; "
-                "the two files belong to different models",
+                "the two files are of different models, download them again",
             )
     missing = [text for text in names.values() if text not in known or not known[text].special]
     backend.add_special_tokens(list(dict.fromkeys(missing)))
 
 
 def _set_post_processor(backend: tokenizers.Tokenizer, config: dict[str, Any], names: dict[str, str]) -> None:
-    """What comes before and after a prompt: the configuration's word, if it has one, goes before tokenizer.json's."""
+    """Sets the special tokens before and after a prompt. tokenizer_config.json has precedence over tokenizer.json."""
     if "add_bos_token" not in config and "add_eos_token" not in config:
         return
     before, after = (
@@ -109,7 +109,7 @@ def _set_post_processor(backend: tokenizers.Tokenizer, config: dict[str, Any], n
 
 
 def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """By name. Files of their own go before what tokenizer_config.json holds, as in transformers."""
+    """The templates by name. As in transformers, .jinja files have precedence over tokenizer_config.json."""
     folder = path.parent
     files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():

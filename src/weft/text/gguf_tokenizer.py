@@ -1,4 +1,4 @@
-"""Builds the tokenizer of a GGUF file, which carries a vocabulary and the names of rules, but no tokenizer.json."""
+"""Builds a tokenizer from the vocabulary of a GGUF file, which has no tokenizer.json."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from weft.errors import ModelFileError
 from weft.loading.vocabulary import Vocabulary
 from weft.text.families import family_of
-from weft.text.tokenizer import Specials, Tokenizer, file_errors
+from weft.text.tokenizer import SpecialTokens, Tokenizer, file_errors
 
-_SPACE = "▁"  # what SentencePiece writes for a space
+_SPACE = "▁"  # SentencePiece's character for a space
 _RUN = re.compile(f"{_SPACE}{{2,}}|\\n{{2,}}|\\t{{2,}}")
-_LONGEST_PIECE = 512  # characters; the longest of a real vocabulary have some dozens
+_LONGEST_PIECE = 512  # characters; the longest tokens of real vocabularies have some dozens
 _REFUSED = {"bert": "WordPiece", "t5": "unigram", "rwkv": "RWKV", "plamo2": "PLaMo 2"}
 
 
 def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
-    """The tokenizer that a GGUF file's vocabulary describes."""
+    """Builds the tokenizer of a GGUF vocabulary."""
     if vocabulary.model == "gpt2":
         backend, adds_bos = _byte_level(vocabulary)
     elif vocabulary.model in ("llama", "gemma4"):
@@ -54,7 +54,7 @@ def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
         "pad_token": vocabulary.padding_id,
     }
     names = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
-    return Tokenizer(backend, Specials(bos_id, names, vocabulary.chat_templates), len(tokens))
+    return Tokenizer(backend, SpecialTokens(bos_id, names, vocabulary.chat_templates), len(tokens))
 
 
 def _added(texts: Iterable[str]) -> list[AddedToken]:
@@ -64,10 +64,10 @@ def _added(texts: Iterable[str]) -> list[AddedToken]:
 def _byte_level(vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     family = family_of(vocabulary.pre_tokenizer)
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
-    with file_errors("tokenizer.ggml.merges"):  # a merge of unknown tokens is the usual cause
+    with file_errors("tokenizer.ggml.merges"):  # usual cause: a merge of unknown tokens
         model = models.BPE(vocab=ids, merges=_safe_merges(vocabulary), ignore_merges=family.ignore_merges)
     backend = tokenizers.Tokenizer(model)
-    if family.composes:
+    if family.normalises_nfc:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = family.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
@@ -76,11 +76,11 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
 
 def _sentencepiece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     tokens = vocabulary.tokens
-    # Gemma's files write its runs of spaces as spaces, and look them up as SentencePiece writes them.
-    spelled = [_SPACE * len(token) if _is_run_of_spaces(token) else token for token in tokens]
-    ids = {token: index for index, token in enumerate(spelled)}
+    # Gemma's files write runs of spaces as spaces; the BPE model needs SentencePiece's character.
+    pieces = [_SPACE * len(token) if _is_run_of_spaces(token) else token for token in tokens]
+    ids = {token: index for index, token in enumerate(pieces)}
     merges = (
-        _safe_merges(vocabulary) if vocabulary.merge_lines else _merges_of_scores(vocabulary, spelled, ids)
+        _safe_merges(vocabulary) if vocabulary.merge_lines else _merges_of_scores(vocabulary, pieces, ids)
     )
     unknown = None if vocabulary.unknown_id is None else tokens[vocabulary.unknown_id]
     with file_errors("tokenizer.ggml.merges" if vocabulary.merge_lines else "tokenizer.ggml.tokens"):
@@ -90,7 +90,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     if prefix is None:
         prefix = vocabulary.model == "llama"
     if prefix and vocabulary.architecture == "phi3":
-        # Phi-3 puts a space before every stretch of text, the others before the first one that has none.
+        # Phi-3 puts a space before every segment of text between special tokens; other models only before the first.
         backend.normalizer = normalizers.Sequence(
             [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
         )
@@ -108,35 +108,37 @@ def _is_run_of_spaces(token: str) -> bool:
     return len(token) > 1 and not token.strip(" ")
 
 
-def _not_text(vocabulary: Vocabulary) -> set[str]:
-    """Tokens that merging must never reach: text of a user would steer the model through them."""
+def _control_and_byte_tokens(vocabulary: Vocabulary) -> set[str]:
+    """Tokens that merges must never produce: user text could otherwise become a control token."""
     return {vocabulary.tokens[i] for i in (*vocabulary.control_ids, *vocabulary.byte_ids)}
 
 
 def _safe_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    barred = _not_text(vocabulary)
-    return [merge for merge in vocabulary.merges if merge[0] + merge[1] not in barred]
+    excluded = _control_and_byte_tokens(vocabulary)
+    return [merge for merge in vocabulary.merges if merge[0] + merge[1] not in excluded]
 
 
 def _merges_of_scores(
-    vocabulary: Vocabulary, spelled: list[str], ids: dict[str, int]
+    vocabulary: Vocabulary, tokens: list[str], ids: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """Every way to make a token from two others, in the order that SentencePiece would take them: best score first.
+    """All pairs of tokens that form a token, in SentencePiece's order of merging: best score first.
 
-    Gemma's scores do not follow the order of its merges; the order of its tokens does, behind its runs of white space.
+    Gemma's scores do not give the order of its merges. There, runs of white space come first, then the token order.
     """
     if vocabulary.architecture.startswith("gemma"):
-        scores = [0.0 if _RUN.fullmatch(token) else -1.0 - index for index, token in enumerate(spelled)]
+        scores = [0.0 if _RUN.fullmatch(token) else -1.0 - index for index, token in enumerate(tokens)]
     elif vocabulary.scores is not None:
         scores = vocabulary.scores
     else:
         raise ModelFileError("tokenizer.ggml.scores: missing; a vocabulary without merges needs them")
-    barred = _not_text(vocabulary)
-    barred |= {spelled[i] for i in vocabulary.user_defined_ids if not _is_run_of_spaces(vocabulary.tokens[i])}
-    pieces = ids.keys() - barred
+    excluded = _control_and_byte_tokens(vocabulary)
+    excluded |= {
+        tokens[i] for i in vocabulary.user_defined_ids if not _is_run_of_spaces(vocabulary.tokens[i])
+    }
+    pieces = ids.keys() - excluded
     found: list[tuple[float, int, int, str, str]] = []
-    for token, score in zip(spelled, scores, strict=True):
-        if token in barred:
+    for token, score in zip(tokens, scores, strict=True):
+        if token in excluded:
             continue
         if len(token) > _LONGEST_PIECE:  # the work grows with the square of the length
             raise ModelFileError(
@@ -146,6 +148,6 @@ def _merges_of_scores(
             left, right = token[:cut], token[cut:]
             if left in pieces and right in pieces:
                 found.append((-score, -cut, cut - len(token), left, right))
-    # Among ways of one score the longest left part comes first, as in transformers.
-    found.sort(key=lambda way: way[:3])
+    # With equal scores, the longest left part comes first, as in transformers.
+    found.sort(key=lambda merge: merge[:3])
     return [(left, right) for *_, left, right in found]

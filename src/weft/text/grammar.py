@@ -1,7 +1,7 @@
-"""Grammars over a model's own tokens: owns llguidance's view of one vocabulary, and the grammars compiled lately.
+"""Compiles grammars for a model's vocabulary with llguidance. Owns its view of the vocabulary and a cache of grammars.
 
-Everything a grammar costs is bounded by `llguidance`'s fuel, in compiling and at every token, so that a hostile one fails
-instead of holding anybody up. Nothing is fetched: a schema that refers to another document is refused.
+llguidance's fuel bounds the cost of compilation and of every token, so that a malicious grammar fails instead of
+blocking the engine. A schema that refers to another document is rejected: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 from weft.errors import InvalidRequestError
 from weft.request import Grammar
 
-if TYPE_CHECKING:  # both are imported when the first grammar comes, and never by those who send none
+if TYPE_CHECKING:  # imported at run time only when the first grammar is compiled
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     from weft.text.tokenizer import Tokenizer
 
 WHITESPACE = r"\x20|\x0A\x20{0,32}"
-"""Between the parts of JSON: a space, or a line with its indentation. Without a bound a small model writes empty lines
-until it has no tokens left."""
+"""White space between JSON tokens: a space, or a newline with indentation. If it were unlimited, small models would
+write empty lines up to the token limit."""
 
 _MAX_COMPILED = 128
 _CONTROL = b"\xff"
-"""llguidance's mark before a token that no text may become: a string in JSON never ends the answer."""
+"""llguidance's prefix of control tokens. Text never matches them: an EOS token cannot occur in a JSON string."""
 _MAX_ERROR = 400
 _KINDS = {
     "json_schema": "the JSON schema",
@@ -39,7 +39,7 @@ _TOO_COMPLEX = re.compile(r"(?i)fuel|too (many|large|big|complex|deeply)|; max i
 
 
 class GrammarCompiler:
-    """Any thread may compile. The vocabulary is read when the first grammar comes, in the thread that brings it."""
+    """Thread-safe. The first `compile` reads the vocabulary, in its own thread."""
 
     def __init__(
         self, open_tokenizer: Callable[[], Tokenizer], end_ids: Collection[int], vocabulary_size: int
@@ -47,20 +47,22 @@ class GrammarCompiler:
         self._open_tokenizer = open_tokenizer
         self._end_ids = sorted(end_ids)
         self._vocabulary_size = vocabulary_size
-        self._opening = threading.Lock()
+        self._vocabulary_lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._caching = threading.Lock()
+        self._cache_lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at its start, for the caller to copy. Raises InvalidRequestError for what is none, can never be
-        met, or is too much work."""
-        with self._caching:
+        """Returns a matcher in its initial state, for the caller to copy.
+
+        Raises InvalidRequestError if the grammar is invalid, too complex, or matches nothing.
+        """
+        with self._cache_lock:
             if (known := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return known
         matcher = self._compile(grammar)
-        with self._caching:
+        with self._cache_lock:
             self._compiled[grammar] = matcher
             while len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
@@ -71,41 +73,43 @@ class GrammarCompiler:
 
         if not self._end_ids:
             raise InvalidRequestError(
-                "the model has no token that ends an answer, so no grammar can be followed; leave it out",
+                "the model has no EOS token, so weft cannot apply a grammar; omit the grammar",
                 field="grammar",
             )
         try:
             definition = _DEFINITIONS[grammar.kind](LLMatcher, grammar.definition)
             matcher = LLMatcher(self._read_vocabulary(), definition, limits=_limits(), log_level=0)
         except (ValueError, RecursionError) as error:
-            raise _refusal(grammar, str(error)) from None
+            raise _invalid(grammar, str(error)) from None
         if matcher.is_error():
-            raise _refusal(grammar, matcher.get_error())
-        matcher.compute_bitmask()  # where nothing can ever match, the first mask is the first to notice
+            raise _invalid(grammar, matcher.get_error())
+        matcher.compute_bitmask()  # a grammar that matches nothing fails only here
         if matcher.is_error():
-            raise _refusal(grammar, matcher.get_error())
+            raise _invalid(grammar, matcher.get_error())
         return matcher
 
     def _read_vocabulary(self) -> LLTokenizer:
-        with self._opening:
+        with self._vocabulary_lock:
             if self._vocabulary is None:
                 from llguidance import LLTokenizer, TokenizerWrapper
 
                 tokenizer = self._open_tokenizer()
                 if not tokenizer.is_concatenative:
                     raise InvalidRequestError(
-                        "the model's tokenizer makes text of tokens by rules of its own, so no grammar can be followed; "
-                        "leave it out",
+                        "in this model's tokenizer the text of a token depends on its neighbours, so weft cannot apply "
+                        "a grammar; omit the grammar",
                         field="grammar",
                         code="unsupported",
                     )
-                words = TokenizerWrapper(_Words(tokenizer, self._end_ids, self._vocabulary_size))
-                self._vocabulary = LLTokenizer(words, n_vocab=self._vocabulary_size, eos_token=self._end_ids)
+                adapter = TokenizerWrapper(_TokenizerAdapter(tokenizer, self._end_ids, self._vocabulary_size))
+                self._vocabulary = LLTokenizer(
+                    adapter, n_vocab=self._vocabulary_size, eos_token=self._end_ids
+                )
             return self._vocabulary
 
 
-class _Words:
-    """A tokenizer as llguidance asks for one: its tokens as bytes, and how a text that is forced is best written."""
+class _TokenizerAdapter:
+    """The tokenizer interface of llguidance: the bytes of every token, and the encoding of forced text."""
 
     def __init__(self, tokenizer: Tokenizer, end_ids: list[int], vocabulary_size: int) -> None:
         control = tokenizer.control_ids.union(end_ids)
@@ -123,8 +127,10 @@ class _Words:
 
 
 def _limits() -> LLParserLimits:
-    """What one grammar may cost. The worst found so far took 40 ms for a mask and 20 MB for a row's states; one that is
-    refused for its size may take seconds until then, which is why a server tries grammars out elsewhere first."""
+    """The limits of one grammar. The worst known grammar within them takes 40 ms for a mask and 20 MB for a row.
+
+    A grammar beyond them may take seconds to fail, so the server first compiles grammars in another process.
+    """
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -140,7 +146,7 @@ def _limits() -> LLParserLimits:
 
 
 def _from_schema(matchers: type[LLMatcher], definition: str) -> str:
-    # After what the schema itself says in "x-guidance": neither may be turned off from outside.
+    # Overrides "x-guidance" in the schema: a request must not turn these off.
     return matchers.grammar_from_json_schema(
         definition,
         overrides={"whitespace_pattern": WHITESPACE, "whitespace_flexible": True, "lenient": False},
@@ -150,20 +156,20 @@ def _from_schema(matchers: type[LLMatcher], definition: str) -> str:
 def _from_choices(matchers: type[LLMatcher], definition: str) -> str:
     choices = json.loads(definition)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
-        raise ValueError("it is not a list of strings, at least one")
-    # One terminal: as rules, thousands of choices would be thousands of parses side by side.
+        raise ValueError("it is not a list of at least one string")
+    # One terminal: as separate rules, thousands of choices would be thousands of parallel parses.
     return matchers.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
 
 
 def as_lark(definition: str) -> str:
-    """A grammar in llguidance's Lark, from that or from llama.cpp's GBNF. Raises ValueError for what is neither."""
+    """Converts a grammar in llama.cpp's GBNF to llguidance's Lark; Lark is returned unchanged. Raises ValueError."""
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
     if is_lark_syntax(definition) or "::=" not in definition:
         return definition
     try:
         return gbnf_to_lark(definition)
-    except Exception as error:  # it has no class of its own
+    except Exception as error:  # gbnf_to_lark raises plain Exceptions
         raise ValueError(f"as GBNF: {error}") from None
 
 
@@ -175,17 +181,17 @@ _DEFINITIONS: dict[str, Callable[[type[LLMatcher], str], str]] = {
 }
 
 
-def _refusal(grammar: Grammar, error: str) -> InvalidRequestError:
+def _invalid(grammar: Grammar, error: str) -> InvalidRequestError:
     code = "grammar_too_complex" if _TOO_COMPLEX.search(error) else "invalid_grammar"
     return InvalidRequestError(
-        f"{_KINDS[grammar.kind]} cannot be used: {_told(grammar, error)}", field="grammar", code=code
+        f"{_KINDS[grammar.kind]} cannot be used: {_explain(grammar, error)}", field="grammar", code=code
     )
 
 
-def _told(grammar: Grammar, error: str) -> str:
-    """What llguidance says, for whoever wrote the grammar."""
+def _explain(grammar: Grammar, error: str) -> str:
+    """Rewrites an error of llguidance for the author of the grammar."""
     error = error.replace("<non-verbose/>", "").strip()
-    # A schema inside of another grammar; what follows is that grammar, which may be one that nobody sent.
+    # An error in a schema inside another grammar. Cut off the rest: it quotes that grammar, which weft may have made.
     if inside := re.match(
         r"at \d+\(\d+\): failed to compile JSON schema: (.*?)(?=\n +\d+ \||\Z)", error, re.DOTALL
     ):
@@ -193,13 +199,13 @@ def _told(grammar: Grammar, error: str) -> str:
     if error.startswith(("NoExtension", "Unsatisfiable")):
         return f"nothing can ever match it ({error.splitlines()[0]})"
     if remote := re.match(r"Resource '(.*)' is not present in a registry", error):
-        return f'$ref names another document ({remote[1]:.200}); allowed: places in the schema itself ("#/$defs/...")'
+        return f'$ref names another document ({remote[1]:.200}); allowed: references within the schema ("#/$defs/...")'
     if error.startswith("Unimplemented keys: "):
-        return f"weft cannot enforce {error.partition(': ')[2]}; leave out what an answer need not obey"
+        return f"weft cannot enforce {error.partition(': ')[2]}; omit keywords that answers need not satisfy"
     if error.startswith("oneOf constraints"):
         return "weft cannot enforce a oneOf whose parts may both match; use anyOf"
     if grammar.kind == "regex" and "regex parse error:" in error:
-        # The pattern, a line with carets under the place, and what is wrong there.
+        # The error has the pattern, a line with carets under the position, and the problem.
         problem = re.search(r"^error: (.*)$", error, re.MULTILINE)
         carets = re.search(r"^ {4}( *)\^", error, re.MULTILINE)
         if problem and carets and "\n" not in grammar.definition:
@@ -207,5 +213,5 @@ def _told(grammar: Grammar, error: str) -> str:
     if grammar.kind == "regex":
         error = re.sub(r'^at 1\(\d+\): invalid regex ".*?" \(in regex\): ', "", error.split("\n   1 |")[0])
     if _TOO_COMPLEX.search(error):
-        error = f"it is too much work; make it simpler ({error})"
+        error = f"it is too complex; simplify it ({error})"
     return error if len(error) <= _MAX_ERROR else error[:_MAX_ERROR] + "..."

@@ -1,4 +1,4 @@
-"""Messages, tools and options of a chat, checked and brought into the form that chat templates are written for."""
+"""Checks the messages and tools of a chat, and converts them to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from weft.errors import InvalidRequestError
 Message = Mapping[str, Any]
 
 ContentForm = Literal["text", "parts", "either"]
-"""What a template reads as the content of a message: a string, a list of parts, or whichever it gets."""
+"""The content of a message that a template supports: a string, a list of parts, or both."""
 
-# Names under which clients send what a model thought; templates read the first, or the second.
+# The keys under which clients send reasoning. Templates read the first or the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def normalised_messages(
     messages: Sequence[Message], *, content_form: ContentForm, parse_arguments: bool
 ) -> list[dict[str, Any]]:
-    """Copies of the messages, as the template expects them.
+    """Copies of the messages in the form that the template expects.
 
-    Parts become one string for a template that reads no lists, and strings a list of one part for one that reads
-    nothing else. A tool call's arguments, which come as a string of JSON, become an object.
+    Content becomes a string or a list of parts, by `content_form`. With `parse_arguments`, the arguments of tool calls
+    become objects; clients send them as strings of JSON.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise InvalidRequestError(f"messages is {_kind(messages)}; send a list of messages", field="messages")
@@ -36,7 +36,7 @@ def normalised_messages(
 
 
 def checked_objects(values: Any, field: str) -> list[Any] | None:
-    """A list of objects, such as tools; None for none."""
+    """Checks a list of objects, such as tools. None for None and for an empty list."""
     if values is None:
         return None
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
@@ -52,7 +52,7 @@ def has_tool_calls(messages: Sequence[Message]) -> bool:
 
 
 def mentions_tools(messages: Any) -> bool:
-    """Whether tools were called in a conversation, which need not be a valid one."""
+    """Whether the messages contain tool calls or results. The messages need not be valid."""
     return isinstance(messages, Sequence) and any(
         isinstance(message, Mapping) and (message.get("tool_calls") or message.get("role") == "tool")
         for message in messages
@@ -84,7 +84,7 @@ def _message(message: Any, where: str, content_form: ContentForm, parse_argument
 
 
 def _needs_content(message: Message, reasoning: Any) -> bool:
-    """What a model said may be calls or thoughts alone; what a template reads of roles of its own is for it to say."""
+    """An assistant message may have only tool calls or reasoning. Unknown roles are left to the template."""
     if message["role"] == "assistant":
         return not message.get("tool_calls") and reasoning is None
     return message["role"] in ("system", "developer", "user", "tool")
@@ -114,7 +114,7 @@ def _text_of_part(part: Any, where: str) -> str:
     if kind not in ("text", "refusal"):
         found = f"has the type {kind!r:.80}" if isinstance(part, Mapping) else f"is {_kind(part)}"
         raise InvalidRequestError(
-            f"{where} {found}; weft takes text only: {{'type': 'text', 'text': '...'}}", field="messages"
+            f"{where} {found}; weft accepts only text: {{'type': 'text', 'text': '...'}}", field="messages"
         )
     text = part.get(kind)
     if not isinstance(text, str):
@@ -131,7 +131,7 @@ def _tool_call(call: Mapping[str, Any], parse_arguments: bool) -> dict[str, Any]
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            pass  # what a model called a tool with need not be JSON; some templates take it as it is
+            pass  # a model may have written invalid JSON; some templates accept the string
     elif not parse_arguments and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}

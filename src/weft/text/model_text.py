@@ -1,4 +1,4 @@
-"""The text side of a model: its tokenizer and its chat template, whatever files they come from."""
+"""The text side of a model: its tokenizer, its chat template and its tool format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.text.messages import Message, mentions_tools
 from weft.text.reasoning import ReasoningMarkers
 from weft.text.tokenizer import Tokenizer
 from weft.text.tool_formats import FORMATS, HERMES, ToolFormat
-from weft.text.tool_history import as_template_takes_it
+from weft.text.tool_history import adapt_tool_history
 from weft.text.tool_prompt import with_tools_as_text
 
 WEFT_TOOLS = "weft"
@@ -29,10 +29,10 @@ _TAIL_TOKENS = 32
 
 @dataclass(frozen=True)
 class ModelText:
-    """`chat_template` is None for a model that was not made for conversations.
+    """`chat_template` is None for a model without one, such as a base model.
 
-    `tool_format_name` is one of TOOL_FORMATS: how the model writes calls, or "weft" for a prompt of weft's own. None
-    finds out from the template.
+    `tool_format_name` is one of TOOL_FORMATS: the format of the model's tool calls, or "weft" for weft's own tool
+    prompt. None: the format is detected from the template.
     """
 
     tokenizer: Tokenizer
@@ -40,32 +40,34 @@ class ModelText:
     tool_format_name: str | None = None
 
     def close(self) -> None:
-        """End the process that renders templates."""
+        """Ends the process that renders templates."""
         if self.chat_template is not None:
             self.chat_template.close()
 
     def require_chat_template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise InvalidRequestError(
-                "the model has no chat template; give it plain prompts (`weft generate` without --chat), or, to a server, "
-                "a template with --chat-template",
+                "the model has no chat template; use plain prompts (`weft generate` without --chat), or start the "
+                "server with --chat-template",
                 field="messages",
             )
         return self.chat_template
 
     @cached_property
     def tool_format(self) -> ToolFormat:
-        """How the model is told to write calls, or does of itself."""
-        if self.writes_tools:
+        """The format of the model's tool calls."""
+        if self.uses_weft_tool_prompt:
             return HERMES
         assert self.chat_template is not None
         named = FORMATS.get(self.tool_format_name or "")
         return named or self.chat_template.tool_format or HERMES
 
     @cached_property
-    def writes_tools(self) -> bool:
-        """Whether weft tells the model of tools, in a system message: where the template does not, or makes the model
-        write calls in a way that weft cannot read."""
+    def uses_weft_tool_prompt(self) -> bool:
+        """Whether weft describes the tools in a system message.
+
+        It does if the template does not support tools, or if weft does not know the template's tool format.
+        """
         template = self.chat_template
         if template is None or self.tool_format_name == WEFT_TOOLS or not template.uses_tools:
             return True
@@ -75,8 +77,8 @@ class ModelText:
     def reasoning(self) -> ReasoningMarkers | None:
         return None if self.chat_template is None else self.chat_template.reasoning
 
-    def begins_inside_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt itself opened the thoughts, so that an answer begins in the middle of them."""
+    def prompt_opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Whether the prompt ends with the opening marker, so that an answer starts inside the reasoning."""
         if self.reasoning is None:
             return False
         tail = self.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_control=False)
@@ -92,14 +94,16 @@ class ModelText:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
-        """The prompt of a conversation, as `ChatTemplate.encode`; tools work with every template."""
+        """Like `ChatTemplate.encode`, but tools work with every template."""
         template = self.require_chat_template()
         has_history = mentions_tools(messages)
-        if (tools or has_history) and self.writes_tools:
-            messages = with_tools_as_text(messages, tools, takes_system=template.takes_system)
+        if (tools or has_history) and self.uses_weft_tool_prompt:
+            messages = with_tools_as_text(
+                messages, tools, supports_system_messages=template.supports_system_messages
+            )
             tools = None
         elif has_history:
-            messages = as_template_takes_it(messages, self.tool_format)
+            messages = adapt_tool_history(messages, self.tool_format)
         return template.encode(
             messages,
             tools=tools,
@@ -113,8 +117,10 @@ class ModelText:
 def open_model_text(
     checkpoint: Checkpoint, chat_template: str | Path | None = None, tool_format: str | None = None
 ) -> ModelText:
-    """Tokenizer and chat template of a model; errors name its path. `chat_template` is the path of a template to be used
-    instead of the model's own."""
+    """Opens the tokenizer and chat template of a model. Errors name its path.
+
+    `chat_template` is the path of a template that replaces the model's own.
+    """
     if tool_format is not None and tool_format not in TOOL_FORMATS:
         raise InvalidRequestError(
             f"tool_format is {tool_format!r:.80}; allowed: {', '.join(TOOL_FORMATS)}", field="tool_format"
@@ -128,7 +134,7 @@ def open_model_text(
         elif checkpoint.vocabulary is not None:
             sources = checkpoint.vocabulary.chat_templates
         if sources:
-            process = start_templates(sources)  # compiles them while the tokenizer is made
+            process = start_templates(sources)  # compiles in the background while the tokenizer is built
     tokenizer = open_tokenizer(checkpoint)
     if sources is None:
         sources = tokenizer.specials.chat_templates
@@ -146,7 +152,7 @@ def _template_errors(where: str) -> Iterator[None]:
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer alone; errors name the model's path."""
+    """Opens only the tokenizer. Errors name the model's path."""
     if not checkpoint.has_text:
         raise ModelFileError(f"{checkpoint.path}: has no tokenizer")
     if checkpoint.vocabulary is None:

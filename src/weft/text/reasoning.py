@@ -1,11 +1,11 @@
-"""What a model thinks before it answers: how its template marks that, and how it is split from the answer."""
+"""Reasoning: detects the markers of a model's template, and splits the reasoning from the rest of an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from weft.text.answer_parts import Trimmed, overlap
+from weft.text.answer_parts import StreamTrimmer, partial_marker_length
 
 _LONGEST_SPACE = 64
 
@@ -19,36 +19,36 @@ class ReasoningMarkers:
 _KNOWN = (ReasoningMarkers("<think>", "</think>"), ReasoningMarkers("[THINK]", "[/THINK]"))
 
 
-def markers_in(sources: Iterable[str]) -> ReasoningMarkers | None:
-    """The markers that templates know; None for a model that was not made to think.
+def detect_markers(sources: Iterable[str]) -> ReasoningMarkers | None:
+    """The reasoning markers in a model's templates; None if there are none.
 
-    The closing one decides: some templates write the opening one themselves, others leave it to the model.
+    The closing marker decides, since some templates do not contain the opening one: the model writes it.
     """
     sources = list(sources)
     return next((one for one in _KNOWN if any(one.closing in source for source in sources)), None)
 
 
 class ReasoningParser:
-    """Splits an answer into thoughts, which come first if at all, and the rest."""
+    """Splits an answer into the reasoning, which comes first, and the rest. The reasoning may be missing."""
 
-    def __init__(self, markers: ReasoningMarkers, *, begins_inside: bool) -> None:
+    def __init__(self, markers: ReasoningMarkers, *, starts_in_reasoning: bool) -> None:
         self._markers = markers
         self._may_open = True
-        self._is_inside = begins_inside
+        self._is_inside = starts_in_reasoning
         self._is_over = False
         self._held = ""
-        self._thoughts = Trimmed(keeps_start=False)
-        self._is_before_answer = False
-        """Between the thoughts and the answer there is white space that belongs to neither."""
+        self._trimmer = StreamTrimmer(keeps_leading=False)
+        self._skips_space = False
+        """The white space after the closing marker is dropped."""
 
     @property
     def is_inside(self) -> bool:
         return self._is_inside
 
     def add(self, text: str) -> tuple[str, str]:
-        """What was thought, and what belongs to the answer."""
+        """Returns the new reasoning, and the new text after the reasoning."""
         if self._is_over:
-            return "", self._answer(text)
+            return "", self._after_reasoning(text)
         text = self._held + text
         self._held = ""
         if self._may_open:
@@ -61,7 +61,7 @@ class ReasoningParser:
                 return "", ""
             self._may_open = False
             if is_open:
-                # Some models repeat the marker that their template has written already.
+                # Some models repeat the opening marker, although it is in the prompt already.
                 self._is_inside = True
                 text = stripped[len(opening) :]
             elif not self._is_inside:
@@ -71,20 +71,20 @@ class ReasoningParser:
 
     def finish(self) -> tuple[str, str]:
         held, self._held = self._held, ""
-        return (self._thoughts.add(held), "") if self._is_inside else ("", held)
+        return (self._trimmer.add(held), "") if self._is_inside else ("", held)
 
     def _inside(self, text: str) -> tuple[str, str]:
         closing = self._markers.closing
-        place = text.find(closing)
-        if place < 0:
-            kept = overlap(text, (closing,))
-            self._held = text[len(text) - kept :]
-            return self._thoughts.add(text[: len(text) - kept]), ""
-        self._is_over, self._is_inside, self._is_before_answer = True, False, True
-        return self._thoughts.add(text[:place]), self._answer(text[place + len(closing) :])
+        end = text.find(closing)
+        if end < 0:
+            held = partial_marker_length(text, (closing,))
+            self._held = text[len(text) - held :]
+            return self._trimmer.add(text[: len(text) - held]), ""
+        self._is_over, self._is_inside, self._skips_space = True, False, True
+        return self._trimmer.add(text[:end]), self._after_reasoning(text[end + len(closing) :])
 
-    def _answer(self, text: str) -> str:
-        if self._is_before_answer:
+    def _after_reasoning(self, text: str) -> str:
+        if self._skips_space:
             text = text.lstrip()
-            self._is_before_answer = not text
+            self._skips_space = not text
         return text

@@ -1,4 +1,4 @@
-"""Stop strings: finds them in a stream, across the borders of tokens, and keeps them out of the text."""
+"""Finds stop strings in a stream, also across tokens, and cuts the text before them."""
 
 from __future__ import annotations
 
@@ -7,70 +7,73 @@ from functools import lru_cache
 
 
 class StopFinder:
-    """Holds back what may become a stop string. What `add` returns is certain to be part of the text.
+    """Holds back text that may be the start of a stop string.
 
-    Each character is looked at once for each stop string (Knuth, Morris, Pratt): a text that nearly holds many long ones
-    takes no longer than any other.
+    Uses Knuth-Morris-Pratt: the cost per character does not grow with the length of a partial match.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._matched = [0] * len(self._stops)
-        """How many characters of each stop string the text ends with."""
+        """For each stop string: the length of its prefix that the text ends with."""
         self._held = ""
         self.is_stopped = False
 
     def add(self, text: str, may_stop: bool = True) -> str:
-        """The text that is now certain. Sets `is_stopped` when a stop string is complete; then nothing follows.
+        """Returns the text that is certainly not part of a stop string.
 
-        Without `may_stop`, one that is complete within this text is text like any other.
+        Sets `is_stopped` when a stop string is complete; later calls return "". With `may_stop` false, a stop string
+        that is completed by this text is ordinary text.
         """
         if self.is_stopped:
             return ""
-        ends = [self._read(index, text, may_stop) for index in range(len(self._stops))]
+        ends = [self._find_end(index, text, may_stop) for index in range(len(self._stops))]
         before, whole = len(self._held), self._held + text
-        places = [before + end - len(stop) for stop, end in zip(self._stops, ends, strict=True) if end]
-        if places:
+        starts = [before + end - len(stop) for stop, end in zip(self._stops, ends, strict=True) if end]
+        if starts:
             self.is_stopped, self._held = True, ""
-            return whole[: min(places)]
+            return whole[: min(starts)]
         certain = len(whole) - max(self._matched, default=0)
         self._held = whole[certain:]
         return whole[:certain]
 
     def finish(self) -> str:
-        """What was held back, once no more text can follow."""
+        """Ends the text and returns what was held back."""
         held, self._held = self._held, ""
         return held
 
-    def _read(self, index: int, text: str, may_stop: bool) -> int:
-        """The place in `text` behind which a stop string is first complete; 0: it is not."""
-        stop, matched, place = self._stops[index], self._matched[index], 0
-        while place < len(text):
-            if matched and stop[matched] != text[place]:
-                matched = _borders(stop)[matched]
+    def _find_end(self, index: int, text: str, may_stop: bool) -> int:
+        """The end in `text` of the first complete match of a stop string; 0: no match."""
+        stop, matched, position = self._stops[index], self._matched[index], 0
+        while position < len(text):
+            if matched and stop[matched] != text[position]:
+                matched = _failure_table(stop)[matched]
                 continue
             if not matched:
-                place = text.find(stop[0], place)
-                if place < 0:
+                position = text.find(stop[0], position)
+                if position < 0:
                     break
             matched += 1
-            place += 1
+            position += 1
             if matched == len(stop):
                 if may_stop:
-                    return place
-                matched = _borders(stop)[matched]
+                    return position
+                matched = _failure_table(stop)[matched]
         self._matched[index] = matched
         return 0
 
 
 @lru_cache(maxsize=256)
-def _borders(stop: str) -> list[int]:
-    """For each length of a beginning of `stop`: the length of the longest shorter beginning that it ends with. The answers
-    to one request share it."""
-    borders, matched = [0, 0], 0
+def _failure_table(stop: str) -> list[int]:
+    """The failure function of Knuth-Morris-Pratt.
+
+    Entry n: the length of the longest proper prefix of `stop[:n]` that is also its suffix. Cached, since all answers
+    of a request use it.
+    """
+    table, matched = [0, 0], 0
     for character in stop[1:]:
         while matched and stop[matched] != character:
-            matched = borders[matched]
+            matched = table[matched]
         matched += stop[matched] == character
-        borders.append(matched)
-    return borders
+        table.append(matched)
+    return table

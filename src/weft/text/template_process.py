@@ -1,8 +1,8 @@
-"""Runs a model's chat templates in a process of their own.
+"""Runs a model's chat templates in a separate process.
 
-A template is code from a model file. minijinja gives it no way out and counts its instructions, but ten of them
-double a string ten times, and a string that does not fit into memory ends the process. So that process is not ours:
-it has a limit on its memory, its time and its answer, and when it dies, one request gets an error.
+A template is untrusted code from a model file. minijinja sandboxes it and limits its instructions, but a few
+instructions can build a string that exhausts memory and kills the process. So templates run in a process with limits
+on memory, time and output size. If it dies, only one request fails.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from typing import Any
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 _SECONDS = 10.0
-_ANSWER_BYTES = 64 << 20
+_RESPONSE_BYTES = 64 << 20
 
 
 class TemplateFailed(Exception):
-    """The template does not compile, refused what it was given, or went over a limit; the message says which."""
+    """The template does not compile, raised an error, or exceeded a limit. The message says which."""
 
 
 class TemplateProcess:
-    """The templates of one model, by name. May be used from several threads, which take turns.
+    """The process of one model's templates. Thread-safe; one request runs at a time.
 
-    It begins to compile them at once; `confirm` says how that went, so that whoever starts it may do something else
-    meanwhile.
+    Compilation starts at once, in the background. `check_compiled` waits for it and reports errors.
     """
 
     def __init__(self, sources: Mapping[str, str]) -> None:
@@ -45,34 +44,34 @@ class TemplateProcess:
         with self._lock:
             self._start()
 
-    def confirm(self) -> None:
-        """Waits until the templates are compiled; raises TemplateFailed where they cannot be."""
+    def check_compiled(self) -> None:
+        """Waits until the templates are compiled. Raises TemplateFailed if one does not compile."""
         with self._lock:
             self._wait_until_compiled()
 
     def render(self, name: str, context: Mapping[str, Any], *, mark: str, now: datetime) -> str:
-        """The text of a template. `context` is JSON all through."""
+        """Renders a template. `context` contains only JSON values."""
         request = {"name": name, "context": context, "mark": mark, "time": now.isoformat()}
         with self._lock:
             self._wait_until_compiled()
-            return self._ask(request)["text"]
+            return self._request(request)["text"]
 
     def close(self) -> None:
-        """End the process; it is started again when there is something to render."""
+        """Ends the process. The next `render` starts it again."""
         with self._lock:
             self._end()
 
     def _start(self) -> None:
         self._end()
         if not sys.executable:
-            raise TemplateFailed("its process cannot be started: this Python does not know its own path")
+            raise TemplateFailed("its process cannot be started: sys.executable is empty")
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(_WORKER)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal is for the program, not for this process
+                start_new_session=True,  # Ctrl-C in a terminal must not interrupt this process
             )
         except OSError as error:
             raise TemplateFailed(f"its process cannot be started: {error}") from error
@@ -81,45 +80,45 @@ class TemplateProcess:
         try:
             _write_line(self._process, self._sources)
         except OSError:
-            pass  # it has ended, as whoever waits for its answer will find
+            pass  # the process has ended; waiting for its response will report that
 
     def _wait_until_compiled(self) -> None:
         if self._process is None or self._process.poll() is not None:
             self._start()
         if not self._is_compiled:
             try:
-                self._ask(None)
+                self._request(None)
             except TemplateFailed:
                 self._end()
                 self._process = None
                 raise
             self._is_compiled = True
 
-    def _ask(self, request: Any) -> dict[str, str]:
-        """The answer to a request, or, for None, to what was sent when the process started."""
+    def _request(self, request: Any) -> dict[str, str]:
+        """Sends a request and returns the response. None: only reads the response to the sources sent at start."""
         process = self._process
         assert process is not None and process.stdout is not None
         try:
             if request is not None:
                 _write_line(process, request)
-            answer = json.loads(_read_line(process.stdout.fileno()))
+            response = json.loads(_read_line(process.stdout.fileno()))
         except (OSError, EOFError) as error:
             self._process = None
-            code = _end(process, patience=1.0)
-            # A signal is what running out of memory ends it with; one that ends by itself never began.
+            code = _end(process, timeout=1.0)
+            # Running out of memory kills it with a signal. A normal exit means that it failed to start.
             cause = (
-                "it ran out of memory" if code < 0 else "its process does not run; is minijinja installed?"
+                "it ran out of memory" if code < 0 else "its process does not start; is minijinja installed?"
             )
             limit = str(error) if isinstance(error, EOFError) else ""
             raise TemplateFailed(limit or cause) from error
         except BaseException:
-            # Ctrl-C between question and answer: the answer must not be taken for the next one.
+            # Ctrl-C between request and response: the next request must not read this response.
             self._process = None
             _end(process)
             raise
-        if "error" in answer:
-            raise TemplateFailed(answer["error"])
-        return answer
+        if "error" in response:
+            raise TemplateFailed(response["error"])
+        return response
 
 
 def _write_line(process: subprocess.Popen[bytes], value: Any) -> None:
@@ -128,9 +127,10 @@ def _write_line(process: subprocess.Popen[bytes], value: Any) -> None:
     process.stdin.flush()
 
 
-def _end(process: subprocess.Popen[bytes], patience: float = 0.0) -> int:
+def _end(process: subprocess.Popen[bytes], timeout: float = 0.0) -> int:
+    """Waits for the process up to `timeout` seconds, then kills it. Returns its exit code."""
     try:
-        process.wait(patience)
+        process.wait(timeout)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -138,7 +138,7 @@ def _end(process: subprocess.Popen[bytes], patience: float = 0.0) -> int:
         if pipe is not None:
             try:
                 pipe.close()
-            except OSError:  # what was not written yet has no reader any more
+            except OSError:  # unwritten data, and the process is gone
                 pass
     return process.returncode
 
@@ -156,6 +156,6 @@ def _read_line(descriptor: int) -> bytes:
             raise EOFError
         parts.append(part)
         size += len(part)
-        if size > _ANSWER_BYTES:
-            raise EOFError(f"its text has more than {_ANSWER_BYTES >> 20} MiB")
+        if size > _RESPONSE_BYTES:
+            raise EOFError(f"its text has more than {_RESPONSE_BYTES >> 20} MiB")
     return b"".join(parts)

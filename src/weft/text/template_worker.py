@@ -1,6 +1,6 @@
-"""The other side of `template_process`: renders chat templates in a process of its own, within limits.
+"""The process that `template_process` starts: renders chat templates within limits of memory and instructions.
 
-Run as a script, it knows the standard library and minijinja alone. One line of JSON in, one line of JSON out.
+Run as a script, it imports only the standard library and minijinja. A request is a line of JSON, and so is a response.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import minijinja
 
-_FUEL = 2_000_000  # instructions of the template; a conversation of a thousand messages needs some hundred thousand
-_MEMORY_BYTES = 512 << 20  # of address space, of which Python takes some 50 MB
+_FUEL = 2_000_000  # minijinja instructions; a chat of a thousand messages needs a few hundred thousand
+_MEMORY_BYTES = 512 << 20  # address space; Python itself takes some 50 MB
 
-# `{% generation %}` marks what training should learn from; without meaning here, and unknown to minijinja.
+# `{% generation %}` marks the text for training. It has no effect here, and minijinja does not know it.
 _GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 _TAG = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
 _STRING = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
@@ -34,7 +34,7 @@ class Templates:
     def __init__(self, sources: dict[str, str]) -> None:
         self._mark = ""
         self._time = datetime.min
-        # The settings every Hugging Face template is written for.
+        # The settings that Hugging Face templates expect.
         self._environment = minijinja.Environment(
             trim_blocks=True, lstrip_blocks=True, fuel=_FUEL, auto_escape_callback=lambda name: None
         )
@@ -57,12 +57,12 @@ class Templates:
         separators: Sequence[str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """As Hugging Face does it; minijinja's own escapes `<>&'` for HTML."""
+        """`tojson` as in Hugging Face. minijinja's own filter escapes `<>&'` for HTML."""
         between, after = separators or (", " if indent is None else ",", ": ")
         text = json.dumps(
             value, ensure_ascii=False, indent=indent, separators=(between, after), sort_keys=sort_keys
         )
-        # The mark must stay the character that the tokenizer takes out.
+        # The mark must not be escaped: the tokenizer removes it as a character.
         return re.sub(f"[^\\x00-\\x7f{self._mark}]", _escape, text) if ensure_ascii else text
 
 
@@ -71,7 +71,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def _is_iterable(value: Any) -> bool:
-    """As in Jinja; minijinja's own takes None for an empty list."""
+    """The test `iterable` as in Jinja. minijinja's own accepts None."""
     return hasattr(value, "__iter__")
 
 
@@ -80,19 +80,19 @@ def _raise_exception(message: str) -> None:
 
 
 def _as_minijinja(source: str) -> str:
-    """A template with what minijinja does not know said in its words: `generation` blocks, and `'%s' % value`."""
+    """Rewrites the constructs that minijinja lacks: `generation` blocks and `'%s' % value`."""
     source = _GENERATION.sub(lambda tag: f"{tag[1]}{'endif' if tag[2] else 'if true'}{tag[3]}", source)
     return _TAG.sub(lambda tag: _without_percent(tag[0]), source)
 
 
 def _without_percent(tag: str) -> str:
-    """A tag with `'...' % value` and `'...' % (a, b)` as `'...'|format(...)`."""
-    place = 0
-    while found := _FORMAT.search(tag, place):
-        place = found.end()
+    """Rewrites `'...' % value` and `'...' % (a, b)` in a tag to `'...'|format(...)`."""
+    position = 0
+    while found := _FORMAT.search(tag, position):
+        position = found.end()
         if found[2]:
-            end = _end_of_operand(tag, place)
-            operand = tag[place:end]
+            end = _end_of_operand(tag, position)
+            operand = tag[position:end]
             if operand.startswith("("):
                 operand = operand[1:-1]
             tag = f"{tag[: found.end(1)]}|format({operand}){tag[end:]}"
@@ -100,9 +100,9 @@ def _without_percent(tag: str) -> str:
 
 
 def _end_of_operand(tag: str, start: int) -> int:
-    """Where a name, a literal or something in parentheses ends, with what is called or looked up behind it."""
+    """The end of an operand: a name, a literal or parentheses, and the calls, indices and attributes after it."""
     first = _OPERAND.match(tag, start)
-    assert first is not None, "it matches nothing too"
+    assert first is not None, "the pattern also matches an empty string"
     end = first.end()
     while tag[end : end + 1] in ("(", "["):
         end = _end_of_brackets(tag, end)
@@ -120,7 +120,8 @@ def _end_of_brackets(tag: str, start: int) -> int:
     return len(tag)
 
 
-def _answer(templates: Templates | None, line: bytes) -> tuple[Templates | None, dict[str, str]]:
+def _handle(templates: Templates | None, line: bytes) -> tuple[Templates | None, dict[str, str]]:
+    """Handles one request. The first one has the sources of the templates, later ones render."""
     try:
         request = json.loads(line)
         if templates is None:
@@ -129,18 +130,18 @@ def _answer(templates: Templates | None, line: bytes) -> tuple[Templates | None,
     except minijinja.TemplateError as error:
         where = "" if error.line is None else f" (line {error.line})"
         return templates, {"error": (error.detail or error.message) + where}
-    except Exception as error:  # of Python: tojson of something that is no JSON, a bad pattern of strftime
+    except Exception as error:  # of Python code: tojson of a value that is not JSON, a bad strftime pattern
         return templates, {"error": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    # Running out of memory is an answer here, not an accident.
+    # Running out of memory is an expected case and needs no core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     templates: Templates | None = None
     for line in sys.stdin.buffer:
-        templates, answer = _answer(templates, line)
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        templates, response = _handle(templates, line)
+        sys.stdout.buffer.write(json.dumps(response).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 

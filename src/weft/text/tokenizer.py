@@ -1,9 +1,9 @@
-"""A model's tokenizer: text to token ids, and token ids to the bytes they stand for.
+"""A model's tokenizer: text to token ids, and token ids to bytes.
 
-`tokenizers` does the work on whole strings, exactly as in transformers. Two things are added: control tokens in
-text that people wrote stay text (see `shield`), and every token is known by its bytes, so that a stream of tokens
-becomes text without looking back. Where a file's decoder makes more of tokens than their bytes in a row, `tokenizers`
-decodes.
+The library `tokenizers` encodes whole strings, exactly as in transformers. weft adds two things:
+- Control tokens in untrusted text are encoded as plain text (see `shield`).
+- Every token has its bytes, so that a stream is detokenised without decoding earlier tokens again. If the decoder of
+  the file is not a concatenation of bytes, `tokenizers` decodes.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from tokenizers import Regex, normalizers
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.text.shield import Shield
 
-# Noncharacters, which Unicode promises never to assign. Followed by _GOES the mark is taken out of a text; one that
-# was part of it is followed by _STAYS.
-MARK, _STAYS, _GOES = "\ufdd0", "\ufdd1", "\ufdd2"
+# Noncharacters: Unicode never assigns them. The normalizer removes MARK + _REMOVED, and turns MARK + _KEPT, which
+# stands for a MARK in the original text, into MARK.
+MARK, _KEPT, _REMOVED = "\ufdd0", "\ufdd1", "\ufdd2"
 
-_SPACE = "▁"  # what SentencePiece writes for a space
+_SPACE = "▁"  # SentencePiece's character for a space
 _SPACE_REPLACED = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True)
-class Specials:
-    """What a model's files say about tokens with a meaning."""
+class SpecialTokens:
+    """The special tokens and chat templates in a model's files."""
 
     bos_id: int | None = None
     names: Mapping[str, str] = field(default_factory=dict)
-    """What chat templates call them: bos_token, eos_token, ..."""
+    """The text of special tokens by their names in chat templates: bos_token, eos_token, ..."""
     chat_templates: Mapping[str, str] = field(default_factory=dict)
-    """Sources by name; "default" is the one of plain conversations."""
+    """Sources by name. "default" is the template without a name."""
 
 
 class Tokenizer:
-    """May be used from several threads. Control tokens in a text are plain text unless the caller says otherwise."""
+    """Thread-safe. Control tokens in a text are encoded as plain text, unless `allow_control` is set."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, specials: Specials, vocabulary_size: int | None = None
+        self, backend: tokenizers.Tokenizer, specials: SpecialTokens, vocabulary_size: int | None = None
     ) -> None:
-        """`vocabulary_size` where the caller knows it: to count means to copy every token."""
-        backend = _matching_control_tokens_as_written(backend)
+        """`vocabulary_size` saves time if the caller knows it: counting copies every token."""
+        backend = _match_control_tokens_unnormalised(backend)
         self.specials = specials
         added = backend.get_added_tokens_decoder()
         self.control_tokens = {token_id: token.content for token_id, token in added.items() if token.special}
@@ -74,25 +74,25 @@ class Tokenizer:
     ) -> list[int]:
         """The token ids of `text`. A byte without a token in the vocabulary is left out, as in every BPE.
 
-        `allow_control` turns strings such as `<|im_end|>` into their tokens, where no `mark` is in them: only for the
-        text of a chat template, which marks what came from outside with a character that occurs nowhere else.
-        `add_bos` None does what the model's files say.
+        `allow_control` encodes strings such as `<|im_end|>` as control tokens, unless there is a `mark` in them. Only
+        for the output of a chat template, in which untrusted text has marks (see `shield`).
+        `add_bos` None: the model's files decide.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
-                f"the text has half of a surrogate pair at character {error.start}; send valid Unicode",
+                f"the text has an unpaired surrogate at character {error.start}; send valid Unicode",
                 field="prompt",
             ) from error
         if allow_control:
             text = _escaped(text, mark)
         else:
-            text = self._shield.mark_whole(_escaped(text, ""), MARK + _GOES)
-        follow_files = add_bos is None
+            text = self._shield.mark_control_tokens(_escaped(text, ""), MARK + _REMOVED)
+        files_decide = add_bos is None
         with file_errors("the tokenizer"):
-            ids: list[int] = self._backend.encode(text, add_special_tokens=follow_files).ids
-            added = self._backend.num_special_tokens_to_add(False) if follow_files else 0
+            ids: list[int] = self._backend.encode(text, add_special_tokens=files_decide).ids
+            added = self._backend.num_special_tokens_to_add(False) if files_decide else 0
         self._check_control(text, ids, allowed=added)
         bos_id = self.specials.bos_id
         if add_bos and bos_id is not None:
@@ -100,35 +100,35 @@ class Tokenizer:
         return ids
 
     def _check_control(self, text: str, ids: list[int], allowed: int) -> None:
-        """Some vocabularies reach control tokens by merging; text that people wrote must not.
+        """Rejects text that merges to a control token, which some vocabularies allow.
 
-        But for the unknown token: what a character without a token becomes steers no model.
+        The unknown token is harmless: it replaces characters that have no token.
         """
         found = [token for token in ids if self.control_tokens.get(token, self._unknown) != self._unknown]
         if len(found) <= allowed:
             return
-        written = [match[0] for match in self._shield.pattern.finditer(text) if match[0] != self._unknown]
-        if len(found) > allowed + len(written):
-            names = {self.control_tokens[token] for token in found} - set(written)
+        unmarked = [match[0] for match in self._shield.pattern.finditer(text) if match[0] != self._unknown]
+        if len(found) > allowed + len(unmarked):
+            names = {self.control_tokens[token] for token in found} - set(unmarked)
             raise InvalidRequestError(
-                f"the text becomes the control token {min(names, default='')!r} even as plain text in this model's "
-                "tokenizer; send it without that",
+                f"this model's tokenizer encodes the text to the control token {min(names, default='')!r} "
+                "even as plain text; remove it from the text",
                 field="prompt",
             )
 
     @property
     def is_concatenative(self) -> bool:
-        """Whether the text of tokens is their bytes in a row; else it is only what `decode` makes of all of them."""
+        """Whether the text of tokens is the concatenation of their bytes. If not, only `decode` gives the text."""
         return self._alphabet != "other"
 
     def is_byte(self, token_id: int) -> bool:
-        """Whether a token is written as one byte, such as `<0xE4>`."""
+        """Whether a token stands for one byte, such as `<0xE4>`."""
         return _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or "") is not None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for; it may hold half a character. Where that depends on its neighbours: alone.
+        """The bytes of a token, possibly an incomplete character. Without `is_concatenative`: those of the token alone.
 
-        No bytes for an id without a token: a model's output may be wider than its vocabulary, to a round number.
+        An id without a token has no bytes: the model's output may be padded beyond its vocabulary.
         """
         known = self._bytes.get(token_id)
         if known is None:
@@ -137,22 +137,22 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """The most bytes that a token stands for. Looks at all of them: a tenth of a second with a large vocabulary."""
+        """The largest number of bytes of a token. Reads all tokens: 0.1 s for a large vocabulary."""
         return max((len(self._bytes_of(token)) for token in range(self.vocabulary_size)), default=1)
 
     def token_text(self, token_id: int) -> str:
-        """A token for people, as in a list of likely ones; half a character shows as a replacement character."""
+        """A token as readable text. An incomplete character becomes a replacement character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def decode(self, token_ids: Sequence[int], *, skip_control: bool = True) -> str:
-        """The text of whole sequences; for a stream use `Detokenizer`.
+        """The text of a whole sequence; for a stream use `Detokenizer`.
 
-        A first token that brings a space keeps it: a completion goes on where its prompt ended.
+        A leading space of the first token is kept, since a completion continues its prompt.
         """
         skipped = self.control_ids if skip_control else frozenset()
         if self._alphabet == "other":
             ids = [token for token in token_ids if token not in skipped]
-            with file_errors("the tokenizer"):  # some decoders panic where there is nothing
+            with file_errors("the tokenizer"):  # some decoders panic on empty text
                 text: str = self._backend.decode(ids, skip_special_tokens=False) if ids else ""
             return text
         pieces = (self.token_bytes(token) for token in token_ids if token not in skipped)
@@ -176,34 +176,34 @@ class Tokenizer:
 
 @contextmanager
 def file_errors(where: str) -> Iterator[None]:
-    """Errors of `tokenizers`, which raises its base class, and panics, as errors of the model file."""
+    """Turns errors and panics of `tokenizers` into a `ModelFileError`."""
     try:
         yield
     except BaseException as error:
-        # A panic derives from BaseException, so that nobody catches it by accident.
+        # A panic of Rust code derives from BaseException, not from Exception.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ModelFileError(f"{where}: {str(error)[:300]}") from error
         raise
 
 
 def _escaped(text: str, mark: str) -> str:
-    """`text` as the normalizer expects it: marks go, and whatever else looks like one stays."""
+    """Encodes marks for the normalizer: `mark` as MARK + _REMOVED, any other MARK in the text as MARK + _KEPT."""
     if mark != MARK:
-        text = text.replace(MARK, MARK + _STAYS)
-    return text.replace(mark, MARK + _GOES) if mark else text
+        text = text.replace(MARK, MARK + _KEPT)
+    return text.replace(mark, MARK + _REMOVED) if mark else text
 
 
 def _removing_marks(normalizer: Any) -> normalizers.Normalizer:
     steps = [
-        normalizers.Replace(MARK + _GOES, ""),
-        # Without touching the mark before it: a text's first character must keep its place.
-        normalizers.Replace(Regex(f"(?<={MARK}){_STAYS}"), ""),
+        normalizers.Replace(MARK + _REMOVED, ""),
+        # Replaces only _KEPT: replacing MARK too would change the offset of a text's first character.
+        normalizers.Replace(Regex(f"(?<={MARK}){_KEPT}"), ""),
     ]
     return normalizers.Sequence(steps if normalizer is None else [*steps, normalizer])
 
 
-def _matching_control_tokens_as_written(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Control tokens that are looked for in normalised text would be found there with the marks gone."""
+def _match_control_tokens_unnormalised(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Makes control tokens match before normalisation. After it, the marks that protect them would be gone."""
     added = backend.get_added_tokens_decoder().values()
     if not any(token.special and token.normalized for token in added):
         return backend
@@ -215,7 +215,7 @@ def _matching_control_tokens_as_written(backend: tokenizers.Tokenizer) -> tokeni
 
 
 def _alphabet(backend: tokenizers.Tokenizer) -> Literal["bytes", "pieces", "other"]:
-    """How tokens are written: in the byte alphabet, as SentencePiece's pieces, or by other rules of the file's decoder."""
+    """How tokens encode text: in GPT-2's byte alphabet, as SentencePiece pieces, or by other rules of the decoder."""
     decoder = backend.decoder
     state: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
     parts: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
@@ -223,23 +223,23 @@ def _alphabet(backend: tokenizers.Tokenizer) -> Literal["bytes", "pieces", "othe
         return "bytes"
     space = [part for part in parts if part["type"] in ("Replace", "Metaspace")]
     others = [part for part in parts if part not in space]
-    is_pieces = len(space) == 1 and all(map(_is_of_pieces, others))
+    is_pieces = len(space) == 1 and all(map(_is_sentencepiece_step, others))
     if is_pieces and (space[0] == _SPACE_REPLACED or space[0].get("replacement") == _SPACE):
         return "pieces"
     return "other"
 
 
-def _is_of_pieces(part: dict[str, Any]) -> bool:
-    """Whether a part of a decoder changes nothing but bytes, and the space at the beginning of a text."""
+def _is_sentencepiece_step(part: dict[str, Any]) -> bool:
+    """Whether a step of the decoder only decodes byte tokens, or strips the leading space of a text."""
     if part["type"] == "Strip":
         return part["content"] == " " and part["stop"] == 0
     return part["type"] in ("ByteFallback", "Fuse")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that stand for the 256 bytes in a byte-level vocabulary.
+    """GPT-2's byte alphabet: character -> byte.
 
-    Printable Latin-1 stands for itself; the other bytes, in order, for the characters from U+0100 on.
+    Printable Latin-1 characters stand for themselves. The other bytes are, in order, the characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -252,5 +252,5 @@ _BYTE_OF_CHARACTER = _byte_alphabet()
 def _characters_to_bytes(text: str) -> bytes:
     try:
         return bytes(_BYTE_OF_CHARACTER[character] for character in text)
-    except KeyError:  # a token that is no byte-level text stands for itself
+    except KeyError:  # a token outside the byte alphabet stands for its own text
         return text.encode()

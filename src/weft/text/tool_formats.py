@@ -1,4 +1,4 @@
-"""The ways in which models write the calls of tools, and how a model's own is found."""
+"""The formats in which models write tool calls, and the detection of a model's format."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One format: `begin`, then for each call `before_name` name `before_arguments` JSON `after_arguments`, with
-    `separator` between them, then `end`.
+    """The format in which weft renders calls and forces them by a grammar. The parser also accepts known variants.
 
-    That is how weft writes calls and what it forces. The parser takes more: what models are known to write.
+    begin  call separator call ...  end
+           call: before_name NAME before_arguments JSON after_arguments
     """
 
     name: str
     openings: tuple[str, ...]
-    """Any of these in an answer may begin calls."""
+    """Markers that may start calls in an answer."""
     before_name: str
     before_arguments: str
     after_arguments: str = ""
@@ -31,25 +31,25 @@ class ToolFormat:
     separator: str = "\n"
     end: str = ""
     closing: str = ""
-    """The marker behind a call."""
+    """The marker after a call."""
     has_named_calls: bool = False
     """A call may also be `name[ARGS]{...}`, or `name[CALL_ID]id[ARGS]{...}`."""
-    is_bare: bool = False
-    """An answer that begins with a brace may be a call, without any opening."""
-    is_single: bool = False
-    """The model was made for one call in an answer."""
+    has_unmarked_calls: bool = False
+    """An answer that starts with a brace may be a call, without an opening marker."""
+    is_single_call: bool = False
+    """The models are trained for one call in an answer."""
     has_short_ids: bool = False
-    """The templates of its models refuse ids other than nine letters and digits."""
+    """The templates of these models accept only call ids of nine letters and digits."""
     template: str = r"(?!)"
-    """Matches what a template makes of a call of `probe`."""
+    """Matches the output of a template for a call of `probe`."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What may be a control token, and has to be seen all the same."""
+        """The markers of calls. Those that are control tokens must stay in the text."""
         return (*self.openings, self.closing, *(("[ARGS]", "[CALL_ID]") if self.has_named_calls else ()))
 
-    def written(self, calls: Iterable[tuple[str, str]]) -> str:
-        """Names and arguments as a model would write them."""
+    def render_calls(self, calls: Iterable[tuple[str, str]]) -> str:
+        """Renders calls (name, arguments) as a model would write them."""
         each = (
             f"{self.before_name}{name}{self.before_arguments}{arguments}{self.after_arguments}"
             for name, arguments in calls
@@ -78,8 +78,8 @@ LLAMA3 = ToolFormat(
     before_arguments='", "parameters": ',
     after_arguments="}",
     separator="; ",
-    is_bare=True,
-    is_single=True,
+    has_unmarked_calls=True,
+    is_single_call=True,
     template=r'(?:<\|python_tag\|>|[\n>])\s*\{\s*"name":\s*"probe",\s*"parameters":\s*\{',
 )
 MISTRAL = ToolFormat(
@@ -108,8 +108,8 @@ MISTRAL_ARGS = ToolFormat(
 FORMATS = {one.name: one for one in (HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS)}
 
 
-def format_in(texts: Sequence[str]) -> ToolFormat | None:
-    """The format of a call of `probe` in what a template rendered; None for one that weft does not know."""
+def detect_format(texts: Sequence[str]) -> ToolFormat | None:
+    """The format of a call of `probe` in a template's output; None if weft does not know it."""
     return next(
         (one for one in FORMATS.values() for text in texts if re.search(one.template, text)),
         None,

@@ -1,4 +1,4 @@
-"""Calls and results of earlier turns, in the form that the templates of a tool format take."""
+"""Adapts the tool calls and results in a chat's history to the templates of a tool format."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 from weft.text.tool_formats import SHORT_ID, ToolFormat
 
 
-def as_template_takes_it(messages: Sequence[Any], form: ToolFormat) -> Sequence[Any]:
-    """What clients send is what other servers gave them: several calls in one turn, ids of any length."""
-    if form.is_single:
+def adapt_tool_history(messages: Sequence[Any], tool_format: ToolFormat) -> Sequence[Any]:
+    """Converts messages with several calls, or with long call ids, for templates that do not accept them.
+
+    Clients send such messages, because other servers return them.
+    """
+    if tool_format.is_single_call:
         messages = _one_call_at_a_time(messages)
-    if form.has_short_ids:
+    if tool_format.has_short_ids:
         messages = [
             _with_short_ids(message) if isinstance(message, Mapping) else message for message in messages
         ]
@@ -21,23 +24,23 @@ def as_template_takes_it(messages: Sequence[Any], form: ToolFormat) -> Sequence[
 
 
 def _one_call_at_a_time(messages: Sequence[Any]) -> list[Any]:
-    """Several calls of one turn as several turns, each with its own result."""
+    """Splits a message with several calls into messages with one call, each followed by its result."""
     result: list[Any] = []
-    place = 0
-    while place < len(messages):
-        message = messages[place]
-        place += 1
+    position = 0
+    while position < len(messages):
+        message = messages[position]
+        position += 1
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None
         if not isinstance(calls, Sequence) or len(calls) < 2:
             result.append(message)
             continue
         results: list[Any] = []
-        while place < len(messages) and _is_result(messages[place]):
-            results.append(messages[place])
-            place += 1
+        while position < len(messages) and _is_result(messages[position]):
+            results.append(messages[position])
+            position += 1
         for number, call in enumerate(calls):
-            said = {} if number == 0 else {"content": ""}
-            result.append({**message, **said, "tool_calls": [call]})
+            content = {} if number == 0 else {"content": ""}
+            result.append({**message, **content, "tool_calls": [call]})
             call_id = call.get("id") if isinstance(call, Mapping) else None
             result += [one for one in results if one.get("tool_call_id") == call_id]
         ids = [call.get("id") for call in calls if isinstance(call, Mapping)]
@@ -64,7 +67,7 @@ def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _short(call_id: str) -> str:
-    """The same for a call and its result."""
+    """A short id, the same for a call and its result."""
     if SHORT_ID.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]

@@ -1,7 +1,7 @@
-"""Reads the calls of tools out of an answer while it comes.
+"""Parses tool calls in a streamed answer.
 
-One generator describes what may stand in an answer, and rests wherever the text that came so far ends: how it was
-cut cannot make a difference. Every character is looked at once.
+The parser is a generator over the whole answer, which yields when it needs more text. So the result does not depend on
+how the text was split into pieces. Every character is read once.
 """
 
 from __future__ import annotations
@@ -10,11 +10,18 @@ import json
 import re
 from collections.abc import Callable, Collection, Generator
 
-from weft.text.answer_parts import CallArguments, CallBegins, Content, Delta, Trimmed, overlap
+from weft.text.answer_parts import (
+    Content,
+    Delta,
+    StreamTrimmer,
+    ToolCallArguments,
+    ToolCallStart,
+    partial_marker_length,
+)
 from weft.text.tool_formats import ToolFormat
 
-_LONGEST_HEAD = 1 << 14
-"""Characters up to the arguments of a call, which are held back until it is certain that it is one."""
+_LONGEST_HELD = 1 << 14
+"""The maximum number of characters held back before the arguments of a call. Until then they may be content."""
 _SPACE = re.compile(r"\s*")
 _STRING_END = re.compile(r'["\\]')
 _BRACKET_OR_STRING = re.compile(r'["{}\[\]]')
@@ -22,7 +29,7 @@ _SCALAR = re.compile(r"[\w.+-]*")
 _NAME = re.compile(r"[a-zA-Z0-9_.-]*")
 _ARGUMENTS = ("arguments", "parameters")
 
-Steps = Generator[None, None, None]
+Parser = Generator[None, None, None]
 
 
 class _NotACall(Exception):
@@ -30,198 +37,198 @@ class _NotACall(Exception):
 
 
 class ToolParser:
-    """What was read of one answer. A call is told once its arguments begin; what turns out to be no call is content.
+    """Parses one answer. A call is reported when its arguments start. Text that turns out to be no call is content.
 
-    `names` are the tools there are. An answer that only looks like a call (`ToolFormat.is_bare`) is one only if it
-    names one of them; after an opening any name is taken, since the model can be told that it was wrong.
+    `names` are the available tools. A call without an opening marker (`ToolFormat.has_unmarked_calls`) must name one of
+    them. After a marker any name is accepted: the client can report the unknown tool to the model.
     """
 
     def __init__(
-        self, form: ToolFormat, names: Collection[str] = (), *, max_calls: int | None = None
+        self, tool_format: ToolFormat, names: Collection[str] = (), *, max_calls: int | None = None
     ) -> None:
         self.is_over = False
-        """`max_calls` are complete; what follows is not read."""
-        self._form = form
+        """`max_calls` calls are complete. Further text is ignored."""
+        self._format = tool_format
         self._names = names
         self._max_calls = max_calls
-        self._openings = re.compile("|".join(map(re.escape, form.openings)))
+        self._openings = re.compile("|".join(map(re.escape, tool_format.openings)))
         self._text = ""
-        self._place = 0
+        self._position = 0
         self._is_ended = False
-        self._head: list[str] = []
-        """What was read since it was last certain what it is."""
-        self._head_length = 0
-        self._content = Trimmed()
+        self._held: list[str] = []
+        """Text that was read, and may still turn out to be content."""
+        self._held_length = 0
+        self._content = StreamTrimmer()
         self._is_after_call = False
         self._num_calls = 0
         self._deltas: list[Delta] = []
-        self._steps = self._answer()
-        next(self._steps)
+        self._parser = self._answer()
+        next(self._parser)
 
     def add(self, text: str) -> list[Delta]:
-        self._text = self._text[self._place :] + text
-        self._place = 0
-        return self._go()
+        self._text = self._text[self._position :] + text
+        self._position = 0
+        return self._advance()
 
     def finish(self) -> list[Delta]:
-        """What is left once no more text follows."""
+        """Ends the text and returns the remaining deltas."""
         self._is_ended = True
-        deltas = self._go()
-        if not self._is_after_call and (rest := self._content.rest()):
+        deltas = self._advance()
+        if not self._is_after_call and (rest := self._content.flush()):
             deltas.append(Content(rest))
         return deltas
 
-    def _go(self) -> list[Delta]:
+    def _advance(self) -> list[Delta]:
         if not self.is_over:
-            next(self._steps, None)
+            next(self._parser, None)
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    # ------------------------------------------------------------------ what an answer may hold
+    # ------------------------------------------------------------------ the syntax of an answer
 
-    def _answer(self) -> Steps:
+    def _answer(self) -> Parser:
         yield
-        if self._form.is_bare:
-            yield from self._attempt(self._bare_calls())
+        if self._format.has_unmarked_calls:
+            yield from self._attempt(self._unmarked_calls())
         while not self.is_over:
             opening = yield from self._until_opening()
             if not opening:
                 return
-            self._keep(opening)
-            yield from self._attempt(self._calls(is_marked=True))
+            self._hold(opening)
+            yield from self._attempt(self._calls(has_marker=True))
 
-    def _attempt(self, calls: Steps) -> Steps:
-        """Reads calls; what is none is content again, and reading goes on behind it."""
+    def _attempt(self, calls: Parser) -> Parser:
+        """Parses calls. On a syntax error, the text held back becomes content, and parsing continues after it."""
         try:
             yield from calls
         except _NotACall:
             pass
-        self._say("".join(self._settled()))
+        self._emit_content("".join(self._release()))
 
     def _until_opening(self) -> Generator[None, None, str]:
         while True:
-            text, start = self._text, self._place
+            text, start = self._text, self._position
             found = self._openings.search(text, start)
             if found:
-                self._place = found.end()
-                self._say(text[start : found.start()])
+                self._position = found.end()
+                self._emit_content(text[start : found.start()])
                 return found[0]
-            kept = 0 if self._is_ended else overlap(text[start:], self._form.openings)
-            self._place = len(text) - kept
-            self._say(text[start : self._place])
+            held = 0 if self._is_ended else partial_marker_length(text[start:], self._format.openings)
+            self._position = len(text) - held
+            self._emit_content(text[start : self._position])
             if self._is_ended:
                 return ""
             yield
 
-    def _bare_calls(self) -> Steps:
-        yield from self._space()
-        if (yield from self._next()) in ("{", "["):
-            yield from self._calls(is_marked=False)
+    def _unmarked_calls(self) -> Parser:
+        yield from self._skip_space()
+        if (yield from self._peek()) in ("{", "["):
+            yield from self._calls(has_marker=False)
 
-    def _calls(self, is_marked: bool) -> Steps:
-        """One call, or several: in a list, or with `,` or `;` or nothing between them."""
-        yield from self._space()
-        is_list = (yield from self._next()) == "["
+    def _calls(self, has_marker: bool) -> Parser:
+        """One or several calls: in a list, or separated by `,`, `;` or nothing."""
+        yield from self._skip_space()
+        is_list = (yield from self._peek()) == "["
         if is_list:
-            self._take()
-            yield from self._space()
-        if (yield from self._next()) == "{":
-            yield from self._objects(is_marked)
-        elif self._form.has_named_calls and not is_list:
+            self._consume()
+            yield from self._skip_space()
+        if (yield from self._peek()) == "{":
+            yield from self._objects(has_marker)
+        elif self._format.has_named_calls and not is_list:
             yield from self._named_call()
         else:
             raise _NotACall
-        if is_list and (yield from self._next()) == "]":
-            self._take()
-            self._settled()
-        yield from self._closing()
+        if is_list and (yield from self._peek()) == "]":
+            self._consume()
+            self._release()
+        yield from self._closing_marker()
 
-    def _objects(self, is_marked: bool) -> Steps:
+    def _objects(self, has_marker: bool) -> Parser:
         while True:
-            yield from self._object(is_marked)
+            yield from self._object(has_marker)
             if self.is_over:
                 return
-            yield from self._space()
-            if (yield from self._next()) in (",", ";"):
-                self._take()
-                yield from self._space()
-            if (yield from self._next()) != "{":
+            yield from self._skip_space()
+            if (yield from self._peek()) in (",", ";"):
+                self._consume()
+                yield from self._skip_space()
+            if (yield from self._peek()) != "{":
                 return
 
-    def _object(self, is_marked: bool) -> Steps:
-        """One call as an object with a name and arguments, in any order, beside whatever else."""
+    def _object(self, has_marker: bool) -> Parser:
+        """A call as a JSON object with a name and arguments, in any order. Other keys are ignored."""
         yield from self._expect("{")
-        name, held, is_begun = "", "", False
+        name, held, is_started = "", "", False
         while True:
-            yield from self._space()
-            if (yield from self._next()) == "}":
+            yield from self._skip_space()
+            if (yield from self._peek()) == "}":
                 break
             key = yield from self._string()
-            yield from self._space()
+            yield from self._skip_space()
             yield from self._expect(":")
-            yield from self._space()
+            yield from self._skip_space()
             if key == "name" and not name:
                 name = yield from self._string()
-                if not name or (not is_marked and name not in self._names):
+                if not name or (not has_marker and name not in self._names):
                     raise _NotACall
-            elif key in _ARGUMENTS and not held and not is_begun:
-                if name and (yield from self._next()) == "{":
-                    self._begin(name)
-                    is_begun = True
-                    yield from self._value(self._argue)
+            elif key in _ARGUMENTS and not held and not is_started:
+                if name and (yield from self._peek()) == "{":
+                    self._start_call(name)
+                    is_started = True
+                    yield from self._value(self._emit_arguments)
                 else:
                     held = yield from self._held_arguments()
             else:
-                yield from self._value(self._keep)
-            if held and name and not is_begun:
-                self._begin(name)
-                self._argue(held)
-                is_begun = True
-            yield from self._space()
-            if (yield from self._next()) != ",":
+                yield from self._value(self._hold)
+            if held and name and not is_started:
+                self._start_call(name)
+                self._emit_arguments(held)
+                is_started = True
+            yield from self._skip_space()
+            if (yield from self._peek()) != ",":
                 break
-            self._take()
+            self._consume()
         yield from self._expect("}")
         if not name:
             raise _NotACall
-        if not is_begun:
-            self._begin(name)
-            self._argue("{}")
-        self._end()
+        if not is_started:
+            self._start_call(name)
+            self._emit_arguments("{}")
+        self._end_call()
 
-    def _named_call(self) -> Steps:
-        """A name, perhaps an id, and the arguments: `name[ARGS]{...}`."""
-        name = yield from self._run(_NAME)
+    def _named_call(self) -> Parser:
+        """A call as `name[ARGS]{...}` or `name[CALL_ID]id[ARGS]{...}`."""
+        name = yield from self._match(_NAME)
         if not name:
             raise _NotACall
-        yield from self._space()
-        if (yield from self._next()) == "[":
-            self._take()
-            word = yield from self._run(_NAME)
+        yield from self._skip_space()
+        if (yield from self._peek()) == "[":
+            self._consume()
+            word = yield from self._match(_NAME)
             if word == "CALL_ID":
                 yield from self._expect("]")
-                yield from self._run(_NAME)
+                yield from self._match(_NAME)
                 yield from self._expect("[")
-                word = yield from self._run(_NAME)
+                word = yield from self._match(_NAME)
             if word != "ARGS":
                 raise _NotACall
             yield from self._expect("]")
-            yield from self._space()
-        if (yield from self._next()) != "{":
+            yield from self._skip_space()
+        if (yield from self._peek()) != "{":
             raise _NotACall
-        self._begin(name)
-        yield from self._value(self._argue)
-        self._end()
+        self._start_call(name)
+        yield from self._value(self._emit_arguments)
+        self._end_call()
 
     def _held_arguments(self) -> Generator[None, None, str]:
-        """Arguments that cannot be told as they come: the name is yet to come, or they are a string of JSON."""
+        """Arguments that cannot be streamed: the name comes later, or they are a string of JSON."""
         pieces: list[str] = []
 
-        def keep(text: str) -> None:
+        def hold(text: str) -> None:
             pieces.append(text)
-            self._keep(text)
+            self._hold(text)
 
-        yield from self._value(keep)
+        yield from self._value(hold)
         text = "".join(pieces)
         if text == "null":
             return "{}"
@@ -231,143 +238,143 @@ class ToolParser:
             raise _NotACall
         return text
 
-    def _closing(self) -> Steps:
-        """Some models forget it; then nothing is missing but it."""
+    def _closing_marker(self) -> Parser:
+        """The closing marker, which some models omit."""
         if self.is_over:
             return
-        yield from self._space()
-        for character in self._form.closing:
-            if (yield from self._next()) != character:
+        yield from self._skip_space()
+        for character in self._format.closing:
+            if (yield from self._peek()) != character:
                 return
-            self._take()
-        self._settled()
+            self._consume()
+        self._release()
 
     # ------------------------------------------------------------------ reading
 
-    def _next(self) -> Generator[None, None, str]:
-        """The next character, which stays unread; "" at the end."""
-        while self._place == len(self._text):
+    def _peek(self) -> Generator[None, None, str]:
+        """The next character, without consuming it; "" at the end."""
+        while self._position == len(self._text):
             if self._is_ended:
                 return ""
             yield
-        return self._text[self._place]
+        return self._text[self._position]
 
-    def _take(self) -> None:
-        self._place += 1
-        self._keep(self._text[self._place - 1])
+    def _consume(self) -> None:
+        self._position += 1
+        self._hold(self._text[self._position - 1])
 
-    def _expect(self, character: str) -> Steps:
-        if (yield from self._next()) != character:
+    def _expect(self, character: str) -> Parser:
+        if (yield from self._peek()) != character:
             raise _NotACall
-        self._take()
+        self._consume()
 
-    def _run(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
-        """All characters that the pattern, a repetition of one class, matches."""
+    def _match(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
+        """Consumes all characters that match the pattern, which is a repetition of one character class."""
         pieces: list[str] = []
-        while (yield from self._next()) and (found := pattern.match(self._text, self._place)) and found[0]:
-            self._place = found.end()
+        while (yield from self._peek()) and (found := pattern.match(self._text, self._position)) and found[0]:
+            self._position = found.end()
             pieces.append(found[0])
-            self._keep(found[0])
+            self._hold(found[0])
         return "".join(pieces)
 
-    def _space(self) -> Steps:
-        yield from self._run(_SPACE)
+    def _skip_space(self) -> Parser:
+        yield from self._match(_SPACE)
 
     def _string(self) -> Generator[None, None, str]:
-        if (yield from self._next()) != '"':
+        if (yield from self._peek()) != '"':
             raise _NotACall
         pieces: list[str] = []
 
-        def keep(text: str) -> None:
+        def hold(text: str) -> None:
             pieces.append(text)
-            self._keep(text)
+            self._hold(text)
 
-        yield from self._value(keep)
+        yield from self._value(hold)
         return _decoded("".join(pieces))
 
-    def _value(self, give: Callable[[str], object]) -> Steps:
-        """One JSON value, given on piece by piece as it is written."""
+    def _value(self, emit: Callable[[str], object]) -> Parser:
+        """Consumes one JSON value, and passes it to `emit` piece by piece."""
         scanner = _ValueScanner()
         while not scanner.is_over:
-            if scanner.is_broken or not (yield from self._next()):
-                raise _NotACall  # what was told of it stays told
-            end = scanner.scan(self._text, self._place)
-            piece, self._place = self._text[self._place : end], end
+            if scanner.is_broken or not (yield from self._peek()):
+                raise _NotACall  # deltas that were reported already cannot be taken back
+            end = scanner.scan(self._text, self._position)
+            piece, self._position = self._text[self._position : end], end
             if piece:
-                give(piece)
+                emit(piece)
 
-    # ------------------------------------------------------------------ telling
+    # ------------------------------------------------------------------ held text and deltas
 
-    def _keep(self, text: str) -> None:
-        """Holds back what was just read. What is beyond the limit is unread again: it may hold an opening."""
-        room = _LONGEST_HEAD - self._head_length
-        self._head.append(text[:room])
-        self._head_length += len(text)
-        if len(text) > room:
-            self._place -= len(text) - room
+    def _hold(self, text: str) -> None:
+        """Holds back text that was just read. Text beyond the limit is read again: it may contain an opening marker."""
+        remaining = _LONGEST_HELD - self._held_length
+        self._held.append(text[:remaining])
+        self._held_length += len(text)
+        if len(text) > remaining:
+            self._position -= len(text) - remaining
             raise _NotACall
 
-    def _settled(self) -> list[str]:
-        """It is certain what was read: nothing is held back any more."""
-        head, self._head, self._head_length = self._head, [], 0
-        return head
+    def _release(self) -> list[str]:
+        """Returns the text held back, and holds nothing any more."""
+        held, self._held, self._held_length = self._held, [], 0
+        return held
 
-    def _say(self, text: str) -> None:
-        if given := self._content.add(text):
-            self._deltas.append(Content(given))
+    def _emit_content(self, text: str) -> None:
+        if content := self._content.add(text):
+            self._deltas.append(Content(content))
             self._is_after_call = False
 
-    def _begin(self, name: str) -> None:
-        self._settled()
+    def _start_call(self, name: str) -> None:
+        self._release()
         self._content.interrupt()
         self._is_after_call = True
-        self._deltas.append(CallBegins(self._num_calls, self._form.new_id(), name))
+        self._deltas.append(ToolCallStart(self._num_calls, self._format.new_id(), name))
         self._num_calls += 1
 
-    def _argue(self, text: str) -> None:
-        self._deltas.append(CallArguments(self._num_calls - 1, text))
+    def _emit_arguments(self, text: str) -> None:
+        self._deltas.append(ToolCallArguments(self._num_calls - 1, text))
 
-    def _end(self) -> None:
-        self._settled()
+    def _end_call(self) -> None:
+        self._release()
         self.is_over = self._num_calls == self._max_calls
 
 
 class _ValueScanner:
-    """Finds where a JSON value ends, in text that comes in pieces. It looks at strings and brackets alone."""
+    """Finds the end of a JSON value in streamed text. It only tracks strings and brackets."""
 
     def __init__(self) -> None:
         self.is_over = False
         self.is_broken = False
-        """A bracket closes another kind."""
+        """A closing bracket does not match the opening one."""
         self._brackets: list[str] = []
         self._is_started = False
         self._is_in_string = False
         self._is_escaped = False
 
-    def scan(self, text: str, place: int) -> int:
-        """How far the value goes in this piece."""
+    def scan(self, text: str, position: int) -> int:
+        """The end of the value in this piece, or the end of the piece."""
         if not self._is_started:
             self._is_started = True
-            if text[place] not in '"{[':
-                return self._scalar(text, place)
+            if text[position] not in '"{[':
+                return self._scalar(text, position)
         elif not self._brackets and not self._is_in_string:
-            return self._scalar(text, place)
-        while place < len(text) and not self.is_over:
+            return self._scalar(text, position)
+        while position < len(text) and not self.is_over:
             if self._is_escaped:
                 self._is_escaped = False
-                place += 1
+                position += 1
                 continue
             pattern = _STRING_END if self._is_in_string else _BRACKET_OR_STRING
-            found = pattern.search(text, place)
+            found = pattern.search(text, position)
             if found is None:
                 return len(text)
-            if not self._see(found[0]):
+            if not self._track(found[0]):
                 self.is_broken = True
                 return found.start()
-            place = found.end()
-        return place
+            position = found.end()
+        return position
 
-    def _see(self, character: str) -> bool:
+    def _track(self, character: str) -> bool:
         if self._is_in_string:
             self._is_escaped = character == "\\"
             self._is_in_string = self._is_escaped
@@ -380,10 +387,10 @@ class _ValueScanner:
         self.is_over = not self._is_in_string and not self._brackets
         return True
 
-    def _scalar(self, text: str, place: int) -> int:
-        """A number, true, false or null: over where something else begins."""
-        found = _SCALAR.match(text, place)
-        assert found is not None, "it matches nothing too"
+    def _scalar(self, text: str, position: int) -> int:
+        """A number, true, false or null. It ends before the first character of another kind."""
+        found = _SCALAR.match(text, position)
+        assert found is not None, "the pattern also matches an empty string"
         self.is_over = found.end() < len(text)
         return found.end()
 

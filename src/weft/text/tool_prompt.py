@@ -1,5 +1,8 @@
-"""Tools for models whose template knows none: weft tells the model of them itself, and writes calls and results of
-earlier turns as text. In the words of the Hermes format, which most models have seen."""
+"""Tools for models whose template does not support them.
+
+weft describes the tools in a system message, and renders earlier calls and results as text. It uses the Hermes format,
+which most models have seen in training.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ To call a function, answer with nothing but its name and arguments as JSON betwe
 {example}
 To call several, write one after the other. You are then given the results between <tool_response></tool_response>.
 If no function helps, answer in your own words, without these tags."""
-_EXAMPLE = HERMES.written([("<function-name>", "<arguments as a JSON object>")])
+_EXAMPLE = HERMES.render_calls([("<function-name>", "<arguments as a JSON object>")])
 
 
 def with_tools_as_text(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, takes_system: bool
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, supports_system_messages: bool
 ) -> list[dict[str, Any]]:
-    """The messages, for a template that reads nothing but roles and contents."""
+    """Converts messages and tools for a template that supports only roles and content."""
     checked = normalised_messages(messages, content_form="text", parse_arguments=False)
     rewritten: list[dict[str, Any]] = []
     is_after_result = False
@@ -37,13 +40,15 @@ def with_tools_as_text(
         elif message.get("tool_calls"):
             message = _with_calls(message, f"messages[{index}].tool_calls")
         if is_result and is_after_result:
-            # One turn, however many results: some templates want roles to alternate.
+            # All results go into one message: some templates require alternating roles.
             rewritten[-1]["content"] += "\n" + message["content"]
         else:
             rewritten.append(message)
         is_after_result = is_result
     definitions = checked_objects(tools, "tools")
-    return _with_prompt(rewritten, _prompt(definitions), takes_system) if definitions else rewritten
+    return (
+        _with_prompt(rewritten, _prompt(definitions), supports_system_messages) if definitions else rewritten
+    )
 
 
 def _prompt(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -69,16 +74,18 @@ def _with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(name, str):
             raise InvalidRequestError(f"{where}[{index}] has no function with a name", field="messages")
         calls.append((name, str(function.get("arguments") or "{}")))
-    said = message.get("content")
-    content = HERMES.written(calls)
+    content = message.get("content")
+    rendered = HERMES.render_calls(calls)
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": f"{said}\n{content}" if said else content}
+    return {**rest, "content": f"{content}\n{rendered}" if content else rendered}
 
 
-def _with_prompt(messages: list[dict[str, Any]], prompt: str, takes_system: bool) -> list[dict[str, Any]]:
+def _with_prompt(
+    messages: list[dict[str, Any]], prompt: str, supports_system_messages: bool
+) -> list[dict[str, Any]]:
     first, *others = messages
-    if not takes_system:
-        # The first turn is the only place left.
+    if not supports_system_messages:
+        # Without a system message, the prompt goes into the first message.
         return [{**first, "content": f"{prompt}\n\n{first.get('content') or ''}"}, *others]
     if first["role"] in ("system", "developer"):
         return [{**first, "content": f"{first['content']}\n\n{prompt}"}, *others]

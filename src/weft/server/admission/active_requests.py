@@ -20,7 +20,7 @@ from weft.server.errors import ApiError
 from weft.server.metrics import ServerMetrics
 from weft.server.settings import ServerSettings
 from weft.server.stream.choices import Choices
-from weft.text.answer_reader import AnswerForm
+from weft.text.answer_reader import AnswerSyntax
 
 Outcome = list[GenerationResult] | ApiError | None
 """How a request ended; None: nobody was there any more."""
@@ -179,7 +179,7 @@ class ActiveRequests:
         self,
         visit: ActiveRequest,
         requests: Sequence[InferenceRequest],
-        form: AnswerForm | None = None,
+        form: AnswerSyntax | None = None,
         *,
         is_streamed: bool,
     ) -> None:
@@ -253,7 +253,7 @@ class ActiveRequests:
         return True
 
     async def _submit_in_turn(
-        self, visit: ActiveRequest, form: AnswerForm | None, is_streamed: bool, wake_every: int
+        self, visit: ActiveRequest, form: AnswerSyntax | None, is_streamed: bool, wake_every: int
     ) -> None:
         """All answers, in their order, each as soon as its turn comes. What may go at the same time and has the same
         prompt goes in one message."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from weft.request import GenerationResult, TokenLogprobs
 from weft.server.stream.choices import Choice, Choices, Piece
-from weft.text.answer_parts import AnswerParts, Call, CallBegins, Content, Delta, Thought
+from weft.text.answer_parts import AnswerParts, Content, Delta, ParsedCall, Reasoning, ToolCallStart
 from weft.text.detokenizer import Detokenizer
 from weft.text.tokenizer import Tokenizer
 
@@ -225,7 +225,7 @@ def _message(said: str | AnswerParts) -> dict[str, Any]:
     return message
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _call(call: ParsedCall) -> dict[str, Any]:
     return {
         "id": call.id,
         "type": "function",
@@ -236,10 +236,10 @@ def _call(call: Call) -> dict[str, Any]:
 def _delta(delta: Delta) -> dict[str, Any]:
     if isinstance(delta, Content):
         return {"content": delta.text}
-    if isinstance(delta, Thought):
+    if isinstance(delta, Reasoning):
         return {"reasoning_content": delta.text}
-    if isinstance(delta, CallBegins):
-        return {"tool_calls": [{"index": delta.index, **_call(Call(delta.id, delta.name))}]}
+    if isinstance(delta, ToolCallStart):
+        return {"tool_calls": [{"index": delta.index, **_call(ParsedCall(delta.id, delta.name))}]}
     return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 
 

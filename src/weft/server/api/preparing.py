@@ -19,7 +19,7 @@ from weft.server.settings import ServerSettings
 from weft.server.text_work.grammar_check import GrammarChecker
 from weft.server.text_work.prompt_tokens import PromptEncoder
 from weft.server.text_work.text_process import Chat, Text
-from weft.text.answer_reader import AnswerForm
+from weft.text.answer_reader import AnswerSyntax
 from weft.text.model_text import ModelText
 
 _SMALL_BYTES = 16 << 10
@@ -35,7 +35,7 @@ class Prepared:
 
     requests: list[InferenceRequest]
     shape: Shape
-    answer_form: AnswerForm | None
+    answer_form: AnswerSyntax | None
     is_streamed: bool
     include_usage: bool
 

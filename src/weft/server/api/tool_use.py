@@ -11,9 +11,9 @@ from weft.request import Grammar
 from weft.server.api.closed_schema import closed
 from weft.server.api.schema import ChatRequest
 from weft.server.errors import ApiError
-from weft.text.answer_reader import AnswerForm
+from weft.text.answer_reader import AnswerSyntax
 from weft.text.model_text import ModelText
-from weft.text.tool_grammar import Tool, behind_thoughts, forced_calls, possible_calls
+from weft.text.tool_grammar import Tool, after_reasoning, forced_calls, optional_calls
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -32,20 +32,20 @@ class ToolUse:
     is_named: bool = False
     max_calls: int | None = None
 
-    def answer_form(self, text: ModelText, prompt: Sequence[int]) -> AnswerForm | None:
+    def answer_form(self, text: ModelText, prompt: Sequence[int]) -> AnswerSyntax | None:
         """How answers to this prompt are read; None for plain text."""
         reasoning = text.reasoning
         if reasoning is None and not self.tools:
             return None
-        return AnswerForm(
+        return AnswerSyntax(
             reasoning,
-            begins_inside=text.begins_inside_reasoning(prompt),
-            tools=text.tool_format if self.tools else None,
-            names=frozenset(tool.name for tool in self.tools),
+            starts_in_reasoning=text.prompt_opens_reasoning(prompt),
+            tool_format=text.tool_format if self.tools else None,
+            tool_names=frozenset(tool.name for tool in self.tools),
             max_calls=self.max_calls,
         )
 
-    def grammar(self, answer: Grammar | None, form: AnswerForm | None, text: ModelText) -> Grammar | None:
+    def grammar(self, answer: Grammar | None, form: AnswerSyntax | None, text: ModelText) -> Grammar | None:
         """What answers must follow, where content that is no call must follow `answer`.
 
         A call that is forced leaves no room for content. One that is not may come instead of it.
@@ -54,12 +54,12 @@ class ToolUse:
             return answer
         if not self.tools:
             assert answer is not None
-            return behind_thoughts(answer, form, text.tokenizer)
+            return after_reasoning(answer, form, text.tokenizer)
         # A model that learned nothing of tools and has to call one goes on calling it.
-        is_single = text.writes_tools
+        is_single = text.uses_weft_tool_prompt
         if self.is_forced:
-            return forced_calls(self.tools, form, text.tokenizer, is_single=is_single)
-        if answer is not None and text.tool_format.is_bare:
+            return forced_calls(self.tools, form, text.tokenizer, is_single_call=is_single)
+        if answer is not None and text.tool_format.has_unmarked_calls:
             raise ApiError(
                 400,
                 "response_format and tools exclude each other with this model, whose calls look like any JSON; "
@@ -67,7 +67,7 @@ class ToolUse:
                 param="response_format",
                 code="unsupported",
             )
-        return possible_calls(self.tools, form, text.tokenizer, answer, is_single=is_single)
+        return optional_calls(self.tools, form, text.tokenizer, answer, is_single_call=is_single)
 
 
 NO_TOOLS = ToolUse()

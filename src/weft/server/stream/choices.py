@@ -13,8 +13,8 @@ from weft.errors import WeftError
 from weft.request import GenerationResult, InferenceRequest, RequestState, TokenLogprobs, TokenOutput
 from weft.server.errors import ApiError
 from weft.server.http.byte_budget import Share
-from weft.text.answer_parts import CallBegins, Delta
-from weft.text.answer_reader import AnswerForm, AnswerReader
+from weft.text.answer_parts import Delta, ToolCallStart
+from weft.text.answer_reader import AnswerReader, AnswerSyntax
 from weft.text.answer_text import AnswerText
 from weft.text.tokenizer import Tokenizer
 
@@ -133,13 +133,13 @@ class Choice:
             self._answer.cancel("the client is gone")
 
     def _read_parts(self, reader: AnswerReader, text: str, is_final: bool) -> list[Delta]:
-        self.num_reasoning_tokens += reader.is_thinking
+        self.num_reasoning_tokens += reader.is_in_reasoning
         deltas = reader.add(text)
         if reader.is_over:
             self._text.cut()
         if is_final or self._text.is_cut:
             deltas += reader.finish()
-        self.has_calls = self.has_calls or any(isinstance(delta, CallBegins) for delta in deltas)
+        self.has_calls = self.has_calls or any(isinstance(delta, ToolCallStart) for delta in deltas)
         return deltas
 
     def _end(self) -> GenerationResult:
@@ -210,7 +210,7 @@ class Choices:
     async def submit(
         self,
         requests: Sequence[InferenceRequest],
-        form: AnswerForm | None = None,
+        form: AnswerSyntax | None = None,
         *,
         is_streamed: bool = True,
         wake_every: int = 1,
@@ -223,7 +223,7 @@ class Choices:
         after every `wake_every`; the requests have been held back for `waited` seconds. Answers that are not streamed
         are never too far behind: only the server reads them."""
         if self._shown is None:
-            self._shown = frozenset() if form is None else form.shown_ids(self._tokenizer)
+            self._shown = frozenset() if form is None else form.visible_control_ids(self._tokenizer)
         for request in requests:
             for answer in await self._engine.submit(
                 request,
@@ -234,7 +234,9 @@ class Choices:
                 is_unbounded=not is_streamed,
                 may_grow=self._growth.may_grow,
             ):
-                text = AnswerText(self._tokenizer, request.params, shown=self._shown, keeps_text=False)
+                text = AnswerText(
+                    self._tokenizer, request.params, visible_control_ids=self._shown, keeps_text=False
+                )
                 reader = None if form is None else AnswerReader(form)
                 effort = 1 + (request.params.logprobs or 0)
                 self._choices.append(

@@ -20,7 +20,7 @@ from weft.server.api.openai import Shape, TokenOffsets
 from weft.server.http.byte_budget import Share
 from weft.server.stream.choices import Choices, Piece
 from weft.server.stream.loop_turns import LoopTurns
-from weft.text.answer_parts import Delta, joined
+from weft.text.answer_parts import Delta, join_deltas
 
 _encode = msgspec.json.Encoder().encode
 _NO_LOGPROBS = b'"logprobs":null'
@@ -159,7 +159,7 @@ class WholeAnswer:
             if index % shape.num_choices_per_prompt == 0:
                 prompt = await self._prompt_logprobs(index, choices, rounds)
             written = self._written.pop(index)
-            said = joined(written.deltas) if shape.has_parts else "".join(written.text)
+            said = join_deltas(written.deltas) if shape.has_parts else "".join(written.text)
             choice = _encode(shape.choice(index, result, said))
             body.append(b"," + choice if index else choice)
             if shape.wants_logprobs:
