@@ -106,7 +106,7 @@ $(VENV)/.build-tools: $(VENV)/.runtime
 	@$(PIP) install --quiet -c constraints.txt nanobind cmake ninja
 	@touch $@
 
-$(VENV)/.kernels: $(VENV)/.build-tools CMakeLists.txt $(wildcard csrc/*.*)
+$(VENV)/.kernels: $(VENV)/.build-tools CMakeLists.txt $(wildcard csrc/*/*.*)
 	@echo "==> building the kernels (about a minute)"
 	@$(CMAKE) -S . -B build/kernels $(CONFIGURE) -DCMAKE_BUILD_TYPE=Release
 	@$(CMAKE) --build build/kernels -- --quiet

@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "../pool.h"
+#include "program/pool.h"
 
 namespace {
 
@@ -46,18 +46,18 @@ void run_phases(int threads, int phases, unsigned seed) {
   std::vector<int> done;
   std::vector<int> by_worker(threads);
   for (int phase = 0; phase < phases; phase++) {
-    const int chunks = static_cast<int>(random() % (phase % 8 == 0 ? 200 : 6));
-    const int slow = random() % 50 == 0 ? static_cast<int>(random() % (chunks + 1)) : -1;
-    done.assign(chunks, 0);
+    const int items = static_cast<int>(random() % (phase % 8 == 0 ? 200 : 6));
+    const int slow = random() % 50 == 0 ? static_cast<int>(random() % (items + 1)) : -1;
+    done.assign(items, 0);
     by_worker.assign(threads, 0);
-    pool.run(chunks, [&](int64_t chunk, int worker) {
-      if (chunk == slow) std::this_thread::sleep_for(std::chrono::microseconds(300));
-      done[chunk]++;
+    pool.run(items, [&](int64_t item, int worker) {
+      if (item == slow) std::this_thread::sleep_for(std::chrono::microseconds(300));
+      done[item]++;
       by_worker[worker]++;
     });
     int total = 0;
     for (const int count : by_worker) total += count;
-    expect(total == chunks, "the workers' own counts do not add up to the number of chunks");
+    expect(total == items, "the workers' own counts do not add up to the number of chunks");
     for (const int count : done) expect(count == 1, "a chunk was not done exactly once");
     switch (random() % 64) {  // pauses around the moment when a worker goes to sleep, where a wake-up could be lost
       case 0: std::this_thread::sleep_for(std::chrono::microseconds(random() % 400)); break;
@@ -91,7 +91,7 @@ void work_in_a_forked_child() {
       delete pool;
       {
         weft::Pool another(2);
-        another.run(10, [&](int64_t chunk, int) { of_its_own[chunk] = 1; });
+        another.run(10, [&](int64_t item, int) { of_its_own[item] = 1; });
       }
       for (const int count : of_its_own) total += count;
       _exit(total == 20 ? 0 : 1);
@@ -112,21 +112,21 @@ void work_in_a_forked_child() {
 
 void time_phases(int threads) {
   weft::Pool pool(threads);
-  for (const int chunks : {threads, 4 * threads, 64}) {
+  for (const int items : {threads, 4 * threads, 64}) {
     for (const double work : {0.0, 2e-6, 20e-6}) {
       std::vector<double> each;
       for (int repeat = 0; repeat < 50; repeat++) {
         const auto began = Clock::now();
         for (int phase = 0; phase < 300; phase++)
-          pool.run(chunks, [&](int64_t, int) {
+          pool.run(items, [&](int64_t, int) {
             if (work > 0) spin_for(work);
           });
         each.push_back(seconds_since(began) / 300);
       }
       std::sort(each.begin(), each.end());
       const double median = each[each.size() / 2];
-      const double ideal = work * chunks / threads;
-      std::printf("%d threads, %3d chunks of %4.0f us: %7.2f us a phase, %6.2f more than its work\n", threads, chunks, work * 1e6, median * 1e6,
+      const double ideal = work * items / threads;
+      std::printf("%d threads, %3d chunks of %4.0f us: %7.2f us a phase, %6.2f more than its work\n", threads, items, work * 1e6, median * 1e6,
                   (median - ideal) * 1e6);
     }
   }

@@ -36,7 +36,7 @@ class Pool:
         """True: nobody took what was offered. False: somebody did, or nothing was."""
 
 class LinearWeight:
-    """A linear layer in one of the packed layouts (csrc/kernels.h). The bytes stay where they are."""
+    """A linear layer in one of the packed layouts (csrc/kernels/kernels.h). The bytes stay where they are."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class LinearWeight:
     def nbytes(self) -> int: ...
 
 class Program:
-    """A decoder as a list of instructions over buffers, run by one call per step (csrc/program.h)."""
+    """A decoder as a list of instructions over buffers, run by one call per step (csrc/program/program.h)."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Program:
 
     def seconds(self) -> dict[str, float]: ...
 
-# Linear layers. A layout is a number: 0 W4, 1 W8, 2 f32, 3 f16, 4 bf16 (csrc/kernels.h says what each looks like).
+# Linear layers. A layout is a number: 0 W4, 1 W8, 2 f32, 3 f16, 4 bf16 (csrc/kernels/kernels.h says what each looks like).
 
 def layout_of(format: str) -> int:
     """The layout for tensors stored in this format: the one that holds it exactly, or the smallest that holds it well."""
@@ -162,7 +162,7 @@ def quantise(
     NDArray[np.uint32],
     NDArray[np.float32],
 ]:
-    """Codes, scales, starts and corrections of the rows, row and input of each outlier, and its value (csrc/kernels.h)."""
+    """Codes, scales, starts and corrections of the rows, row and input of each outlier, and its value (csrc/kernels/kernels.h)."""
 
 def linear(
     layout: int,

@@ -45,7 +45,7 @@ class CpuOps(RecordingOps):
 
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> np.ndarray:
         """Unlike in numpy, what one kv head reads of a block lies together, in whole numbers with scales (`CachedHead` in
-        csrc/kernels.h)."""
+        csrc/kernels/kernels.h)."""
         room = _kernels.cache_room(block_size, shape.head_size)
         return _in_large_pages((blocks, layers, shape.kv_heads, block_size, room), np.uint16)
 

@@ -24,7 +24,7 @@ Quantize = Literal["int8", "int4"]
 
 
 class Layout(IntEnum):
-    """As in csrc/kernels.h."""
+    """As in csrc/kernels/kernels.h."""
 
     W4 = 0
     W8 = 1

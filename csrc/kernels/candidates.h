@@ -1,0 +1,67 @@
+// The tokens of one row that can still be drawn, and what removes the unlikely ones from among them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/kernels.h"
+
+namespace weft {
+
+// A row of scores as `scan_scores` found it.
+struct ScannedRow {
+  const float* scores;
+  int64_t count;
+  const float* maxima;
+  RowScan scan;
+};
+
+// How a token is chosen; what is off has the value that changes nothing.
+struct Filters {
+  int64_t top_k = 0;
+  double top_p = 1.0;
+  bool has_min_p = false;
+  double min_p_log = 0.0;
+  double typical_p = 1.0;
+
+  bool any() const { return top_k > 0 || top_p < 1.0 || has_min_p || typical_p < 1.0; }
+};
+
+// Reused from row to row, so that its memory is taken once.
+class Candidates {
+ public:
+  // All tokens of the row that pass the filters, one after the other: top-k, top-p, min-p, typical-p. Each sees what the one before it
+  // left, and keeps all that tie with the last one it keeps.
+  void choose(const ScannedRow& row, double temperature, const Filters& filters);
+
+  // The one with the highest sum of score and noise, the lowest at a tie.
+  int64_t draw(uint64_t key) const;
+
+  // The `wanted` tokens with the highest scores, the best first, of equals the lowest first.
+  void rank(const ScannedRow& row, int64_t wanted);
+
+  int32_t token(int64_t index) const { return tokens_[static_cast<size_t>(index)]; }
+
+ private:
+  void collect(const ScannedRow& row, float limit);
+  float distance_of_rank(const ScannedRow& row, int64_t wanted);
+  float nucleus_floor(double top_p);
+  float nucleus_floor(const ScannedRow& row, double top_p);
+  void keep_typical(double typical_p);
+  void weigh();
+  template <typename Kept>
+  void keep(Kept&& is_kept);
+
+  int64_t count_ = 0;
+  double temperature_ = 1.0;
+  double factor_ = 1.0;   // one divided by it, as far as a double goes
+  // Room for a whole row each, of which `count_` are in use.
+  std::vector<int32_t> tokens_;
+  std::vector<float> below_;      // distance to the best score
+  std::vector<double> weights_;   // exp(-below / temperature)
+  std::vector<double> surprises_;
+  std::vector<float> ranked_maxima_;
+  std::vector<int32_t> matching_;   // scratch of a search
+};
+
+}  // namespace weft
