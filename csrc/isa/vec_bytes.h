@@ -1,14 +1,16 @@
-// Sums of products of bytes, exact, for as many outputs as a vector of floats has lanes. Weights are four bytes for each output;
-// activations the same four bytes for all of them.
+// Exact sums of byte products, for as many outputs as a float vector has lanes. Weights: four bytes per output;
+// activations: the same four bytes for all outputs.
 //
-// The sum of a W4 group, less 8 times that of its activations, fits 15 bits, and so does the sum of its activations. `start` holds both
-// (kernels.h), so that a sum which begins with it ends as a pair of them, which one instruction multiplies with the pair of the group's
-// scale and offset, and adds to those of the block. Until then the first of the pair is `w4_lift` too large, or else it would borrow from
-// the other where it is negative.
+// W4: the sum of a group with codes less 8 fits 15 bits, and so does the sum of its activations. `start` (kernels.h)
+// holds both as a pair of 16-bit numbers. A sum that begins with `start` ends as such a pair. One instruction then
+// multiplies it with the pair (scale, offset) and adds both products to the scale block. Until then the first of the
+// pair is `w4_lift` too large; if it were negative, it would borrow from the second.
 //
-// Codes of W8 are read as unsigned bytes, 128 too large. -128 times the sum of the activations, `correction`, makes up for it.
+// W8: codes are read as unsigned bytes, 128 too large. `correction`, -128 times the sum of the activations,
+// compensates.
 //
-// weights_at and signed_bytes_at give one input of each output as floats: that whose code begins at this bit of its four bytes.
+// weights_at and signed_bytes_at return one input of each output as floats; `bit` is the position of its code in the
+// four bytes.
 #pragma once
 
 #include "isa/vec.h"
@@ -73,15 +75,16 @@ inline vec::Vec load_bfloats(const uint16_t* from) {
 
 #endif
 
-// --- the sum of a group: started with the first products, then added to --------------------------------------------------------------
+// --- the sum of a group: started with the first products, then added to
+// --------------------------------------------------------------
 
 #if defined(WEFT_AVX512) || defined(WEFT_AVX2)
 
 using CodesW4 = Bytes;
-using Whole = Bytes;   // the sums of a block of W4 groups
+using Whole = Bytes;   // the sums of a scale block of W4 groups
 
 #if defined(WEFT_AVX512)
-// Looked up by the lowest four bits: code - 8 and 1.
+// Table lookup by the low four bits: the pair (code - 8, 1).
 inline Bytes factors_of_codes(Bytes codes) {
   return _mm512_permutexvar_epi32(codes, _mm512_set_epi32(0x10007, 0x10006, 0x10005, 0x10004, 0x10003, 0x10002, 0x10001, 0x10000, 0x1ffff,
                                                           0x1fffe, 0x1fffd, 0x1fffc, 0x1fffb, 0x1fffa, 0x1fff9, 0x1fff8));
@@ -101,7 +104,7 @@ inline vec::Vec weights_at(Bytes codes, uint32_t bit, const uint8_t* scales_and_
 
 #if defined(WEFT_VNNI)
 
-// Where four activations lie: to read them, and to give them to all outputs, is part of the instruction that multiplies them.
+// The address of four activations: the multiply instruction reads and broadcasts them from memory.
 struct Activations {
   const int8_t (&four)[4];
 };
@@ -119,7 +122,7 @@ struct SumW4 {
     add(codes, activations);
   }
   void add(CodesW4 codes, Bytes activations) { sums = _mm512_dpbusd_epi32(sums, codes, activations); }
-  // GCC 12 makes two instructions of it, which was 4% slower.
+  // Inline assembly, because GCC 12 makes two instructions of it, which is 4% slower.
   void add(CodesW4 codes, Activations activations) {
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(codes), "m"(activations.four));
   }
@@ -148,18 +151,18 @@ inline Activations all_fours(const int8_t* from) {
 }
 
 struct FactorsW4 {
-  Bytes pairs, scales;   // scales: each twice
+  Bytes pairs, scales;   // each scale twice
   explicit FactorsW4(const uint8_t* scales_and_offsets)
       : pairs(load(scales_and_offsets)), scales(either(both(pairs, all_fours(0xffff)), shifted_up(pairs, 16))) {}
 };
 
-// 16 bits hold the sum of every other two of a group: 16 products of at most 15 * 120.
+// 16 bits hold half of a group's sum: 16 products of at most 15 * 120.
 struct SumW4 {
   Bytes sums;
   void start(CodesW4 codes, Activations activations, int32_t = 0) { sums = multiply_pairs(codes, activations); }
   void add(CodesW4 codes, Activations activations) {
     sums = add16(sums, multiply_pairs(codes, activations));
-    asm("" : "+v"(sums));   // or the compiler puts all products aside in memory, to add them up at the end
+    asm("" : "+v"(sums));   // otherwise the compiler spills all products and adds them at the end
   }
   Whole added_to(Whole block, const FactorsW4& factors, int32_t start) const {
     const Bytes pair = subtract16(all_fours(start), all_fours(w4_lift));
@@ -167,7 +170,7 @@ struct SumW4 {
   }
 };
 
-// Products of whole bytes would not fit, so the lower and the upper four bits are added up apart.
+// Products of whole bytes would overflow, so low and high four bits are summed separately.
 struct CodesW8 {
   Bytes low, high;
 };
@@ -190,10 +193,10 @@ struct SumW8 {
 
 #else
 
-// In floats, which hold these whole numbers exactly: vectors of them multiply on any processor.
+// In floats, which hold these integers exactly: float vectors multiply on any processor.
 using Bytes = vec::Unsigned;
 
-// One of four inputs for every output.
+// One of four inputs for each output.
 struct Codes {
   vec::Vec at[4];
 };
@@ -215,7 +218,7 @@ inline vec::Vec load_bfloats(const uint16_t* from) {
   return vec::load(floats);
 }
 
-using Whole = vec::Bits;   // the sums of a block of W4 groups
+using Whole = vec::Bits;   // the sums of a scale block of W4 groups
 inline vec::Vec to_floats(Whole sums) { return __builtin_convertvector(sums, vec::Vec); }
 
 struct FactorsW4 {
@@ -235,7 +238,7 @@ inline vec::Vec signed_bytes_at(Bytes a, uint32_t bit) {
   return __builtin_convertvector(reinterpret_cast<vec::Bits>(a << (24 - bit)) >> 24, vec::Vec);
 }
 
-// The bits of `mask` in byte i of every output, from its bit `shift` on, less `zero`.
+// (byte i of each output >> shift & mask) - zero, as floats.
 inline Codes codes_of(Bytes a, uint32_t shift, uint32_t mask, int32_t zero) {
   Codes codes;
   for (uint32_t i = 0; i < 4; i++)
@@ -264,7 +267,7 @@ struct SumW4 {
 };
 
 struct SumW8 : SumW4 {
-  vec::Vec total(int32_t) const { return sum; }   // the codes have their signs here: nothing to make up for
+  vec::Vec total(int32_t) const { return sum; }   // the codes are signed here: no correction
 };
 
 #endif

@@ -1,10 +1,12 @@
-// Products of W4 in pairs, for processors that can add bytes while they multiply others: Zen 4 and 5.
+// W4 products in pairs of inputs, for processors that add bytes in parallel with multiplications: Zen 4 and 5.
 //
-// Of two inputs a and b with the weights v and w one product is enough, since (a + w) (b + v) = a v + b w + a b + v w. What is too much is
-// a sum of activations, known when they become bytes, and one of weights, which the rows of a tile share. So inputs 0 to 15 of a group
-// take half the multiplications, and additions instead, for which there are units that had nothing to do. Of every eight inputs the first
-// four are a, the others b; v and w are codes less 8, and 128 is added to a + w, which the instruction takes for unsigned. Both factors are
-// bytes since no activation is beyond 120. All numbers are whole: the sum of a group is the same as by one product for each input.
+// Two inputs a and b with weights v and w need only one product: (a + w) (b + v) = a v + b w + a b + v w. The excess
+// a b is known when activations are quantised; the excess v w is shared by all rows of a tile. So inputs 0 to 15 of a
+// group need half the multiplications, plus additions, which run on otherwise idle units.
+//
+// Of every eight inputs the first four are a, the others b. v and w are codes less 8. 128 is added to a + w, because
+// the instruction takes that operand as unsigned. Both factors fit a byte, because no activation exceeds 120. All
+// numbers are integers: the sum of a group equals that of one product per input.
 #pragma once
 
 #include "isa/vec_bytes.h"
@@ -17,7 +19,7 @@ namespace pairs {
 
 using bytes::Bytes;
 
-// Constants in memory: there are hardly any registers for them. The tables are looked up by the lowest four bits.
+// Constants are in memory, because registers are scarce. Tables are indexed by the low four bits.
 constexpr int32_t nothing = 0, nibbles = 0x0f0f0f0f;
 #define WEFT_FOUR_TIMES(...) {__VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__}
 alignas(64) constexpr uint8_t less_8[64] =
@@ -35,7 +37,7 @@ inline Bytes only_nibbles(Bytes a) {
   asm("vpandd %1%{1to16%}, %0, %0" : "+v"(a) : "m"(nibbles));
   return a;
 }
-// Weights of two steps of a group: those of the first go in pairs.
+// Weights of two steps of a group; the first step is multiplied in pairs.
 struct Steps {
   Bytes v, w_and_128, first, last;
 
@@ -47,7 +49,7 @@ struct Steps {
 
   Bytes add_weights(Bytes sum) const { return _mm512_dpbusd_epi32(sum, w_and_128, v); }
 
-  // In this order multiplications and additions come to both halves of the processor in equal numbers.
+  // This order spreads multiplications and additions evenly over both halves of the processor.
   Bytes add_products(Bytes sum, const int8_t* pairs, const int8_t* others) const {
     const auto four = [](const int8_t* from) -> const int8_t(&)[4] { return *reinterpret_cast<const int8_t(*)[4]>(from); };
     Bytes a, b;
@@ -65,9 +67,10 @@ struct Steps {
   }
 };
 
-// Sums of groups are joined as they are lifted (isa/vec_bytes.h): those of a block begin with what makes up for it, for all rows at once.
+// Group sums are joined with their lift still added (isa/vec_bytes.h). The sums of a scale block begin with the value
+// that cancels it, the same for all rows.
 inline Bytes without_lifts(const uint8_t* group, int64_t groups) {
-  const Bytes minus_lift = bytes::all_fours(-w4_lift & 0xffff);   // and nothing times the offset
+  const Bytes minus_lift = bytes::all_fours(-w4_lift & 0xffff);   // and 0 for the offset
   Bytes sum = zero();
   vec::each<scale_block_groups>([&](auto i) {
     if (i < groups) sum = _mm512_dpwssd_epi32(sum, minus_lift, bytes::load(group + i * w4_group_bytes + w4_codes_bytes));
@@ -75,7 +78,7 @@ inline Bytes without_lifts(const uint8_t* group, int64_t groups) {
   return sum;
 }
 
-// `from` is the first of so many rows at this group; joins their sums with those of the block.
+// Adds a group to the sums of a scale block; `from`: the first row at this group.
 template <int rows>
 inline void add_group(const RowGroup* from, const uint8_t* group, Bytes (&blocks)[rows][1]) {
   using vec::each;

@@ -1,4 +1,5 @@
-// Activation rows to bytes: the steps that need intrinsics, for eight blocks at a time. kernels/quantise.inl calls them.
+// Activation rows to bytes: the steps that need intrinsics, for eight scale blocks at a time. "Block" means scale
+// block here.
 #pragma once
 
 #include "isa/vec_curves.h"
@@ -7,14 +8,15 @@ namespace weft::WEFT_ISA {
 namespace {
 namespace quantising {
 
-// So many blocks go through each step together: the largest of many lanes, sums of many codes and quotients take hardly longer for eight
-// of them than for one.
+// Eight blocks go through each step together: maxima over lanes, sums of codes and divisions take hardly longer than
+// for one.
 constexpr int blocks_together = 8;
 constexpr int groups_together = blocks_together * scale_block_groups;
 constexpr int block_vectors = scale_block_inputs / vec::lanes;
 
-// The largest magnitude of a block, not finite where one of the values is not: magnitudes are compared as whole numbers, where infinity
-// comes after all numbers and NaN after infinity. Four lanes are kept of it, the last step is made for several blocks at once.
+// The largest magnitude of a block; not finite if a value is not finite. Magnitudes are compared as integers, where
+// infinity is above all numbers and NaN above infinity. Four lanes are kept; the final maximum is computed for
+// several blocks at once.
 constexpr int maxima_kept = 4;
 
 #if defined(WEFT_AVX512) || defined(WEFT_AVX2)
@@ -37,17 +39,17 @@ struct Largest {
   }
 };
 
-// A number for each of the blocks.
+// One number for each of the eight blocks.
 using PerBlock = __m256;
 
-// The larger ones of neighbours: of two of a and two of b, and so in both halves.
+// Maxima of neighbouring lanes: two of a, then two of b, in each 128-bit half.
 inline PerBlock larger_of_two(PerBlock a, PerBlock b) {
   return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88)),
                                               _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd))));
 }
 
 inline PerBlock largest_of_blocks(const float* lane_maxima) {
-  // In fours, as they were written: to read what two others just wrote takes long.
+  // Loaded in fours, as they were stored: a load that spans two recent stores is slow.
   const auto two_blocks = [&](int i) {
     return _mm256_set_m128(_mm_loadu_ps(lane_maxima + (i + blocks_together / 2) * maxima_kept), _mm_loadu_ps(lane_maxima + i * maxima_kept));
   };
@@ -60,12 +62,12 @@ inline PerBlock with_block(PerBlock all, int block, const float* lane_maxima) {
   return _mm256_blendv_ps(all, larger_of_two(pairs, pairs), _mm256_castsi256_ps(is_block));
 }
 
-// A bit for each that is larger than the bound.
+// One bit for each block above the bound.
 inline uint32_t blocks_above(PerBlock all, float bound) {
   return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(all, _mm256_set1_ps(bound), _CMP_GT_OQ)));
 }
 
-// A bit for each value of a block of a larger magnitude than the bound.
+// One bit for each value of a block with a magnitude above the bound.
 inline uint64_t inputs_above(const float* values, float bound) {
   uint64_t bits = 0;
 #pragma GCC unroll 8
@@ -80,14 +82,14 @@ inline uint64_t inputs_above(const float* values, float bound) {
   return bits;
 }
 
-// What values are multiplied with, and codes. Returns a bit for each block without codes: there is nothing to speak of in it, or something
-// that no code can stand for.
+// Computes the factors of values and the scales of codes. Returns one bit for each block without codes: all its
+// values are negligible, or one is not finite.
 inline uint32_t find_scales(PerBlock largest, float* factors, float* scales) {
   const PerBlock top = _mm256_set1_ps(static_cast<float>(largest_code)), infinite = _mm256_set1_ps(INFINITY);
   const PerBlock finite = _mm256_cmp_ps(largest, infinite, _CMP_LT_OQ);
   const PerBlock coded = _mm256_and_ps(finite, _mm256_cmp_ps(largest, _mm256_set1_ps(0x1p-100f), _CMP_GE_OQ));
   _mm256_storeu_ps(factors, _mm256_and_ps(coded, top / largest));
-  _mm256_storeu_ps(scales, _mm256_blendv_ps(_mm256_set1_ps(NAN), _mm256_and_ps(coded, largest / top), finite));   // the result must show it
+  _mm256_storeu_ps(scales, _mm256_blendv_ps(_mm256_set1_ps(NAN), _mm256_and_ps(coded, largest / top), finite));   // NaN, so that the result shows it
   return ~static_cast<uint32_t>(_mm256_movemask_ps(coded));
 }
 
@@ -139,7 +141,7 @@ inline uint32_t find_scales(PerBlock largest, float* factors, float* scales) {
     const float size = largest.of[block];
     const bool coded = size >= 0x1p-100f && size < INFINITY;
     factors[block] = coded ? static_cast<float>(largest_code) / size : 0.0f;
-    scales[block] = coded ? size / static_cast<float>(largest_code) : size < INFINITY ? 0.0f : NAN;   // the result must show it
+    scales[block] = coded ? size / static_cast<float>(largest_code) : size < INFINITY ? 0.0f : NAN;   // NaN, so that the result shows it
     uncoded |= static_cast<uint32_t>(!coded) << block;
   }
   return uncoded;
@@ -150,8 +152,8 @@ inline uint32_t find_scales(PerBlock largest, float* factors, float* scales) {
 constexpr int32_t start_of(int32_t sum) { return sum * ((1 << 16) - w4_middle) + w4_lift; }
 constexpr int32_t correction_of(int32_t sum) { return -128 * sum; }
 
-// The codes of up to so many groups, which lie one panel's rows apart, and what goes with them. Products of values and factors are rounded
-// to nearest, ties to even. Returns a bit for each group whose magnitudes are too much together.
+// Writes the codes of up to groups_together groups, `panel_rows` apart, and their start values. value * factor is
+// rounded to nearest, ties to even. Returns one bit for each group with a sum of magnitudes above the limit.
 #if defined(WEFT_AVX512)
 
 // Sums of four codes each.
@@ -164,20 +166,20 @@ inline __m512i sums_of_fours(__m512i codes) {
 #endif
 }
 
-// Sums of the magnitudes of eight codes each, 64 bits wide.
+// Sums of the magnitudes of eight codes each, in 64-bit lanes.
 inline __m512i magnitudes_of_eights(__m512i codes) {
   const __m512i zero = _mm512_set1_epi8(-128);
   return _mm512_sad_epu8(_mm512_xor_si512(codes, zero), zero);
 }
 
-// Lanes of neighbours added: of a and of b two sums in each part of four.
+// Adds neighbouring lanes: in each 128-bit part two sums of a, then two of b.
 inline __m512i add_neighbours(__m512i a, __m512i b) {
   const __m512 left = _mm512_castsi512_ps(a), right = _mm512_castsi512_ps(b);
   return _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(left, right, 0x88)),
                           _mm512_castps_si512(_mm512_shuffle_ps(left, right, 0xdd)));
 }
 
-// The four parts of each vector added, one result after the other.
+// Adds the four 128-bit parts of each vector; the results are in the order a, b, c, d.
 inline __m512i add_parts(__m512i a, __m512i b, __m512i c, __m512i d) {
   const auto halves = [](__m512i one, __m512i two) {
     return _mm512_add_epi32(_mm512_mask_blend_epi32(0xff00, one, two), _mm512_shuffle_i32x4(one, two, 0x4e));
@@ -187,15 +189,15 @@ inline __m512i add_parts(__m512i a, __m512i b, __m512i c, __m512i d) {
   return _mm512_add_epi32(_mm512_mask_blend_epi32(0xf0f0, even, odd), _mm512_shuffle_i32x4(crossed, crossed, 0xb1));
 }
 
-// Of eight blocks, one after the other.
+// The sums of the groups of eight blocks, in order.
 inline __m512i sums_of_groups(const __m512i (&of)[blocks_together]) {
   return add_parts(add_neighbours(of[0], of[1]), add_neighbours(of[2], of[3]), add_neighbours(of[4], of[5]), add_neighbours(of[6], of[7]));
 }
 
 #if defined(WEFT_PAIRS)
-// What the products of a block in pairs, and the others, have too much (isa/vec_pairs.h): sums that add up to those of its two groups as
-// the ones of `sums_of_fours` do. Packed codes of inputs 0 to 15 of a group are the first of two fours, in each part the next
-// four; parts take turns at being a and b.
+// The excess of the products of a block (isa/vec_pairs.h), in the same lane layout as `sums_of_fours`. In each
+// 128-bit part of the packed codes, the first and third four are inputs 0 to 15 of a group. Parts alternate between a
+// and b.
 inline __m512i excess_of_fours(__m512i packed) {
   constexpr __mmask16 of_pairs = 0x5555, of_a = 0x0505;
   const __m512i eights = _mm512_maskz_set1_epi32(static_cast<__mmask16>(~of_pairs), w4_middle * 0x01010101);
@@ -204,7 +206,7 @@ inline __m512i excess_of_fours(__m512i packed) {
 }
 #endif
 
-struct AllGroups {   // a number of groups that the compiler knows
+struct AllGroups {   // a compile-time number of groups
   constexpr operator int() const { return groups_together; }
 };
 
@@ -224,7 +226,7 @@ inline uint32_t write_codes_of(const float* values, const float* factors, Count 
     const float* from = values + block * scale_block_inputs;
     const vec::Vec factor = vec::all(factors[block]);
     const auto rounded = [&](int i) { return _mm512_cvtps_epi32(vec::load(from + i * 16) * factor); };
-    // Packing works in parts of 128 bits, which then hold four codes of each vector; the permutation puts them in order.
+    // Packing works in 128-bit parts, each with four codes of each vector; the permutation puts them in order.
     const __m512i first = _mm512_packs_epi32(rounded(0), rounded(1)), second = _mm512_packs_epi32(rounded(2), rounded(3));
     const __m512i packed = _mm512_packs_epi16(first, second);
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -247,7 +249,7 @@ inline uint32_t write_codes_of(const float* values, const float* factors, Count 
   int32_t both[groups_together][2];
   _mm512_storeu_si512(both, _mm512_permutex2var_epi32(starts, pairs, corrections));
   _mm512_storeu_si512(both + 8, _mm512_permutex2var_epi32(starts, _mm512_add_epi32(pairs, _mm512_set1_epi32(8)), corrections));
-  asm("" : "+m"(both));   // as with the scales in quantise_row
+  asm("" : "+m"(both));   // see the scales in quantise_row
 #pragma GCC unroll 16
   for (int group = 0; group < groups_together; group++)
     if (group < groups) std::memcpy(&into[group * panel_rows].start, both[group], sizeof both[group]);
@@ -279,12 +281,12 @@ struct SumsOfCodes {
 inline SumsOfCodes round_codes(const float* values, float factor, int8_t* codes) {
   __m256i rounded[4];
   for (int i = 0; i < 4; i++) rounded[i] = _mm256_cvtps_epi32(vec::load(values + 8 * i) * vec::all(factor));
-  // Packing works in halves of 128 bits; the permutation puts their fours back in order.
+  // Packing works in 128-bit halves; the permutation restores the order.
   const __m256i packed =
       _mm256_packs_epi16(_mm256_packs_epi32(rounded[0], rounded[1]), _mm256_packs_epi32(rounded[2], rounded[3]));
   const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), ordered);
-  // Both sums side by side: magnitudes are 64 bits wide, of which only the lowest are used.
+  // Both sums in parallel: magnitudes are in 64-bit lanes, only their low bits are used.
   const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(rounded[0], rounded[1]), _mm256_add_epi32(rounded[2], rounded[3]));
   const __m256i zero = _mm256_set1_epi8(-128), magnitudes = _mm256_sad_epu8(_mm256_xor_si256(packed, zero), zero);
   const __m128i two_sums = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
@@ -298,7 +300,7 @@ inline SumsOfCodes round_codes(const float* values, float factor, int8_t* codes)
 inline SumsOfCodes round_codes(const float* values, float factor, int8_t* codes) {
   SumsOfCodes sums = {};
   for (int i = 0; i < group_inputs; i++) {
-    // In a float of this size the last bit is 1, so the addition rounds.
+    // A float of this size has no fraction bits, so the addition rounds.
     codes[i] = static_cast<int8_t>(static_cast<int32_t>((values[i] * factor + 0x1.8p23f) - 0x1.8p23f));
     sums.sum += codes[i];
     sums.magnitudes += codes[i] < 0 ? -codes[i] : codes[i];

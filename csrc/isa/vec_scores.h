@@ -18,8 +18,8 @@ constexpr int vector_bytes = 32;
 #else
 constexpr int vector_bytes = 16;
 #endif
-constexpr int narrow = vector_bytes / 4;   // lanes of floats
-constexpr int wide = vector_bytes / 8;     // lanes of doubles
+constexpr int narrow = vector_bytes / 4;   // float lanes
+constexpr int wide = vector_bytes / 8;     // double lanes
 
 typedef float Floats __attribute__((vector_size(vector_bytes)));
 typedef int32_t Ints __attribute__((vector_size(vector_bytes)));
@@ -37,7 +37,7 @@ inline Vector load(const Element* from) {
   return vector;
 }
 
-// One bit for each lane of a comparison.
+// One bit for each true lane of a comparison.
 inline uint32_t bits_of(Ints truth) {
 #if WEFT_AVX512
   return _mm512_movepi32_mask(reinterpret_cast<__m512i>(truth));

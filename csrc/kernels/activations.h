@@ -1,4 +1,4 @@
-// Memory for rows of activations in bytes.
+// Owns the memory of quantised activation rows.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace weft {
 
 class Activations {
  public:
-  // Room for so many rows; quantise_row may then fill any of them on any thread. What was there before may be lost.
+  // Makes room for `rows` rows; quantise_row may then fill any of them on any thread. Previous content may be lost.
   QuantisedRows at_least(int64_t rows, int64_t columns, bool with_outliers = true) {
     const int64_t groups = (columns + group_inputs - 1) / group_inputs, blocks = (groups + scale_block_groups - 1) / scale_block_groups;
     const int64_t panels = (rows + panel_rows - 1) / panel_rows, padded = panels * panel_rows;
@@ -25,7 +25,7 @@ class Activations {
     return view_;
   }
 
-  // Once all these rows are filled, for products: puts the outliers of every four rows together.
+  // Merges the outliers of every four rows. Call it after all rows are filled, before products.
   void gather_outliers(int64_t rows) {
     if (!view_.outliers) return;
     int64_t count = 0, *begin = view_.shared_begins;
@@ -37,7 +37,7 @@ class Activations {
   }
 
  private:
-  // Returns how many inputs there are.
+  // Returns the number of merged inputs.
   int64_t merge_outliers(int64_t first_row, int64_t rows, SharedOutlier* out) const {
     const Outlier *next[outlier_rows], *end[outlier_rows];
     for (int64_t row = 0; row < rows; row++) {

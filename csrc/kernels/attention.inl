@@ -1,30 +1,30 @@
-// Attention over the paged cache.
+// Attention over the paged KV cache.
 //
-// The rows of a task are its queries' heads, query by query. A block of rows goes through the context segment by segment (kernels.h), and
-// through a segment in tiles of a few rows: their scores, then weights, then sums of values, which stay in registers from the first
-// position to the last. What the first tile has read of a segment is in the second-level cache for the others: that is near enough, since
-// loads are far ahead of the multiplications that wait for each other.
+// The rows of a task are (query, head) pairs, query by query. A QueryBlock passes through the context segment by
+// segment (kernels.h), and through each segment in row tiles: scores, then weights, then sums of values. Sums stay in
+// registers from the first position to the last. The first row tile brings a segment into the L2 cache for the other
+// tiles. That is near enough: loads run far ahead of the multiplications, which form dependency chains.
 //
-// Keys and values of the cache are codes, and so are queries and weights that meet them: a weight is multiplied by its value's scale first,
-// and those of a row and segment share one of their own. Sums of products are exact. What a row does not see has the weight 0; its scale,
-// which may be NaN, is not looked at.
+// Keys and values of the cache are integer codes; queries and weights are converted to codes as well. A weight is
+// multiplied by the scale of its value first, and the weights of a row and segment share one scale. Sums of products
+// are exact. A position that a row does not see has the weight 0; its scale, which may be NaN, is not used.
 //
-// What lies in the store is read as other codes, which have zeros too. A score is the product of query and codes, less the key's zero times
-// the sum of the query, times the key's scale; and from the sums of values those of the weights with the zeros are taken off. So much is
-// done in the order of the positions too, whatever rows or tiles there are. There a value that a row does not see is not even multiplied.
+// Codes of the store also have a zero. score = (query . codes - zero * sum of query) * key scale; from the sum of
+// values, the sum of weight * zero is subtracted. These sums are computed in position order too, for any rows and
+// tiles. Values of the store that a row does not see are not multiplied at all.
 #include "kernels/attention_block.inl"
 
 namespace weft::WEFT_ISA {
 namespace {
 
-// Scores are made in base 2, so that a weight is 2^(score - largest): e^x takes longer.
+// Scores are in base 2, so that a weight is 2^(score - largest): e^x takes longer.
 constexpr float log_2 = 0.69314718f;
 
 // --- queries -----------------------------------------------------------------------------------------------------------------------------
 
 inline float score_scale(const AttendTask& task) { return task.cap == 0.0f ? task.scale * vec::one_by_log_2 : task.scale; }
 
-// Of all rows, once for all segments. For the store, where they may have to be turned:
+// Queries for the store, once for all segments. 4-bit keys are rotated, so their queries are rotated too.
 inline void prepare_store_queries(const QueryBlock& block) {
   const AttendTask& task = block.task;
   const vec::Vec scale = vec::all(score_scale(task));
@@ -38,7 +38,7 @@ inline void prepare_store_queries(const QueryBlock& block) {
   });
 }
 
-// For the cache, from which every row reads something:
+// Queries for the cache, from which every row reads some positions.
 inline void prepare_queries(const QueryBlock& block) {
   const int64_t size = block.task.cache.head_size;
   block.for_rows(0, block.rows, [&](int64_t row, int64_t query, int64_t feature) {
@@ -50,7 +50,7 @@ inline void prepare_queries(const QueryBlock& block) {
 
 // --- scales ------------------------------------------------------------------------------------------------------------------------------
 
-// Of the keys and values of a whole tile of the cache, which begins at position k of the segment.
+// Reads the key and value scales of a whole cache tile that begins at position k of the segment.
 inline void read_tile_scales(const QueryBlock& block, const uint16_t* scales, int64_t k) {
   for (int64_t i = 0; i < key_tile; i += vec::lanes) {
     vec::store(block.key_scales + k + i, vec::load_upper_halves(scales + i));
@@ -58,7 +58,7 @@ inline void read_tile_scales(const QueryBlock& block, const uint16_t* scales, in
   }
 }
 
-// Those of all that is read of a segment, as floats; of the cache only where they are not read late.
+// Reads all scales of a segment as floats; scales of the cache only if they are not read together with their tile.
 inline void read_scales(const QueryBlock& block, int64_t segment, const SegmentTiles& keys) {
   const AttendTask& task = block.task;
   const StoreLayer& store = task.store;
@@ -67,7 +67,7 @@ inline void read_scales(const QueryBlock& block, int64_t segment, const SegmentT
   const Span seen = block.seen_by_any(segment);
   const auto read = [&](const auto* elements, int64_t k, int64_t n, auto load, float* out) {
     std::decay_t<decltype(*elements)> copy[key_tile] = {};
-    if (n < key_tile) {   // beside them the memory may end
+    if (n < key_tile) {   // the memory may end after them
       std::memcpy(copy, elements, static_cast<size_t>(n) * sizeof(*elements));
       elements = copy;
     }
@@ -76,7 +76,7 @@ inline void read_scales(const QueryBlock& block, int64_t segment, const SegmentT
   const auto stored_scale = [](const uint8_t* bytes) { return vec::load_scales(bytes); };
   const auto zero = [&](const uint8_t* bytes) { return vec::fma(vec::load(reinterpret_cast<const int8_t*>(bytes)), unit, middle); };
   const auto scale = [](const uint16_t* halves) { return vec::load_upper_halves(halves); };
-  // In the order of the positions: what is written behind a run belongs to the next.
+  // In position order: a run also writes past its end, and the next run overwrites that.
   for_runs(task, start, common(seen, {0, stored}), [&](int64_t k, int64_t n, const CachePosition& place, int64_t, int64_t) {
     const StoredHead head = store.head(task.store_table[place.block], task.kv_head);
     read(head.scales(false) + place.offset, k, n, stored_scale, block.key_scales);
@@ -101,7 +101,7 @@ inline void score_rows(const QueryBlock& block, const SegmentTiles& keys, int64_
     if (part.empty()) return;
     const int64_t first = part.first / key_tile;
     float* scores = block.scores + first * key_tile;
-    // Where the store ends inside a tile, scores of its keys stand there already.
+    // If the store ends inside a tile, its scores are there already and must be kept.
     const int64_t kept = block.stored > 0 && !tier.is_stored ? tier.span.first - first * key_tile : 0;
     float others[Rows][key_tile];
     for (int64_t r = 0; r < Rows && kept > 0; r++) std::memcpy(others[r], scores + r * score_stride, static_cast<size_t>(kept) * 4);
@@ -120,20 +120,20 @@ inline void score_rows(const QueryBlock& block, const SegmentTiles& keys, int64_
   });
 }
 
-// A weight that is less than this part of the largest is 0: it is worth nothing, and no product with a scale is subnormal, which slows
-// some processors down a hundredfold.
+// Weights below this share of the largest become 0. They do not matter, and products with a scale can then not be
+// subnormal, which slows some processors down a hundredfold.
 constexpr float least_weight = 0x1p-40f;
 
-// Scores become weights 2^(score - largest), times the scales of the values; those around a row's span, as far as any row sees and up to
-// whole tiles, become 0. `totals` are of those from the position `stored` on.
-// Step by step for all rows, since a single one would wait for each of its steps.
+// Turns scores into weights 2^(score - largest) times the value scales. Positions outside a row's span, up to the
+// union of all spans and to whole tiles, become 0. `totals` count positions from `stored` on. Each step is done for
+// all rows at once, because a single row would wait for the result of every step.
 template <int Rows>
 inline void weigh_rows(float* scores, const Span* spans, float cap, const float* scales, int64_t stored, Statistics* statistics,
                        WeightTotals* totals) {
   constexpr int parts = vec::sum_parts;
   constexpr int64_t step = parts * vec::lanes;
   const int64_t first = spans[0].first / step * step, end = rounded_up(spans[Rows - 1].end, key_tile);
-  const int64_t all_begin = spans[Rows - 1].first, all_end = spans[0].end;   // between these all rows see everything
+  const int64_t all_begin = spans[Rows - 1].first, all_end = spans[0].end;   // all rows see the positions between these
   const vec::Vec nothing = vec::all(-INFINITY);
   vec::Vec best[Rows], base[Rows], sums[Rows][parts], scaled_sums[Rows][parts], highest[Rows];
 #pragma GCC unroll 8
@@ -191,7 +191,7 @@ inline void weigh_rows(float* scores, const Span* spans, float cap, const float*
 
 // --- scales and zeros of the store -----------------------------------------------------------------------------------------------------
 
-// Products with codes become scores.
+// Turns products of query and codes into scores.
 inline void scale_scores(const QueryBlock& block, int64_t row, Span stored, float* scores) {
   const float *scales = block.key_scales, *zeros = block.key_zeros;
   const vec::Vec query_sum = vec::all(block.query_sums[row]);
@@ -205,7 +205,7 @@ inline void scale_scores(const QueryBlock& block, int64_t row, Span stored, floa
   }
 }
 
-// The sum of the products of weights and zeros.
+// The sum of weight * zero over the stored span.
 inline float sum_zeros(const QueryBlock& block, Span stored, const float* weights) {
   constexpr int64_t step = vec::sum_parts * vec::lanes;
   const vec::Vec nothing = vec::all(0.0f);
@@ -237,7 +237,7 @@ inline void sum_rows(const QueryBlock& block, const SegmentTiles& values, const 
     const Span all = common(seen, tier.span);
     if (all.empty()) return;
     const float* const begins = starts;
-    starts = nullptr;   // what comes next goes on from what stands there
+    starts = nullptr;   // the next tier adds to the sums that are there
     if constexpr (std::is_same_v<decltype(element), int16_t>) {
       float factors[Rows];
       code_weights<Rows>(block.scores, all.first, all.end, totals, block.weights, factors);
@@ -252,8 +252,9 @@ inline void sum_rows(const QueryBlock& block, const SegmentTiles& values, const 
   });
 }
 
-// Calls use(row, query, feature, statistics, sums) for every row that sees something of the segment, but for those that are done with it:
-// where `finishes` says so, a row that sees nothing else of the context goes right to its place.
+// Computes one segment for all rows of a block. Calls use(row, query, feature, statistics, sums) for each row that
+// sees part of the segment. Exception with `finishes`: a row that sees only this segment is written to its output
+// directly.
 template <typename Use>
 inline void work_segment(const QueryBlock& block, int64_t segment, bool finishes, Use use) {
   const int64_t stored = block.stored_in(segment);
@@ -299,7 +300,7 @@ inline void work_segment(const QueryBlock& block, int64_t segment, bool finishes
 
 // --- the whole context ---------------------------------------------------------------------------------------------------------------
 
-// Adds a segment to those before it, in `out`; `first` says that there is none.
+// Merges the result of a segment into `out`; `first`: there is no earlier segment.
 inline void merge(Statistics part, const float* sums, int64_t head_size, bool first, Statistics& total, float* out) {
   if (first) {
     total = part;
@@ -331,7 +332,7 @@ void attend(const AttendTask& first, float* scratch) {
     const int64_t size = task->cache.head_size;
     for (int64_t query = 0, next; query < task->count; query = next) {
       next = query + queries_in_block(*task, query);
-      // The later rows of a task read what the first have brought into the cache.
+      // Later rows of a task find the data in the cache that the first rows have read.
       QueryBlock block(*task, query == 0 ? &prefetcher : nullptr, query, next - query, scratch);
       prepare_queries(block);
       for (int64_t segment = block.first_segment(0); segment <= block.last_segment(next - query - 1); segment++) {

@@ -1,4 +1,4 @@
-// A block of rows that go through the context together, and where the keys and values lie that they see of a segment.
+// The rows that pass through the context together, and the location of the keys and values that they see.
 #include "kernels/attention_codes.inl"
 
 namespace weft::WEFT_ISA {
@@ -8,34 +8,34 @@ struct Statistics {
   float largest, sum;
 };
 
-// Some queries of a task with all their heads, and the scratch they are worked on in.
+// Some queries of a task with all their heads, and their scratch memory.
 struct QueryBlock {
   const AttendTask& task;
-  Prefetcher* prefetcher;             // told of what is read, or null
+  Prefetcher* prefetcher;             // receives the number of lines about to be read; may be null
   int64_t first_query, rows;
-  int64_t width;            // the head's size in whole vectors, and in whole units
-  float* scores;            // [tile_rows, score_stride]: of the tile and segment in work, then their weights times the values' scales
-  float* sums;              // [tile_rows, width]: likewise, the weighted sum of values
-  float *key_scales, *value_scales;   // [segment_keys + 16]: of the segment in work
-  Statistics* totals;       // [rows]: of the segments before
+  int64_t width;            // head size rounded up to whole vectors and units
+  float* scores;            // [tile_rows, score_stride]: scores of the current tile and segment, later weights * value scales
+  float* sums;              // [tile_rows, width]: weighted sums of values of the current tile and segment
+  float *key_scales, *value_scales;   // [segment_keys + 16]: of the current segment
+  Statistics* totals;       // [rows]: of the previous segments
 
-  // Of the cache.
+  // For the cache.
   int16_t* queries;         // [rows, width]: codes of all rows
-  float* query_factors;     // [rows]: what they are worth, times the task's scale and, but for a cap, what makes scores of base 2
-  int16_t* weights;         // [tile_rows, code_stride]: codes of the tile and segment in work
-  uint16_t *keys, *values;  // elements of the segment in work, where they are not read as they lie
+  float* query_factors;     // [rows]: value of one query code, times the task's scale; without a cap also times 1 / log 2
+  int16_t* weights;         // [tile_rows, code_stride]: weight codes of the current tile and segment
+  uint16_t *keys, *values;  // elements of the current segment, if they are copied
 
-  // Of the store.
-  int64_t stored;           // what lies before this position is read from there by all rows
-  float *key_zeros, *value_zeros;           // [segment_keys + 16]: of the segment in work
-  float *stored_keys, *stored_values;       // [segment_keys, width]: of the segment in work, where they are not read as they lie
-  float* store_queries;     // [rows, width]: of all rows, as keys of the store meet them; behind the last feature zeros
-  float* query_sums;        // [rows]: of all features of those
+  // For the store.
+  int64_t stored;           // all rows read the positions before this one from the store
+  float *key_zeros, *value_zeros;           // [segment_keys + 16]: of the current segment
+  float *stored_keys, *stored_values;       // [segment_keys, width]: of the current segment, if they are copied
+  float* store_queries;     // [rows, width]: scaled (and rotated) queries; zeros past the last feature
+  float* query_sums;        // [rows]: sum of the features of each
 
   QueryBlock(const AttendTask& whole, Prefetcher* prefetching, int64_t first, int64_t count, float* scratch)
       : task(whole), prefetcher(prefetching), first_query(first), rows(count * whole.group), width(width_of(whole)),
         stored(whole.stored_before(whole.first_position + first)) {
-    // Aligned: a vector that lies across two cache lines is loaded twice.
+    // Aligned: a vector that crosses a cache line needs two loads.
     scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~uintptr_t{63});
     const auto take = [&](int64_t floats) {
       float* const taken = scratch;
@@ -62,27 +62,27 @@ struct QueryBlock {
     query_sums = take(rows);
   }
 
-  // More than any of the above needs.
+  // An upper bound of the floats that the constructor takes.
   static int64_t scratch_floats(int64_t rows, int64_t width) {
     return 16 * 18 + tile_rows * (score_stride + code_stride + width) + 4 * score_stride + rows * (2 * width + 4) + 3 * segment_keys * width;
   }
   static int64_t width_of(const AttendTask& task) { return rounded_up(task.cache.head_size, larger(vec::lanes, 2 * codes_of_unit)); }
 
-  // Of the cache.
+  // 16-bit elements of a cache tile.
   int64_t tile_elements(bool of_values) const { return key_tile * bytes_of_vector(task, of_values, false) / 2; }
 
   int64_t first_segment(int64_t query) const { return task.window > 0 ? larger(position(query) + 1 - task.window, 0) / segment_keys : 0; }
   int64_t last_segment(int64_t query) const { return position(query) / segment_keys; }
   int64_t position(int64_t query) const { return task.first_position + first_query + query; }
   Span seen_by_query(int64_t query, int64_t segment) const { return seen_from(task, position(query), segment); }
-  // A later row begins to see later and sees further.
+  // Spans of later rows begin later and end later.
   Span seen_by_any(int64_t segment) const {
     return {seen_by_query(0, segment).first, seen_by_query(rows / task.group - 1, segment).end};
   }
   int64_t stored_in(int64_t segment) const { return larger(0, smaller(stored - segment * segment_keys, segment_keys)); }
 
-  // Calls use(row, query, feature) for some rows; there its head begins among those of the query. Divides once, since a division takes as
-  // long as a dozen multiplications of vectors.
+  // Calls use(row, query, feature) for rows [first, end); the head of the row begins at `feature` of its query.
+  // Divides only once: a division takes as long as a dozen vector multiplications.
   template <typename Use>
   void for_rows(int64_t first, int64_t end, Use use) const {
     int64_t query = first / task.group, head = first % task.group;
@@ -100,22 +100,22 @@ struct QueryBlock {
 inline Span common(Span a, Span b) { return {larger(a.first, b.first), smaller(a.end, b.end)}; }
 inline int64_t tiles_of(Span span) { return span.empty() ? 0 : (span.end + key_tile - 1) / key_tile - span.first / key_tile; }
 
-// What is read of a segment from the store, or from the cache: keys or values, as they lie in memory or copied to the scratch.
+// The key tiles or value tiles of one tier (cache or store) in one segment, in place or copied to scratch memory.
 struct TierTiles {
-  Span span;       // by any row
+  Span span;       // positions that any row sees
   bool is_stored, of_values;
-  bool is_copied;    // from the store as floats
-  int64_t stride;    // of the store: from one value to the next, in elements
-  int64_t lines;     // of a tile
+  bool is_copied;    // copied to scratch; from the store as floats
+  int64_t stride;    // store only: elements from one value to the next
+  int64_t lines;     // cache lines of a tile
   const void* tiles[segment_tiles];
-  // Of the cache's keys that one tile of rows reads as they lie: where the scales of a tile stand, those of its values a block's size behind
-  // them. They are read with the tile, since before that they are not at hand.
+  // For cache keys that a single row tile reads in place: the key scales of each tile; the value scales follow one
+  // block size later. They are read together with the tile, because they are not in the cache before.
   bool reads_scales_late;
   const uint16_t* scales[segment_tiles];
 };
 
-// Calls use(k, n, place, tile, tile_width) for runs of n positions of a span that lie together in one tile of a block: position k stands
-// at that place, and its tile, of that width, begins `tile` positions into the block.
+// Calls use(k, n, place, tile, tile_width) for runs of n positions that are contiguous in one tile of a KV block.
+// Position k is at `place`; its tile has `tile_width` positions and begins `tile` positions into the KV block.
 template <typename Use>
 inline void for_runs(const AttendTask& task, int64_t start, Span span, Use use) {
   const int64_t block_size = task.cache.block_size;
@@ -129,7 +129,7 @@ inline void for_runs(const AttendTask& task, int64_t start, Span span, Use use) 
   }
 }
 
-// Codes as floats: n keys of one feature, or the features of one value.
+// Converts codes to floats: n keys of one feature, or all features of one value.
 inline void convert_keys(const StoreLayer& store, const uint8_t* tile, int64_t tile_width, int64_t f, int64_t n, float* out) {
   const uint8_t* from = tile + (store.bits == 8 ? f : f / 2) * tile_width;
   for (int64_t i = 0; i < n; i++)
@@ -145,8 +145,8 @@ inline void convert_value(const StoreLayer& store, const uint8_t* from, float* o
   }
 }
 
-// For blocks that are no whole tiles; and of the store, heads that are no whole vectors, and where bytes are slow to read. Codes stay codes,
-// so that the sums are the same as of those that are read as they lie.
+// Copies tiles if the KV block size is not a multiple of the tile; for the store also if a head is not a multiple of
+// the vector, or if bytes are slow to read. Codes keep their values, so sums have the same bits as without a copy.
 inline void copy_from_store(const QueryBlock& block, int64_t start, TierTiles& tier) {
   const AttendTask& task = block.task;
   const int64_t size = task.cache.head_size;
@@ -170,7 +170,7 @@ inline void copy_from_store(const QueryBlock& block, int64_t start, TierTiles& t
   });
 }
 
-// Likewise. What no row sees may stay whatever it is.
+// The same for the cache. Positions that no row sees are left uninitialised.
 inline void copy_from_cache(const QueryBlock& block, int64_t start, TierTiles& tier) {
   const AttendTask& task = block.task;
   const int64_t tile_elements = block.tile_elements(tier.of_values), of_position = tile_elements / key_tile;
@@ -222,11 +222,11 @@ inline void find_tiles(const QueryBlock& block, int64_t segment, TierTiles& tier
   }
 }
 
-// The keys, or the values, that any row of a block sees of a segment.
+// The keys or the values of a segment that any row of a block sees.
 struct SegmentTiles {
   const QueryBlock& block;
   int count = 0;
-  TierTiles tiers[2];     // from the store, then the others
+  TierTiles tiers[2];     // the store, then the cache
 
   SegmentTiles(const QueryBlock& whole, int64_t segment, bool of_values) : block(whole) {
     const int64_t stored = block.stored_in(segment);
@@ -243,11 +243,11 @@ struct SegmentTiles {
     add(common(seen, {stored, segment_keys}), false);
   }
 
-  // The cache's are the last.
+  // The cache is the last tier.
   bool read_scales_late() const { return count > 0 && tiers[count - 1].reads_scales_late; }
 
-  // Calls use(side, element, ahead) for each: an element of the kind that its tiles have, and who is to be asked while they are read, or
-  // null. `seen` is what is read of them.
+  // Calls use(tier, element, prefetcher) for each tier. The type of `element` is the element type of its tiles. The
+  // prefetcher is null for copied tiles, which are in the cache already. `seen`: the span that the caller reads.
   template <typename Use>
   void for_each(Span seen, Prefetcher* prefetcher, Use use) const {
     for (int i = 0; i < count; i++) {
@@ -263,7 +263,7 @@ struct SegmentTiles {
         use(tier, Nibbles{}, used_prefetcher);
       }
       if (!used_prefetcher) continue;
-      // For what other rows will read.
+      // Accounts for the tiles that only other rows read.
       used_prefetcher->expect((tiles_of(tier.span) - tiles_of(common(seen, tier.span))) * tier.lines);
       used_prefetcher->prefetch_rest();
     }

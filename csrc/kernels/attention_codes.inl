@@ -1,25 +1,27 @@
-// The inner loops over the cache: a few rows of queries, or of weights, against keys and values in whole numbers.
+// The inner loops over the cache: a few rows of queries or weights against keys or values, all in integer codes.
 //
-// Units are unpacked in registers, again for every few rows: that is done beside the multiplications. Sums of products are exact, so it does
-// not matter how they are made. What a row does not see has the weight 0, and its codes, whatever they are, add nothing.
+// Units are unpacked in registers, once for every few rows; that runs in parallel with the multiplications. Integer
+// sums are exact, so their order does not matter. A position that a row does not see has the weight 0, so its codes
+// add nothing.
 #include "kernels/attention_tiles.inl"
 #include "isa/vec_codes.h"
 
 namespace weft::WEFT_ISA {
 namespace {
 
-// From one row of weights' codes to the next: some lines more than there are, else all rows would share few sets of the cache.
+// Distance between rows of weight codes. It is not a power of two, else all rows would share few cache sets.
 constexpr int64_t code_stride = segment_keys + 32;
 
-// Sums of scores in registers: half of what there are, since codes need some too.
+// Half of the registers hold sums of scores, because codes need registers too.
 constexpr int score_sums = tile_sums / 2;
 
-// scores[r, k] = queries[r] . keys[k] times their scales, for the keys of some tiles. `width` is from one query to the next.
+// scores[r, k] = queries[r] . keys[k] times their scales, for the keys of some tiles. Queries are `width` codes
+// apart.
 template <int Rows, int Tiles>
 __attribute__((noinline)) void score_code_tile(const int16_t* queries, int64_t width, const float* factors, int64_t features,
                                                const void* const* tiles, const float* scales, Prefetcher* prefetcher, float* scores) {
   constexpr int parts = key_tile / vec::lanes, vectors = Tiles * parts;
-  constexpr int64_t line = 2 * key_tile;   // a pair of elements of all keys
+  constexpr int64_t line = 2 * key_tile;   // one element pair of all keys
   vec::Whole sums[Rows][vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
@@ -31,7 +33,7 @@ __attribute__((noinline)) void score_code_tile(const int16_t* queries, int64_t w
   for (int t = 0; t < Tiles; t++) at[t] = static_cast<const uint16_t*>(tiles[t]);
   int64_t element = 0;
   for (int64_t f = 0; f < features; f += 2 * codes_of_unit, element += elements_of_unit * line) {
-    if (prefetcher) prefetcher->prefetch(Tiles * elements_of_unit);   // as much as is read here
+    if (prefetcher) prefetcher->prefetch(Tiles * elements_of_unit);   // as many lines as this step reads
 #pragma GCC unroll 4
     for (int t = 0; t < Tiles; t++) {
       Codes keys[parts];
@@ -60,7 +62,7 @@ __attribute__((noinline)) void score_code_tile(const int16_t* queries, int64_t w
   }
 }
 
-// The same for any number of tiles. Calls before(tile, tiles) ahead of some: they are about to be read.
+// The same for any number of tiles. Calls before(tile, tiles) just before it reads them.
 template <int Rows, typename Prologue>
 inline void score_codes(const int16_t* queries, int64_t width, const float* factors, int64_t features, const void* const* tiles,
                         int64_t count, const float* scales, Prefetcher* prefetcher, int64_t lines, float* scores, Prologue before) {
@@ -71,20 +73,22 @@ inline void score_codes(const int16_t* queries, int64_t width, const float* fact
   });
 }
 
-// Those of a row and segment, times the scales of their values.
+// Totals over the weights of a row and segment, times the value scales.
 struct WeightTotals {
-  float sum, largest;   // not finite, or anything, where one is not finite
+  float sum, largest;   // undefined if a weight is not finite
 };
 
-// Weights of some tiles as codes, 0 before the position `begin`. What is less than a 65,534th of the largest or a 130,000th of all that the
-// row has in the segment becomes 0: together that is less than 0.4% of it. What a code of a row is worth goes to `factors`.
+// Converts the weights of some tiles to codes, 0 before position `begin`. Weights below 1/65,534 of the largest, or
+// below 1/130,000 of the row's total in the segment, become 0: together less than 0.4% of it. `factors`: value of one
+// code per row.
 template <int Rows>
 inline void code_weights(const float* weights, int64_t begin, int64_t end, const WeightTotals* totals, int16_t* codes, float* factors) {
   vec::Vec by[Rows];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
     const float largest = totals[r].largest, by_sum = totals[r].sum * (1.0f / all_weights), by_largest = largest * (1.0f / largest_weight_code);
-    // The largest is a whole number of codes: many that are alike would else all be rounded the same way.
+    // The largest weight is a whole number of codes. Otherwise many equal weights would all be rounded in the same
+    // direction.
     const float unit = largest > 0.0f ? largest / std::floor(largest / (by_sum > by_largest ? by_sum : by_largest)) : 0.0f;
     factors[r] = totals[r].sum < INFINITY ? unit : NAN;
     by[r] = vec::all(factors[r] > 0.0f ? 1.0f / factors[r] : 0.0f);
@@ -100,8 +104,8 @@ inline void code_weights(const float* weights, int64_t begin, int64_t end, const
   }
 }
 
-// target = (start + values . codes[r] * factors[r]) * the target's factor, over tiles [first, end), for n units of features from one on. The
-// start is starts[r], or where there are none what stands at the target.
+// target = (start + values . codes[r] * factors[r]) * target factor, over tiles [first, end), for n units of features
+// from `unit` on. start is starts[r], or the target's current value if `starts` is null.
 template <int Rows, typename Lanes>
 __attribute__((noinline)) void sum_code_tiles(const int16_t* codes, const float* factors, const void* const* tiles, int64_t first,
                                               int64_t end, int64_t unit, Lanes n, int64_t units, const float* starts, Prefetcher* prefetcher,
@@ -144,7 +148,7 @@ inline void sum_codes(const int16_t* codes, const float* factors, const void* co
   const int64_t lines_of_pair = (lines + key_tile / 2 - 1) / (key_tile / 2);
   if (prefetcher) prefetcher->expect((end - first) * lines);
   vec::for_each(units, [&](int64_t unit, auto n) {
-    // Asked for while the first features are summed.
+    // Prefetches only while the first features are summed.
     sum_code_tiles<Rows>(codes, factors, tiles, first, end, unit, n, units, starts, unit == 0 ? prefetcher : nullptr, lines_of_pair, targets);
   });
   if (prefetcher) prefetcher->prefetch_rest();

@@ -1,18 +1,18 @@
-// The inner loops of attention over the store: a few rows against some keys or values; and the memory that is asked for meanwhile.
+// The inner loops of attention over the store: a few rows against some keys or values; and the prefetcher.
 //
-// A score is the sum over features of query times key, one feature after the other; a sum of values goes over positions one after the
-// other. Both stand in a lane of their own: neither depends on which rows or keys share a tile, nor on how many lanes a vector has.
+// A score is the sum over features of query * key, in feature order. A sum of values is computed in position order.
+// Each has its own lane. So neither depends on the other rows or keys of a tile, nor on the number of lanes.
 #include "isa/vec_curves.h"
 
 namespace weft::WEFT_ISA {
 namespace {
 
 constexpr int64_t segment_tiles = segment_keys / key_tile;
-constexpr int64_t block_rows = 48;   // rows worked on together, but at least the heads of one query
-// From one row of scores to the next: one vector more than there are, else all rows would share few sets of the cache.
+constexpr int64_t block_rows = 48;   // rows of a QueryBlock, but at least the heads of one query
+// Distance between rows of scores. It is not a power of two, else all rows would share few cache sets.
 constexpr int64_t score_stride = segment_keys + 16;
 
-// As many rows share what is loaded of the cache as leave their sums in registers.
+// As many rows share a loaded key or value as there are registers for their sums.
 #if defined(WEFT_AVX512)
 constexpr int tile_rows = 6;
 constexpr int tile_sums = 24;
@@ -28,28 +28,28 @@ inline int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / uni
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Positions of a segment, counted from its start.
+// Positions of a segment, relative to its start.
 struct Span {
   int64_t first, end;
   bool empty() const { return first >= end; }
 };
 
-// What a query at a position sees of a segment.
+// The part of a segment that a query at `position` sees.
 inline Span seen_from(const AttendTask& task, int64_t position, int64_t segment) {
   const int64_t end = position + 1 - segment * segment_keys;
   return {task.window > 0 ? larger(end - task.window, 0) : 0, smaller(end, segment_keys)};
 }
 
 inline int64_t most_queries_in_block(const AttendTask& task) { return larger(1, smaller(task.count, block_rows / task.group)); }
-// From a query on. All of them read the same from the store, so that what a tile of the context is depends on no row.
+// Number of queries of the next block. All read the same positions from the store, so no tile depends on the row.
 inline int64_t queries_in_block(const AttendTask& task, int64_t query) {
   return smaller(smaller(most_queries_in_block(task), task.count - query), task.queries_alike(task.first_position + query));
 }
 
-// Whether tiles of keys, and as many values, each lie together in memory.
+// True if each tile of keys, and of values, is contiguous in memory.
 inline bool has_whole_tiles(const CacheLayer& cache) { return cache.block_size % key_tile == 0; }
 
-// Two codes of 4 bits.
+// Two 4-bit codes.
 struct Nibbles {
   uint8_t pair;
 };
@@ -59,19 +59,20 @@ inline int64_t bytes_of_vector(const AttendTask& task, bool values, bool is_stor
   return is_stored ? task.store.vector_bytes() : 2 * elements_of_unit * (values ? value_units(size) : key_units(size));
 }
 
-// Where a position lies: which block of a table, and where in it. Stepped on from, since a division takes as long as ten multiplications.
+// The location of a position: index in the block table, and offset in that KV block. It is advanced step by step,
+// because a division takes as long as ten multiplications.
 struct CachePosition {
   int64_t block, offset;
 
   CachePosition(const AttendTask& task, int64_t position) : block(position / task.cache.block_size), offset(position % task.cache.block_size) {}
-  // By so many positions, none of them past the block.
+  // Must not go past the end of the KV block.
   void step(const AttendTask& task, int64_t positions) {
     offset += positions;
     if (offset == task.cache.block_size) block++, offset = 0;
   }
 };
 
-// The tile that begins at a place; only with whole tiles.
+// The tile that begins at `place`; requires has_whole_tiles.
 inline const uint8_t* tile_at(const AttendTask& task, const CachePosition& place, bool values, bool is_stored) {
   if (is_stored) {
     const StoredHead head = task.store.head(task.store_table[place.block], task.kv_head);
@@ -81,26 +82,29 @@ inline const uint8_t* tile_at(const AttendTask& task, const CachePosition& place
   return reinterpret_cast<const uint8_t*>(values ? head.value(place.offset) : head.keys(place.offset));
 }
 
-// What is read with it: before the first keys of a block its scales, and in the store its zeros, four bytes for each position.
+// Bytes read before a tile: the first key tile of a KV block is preceded by scales (and zeros), four bytes per
+// position.
 inline int64_t bytes_before(const AttendTask& task, const CachePosition& place, bool values) {
   return !values && place.offset == 0 ? 4 * task.cache.block_size : 0;
 }
 
 inline int64_t lines_of(int64_t bytes) { return (bytes + 63) / 64; }
-// Of a tile, on average.
+// Average cache lines of a tile.
 inline int64_t lines_of_tile(const AttendTask& task, bool values, bool is_stored) {
   return lines_of(key_tile * (bytes_of_vector(task, values, is_stored) + (values ? 0 : 4)));
 }
 
 // --- ahead ---------------------------------------------------------------------------------------------------------------------------
 
-// The tiles that a worker reads for the first rows of its tasks, in the order in which it does, some kilobytes before it does; keys and
-// values of a block together where both are one tile, since to find a place takes as long as to ask for a few lines of it. Blocks lie
-// all over the memory, where the processor does not guess what comes next; and each ask is one line, made between computations, since it
-// can wait for a few dozen lines only and then for nothing else. Asked into the second level of the cache: the first waits for fewer.
+// Prefetches the tiles that a worker reads for the first rows of its tasks, in reading order, some kilobytes ahead.
+// KV blocks are scattered in memory, so the hardware prefetcher does not find them. If a KV block is one tile, its
+// keys and values are prefetched together: locating a block costs as much as prefetching a few lines.
+//
+// Prefetches are spread evenly between computations, because the processor tracks only a few dozen outstanding lines
+// and then stalls. They go to the L2 cache: L1 allows fewer outstanding lines.
 class Prefetcher {
  public:
-  // All segments of a task and of those behind it, or one segment.
+  // All segments of a task and of its successors, or one segment.
   explicit Prefetcher(const AttendTask& task) : place_(task, 0), first_place_(place_) { begin_task(&task), start(); }
   Prefetcher(const AttendTask& task, int64_t segment)
       : task_(&task), segment_(segment), end_segment_(segment + 1), is_single_segment_(true), place_(task, 0), first_place_(place_) {
@@ -108,7 +112,8 @@ class Prefetcher {
     start();
   }
 
-  // Tells that so many lines will be read next, for which as many will be asked for, or twice as many until they are far enough ahead.
+  // Announces that `lines` lines are about to be read. As many are prefetched meanwhile, or twice as many until the
+  // distance is reached.
   void expect(int64_t lines) {
     const int64_t more = smaller(lines, distance - lines_ahead_);
     rate_ = more > 0 ? 2 : 1;
@@ -129,8 +134,8 @@ class Prefetcher {
   void prefetch_rest() { prefetch(expected_); }
 
  private:
-  static constexpr int64_t line = 64;                              // in bytes
-  static constexpr int64_t first_distance = 128, distance = 1536;   // in lines
+  static constexpr int64_t line = 64;                              // bytes
+  static constexpr int64_t first_distance = 128, distance = 1536;   // cache lines
 
   void start() {
     if (!task_) return;
@@ -194,10 +199,10 @@ class Prefetcher {
     begin_task(is_single_segment_ ? nullptr : task_->next);
   }
 
-  const AttendTask* task_ = nullptr;   // null: there is nothing left to ask for
+  const AttendTask* task_ = nullptr;   // null: nothing is left to prefetch
   int64_t segment_ = 0, end_segment_ = 0;
   bool is_single_segment_ = false, values_ = false;
-  int64_t position_ = 0, first_ = 0, end_ = 0, stored_ = 0;   // in the segment
+  int64_t position_ = 0, first_ = 0, end_ = 0, stored_ = 0;   // relative to the segment
   CachePosition place_, first_place_;
   const uint8_t* at_ = nullptr;
   int64_t tile_lines_left_ = 0, expected_ = 0, lines_ahead_ = 0, rate_ = 1;
@@ -210,7 +215,7 @@ struct Number {
   static constexpr int value = Value;
 };
 
-// Calls use(Number<n>), where n is at most Most.
+// Calls use(Number<n>); n is at most Most.
 template <int Most, typename Use>
 inline void with_number(int64_t n, Use use) {
   if constexpr (Most > 1) {
@@ -219,7 +224,7 @@ inline void with_number(int64_t n, Use use) {
   use(Number<Most>{});
 }
 
-// Calls use(row, Number<rows>) for tiles of nearly the same size.
+// Calls use(row, Number<rows>) for row tiles of nearly equal size.
 template <typename Use>
 inline void for_tiles(int64_t rows, Use use) {
   const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
@@ -229,7 +234,7 @@ inline void for_tiles(int64_t rows, Use use) {
   }
 }
 
-// Keys of a tile, as many as there are lanes from one on, for the features that a unit of elements has: two for Nibbles, else one.
+// One vector of keys of a tile, for the features of one element: two features for Nibbles, else one.
 template <typename Element>
 struct Keys {
   static constexpr int features = 1;
@@ -245,8 +250,8 @@ struct Keys<Nibbles> {
   vec::Vec feature(int f) const { return f == 0 ? vec::low_codes(pairs) : vec::high_codes(pairs); }
 };
 
-// scores[r, k] = queries[r] . keys[k] for the keys of some tiles. Not inlined: its callers would leave it too few registers for
-// addresses.
+// scores[r, k] = queries[r] . keys[k] for the keys of some tiles. Not inlined: inside its callers it would have too
+// few registers for addresses.
 template <int Rows, int Tiles, typename Element>
 __attribute__((noinline)) void score_tile(const float* queries, int64_t width, int64_t features, const void* const* tiles, Prefetcher* prefetcher,
                                           float* scores) {
@@ -261,7 +266,7 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t width, i
 #pragma GCC unroll 4
   for (int t = 0; t < Tiles; t++) at[t] = static_cast<const Element*>(tiles[t]);
   const auto keys = [&](int64_t f, int v) { return Keys<Element>(at[v / parts] + f / unit * key_tile + v % parts * vec::lanes); };
-  // Of queries and keys those are kept in registers that are fewer; keys, where queries need none.
+  // The smaller of queries and keys is kept in registers; always the keys if queries are multiplied from memory.
   const auto add = [&](int64_t f) {
     if constexpr (vec::repeats_from_memory || vectors <= Rows) {
       vec::Vec key[unit][vectors];
@@ -299,11 +304,11 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t width, i
       }
     }
   };
-  constexpr int in_a_line = 64 * unit / (key_tile * static_cast<int>(sizeof(Element)));   // features, of a tile
+  constexpr int in_a_line = 64 * unit / (key_tile * static_cast<int>(sizeof(Element)));   // features of a tile
   constexpr int step = in_a_line > 2 ? in_a_line : 2;
   int64_t f = 0;
   for (; f + step <= features; f += step) {
-    if (prefetcher) prefetcher->prefetch(Tiles);   // as much as so many features of so many tiles are
+    if (prefetcher) prefetcher->prefetch(Tiles);   // the lines of `step` features of `Tiles` tiles
 #pragma GCC unroll 8
     for (int i = 0; i < step; i += unit) add(f + i);
   }
@@ -315,7 +320,7 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t width, i
   }
 }
 
-// Calls use(tile, Number<tiles>) for as many tiles at once as there are registers for. `lines` are those of a tile.
+// Calls use(tile, Number<tiles>) for as many tiles at once as fit into registers. `lines`: cache lines of a tile.
 template <int Rows, int Sums, typename Use>
 inline void for_some_tiles(int64_t count, Prefetcher* prefetcher, int64_t lines, Use use) {
   constexpr int room = Sums * vec::lanes / (Rows * key_tile), most = room >= 4 ? 4 : room >= 2 ? 2 : 1;
@@ -335,23 +340,24 @@ inline void score_tiles(const float* queries, int64_t width, int64_t features, c
   });
 }
 
-// Where the sum of a row goes, and what it is multiplied by in the end.
+// Where the sum of a row is written, and the final factor.
 struct Target {
   float* at;
   float factor;
 };
 
-// How often lines are asked for while values are summed: as evenly as whole lines allow.
+// How many lines are prefetched while values are summed, as evenly as whole lines allow.
 struct PrefetchPace {
-  int64_t every, lines;   // so many lines every so many positions, a power of two
-  int64_t of_tile;        // lines
+  int64_t every, lines;   // `lines` lines for every `every` positions; `every` is a power of two
+  int64_t of_tile;        // cache lines of a tile
 };
 
-// Factors of targets are not looked at: a row that reads from the store has others to be added to.
+// sums[r] += weights[r, k] * values[k] for the positions of spans[r], in order, for `Vectors` vectors of features.
+// Spans of later rows neither begin nor end earlier. Sums start with starts[r], or with the target's current value if
+// `starts` is null. Values of a tile are `stride` elements apart. With Nibbles, half of the features are `apart`
+// floats after the others.
 //
-// sums[r] += weights[r, k] * values[k] for the positions of spans[r], in their order, for features of Vectors vectors. A later row's span
-// neither begins nor ends before that of an earlier one. Sums begin with starts[r], or where there are none with what stands there. The
-// values of a tile lie `stride` elements apart. Of Nibbles half of the features lie `apart` floats behind the others.
+// Target factors are ignored: a row that reads from the store still adds the sums of other segments.
 template <int Rows, int Vectors, typename Element>
 __attribute__((noinline)) void sum_tile(const float* weights, const void* const* tiles, int64_t element, int64_t stride, const Span* spans,
                                         const float* starts, Prefetcher* prefetcher, const PrefetchPace& pace, const Target* targets, int64_t apart) {
@@ -378,7 +384,7 @@ __attribute__((noinline)) void sum_tile(const float* weights, const void* const*
       }
     }
   };
-  // Between these all rows see everything.
+  // All rows see the positions between these.
   const int64_t end = spans[Rows - 1].end, all_begin = spans[Rows - 1].first, all_end = spans[0].end;
   for (int64_t k = spans[0].first; k < end;) {
     const Element* value = static_cast<const Element*>(tiles[k / key_tile]) + element + k % key_tile * stride;
@@ -405,7 +411,7 @@ __attribute__((noinline)) void sum_tile(const float* weights, const void* const*
   }
 }
 
-// The same for all features. `lines` are those of a tile.
+// The same for all features. `lines`: cache lines of a tile.
 template <int Rows, typename Element>
 inline void sum_tiles(const float* weights, const void* const* tiles, int64_t stride, const Span* spans, const float* starts, Prefetcher* prefetcher,
                       int64_t lines, const Target* targets, int64_t width) {
@@ -414,7 +420,7 @@ inline void sum_tiles(const float* weights, const void* const* tiles, int64_t st
   const PrefetchPace pace = {bytes > 32 ? 1 : bytes > 16 ? 2 : 4, (bytes + 63) / 64, lines};
   int64_t element = 0;
   const auto sum = [&](auto vectors) {
-    // Asked for while the first features are summed.
+    // Prefetches only while the first features are summed.
     sum_tile<Rows, vectors.value, Element>(weights, tiles, element, stride, spans, starts, element == 0 ? prefetcher : nullptr, pace,
                                            targets, elements);
     element += vectors.value / features_per_element * vec::lanes;

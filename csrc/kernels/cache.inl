@@ -1,4 +1,5 @@
-// What goes into the cache, and comes out of it, and queries on their way to meet it: vectors in whole numbers, as kernels.h says.
+// Writes keys and values to the KV cache, reads them back, and converts queries to codes. kernels.h defines the
+// format.
 #include "isa/vec_codes.h"
 
 namespace weft::WEFT_ISA {
@@ -6,14 +7,14 @@ namespace {
 
 constexpr uint32_t bits_of_infinity = 0x7f800000;
 
-// A vector's largest magnitude, by its bits: any that is not finite is the largest.
+// The bits of the largest magnitude of a vector. A value that is not finite counts as the largest.
 inline uint32_t largest_magnitude(const float* values, int64_t size) {
   vec::Vec most = vec::all(0.0f);
   vec::for_each(size, [&](int64_t f, auto n) { most = vec::larger_bits(most, vec::magnitude(vec::load(values + f, n))); });
   return vec::largest_bits(most);
 }
 
-// How many times as long as its largest feature a vector is; 0 where that is next to nothing, or not finite.
+// Length of a vector divided by its largest magnitude; 0 if that is tiny or not finite.
 inline float relative_length(const float* values, int64_t size, uint32_t bits) {
   const float largest = float_of_bits(bits);
   if (bits >= bits_of_infinity || largest <= lowest_cache_scale) return 0.0f;
@@ -24,13 +25,13 @@ inline float relative_length(const float* values, int64_t size, uint32_t bits) {
   }));
 }
 
-// What makes codes of a vector.
+// The scale of a vector, and the conversion to codes.
 struct Coding {
   float scale;
   vec::Vec by;
   bool is_finite;
 
-  // For a vector whose largest magnitude has these bits. The scale is at least that times each part.
+  // `bits`: the vector's largest magnitude. The scale is at least that magnitude times each of the two parts.
   Coding(uint32_t bits, float one_part, float other_part = 0.0f) : is_finite(bits < bits_of_infinity) {
     const float part = one_part > other_part ? one_part : other_part;
     const float wanted = float_of_bits(bits) * part;
@@ -39,13 +40,13 @@ struct Coding {
     by = vec::all(1.0f / scale);
   }
 
-  // Of n features, not yet rounded; of the others 0.
+  // The unrounded codes of n features; 0 in the other lanes.
   template <typename Lanes>
   vec::Vec codes(const float* values, Lanes n) const { return is_finite ? vec::load(values, n) * by : vec::all(0.0f); }
   uint16_t bits() const { return static_cast<uint16_t>(bits_of_float(scale) >> 16); }
 };
 
-// The codes of a query go to `out`, as many as `width` says, of which those behind the last feature are 0; returns their scale.
+// Writes `width` codes of a query to `out`, zeros past the last feature; returns their scale.
 inline float code_query(const float* values, int64_t size, int64_t width, int16_t* out) {
   const uint32_t bits = largest_magnitude(values, size);
   const float by_length = relative_length(values, size, bits) * (std::sqrt(static_cast<float>(size)) / longest_query);
@@ -57,11 +58,11 @@ inline float code_query(const float* values, int64_t size, int64_t width, int16_
 
 using vec::Elements;
 
-// Fourth codes, rounded to whole steps; and what is nearest to other codes with the lowest bits that come from those.
+// Rounds fourth codes to a multiple of fourth_step. with_lowest: the nearest codes with the given low bits.
 inline Elements rounded_fourth(Elements codes) { return (codes + fourth_step / 2) & static_cast<uint16_t>(-fourth_step); }
 inline Elements with_lowest(Elements codes, Elements lowest) { return rounded_fourth(codes - lowest) | lowest; }
 
-// Other threads may write the neighbours at the same time: nothing but its own elements is written.
+// Other threads may write neighbouring positions at the same time: it writes only its own elements.
 inline void write_key(const float* key, const Coding& coding, int64_t size, uint16_t* out, int64_t distance) {
   constexpr int64_t step = 16, of_two = 2 * codes_of_unit;
   const Elements first = {15, 15}, second = {0, 0, 15, 15}, third = {0, 0, 0, 0, 15, 15};
@@ -93,7 +94,7 @@ inline void write_value(const float* value, const Coding& coding, int64_t size, 
     Elements codes[codes_of_unit][halves], elements[halves];
     const int64_t count = units - start < step ? units - start : step;
     for (int c = 0; c < codes_of_unit; c++) {
-      const int64_t first = c * units + start, there = size - first;   // may be none
+      const int64_t first = c * units + start, there = size - first;   // may be negative
       int16_t some[step];
       for (int64_t i = 0; i < step; i += vec::lanes) {
         const int64_t left = there - i < 0 ? 0 : there - i;
@@ -126,7 +127,7 @@ void write_cache(const float* key, const float* value, const CachedHead& head, i
 
 // --- out of the cache --------------------------------------------------------------------------------------------------------------------
 
-// Three vectors of elements, some elements from one to the next, become four of codes.
+// Unpacks three vectors of elements, `distance` elements apart, into four vectors of codes.
 struct Codes {
   vec::CodePairs of[codes_of_unit];
 };
@@ -137,7 +138,7 @@ inline Codes unpacked(const uint16_t* elements, int64_t distance, Lanes n) {
   return {{a, b, c, vec::fourth_code(a, b, c)}};
 }
 
-// One code; elements lie some from one to the next.
+// One code of a unit with elements `distance` apart.
 inline int16_t code_of(const uint16_t* elements, int64_t distance, int64_t code) {
   if (code < elements_of_unit) return static_cast<int16_t>(elements[code * distance]);
   return static_cast<int16_t>((elements[0] & 15) << 12 | (elements[distance] & 15) << 8 | (elements[2 * distance] & 15) << 4);

@@ -11,7 +11,7 @@
 namespace weft {
 namespace {
 
-uint32_t ordered_bits(float value) {   // of what is not negative: ordered as the values are
+uint32_t ordered_bits(float value) {   // for values >= 0: bits are ordered like the values
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
   return bits;
@@ -26,12 +26,12 @@ uint64_t ordered_bits(double value) {
 template <typename Value>
 struct Cutoff {
   Value value;
-  double before;    // weight of all smaller ones
-  double through;   // and of all its equals
+  double before;    // weight of all smaller values
+  double through;   // and of all values equal to it
 };
 
-// Of values in ascending order, each with a weight: the last one before which there is less weight than `enough`. Found without sorting,
-// by ever more of the leading bits: after each round only those that agree with the last one so far are looked at again.
+// Of the values in ascending order, each with a weight: finds the last one with a weight below `threshold` before it.
+// It does not sort: it fixes 11 leading bits per pass, and the next pass examines only the values that match so far.
 template <typename Value, typename Weight>
 Cutoff<Value> find_cutoff(const Value* values, int64_t count, double threshold, std::vector<int32_t>& matching, Weight&& weight) {
   constexpr int digit_bits = 11;
@@ -78,14 +78,14 @@ Cutoff<Value> find_cutoff(const Value* values, int64_t count, double threshold, 
   return {value, before, through};
 }
 
-// Rounded up, and no further than a finite score can lie.
+// Rounded up, and at most the largest finite float.
 float as_limit(double distance) {
   return std::nextafter(static_cast<float>(std::min(distance * (1.0 + 1e-6), static_cast<double>(FLT_MAX))), FLT_MAX);
 }
 
 }  // namespace
 
-// No more than a few scores beside the `wanted` best ones are as near to the best as this.
+// Returns a distance from the best score that includes the `wanted` best scores and few others.
 float Candidates::distance_of_rank(const ScannedRow& row, int64_t wanted) {
   const int64_t groups = maxima_count(row.count);
   if (wanted > groups) return std::numeric_limits<float>::infinity();
@@ -145,7 +145,7 @@ void Candidates::choose(const ScannedRow& row, double temperature, const Filters
   if (filters.typical_p < 1.0) keep_typical(filters.typical_p);
 }
 
-// How far the likeliest candidates that together have a share of `top_p` reach.
+// The distance of the last of the most likely candidates that together have the share `top_p`.
 float Candidates::nucleus_floor(double top_p) {
   weigh();
   double total = 0.0;
@@ -153,14 +153,14 @@ float Candidates::nucleus_floor(double top_p) {
   return find_cutoff(below_.data(), count_, top_p * total, matching_, [&](int64_t i) { return weights_[i]; }).value;
 }
 
-// The same for a whole row, which is much longer than what is looked for: from a rough total, and from the exact weights of those alone that
-// can be meant. Where so little decides that the total has to be exact, all are weighed.
+// The same for a whole row, of which only few tokens matter. It uses an approximate total, and exact weights only for
+// tokens that can be in the nucleus. If the result depends on the error of the total, all weights are summed exactly.
 float Candidates::nucleus_floor(const ScannedRow& row, double top_p) {
   double near[num_near];
   const float factor = static_cast<float>(std::min(factor_, static_cast<double>(FLT_MAX)));
   const double total = kernels().sum_weights_roughly(row.scores, row.count, row.scan.best, factor, near);
   const double least = top_p * total * (1.0 - rough_share), most = top_p * total * (1.0 + rough_share);
-  // All tokens together that lie further away than this have less than what may be left out.
+  // All tokens beyond this distance together have less than the weight that may be dropped.
   double distance = -std::log((1.0 - top_p) * total * (1.0 - rough_share) / static_cast<double>(row.count));
   for (int i = num_near - 1; i >= 0; i--)
     if (near[i] * (1.0 - rough_share) > most) distance = std::min(distance, static_cast<double>(near_distances[i]));
@@ -174,8 +174,8 @@ float Candidates::nucleus_floor(const ScannedRow& row, double top_p) {
   return weight_cutoff(top_p * kernels().sum_weights(row.scores, row.count, row.scan.best, factor_)).value;
 }
 
-// Those whose surprise (the negative logarithm of their chance) lies nearest to what it is on average. It is below / temperature +
-// log(total): the logarithm stands on both sides and is left out.
+// Keeps the tokens with a surprise (-log of the probability) nearest to the average surprise. surprise = below /
+// temperature + log(total); the logarithm is in both terms and cancels.
 void Candidates::keep_typical(double typical_p) {
   weigh();
   double total = 0.0, weighted = 0.0;
@@ -192,7 +192,7 @@ void Candidates::keep_typical(double typical_p) {
 }
 
 int64_t Candidates::draw(uint64_t key) const {
-  // Relative to the best that is left: typical-p may have removed the best of all.
+  // Relative to the best remaining score: typical-p may have removed the best of all.
   const double best = -static_cast<double>(*std::min_element(below_.begin(), below_.begin() + count_)) / temperature_;
   double highest = -HUGE_VAL;
   int64_t winner = tokens_[0];

@@ -1,4 +1,4 @@
-// The tokens of one row that can still be drawn, and what removes the unlikely ones from among them.
+// The tokens of one row that can still be drawn, and the filters that remove unlikely ones.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace weft {
 
-// A row of scores as `scan_scores` found it.
+// A row of scores and the result of `scan_scores`.
 struct ScannedRow {
   const float* scores;
   int64_t count;
@@ -16,7 +16,7 @@ struct ScannedRow {
   RowScan scan;
 };
 
-// How a token is chosen; what is off has the value that changes nothing.
+// The filters of a request; the defaults change nothing.
 struct Filters {
   int64_t top_k = 0;
   double top_p = 1.0;
@@ -27,17 +27,17 @@ struct Filters {
   bool any() const { return top_k > 0 || top_p < 1.0 || has_min_p || typical_p < 1.0; }
 };
 
-// Reused from row to row, so that its memory is taken once.
+// Reused for all rows, so that its memory is allocated once.
 class Candidates {
  public:
-  // All tokens of the row that pass the filters, one after the other: top-k, top-p, min-p, typical-p. Each sees what the one before it
-  // left, and keeps all that tie with the last one it keeps.
+  // Applies the filters in order: top-k, top-p, min-p, typical-p. Each filter sees the tokens that the previous one
+  // kept, and keeps all tokens that tie with the last one it keeps.
   void choose(const ScannedRow& row, double temperature, const Filters& filters);
 
-  // The one with the highest sum of score and noise, the lowest at a tie.
+  // The token with the highest sum of score and noise, the lowest token at a tie.
   int64_t draw(uint64_t key) const;
 
-  // The `wanted` tokens with the highest scores, the best first, of equals the lowest first.
+  // The `wanted` tokens with the highest scores, best first, the lowest token first at a tie.
   void rank(const ScannedRow& row, int64_t wanted);
 
   int32_t token(int64_t index) const { return tokens_[static_cast<size_t>(index)]; }
@@ -54,14 +54,14 @@ class Candidates {
 
   int64_t count_ = 0;
   double temperature_ = 1.0;
-  double factor_ = 1.0;   // one divided by it, as far as a double goes
-  // Room for a whole row each, of which `count_` are in use.
+  double factor_ = 1.0;   // 1 / temperature, limited to a finite double
+  // Each has room for a whole row; `count_` elements are used.
   std::vector<int32_t> tokens_;
   std::vector<float> below_;      // distance to the best score
   std::vector<double> weights_;   // exp(-below / temperature)
   std::vector<double> surprises_;
   std::vector<float> ranked_maxima_;
-  std::vector<int32_t> matching_;   // scratch of a search
+  std::vector<int32_t> matching_;   // scratch of find_cutoff
 };
 
 }  // namespace weft

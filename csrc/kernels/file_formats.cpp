@@ -1,4 +1,5 @@
-// The formats tensors are stored in, and how a block of each becomes floats. src/weft/loading/decoding.py is the same in numpy.
+// File formats of tensors, and the decoding of a block of each to floats. src/weft/loading/decoding.py does the same
+// in numpy. A block is the unit of the GGUF formats.
 #include <cstring>
 
 #include "kernels/half.h"
@@ -13,8 +14,8 @@ float half_from(const uint8_t* bytes) {
   return half_to_float(half);
 }
 
-// Codes of `bits` bits in runs of `width` bytes: the lowest bits of a run are its first codes, the next bits the codes after them. They
-// are added to `codes`, shifted by `shift`.
+// Codes of `bits` bits in runs of `width` bytes: the lowest bits of a run hold its first codes, the next bits the
+// codes after them. The codes are shifted left by `shift` and ORed into `codes`.
 template <int bits, int width, int count>
 void add_planes(const uint8_t* packed, int shift, uint8_t* codes) {
   constexpr int planes = 8 / bits, runs = count / (planes * width);
@@ -71,7 +72,7 @@ void decode_q4_1(const uint8_t* block, float* values) {
   scale_codes<32>(codes, half_from(block), half_from(block + 2), values);
 }
 
-// One bit per value, in the order of the values: the fifth bit of Q5_0 and Q5_1.
+// One bit per value, in value order: the fifth bit of Q5_0 and Q5_1.
 void add_fifth_bits(const uint8_t* packed, uint8_t* codes) {
   for (int i = 0; i < 32; i++) codes[i] |= static_cast<uint8_t>((packed[i / 8] >> i % 8 & 1) << 4);
 }
@@ -105,7 +106,7 @@ void decode_q3_k(const uint8_t* block, float* values) {
   uint8_t codes[256] = {}, scales[16] = {};
   add_planes<2, 32, 256>(block + 32, 0, codes);
   add_planes<1, 32, 256>(block, 2, codes);
-  // 16 scales of 6 bits: the lower four of each in 8 bytes, the upper two in 4.
+  // 16 scales of 6 bits: the low four bits of each in 8 bytes, the high two in 4 bytes.
   add_planes<4, 8, 16>(block + 96, 0, scales);
   add_planes<2, 4, 16>(block + 104, 4, scales);
   const float scale = half_from(block + 108);
@@ -172,8 +173,8 @@ constexpr StoredFormat formats[] = {
 
 }  // namespace
 
-// Bytes 4..7 hold scales 0..3, bytes 8..11 minima 0..3, bytes 12..15 the lower four bits of scales and minima 4..7, whose upper two are
-// those that the first eight bytes have to spare.
+// Bytes 4..7: scales 0..3; bytes 8..11: minima 0..3; bytes 12..15: the low four bits of scales and minima 4..7. Their
+// high two bits are the spare bits of bytes 4..11.
 void k_scales_and_minima(const uint8_t* block, float* scales, float* minima) {
   const float scale = half_from(block), minimum = half_from(block + 2);
   for (int i = 0; i < 4; i++) {

@@ -21,7 +21,7 @@ inline uint16_t half_at(const uint8_t* data, int64_t index) {
   return half;
 }
 
-// One lane of a group of W4 or W8, 32 weights.
+// The 32 weights of one output in a W4 or W8 group.
 void unpack_w4(const uint8_t* group, float unit, int lane, float* out) {
   int16_t factors[2];
   std::memcpy(factors, group + w4_codes_bytes + 4 * lane, 4);
@@ -61,7 +61,8 @@ void unpack_row(const Weight& weight, int64_t output, float* out) {
   }
 }
 
-// The instructions of W4's sums alone, on registers: what no product can be faster than that multiplies every input by itself.
+// Only the multiplications of W4, on registers: an upper bound of the speed of any product that multiplies each input
+// once.
 int64_t multiply_in_registers(int64_t repeats) {
 #if defined(WEFT_AVX512) || defined(WEFT_AVX2)
   constexpr int sums_at_once = 8;
@@ -72,7 +73,7 @@ int64_t multiply_in_registers(int64_t repeats) {
   for (int64_t repeat = 0; repeat < repeats; repeat++) {
 #pragma GCC unroll 8
     for (int i = 0; i < sums_at_once; i++) {
-      asm("" : "+v"(activations));   // could be another one each time, for all that the compiler knows
+      asm("" : "+v"(activations));   // the compiler must assume a new value each time
       sums[i].add(codes, activations);
     }
   }

@@ -1,7 +1,7 @@
-// Tiles of a linear layer: a few rows of activations times the outputs of a strip.
+// Tiles of a linear layer: a few activation rows times the outputs of one strip.
 //
-// The blocks of an output (for floats: its inputs) are added up one after the other, by the same operations in tiles of any size. So a
-// result depends neither on the other rows nor on how the work was cut.
+// The scale blocks of an output (for float layouts: its inputs) are added in order, by the same operations for any
+// tile size. So a result depends neither on the other rows nor on how the work is divided.
 #include "isa/vec_bytes.h"
 #include "isa/vec_pairs.h"
 
@@ -24,7 +24,7 @@ struct Totals {
 
 inline const uint16_t* halves(const uint8_t* data) { return reinterpret_cast<const uint16_t*>(data); }
 
-// Rows of a tile: they share the weights of a strip, which come from memory once for all of them.
+// Most rows of a tile. They share the weights of a strip, which are read from memory once.
 template <Layout layout>
 constexpr int most_rows() {
 #if defined(WEFT_VNNI)
@@ -38,16 +38,16 @@ constexpr int most_rows() {
 #endif
 }
 
-// Of so many rows everything stays in registers from the first product to the result: the sums of a group, of a block and of all. To keep
-// the last in memory takes a store for every block and row, which on Zen 4 costs more than a product of bytes. A quantised tile of more
-// rows is worked on in two portions, of which the first is a panel.
+// With at most this many rows, the sums of group, scale block and total all stay in registers. Totals in memory would
+// need a store for each scale block and row, which on Zen 4 costs more than a byte product. A quantised tile of more
+// rows is computed in two portions; the first is a whole panel.
 #if defined(WEFT_AVX512)
 constexpr int rows_in_registers = panel_rows;
 #else
 constexpr int rows_in_registers = 4;
 #endif
 
-// Of fewer rows the sums of weights alone, and what waits for them, cost more than is saved.
+// With fewer rows, computing the sums of weights costs more than pairs save.
 template <Layout layout>
 constexpr bool goes_in_pairs(int rows) {
 #if defined(WEFT_PAIRS)
@@ -57,9 +57,9 @@ constexpr bool goes_in_pairs(int rows) {
 #endif
 }
 
-// Weights are asked for this long before they are used: the processor's own guess begins anew at every page and gives way to whatever
-// the rows need. With four rows and more this was worth up to 1.5 times the speed. A tile of many rows uses weights up more slowly, so less
-// is enough. Asking beyond the end does no harm.
+// Weights are prefetched this many bytes ahead. The hardware prefetcher restarts at each page, and loads of rows
+// displace its requests. With four or more rows this is up to 1.5 times as fast. Tiles of many rows read weights more
+// slowly and need less distance. Prefetching past the end is harmless.
 constexpr int64_t ahead_bytes(int rows) { return rows > rows_in_registers ? 3072 : 6144; }
 
 template <int count>
@@ -67,7 +67,7 @@ inline void fetch(const uint8_t* from) {
   for (int i = 0; i < count; i += 64) __builtin_prefetch(from + i);
 }
 
-// One vector of weights of a float layout, `at` weights into the strip.
+// One vector of weights of a float layout, at offset `at` of the strip.
 template <Layout layout>
 Vec load_weights(const uint8_t* strip, int64_t at) {
   if constexpr (layout == Layout::f32) return vec::load(reinterpret_cast<const float*>(strip) + at);
@@ -93,9 +93,9 @@ Totals<rows> multiply_floats(const LinearTask& task, int64_t first_row, const ui
   return totals;
 }
 
-// A quantised layout, for one vector of outputs in a group: the codes of inputs 8s .. 8s + 7 (the first four and the last four), how a
-// sum of products joins those of its block, and the weights of one input. What a block adds up becomes floats by `of_block`, and a total
-// what it stands for by `of_total`.
+// A quantised layout, for one vector of outputs in a group: loads the codes of inputs 8s .. 8s + 7 (first four, last
+// four), joins a sum of products to its scale block, and unpacks the weights of one input. `of_block` converts the
+// sum of a scale block to floats, `of_total` applies the unit to a total.
 template <Layout layout>
 struct Group;
 
@@ -132,7 +132,7 @@ struct Group<Layout::w4> {
 template <>
 struct Group<Layout::w8> {
   static constexpr int bytes = w8_group_bytes;
-  static constexpr int parts_together = 1;   // one after the other: without VNNI a sum takes two registers
+  static constexpr int parts_together = 1;   // one at a time: without VNNI a sum takes two registers
   using Sum = bytes::SumW8;
   using BlockSum = Vec;
   struct EightInputs {
@@ -171,7 +171,7 @@ struct BlockSums {
   }
 };
 
-// What the sums of a block of up to so many groups begin with.
+// The start values of the sums of a scale block with up to `groups` groups.
 template <Layout layout, int rows>
 inline BlockSums<layout, rows> initial_block_sums(const uint8_t* group, int64_t groups) {
 #if defined(WEFT_PAIRS)
@@ -181,7 +181,7 @@ inline BlockSums<layout, rows> initial_block_sums(const uint8_t* group, int64_t 
   return BlockSums<layout, rows>();
 }
 
-// `from` is the tile's first row at this group.
+// `from`: the tile's first row at this group.
 template <Layout layout, int rows, int first_part>
 inline void add_group(const RowGroup* from, const uint8_t* group, BlockSums<layout, rows>& blocks) {
   constexpr int together = Group<layout>::parts_together;
@@ -231,8 +231,8 @@ inline void add_products(const QuantisedRows& rows_in_bytes, int64_t first_row, 
   }
 }
 
-// The weights of the strip were just read. To add 0 where one of four rows has no outlier takes less than to ask. A tile begins with the
-// first of four rows, or ends with the last of the same four.
+// The weights of the strip were just read. If one of four rows has no outlier, adding 0 is faster than a branch. A
+// tile begins with the first of four rows, or ends with the last of the same four.
 template <Layout layout, int rows>
 inline void add_outliers(const QuantisedRows& from, int64_t first_row, const uint8_t* strip, Totals<rows>& totals) {
   constexpr int together = outlier_rows;
@@ -255,7 +255,7 @@ inline void add_outliers(const QuantisedRows& from, int64_t first_row, const uin
   });
 }
 
-// The bias, and where the result goes. The last strip may have fewer outputs than lanes.
+// Adds the bias and writes the result. The last strip may have fewer outputs than lanes.
 template <int rows>
 inline void finish(const LinearTask& task, const Totals<rows>& totals, int64_t first_row, int64_t first_output) {
   each<parts>([&](auto part) {
@@ -274,15 +274,15 @@ inline void finish(const LinearTask& task, const Totals<rows>& totals, int64_t f
   });
 }
 
-// With the sanitizers' checks in it such a function would take the compiler minutes.
+// With sanitizer checks, compiling such a function would take minutes.
 #if defined(__SANITIZE_ADDRESS__)
 #define WEFT_IN_ONE_PIECE
 #else
 #define WEFT_IN_ONE_PIECE __attribute__((flatten, noinline))
 #endif
 
-// The rows of a portion times one strip. Meanwhile so many bytes for each group are asked for, from `ahead` on. Everything has to be one
-// function: what belongs to a row is in a register only as long as nobody has its address.
+// The rows of a portion times one strip. Prefetches `fetched` bytes per group, from `ahead` on. All of it must be one
+// function: a sum stays in a register only if its address is never taken.
 template <Layout layout, int rows, int fetched>
 WEFT_IN_ONE_PIECE void multiply_portion(const LinearTask& task, int64_t first_row, int64_t first_output, const uint8_t* strip,
                                         const uint8_t* ahead) {
@@ -301,7 +301,7 @@ WEFT_IN_ONE_PIECE void multiply_floats_of_strip(const LinearTask& task, int64_t 
   finish(task, multiply_floats<layout, rows>(task, first_row, strip), first_row, first_output);
 }
 
-// Portions take turns strip by strip: a strip comes from memory once, and each asks for its share of what is read next.
+// Both portions are computed strip by strip: a strip is read from memory once, and each portion prefetches its share.
 template <Layout layout, int rows>
 void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_strip, int64_t end_strip) {
   const int64_t bytes = strip_bytes(layout, task.weight->inputs);
@@ -316,7 +316,7 @@ void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_stri
       constexpr int first = panel_rows, second = rows - first;
       static_assert(second > 0 && second <= rows_in_registers);
       constexpr int second_fetched = Group<layout>::bytes * second / rows, first_fetched = Group<layout>::bytes - second_fetched;
-      // While the first portion reads a strip, less than a strip is asked for: the rest must have been before.
+      // The first portion prefetches less than a strip; the previous strip's second portion has prefetched the rest.
       const uint8_t* ahead = weights + ahead_bytes(rows) + task.quantised.groups * second_fetched;
       multiply_portion<layout, first, first_fetched>(task, first_row, output, weights, ahead);
       ahead += task.quantised.groups * first_fetched;
@@ -325,15 +325,15 @@ void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_stri
   }
 }
 
-// The tile of exactly `count` rows, which is at most `rows`.
+// The tile of exactly `count` rows; count <= rows.
 template <Layout layout, int rows>
 void multiply_count(const LinearTask& task, int64_t count, int64_t first_row, int64_t first_strip, int64_t end_strip) {
   if (count == rows) return multiply_rows<layout, rows>(task, first_row, first_strip, end_strip);
   if constexpr (rows > 1) multiply_count<layout, rows - 1>(task, count, first_row, first_strip, end_strip);
 }
 
-// A tile that begins in the middle of a panel ends with it, and one that begins in the middle of four rows ends with them: outliers come
-// in lists for four.
+// A tile that begins inside a panel ends with the panel. A tile that begins inside four rows ends with them, because
+// outliers are listed for four rows.
 template <Layout layout>
 constexpr int64_t rows_fitting(int64_t row) {
   if (!is_quantised(layout) || row % panel_rows == 0) return most_rows<layout>();
@@ -353,7 +353,7 @@ void multiply_strips(const LinearTask& task, int64_t first_strip, int64_t end_st
   }
 }
 
-// A run of strips that stays in the second-level cache while the rows pass by, a tile of them at a time.
+// A run of strips that stays in the L2 cache while all row tiles are multiplied with it.
 constexpr int64_t cached_bytes = 128 * 1024;
 
 template <Layout layout>

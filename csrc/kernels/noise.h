@@ -1,4 +1,4 @@
-// The noise of sampling, as src/weft/sampling/noise.py defines it: the same bits for the same seed, output index and token.
+// Sampling noise as defined by src/weft/sampling/noise.py: the same bits for the same seed, output index and token.
 #pragma once
 
 #include <cmath>
@@ -27,7 +27,8 @@ inline uint32_t noise_bits(uint64_t key, int64_t token) {
 
 inline double gumbel(uint32_t bits) { return -std::log(-std::log1p(-(bits + 0.5) * 0x1p-32)); }
 
-// Not less than gumbel(bits), for a shift and a product: gumbel(v) <= -log(v), and v has at least the highest of its bits.
+// An upper bound of gumbel(bits) for a shift and a product: gumbel(v) <= -log(v), and v is at least its highest set
+// bit.
 inline double gumbel_bound(uint32_t bits) {
   const int leading_zeros = bits == 0 ? 32 : __builtin_clz(bits);
   return (leading_zeros + 1) * 0.69314718055994541;

@@ -1,4 +1,4 @@
-// Packing: stored codes moved into strips as they are, and floats rounded to codes.
+// Packing: copies stored codes into strips, or rounds floats to codes.
 #include "kernels/pack.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace weft {
 namespace {
 
-// One output's place in a strip: where its bytes of a group lie, or of an input.
+// The position of one output in a strip: the address of its bytes in a group or input.
 struct Lane {
   uint8_t* strip;
   int lane;
@@ -32,7 +32,7 @@ uint32_t four_bytes(const uint8_t* bytes) {
   return word;
 }
 
-// 32 codes of a byte each.
+// 32 codes, one per byte.
 void put_w4(const Lane& lane, int64_t group, const uint8_t* codes) {
   for (int step = 0; step < 4; step++) {
     const uint32_t word = four_bytes(codes + 8 * step) | four_bytes(codes + 8 * step + 4) << 4;
@@ -44,7 +44,7 @@ void put_w8(const Lane& lane, int64_t group, const uint8_t* codes) {
   for (int step = 0; step < 8; step++) std::memcpy(lane.w8(group) + 64 * step, codes + 4 * step, 4);
 }
 
-// What the groups of an output have beside their codes: weight = code * scale + minimum.
+// Scale and minimum of each group of an output: weight = code * scale + minimum.
 struct FactorsW4 {
   std::vector<float> scales, minima;
   explicit FactorsW4(int64_t groups) : scales(static_cast<size_t>(groups)), minima(static_cast<size_t>(groups)) {}
@@ -53,8 +53,8 @@ struct FactorsW4 {
     minima[static_cast<size_t>(group)] = minimum;
   }
 
-  // Stored as whole numbers under one unit for the output: they have 14 bits or more where a group is not much smaller than the largest of
-  // its output, and f16 has 11.
+  // Stored as integers with one common unit per output. They have 14 bits or more, unless a group is much smaller
+  // than the largest of its output; f16 has 11.
   void put(const Lane& lane) const {
     double unit = 0.0;
     bool is_finite = true;
@@ -82,9 +82,10 @@ struct FactorsW4 {
   }
 };
 
-// --- stored codes, as they are ------------------------------------------------------------------------------------------------------
+// --- stored codes, copied
+// -----------------------------------------------------------------------------------------------------------
 
-// Q4_0 and Q4_1: byte i holds value i and value 16 + i.
+// Q4_0 and Q4_1: byte i holds values i and 16 + i.
 void copy_q4(const uint8_t* packed, const Lane& lane, int64_t group) {
   uint32_t words[4];
   std::memcpy(words, packed, 16);
@@ -125,7 +126,7 @@ void copy_q4_k(const uint8_t* raw, int64_t inputs, const Lane& lane) {
     float scales[8], minima[8];
     k_scales_and_minima(raw, scales, minima);
     for (int group = 0; group < 8; group++) {
-      const uint8_t* packed = raw + 16 + group / 2 * 32;   // the low four bits are one group, the high four the next
+      const uint8_t* packed = raw + 16 + group / 2 * 32;   // low four bits: one group, high four bits: the next group
       uint8_t codes[32];
       for (int i = 0; i < 32; i++) codes[i] = group % 2 ? packed[i] >> 4 : packed[i] & 15;
       put_w4(lane, 8 * block + group, codes);
@@ -152,7 +153,7 @@ void copy_floats(const uint8_t* raw, int64_t inputs, const Lane& lane) {
 
 using CopyCodes = void (*)(const uint8_t* raw, int64_t inputs, const Lane& lane);
 
-// How a row in this format comes into this layout without a change of its codes; null: it does not.
+// The function that copies rows of this format into this layout without changing codes; null: there is none.
 CopyCodes find_copy(const StoredFormat& format, Layout layout) {
   struct Entry {
     const char* name;
@@ -173,9 +174,9 @@ CopyCodes find_copy(const StoredFormat& format, Layout layout) {
 
 constexpr uint16_t half_nan = 0x7e00;
 
-// The largest magnitude of a group; not finite where one of its values is not.
+// The largest magnitude of a group; not finite if a value is not finite.
 float largest_magnitude(const float* values) {
-  int32_t largest = 0;   // compared as bits, where infinity comes after all numbers and NaN after infinity
+  int32_t largest = 0;   // compared as bits: infinity is above all numbers, NaN above infinity
   for (int i = 0; i < group_inputs; i++) {
     const int32_t bits = static_cast<int32_t>(bits_of_float(values[i]) & 0x7fffffff);
     largest = bits > largest ? bits : largest;
@@ -183,17 +184,17 @@ float largest_magnitude(const float* values) {
   return float_of_bits(static_cast<uint32_t>(largest));
 }
 
-// To the nearest whole number, ties to even, for magnitudes under 2^22: in a float of this size the last bit is 1.
+// Rounds to the nearest integer, ties to even, for magnitudes below 2^22: a float of this size has no fraction bits.
 float round_small(float value) { return (value + 0x1.8p23f) - 0x1.8p23f; }
 
 float clamp(float value, float low, float high) { return value < low ? low : value > high ? high : value; }
 
-// Signed bytes under a scale of f16: the scale is rounded first, so that the codes fit the one that will be used.
+// Signed bytes with an f16 scale. The scale is rounded first, so that the codes fit the rounded scale.
 void round_w8(const float* values, const Lane& lane, int64_t group) {
   uint8_t codes[group_inputs] = {};
   const float largest = largest_magnitude(values);
   uint16_t half = std::isfinite(largest) ? float_to_half(largest / 127.0f) : half_nan;
-  if (half_to_float(half) * 127.5f < largest) half++;   // only the smallest halves are so coarse that this would clip
+  if (half_to_float(half) * 127.5f < largest) half++;   // needed only for the smallest halves, where rounding would clip
   const float scale = half_to_float(half);
   if (scale > 0.0f && std::isfinite(scale)) {
     const float inverse = 1.0f / scale;
@@ -204,7 +205,7 @@ void round_w8(const float* values, const Lane& lane, int64_t group) {
   lane.set_w8_scale(group, half);
 }
 
-// Four floats in the compiler's own vectors.
+// Four floats in a compiler vector.
 using Four = float __attribute__((vector_size(16)));
 constexpr int fours = group_inputs / 4;
 
@@ -216,14 +217,14 @@ struct Group {
   explicit Group(const float* values) { std::memcpy(at, values, sizeof at); }
 };
 
-// A choice of scale and minimum for a group, with its codes and their squared error.
+// A candidate scale and minimum of a group, with its codes and squared error.
 struct Choice {
   float scale, minimum;
   Four codes[fours];
   float error;
 };
 
-// The codes nearest to the values under these two numbers.
+// Rounds values to the nearest codes of this scale and minimum.
 Choice choose_codes(const Group& values, float scale, float minimum) {
   Choice choice;
   choice.scale = scale;
@@ -234,7 +235,7 @@ Choice choose_codes(const Group& values, float scale, float minimum) {
     Four code = (values.at[i] - minimum) * inverse;
     code = code < 0.0f ? Four{} : code;
     code = code > 15.0f ? Four{} + 15.0f : code;
-    code = (code + 0x1.8p23f) - 0x1.8p23f;   // as round_small
+    code = (code + 0x1.8p23f) - 0x1.8p23f;   // see round_small
     const Four miss = code * scale + minimum - values.at[i];
     choice.codes[i] = code;
     error += miss * miss;
@@ -243,7 +244,7 @@ Choice choose_codes(const Group& values, float scale, float minimum) {
   return choice;
 }
 
-// The scale and minimum with the least squared error for codes that are given. False where the codes are all the same.
+// Least-squares fit of scale and minimum for given codes. Returns false if all codes are equal.
 bool fit_line(const Group& values, const Four* codes, float& scale, float& minimum) {
   Four sum_codes = {}, sum_squares = {}, sum_values = {}, sum_products = {};
   for (int i = 0; i < fours; i++) {
@@ -260,12 +261,12 @@ bool fit_line(const Group& values, const Four* codes, float& scale, float& minim
   return scale > 0.0f;
 }
 
-// Four bits: from the whole range of the group inwards, a few scales are tried, each with the line that fits its codes best. Clipping the
-// ends a little makes every other step finer; the squared error says how much is worth it.
+// 4-bit codes: tries some scales, from the whole range of the group inwards, and refits the line for each. Clipping
+// the ends makes all other steps finer; the squared error decides.
 void round_w4(const float* values, const Lane& lane, int64_t group, FactorsW4& factors) {
   uint8_t codes[group_inputs] = {};
   const float largest = largest_magnitude(values);
-  if (!(largest <= 65504.0f)) {   // what f16 cannot hold is no weight
+  if (!(largest <= 65504.0f)) {   // a value beyond f16 is not a valid weight
     put_w4(lane, group, codes);
     factors.set(group, NAN, NAN);
     return;
@@ -297,7 +298,7 @@ uint16_t float_to_bfloat(float value) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// A row of floats, `inputs` of them and zeros up to the end of the last group.
+// A row of `inputs` floats, padded with zeros to whole groups.
 void round_row(const float* values, int64_t inputs, Layout layout, const Lane& lane) {
   const int64_t groups = (inputs + group_inputs - 1) / group_inputs;
   if (layout == Layout::w4) {
@@ -344,8 +345,8 @@ void pack(const StoredFormat& format, const uint8_t* raw, int64_t rows, int64_t 
 }
 
 uint64_t checksum(const uint8_t* bytes, int64_t count) {
-  // As XXH64 does. Four chains, so that four multiplications are under way at once. Each step is a bijection of its chain and of its
-  // word: a difference never vanishes by itself.
+  // Like XXH64: four chains, so that four multiplications run in parallel. Each step is a bijection of its chain and
+  // of its word, so a difference never cancels itself.
   const auto step = [](uint64_t chain, uint64_t word) {
     chain += word * 0xc2b2ae3d27d4eb4f;
     return (chain << 31 | chain >> 33) * 0x9e3779b185ebca87;

@@ -1,11 +1,12 @@
-// Rows on their way into products: made of what is there, and turned to bytes.
+// Prepares rows for products: applies the prologue and quantises to bytes. "Block" means scale block here.
 #include "isa/vec_quantise.h"
 
 namespace weft::WEFT_ISA {
 namespace {
 namespace quantising {
 
-// What is seen of a row while it is written: the sum of all magnitudes, as sum_row would make it, and the largest of a block.
+// Collected while a row is written: the sum of magnitudes, in the order of sum_row, and the largest magnitude of a
+// block.
 struct RowStatistics {
   static constexpr int num_sums = 4 * vec::sum_parts;
   vec::Vec sums[num_sums];
@@ -18,7 +19,7 @@ struct RowStatistics {
   }
 };
 
-// The last block of a row, where it is not whole.
+// The last block of a row, if it is incomplete.
 template <typename Make>
 inline void write_last_values(int64_t first, int64_t columns, Make& make, float* out, RowStatistics& statistics) {
   const int64_t side_by_side = (columns - first) / (RowStatistics::num_sums * vec::lanes) * RowStatistics::num_sums;
@@ -31,8 +32,8 @@ inline void write_last_values(int64_t first, int64_t columns, Make& make, float*
   }
 }
 
-// Writes a row, with zeros up to the end of its last block, and of every block the lanes of its largest magnitude; returns the sum of the
-// magnitudes.
+// Writes a row, padded with zeros to whole blocks, and the lanes of each block's largest magnitude. Returns the sum
+// of magnitudes.
 template <typename Make>
 inline float write_values(int64_t columns, Make make, float* out, float* lane_maxima) {
   constexpr int some = vec::chains_at_once;
@@ -54,14 +55,15 @@ inline float write_values(int64_t columns, Make make, float* out, float* lane_ma
     statistics.largest.store(lane_maxima);
   }
   if (i == columns) return vec::sum_of_four(statistics.sums);
-  RowStatistics last = statistics;   // a copy, since what others may write to does not stay in registers
+  RowStatistics last = statistics;   // a copy: a variable whose address escapes does not stay in registers
   last.largest = Largest();
   write_last_values(i, columns, make, out, last);
   last.largest.store(lane_maxima);
   return vec::sum_of_four(last.sums);
 }
 
-// Leaves zeros where the outliers of a block were, and the lanes of its new largest magnitude; returns how many outliers there are.
+// Replaces the outliers of a block by zeros and updates the lanes of its largest magnitude. Returns the number of
+// outliers.
 inline int32_t remove_outliers(float* values, float bound, uint32_t first_input, Outlier* out, float* lane_maxima) {
   int32_t count = 0;
   for (uint64_t left = inputs_above(values, bound); left != 0; left &= left - 1) {
@@ -69,7 +71,7 @@ inline int32_t remove_outliers(float* values, float bound, uint32_t first_input,
     out[count++] = Outlier{first_input + i, values[i]};
   }
   Largest largest;
-  for (int i = 0; i < scale_block_inputs; i += vec::lanes) {   // whole vectors: to read one of which a part was just written takes long
+  for (int i = 0; i < scale_block_inputs; i += vec::lanes) {   // whole vectors: loading a vector that was just partly written is slow
     const vec::Vec value = vec::load(values + i), magnitude = vec::magnitude(value);
     const vec::Vec is_left = vec::where_less(vec::all(bound), magnitude, vec::all(0.0f), value);
     largest.add(vec::magnitude(is_left));
@@ -79,7 +81,7 @@ inline int32_t remove_outliers(float* values, float bound, uint32_t first_input,
   return count;
 }
 
-// How many of the blocks, or groups, from the first on go together.
+// How many of the remaining blocks or groups are processed together.
 inline int taken_together(int64_t all, int64_t first, int most) { return static_cast<int>(all - first < most ? all - first : most); }
 
 }  // namespace quantising
@@ -88,17 +90,19 @@ void quantise_row(const RowInput& input, int64_t columns, float* scratch, const 
   using namespace quantising;
   float *values = scratch, *lane_maxima = scratch + out.scale_blocks * scale_block_inputs, sum = 0.0f;
   with_values(input, columns, [&](auto make) { sum = write_values(columns, make, values, lane_maxima); });
-  // The magnitude that all outliers are above: infinite or NaN where a value of the row is, and then there are none.
-  // Among the smallest numbers there are, the mean is rounded so coarsely that most values could be above it; there are none there either.
+  // Outliers have a magnitude above this. If a value is not finite, the bound is infinite or NaN, and there are no
+  // outliers. Near the smallest floats the mean is rounded so coarsely that most values could exceed it; there are no
+  // outliers either.
   float bound = out.outliers ? sum / static_cast<float>(columns) * static_cast<float>(outlier_ratio) : NAN;
   if (bound < 0x1p-100f) bound = 0x1p-100f;
   Outlier* outliers = out.outliers ? out.outliers + out_row * out.outlier_room : nullptr;
   int32_t taken = 0;
-  // First the factors of all blocks, then all codes: each of the two waits for what comes before it once, and not for every eight blocks.
+  // First the factors of all blocks, then all codes: so each loop waits for its inputs once, not for every eight
+  // blocks.
   for (int64_t first = 0; first < out.scale_blocks; first += blocks_together) {
     const int blocks = taken_together(out.scale_blocks, first, blocks_together);
     const uint32_t all = (1u << blocks) - 1;
-    float *of_blocks = lane_maxima + first * maxima_kept, *factors = of_blocks, scales[blocks_together];   // the factors take the maxima's place
+    float *of_blocks = lane_maxima + first * maxima_kept, *factors = of_blocks, scales[blocks_together];   // the factors overwrite the maxima
     PerBlock largest = largest_of_blocks(of_blocks);
     for (uint32_t left = blocks_above(largest, bound) & all; left != 0; left &= left - 1) {
       const int64_t block = first + __builtin_ctz(left);
@@ -108,7 +112,7 @@ void quantise_row(const RowInput& input, int64_t columns, float* scratch, const 
     }
     for (uint32_t left = find_scales(largest, factors, scales) & all; left != 0; left &= left - 1)
       std::memset(values + (first + __builtin_ctz(left)) * scale_block_inputs, 0, scale_block_inputs * sizeof(float));
-    asm("" : "+m"(scales));   // read from memory: to take single lanes out of a register costs more
+    asm("" : "+m"(scales));   // forces a read from memory: extracting single lanes from a register costs more
     for (int block = 0; block < blocks; block++) *out.scale_of(out_row, first + block) = scales[block];
   }
   for (int64_t first = 0; first < out.groups; first += groups_together) {

@@ -1,10 +1,10 @@
-// What is done to one row of activations: norms, gates, rotations.
+// Operations on one activation row: norms, gates, RoPE, routing.
 #include "isa/vec_curves.h"
 
 namespace weft::WEFT_ISA {
 namespace {
 
-// x / (1 + e^-t): with t = x it is silu.
+// x / (1 + e^-t); with t = x this is silu.
 class TimesSigmoid {
  public:
   template <int count>
@@ -30,8 +30,8 @@ inline void multiply_each(vec::Vec (&x)[count], const float* with, Lanes n) {
   vec::each<count>([&](int k) { x[k] = x[k] * vec::load(with + k * vec::lanes, n); });
 }
 
-// Calls use(make), where make(i, n, into) makes some vectors of the row from its element i on, of n lanes each. A last one of fewer lanes
-// comes alone, with zeros behind them unless the row has a NaN.
+// Calls use(make); make(i, n, into) computes some vectors of the row from element i on, of n lanes each. A partial
+// last vector is computed alone; its unused lanes are zero, unless the row has a NaN.
 template <typename Use>
 inline void with_values(const RowInput& input, int64_t columns, Use&& use) {
   const float *row = input.row, *other = input.other;
@@ -58,7 +58,7 @@ inline void with_values(const RowInput& input, int64_t columns, Use&& use) {
       });
     }
     case Prologue::gelu_tanh_mul: {
-      // 0.5 x (1 + tanh(t / 2)) is x times the sigmoid of t, and that loses nothing where tanh comes near -1.
+      // 0.5 x (1 + tanh(t / 2)) = x * sigmoid(t). The sigmoid does not cancel where tanh is near -1.
       const TimesSigmoid times_sigmoid;
       return use([&](int64_t i, auto n, auto& into) {
         std::remove_reference_t<decltype(into)> t;
@@ -129,7 +129,7 @@ void route(const float* logits, int64_t experts, int64_t per_token, bool normali
   float all = 0.0f, taken = 0.0f;
   for (int64_t i = 0; i < experts; i++) all += vec::first(vec::exp(vec::all(logits[i]) - base));
   for (int64_t place = 0; place < per_token; place++) {
-    // The best of those that are left, the first of equals. Whatever the logits are, it is an expert that was not chosen before.
+    // The best expert that is not chosen yet, the first at a tie. This also holds if logits are NaN.
     int64_t best = -1;
     for (int64_t i = 0; i < experts; i++) {
       bool free = true;

@@ -34,7 +34,8 @@ Verdict SamplerScratch::sample(const SampleTask& task, int64_t& token) {
   return Verdict::good;
 }
 
-// The scores after everything that changes them: a copy, or the logits where nothing does.
+// The scores after mask, penalties, biases and forbidden ends: a copy, or the logits themselves if nothing changes
+// them.
 const float* SamplerScratch::shaped_scores(const SampleTask& task) {
   const RowSettings* settings = task.settings;
   const bool forbids_ends = settings != nullptr && task.output_index < settings->min_tokens;
@@ -55,7 +56,8 @@ const float* SamplerScratch::shaped_scores(const SampleTask& task) {
   return scores_.data();
 }
 
-// Repetition looks at prompt and output and scales; frequency and presence look at the output and subtract.
+// The repetition penalty scales tokens of prompt and output; frequency and presence penalties subtract for output
+// tokens.
 void SamplerScratch::penalise(const SampleTask& task) {
   const RowSettings& settings = *task.settings;
   counts_.resize(static_cast<size_t>(task.vocabulary));
@@ -89,7 +91,7 @@ void SamplerScratch::forbid_ends(const SampleTask& task) {
     scores_[static_cast<size_t>(end)] = -HUGE_VALF;
   }
   if (!task.settings->has_grammar || scan(scores_.data(), task.vocabulary).scan.best > -HUGE_VALF) return;
-  size_t next = 0;   // the grammar is complete: there is nothing to go on with
+  size_t next = 0;   // the grammar is complete: only an end token is left
   for (const int64_t end : ends)
     if (end < task.vocabulary) scores_[static_cast<size_t>(end)] = saved_end_scores_[next++];
 }

@@ -1,12 +1,12 @@
-// The sampler's passes over a whole row of scores. Written once with the compiler's vector types, as wide as the instruction set's
-// registers; no fused products, and sums in eight lanes whatever the width, so that every instruction set gives the same result.
+// The sampler's passes over a whole row of scores, written with compiler vector types. No fused multiply-add, and
+// sums in eight lanes for any vector width, so that every instruction set gives the same result.
 #include "isa/vec_scores.h"
 #include "kernels/noise.h"
 
 namespace weft::WEFT_ISA {
 namespace {
 
-// Calls work(scores, first token) for every `step` scores; the last ones come with minus infinity behind them.
+// Calls work(scores, first token) for every `step` scores; the last call is padded with minus infinity.
 template <int step, typename Function>
 inline void in_steps(const float* scores, int64_t count, Function&& work) {
   int64_t token = 0;
@@ -17,14 +17,14 @@ inline void in_steps(const float* scores, int64_t count, Function&& work) {
   work(static_cast<const float*>(last), token);
 }
 
-// exp of what is not above 0, to a few units in the last place; 0 where a double could hold the result only with fewer digits.
+// exp for values <= 0, to a few ulp; 0 if the result would be subnormal.
 inline Doubles exp_of(Doubles value) {
   constexpr double round = 0x1.8p52, lowest = -708.0;
   const Doubles bounded = value > lowest ? value : lowest - Doubles{};
-  const Doubles shifted = bounded * 1.4426950408889634 + round;   // its lowest bits are the nearest whole number
+  const Doubles shifted = bounded * 1.4426950408889634 + round;   // its low bits are the nearest integer
   const Doubles whole = shifted - round;
   const Doubles rest = bounded - whole * 0x1.62e42fefap-1 - whole * 0x1.cf79abc9e3b3ap-40;   // ln 2 in two parts
-  // The series up to the eleventh power, in pairs, so that the processor waits for few of the products.
+  // Taylor series up to the eleventh power, in pairs, to shorten the dependency chain.
   const Doubles square = rest * rest, fourth = square * square;
   const Doubles low = (1.0 + rest) + (0.5 + rest * (1.0 / 6)) * square;
   const Doubles middle = (1.0 / 24 + rest * (1.0 / 120)) + (1.0 / 720 + rest * (1.0 / 5040)) * square;
@@ -36,8 +36,8 @@ inline Doubles exp_of(Doubles value) {
 
 RowScan scan_scores(const float* scores, int64_t count, float* maxima) {
   constexpr int parts = maxima_lanes / narrow;
-  Ints odd = {};
-  for (int64_t first = 0, chunk = 0; first < count; first += maxima_section, chunk++) {
+  Ints is_nan = {};
+  for (int64_t first = 0, section = 0; first < count; first += maxima_section, section++) {
     Floats best[parts];
     for (Floats& part : best) part = -infinity - Floats{};
     const int64_t size = count - first < maxima_section ? count - first : maxima_section;
@@ -45,12 +45,12 @@ RowScan scan_scores(const float* scores, int64_t count, float* maxima) {
       for (int part = 0; part < parts; part++) {
         const Floats values = load<Floats>(from + part * narrow);
         best[part] = values > best[part] ? values : best[part];
-        odd |= values != values;
+        is_nan |= values != values;
       }
     });
-    std::memcpy(maxima + chunk * maxima_lanes, best, sizeof(best));
+    std::memcpy(maxima + section * maxima_lanes, best, sizeof(best));
   }
-  RowScan scan = {-infinity, 0, bits_of(odd) != 0};
+  RowScan scan = {-infinity, 0, bits_of(is_nan) != 0};
   int64_t found = 0;
   for (int64_t i = 0, groups = maxima_count(count); i < groups; i++) {
     if (maxima[i] > scan.best) {
@@ -60,7 +60,7 @@ RowScan scan_scores(const float* scores, int64_t count, float* maxima) {
   }
   scan.token = found / maxima_lanes * maxima_section;
   while (scan.token < count && scores[scan.token] != scan.best) scan.token++;
-  if (scan.token == count) scan.token = 0;   // nothing but what is no number
+  if (scan.token == count) scan.token = 0;   // all scores are NaN
   return scan;
 }
 
@@ -102,7 +102,7 @@ double sum_weights(const float* scores, int64_t count, float best, double factor
   return sum_of_lanes(sums);
 }
 
-// exp of what is not above 0, to about seven digits.
+// exp for values <= 0, to about seven digits.
 inline Floats rough_exp_of(Floats value) {
   constexpr float round = 0x1.8p23f, lowest = -87.0f;
   const Floats bounded = value > lowest ? value : lowest - Floats{};
@@ -117,7 +117,7 @@ inline Floats rough_exp_of(Floats value) {
 }
 
 double sum_weights_roughly(const float* scores, int64_t count, float best, float factor, double* near) {
-  constexpr int steps = 16;   // floats are added up no further than this, then doubles
+  constexpr int steps = 16;   // after this many float additions, the sum goes to doubles
   Doubles totals[num_near + 1] = {};
   in_steps<steps * narrow>(scores, count, [&](const float* from, int64_t) {
     Floats sums[num_near + 1] = {};
@@ -169,12 +169,13 @@ int64_t collect_scores(const float* scores, int64_t count, float best, float lim
   return found;
 }
 
-// A token can win only where its noise is at least what the highest sum so far leaves, and gumbel(u) >= x only where u <= exp(-x). That is
-// compared in exponents: the bits of a float, read as a whole number, are its logarithm to base 2 (2^23 to the unit) or up to 0.09 less, so
-// that both sides take a subtraction, a product and a conversion. What passes is looked at in full.
+// A token can win only if its noise is at least (highest sum so far - its score); gumbel(u) >= x only if u <=
+// exp(-x). The test compares exponents: float bits read as an integer are the base-2 logarithm (2^23 per unit), or up
+// to 0.09 less. So both sides need only a subtraction, a product and a conversion. Tokens that pass the test are
+// computed exactly.
 int64_t draw_scores(const float* scores, int64_t count, float best, double temperature, uint64_t key, int64_t likeliest) {
   constexpr float unit = 0x1p23f, log2e = 1.44269504f, margin = 0x1p-8f;
-  // The noise is counted in halves of its 32 bits: a conversion of 31 bits is one instruction everywhere.
+  // The noise is halved to 31 bits: converting 31 bits to float is one instruction everywhere.
   constexpr float noise_exponent = 127 + 31 + margin, never = (127 - 2) * unit;
   double highest = gumbel(noise_bits(key, likeliest));
   int64_t winner = likeliest;
@@ -182,7 +183,7 @@ int64_t draw_scores(const float* scores, int64_t count, float best, double tempe
   const float slope = steepness < 1e30 ? static_cast<float>(steepness) : 1e30f;
   float start = (noise_exponent - static_cast<float>(highest) * log2e) * unit;
 
-  // Tokens of even and of odd numbers apart: the upper halves of two words of 64 bits then make two lanes of 32, in order.
+  // Even and odd tokens are separate: the upper halves of two 64-bit words then form two 32-bit lanes, in order.
   Words even, odd;
   for (int lane = 0; lane < wide; lane++) {
     even[lane] = key + (2 * static_cast<uint64_t>(lane) + 1) * noise_gamma;
@@ -195,7 +196,7 @@ int64_t draw_scores(const float* scores, int64_t count, float best, double tempe
   };
   in_steps<narrow>(scores, count, [&](const float* from, int64_t token) {
     const Floats limits = start - (best - load<Floats>(from)) * slope;
-    if (bits_of(limits > never) == 0) return;   // not even the largest noise would do
+    if (bits_of(limits > never) == 0) return;   // even the largest noise would be too small
     const uint64_t advance = static_cast<uint64_t>(token) * noise_gamma;
     const Words noise = mixed(even + advance) >> 32 | (mixed(odd + advance) & ~uint64_t{0xffffffff});
     const Floats halves = __builtin_convertvector(reinterpret_cast<Ints>(reinterpret_cast<Uints>(noise) >> 1), Floats);

@@ -1,11 +1,12 @@
-// The store: keys and values of blocks that lie behind everybody's tail, quantised vector by vector.
+// The store: keys and values of KV blocks older than the tail of every request that uses them, quantised vector by
+// vector.
 //
-// A vector is what one token has of one kv head, its key or its value; how it is stored is a function of its values alone, the one that
-// src/weft/ops/store_format.py defines, code by code the same on every instruction set:
-//   value = scale * (code - zero), the scale rounded up to a float of 5 exponent and 3 mantissa bits, which is one byte (255: NaN);
-//   zero is a code in 8 bits, and sixteenths of a code in 4 bits.
-// In 4 bits keys are rotated first, and queries likewise before they meet them: a feature that is far larger than the others would leave
-// these hardly any codes.
+// A vector is the key or the value of one token and one KV head. Its codes depend on its own values alone, as defined
+// by src/weft/ops/store_format.py, and are the same on every instruction set:
+//   value = scale * (code - zero); the scale is rounded up to a float with 5 exponent and 3 mantissa bits, one byte (255: NaN);
+//   zero is an 8-bit code, or for 4-bit codes in sixteenths of a code.
+// With 4 bits, keys are rotated first, and queries as well: otherwise one large feature would leave the others hardly
+// any codes.
 #include "isa/vec.h"
 
 namespace weft::WEFT_ISA {
@@ -13,7 +14,8 @@ namespace {
 
 inline bool rotates_keys(const StoreLayer& store) { return store.bits == 4; }
 
-// Every run of n features times the Hadamard matrix of n, normalised, in place; n is the largest power of two that divides the size.
+// Multiplies every run of n features by the normalised Hadamard matrix, in place; n is the largest power of two that
+// divides `size`.
 inline void rotate_vector(float* values, int64_t size) {
   const int64_t n = size & -size;
   for (int64_t half = 1; half < n; half *= 2) {
@@ -30,10 +32,10 @@ inline void rotate_vector(float* values, int64_t size) {
 }
 
 struct VectorBytes {
-  uint8_t scale, zero;   // the latter less 128
+  uint8_t scale, zero;   // zero: stored less 128
 };
 
-// Quantises one vector; a code goes to each of `codes`.
+// Quantises one vector to `codes`, one code per byte.
 inline VectorBytes quantise_vector(const float* values, int64_t size, int64_t bits, float* scratch, uint8_t* codes) {
   vec::Vec low = vec::all(0.0f), high = low, finite[vec::sum_parts];
   for (vec::Vec& part : finite) part = low;
@@ -41,7 +43,7 @@ inline VectorBytes quantise_vector(const float* values, int64_t size, int64_t bi
     const vec::Vec x = vec::load(values + i, n);
     low = vec::min(low, x);
     high = vec::max(high, x);
-    finite[0] = finite[0] + x * vec::all(0.0f);   // 0, or NaN for ever
+    finite[0] = finite[0] + x * vec::all(0.0f);   // 0, or NaN from the first value that is not finite
   });
   if (vec::sum(finite) != 0.0f) {
     std::memset(codes, 0, static_cast<size_t>(size));
@@ -62,7 +64,7 @@ inline VectorBytes quantise_vector(const float* values, int64_t size, int64_t bi
   return {static_cast<uint8_t>(byte), static_cast<uint8_t>(static_cast<int32_t>(zero) - 128)};
 }
 
-// Codes of a vector to where they lie: `distance` bytes apart, in 4 bits with `partner` features between the two of a byte.
+// Packs the codes of a vector to `out`, `distance` bytes apart. With 4 bits, features i and i + partner share a byte.
 inline void place_codes(const uint8_t* codes, int64_t size, int64_t bits, int64_t partner, uint8_t* out, int64_t distance) {
   if (bits == 8) {
     for (int64_t f = 0; f < size; f++) out[f * distance] = codes[f] ^ 0x80;

@@ -8,15 +8,15 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23   // of Linux 5.14, and of later headers than some of those that this is built with
+#define MADV_POPULATE_WRITE 23   // since Linux 5.14; older headers lack it
 #endif
 #endif
 
 namespace weft {
 namespace {
 
-// One call for many small pages: to fault them in one by one takes two threads ten times as long. False where the system has no such call; where
-// it has no memory, that shows when the memory is needed.
+// One call for many small pages: faulting them in one by one takes two threads ten times as long. Returns false if
+// the system lacks the call. If it lacks memory, the error shows when the memory is used.
 bool populate(uint8_t* begin, uint8_t* end, uintptr_t page) {
 #if defined(__linux__)
   const uintptr_t from = reinterpret_cast<uintptr_t>(begin) / page * page;
@@ -34,8 +34,8 @@ void touch(uint8_t* begin, uint8_t* end, uintptr_t page) {
   }
 }
 
-// Memory in pieces of which each is in one large page: two threads with a part of it each would both clear one, and one of them for nothing;
-// and who wants to map something waits for no more than one piece.
+// Memory in pieces, each within one huge page. If two threads shared a huge page, both would clear it, one of them in
+// vain. And another thread that needs a mapping waits for one piece at most.
 class Pieces {
  public:
   Pieces(uint8_t* begin, uint8_t* end) : begin_(begin), end_(end), first_(reinterpret_cast<uintptr_t>(begin) / large_page) {}

@@ -1,4 +1,5 @@
-// Memory that the system has promised but not given yet: a page is found and cleared when it is first written to, by the thread that does.
+// Prefaulting: the system allocates and clears a page at the first write, in the writing thread. These functions do
+// it ahead.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +9,13 @@
 
 namespace weft {
 
-// Makes it give these pages now, to all threads of the pool at once, each a large page at a time. What they hold stays; nobody may write to them
-// meanwhile.
+// Faults these pages in now, on all threads of the pool, one huge page at a time. The content stays; no other thread
+// may write to the memory meanwhile.
 void prefault_pages(Pool& pool, uint8_t* begin, uint8_t* end);
 
-// Takes what is offered, in the thread that calls, if no other has; nobody may write to it meanwhile. Two threads at once take half as long
-// again for each page: where there is other work, one takes them while the others do that.
+// Faults the offered pages in on the calling thread, unless another thread has; no thread may write to them
+// meanwhile. Two threads at once need 1.5 times as long per page: so one thread prefaults while the others do other
+// work.
 void prefault_offered_pages(Pool& pool);
 
 }  // namespace weft

@@ -24,13 +24,13 @@ Pool::Pool(int threads) : workers_(std::make_unique<Workers>()), forks_at_start_
   try {
     for (int worker = 1; worker < threads; worker++) workers_->threads.emplace_back([this, worker] { work_loop(worker); });
   } catch (const std::system_error&) {
-    // A limit on threads was reached. What has begun can work.
+    // A limit on threads was reached. The pool works with the threads that started.
   }
 }
 
 Pool::~Pool() {
   if (is_forked_child()) {
-    workers_.release();  // handles of threads that do not exist here: to join them would wait for ever
+    workers_.release();  // the threads do not exist in this process: joining them would block forever
     return;
   }
   {
@@ -43,7 +43,7 @@ Pool::~Pool() {
 
 bool Pool::is_forked_child() const { return forks.load(std::memory_order_relaxed) != forks_at_start_; }
 
-// A chunk that is now the caller's to do, or -1 when there is none.
+// Takes an item; -1 if none is left.
 int64_t Pool::take_item() {
   int64_t left = untaken_.load(std::memory_order_acquire);
   while (left > 0) {
@@ -52,7 +52,7 @@ int64_t Pool::take_item() {
   return -1;
 }
 
-// Does this chunk and all others that it can get, and counts them once, at the end: until then the phase is not over.
+// Does this item and all others that it can take. Counts them once, at the end: until then the phase is not over.
 void Pool::do_items(int64_t item, int worker) {
   int64_t done = 0;
   for (; item >= 0; item = take_item(), done++) work_(context_, item, worker);
@@ -63,14 +63,14 @@ void Pool::run_shared(int64_t items, Work work, void* context) {
   work_ = work;
   context_ = context;
   unfinished_.store(items, std::memory_order_relaxed);
-  // seq_cst here and in `sleep`: either we see that a worker sleeps, or it sees the chunks.
+  // seq_cst here and in `sleep`: either this thread sees the sleeping worker, or the worker sees the items.
   untaken_.store(items);
   if (sleeping_.load() > 0) {
     { std::lock_guard<std::mutex> lock(workers_->mutex); }
     workers_->wake.notify_all();
   }
   if (const int64_t item = take_item(); item >= 0) do_items(item, 0);
-  // A thread that holds the last chunk may have been put aside: after a while it is offered this core.
+  // A thread with an unfinished item may be descheduled: after a while this thread yields its core to it.
   for (SpinWait spin; unfinished_.load(std::memory_order_acquire) > 0;) spin.wait();
 }
 

@@ -1,8 +1,9 @@
-// The threads that share the work of a step. A phase is a number of chunks; whoever is free takes the next one, the caller too, so a
-// thread that the system has put aside delays no more than the chunk it holds. Between phases workers spin for a moment, then offer their
-// core to others while they watch, then sleep: waking one costs as much as a phase, and a neighbour must not wait for a thread that waits.
+// The threads that share the work of a step. A phase is a number of items; each free thread takes the next one, also
+// the calling thread. So a descheduled thread delays the phase by at most the item that it holds. Between phases
+// workers spin briefly, then yield while they poll, then sleep: waking a thread costs as much as a phase, and other
+// processes must not wait for a thread that only waits.
 //
-// After a fork the child has no workers; there the caller does every chunk itself.
+// After a fork the child process has no workers; there the caller does every item itself.
 #pragma once
 
 #include <atomic>
@@ -19,7 +20,7 @@ class Pool {
  public:
   using Work = void (*)(void* context, int64_t item, int worker);
 
-  // Fewer threads than asked for where the system gives no more of them: threads() says how many.
+  // May start fewer threads if the system refuses more: threads() returns the number.
   explicit Pool(int threads);
   ~Pool();
   Pool(const Pool&) = delete;
@@ -27,16 +28,16 @@ class Pool {
 
   int threads() const { return static_cast<int>(workers_->threads.size()) + 1; }
 
-  // Memory that one thread may take while the others work (pages.h): the first that finds the offer open, and closes it. Whoever calls
-  // `run` makes it and takes it back, before and after.
+  // Memory that one thread may prefault while the others work (pages.h): the first thread that finds the offer open
+  // closes it. The caller of `run` opens the offer before and withdraws it after.
   struct Offer {
     uint8_t *begin = nullptr, *end = nullptr;
     std::atomic<bool> is_open{false};
   };
   Offer offer;
 
-  // Calls work(chunk, worker) for every chunk once; returns when all are done. `worker` is the caller's number among the threads, for
-  // scratch of its own. One caller at a time, and `work` must not throw.
+  // Calls work(item, worker) once for each item; returns when all are done. `worker` is the number of the thread, for
+  // its own scratch memory. Only one caller at a time, and `work` must not throw.
   template <typename Function>
   void run(int64_t items, Function&& work) {
     if (items <= 1 || workers_->threads.empty() || is_forked_child()) {
@@ -54,24 +55,25 @@ class Pool {
   void do_items(int64_t item, int worker);
   bool is_forked_child() const;
 
-  // What is to be done: written by the caller before there are chunks to take, read by whoever has taken one.
+  // The current work: written by the caller before it publishes items, read by threads that have taken one.
   Work work_ = nullptr;
   void* context_ = nullptr;
 
-  // A phase is over, and the next can begin, when none of its chunks is undone: one that is taken is always of the phase in work_.
+  // A phase is over when none of its items is unfinished. So a taken item always belongs to the phase in work_.
   alignas(64) std::atomic<int64_t> untaken_{0};
   alignas(64) std::atomic<int64_t> unfinished_{0};
   alignas(64) std::atomic<int> sleeping_{0};
   std::atomic<bool> stopping_{false};
 
-  // Apart, so that a forked child can leave it as it is: to destroy a condition that threads of the parent wait for would wait for them.
+  // Separate, so that a forked child can leak it: destroying a condition variable that threads of the parent wait for
+  // would block.
   struct Workers {
     std::mutex mutex;
     std::condition_variable wake;
     std::vector<std::thread> threads;
   };
   std::unique_ptr<Workers> workers_;
-  const int forks_at_start_;   // how many forks led to the process that the workers live in
+  const int forks_at_start_;   // forks before this pool started: a different count means a forked child
 };
 
 }  // namespace weft

@@ -10,15 +10,15 @@
 namespace weft {
 namespace {
 
-// Chunks of work for each thread: enough that one that was put aside does not keep the others waiting for long.
+// Work items per thread: enough that a descheduled thread does not delay the others for long.
 constexpr int64_t items_per_thread = 8;
-// Of a small product there are less, down to this many: handing one out takes as long as reading some kilobytes.
+// Small products have fewer items, at least this many: handing out an item costs as much as reading some kilobytes.
 constexpr int64_t fewest_items_per_thread = 2;
 constexpr int64_t item_bytes = 64 << 10;
-// A product of more rows than these is cut by rows too, into even pieces, so that the rows of one stay in the cache.
+// A product with more rows is divided by rows too, evenly, so that the rows of an item stay in the cache.
 constexpr int64_t most_rows_per_item = 32 * panel_rows;
 
-// Rows that are taken together where little is done to each: handing out work costs as much as a few of them.
+// Rows per item for cheap operations: handing out an item costs as much as a few rows.
 constexpr int64_t rows_together = 4;
 // Calls work(row, worker) for every row.
 template <typename Work>
@@ -103,8 +103,9 @@ void Program::run(const Instruction& instruction, int64_t rows) {
   execute(instruction, rows);
 }
 
-// Each block of rows goes through all these instructions in one piece: between them nobody waits for anybody. With the head, whoever would
-// wait in the end multiplies its rows by that meanwhile. A thread loses a tenth of a step to a server beside it, and not both lose the same.
+// Each row block passes through all these instructions on one thread, without synchronisation. With `with_head`, a
+// thread that would wait at the end begins with the LM head of its own rows. A busy server costs a thread up to a
+// tenth of a step, and rarely both threads the same.
 void Program::run_in_blocks(size_t first, size_t end, bool with_head) {
   make_room_for_blocks(first, end);
   if (with_head) make_room_for_head();
@@ -128,7 +129,7 @@ void Program::run_in_blocks(size_t first, size_t end, bool with_head) {
   add_seconds_of_workers();
 }
 
-// All memory is made here: a thread that finds it too small could not say so.
+// All memory is allocated here: a worker thread could not report that an allocation failed.
 void Program::make_room_for_blocks(size_t first, size_t end) {
   const int64_t rows = step_.tokens;
   int64_t most_rows = 0;
@@ -154,7 +155,7 @@ void Program::add_seconds_of_workers() {
   }
 }
 
-// By one thread, where there is memory already.
+// Runs on one thread; memory is allocated already.
 void Program::execute_block(size_t first, size_t end, size_t index, Worker& worker) {
   const RowBlock& block = row_blocks_[index];
   for (size_t i = first; i < end; i++) {
@@ -179,7 +180,7 @@ void Program::execute(const Instruction& instruction, int64_t rows) {
   each_row(pool_, rows, [&](int64_t row, int) { execute_row(instruction, row); });
 }
 
-// Where there is memory for the row already.
+// Memory for the row is allocated already.
 void Program::execute_row(const Instruction& instruction, int64_t row) {
   const float* input = instruction.input < 0 ? nullptr : row_of(instruction.input, row);
   float* output = row_of(instruction.output, row);
@@ -193,7 +194,7 @@ void Program::execute_row(const Instruction& instruction, int64_t row) {
     case Instruction::Kind::rope_and_write: rope_and_write(instruction, row); break;
     case Instruction::Kind::add: kernels().add_scaled(output, input, instruction.scale, columns, output); break;
     case Instruction::Kind::scale_and_cap: kernels().scale_and_cap(output, columns, instruction.scale, instruction.cap); break;
-    case Instruction::Kind::select_rows: std::memcpy(output, input, static_cast<size_t>(columns) * sizeof(float)); break;   // of all
+    case Instruction::Kind::select_rows: std::memcpy(output, input, static_cast<size_t>(columns) * sizeof(float)); break;   // all rows are selected
     default: break;
   }
 }
@@ -214,7 +215,7 @@ LinearTask Program::PreparedRows::product_task(const Weight& weight, int64_t row
   return LinearTask{&weight, quantised, floats.data(), columns, 0, rows, 0, weight.strips(), out, out_stride, add, scale};
 }
 
-// `get(row)` says how a row is made.
+// `get(row)` returns the input and prologue of a row.
 template <typename Get>
 void Program::prepare_rows(int64_t rows, int64_t columns, bool quantised, Get&& get) {
   prepared_.make_room(rows, columns, quantised);
@@ -223,7 +224,7 @@ void Program::prepare_rows(int64_t rows, int64_t columns, bool quantised, Get&& 
   if (quantised) prepared_.activations.gather_outliers(rows);
 }
 
-// Of rows that are ready.
+// Multiplies the prepared rows.
 void Program::product(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale) {
   if (rows == 0) return;
   const int64_t row_items = ceil_divide(rows, most_rows_per_item);
@@ -260,7 +261,7 @@ void Program::linear(const Instruction& instruction, int64_t rows) {
           instruction.add, instruction.scale);
 }
 
-// By one thread, where there is memory already.
+// Runs on one thread; memory is allocated already.
 void Program::linear_of_block(const Instruction& instruction, int64_t first, int64_t count, Worker& worker) {
   if (!instruction.reuses_rows) prepare_block(instruction, first, count, worker.prepared, worker);
   kernels().linear(worker.prepared.product_task(instruction.weight, count, row_of(instruction.output, first) + instruction.column,
@@ -356,7 +357,7 @@ void Program::mixture(const Instruction& instruction, int64_t rows) {
   }
 }
 
-// In their order.
+// True if all rows are selected, in order.
 bool Program::selects_all() const {
   if (step_.selected != step_.tokens) return false;
   for (int64_t row = 0; row < step_.selected; row++)

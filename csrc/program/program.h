@@ -1,11 +1,14 @@
-// A decoder as a flat list of instructions over numbered buffers, recorded once (src/weft/ops/cpu) and run by one call per step.
+// A decoder as a flat list of instructions over numbered buffers. It is recorded once (src/weft/ops/cpu) and run by
+// one call per step.
 //
-// A buffer holds one row of floats for each token of the step, or for each token after which logits are wanted. Every instruction is one
-// or two phases of the pool; inside a phase rows or strips are shared out, between phases everybody has finished. In steps of many rows all
-// instructions between two attentions are one phase: there blocks of rows are shared out, and each goes through all of them. Where no
-// request waits for another, a block is some whole requests, and attention is part of that phase too: then all up to the selection is one,
-// and in a step that selects every row all up to the logits. So it is where a prompt is too long for one thread (program_pipeline.cpp): there
-// blocks wait for those before them whose keys and values they read.
+// A buffer holds one row of floats for each token of the step, or for each token that needs logits. How a step is
+// divided among the threads of the pool (program_partition.cpp):
+//   - Few rows: each instruction is one or two phases. A phase divides rows or strips; all threads finish before the next.
+//   - Many rows: all instructions between two attentions are one phase. Each RowBlock passes through all of them.
+//   - Row blocks of whole, independent requests: attention is part of the phase too. One phase covers everything up to the
+//     selection of rows, or up to the logits if all rows are selected.
+//   - A prompt too long for one thread: a pipeline (program_pipeline.cpp). A row block waits for the row blocks before it
+//     whose keys and values it reads.
 #pragma once
 
 #include <array>
@@ -55,32 +58,32 @@ struct Instruction {
   enum class Kind : int { embed, norm, linear, rope_and_write, attention, mixture, add, select_rows, scale_and_cap };
   static constexpr size_t kinds = 9;
   Kind kind;
-  int input = -1, output = -1;   // buffers
+  int input = -1, output = -1;   // buffer numbers
   int layer = 0, pattern = 0;
   Prologue prologue = Prologue::nothing;
-  bool add = false;               // a product is added to what the output holds
-  bool reuses_rows = false;             // the rows are those that the instruction before made ready
-  int64_t column = 0;             // of the output, where a product begins
-  bool after_selection = false;   // works on the rows of the tokens after which logits are wanted
+  bool add = false;               // the product is added to the output
+  bool reuses_rows = false;             // uses the rows that the previous instruction prepared
+  int64_t column = 0;             // first column of the output that the product writes
+  bool after_selection = false;   // works on the selected rows: tokens that need logits
   float scale = 1.0f, epsilon = 0.0f, cap = 0.0f;
   Weight weight{};
   Vector norm{}, query_norm{}, key_norm{};
   std::shared_ptr<Experts> experts;
 
-  // What it makes of a row depends on nothing but that row: it needs to wait for no other. Where all rows are selected, a selected row
-  // is the row itself.
+  // True if an output row depends on its own input row alone. If all rows are selected, a selected row is the row
+  // itself.
   bool is_by_row(bool all_selected) const {
     if (kind == Kind::attention || kind == Kind::mixture) return false;
     return all_selected || (kind != Kind::select_rows && !after_selection);
   }
 };
 
-// The cache of all layers: [blocks, layers, kv heads, block size, cache_room], as `CachedHead` says.
+// The KV cache of all layers: [KV blocks, layers, KV heads, block size, cache_room], see `CachedHead`.
 struct Cache {
   uint16_t* data;
   int64_t blocks, layers, block_size;
 
-  // The store behind it, [store_blocks, layers, kv heads, bytes]: as `StoredHead` says; null: there is none.
+  // The store: [store_blocks, layers, KV heads, bytes], see `StoredHead`. Null: there is none.
   uint8_t* store = nullptr;
   int64_t store_blocks = 0, bits = 0, tail_blocks = 0;
 };
@@ -91,7 +94,7 @@ struct Step {
   const int64_t *token_ids, *positions, *cells, *query_starts, *context_lengths, *block_tables, *logit_indices;
   int64_t table_stride;
 
-  // Of a two-tier cache.
+  // With a two-tier cache.
   const int64_t *store_tables = nullptr, *moved_from = nullptr, *moved_to = nullptr;
   int64_t store_table_stride = 0, moves = 0;
 };
@@ -113,7 +116,7 @@ class Program {
     has_mixture_ |= instruction.kind == Instruction::Kind::mixture;
     instructions_.push_back(std::move(instruction));
   }
-  // What was appended after this makes logits of the rows in `rows_buffer`.
+  // Instructions appended after this call compute logits from the rows in `rows_buffer`.
   void begin_logits(int rows_buffer) {
     rows_buffer_ = rows_buffer;
     close_up(rows_buffer);
@@ -124,14 +127,14 @@ class Program {
     close_up(logits_buffer);
   }
 
-  // Runs the step; returns the rows that logits are made of, [selected, columns]. They are there until the next call. Of the first `sampled`
-  // of them logits will be asked for next.
+  // Runs the step; returns the selected rows, [selected, columns], valid until the next call. The caller will ask for
+  // logits of the first `sampled` of them next.
   const float* forward(const Step& step, const Cache& cache, int64_t sampled);
-  // Logits of the first `count` of those rows, or of rows given here.
+  // Logits of the first `count` selected rows, or of the given rows.
   const float* logits(int64_t count);
   const float* logits_of(const float* rows, int64_t count);
 
-  // Seconds spent in each kind of instruction since it was turned on; a step is a few microseconds longer for it.
+  // Measures the seconds spent in each kind of instruction, from now on; makes a step a few microseconds slower.
   void measure(bool on) {
     measured_ = on;
     seconds_.fill(0.0);
@@ -143,21 +146,21 @@ class Program {
   Pool& pool() { return pool_; }
 
  private:
-  struct Piece {   // of the queries of one request
+  struct Piece {   // consecutive queries of one request
     int64_t request, first, count;
   };
 
-  struct TaskRange {   // of the tasks of attention
+  struct TaskRange {   // attention tasks that one thread runs in sequence
     int64_t first, end;
   };
 
-  struct RowBlock {   // of rows that go through several instructions on one thread
+  struct RowBlock {   // rows that pass through several instructions on one thread
     int64_t first, end;
   };
 
-  // How far blocks have got that go through the layers each at its own pace.
+  // The progress of row blocks that pass through the layers independently.
   struct Pipeline {
-    struct Stage {   // instructions that follow each other: one attention, or all up to the next
+    struct Stage {   // consecutive instructions: one attention, or all up to the next attention
       size_t first, end;
     };
     struct Progress {
@@ -165,21 +168,21 @@ class Program {
       bool is_running = false;
     };
     std::vector<Stage> stages;
-    std::mutex mutex;   // of what follows
+    std::mutex mutex;   // guards the members below
     std::vector<Progress> blocks;
     size_t unfinished = 0;
     std::atomic<int64_t> changes{0};
   };
 
-  struct Segment {   // of the context of one attention task
+  struct Segment {   // one segment of the context of an attention task
     int64_t task, segment;
   };
 
-  // Rows on their way into products.
+  // Rows prepared for products.
   struct PreparedRows {
     Activations activations;
     QuantisedRows quantised{};   // the rows in bytes, or
-    Aligned<float> floats;       // as they are: [rows, columns]
+    Aligned<float> floats;       // as floats: [rows, columns]
     int64_t columns = 0;
     bool is_quantised = false;
 
@@ -188,22 +191,23 @@ class Program {
     LinearTask product_task(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale) const;
   };
 
-  // The first product of the logits, of one block of rows. Whoever is done with its block before the others begins with it.
+  // The first product of the logits (the LM head) for one row block. A thread that finishes its row block early
+  // begins with it.
   struct HeadProduct {
     PreparedRows prepared;
     int64_t strips_done = 0;
   };
 
-  struct Worker {   // what a thread of the pool has for itself
+  struct Worker {   // memory of one thread of the pool
     Aligned<float> scratch;
-    std::vector<AttendTask> tasks;   // of the chunk in work
-    PreparedRows prepared;                     // rows of the block in work
+    std::vector<AttendTask> tasks;   // of the current task range
+    PreparedRows prepared;                     // rows of the current row block
     std::array<double, Instruction::kinds> seconds{};
   };
 
-  // Rows a multiple of 4 KB apart fall into the same few places of the first-level cache; those of most buffers are kept from that.
+  // Rows a multiple of 4 KB apart map to the same few sets of the L1 cache. Most buffers are padded to avoid that.
   static constexpr int64_t page_floats = 1024;
-  // What callers see has no gaps between its rows.
+  // Removes the padding of a buffer that callers see.
   void close_up(int buffer) { strides_[static_cast<size_t>(buffer)] = columns_[static_cast<size_t>(buffer)]; }
   float* rows_of(int buffer, int64_t rows);
   float* row_of(int buffer, int64_t row) const {
@@ -267,26 +271,26 @@ class Program {
   bool measured_ = false;
   std::array<double, Instruction::kinds> seconds_{};
 
-  std::vector<int64_t> columns_, strides_;   // of each buffer: floats of a row, and from one row to the next
+  std::vector<int64_t> columns_, strides_;   // per buffer: floats of a row, and floats from one row to the next
   std::vector<Aligned<float>> buffers_;
 
-  // Of the step under way.
+  // Of the current step.
   Step step_{};
   Cache cache_{};
-  std::vector<Aligned<float>> cosines_, sines_;   // by rope: [tokens, pairs]
+  std::vector<Aligned<float>> cosines_, sines_;   // per rope: [tokens, pairs]
   std::vector<Piece> pieces_;
-  std::vector<TaskRange> task_ranges_;   // where attention is done in blocks: one for each of them
+  std::vector<TaskRange> task_ranges_;   // if attention runs in row blocks: one range per row block
   std::vector<RowBlock> row_blocks_;
-  std::vector<int64_t> costs_;        // by request, in products
-  std::vector<size_t> first_dependency_;    // by block: the first of those before it whose K and V it reads
+  std::vector<int64_t> costs_;        // per request, in products
+  std::vector<size_t> first_dependency_;    // per row block: the first earlier row block whose K and V it reads
   Pipeline pipeline_;
-  std::vector<int64_t> written_by_;   // by block of the cache: 1 + the request that writes it in this step, or 0
-  std::vector<HeadProduct> head_products_;           // by block
-  bool has_head_products_ = false;            // the logits of this step are begun in `heads_`
+  std::vector<int64_t> written_by_;   // per KV block: 1 + index of the request that writes it in this step, or 0
+  std::vector<HeadProduct> head_products_;           // per row block
+  bool has_head_products_ = false;            // the logits of this step have begun in `head_products_`
   std::vector<Segment> segments_;
   Aligned<float> partials_;
 
-  PreparedRows prepared_;   // the rows of all threads together
+  PreparedRows prepared_;   // shared by all threads
   std::vector<Worker> workers_;
   Aligned<float> expert_logits_, expert_shares_, expert_inner_, expert_out_;
   std::vector<int32_t> expert_chosen_;

@@ -1,4 +1,4 @@
-// Attention in a program, and blocks that move to the store before it.
+// Attention of a program, and the move of KV blocks to the store before it.
 #include <algorithm>
 
 #include "program/program.h"
@@ -6,12 +6,12 @@
 namespace weft {
 namespace {
 
-// With fewer tasks than these for each thread, long contexts are shared out by segments.
+// With fewer tasks per thread, long contexts are divided by segments.
 constexpr int64_t tasks_per_thread = 4;
 
 }  // namespace
 
-// After K and V of the step's tokens are written, which may belong to a block that moves.
+// Runs after K and V of the step's tokens are written, because they may belong to a moving KV block.
 void Program::move_blocks(int layer) {
   if (step_.moves == 0) return;
   for (Worker& worker : workers_) worker.scratch.at_least(kernels().move_scratch(shape_.head_size));
@@ -24,7 +24,7 @@ void Program::move_blocks(int layer) {
   });
 }
 
-// One of the kv heads of all pieces.
+// Task `number`: one KV head of one piece.
 AttendTask Program::attend_task(const Instruction& instruction, int64_t number) const {
   const Piece& piece = pieces_[static_cast<size_t>(number / shape_.kv_heads)];
   const int64_t group = shape_.heads / shape_.kv_heads, kv_head = number % shape_.kv_heads, first_feature = kv_head * group * shape_.head_size;
@@ -62,7 +62,7 @@ void Program::make_room_for_attention(const Instruction& instruction) {
   }
 }
 
-// By one thread, where there is memory already.
+// Runs on one thread; memory is allocated already.
 void Program::attend_tasks(const Instruction& instruction, const TaskRange& range, Worker& worker) {
   std::vector<AttendTask>& list = worker.tasks;
   list.clear();
@@ -71,8 +71,8 @@ void Program::attend_tasks(const Instruction& instruction, const TaskRange& rang
   kernels().attend(list.front(), worker.scratch.data());
 }
 
-// For a few long contexts: their segments are shared out, and put together in order, which gives the same bits. False where some request
-// has several tokens in the step, or none has several segments.
+// For a few long contexts: divides their segments among threads and merges the results in order, with the same bits.
+// Returns false if a request has several tokens in the step, or if no request has several segments.
 bool Program::attend_in_segments(const Instruction& instruction) {
   const int64_t tasks = static_cast<int64_t>(pieces_.size()) * shape_.kv_heads;
   segments_.clear();

@@ -1,4 +1,4 @@
-// From the rows of a step to logits.
+// Computes logits from the selected rows of a step.
 #include <algorithm>
 #include <cstring>
 
@@ -8,7 +8,7 @@
 namespace weft {
 namespace {
 
-// Weights of the head that are multiplied at a time: those of one block of rows are there for the next.
+// Bytes of LM head weights per item: small enough to stay in the cache from one row block to the next.
 constexpr int64_t head_bytes = 128 << 10;
 
 }  // namespace
@@ -29,7 +29,7 @@ const float* Program::logits_of(const float* rows, int64_t count) {
   return logits(count);
 }
 
-// Of rows that no other instruction needs.
+// True if the logits begin with a product, and no other instruction uses its prepared rows.
 bool Program::logits_begin_with_product() const {
   const auto is = [&](size_t place, bool reuses_rows) {
     return place < instructions_.size() && instructions_[place].kind == Instruction::Kind::linear && instructions_[place].reuses_rows == reuses_rows;
@@ -49,7 +49,7 @@ void Program::make_room_for_head() {
   has_head_products_ = true;
 }
 
-// By one thread, where there is memory already; so is what follows.
+// This function and multiply_head run on one thread; memory is allocated already.
 void Program::prepare_head(size_t index, Worker& worker) {
   const RowBlock& block = row_blocks_[index];
   prepare_block(instructions_[logits_begin_], block.first, block.end - block.first, head_products_[index].prepared, worker);
@@ -70,7 +70,7 @@ int64_t Program::strips_of_head_at_once() const {
   return std::max<int64_t>(1, head_bytes / strip_bytes(weight.layout, weight.inputs));
 }
 
-// What nobody had the time for before all blocks were finished.
+// Computes the part of the LM head that no thread began while it waited for other row blocks.
 void Program::finish_head() {
   const Stopwatch watch(measured_ ? &seconds_[static_cast<size_t>(Instruction::Kind::linear)] : nullptr);
   const int64_t strips = instructions_[logits_begin_].weight.strips(), at_once = strips_of_head_at_once();

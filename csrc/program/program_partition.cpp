@@ -1,4 +1,4 @@
-// Who works on what in a step: tasks of attention in chunks, and rows or whole requests in blocks.
+// Divides a step among the threads: attention tasks into ranges, rows or whole requests into row blocks.
 #include <algorithm>
 
 #include "program/program.h"
@@ -6,35 +6,37 @@
 namespace weft {
 namespace {
 
-// With so many rows for each thread, or more, blocks of them go through several instructions at a time: what a block writes is in the
-// second-level cache when it is read again, and nobody waits for anybody in between. That was worth 5 to 8% of a step of many rows. Of 8 to
-// 20 rows it is worth 15 to 30% on two cores that share no cache, where all that one writes and the other reads takes its time, and little
-// on two that do. But every thread reads all weights, at its share of the memory's speed: to read one takes as long as to multiply it with
-// four rows or more, and the more threads there are, the longer.
+// With at least this many rows per thread, row blocks pass through several instructions at a time. A row block finds
+// its own output in the L2 cache, and threads do not wait for each other. Measured gain for steps of many rows: 5 to
+// 8%. For 8 to 20 rows: 15 to 30% on two cores without a shared cache, little on two with one.
+//
+// The cost: every thread reads all weights, at its share of the memory bandwidth. Reading a weight takes as long as
+// multiplying it with four rows or more, and longer with more threads.
 inline int64_t rows_worth_a_block(int64_t threads) { return std::clamp<int64_t>(2 * threads, 4, 2 * panel_rows); }
 constexpr int64_t most_rows_per_block = 4 * panel_rows;
-// Of whole requests a block may have more: that nobody waits for anybody is worth more then than the cache (4 to 6% of a decode of 76 to 96
-// rows on two threads, 1 to 8% up to 144).
+// Row blocks of whole requests may be larger: fewer waits are worth more than the cache. Measured gain on two
+// threads: 4 to 6% of a decode of 76 to 96 rows, 1 to 8% up to 144 rows.
 constexpr int64_t most_rows_of_requests = 10 * panel_rows;
 
-// Blocks that are not of whole requests, where there are so many for each thread that none is left without one (program_pipeline.cpp).
+// Row blocks per thread that the pipeline needs, so that no thread runs out of work (program_pipeline.cpp).
 constexpr int64_t blocks_worth_a_pipeline = 2;
 constexpr int64_t most_rows_of_pipeline = 6 * panel_rows;
 
-// To read a byte of K and V takes about as long as so many products of a weight and a row, and to attend to it from each row that shares
-// the reading as long as so many: it tells what a request costs.
+// The cost model of a request, in products of a weight and a row: reading a byte of K and V, and attending to it from
+// each row that shares the read.
 constexpr int64_t products_per_byte = 8, products_per_byte_and_row = 4;
-// A thread whose requests cost this many percent more than the mean would keep the others waiting for longer than all phases do.
+// If the requests of one thread cost this much more than the mean, the others would wait longer than in separate
+// phases.
 constexpr int64_t most_percent_over_mean = 15;
 
-// Queries of one request that one thread attends for at a time: few enough to share out a single long prompt.
+// Most queries of a piece: few enough to divide a single long prompt.
 constexpr int64_t queries_per_piece = 16;
-// The next chunk of attention is this part of what is left.
+// The next task range is 1 / (threads * this) of the remaining cost.
 constexpr int64_t shares_per_thread = 2;
 
 }  // namespace
 
-// In the order of the requests. Where there are blocks already, a piece is of one of them.
+// In request order. If row blocks exist already, a piece does not cross their borders.
 void Program::cut_into_pieces() {
   pieces_.clear();
   size_t block = 0;
@@ -44,15 +46,15 @@ void Program::cut_into_pieces() {
       next = std::min(end, first + queries_per_piece);
       while (block < row_blocks_.size() && row_blocks_[block].end <= first) block++;
       if (block < row_blocks_.size()) next = std::min(next, row_blocks_[block].end);
-      // Queries that read different blocks from the store are not worked on together: there a piece ends.
+      // Queries that read different positions from the store are not computed together: a piece ends there.
       if (cache_.store) next = std::min(next, first + cache_.block_size - (step_.positions[first] + 1) % cache_.block_size);
       pieces_.push_back(Piece{request, first, next - first});
     }
   }
 }
 
-// The kv heads of all pieces are the tasks of attention, and a chunk is some of them, so that a worker can fetch what it reads next while
-// it works on this. The first chunks are long and the last are short: nobody is left waiting for one.
+// An attention task is one KV head of a piece. A worker gets several tasks at a time, so that it can prefetch the
+// next one. The first ranges are long and the last are short, so that no thread waits long for another at the end.
 void Program::partition_attention() {
   const auto cost = [&](const Piece& piece) { return piece.count * (step_.positions[piece.first] + piece.count); };
   std::stable_sort(pieces_.begin(), pieces_.end(), [&](const Piece& left, const Piece& right) { return cost(left) > cost(right); });
@@ -67,10 +69,10 @@ void Program::partition_attention() {
     left -= taken;
     task_ranges_.push_back(TaskRange{first, end});
   }
-  std::reverse(task_ranges_.begin(), task_ranges_.end());   // the pool begins with the last
+  std::reverse(task_ranges_.begin(), task_ranges_.end());   // the pool begins with the last item
 }
 
-// No blocks where there are too few rows for them.
+// Makes no row blocks if there are too few rows.
 void Program::partition_rows() {
   row_blocks_.clear();
   const int64_t rows = step_.tokens, threads = pool_.threads();
@@ -79,10 +81,10 @@ void Program::partition_rows() {
   for (int64_t block = 0; block < count; block++) row_blocks_.push_back(RowBlock{rows * block / count, rows * (block + 1) / count});
 }
 
-// A block of whole requests for each thread, and a chunk with the attention of each, where a request depends on no other in this step and
-// all blocks cost about the same. Then everything up to the selection, or to the logits where all rows are selected, is one phase. In a
-// model of 30 layers a step waited 60 times for whoever was slower just then; to wait once was worth 2 to 4% of a decode of 24 to 64 rows,
-// and 4 to 6% beside a busy neighbour.
+// One row block of whole requests for each thread, with the attention tasks of those requests. It requires
+// independent requests and row blocks of about equal cost. Then everything up to the selection (or to the logits, if
+// all rows are selected) is one phase. Otherwise a step of a model with 30 layers waits 60 times for the slower
+// thread. Measured gain: 2 to 4% of a decode of 24 to 64 rows, 4 to 6% on a busy machine.
 bool Program::partition_requests() {
   const int64_t rows = step_.tokens, threads = pool_.threads();
   if (rows < threads * rows_worth_a_block(threads) || rows > threads * most_rows_of_requests) return false;
@@ -105,7 +107,7 @@ bool Program::partition_requests() {
     const size_t first_piece = piece;
     while (request < step_.requests && (thread == threads - 1 || taken + costs_[static_cast<size_t>(request)] / 2 <= goal))
       taken += costs_[static_cast<size_t>(request++)];
-    if (request == first || taken - before > most) return false;   // nobody is left without a request
+    if (request == first || taken - before > most) return false;   // every thread needs a request
     while (piece < pieces_.size() && pieces_[piece].request < request) piece++;
     row_blocks_.push_back(RowBlock{step_.query_starts[first], step_.query_starts[request]});
     task_ranges_.push_back(TaskRange{static_cast<int64_t>(first_piece) * shape_.kv_heads, static_cast<int64_t>(piece) * shape_.kv_heads});
@@ -113,25 +115,25 @@ bool Program::partition_requests() {
   return true;
 }
 
-// The row nearest to this one at which rows can be parted: where a request begins, or a block of the cache. So nobody reads of a block of
-// the cache while another writes to it.
+// The cut nearest to `row`. Cuts are allowed where a request or a KV block begins, so that no thread reads a KV block
+// while another thread writes to it.
 int64_t Program::nearest_cut(int64_t row) const {
   const int64_t* starts = step_.query_starts;
-  const int64_t* next = std::upper_bound(starts, starts + step_.requests, row);   // where the next request begins, or the end
+  const int64_t* next = std::upper_bound(starts, starts + step_.requests, row);   // start of the next request, or the end
   const int64_t into_block = step_.positions[row] % cache_.block_size;
   const int64_t before = std::max(next[-1], row - into_block), after = std::min(*next, before == row ? row : row - into_block + cache_.block_size);
   return row - before <= after - row ? before : after;
 }
 
-// Blocks of rows that go through the layers each at its own pace (program_pipeline.cpp), and a chunk with the attention of each. Only of many
-// rows, and where no row reads of another request's.
+// Row blocks for the pipeline (program_pipeline.cpp), with their attention tasks. Only for many rows, and only if no
+// request reads what another one writes in this step.
 bool Program::partition_pipeline() {
   const int64_t rows = step_.tokens, count = ceil_divide(rows, most_rows_per_block);
   if (count < pool_.threads() * blocks_worth_a_pipeline || has_mixture_ || step_.moves > 0 || reads_what_another_writes()) return false;
   row_blocks_.clear();
   for (int64_t block = 1, first = 0; block <= count; block++) {
     const int64_t end = block == count ? rows : nearest_cut(rows * block / count);
-    if (end - first > most_rows_of_pipeline) return false;   // blocks of the cache are too large to part rows well
+    if (end - first > most_rows_of_pipeline) return false;   // KV blocks are too large for good cuts
     if (end > first) row_blocks_.push_back(RowBlock{first, end});
     first = end;
   }
@@ -150,7 +152,7 @@ bool Program::partition_pipeline() {
   return true;
 }
 
-// In products, up to the selection.
+// The cost of a piece up to the selection, in products.
 int64_t Program::cost_of(const Piece& piece) const {
   const int64_t bytes = shape_.kv_heads * cache_room(cache_.block_size, shape_.head_size) * static_cast<int64_t>(sizeof(uint16_t));
   const int64_t context = step_.positions[piece.first] + piece.count;
@@ -165,7 +167,7 @@ int64_t Program::cost_of(const Piece& piece) const {
   return piece.count * products + read * (products_per_byte + piece.count * products_per_byte_and_row);
 }
 
-// A prefix hit may be a block that its owner fills in this very step.
+// A prefix hit may be a KV block that another request fills in the same step.
 bool Program::reads_what_another_writes() {
   written_by_.resize(static_cast<size_t>(cache_.blocks), 0);
   const auto each_token = [&](auto&& use) {

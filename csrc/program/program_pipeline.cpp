@@ -1,8 +1,9 @@
-// Blocks of rows that go through the layers each at its own pace, where a prompt is too long for one thread.
+// The pipeline: row blocks pass through the layers independently. Used if a prompt is too long for one thread.
 //
-// A row needs of the others what those before it in its request have written to the cache: a block may attend when the blocks that hold
-// them have got as far. So nobody waits for all others, as at the end of a phase, 60 times in a step of 30 layers, and a thread that
-// loses its core to somebody else for a while keeps no one from going on.
+// A row needs the keys and values of earlier rows of its request. So a row block may attend once the row blocks that
+// hold those rows have reached the same layer. Without the pipeline, all threads wait for the slowest at the end of
+// each phase, 60 times in a step of 30 layers. In the pipeline, a thread that loses its core for a while does not
+// stop the others.
 #include "program/pages.h"
 #include "program/spin_wait.h"
 #include "program/program.h"
@@ -27,7 +28,8 @@ void Program::run_pipeline(size_t first, size_t end) {
   add_seconds_of_workers();
 }
 
-// Until there is nothing left to do. Some block can always go on: the first of those that have got least far.
+// Runs until all row blocks are finished. Some row block can always continue: the first of those that are least
+// advanced.
 void Program::work_on_pipeline(Worker& worker) {
   std::unique_lock<std::mutex> lock(pipeline_.mutex);
   while (pipeline_.unfinished > 0) {
@@ -51,7 +53,7 @@ void Program::work_on_pipeline(Worker& worker) {
   }
 }
 
-// The block to go on with: of those that may, the first one in the lowest layer. -1: none may just now.
+// The row block to continue with: of those that can, the first one in the lowest layer. -1: none can continue now.
 int64_t Program::next_in_pipeline() const {
   const std::vector<Pipeline::Progress>& blocks = pipeline_.blocks;
   const auto can_continue = [&](size_t index) {

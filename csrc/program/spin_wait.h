@@ -1,4 +1,4 @@
-// How a thread waits for another of the same step.
+// How a thread waits for another thread of the same step.
 #pragma once
 
 #include <chrono>
@@ -8,7 +8,8 @@
 
 namespace weft {
 
-// Waits a little, longer the longer this has gone on. Counted in time: a pause is 10 cycles on one processor and 140 on another.
+// Each wait() call pauses briefly; after `spin_time` it yields the core instead. Limits are in time, because a pause
+// instruction takes 10 cycles on one processor and 140 on another.
 class SpinWait {
  public:
   void wait() {
@@ -26,9 +27,10 @@ class SpinWait {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // The gap between two phases of a step is shorter than the first, that between two steps mostly shorter than the second. After the first
-  // whoever else wants the core gets it at the next yield: to spin on for a millisecond made a step on a busy machine twice as long.
-  // A worker that sleeps comes 30 microseconds late, in a virtual machine, and waking it takes some of the caller's time too.
+  // The gap between two phases of a step is shorter than spin_time, the gap between two steps mostly shorter than
+  // watch_time. After spin_time, other threads get the core at the next yield: spinning for a millisecond made steps
+  // on a busy machine twice as long. A sleeping worker starts 30 microseconds late in a virtual machine, and waking
+  // it costs the caller time.
   static constexpr auto spin_time = std::chrono::microseconds(20);
   static constexpr auto watch_time = std::chrono::microseconds(500);
 

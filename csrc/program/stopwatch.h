@@ -1,4 +1,4 @@
-// Adds the seconds until its end to a number; to none where there is none.
+// Adds the elapsed seconds to `*into` when it goes out of scope. `into` may be null.
 #pragma once
 
 #include <chrono>
