@@ -1,4 +1,5 @@
-// Attention of one request and the move of a block to the store, for tests and measurements; a model runs them inside its program.
+// Attention of one request, and the move of a KV block to the store. For tests and measurements; models run them in a
+// program.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 
@@ -15,8 +16,8 @@ namespace weft {
 
 namespace {
 
-void check(bool right, const std::string& message) {
-  if (!right) throw nb::value_error(message.c_str());
+void check(bool is_right, const std::string& message) {
+  if (!is_right) throw nb::value_error(message.c_str());
 }
 
 using Codes = Array<uint16_t, 5>;
@@ -26,7 +27,7 @@ using StoreArguments = std::tuple<Store, int64_t, int64_t, Array<const int64_t, 
 
 CacheLayer layer_of(const Codes& cache, size_t layer, int64_t head_size) {
   const int64_t block_size = static_cast<int64_t>(cache.shape(3));
-  check(head_size > 0, "a head has a size");
+  check(head_size > 0, "head_size must be positive");
   check(block_size > 0 && static_cast<int64_t>(cache.shape(4)) == cache_room(block_size, head_size),
         "for heads of " + std::to_string(head_size) + " the cache must be [blocks, layers, kv heads, block size, " +
             (block_size > 0 ? std::to_string(cache_room(block_size, head_size)) : "room") + "]");
@@ -48,10 +49,10 @@ StoreLayer layer_of(const Store& store, const Codes& cache, size_t layer, int64_
 
 void write_cache(const Array<const float, 1>& key, const Array<const float, 1>& value, const Codes& cache, size_t layer, size_t kv_head,
                  size_t cell) {
-  check(key.shape(0) == value.shape(0), "a key and a value are of one size");
+  check(key.shape(0) == value.shape(0), "key and value must have the same size");
   const CacheLayer target = layer_of(cache, layer, static_cast<int64_t>(key.shape(0)));
   const size_t block_size = cache.shape(3);
-  check(kv_head < cache.shape(2) && cell / block_size < cache.shape(0), "a head or a cell is past the cache");
+  check(kv_head < cache.shape(2) && cell / block_size < cache.shape(0), "kv_head or cell is past the cache");
   kernels().write_cache(key.data(), value.data(), target.head(static_cast<int64_t>(cell / block_size), static_cast<int64_t>(kv_head)),
                         static_cast<int64_t>(cell % block_size));
 }
@@ -59,7 +60,7 @@ void write_cache(const Array<const float, 1>& key, const Array<const float, 1>& 
 void move_block(const Codes& cache, size_t layer, size_t from, const Store& store, size_t to, int64_t head_size, int64_t bits) {
   const CacheLayer source = layer_of(cache, layer, head_size);
   const StoreLayer target = layer_of(store, cache, layer, head_size, bits);
-  check(from < cache.shape(0) && to < store.shape(0), "a block is past the cache or past the store");
+  check(from < cache.shape(0) && to < store.shape(0), "moved_from is past the cache, or moved_to is past the store");
   std::vector<float> scratch(static_cast<size_t>(kernels().move_scratch(head_size)));
   for (int64_t head = 0; head < static_cast<int64_t>(cache.shape(2)); head++)
     kernels().move_block(source, static_cast<int64_t>(from), target, static_cast<int64_t>(to), head, scratch.data());
@@ -74,7 +75,7 @@ void attend(const Array<const float, 3>& queries, const Codes& cache, size_t lay
   check(kv_heads > 0 && heads % kv_heads == 0,
         std::to_string(heads) + " query heads cannot share " + std::to_string(kv_heads) + " kv heads evenly");
   check(out.shape(0) == count && out.shape(1) == heads && out.shape(2) == head_size, "out must have the shape of the queries");
-  check(first_position >= 0 && window >= 0, "a position and a window cannot be negative");
+  check(first_position >= 0 && window >= 0, "first_position and window must not be negative");
   const size_t needed = (static_cast<size_t>(first_position) + count + block_size - 1) / block_size;
   check(table.shape(0) >= needed, std::to_string(needed) + " blocks are needed, the table names " + std::to_string(table.shape(0)));
   for (size_t i = 0; i < needed; i++)
@@ -135,7 +136,7 @@ void bind_attention(nb::module_& module) {
   module.def("move_block", move_block, "cache"_a, "layer"_a, "moved_from"_a, "store"_a, "moved_to"_a, "head_size"_a, "bits"_a);
   module.def("write_cache", write_cache, "key"_a, "value"_a, "cache"_a, "layer"_a, "kv_head"_a, "cell"_a);
   module.def("cache_room", [](int64_t block_size, int64_t head_size) {
-    check(block_size > 0 && head_size > 0, "a block and a head have a size");
+    check(block_size > 0 && head_size > 0, "block_size and head_size must be positive");
     return cache_room(block_size, head_size);
   }, "block_size"_a, "head_size"_a);
 }

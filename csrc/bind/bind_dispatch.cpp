@@ -14,11 +14,11 @@ void bind_dispatch(nb::module_& module) {
     int count;
     const char* const* names = available(count);
     return std::vector<std::string>(names, names + count);
-  }, "The instruction sets that this processor has kernels for, the best first.");
+  }, "Instruction sets with kernels that this processor supports, best first.");
   module.def("in_use", [] { return std::string(kernels().name); });
   module.def("use", [](const std::string& name) {
     if (!select(name.c_str())) throw nb::value_error(("this processor has no kernels called " + name).c_str());
-  }, "Use the kernels of another instruction set, for tests and measurements.");
+  }, "Selects the kernels of another instruction set, for tests and measurements.");
 }
 
 }  // namespace weft

@@ -26,7 +26,7 @@ NewArray<Type> new_array(std::initializer_list<size_t> shape) {
   return NewArray<Type>(data, shape, owner);
 }
 
-// Rows in bytes, with the memory that holds them.
+// Quantised rows that own their memory.
 struct OwnedRows {
   Activations memory;
   QuantisedRows view;
@@ -41,7 +41,7 @@ struct OwnedRows {
 
 Weight weight_from(int layout_number, int64_t outputs, int64_t inputs, const Array<const uint8_t, 1>& packed) {
   const Layout layout = layout_from(layout_number);
-  if (outputs < 0 || inputs <= 0) throw nb::value_error("a layer has outputs and inputs");
+  if (outputs < 0 || inputs <= 0) throw nb::value_error("outputs must not be negative, and inputs must be positive");
   const int64_t needed = packed_bytes(layout, outputs, inputs);
   if (static_cast<int64_t>(packed.size()) != needed)
     throw nb::value_error(("a packed layer of this shape has " + std::to_string(needed) + " bytes, not " +
@@ -49,7 +49,7 @@ Weight weight_from(int layout_number, int64_t outputs, int64_t inputs, const Arr
   return {layout, outputs, inputs, packed.data(), nullptr};
 }
 
-// Codes, scales, starts and corrections, and of the outliers the row, the input and the value.
+// Returns codes, scales, starts and corrections; of the outliers (row, input) pairs and values.
 nb::tuple quantise(Array<const float, 2> rows, bool with_outliers) {
   const size_t count = rows.shape(0);
   const OwnedRows quantised(rows.data(), static_cast<int64_t>(count), static_cast<int64_t>(rows.shape(1)), with_outliers);
@@ -91,13 +91,13 @@ NewArray<float> linear(int layout, int64_t outputs, int64_t inputs, Array<const 
   if (static_cast<int64_t>(rows.shape(1)) != inputs)
     throw nb::value_error(("the layer has " + std::to_string(inputs) + " inputs, and the rows " + std::to_string(rows.shape(1))).c_str());
   if (bias) {
-    if (static_cast<int64_t>(bias->size()) != outputs) throw nb::value_error("a bias has one number for each output");
+    if (static_cast<int64_t>(bias->size()) != outputs) throw nb::value_error("the bias must have one number for each output");
     weight.bias = bias->data();
   }
   auto out = new_array<float>({static_cast<size_t>(count), static_cast<size_t>(outputs)});
   if (residual) {
     if (static_cast<int64_t>(residual->shape(0)) != count || static_cast<int64_t>(residual->shape(1)) != outputs)
-      throw nb::value_error("what is added to has the shape of the result");
+      throw nb::value_error("the residual must have the shape of the result");
     std::memcpy(out.data(), residual->data(), residual->nbytes());
   }
   std::optional<OwnedRows> quantised;

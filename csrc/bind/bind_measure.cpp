@@ -1,4 +1,5 @@
-// What `weft bench kernels` measures: a linear layer on weights that no cache holds, and what this machine can read and multiply.
+// The measurements of the kernel benchmark: a linear layer with weights that are in no cache, memory bandwidth, and
+// byte products per second.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -12,7 +13,7 @@
 namespace weft {
 namespace {
 
-// The least of the tries that fit into some seconds, and of three at least: what disturbs a measurement only ever makes it longer.
+// The shortest run within `seconds` seconds, but of at least three: disturbances only ever make a run longer.
 template <typename Work>
 double least_seconds(double seconds, Work&& work) {
   double least = 1e30, spent = 0.0;
@@ -26,13 +27,13 @@ double least_seconds(double seconds, Work&& work) {
   return least;
 }
 
-// Seconds for one layer. `data` holds as many of them as fit, one after the other, and every try goes through all.
+// Seconds for one layer. `data` holds as many layers as fit; every run computes all of them.
 double measure_linear(int layout_number, int64_t outputs, int64_t inputs, Array<const uint8_t, 1> data, int64_t rows, Pool& pool,
                       double seconds, int64_t outlier_every) {
   const Layout layout = layout_from(layout_number);
   const int64_t strips = (outputs + strip_outputs - 1) / strip_outputs, bytes = strips * strip_bytes(layout, inputs);
   const int64_t layers = static_cast<int64_t>(data.size()) / bytes;
-  if (layers < 1 || rows < 1) throw nb::value_error("there must be a layer and a row to measure");
+  if (layers < 1 || rows < 1) throw nb::value_error("data must hold at least one layer, and rows must be at least 1");
   const int64_t groups = (inputs + group_inputs - 1) / group_inputs;
   Activations activations;
   Aligned<float> values, out, scratch;
@@ -62,7 +63,7 @@ double measure_linear(int layout_number, int64_t outputs, int64_t inputs, Array<
   }) / static_cast<double>(layers);
 }
 
-// Seconds to read all of it, and to do nothing else with it.
+// Seconds to read all bytes.
 double measure_read(Array<const uint8_t, 1> data, Pool& pool, double seconds) {
   const int64_t words = static_cast<int64_t>(data.size() / 8), items = 64;
   std::atomic<uint64_t> kept{0};
@@ -81,7 +82,7 @@ double measure_read(Array<const uint8_t, 1> data, Pool& pool, double seconds) {
   });
 }
 
-// Products of bytes in a second, all threads together.
+// Byte products per second, of all threads together.
 double measure_products(Pool& pool, double seconds) {
   const int64_t repeats = 1 << 18, products = kernels().multiply_in_registers(1) * repeats * pool.threads();
   nb::gil_scoped_release release;

@@ -30,10 +30,10 @@ void pack_array(const std::string& format_name, Array<const uint8_t, 1> raw, int
   const StoredFormat& format = format_from(format_name);
   const Layout layout = layout_from(layout_number);
   check(inputs > 0 && inputs % format.values == 0,
-        "rows of " + std::to_string(inputs) + " values are no whole number of blocks of " + format_name + ", which hold " +
+        "rows of " + std::to_string(inputs) + " values are not a whole number of blocks of " + format_name + ", which hold " +
             std::to_string(format.values));
   const int64_t row_bytes = inputs / format.values * format.bytes, bytes = static_cast<int64_t>(raw.size());
-  check(bytes % row_bytes == 0, std::to_string(bytes) + " bytes are no whole number of rows of " + std::to_string(row_bytes));
+  check(bytes % row_bytes == 0, std::to_string(bytes) + " bytes are not a whole number of rows of " + std::to_string(row_bytes));
   const int64_t rows = bytes / row_bytes;
   check(first_output >= 0 && first_output + rows <= total_outputs,
         std::to_string(rows) + " rows from output " + std::to_string(first_output) + " on do not fit " + std::to_string(total_outputs) +
@@ -50,7 +50,7 @@ void pack_array(const std::string& format_name, Array<const uint8_t, 1> raw, int
 void bind_pack(nb::module_& module) {
   module.def("layout_of", [](const std::string& format) { return static_cast<int>(format_from(format).layout); }, nb::arg("format"));
   module.def("packed_bytes", [](int layout, int64_t outputs, int64_t inputs) {
-    check(outputs >= 0 && inputs > 0, "a layer has outputs and inputs, not " + std::to_string(outputs) + " and " + std::to_string(inputs));
+    check(outputs >= 0 && inputs > 0, "outputs must not be negative and inputs must be positive; they are " + std::to_string(outputs) + " and " + std::to_string(inputs));
     return packed_bytes(layout_from(layout), outputs, inputs);
   }, nb::arg("layout"), nb::arg("outputs"), nb::arg("inputs"));
   module.def("pack", pack_array, nb::arg("format"), nb::arg("raw"), nb::arg("inputs"), nb::arg("layout"), nb::arg("first_output"),

@@ -9,7 +9,7 @@ namespace weft {
 constexpr int most_threads = 1024;
 
 void bind_pool(nb::module_& module) {
-  nb::class_<Pool>(module, "Pool", "Threads that share the work of a step; a backend has one, and one thread of it calls.")
+  nb::class_<Pool>(module, "Pool", "Threads that share the work of a step. A backend has one pool; one thread at a time calls it.")
       .def("__init__", [](Pool* pool, int threads) {
         if (threads < 1 || threads > most_threads)
           throw nb::value_error(("threads is " + std::to_string(threads) + "; allowed: 1 to " + std::to_string(most_threads)).c_str());

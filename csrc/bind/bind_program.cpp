@@ -1,4 +1,4 @@
-// Programs as Python builds and runs them. Everything that comes in is checked against the program here.
+// Programs as Python builds and runs them. All arguments are checked here.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -19,14 +19,14 @@ namespace {
 
 using Floats = Array<const float, 1>;
 using Indices = Array<const int64_t, 1>;
-// Of a two-tier cache: store, bits, tail blocks, tables of the store, moved from, moved to.
+// With a two-tier cache: store, bits, tail blocks, tables of the store, moved from, moved to.
 using StoreArguments = std::tuple<Array<uint8_t, 4>, int64_t, int64_t, Array<const int64_t, 2>, Indices, Indices>;
 
 void require(bool holds, const char* message) {
   if (!holds) throw nb::value_error(message);
 }
 
-// A linear layer over bytes that somebody else owns: a mapped file, most of the time.
+// A linear layer over bytes that it does not own: usually a mapped file.
 struct LinearWeight {
   Array<const uint8_t, 1> data;
   std::optional<Floats> bias;
@@ -35,11 +35,11 @@ struct LinearWeight {
   LinearWeight(int layout, int64_t outputs, int64_t inputs, Array<const uint8_t, 1> bytes, std::optional<Floats> biases)
       : data(std::move(bytes)), bias(std::move(biases)) {
     require(layout >= 0 && layout <= static_cast<int>(Layout::bf16), "there is no such layout");
-    require(outputs > 0 && inputs > 0, "a linear layer has outputs and inputs");
+    require(outputs > 0 && inputs > 0, "a linear layer must have outputs and inputs");
     weight = Weight{static_cast<Layout>(layout), outputs, inputs, data.data(), bias ? bias->data() : nullptr};
     require(static_cast<int64_t>(data.size()) == weight.strips() * strip_bytes(weight.layout, inputs),
-            "the packed bytes do not have the size that the layout asks for");
-    require(!bias || static_cast<int64_t>(bias->size()) == outputs, "the bias does not have one value for each output");
+            "the packed bytes do not have the size of the layout");
+    require(!bias || static_cast<int64_t>(bias->size()) == outputs, "the bias must have one value for each output");
   }
 };
 
@@ -51,11 +51,11 @@ class BoundProgram {
       : shape_{std::get<0>(shape), std::get<1>(shape), std::get<2>(shape), std::get<3>(shape), std::get<4>(shape)},
         program_(pool, shape_, ropes_of(ropes, shape_), patterns_of(patterns, ropes.size())),
         patterns_(static_cast<int>(patterns.size())) {
-    require(shape_.kv_heads > 0 && shape_.heads % shape_.kv_heads == 0, "the query heads are no multiple of the kv heads");
+    require(shape_.kv_heads > 0 && shape_.heads % shape_.kv_heads == 0, "the number of query heads is not a multiple of the number of kv heads");
   }
 
   int buffer(int64_t columns) {
-    require(columns > 0, "a buffer has columns");
+    require(columns > 0, "a buffer must have columns");
     return program_.add_buffer(columns);
   }
 
@@ -80,18 +80,18 @@ class BoundProgram {
   void linear(int input, int before, std::optional<Floats> norm_weight, float epsilon, nb::handle layer, int output, int64_t column, bool again,
               bool add, float scale) {
     Instruction instruction = make(Instruction::Kind::linear, input, output);
-    require(before >= 0 && before <= static_cast<int>(Prologue::gelu_tanh_mul), "linear: there is no such thing before a product");
+    require(before >= 0 && before <= static_cast<int>(Prologue::gelu_tanh_mul), "linear: unknown operation before the product");
     instruction.prologue = static_cast<Prologue>(before);
     instruction.weight = weight_of(layer);
     instruction.epsilon = epsilon;
     instruction.add = add;
     instruction.scale = scale;
     const bool gated = instruction.prologue == Prologue::silu_mul || instruction.prologue == Prologue::gelu_tanh_mul;
-    require(program_.columns(input) == instruction.weight.inputs * (gated ? 2 : 1), "linear: the input is not as wide as the weight asks for");
-    require(column >= 0 && column + instruction.weight.outputs <= program_.columns(output), "linear: the output is not as wide as the weight makes it");
+    require(program_.columns(input) == instruction.weight.inputs * (gated ? 2 : 1), "linear: the input does not have the width of the weight");
+    require(column >= 0 && column + instruction.weight.outputs <= program_.columns(output), "linear: the output is too narrow for the weight");
     instruction.column = column;
     instruction.reuses_rows = again;
-    require((instruction.prologue == Prologue::rms_norm) == norm_weight.has_value(), "linear: a norm before a product has a weight");
+    require((instruction.prologue == Prologue::rms_norm) == norm_weight.has_value(), "linear: a norm weight is needed exactly if an RMS norm comes before the product");
     if (norm_weight) {
       instruction.norm = vector_of(*norm_weight);
       require(instruction.norm.size == instruction.weight.inputs, "linear: the norm is not as wide as the rows");
@@ -103,13 +103,13 @@ class BoundProgram {
     Instruction instruction = make(Instruction::Kind::rope_and_write, rows, rows);
     require(program_.columns(rows) == (shape_.heads + 2 * shape_.kv_heads) * shape_.head_size, "rope_and_write: the rows are not Q, K and V");
     set_layer(instruction, layer, pattern);
-    require(query_norm.has_value() == key_norm.has_value(), "rope_and_write: queries and keys have norms, or neither has");
+    require(query_norm.has_value() == key_norm.has_value(), "rope_and_write: both queries and keys need a norm, or neither");
     if (query_norm) {
       instruction.query_norm = vector_of(*query_norm);
       instruction.key_norm = vector_of(*key_norm);
       const int64_t queries = instruction.query_norm.size, keys = instruction.key_norm.size, size = shape_.head_size;
       require((queries == size || queries == shape_.heads * size) && (keys == size || keys == shape_.kv_heads * size),
-              "rope_and_write: a norm is as wide as a head, or as all of them");
+              "rope_and_write: a norm must have the width of one head or of all heads");
     }
     instruction.epsilon = epsilon;
     program_.append(instruction);
@@ -142,8 +142,8 @@ class BoundProgram {
     require(!experts->gate.empty(), "mixture: there are no experts");
     const int64_t inner = experts->gate[0].outputs;
     require(same(experts->gate, inner, columns) && same(experts->up, inner, columns) && same(experts->down, columns, inner),
-            "mixture: the experts do not have the sizes that the router asks for");
-    require(per_token >= 1 && per_token <= count, "mixture: a token uses at least one expert and at most all");
+            "mixture: the experts do not have the sizes of the router");
+    require(per_token >= 1 && per_token <= count, "mixture: per_token must be at least 1 and at most the number of experts");
     require(program_.columns(input) == columns && program_.columns(output) == columns, "mixture: the buffers are not as wide as the router");
     instruction.experts = std::move(experts);
     program_.append(instruction);
@@ -172,13 +172,13 @@ class BoundProgram {
 
   void begin_logits(int rows) {
     check(rows);
-    require(selected_, "begin_logits: no rows were selected before");
+    require(selected_, "begin_logits: select_rows must come first");
     program_.begin_logits(rows);
   }
 
   void end_logits(int logits) {
     check(logits);
-    require(program_.rows_buffer() >= 0, "end_logits: the logits never began");
+    require(program_.rows_buffer() >= 0, "end_logits: begin_logits must come first");
     program_.end_logits(logits);
   }
 
@@ -195,21 +195,21 @@ class BoundProgram {
     return result;
   }
 
-  // The logits of the first `sampled` selected rows, and the other selected rows.
+  // Returns the logits of the first `sampled` selected rows, and the other selected rows.
   std::tuple<nb::object, nb::object> run(Indices token_ids, Indices positions, Indices cells, Indices query_starts, Indices context_lengths,
                                          Array<const int64_t, 2> block_tables, Indices logit_indices,
                                          nb::ndarray<uint16_t, nb::ndim<5>, nb::c_contig, nb::device::cpu> cache, int64_t sampled,
                                          std::optional<StoreArguments> two_tier) {
-    require(program_.logits_buffer() >= 0, "the program is not whole: it makes no logits");
+    require(program_.logits_buffer() >= 0, "the program is incomplete: it computes no logits");
     const int64_t tokens = static_cast<int64_t>(token_ids.size());
     const int64_t requests = static_cast<int64_t>(context_lengths.size());
     const int64_t selected = static_cast<int64_t>(logit_indices.size());
-    require(static_cast<int64_t>(positions.size()) == tokens && static_cast<int64_t>(cells.size()) == tokens, "positions and cells go with tokens");
+    require(static_cast<int64_t>(positions.size()) == tokens && static_cast<int64_t>(cells.size()) == tokens, "positions and cells must have one value for each token");
     require(static_cast<int64_t>(query_starts.size()) == requests + 1 && static_cast<int64_t>(block_tables.shape(0)) == requests,
-            "query starts and block tables go with requests");
-    require(sampled >= 0 && sampled <= selected, "more rows are sampled than selected");
+            "query_starts must have one value more than there are requests, block_tables one row for each request");
+    require(sampled >= 0 && sampled <= selected, "sampled must be between 0 and the number of selected rows");
     const int64_t block_size = static_cast<int64_t>(cache.shape(3));
-    require(static_cast<int64_t>(cache.shape(1)) > most_layer_ && static_cast<int64_t>(cache.shape(2)) == shape_.kv_heads && block_size > 0 &&
+    require(static_cast<int64_t>(cache.shape(1)) > last_layer_ && static_cast<int64_t>(cache.shape(2)) == shape_.kv_heads && block_size > 0 &&
                 static_cast<int64_t>(cache.shape(4)) == cache_room(block_size, shape_.head_size),
             "the cache does not have the shape of the model");
     Cache whole{cache.data(), static_cast<int64_t>(cache.shape(0)), static_cast<int64_t>(cache.shape(1)), block_size};
@@ -228,9 +228,9 @@ class BoundProgram {
   }
 
   nb::object logits(Array<const float, 2> rows) {
-    require(program_.logits_buffer() >= 0, "the program is not whole: it makes no logits");
+    require(program_.logits_buffer() >= 0, "the program is incomplete: it computes no logits");
     const int64_t count = static_cast<int64_t>(rows.shape(0));
-    require(static_cast<int64_t>(rows.shape(1)) == program_.columns(program_.rows_buffer()), "logits: the rows are not as wide as the model");
+    require(static_cast<int64_t>(rows.shape(1)) == program_.columns(program_.rows_buffer()), "logits: the rows do not have the width of the model");
     const float* logits = nullptr;
     if (count > 0) {
       nb::gil_scoped_release release;
@@ -243,7 +243,7 @@ class BoundProgram {
   static std::vector<Rope> ropes_of(const std::vector<std::tuple<std::vector<double>, bool, double>>& given, const AttentionShape& shape) {
     std::vector<Rope> ropes;
     for (const auto& [frequencies, interleaved, scale] : given) {
-      require(2 * static_cast<int64_t>(frequencies.size()) <= shape.head_size, "a rope turns more features than a head has");
+      require(2 * static_cast<int64_t>(frequencies.size()) <= shape.head_size, "a rope rotates more features than a head has");
       ropes.push_back(Rope{frequencies, interleaved, scale});
     }
     return ropes;
@@ -252,7 +252,7 @@ class BoundProgram {
   static std::vector<Pattern> patterns_of(const std::vector<std::tuple<int, int64_t>>& given, size_t ropes) {
     std::vector<Pattern> patterns;
     for (const auto& [rope, window] : given) {
-      require(rope >= 0 && static_cast<size_t>(rope) < ropes && window >= 0, "a pattern names a rope that is not there");
+      require(rope >= 0 && static_cast<size_t>(rope) < ropes && window >= 0, "a pattern names a rope that does not exist, or a negative window");
       patterns.push_back(Pattern{rope, window});
     }
     return patterns;
@@ -275,10 +275,10 @@ class BoundProgram {
     require(layer >= 0 && pattern >= 0 && pattern < patterns_, "there is no such layer or pattern");
     instruction.layer = layer;
     instruction.pattern = pattern;
-    most_layer_ = std::max<int64_t>(most_layer_, layer);
+    last_layer_ = std::max<int64_t>(last_layer_, layer);
   }
 
-  // The bytes that an instruction points at live as long as the program.
+  // Keeps the bytes of an instruction alive as long as the program.
   const Weight& weight_of(nb::handle object) {
     kept_.append(object);
     return nb::cast<LinearWeight&>(object).weight;
@@ -295,8 +295,8 @@ class BoundProgram {
     require(static_cast<int64_t>(store.shape(1)) == cache.layers && static_cast<int64_t>(store.shape(2)) == shape_.kv_heads &&
                 static_cast<int64_t>(store.shape(3)) == stored_head_bytes(cache.block_size, shape_.head_size, bits),
             "the store does not have the shape of the model");
-    require(static_cast<int64_t>(tables.shape(0)) == step.requests && tail_blocks > 0, "the store's tables go with requests, a tail has a block");
-    require(moved_from.size() == moved_to.size(), "a move has a block at both ends");
+    require(static_cast<int64_t>(tables.shape(0)) == step.requests && tail_blocks > 0, "the store needs one table for each request, and at least one tail block");
+    require(moved_from.size() == moved_to.size(), "moved_from and moved_to must have the same length");
     cache.store = store.data();
     cache.store_blocks = static_cast<int64_t>(store.shape(0));
     cache.bits = bits;
@@ -308,7 +308,7 @@ class BoundProgram {
     step.moves = static_cast<int64_t>(moved_from.size());
   }
 
-  // An index past its array would be read from, or written to, wherever it points.
+  // An index past its array would read or write foreign memory.
   void check_step(const Step& step, const Cache& cache) const {
     const int64_t cells = cache.blocks * cache.block_size;
     for (int64_t token = 0; token < step.tokens; token++) {
@@ -316,7 +316,7 @@ class BoundProgram {
       require(step.cells[token] >= 0 && step.cells[token] < cells, "a cell is past the cache");
       require(step.positions[token] >= 0, "a position is negative");
     }
-    require(step.query_starts[0] == 0 && step.query_starts[step.requests] == step.tokens, "the queries are not those of the requests");
+    require(step.query_starts[0] == 0 && step.query_starts[step.requests] == step.tokens, "query_starts must begin with 0 and end with the number of tokens");
     for (int64_t request = 0; request < step.requests; request++) {
       const int64_t first = step.query_starts[request], end = step.query_starts[request + 1];
       require(first < end && end <= step.tokens, "a request has no tokens in the step");
@@ -354,7 +354,7 @@ class BoundProgram {
   Program program_;
   nb::list kept_;
   int patterns_;
-  int64_t most_layer_ = 0, vocabulary_ = 0;
+  int64_t last_layer_ = 0, vocabulary_ = 0;
   bool selected_ = false;
 };
 

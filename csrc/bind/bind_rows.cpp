@@ -1,4 +1,4 @@
-// The rows' kernels one by one, for tests and measurements; a model runs them inside its program.
+// The row kernels one by one, for tests and measurements; models run them in a program.
 #include <string>
 
 #include "bind/bindings.h"

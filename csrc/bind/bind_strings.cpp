@@ -1,11 +1,12 @@
-// The strings of a GGUF file, cut and decoded at once: a vocabulary has a hundred thousand, and every start waits for them.
+// Reads the strings of a GGUF file in one call: a vocabulary has a hundred thousand, and every start waits for them.
 #include "bind/bindings.h"
 
 namespace weft {
 namespace {
 
-// Their list, and where the last one ends; None where a string does not fit before `end` or is not UTF-8: who asks has
-// words for that. A model file comes from a stranger, so every length is compared with what is left before it is used.
+// Returns the list of strings and the end of the last one. Returns None if a string does not end before `end` or is
+// not UTF-8; the caller makes the error message. Model files are untrusted, so every length is checked before it is
+// used.
 nb::object read_strings(nb::handle data, size_t position, size_t count, size_t end) {
   Py_buffer view;
   if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
@@ -36,7 +37,7 @@ nb::object read_strings(nb::handle data, size_t position, size_t count, size_t e
 
 void bind_strings(nb::module_& module) {
   module.def("read_strings", &read_strings, nb::arg("data"), nb::arg("position"), nb::arg("count"), nb::arg("end"),
-             "`count` strings behind their 64-bit lengths, from `position` to `end` at most: (strings, where they end), or None.");
+             "Reads `count` strings, each after its 64-bit length, from `position` up to `end`. Returns (strings, end position) or None.");
 }
 
 }  // namespace weft

@@ -1,4 +1,4 @@
-// What Python sees, one function for each part. Arrays are checked here, once: what is inside trusts what it is given.
+// The Python bindings, one function for each part. Arrays are checked here, once; the code behind trusts them.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,7 +13,7 @@ namespace nb = nanobind;
 template <typename Type, int Dimensions>
 using Array = nb::ndarray<Type, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
 
-Layout layout_from(int number);   // raises where there is none
+Layout layout_from(int number);   // raises ValueError if it does not exist
 
 void bind_dispatch(nb::module_& module);
 void bind_linear(nb::module_& module);

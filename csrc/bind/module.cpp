@@ -3,9 +3,9 @@
 namespace nb = nanobind;
 
 NB_MODULE(_kernels, module) {
-  // A process may end while threads still hold weights; the system takes them back, and there is nothing to tell anybody.
+  // A process may end while threads still hold weights; the system frees them, so a leak warning would be noise.
   nb::set_leak_warnings(false);
-  module.doc() = "weft's kernels for the CPU; weft.ops.cpu is what uses them.";
+  module.doc() = "weft's CPU kernels; used by weft.ops.cpu.";
   weft::bind_dispatch(module);
   weft::bind_pack(module);
   weft::bind_linear(module);

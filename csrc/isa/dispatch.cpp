@@ -1,4 +1,4 @@
-// Which tables this machine can use, and which one is in use.
+// Finds the kernel tables that this processor supports, and keeps the one in use.
 #include <atomic>
 #include <cstring>
 
@@ -26,7 +26,7 @@ struct Choices {
     names[count++] = table.name;
   }
 
-  // From the best to the plainest.
+  // Best first.
   Choices() {
 #ifdef WEFT_X86
     __builtin_cpu_init();

@@ -1,7 +1,8 @@
-// All kernels of one instruction set. Included once by each isa_*.cpp, which names the set (WEFT_ISA) and is compiled with its flags.
+// All kernels of one instruction set. Each isa_*.cpp includes this file once, names the set (WEFT_ISA), and is
+// compiled with its flags.
 //
-// Only headers without code of their own may be included here: a function of the standard library that was compiled for AVX-512 could
-// otherwise be the one that the linker keeps for everybody.
+// Only headers without functions may be included here. Otherwise the linker could keep a standard library function
+// that was compiled for AVX-512, and use it for all instruction sets.
 #include <cmath>
 #include <cstdint>
 #include <cstring>

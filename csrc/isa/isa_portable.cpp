@@ -1,4 +1,4 @@
-// The kernels in plain C++, for processors without any of the instruction sets below, and the simplest reading of each.
+// The kernels in plain C++, for processors without AVX2. They are also the simplest version to read.
 #define WEFT_ISA portable
 #define WEFT_ISA_NAME "portable"
 #include "isa/isa.inl"

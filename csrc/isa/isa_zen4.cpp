@@ -1,12 +1,13 @@
-// Compiled with AVX-512 F, BW, DQ, VL, VNNI and VBMI: products as they suit Zen 4 and 5, and all else as with VNNI.
+// Compiled with AVX-512 F, BW, DQ, VL, VNNI and VBMI: products for Zen 4 and 5; all other kernels are those of
+// avx512vnni.
 #define WEFT_ISA zen4
 #define WEFT_AVX512 1
 #define WEFT_VNNI 1
 #define WEFT_PAIRS 1
-// GCC 12 takes what its own intrinsics leave undefined on purpose for a mistake.
+// GCC 12 warns about values that its own intrinsics leave undefined on purpose.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-// As in isa.inl: only headers without code of their own.
+// Only headers without functions: see isa.inl.
 #include <cmath>
 #include <cstdint>
 #include <cstring>

@@ -1,4 +1,4 @@
-// The instruction that tells the processor that a thread spins.
+// The pause instruction of a spin loop.
 #pragma once
 
 #if defined(__x86_64__) || defined(_M_X64)

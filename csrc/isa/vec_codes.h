@@ -1,5 +1,5 @@
-// Whole numbers of 16 bits, and the 32 bits that their products are added up in. A lane holds a pair of the former or one of the latter.
-// Those of the cache come out of units: see kernels.h.
+// Vectors of 16-bit codes, and of the 32-bit sums of their products. A lane holds a pair of codes or one sum. The KV
+// cache packs four codes into a unit of three elements: see kernels.h.
 #pragma once
 
 #include "isa/vec.h"
@@ -22,9 +22,9 @@ using CodePairs = __m512i;
 inline Whole no_sum() { return _mm512_setzero_si512(); }
 inline CodePairs load_elements(const uint16_t* p, int64_t n) { return _mm512_maskz_loadu_epi32(first_lanes(n), p); }
 inline CodePairs load_elements(const uint16_t* p, Full) { return _mm512_loadu_si512(p); }
-// The fourth code of a unit.
+// Unpacks the fourth code of a unit.
 inline CodePairs fourth_code(CodePairs a, CodePairs b, CodePairs c) {
-  constexpr int first_where_set = 0xca;   // of the bits of the second and the third operand, by the first's
+  constexpr int first_where_set = 0xca;   // truth table: bits of the second operand where the first is set, else of the third
   const CodePairs upper = _mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<int16_t>(0xf000)), _mm512_slli_epi16(a, 12),
                                                     _mm512_slli_epi16(b, 8), first_where_set);
   return _mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<int16_t>(0xff00)), upper, _mm512_slli_epi16(c, 4), first_where_set);
@@ -34,11 +34,12 @@ inline CodePairs in_register(CodePairs a) {
   return a;
 }
 inline Vec to_floats(Whole a) { return _mm512_cvtepi32_ps(a); }
-// Rounded to even; what is not finite becomes anything.
+// Rounds ties to even; the result of a value that is not finite is undefined.
 inline void store_codes(int16_t* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a)));
 }
-// The first n of 16, with an element between each two that stays as it is, which another thread may be writing.
+// Stores the first n of 16 elements to every second place. The places between are not written: another thread may
+// write them.
 inline void store_every_second(uint16_t* p, const uint16_t* from, int64_t n) {
   const __m512i apart = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   _mm512_mask_storeu_epi16(p, static_cast<__mmask32>(0x55555555ull & ((1ull << 2 * n) - 1)), apart);
@@ -47,12 +48,12 @@ inline Vec load_upper_halves(const uint16_t* p) {
   const __m512i halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(halves, 16));
 }
-// By their bits, the sign as the highest one: of magnitudes the larger one, and any that is NaN.
+// The larger one by its bits: for magnitudes the larger magnitude, or the NaN.
 inline Vec larger_bits(Vec a, Vec b) { return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(b))); }
 inline uint32_t largest_bits(Vec a) { return _mm512_reduce_max_epu32(_mm512_castps_si512(a)); }
 
 #if defined(WEFT_VNNI)
-// A pair for all lanes, multiplied from where it lies: see `Repeated`.
+// A pair for all lanes, multiplied directly from memory: see `Repeated`.
 struct RepeatedPair {
   const int16_t* at;
 };
@@ -116,7 +117,7 @@ inline Whole add_products(RepeatedPair a, CodePairs b, Whole c) { return _mm256_
 
 #else
 
-using Whole = Unsigned;   // of which some lanes may overflow: those that nobody reads
+using Whole = Unsigned;   // unused lanes may overflow
 using CodePairs = Bits;
 using RepeatedPair = CodePairs;
 

@@ -170,7 +170,7 @@ def test_a_write_past_the_cache_is_refused() -> None:
     for head, cell in ((3, 0), (0, 8)):
         with pytest.raises(ValueError, match="past the cache"):
             _kernels.write_cache(vector, vector, cache, 0, head, cell)
-    with pytest.raises(ValueError, match="are of one size"):
+    with pytest.raises(ValueError, match="must have the same size"):
         _kernels.write_cache(vector, short, cache, 0, 0, 0)
     with pytest.raises(ValueError, match=rf"for heads of 4 .* block size, {room(4, 4)}\]"):
         _kernels.write_cache(vector[:4].copy(), vector[:4].copy(), cache, 0, 0, 0)

@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         _kernels.pack("IQ4_NL", raw, 64, W8, 0, 4, out)
     with pytest.raises(ValueError, match=r"rows of 40 values .* which hold 32"):
         _kernels.pack("Q8_0", raw, 40, W8, 0, 4, out)
-    with pytest.raises(ValueError, match="271 bytes are no whole number of rows of 68"):
+    with pytest.raises(ValueError, match="271 bytes are not a whole number of rows of 68"):
         _kernels.pack("Q8_0", raw[:-1], 64, W8, 0, 4, out)
     with pytest.raises(ValueError, match="4 rows from output 1 on do not fit 4 outputs"):
         _kernels.pack("Q8_0", raw, 64, W8, 1, 4, out)

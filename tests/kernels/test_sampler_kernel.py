@@ -243,7 +243,7 @@ def test_arrays_that_do_not_fit_together_are_refused() -> None:
         step.native(sampler, np.zeros((2, 16), np.float32))
     with pytest.raises(ValueError, match="one value for each entry"):
         step.native(sampler, np.zeros((3, 64), np.float32))
-    with pytest.raises(ValueError, match="a mask has a bit for each token"):
+    with pytest.raises(ValueError, match="a mask must have one bit for each token"):
         step.native(
             sampler, np.zeros((2, 64), np.float32), Masks(np.zeros(1, np.int64), np.zeros((1, 7), np.uint8))
         )
