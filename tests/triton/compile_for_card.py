@@ -116,9 +116,9 @@ def compile_all(config: ModelConfig, plan: list[list[int]], invariant: bool = Fa
     cache = decoder.new_cache(texts.blocks, BLOCK_SIZE)
     for step in texts.steps(plan):
         batch = device_batch(step, device)
-        program._stretches._graphs = defaultdict(dict)
+        program._piecewise_graphs._graphs = defaultdict(dict)
         for from_graphs in (False, True):
-            program._stretches.serve = lambda rows, answer=from_graphs: answer
+            program._piecewise_graphs.begin_step = lambda rows, answer=from_graphs: answer
             launch_twice(lambda batch=batch: program.run(batch, cache))
 
 
@@ -165,7 +165,7 @@ def compile_two_tiers(
         rows = device.zeros(2 * length, (heads + 2) * size, dtype=torch.bfloat16)
         output = device.zeros(2 * length, heads * size, dtype=torch.bfloat16)
         launch_twice(
-            lambda batch=batch, rows=rows, output=output: attention.turn_and_run(
+            lambda batch=batch, rows=rows, output=output: attention.rope_and_attend(
                 batch, rows, cache, 0, tables, None, output
             )
         )

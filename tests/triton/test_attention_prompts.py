@@ -57,7 +57,7 @@ def check(
     attention = Attention(case.shape, case.window, 8, MAX_CONTEXT, device)
     attention.can_read_rows |= read_rows
     tables = RopeTables(rope, MAX_CONTEXT, device)
-    output = attention.turn_and_run(
+    output = attention.rope_and_attend(
         step.batch(), step.device_qkv(), cache, LAYER, tables, device_norm, output
     )
 

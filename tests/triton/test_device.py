@@ -16,7 +16,7 @@ from weft.ops.triton.device import Device
 def test_a_card_that_is_not_there_is_an_error_that_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(WeftError, match=r"'cuda'.*finds no CUDA card"):
+    with pytest.raises(WeftError, match=r"'cuda'.*finds no CUDA GPU"):
         Device("cuda")
 
 

@@ -139,7 +139,7 @@ def test_a_card_that_is_too_full_for_any_cache_is_refused(device: Device) -> Non
 @interpreted
 def test_the_stand_in_has_the_memory_that_it_is_given(device: Device) -> None:
     card = Device(str(device.torch_device))
-    card.stand_in_memory = 3000
+    card.interpreter_memory = 3000
     with pytest.raises(OutOfMemoryError, match=r"0 MiB of 0 MiB are free"):
         opened(card)
 

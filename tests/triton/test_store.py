@@ -80,5 +80,5 @@ def test_one_layer_is_moved_alone(device: Device) -> None:
 def test_heads_and_blocks_that_do_not_pack_are_refused_with_what_would(device: Device) -> None:
     with pytest.raises(InvalidRequestError, match="use 8 bits"):
         new_store(1, 1, 16, AttentionShape(1, 1, 15, 1.0), 4, device)
-    with pytest.raises(InvalidRequestError, match="a block_size that is even"):
+    with pytest.raises(InvalidRequestError, match="set block_size to an even number"):
         new_store(1, 1, 3, AttentionShape(1, 1, 6, 1.0), 4, device)

@@ -218,7 +218,7 @@ class NoCard:
 class ForeseenCard(Device):
     """A card with the properties of another, and without memory: tensors have shapes and nothing else."""
 
-    stand_in_memory = 1 << 62
+    interpreter_memory = 1 << 62
 
     def __init__(self, outline: Outline, memory: str = "meta") -> None:
         self.torch_device = torch.device(memory)
