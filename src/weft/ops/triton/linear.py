@@ -225,8 +225,8 @@ def _tile(
     DEPENDENT: tl.constexpr,
 ):
     """output [tokens, outputs] = input [tokens, INPUTS] @ weight [outputs, INPUTS]^T, with norm, bias, gate and add, on
-    tensor cores. A program computes ROWS outputs of TOKENS tokens. The weight is the left operand, so that few
-    tokens need no padding to a full row tile."""
+    tensor cores. A program computes ROWS outputs of TOKENS tokens. Tokens are the columns of the product,
+    because tensor cores allow as few as eight columns."""
     program = tl.program_id(0)
     token_program = tl.program_id(1)
     if TOGETHER > 1:
