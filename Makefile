@@ -49,7 +49,7 @@ test: lint
 # and on the products of numpy and torch; engine steps depend on the number of cores; Ctrl-C depends on whether the
 # parent ignores SIGINT (`trap`, as for a background job of a script). tests/kernels is not included: it always runs
 # every table that the processor supports.
-SAME_BITS := test_in_the_invariant_mode_a_token_is_the_same_bits_in_a_chunk_and_decoded
+SAME_BITS := test_in_the_invariant_mode_a_token_has_the_same_bits_in_a_chunk_and_in_decode
 BY_NUMBERS := engine/test_llm.py parity/test_native_program.py parity/test_requests_in_blocks.py triton/test_interpreter.py \
 	triton/test_card_attention.py::$(SAME_BITS)
 # Skipped without AVX, where the real model takes six minutes.
