@@ -20,9 +20,9 @@ void same_shape(const Left& left, const Right& right, const char* what) {
                          std::to_string(right.shape(1)) + "]").c_str());
 }
 
-void same_length(size_t length, size_t wanted, const char* what) {
-  if (length == wanted) return;
-  const std::string message = std::string(what) + " must have " + std::to_string(wanted) + " elements; it has " + std::to_string(length);
+void same_length(size_t length, size_t expected, const char* what) {
+  if (length == expected) return;
+  const std::string message = std::string(what) + " must have " + std::to_string(expected) + " elements; it has " + std::to_string(length);
   throw nb::value_error(message.c_str());
 }
 

@@ -1,4 +1,4 @@
-// The Python bindings, one function for each part. Arrays are checked here, once; the code behind trusts them.
+// The Python bindings, one function for each part. Arrays are checked here, once; all other code trusts them.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -48,7 +48,7 @@ inline Vec load_upper_halves(const uint16_t* p) {
   const __m512i halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(halves, 16));
 }
-// The larger one by its bits: for magnitudes the larger magnitude, or the NaN.
+// Compares bits as unsigned integers: of two magnitudes it returns the larger one, or a NaN.
 inline Vec larger_bits(Vec a, Vec b) { return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(b))); }
 inline uint32_t largest_bits(Vec a) { return _mm512_reduce_max_epu32(_mm512_castps_si512(a)); }
 

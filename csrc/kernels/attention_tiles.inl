@@ -94,7 +94,7 @@ inline int64_t lines_of_tile(const AttendTask& task, bool values, bool is_stored
   return lines_of(key_tile * (bytes_of_vector(task, values, is_stored) + (values ? 0 : 4)));
 }
 
-// --- ahead ---------------------------------------------------------------------------------------------------------------------------
+// --- prefetching --------------------------------------------------------------------------------------------------------
 
 // Prefetches the tiles that a worker reads for the first rows of its tasks, in reading order, some kilobytes ahead.
 // KV blocks are scattered in memory, so the hardware prefetcher does not find them. If a KV block is one tile, its

@@ -34,8 +34,8 @@ struct Coding {
   // `bits`: the vector's largest magnitude. The scale is at least that magnitude times each of the two parts.
   Coding(uint32_t bits, float one_part, float other_part = 0.0f) : is_finite(bits < bits_of_infinity) {
     const float part = one_part > other_part ? one_part : other_part;
-    const float wanted = float_of_bits(bits) * part;
-    const uint32_t upper = (bits_of_float(wanted < lowest_cache_scale ? lowest_cache_scale : wanted) + 0xffff) >> 16;
+    const float exact = float_of_bits(bits) * part;
+    const uint32_t upper = (bits_of_float(exact < lowest_cache_scale ? lowest_cache_scale : exact) + 0xffff) >> 16;
     scale = is_finite ? float_of_bits(upper << 16) : NAN;
     by = vec::all(1.0f / scale);
   }
@@ -71,15 +71,15 @@ inline void write_key(const float* key, const Coding& coding, int64_t size, uint
     const int64_t count = size - start < step ? size - start : step;
     vec::for_each(count, [&](int64_t f, auto n) { vec::store_codes(codes + f, coding.codes(key + start + f, n)); });
     for (int64_t f = 0; f < count; f += of_two) {
-      Elements wanted;
+      Elements exact;
       uint32_t last, pairs[codes_of_unit];
-      std::memcpy(&wanted, codes + f, sizeof wanted);
+      std::memcpy(&exact, codes + f, sizeof exact);
       std::memcpy(&last, codes + f + 2 * elements_of_unit, sizeof last);
       for (uint32_t& pair : pairs) pair = last;
       Elements fourth;
       std::memcpy(&fourth, pairs, sizeof fourth);
       fourth = rounded_fourth(fourth);
-      const Elements elements = with_lowest(wanted, (fourth >> 12 & first) | (fourth >> 8 & second) | (fourth >> 4 & third));
+      const Elements elements = with_lowest(exact, (fourth >> 12 & first) | (fourth >> 8 & second) | (fourth >> 4 & third));
       std::memcpy(pairs, &elements, sizeof pairs);
       for (int e = 0; e < elements_of_unit; e++, out += distance) std::memcpy(out, pairs + e, 4);
     }

@@ -85,12 +85,12 @@ float as_limit(double distance) {
 
 }  // namespace
 
-// Returns a distance from the best score that includes the `wanted` best scores and few others.
-float Candidates::distance_of_rank(const ScannedRow& row, int64_t wanted) {
+// Returns a distance from the best score that includes the `top_count` best scores and few others.
+float Candidates::distance_of_rank(const ScannedRow& row, int64_t top_count) {
   const int64_t groups = maxima_count(row.count);
-  if (wanted > groups) return std::numeric_limits<float>::infinity();
+  if (top_count > groups) return std::numeric_limits<float>::infinity();
   ranked_maxima_.assign(row.maxima, row.maxima + groups);
-  const auto last = ranked_maxima_.begin() + (wanted - 1);
+  const auto last = ranked_maxima_.begin() + (top_count - 1);
   std::nth_element(ranked_maxima_.begin(), last, ranked_maxima_.end(), std::greater<float>());
   return row.scan.best - *last;
 }
@@ -145,7 +145,7 @@ void Candidates::choose(const ScannedRow& row, double temperature, const Filters
   if (filters.typical_p < 1.0) keep_typical(filters.typical_p);
 }
 
-// The distance of the last of the most likely candidates that together have the share `top_p`.
+// The nucleus of the candidates: how far below the best score its last token is.
 float Candidates::nucleus_floor(double top_p) {
   weigh();
   double total = 0.0;
@@ -153,8 +153,9 @@ float Candidates::nucleus_floor(double top_p) {
   return find_cutoff(below_.data(), count_, top_p * total, matching_, [&](int64_t i) { return weights_[i]; }).value;
 }
 
-// The same for a whole row, of which only few tokens matter. It uses an approximate total, and exact weights only for
-// tokens that can be in the nucleus. If the result depends on the error of the total, all weights are summed exactly.
+// The same for a whole row, of which few tokens matter. It uses an approximate total, and exact weights only for
+// tokens that can be in the nucleus. If the error of the total could change the result, all weights are summed
+// exactly.
 float Candidates::nucleus_floor(const ScannedRow& row, double top_p) {
   double near[num_near];
   const float factor = static_cast<float>(std::min(factor_, static_cast<double>(FLT_MAX)));
@@ -209,13 +210,13 @@ int64_t Candidates::draw(uint64_t key) const {
   return winner;
 }
 
-void Candidates::rank(const ScannedRow& row, int64_t wanted) {
-  collect(row, distance_of_rank(row, wanted));
+void Candidates::rank(const ScannedRow& row, int64_t top_count) {
+  collect(row, distance_of_rank(row, top_count));
   const auto is_before = [&](int32_t left, int32_t right) {
     const float left_score = row.scores[left], right_score = row.scores[right];
     return left_score > right_score || (left_score == right_score && left < right);
   };
-  std::partial_sort(tokens_.begin(), tokens_.begin() + wanted, tokens_.begin() + count_, is_before);
+  std::partial_sort(tokens_.begin(), tokens_.begin() + top_count, tokens_.begin() + count_, is_before);
 }
 
 }  // namespace weft

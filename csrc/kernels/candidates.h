@@ -37,14 +37,14 @@ class Candidates {
   // The token with the highest sum of score and noise, the lowest token at a tie.
   int64_t draw(uint64_t key) const;
 
-  // The `wanted` tokens with the highest scores, best first, the lowest token first at a tie.
-  void rank(const ScannedRow& row, int64_t wanted);
+  // The `top_count` tokens with the highest scores, best first, the lowest token first at a tie.
+  void rank(const ScannedRow& row, int64_t top_count);
 
   int32_t token(int64_t index) const { return tokens_[static_cast<size_t>(index)]; }
 
  private:
   void collect(const ScannedRow& row, float limit);
-  float distance_of_rank(const ScannedRow& row, int64_t wanted);
+  float distance_of_rank(const ScannedRow& row, int64_t top_count);
   float nucleus_floor(double top_p);
   float nucleus_floor(const ScannedRow& row, double top_p);
   void keep_typical(double typical_p);

@@ -125,7 +125,7 @@ struct SharedOutlier {
 struct QuantisedRows {
   int64_t groups, scale_blocks;
   RowGroup* data;   // [panels, groups, 8]
-  float* scales;    // [panels, blocks, 8]
+  float* scales;    // [panels, scale blocks, 8]
 
   RowGroup* group_of(int64_t row, int64_t group) const {
     return data + (row / panel_rows * groups + group) * panel_rows + row % panel_rows;
@@ -228,7 +228,7 @@ struct CachedHead {
   int64_t block_size, head_size;
 
   uint16_t* scales(bool of_values) const { return data + (of_values ? block_size : 0); }
-  // Start of the tile whose first position is `tile` (a multiple of key_tile), and its number of positions.
+  // Start of the tile that begins at position `tile` (a multiple of key_tile), and its number of positions.
   uint16_t* keys(int64_t tile) const { return codes() + tile * key_units(head_size) * elements_of_unit; }
   int64_t tile_width(int64_t tile) const { return block_size - tile < key_tile ? block_size - tile : key_tile; }
   // The first element of a value; the others follow at every second element.

@@ -55,7 +55,7 @@ inline float write_values(int64_t columns, Make make, float* out, float* lane_ma
     statistics.largest.store(lane_maxima);
   }
   if (i == columns) return vec::sum_of_four(statistics.sums);
-  RowStatistics last = statistics;   // a copy: a variable whose address escapes does not stay in registers
+  RowStatistics last = statistics;   // a copy: if the address of a variable escapes, it does not stay in registers
   last.largest = Largest();
   write_last_values(i, columns, make, out, last);
   last.largest.store(lane_maxima);

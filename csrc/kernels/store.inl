@@ -50,14 +50,14 @@ inline VectorBytes quantise_vector(const float* values, int64_t size, int64_t bi
     return {255, 128};
   }
   const float levels = static_cast<float>((1 << bits) - 1), lowest = -vec::largest(vec::all(0.0f) - low);
-  const int32_t wanted = static_cast<int32_t>(bits_of_float((vec::largest(high) - lowest) / levels));
-  const int32_t rounded = ((wanted + (1 << scale_shift) - 1) >> scale_shift) - lowest_scale;
+  const int32_t exact_scale = static_cast<int32_t>(bits_of_float((vec::largest(high) - lowest) / levels));
+  const int32_t rounded = ((exact_scale + (1 << scale_shift) - 1) >> scale_shift) - lowest_scale;
   const int32_t byte = rounded < 0 ? 0 : rounded > 254 ? 254 : rounded;
   const float scale = float_of_bits(static_cast<uint32_t>(byte + lowest_scale) << scale_shift);
   const float at_zero = std::rint(bits == 8 ? -lowest / scale : -lowest / scale * 16.0f), zero = at_zero > 255.0f ? 255.0f : at_zero;
-  const vec::Vec by = vec::all(scale), before = vec::all(bits == 8 ? 0.0f : zero / 16.0f), behind = vec::all(bits == 8 ? zero : 0.0f);
+  const vec::Vec by = vec::all(scale), offset_before = vec::all(bits == 8 ? 0.0f : zero / 16.0f), offset_after = vec::all(bits == 8 ? zero : 0.0f);
   vec::for_each(size, [&](int64_t i, auto n) {
-    const vec::Vec code = vec::round(vec::load(values + i, n) / by + before) + behind;
+    const vec::Vec code = vec::round(vec::load(values + i, n) / by + offset_before) + offset_after;
     vec::store(scratch + i, vec::max(vec::all(0.0f), vec::min(vec::all(levels), code)), n);
   });
   for (int64_t i = 0; i < size; i++) codes[i] = static_cast<uint8_t>(static_cast<int32_t>(scratch[i]));

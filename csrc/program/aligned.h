@@ -33,9 +33,9 @@ class Aligned {
     if (size > size_) {
       // Large memory at least doubles: if steps grew it row by row, each one would fault in new pages. Untouched
       // pages cost nothing.
-      const std::size_t asked = static_cast<std::size_t>(size) * sizeof(Type), before = static_cast<std::size_t>(size_) * sizeof(Type);
-      const std::size_t needed = asked >= large_page ? std::max(asked, 2 * before) : asked;
-      const std::size_t alignment = asked >= large_page ? large_page : 64;
+      const std::size_t requested = static_cast<std::size_t>(size) * sizeof(Type), before = static_cast<std::size_t>(size_) * sizeof(Type);
+      const std::size_t needed = requested >= large_page ? std::max(requested, 2 * before) : requested;
+      const std::size_t alignment = requested >= large_page ? large_page : 64;
       const std::size_t bytes = (needed + alignment - 1) / alignment * alignment;
       std::free(data_);
       data_ = nullptr;

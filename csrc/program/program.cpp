@@ -230,9 +230,9 @@ void Program::product(const Weight& weight, int64_t rows, float* out, int64_t ou
   const int64_t row_items = ceil_divide(rows, most_rows_per_item);
   const int64_t rows_each = ceil_divide(ceil_divide(rows, row_items), panel_rows) * panel_rows;
   const int64_t strips = weight.strips();
-  const int64_t wanted = strips * strip_bytes(weight.layout, weight.inputs) * ceil_divide(rows, 4) / item_bytes;
+  const int64_t target_items = strips * strip_bytes(weight.layout, weight.inputs) * ceil_divide(rows, 4) / item_bytes;
   const int64_t most = pool_.threads() * items_per_thread, fewest = pool_.threads() * fewest_items_per_thread;
-  const int64_t strips_each = ceil_divide(strips, std::min(strips, std::clamp(wanted, fewest, most)));
+  const int64_t strips_each = ceil_divide(strips, std::min(strips, std::clamp(target_items, fewest, most)));
   const int64_t strip_items = ceil_divide(strips, strips_each);
   const LinearTask whole = prepared_.product_task(weight, rows, out, out_stride, add, scale);
   pool_.run(row_items * strip_items, [&](int64_t item, int) {

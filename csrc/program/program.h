@@ -7,8 +7,8 @@
 //   - Many rows: all instructions between two attentions are one phase. Each RowBlock passes through all of them.
 //   - Row blocks of whole, independent requests: attention is part of the phase too. One phase covers everything up to the
 //     selection of rows, or up to the logits if all rows are selected.
-//   - A prompt too long for one thread: a pipeline (program_pipeline.cpp). A row block waits for the row blocks before it
-//     whose keys and values it reads.
+//   - A prompt too long for one thread: a pipeline (program_pipeline.cpp). A row block waits for the earlier row blocks
+//     that write the keys and values it reads.
 #pragma once
 
 #include <array>
@@ -282,7 +282,7 @@ class Program {
   std::vector<TaskRange> task_ranges_;   // if attention runs in row blocks: one range per row block
   std::vector<RowBlock> row_blocks_;
   std::vector<int64_t> costs_;        // per request, in products
-  std::vector<size_t> first_dependency_;    // per row block: the first earlier row block whose K and V it reads
+  std::vector<size_t> first_dependency_;    // per row block: the first earlier row block with K and V that it reads
   Pipeline pipeline_;
   std::vector<int64_t> written_by_;   // per KV block: 1 + index of the request that writes it in this step, or 0
   std::vector<HeadProduct> head_products_;           // per row block

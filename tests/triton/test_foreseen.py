@@ -144,14 +144,14 @@ def test_the_process_ends_if_the_engine_sends_no_outline(monkeypatch: pytest.Mon
 
 
 def test_a_backend_reports_its_sizes_and_its_close(device: Device) -> None:
-    told: list[Any] = []
+    reported: list[Any] = []
 
     class Noted:
         def begin(self, sizes: Sizes) -> None:
-            told.append(sizes)
+            reported.append(sizes)
 
         def close(self) -> None:
-            told.append("closed")
+            reported.append("closed")
 
     backend = cuda_backend(device)
     backend._foreseen = Noted()  # type: ignore[assignment]
@@ -160,4 +160,4 @@ def test_a_backend_reports_its_sizes_and_its_close(device: Device) -> None:
     # The blocks of a context, not the blocks of the memory: only the former decide how kernels are compiled.
     blocks = -(-info.max_context // info.block_size)
     assert blocks != info.num_blocks
-    assert told == [Sizes(KvCachePoolConfig(num_blocks=blocks, swap_blocks=2), 3, 40), "closed"]
+    assert reported == [Sizes(KvCachePoolConfig(num_blocks=blocks, swap_blocks=2), 3, 40), "closed"]

@@ -226,7 +226,7 @@ def shortlist_kernel(
         whole_mean = tl.sum(shifted * factors, 0) / total
 
     keys = ordered(maxima)
-    wanted = tl.where(has_top_k, top_k, few_groups)
+    min_groups = tl.where(has_top_k, top_k, few_groups)
     is_settled = best != best
     for attempt in range(_ATTEMPTS):
         if is_settled == 0:
@@ -234,12 +234,12 @@ def shortlist_kernel(
             low = tl.zeros((), tl.uint32)
             count = tl.zeros((), tl.int32) + vocabulary
             if is_whole == 0:
-                # The threshold, to sixteen bits: at least `wanted` groups reach it.
+                # The threshold, to sixteen bits: at least `min_groups` groups reach it.
                 bit = tl.full((), 0x80000000, tl.uint32)
                 for _ in range(16):
                     higher = low | bit
                     reached = tl.sum((keys >= higher).to(tl.int32), 0)
-                    low = tl.where(reached >= wanted, higher, low)
+                    low = tl.where(reached >= min_groups, higher, low)
                     bit = bit >> 1
                 negligible = ordered((best.to(tl.float64) - _NEGLIGIBLE_BELOW * temperature).to(tl.float32))
                 low = tl.where(has_top_k, low, tl.maximum(low, negligible))
@@ -406,4 +406,4 @@ def shortlist_kernel(
                 tl.store(row_tokens_ptr + row.to(tl.int64) * row_tokens_stride + position, token)
                 if TOUCHED:
                     tl.store(seen_ptr + entry, 0)
-            wanted = tl.maximum(wanted, most_groups)
+            min_groups = tl.maximum(min_groups, most_groups)
