@@ -5,8 +5,8 @@
 #include <optional>
 #include <string>
 
-#include "kernels/activations.h"
 #include "bind/bindings.h"
+#include "kernels/activations.h"
 #include "kernels/kernels.h"
 #include "kernels/pack.h"
 #include "program/pool.h"

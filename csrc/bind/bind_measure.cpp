@@ -5,9 +5,9 @@
 #include <chrono>
 #include <cstring>
 
+#include "bind/bindings.h"
 #include "kernels/activations.h"
 #include "program/aligned.h"
-#include "bind/bindings.h"
 #include "program/pool.h"
 
 namespace weft {

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "program/aligned.h"
 #include "kernels/kernels.h"
+#include "program/aligned.h"
 
 namespace weft {
 

@@ -11,7 +11,7 @@ struct Statistics {
 // Some queries of a task with all their heads, and their scratch memory.
 struct QueryBlock {
   const AttendTask& task;
-  Prefetcher* prefetcher;             // receives the number of lines about to be read; may be null
+  Prefetcher* prefetcher;   // receives the number of lines about to be read; may be null
   int64_t first_query, rows;
   int64_t width;            // head size rounded up to whole vectors and units
   float* scores;            // [tile_rows, score_stride]: scores of the current tile and segment, later weights * value scales

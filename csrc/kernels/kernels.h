@@ -205,8 +205,8 @@ constexpr int codes_of_unit = 4, elements_of_unit = 3;
 constexpr int lowest_bits = 4, fourth_step = 1 << lowest_bits;
 constexpr int largest_cache_code = 32767 / fourth_step * fourth_step;   // before the low bits are replaced
 constexpr int largest_query_code = 32767;
-constexpr float longest_key = 12000.0f;      // divided by sqrt(head_size), before rounding
-constexpr float longest_query = 175000.0f;   // times sqrt(head_size); the product of both limits is 2% less than 2^31
+constexpr float longest_key = 12000.0f;      // limit of length / sqrt(head_size), before rounding
+constexpr float longest_query = 175000.0f;   // limit of length * sqrt(head_size); the product of both limits is 2% less than 2^31
 constexpr int largest_weight_code = 32767, all_weights = 65000;
 constexpr float lowest_cache_scale = 0x1p-60f;
 

@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "kernels/activations.h"
-#include "program/aligned.h"
 #include "kernels/kernels.h"
+#include "program/aligned.h"
 #include "program/pool.h"
 
 namespace weft {
@@ -201,7 +201,7 @@ class Program {
   struct Worker {   // memory of one thread of the pool
     Aligned<float> scratch;
     std::vector<AttendTask> tasks;   // of the current task range
-    PreparedRows prepared;                     // rows of the current row block
+    PreparedRows prepared;           // rows of the current row block
     std::array<double, Instruction::kinds> seconds{};
   };
 
@@ -281,12 +281,12 @@ class Program {
   std::vector<Piece> pieces_;
   std::vector<TaskRange> task_ranges_;   // if attention runs in row blocks: one range per row block
   std::vector<RowBlock> row_blocks_;
-  std::vector<int64_t> costs_;        // per request, in products
-  std::vector<size_t> first_dependency_;    // per row block: the first earlier row block with K and V that it reads
+  std::vector<int64_t> costs_;   // per request, in products
+  std::vector<size_t> first_dependency_;   // per row block: the first earlier row block with K and V that it reads
   Pipeline pipeline_;
   std::vector<int64_t> written_by_;   // per KV block: 1 + index of the request that writes it in this step, or 0
-  std::vector<HeadProduct> head_products_;           // per row block
-  bool has_head_products_ = false;            // the logits of this step have begun in `head_products_`
+  std::vector<HeadProduct> head_products_;   // per row block
+  bool has_head_products_ = false;           // the logits of this step have begun in `head_products_`
   std::vector<Segment> segments_;
   Aligned<float> partials_;
 

@@ -5,8 +5,8 @@
 // each phase, 60 times in a step of 30 layers. In the pipeline, a thread that loses its core for a while does not
 // stop the others.
 #include "program/pages.h"
-#include "program/spin_wait.h"
 #include "program/program.h"
+#include "program/spin_wait.h"
 
 namespace weft {
 
