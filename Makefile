@@ -1,15 +1,15 @@
 # Three commands do everything on a fresh machine with Python 3.11 and pip:
-#   make chat    talk to the default model      make serve    serve it      make test    run every check
-# Set-up happens once, in .venv, and again only when pyproject.toml or constraints.txt change.
+#     make chat    talk to the default model      make serve    serve it      make test    run every check
+# Set-up runs once, in .venv, and again only if pyproject.toml or constraints.txt change.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A file's tests stay together: they share what is slow to start.
+# The tests of a file stay in one process: they share slow fixtures.
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# With WEFT_NO_KERNELS=1 nothing is compiled, and numpy computes: for a machine without a C++ compiler.
+# With WEFT_NO_KERNELS=1 nothing is compiled and numpy computes, for machines without a C++ compiler.
 ifneq ($(filter-out 0 false no off,$(WEFT_NO_KERNELS)),)
 READY := $(VENV)/.runtime
 export WEFT_KERNELS := numpy
@@ -21,23 +21,23 @@ endif
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make chat    set up what is missing and talk to the default model (no torch needed)"
-	@echo "make serve   set up what is missing and serve the OpenAI API with the default model; ARGS='--port 9000'"
-	@echo "make test    set up what is missing and run ruff, mypy and pytest"
-	@echo "make test-machines   what depends on the machine once more, as on one core with AVX2 and as on a processor without AVX"
+	@echo "make chat    set up if needed, then talk to the default model (no torch needed)"
+	@echo "make serve   set up if needed, then serve the OpenAI API with the default model; ARGS='--port 9000'"
+	@echo "make test    set up if needed, then run ruff, mypy and pytest"
+	@echo "make test-machines   the tests that depend on the machine, as on one core with AVX2, then as on a processor without AVX"
 	@echo "make test-schema   a long run of schemathesis and of the request fuzzer against the server; COUNT=200000"
-	@echo "make test-gpu   the CUDA kernels and the engine on this machine's card; PYTHON=... with torch and pytest, nothing is installed"
-	@echo "make test-clients   the clients people use against the real server; writes docs/clients.md"
-	@echo "make test-sanitize   the kernels' tests under AddressSanitizer and UBSan, the thread pool's under ThreadSanitizer"
-	@echo "make kernels   build the C++ kernels again after a change; WEFT_NO_KERNELS=1 make ... does without them"
-	@echo "make lint    the first two of those alone"
+	@echo "make test-gpu   the CUDA kernels and the engine on this machine's GPU; PYTHON=... with torch and pytest; installs nothing"
+	@echo "make test-clients   widely used clients against the real server; writes docs/clients.md"
+	@echo "make test-sanitize   the kernel tests under AddressSanitizer and UBSan, the thread pool tests under ThreadSanitizer"
+	@echo "make kernels   rebuild the C++ kernels after a change; WEFT_NO_KERNELS=1 make ... skips them"
+	@echo "make lint    ruff and mypy alone"
 	@echo "make clean   remove the environment, build output and caches"
-	@echo "PYTHON=...   the interpreter to build .venv with (now: $(PYTHON))"
+	@echo "PYTHON=...   the interpreter for .venv (now: $(PYTHON))"
 
 chat: $(READY)
 	@$(BIN)/weft chat $(ARGS)
 
-# exec: Ctrl-C and SIGTERM go to the server itself, which ends what it started.
+# exec: Ctrl-C and SIGTERM reach the server itself, which ends its child processes.
 serve: $(READY)
 	@exec $(BIN)/weft serve $(ARGS)
 
@@ -45,38 +45,39 @@ test: lint
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest -q $(SPREAD)
 
-# What of the tests depends on the machine, run as if this one were another. Numbers depend on the kernels' table and on the products of
-# numpy and torch; the engine's steps on the number of cores; Ctrl-C on whether the parent ignores SIGINT (`trap`, as for a job in the
-# background of a script). tests/kernels is not here: it runs every table that the processor has anyway.
-SAME_BITS := test_in_the_invariant_mode_a_token_is_the_same_bits_in_a_chunk_and_decoded
+# The tests that depend on the machine, run as if this machine were another one. Numbers depend on the kernel table
+# and on the products of numpy and torch; engine steps depend on the number of cores; Ctrl-C depends on whether the
+# parent ignores SIGINT (`trap`, as for a background job of a script). tests/kernels is not included: it always runs
+# every table that the processor supports.
+SAME_BITS := test_in_the_invariant_mode_a_token_has_the_same_bits_in_a_chunk_and_in_decode
 BY_NUMBERS := engine/test_llm.py parity/test_native_program.py parity/test_requests_in_blocks.py triton/test_interpreter.py \
 	triton/test_card_attention.py::$(SAME_BITS)
-# Not without AVX, where the real model takes six minutes.
+# Skipped without AVX, where the real model takes six minutes.
 REAL_MODEL := engine/test_real_model.py engine/test_real_model_drafts.py
 BY_CORES_AND_SIGNALS := engine/test_cpu_company.py engine/test_commands.py engine/test_engine_client.py engine/test_serving.py \
 	engine/test_wire_steps.py unit/test_cli.py unit/test_batch_lines.py unit/test_step_thread.py
 ONE_CORE = $$($(BIN)/python -c 'import os; print(min(os.sched_getaffinity(0)))')
-# The best table that a processor with AVX2, or without AVX, has. Features that numpy cannot switch off
-# on this one stay on, without a warning.
+# The best table of a processor with AVX2, or without AVX. Features that numpy cannot switch off stay on, without a
+# warning.
 TABLE = $(or $(WEFT_KERNELS),$$($(BIN)/python -c \
 	'from weft import _kernels as k; print([t for t in k.available() if t in ("avx2", "portable")][$(1)])'))
 NO_AVX512 := X86_V4 AVX512_ICL AVX512_SPR
 
 test-machines: $(VENV)/.dev
-	@echo "==> pytest, as on one core of a processor with AVX2, by a parent that ignores SIGINT"
+	@echo "==> pytest, as on one core of a processor with AVX2, with a parent that ignores SIGINT"
 	@trap '' INT; WEFT_KERNELS=$(call TABLE,0) OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 NPY_DISABLE_CPU_FEATURES="$(NO_AVX512)" \
 		taskset -c $(ONE_CORE) $(BIN)/python -m pytest -q $(addprefix tests/,$(BY_CORES_AND_SIGNALS) $(REAL_MODEL) $(BY_NUMBERS))
 	@echo "==> pytest, as on a processor without AVX"
 	@WEFT_KERNELS=$(call TABLE,-1) OPENBLAS_CORETYPE=Nehalem ATEN_CPU_CAPABILITY=default NPY_DISABLE_CPU_FEATURES="X86_V3 $(NO_AVX512)" \
 		$(BIN)/python -m pytest -q $(SPREAD) $(addprefix tests/,$(BY_NUMBERS))
 
-# What CI does in seconds, for minutes.
+# The same checks as in CI, but for minutes instead of seconds.
 test-schema: $(VENV)/.dev
 	@cd tests/server && ../../$(BIN)/python schema_run.py --max-examples 1000
 	@cd tests/server && ../../$(BIN)/python fuzz_requests.py --count $(or $(COUNT),200000)
 
-# On a machine with a card, with the torch that is there: the interpreter named by PYTHON needs torch, Triton, transformers and pytest.
-# The kernels' tests run on the card instead of in the interpreter. A file's tests share a card, so one runs after the other.
+# For a machine with a GPU, with its own torch: the interpreter named by PYTHON needs torch, Triton, transformers and
+# pytest. The kernel tests run on the GPU instead of in the Triton interpreter. They run one after the other.
 test-gpu:
 	@WEFT_TEST_DEVICE=cuda PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider tests/triton tests/gpu $(ARGS)
 
@@ -95,18 +96,18 @@ $(VENV)/.created:
 	@touch $@
 
 $(VENV)/.runtime: $(VENV)/.created pyproject.toml constraints.txt
-	@echo "==> installing weft and what it runs on (about 150 MB; a minute or so, silent unless something is wrong)"
+	@echo "==> installing weft and its dependencies (about 150 MB; about a minute, silent unless something fails)"
 	@WEFT_NO_KERNELS=1 $(PIP) install --quiet -c constraints.txt -e .
 	@touch $@
 
-# The C++ kernels, built into the source tree; again only when something under csrc changed.
+# Builds the C++ kernels into the source tree, and again only if something under csrc changed.
 kernels: $(VENV)/.kernels
 
 $(VENV)/.build-tools: $(VENV)/.runtime
 	@$(PIP) install --quiet -c constraints.txt nanobind cmake ninja
 	@touch $@
 
-$(VENV)/.kernels: $(VENV)/.build-tools CMakeLists.txt $(wildcard csrc/*.*)
+$(VENV)/.kernels: $(VENV)/.build-tools CMakeLists.txt $(wildcard csrc/*/*.*)
 	@echo "==> building the kernels (about a minute)"
 	@$(CMAKE) -S . -B build/kernels $(CONFIGURE) -DCMAKE_BUILD_TYPE=Release
 	@$(CMAKE) --build build/kernels -- --quiet
@@ -116,10 +117,11 @@ CMAKE = PATH="$(abspath $(BIN)):$$PATH" cmake
 CONFIGURE = -G Ninja --log-level=WARNING -DPython_EXECUTABLE="$(abspath $(BIN))/python" \
 	-Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
 
-# The tests of the kernels with a build that notices every read and write past the end of an array, and undefined behaviour; then the pool,
-# with every race noticed. The package is copied beside that build, so that the usual one stays as it is. g++ only: the sanitizer has to be
-# loaded before Python is. Python keeps memory until it ends, so leaks are not looked for. An editable install leads every import of weft to the
-# source tree, past PYTHONPATH: sitecustomize takes that guide away.
+# The kernel tests with a build that detects out-of-bounds accesses and undefined behaviour; then the pool tests with
+# race detection. The package is copied next to that build, so that the normal build stays unchanged. g++ only: the
+# sanitizer must be loaded before Python. Leaks are not checked, because Python keeps memory until it ends. An
+# editable install sends every import of weft to the source tree, past PYTHONPATH: sitecustomize removes that import
+# hook.
 SANITIZED := build/sanitize
 PRELOAD = $(foreach library,libasan.so libstdc++.so,$(shell $(or $(filter-out c++,$(CXX)),g++) -print-file-name=$(library)))
 
@@ -131,29 +133,30 @@ test-sanitize: $(VENV)/.dev
 		> $(SANITIZED)/src/sitecustomize.py
 	@$(CMAKE) -S . -B $(SANITIZED) $(CONFIGURE) -DCMAKE_BUILD_TYPE=None -DWEFT_SANITIZE=ON -DWEFT_OUTPUT="$(abspath $(SANITIZED))/src/weft"
 	@$(CMAKE) --build $(SANITIZED) -- --quiet all pool_test pool_test_watched
-	@echo "==> the thread pool, plainly and under ThreadSanitizer"
+	@echo "==> testing the thread pool, without and with ThreadSanitizer"
 	@$(SANITIZED)/pool_test
 	@TSAN_OPTIONS=halt_on_error=1 $(SANITIZED)/pool_test_watched
-	@echo "==> the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "==> testing the kernels with AddressSanitizer and UndefinedBehaviorSanitizer"
 	@LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH="$(abspath $(SANITIZED))/src" \
 		WEFT_SANITIZED="$(abspath $(SANITIZED))" $(BIN)/python -m pytest -q --capture=sys tests/kernels
 
-# torch is the reference of the parity tests; it goes in first and pinned, so that no other package can pull a newer one. A build with CUDA
-# brings the Triton that it was made with; one without brings none, and the interpreter of this one runs the kernels' tests.
+# torch is the reference of the parity tests. It is installed first and pinned, so that no other package pulls a newer
+# one. A CUDA build brings its own Triton; a CPU build brings none. Then this Triton is installed, and its interpreter
+# runs the kernel tests.
 $(VENV)/.dev: $(READY)
 	@echo "==> installing torch, the reference of the parity tests (the largest download; some minutes)"
 	@$(PIP) install --quiet -c constraints.txt torch
 	@test "$$(uname)" != Linux || $(PIP) show --quiet triton 2>/dev/null || { \
-		echo "==> installing Triton, whose interpreter runs the CUDA kernels' tests (250 MB)"; \
+		echo "==> installing Triton; its interpreter runs the CUDA kernel tests (250 MB)"; \
 		$(PIP) install --quiet 'triton==3.6.0'; }
-	@echo "==> installing the other test tools (a minute or so)"
+	@echo "==> installing the other test tools (about a minute)"
 	@WEFT_NO_KERNELS=1 $(PIP) install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# An environment of its own: the clients pin versions of openai and others that the tests do not.
+# A separate environment: the clients pin versions of openai and other packages that the tests do not.
 $(VENV)-clients/.installed: pyproject.toml constraints-clients.txt
 	@$(PYTHON) -m venv $(VENV)-clients
-	@echo "==> installing the clients (about 1.1 GB; some minutes, silent unless something is wrong)"
+	@echo "==> installing the clients (about 1.1 GB; some minutes, silent unless something fails)"
 	@$(VENV)-clients/bin/python -m pip --disable-pip-version-check install --quiet -c constraints-clients.txt -e . \
 		httpx pytest openai 'litellm[mcp]' langchain-openai llm instructor 'lm_eval[api]'
 	@touch $@

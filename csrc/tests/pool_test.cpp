@@ -1,5 +1,6 @@
-// The pool alone, without Python, so that ThreadSanitizer can watch it: every chunk is done exactly once and seen by the caller, however
-// long the workers waited, slept or were put aside before it. With the argument "time" it measures instead what a phase costs.
+// Tests the pool alone, without Python, so that ThreadSanitizer can check it: every item is done exactly once and its
+// result is visible to the caller, however long the workers waited, slept or were descheduled before. With the
+// argument "time" it measures the cost of a phase instead.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,14 +14,14 @@
 #include <thread>
 #include <vector>
 
-#include "../pool.h"
+#include "program/pool.h"
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
 #ifdef __SANITIZE_THREAD__
-constexpr bool is_watched = true;  // ThreadSanitizer does not follow a fork
+constexpr bool is_watched = true;  // ThreadSanitizer does not support fork
 #else
 constexpr bool is_watched = false;
 #endif
@@ -38,28 +39,28 @@ void spin_for(double seconds) {
   }
 }
 
-// Plain memory, written by whoever takes a chunk and read by the caller: a missing edge between the two is a race.
+// Workers write plain memory, the caller reads it: a missing happens-before edge shows as a race.
 void run_phases(int threads, int phases, unsigned seed) {
   weft::Pool pool(threads);
-  expect(pool.threads() == threads, "the pool has another number of threads than was asked for");
+  expect(pool.threads() == threads, "the pool does not have the requested number of threads");
   std::mt19937 random(seed);
   std::vector<int> done;
   std::vector<int> by_worker(threads);
   for (int phase = 0; phase < phases; phase++) {
-    const int chunks = static_cast<int>(random() % (phase % 8 == 0 ? 200 : 6));
-    const int slow = random() % 50 == 0 ? static_cast<int>(random() % (chunks + 1)) : -1;
-    done.assign(chunks, 0);
+    const int items = static_cast<int>(random() % (phase % 8 == 0 ? 200 : 6));
+    const int slow = random() % 50 == 0 ? static_cast<int>(random() % (items + 1)) : -1;
+    done.assign(items, 0);
     by_worker.assign(threads, 0);
-    pool.run(chunks, [&](int64_t chunk, int worker) {
-      if (chunk == slow) std::this_thread::sleep_for(std::chrono::microseconds(300));
-      done[chunk]++;
+    pool.run(items, [&](int64_t item, int worker) {
+      if (item == slow) std::this_thread::sleep_for(std::chrono::microseconds(300));
+      done[item]++;
       by_worker[worker]++;
     });
     int total = 0;
     for (const int count : by_worker) total += count;
-    expect(total == chunks, "the workers' own counts do not add up to the number of chunks");
-    for (const int count : done) expect(count == 1, "a chunk was not done exactly once");
-    switch (random() % 64) {  // pauses around the moment when a worker goes to sleep, where a wake-up could be lost
+    expect(total == items, "the workers' counts do not add up to the number of items");
+    for (const int count : done) expect(count == 1, "an item was not done exactly once");
+    switch (random() % 64) {  // pauses around the time when a worker goes to sleep, where a wake-up could be lost
       case 0: std::this_thread::sleep_for(std::chrono::microseconds(random() % 400)); break;
       case 1:
       case 2: spin_for(1e-6 * static_cast<double>(random() % 200)); break;
@@ -73,8 +74,8 @@ void make_and_end(int times) {
     weft::Pool pool(1 + i % 4);
     int counted = 0;
     if (i % 3) pool.run(1, [&](int64_t, int) { counted++; });
-    expect(counted == (i % 3 ? 1 : 0), "a phase of one chunk was not done");
-    if (i % 5 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));  // end while the workers sleep
+    expect(counted == (i % 3 ? 1 : 0), "a phase of one item was not done");
+    if (i % 5 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));  // destroy the pool while the workers sleep
   }
 }
 
@@ -91,7 +92,7 @@ void work_in_a_forked_child() {
       delete pool;
       {
         weft::Pool another(2);
-        another.run(10, [&](int64_t chunk, int) { of_its_own[chunk] = 1; });
+        another.run(10, [&](int64_t item, int) { of_its_own[item] = 1; });
       }
       for (const int count : of_its_own) total += count;
       _exit(total == 20 ? 0 : 1);
@@ -112,25 +113,25 @@ void work_in_a_forked_child() {
 
 void time_phases(int threads) {
   weft::Pool pool(threads);
-  for (const int chunks : {threads, 4 * threads, 64}) {
+  for (const int items : {threads, 4 * threads, 64}) {
     for (const double work : {0.0, 2e-6, 20e-6}) {
       std::vector<double> each;
       for (int repeat = 0; repeat < 50; repeat++) {
         const auto began = Clock::now();
         for (int phase = 0; phase < 300; phase++)
-          pool.run(chunks, [&](int64_t, int) {
+          pool.run(items, [&](int64_t, int) {
             if (work > 0) spin_for(work);
           });
         each.push_back(seconds_since(began) / 300);
       }
       std::sort(each.begin(), each.end());
       const double median = each[each.size() / 2];
-      const double ideal = work * chunks / threads;
-      std::printf("%d threads, %3d chunks of %4.0f us: %7.2f us a phase, %6.2f more than its work\n", threads, chunks, work * 1e6, median * 1e6,
+      const double ideal = work * items / threads;
+      std::printf("%d threads, %3d items of %4.0f us: %7.2f us a phase, %6.2f more than its work\n", threads, items, work * 1e6, median * 1e6,
                   (median - ideal) * 1e6);
     }
   }
-  // A step after a pause in which the workers have gone to sleep.
+  // A step after a pause in which the workers went to sleep.
   for (const double pause : {20e-6, 100e-6, 300e-6, 1e-3}) {
     std::vector<double> first;
     for (int repeat = 0; repeat < 400; repeat++) {
@@ -140,7 +141,7 @@ void time_phases(int threads) {
       first.push_back(seconds_since(began));
     }
     std::sort(first.begin(), first.end());
-    std::printf("after %4.0f us of the caller's own: a phase of 50 us takes %6.1f us (median), %6.1f (p90)\n", pause * 1e6,
+    std::printf("after a pause of %4.0f us: a phase of 50 us takes %6.1f us (median), %6.1f (p90)\n", pause * 1e6,
                 first[first.size() / 2] * 1e6, first[first.size() * 9 / 10] * 1e6);
   }
 }
@@ -155,5 +156,5 @@ int main(int count, char** arguments) {
   for (const int threads : {1, 2, 3, 8}) run_phases(threads, 20'000, static_cast<unsigned>(threads));
   make_and_end(200);
   if (!is_watched) work_in_a_forked_child();
-  std::puts("pool_test: every chunk was done exactly once");
+  std::puts("pool_test: every item was done exactly once");
 }

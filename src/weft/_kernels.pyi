@@ -13,30 +13,30 @@ Integers = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
 def available() -> list[str]:
-    """The instruction sets that this processor has kernels for, the best first."""
+    """Instruction sets with kernels that this processor supports, best first."""
 
 def in_use() -> str: ...
 def use(name: str) -> None:
-    """Use the kernels of another instruction set, for tests and measurements."""
+    """Selects the kernels of another instruction set, for tests and measurements."""
 
 class Pool:
-    """Threads that share the work of a step; a backend has one, and one thread of it calls."""
+    """Threads that share the work of a step. A backend has one pool; one thread at a time calls it."""
 
     def __init__(self, threads: int) -> None: ...
     @property
     def threads(self) -> int: ...
     def take_pages(self, bytes: NDArray[np.uint8]) -> None:
-        """Has the system give this memory now, to all threads at once. What it holds stays; nobody may write to it meanwhile."""
+        """Prefaults this memory now, on all threads. The content stays; no other thread may write to it meanwhile."""
 
     def offer_pages(self, bytes: NDArray[np.uint8]) -> None:
-        """The same during the next step, by one thread while the others compute, if that is a step in flow. The memory must stay
-        until it is withdrawn, which is before anything else is offered."""
+        """Prefaults this memory during the next step, on one thread while the others compute, if that step is a
+        pipeline. The memory must stay until it is withdrawn, and it is withdrawn before the next offer."""
 
     def withdraw_pages(self) -> bool:
-        """True: nobody took what was offered. False: somebody did, or nothing was."""
+        """True: no thread prefaulted the offered memory. False: a thread did, or nothing was offered."""
 
 class LinearWeight:
-    """A linear layer in one of the packed layouts (csrc/kernels.h). The bytes stay where they are."""
+    """A linear layer in one of the packed layouts (csrc/kernels/kernels.h). The bytes are not copied."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class LinearWeight:
     def nbytes(self) -> int: ...
 
 class Program:
-    """A decoder as a list of instructions over buffers, run by one call per step (csrc/program.h)."""
+    """A decoder as a list of instructions over buffers, run by one call per step (csrc/program/program.h)."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Program:
         ropes: Sequence[tuple[Sequence[float], bool, float]],
         patterns: Sequence[tuple[int, int]],
     ) -> None:
-        """`shape`: heads, kv heads, head size, scale, cap (0: none). `patterns`: rope, window (0: none)."""
+        """`shape`: heads, kv heads, head size, scale, cap (0: none). `patterns`: RoPE index, window (0: none)."""
 
     def buffer(self, columns: int) -> int: ...
     def embed(self, table: LinearWeight, output: int, scale: float) -> None: ...
@@ -116,22 +116,23 @@ class Program:
         sampled: int,
         two_tier: tuple[Bytes, int, int, Integers, Integers, Integers] | None = None,
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The logits of the first `sampled` selected rows, and the other selected rows: views, until the next call.
-        `two_tier`: the store, its bits, the blocks of a tail, tables of the store, the moves' full blocks and theirs there."""
+        """Returns the logits of the first `sampled` selected rows, and the other selected rows: views, valid until
+        the next call. `two_tier`: store, bits, tail blocks, store tables, and of each move the full block and the
+        store block."""
 
     def logits(self, rows: NDArray[np.float32]) -> NDArray[np.float32]: ...
     def measure(self, on: bool) -> None:
-        """Count the time that is spent in each kind of instruction, from 0."""
+        """Measures the time of each kind of instruction, from 0."""
 
     def seconds(self) -> dict[str, float]: ...
 
-# Linear layers. A layout is a number: 0 W4, 1 W8, 2 f32, 3 f16, 4 bf16 (csrc/kernels.h says what each looks like).
+# Linear layers. A layout is a number: 0 W4, 1 W8, 2 f32, 3 f16, 4 bf16 (defined in csrc/kernels/kernels.h).
 
 def layout_of(format: str) -> int:
-    """The layout for tensors stored in this format: the one that holds it exactly, or the smallest that holds it well."""
+    """The layout for tensors of this file format: the one that holds it exactly, or the smallest that holds it well."""
 
 def packed_bytes(layout: int, outputs: int, inputs: int) -> int:
-    """How many bytes the packed layer takes."""
+    """The size of the packed layer in bytes."""
 
 def pack(
     format: str,
@@ -142,15 +143,15 @@ def pack(
     total_outputs: int,
     out: NDArray[np.uint8],
 ) -> None:
-    """Write a tensor's rows, stored one after the other in `raw`, into a packed layer, from output `first_output` on.
+    """Writes the rows of a tensor, consecutive in `raw`, into a packed layer, from output `first_output` on.
 
     Rows of one layer may come in several calls, also from several threads at once.
     """
 
 def checksum(bytes: NDArray[np.uint8]) -> int:
-    """A checksum of 64 bits. It finds damage, not malice. Releases the interpreter's lock."""
+    """A 64-bit checksum. It detects damage, not manipulation. Releases the GIL."""
 
-# What follows shows single kernels to tests and measurements.
+# Single kernels, for tests and measurements.
 
 def quantise(
     rows: NDArray[np.float32], with_outliers: bool = True
@@ -162,7 +163,8 @@ def quantise(
     NDArray[np.uint32],
     NDArray[np.float32],
 ]:
-    """Codes, scales, starts and corrections of the rows, row and input of each outlier, and its value (csrc/kernels.h)."""
+    """Returns codes, scales, starts and corrections of the rows, (row, input) of each outlier, and its value
+    (csrc/kernels/kernels.h)."""
 
 def linear(
     layout: int,
@@ -179,7 +181,7 @@ def linear(
 ) -> NDArray[np.float32]:
     """rows @ weights.T + bias; with a residual: residual + scale * (rows @ weights.T + bias).
 
-    `with_outliers`: they are taken out of their groups. `rows_each` cuts the work into pieces of so many rows.
+    `with_outliers`: outliers are separated from their groups. `rows_each`: rows of one kernel call, 0 for all.
     """
 
 def unpack_rows(
@@ -188,7 +190,7 @@ def unpack_rows(
     """The weights of some outputs as floats."""
 
 class Sampler:
-    """From logits to tokens over a pool of threads; weft.backends.cpu.native_sampler is what uses it."""
+    """Samples tokens from logits on a pool of threads; used by weft.backends.cpu.native_sampler."""
 
     def __init__(self, pool: Pool) -> None: ...
     def set_row(
@@ -208,7 +210,8 @@ class Sampler:
         ends: Sequence[int],
         has_grammar: bool,
     ) -> None:
-        """What the parameters of the request in `row` ask for; needed before an entry of it that is not plain."""
+        """Sets the sampling parameters of the request in `row`; required before an entry of that row that is not
+        plain."""
 
     def sample(
         self,
@@ -221,14 +224,14 @@ class Sampler:
         is_plain: ndarray,  # bool [S]
         history: ndarray,  # int32 [rows, positions]
         prompt_lengths: ndarray,  # int64 [rows]
-        masked: ndarray,  # int64 [M]: entries
-        allowed: ndarray,  # uint8 [M, bytes]: a bit for each token
+        masked: ndarray,  # int64 [M]: entry indices
+        allowed: ndarray,  # uint8 [M, bytes]: one bit per token
         top_counts: ndarray,  # int64 [S]; -1: no logprobs
         tokens: ndarray,  # out: int64 [S]
         verdicts: ndarray,  # out: uint8 [S]; 0: good
-        logprobs: ndarray,  # out: float64 [S], or empty where nobody asks
-        top_tokens: ndarray,  # out: int64 [S, most]
-        top_logprobs: ndarray,  # out: float64 [S, most]
+        logprobs: ndarray,  # out: float64 [S], or empty if no entry has logprobs
+        top_tokens: ndarray,  # out: int64 [S, largest top count]
+        top_logprobs: ndarray,  # out: float64 [S, largest top count]
     ) -> None: ...
     def score(
         self,
@@ -250,18 +253,18 @@ def measure_linear(
     seconds: float,
     outlier_every: int = 0,
 ) -> float:
-    """Seconds for one layer, the least of the tries that fit into `seconds`; a try takes all layers that `data` has room for.
+    """Seconds for one layer: the shortest run within `seconds`; a run computes all layers that `data` has room for.
 
-    Of the groups of the rows one in `outlier_every` has an outlier, or none with 0.
+    One in `outlier_every` groups of the rows has an outlier; 0: none.
     """
 
 def measure_read(data: NDArray[np.uint8], pool: Pool, seconds: float) -> float:
-    """Seconds to read `data` once, the least of the tries that fit into `seconds`."""
+    """Seconds to read `data` once: the shortest run within `seconds`."""
 
 def measure_products(pool: Pool, seconds: float) -> float:
-    """Products of bytes in a second on all threads, from registers; 0 where there are no instructions for them."""
+    """Byte products per second on all threads, from registers; 0 without instructions for them."""
 
-# Rows: each function works on every row alone; `out` may be the input.
+# Rows: each function works on every row alone; `out` may alias the input.
 def rms_norm(rows: Floats, weight: Floats, epsilon: float, out: Floats) -> None: ...
 def silu_mul(gate: Floats, up: Floats, out: Floats) -> None: ...
 def gelu_tanh_mul(gate: Floats, up: Floats, out: Floats) -> None: ...
@@ -269,7 +272,7 @@ def add_scaled(left: Floats, right: Floats, scale: float, out: Floats) -> None:
     """out = left + scale * right"""
 
 def scale_and_cap(rows: Floats, scale: float, cap: float) -> None:
-    """In place; a cap of 0 is none."""
+    """rows = cap * tanh(rows * scale / cap), in place; a cap of 0 means no cap."""
 
 def rotate(heads: Floats, cosine: Floats, sine: Floats, interleaved: bool, out: Floats) -> None: ...
 def route(logits: Floats, normalise: bool, chosen: NDArray[np.int32], shares: Floats) -> None:
@@ -288,24 +291,24 @@ def attend(
     split: bool = False,
     two_tier: tuple[Bytes, int, int, Integers] | None = None,
 ) -> None:
-    """Attention of one request's queries [count, heads, head size], at consecutive positions, over one layer of a cache
-    [blocks, layers, kv heads, block size, room]. A window or a cap of 0 is none. `split` works through the
+    """Attention of the queries [count, heads, head size] of one request, at consecutive positions, over one layer of
+    a cache [blocks, layers, kv heads, block size, room]. A window or cap of 0 means none. `split` computes the
     context of a single query in segments, as several threads would. `two_tier`: a store [blocks, layers, kv heads,
-    bytes], its bits, the blocks of a tail, and the request's table of the store."""
+    bytes], its bits, the tail blocks, and the store table of the request."""
 
 def write_cache(key: Floats, value: Floats, cache: Codes, layer: int, kv_head: int, cell: int) -> None:
-    """Write what one token has of a kv head to one layer of a cache."""
+    """Writes key and value of one token and KV head to one layer of a cache."""
 
 def cache_room(block_size: int, head_size: int) -> int:
-    """As many elements as a kv head's part of a block of the cache has for each position."""
+    """16-bit elements per position of one KV head's part of a KV block."""
 
 def move_block(
     cache: Codes, layer: int, moved_from: int, store: Bytes, moved_to: int, head_size: int, bits: int
 ) -> None:
-    """Quantise a block of one layer into a block of the store."""
+    """Quantises a KV block of one layer into a block of the store."""
 
 # --- strings ----------------------------------------------------------------------------------------------------------
 
 def read_strings(data: bytes | mmap, position: int, count: int, end: int) -> tuple[list[str], int] | None:
-    """`count` strings behind their 64-bit lengths, from `position` to `end` at most, and where they end; None where one
-    does not fit or is not UTF-8."""
+    """Reads `count` strings, each after its 64-bit length, from `position` up to `end`. Returns the strings and the
+    end position; None if a string does not fit or is not UTF-8."""

@@ -1,4 +1,4 @@
-"""Attention of one query in numpy: over the codes that the C++ kernels compute with, and over plain numbers."""
+"""Attention of one query in numpy: over the codes that the C++ kernels use, and over plain numbers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cache_codes import encode_queries, scale_of
 
 SEGMENT = 256
 LARGEST_WEIGHT, ALL_WEIGHTS = 32767, 65000
-ONE_BY_LOG_2 = np.float32(1.44269504)
+LOG2_E = np.float32(1.44269504)
 LEAST_WEIGHT = 2.0**-40
 
 
 @dataclass(frozen=True)
 class Context:
-    """What one kv head has of a request, position by position: codes, and in float64 what is read from the store."""
+    """The context of a request for one KV head, position by position: codes, and dequantised store values in float64."""
 
     codes: np.ndarray  # int16 [positions, 2, features]
     scales: np.ndarray  # float32 [positions, 2]
@@ -28,7 +28,7 @@ class Context:
 def contexts(
     cache: CodedCache, layer: int, table: np.ndarray, stored: np.ndarray | None = None
 ) -> list[Context]:
-    """Of each kv head; `stored` is [positions, 2, kv heads, features]."""
+    """The context of each KV head; `stored` is [positions, 2, kv heads, features]."""
     codes, scales = (
         np.moveaxis(kept[table, layer], 1, 2).reshape(-1, 2, *kept.shape[4:])
         for kept in (cache.codes, cache.scales)
@@ -43,8 +43,8 @@ def contexts(
 def attend(
     query: np.ndarray, context: Context, seen: slice, scale: float, cap: float, border: int = 0
 ) -> np.ndarray:
-    """Positions before the border are read from the store. All that is rounded is rounded as the kernels do, but for the weights'
-    exponentials and sums, which are exact."""
+    """Positions before the border are read from the store. Rounding matches the kernels, except for the exponentials
+    and sums of weights, which are exact."""
     if not np.isfinite(query).all():
         return np.full(query.shape, np.nan)
     starts = range(seen.start // SEGMENT * SEGMENT, seen.stop, SEGMENT)
@@ -69,11 +69,11 @@ def _segment(
     scale: np.float32,
     cap: np.float32,
 ) -> tuple[np.float32, np.float64, np.ndarray]:
-    """The largest score, the sum of the weights, and that of the values."""
+    """Returns the largest score, the sum of the weights, and the weighted sum of the values."""
     border = min(max(border, first), end)
     stored = context.stored[first:border]
     codes, scales = context.codes[border:end].astype(np.float64), context.scales[border:end]
-    unit = np.float32(1) if cap else ONE_BY_LOG_2
+    unit = np.float32(1) if cap else LOG2_E
     scores = np.concatenate(
         [
             (stored[:, 0] @ query.astype(np.float64) * scale * unit).astype(np.float32),
@@ -81,7 +81,7 @@ def _segment(
         ]
     )
     if cap:
-        scores = cap * ONE_BY_LOG_2 * np.tanh((scores / cap).astype(np.float64)).astype(np.float32)
+        scores = cap * LOG2_E * np.tanh((scores / cap).astype(np.float64)).astype(np.float32)
     largest = scores.max()
     below = scores - _base(largest)
     weights = np.exp2(below.astype(np.float64))
@@ -114,7 +114,7 @@ def _sums(weights: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> np.ndar
 
 
 def attend_plainly(query: np.ndarray, vectors: np.ndarray, scale: float, cap: float) -> np.ndarray:
-    """Over all of vectors [positions, 2, features], in float64."""
+    """Attention over all of vectors [positions, 2, features], in float64."""
     vectors = vectors.astype(np.float64)
     scores = vectors[:, 0] @ (query.astype(np.float64) * scale)
     if cap:
@@ -123,10 +123,11 @@ def attend_plainly(query: np.ndarray, vectors: np.ndarray, scale: float, cap: fl
     return weights @ vectors[:, 1] / weights.sum()
 
 
-def of_all(
+def attend_all(
     queries: np.ndarray, first: int, window: int, attend_one: Callable[[np.ndarray, int, slice], np.ndarray]
 ) -> np.ndarray:
-    """attend_one(query, its head, what it sees) of queries [queries, heads, features], of which the first stands at a position."""
+    """Calls attend_one(query, head, visible positions) for queries [queries, heads, features]; the first query is at
+    `first`."""
     out = np.empty(queries.shape)
     for index, heads in enumerate(queries):
         end = first + index + 1
@@ -137,8 +138,8 @@ def of_all(
 
 
 def assert_alike(out: np.ndarray, expected: np.ndarray, size: float = 1.0, what: object = "") -> None:
-    """Rows of values of about a size. Sums are made in other orders; and now and then a weight is rounded to another code, which
-    is a 32767th of the largest, or a 65000th of all."""
+    """Compares rows of values of about `size`. Sums have another order, and rarely a weight is rounded to another
+    code: 1/32767 of the largest weight, or 1/65000 of the total."""
     error = np.abs(out - expected).max(axis=-1).ravel() / size
     assert (error > 8e-6).sum() <= 2 + error.size // 20, f"{what}: {error[error > 8e-6]} of {error.size}"
     np.testing.assert_allclose(out, expected, rtol=0, atol=2.5e-4 * size, err_msg=str(what))

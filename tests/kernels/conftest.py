@@ -1,4 +1,5 @@
-"""`make test-sanitize` runs these tests over a build of its own: that one, and not the usual one or none, has to be what is tested."""
+"""Fixtures of the kernel tests. `make test-sanitize` runs them on its own build; pytest_sessionstart checks that this
+build is the one under test."""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ import pytest
 
 try:
     from weft import _kernels
-except ImportError:  # tests of kernels skip themselves
+except ImportError:  # the kernel tests skip themselves
     SETS = []
 else:
     SETS = _kernels.available()
@@ -16,7 +17,7 @@ else:
 
 @pytest.fixture(params=SETS)
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every one that this machine has, one after the other."""
+    """Every instruction set of this machine, one after the other."""
     before = _kernels.in_use()
     _kernels.use(request.param)
     yield request.param
@@ -26,6 +27,4 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 def pytest_sessionstart() -> None:
     if sanitized := os.environ.get("WEFT_SANITIZED"):
         where = Path(_kernels.__file__)
-        assert where.is_relative_to(sanitized), (
-            f"the kernels that would be tested are {where}, not the sanitized ones"
-        )
+        assert where.is_relative_to(sanitized), f"the kernels under test are {where}, not the sanitized build"

@@ -1,4 +1,5 @@
-"""How the C++ kernels lay out a block of the cache and one of the store, in numpy: from and to [..., positions, kv heads, features]."""
+"""The layout of a KV block and of a store block in the C++ kernels, in numpy: from and to [..., positions, kv heads,
+features]."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from cache_codes import ENCODERS, NEVER_WRITTEN, Units, decode, even
 
 
 def room(block_size: int, head_size: int) -> int:
-    """What a position takes, of one kv head."""
+    """16-bit elements per position of one KV head."""
     keys, values = (Units(head_size, of_values).number for of_values in (False, True))
     return 2 + keys + -(-even(block_size) * values // block_size)
 
 
 class CodedCache:
-    """Some blocks of a cache: of keys and of values the elements [blocks, layers, block size, kv heads, number], and scales [blocks,
-    layers, 2, block size, kv heads]."""
+    """Some KV blocks: elements of keys and of values [blocks, layers, block size, kv heads, number], and scales
+    [blocks, layers, 2, block size, kv heads]."""
 
     def __init__(self, blocks: int, layers: int, block_size: int, kv_heads: int, head_size: int) -> None:
         self.units = [Units(head_size, of_values) for of_values in (False, True)]
@@ -24,7 +25,7 @@ class CodedCache:
         self.scales = np.full((blocks, layers, 2, block_size, kv_heads), NEVER_WRITTEN, np.uint16)
 
     def write(self, blocks: np.ndarray, layer: int, positions: np.ndarray, content: np.ndarray) -> None:
-        """Vectors [tokens, 2, kv heads, head size] to a place in a block for each token."""
+        """Writes vectors [tokens, 2, kv heads, head size], each token to a position of a block."""
         for which, units in enumerate(self.units):
             codes, scales = ENCODERS[which](content[:, which])
             self.elements[which][blocks, layer, positions] = units.elements(codes)
@@ -46,8 +47,8 @@ class CodedCache:
         return decode(self.codes, self.scales)
 
     def laid_out(self) -> np.ndarray:
-        """As the kernels read it, uint16 [blocks, layers, kv heads, block size, room]: heads apart, and of each the scales, pairs
-        of elements of the keys of 16 positions at a time (or what is left), and the values of pairs of positions."""
+        """As the kernels read it, uint16 [blocks, layers, kv heads, block size, room]. For each head: the scales,
+        element pairs of the keys of 16 positions at a time (or the rest), and the values of pairs of positions."""
         keys, values = (np.moveaxis(elements, 3, 2) for elements in self.elements)
         scales = np.moveaxis(self.scales, 4, 2)
         *heads, block_size, of_value = values.shape
@@ -71,7 +72,7 @@ def new_store(
 
 
 def read_store(store: np.ndarray, block_size: int, head_size: int, bits: int) -> np.ndarray:
-    """The same as `weft.ops.store_format` has it: [blocks, layers, 2, block size, kv heads, vector]."""
+    """The store in the layout of `weft.ops.store_format`: [blocks, layers, 2, block size, kv heads, vector]."""
     *places, _ = store.shape
     small = store[..., : 4 * block_size].reshape(*places, 2, 2, block_size)
     codes = store[..., 4 * block_size :].reshape(*places, 2, -1)
@@ -85,7 +86,7 @@ def read_store(store: np.ndarray, block_size: int, head_size: int, bits: int) ->
     values = codes[..., 1, :].reshape(*places, block_size, size)
     if bits == 8:
         keys, values = keys ^ 0x80, values ^ 0x80
-    else:  # a value's features are half a head apart in a byte, here they are neighbours
+    else:  # a byte of a value holds features half a head apart; here they are neighbours
         unpacked = np.concatenate([values & 15, values >> 4], axis=-1)
         values = unpacked[..., 0::2] | unpacked[..., 1::2] << 4
     vectors = np.stack([keys, values], axis=-3)

@@ -1,5 +1,5 @@
-"""Attention of the C++ kernels against numpy, with the same codes and in float64 without any, on every instruction set that this
-machine has."""
+"""Compares attention of the C++ kernels with numpy, with the same codes and in float64 without codes, on every
+instruction set of this machine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.usefixtures("instruction_set")
 
 LAYERS, LAYER = 2, 1
 
-# What the codes of values of about 1 cost.
+# The error of codes for values of about 1.
 PLAIN_ATOL = 3e-3
 
 
-# All but the portable code fuse multiplication and addition, and then make their sums in the same order.
+# All instruction sets except portable have fused multiply-add, and compute sums in the same order.
 FUSED = [name for name in _kernels.available() if name != "portable"]
 
 
@@ -48,7 +48,7 @@ class Case:
 
 
 class Request:
-    """What a case has in the cache, blocks in any order. Of its content what nobody sees was never written."""
+    """The cache content of a case, with blocks in random order. Content that no query sees is never written."""
 
     def __init__(self, case: Case) -> None:
         rng = np.random.default_rng(2)
@@ -60,7 +60,7 @@ class Request:
         self.update()
 
     def update(self) -> None:
-        """Fill the cache from the content."""
+        """Fills the cache from the content."""
         case = self.case
         self.cache = CodedCache(len(self.table) + 2, LAYERS, case.block_size, case.kv_heads, case.head_size)
         first = max(0, case.first - case.window + 1) if case.window else 0
@@ -77,24 +77,24 @@ class Request:
         return out
 
     def expected(self, queries: np.ndarray) -> np.ndarray:
-        """With the codes that the kernels compute with."""
+        """The expected result with the codes of the kernels."""
         case = self.case
         heads = twin.contexts(self.cache, LAYER, self.table)
 
         def attend_one(query: np.ndarray, head: int, seen: slice) -> np.ndarray:
             return twin.attend(query, heads[head // case.group], seen, case.head_size**-0.5, case.cap)
 
-        return twin.of_all(queries, case.first, case.window, attend_one)
+        return twin.attend_all(queries, case.first, case.window, attend_one)
 
     def expected_plainly(self, queries: np.ndarray) -> np.ndarray:
-        """Without any codes."""
+        """The expected result without codes."""
         case = self.case
 
         def attend_one(query: np.ndarray, head: int, seen: slice) -> np.ndarray:
             vectors = self.content[seen, :, head // case.group]
             return twin.attend_plainly(query, vectors, case.head_size**-0.5, case.cap)
 
-        return twin.of_all(queries, case.first, case.window, attend_one)
+        return twin.attend_all(queries, case.first, case.window, attend_one)
 
 
 def bits(array: np.ndarray) -> np.ndarray:
@@ -137,7 +137,7 @@ ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
 @ALL
-def test_attention_is_the_weighted_mean_of_the_values_in_sight(case: Case) -> None:
+def test_attention_is_the_weighted_mean_of_the_visible_values(case: Case) -> None:
     queries, request = case.queries(), Request(case)
     twin.assert_alike(request.attend(queries), request.expected(queries))
 
@@ -156,12 +156,12 @@ def test_codes_are_nearly_as_precise_as_f16_and_more_so_than_bf16(case: Case) ->
     halves, upper_halves = exact.astype(np.float16), exact.view(np.uint32) + 0x8000 & 0xFFFF0000
     error = ((out - plain) ** 2).mean() ** 0.5
     assert error < error_of(upper_halves.view(np.float32)) / 2
-    if case.head_size > 1:  # one feature alone is the longest key there is
+    if case.head_size > 1:  # a single feature is the longest possible key
         assert error < 3.5 * error_of(halves)
 
 
 @ALL
-def test_a_query_is_the_same_bits_in_any_company_and_over_any_number_of_threads(case: Case) -> None:
+def test_a_query_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(case: Case) -> None:
     queries, request = case.queries(), Request(case)
     together = request.attend(queries)
     for query in range(case.count):
@@ -175,7 +175,8 @@ def test_a_query_is_the_same_bits_in_any_company_and_over_any_number_of_threads(
         np.testing.assert_array_equal(bits(np.concatenate([front, back])), bits(together))
 
 
-# Heads whose features fill vectors of 8 and of 16, of 8 alone, and neither; as many rows as there are in a tile, fewer and more.
+# Head sizes that fill vectors of 8 and of 16, of 8 alone, and neither; with fewer rows than a tile, as many, and
+# more.
 SHAPES = {
     f"heads of {size}, {group} to one": Case(280, 5, group=group, head_size=size)
     for size in (1, 8, 13, 24, 40, 64, 72, 80, 100, 128)
@@ -185,7 +186,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("instruction_set", FUSED[1:], indirect=True)
 @pytest.mark.parametrize("case", (CASES | SHAPES).values(), ids=(CASES | SHAPES).keys())
-def test_a_query_is_the_same_bits_on_every_instruction_set_with_fused_multiplication(case: Case) -> None:
+def test_a_query_has_the_same_bits_on_every_instruction_set_with_fused_multiply_add(case: Case) -> None:
     queries, request = case.queries(), Request(case)
     ours = request.attend(queries)
     _kernels.use(FUSED[0])
@@ -193,7 +194,7 @@ def test_a_query_is_the_same_bits_on_every_instruction_set_with_fused_multiplica
 
 
 @ALL
-def test_what_nobody_sees_may_be_anything(case: Case) -> None:
+def test_positions_that_no_query_sees_do_not_matter(case: Case) -> None:
     queries, request = case.queries(), Request(case)
     expected = request.attend(queries)
     rng = np.random.default_rng(3)
@@ -208,25 +209,25 @@ def test_what_nobody_sees_may_be_anything(case: Case) -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
-def test_what_is_infinite_or_not_a_number_reaches_only_those_who_see_it(which: int, value: float) -> None:
+def test_an_infinite_or_nan_vector_affects_only_the_queries_that_see_it(which: int, value: float) -> None:
     case = Case(290, 40, kv_heads=2, group=2)
     queries, request = case.queries(), Request(case)
     clean = request.attend(queries)
     request.content[310, which, 1, 5] = value
     request.update()
     out = request.attend(queries)
-    # Queries before it do not see it, nor do those of the other kv head; of a vector with such a value nothing is a number.
+    # Earlier queries and queries of the other KV head do not see it. The whole vector counts as NaN.
     assert np.isnan(out[20:, 2:]).all()
     np.testing.assert_array_equal(bits(out[:20]), bits(clean[:20]))
     np.testing.assert_array_equal(bits(out[:, :2]), bits(clean[:, :2]))
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
-def test_what_is_not_a_number_is_forgotten_once_a_window_has_passed_it(which: int) -> None:
+def test_a_nan_vector_has_no_effect_after_the_window_has_passed_it(which: int) -> None:
     case = Case(300, 40, group=2, window=150)
     queries, request = case.queries(), Request(case)
     clean = request.attend(queries)
-    request.content[170, which] = np.nan  # the last query that sees it is the one at 319
+    request.content[170, which] = np.nan  # the last query that sees it is at position 319
     request.update()
     out = request.attend(queries)
     assert np.isnan(out[:20]).all()
@@ -234,18 +235,18 @@ def test_what_is_not_a_number_is_forgotten_once_a_window_has_passed_it(which: in
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_query_that_is_not_a_number_spoils_no_other(value: float) -> None:
+def test_a_nan_query_affects_no_other_query(value: float) -> None:
     case = Case(270, 20, group=4)
     queries, request = case.queries(), Request(case)
     clean = request.attend(queries)
     queries[7, 2, 3] = value
     out = request.attend(queries)
-    spoilt = np.isnan(out).any(axis=2)
-    assert np.argwhere(spoilt).tolist() == [[7, 2]] and np.isnan(out[7, 2]).all()
-    np.testing.assert_array_equal(bits(out[~spoilt]), bits(clean[~spoilt]))
+    is_nan = np.isnan(out).any(axis=2)
+    assert np.argwhere(is_nan).tolist() == [[7, 2]] and np.isnan(out[7, 2]).all()
+    np.testing.assert_array_equal(bits(out[~is_nan]), bits(clean[~is_nan]))
 
 
-def test_a_segment_whose_scores_are_all_minus_infinity_weighs_nothing() -> None:
+def test_a_segment_with_only_minus_infinity_scores_has_no_weight() -> None:
     case = Case(520, 1, group=1)
     queries, request = np.abs(case.queries()), Request(case)
     request.content[:256, 0] = -3e38
@@ -266,7 +267,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
 @pytest.mark.parametrize("head_size", [1, 2, 8, 13, 64, 72, 80, 128, 256])
 def test_sums_of_the_largest_codes_do_not_overflow(head_size: int, sign: int) -> None:
     case = Case(300, 1, head_size=head_size)
-    # A little less than so many whole codes: the scale is a power of two, and the last code is used.
+    # Slightly below the largest code: the scale is a power of two, and the last code is used.
     largest = np.float32(LARGEST_CODE * (1 - 1e-6))
     request = Request(case)
     queries = np.full(
@@ -279,7 +280,7 @@ def test_sums_of_the_largest_codes_do_not_overflow(head_size: int, sign: int) ->
     assert keys.max() >= LONGEST_KEY and values.max() >= LARGEST_CODE
     np.testing.assert_allclose(request.attend(queries), request.expected(queries), rtol=1e-6)
     np.testing.assert_allclose(request.attend(queries), sign * LARGEST_CODE / 2**15, atol=STEP * 2.0**-15)
-    # The token that is told from the others by the sign of its key alone has all of the weight, or none.
+    # The token that differs from the others only by the sign of its key gets all of the weight, or none.
     request.content[7] *= -1
     request.update()
     np.testing.assert_allclose(request.attend(queries), request.expected(queries), rtol=1e-6)
@@ -287,7 +288,7 @@ def test_sums_of_the_largest_codes_do_not_overflow(head_size: int, sign: int) ->
 
 @pytest.mark.parametrize("head_size", [2, 8, 13, 64, 80, 128, 256])
 def test_sums_of_the_longest_keys_do_not_overflow(head_size: int) -> None:
-    """A query meets keys of its own direction, and of the other."""
+    """The keys point in the direction of the query, or in the opposite direction."""
     case = Case(300, 1, group=1, head_size=head_size)
     request, query = Request(case), case.queries()
     for stands_out in (1.0, 30.0):
@@ -299,8 +300,9 @@ def test_sums_of_the_longest_keys_do_not_overflow(head_size: int) -> None:
 
 
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_features_that_stand_out_leave_the_others_their_digits(head_size: int) -> None:
-    """As the biases of some models make them, here of 200 in a key and of 20 in a query; f16 loses as much in those themselves."""
+def test_large_features_do_not_reduce_the_precision_of_the_others(head_size: int) -> None:
+    """As biases of some models cause them: here 200 in a key and 20 in a query; f16 loses as much in those features
+    themselves."""
     case = Case(250, 20, group=2, head_size=head_size)
     queries, request = case.queries(), Request(case)
     queries[..., :3] += 20.0
@@ -314,7 +316,7 @@ def test_features_that_stand_out_leave_the_others_their_digits(head_size: int) -
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-42, 1e-35, 1e-10])
-def test_a_query_of_next_to_nothing_gives_the_mean_of_the_values(size: float) -> None:
+def test_a_tiny_query_gives_the_mean_of_the_values(size: float) -> None:
     case = Case(300, 3)
     queries, request = (size * case.queries()).astype(np.float32), Request(case)
     wanted = [request.content[: 301 + query, 1].mean(axis=0) for query in range(3)]
@@ -322,7 +324,7 @@ def test_a_query_of_next_to_nothing_gives_the_mean_of_the_values(size: float) ->
 
 
 @pytest.mark.parametrize("context", [1, 3, 17, 100, 200, 243, 250, 256, 300])
-def test_weights_that_are_all_alike_are_exact(context: int) -> None:
+def test_equal_weights_are_exact(context: int) -> None:
     case = Case(context - 1, 1)
     request = Request(case)
     request.content[:, 1] = request.content[0, 1]
@@ -333,7 +335,7 @@ def test_weights_that_are_all_alike_are_exact(context: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-10, 1e6, 1e30])
-def test_values_may_be_of_any_size(size: float) -> None:
+def test_values_may_have_any_magnitude(size: float) -> None:
     case = Case(300, 5)
     queries, request = case.queries(), Request(case)
     request.content[:, 1] *= size
@@ -343,7 +345,7 @@ def test_values_may_be_of_any_size(size: float) -> None:
     np.testing.assert_allclose(out, request.expected_plainly(queries), rtol=0, atol=PLAIN_ATOL * size)
 
 
-def test_values_far_smaller_than_others_are_as_precise_as_the_whole_is() -> None:
+def test_small_values_keep_the_precision_of_the_whole_result() -> None:
     case = Case(700, 5)
     queries, request = case.queries(), Request(case)
     sizes = 10.0 ** np.random.default_rng(4).uniform(-4, 0, case.context)
@@ -354,7 +356,7 @@ def test_values_far_smaller_than_others_are_as_precise_as_the_whole_is() -> None
     np.testing.assert_allclose(out, request.expected_plainly(queries), atol=PLAIN_ATOL)
 
 
-def test_a_call_that_would_read_outside_the_cache_is_refused() -> None:
+def test_a_call_that_would_read_outside_the_cache_is_rejected() -> None:
     case = Case(30, 2, kv_heads=2)
     queries, request = case.queries(), Request(case)
     with pytest.raises(ValueError, match="3 blocks are needed, the table names 2"):

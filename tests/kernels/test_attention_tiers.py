@@ -1,5 +1,5 @@
-"""Attention over both tiers of a cache: of the C++ kernels against numpy, and bit by bit in any company, on every instruction set
-that this machine has."""
+"""Compares attention over both cache tiers with numpy, and checks that its bits do not depend on the batch, on every
+instruction set of this machine."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ pytestmark = pytest.mark.usefixtures("instruction_set")
 
 LAYERS, LAYER = 2, 1
 
-# What the codes of values of about 1 cost.
+# The error of codes for values of about 1.
 PLAIN_ATOL = 3e-3
 
-# All but the portable code fuse multiplication and addition, and then make their sums in the same order.
+# All instruction sets except portable have fused multiply-add, and compute sums in the same order.
 FUSED = [name for name in _kernels.available() if name != "portable"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request with `first` tokens in the cache and `count` new ones, which keeps `tail` blocks in full."""
+    """A request with `first` tokens in the cache and `count` new ones, which keeps `tail` blocks in full precision."""
 
     first: int
     count: int
@@ -52,7 +52,8 @@ class Case:
 
 
 class Cache:
-    """Both tiers of one request, blocks in any order. What no query may read of a tier is not a number."""
+    """Both tiers of one request, with blocks in random order. Positions that no query may read from a tier are NaN
+    there."""
 
     def __init__(self, case: Case, bits: int) -> None:
         rng = np.random.default_rng(2)
@@ -61,13 +62,13 @@ class Cache:
         self.table, self.store_table = (
             rng.permutation(blocks + 2)[:blocks].astype(np.int64) for _ in range(2)
         )
-        # Keys and values lie off their zero, as a model's do.
+        # Keys and values are not centred at zero, like those of a model.
         content = rng.standard_normal((case.context, 2, case.kv_heads, case.head_size)) + 0.3
         self.content = content.astype(np.float32)
         self.update()
 
     def update(self) -> None:
-        """Fill the tiers from the content."""
+        """Fills both tiers from the content."""
         case, blocks = self.case, len(self.table)
         self.cache = CodedCache(blocks + 2, LAYERS, case.block_size, case.kv_heads, case.head_size)
         positions = np.arange(case.context)
@@ -79,7 +80,7 @@ class Cache:
         for block in range(case.stored(case.context - 1)):
             moved_from, moved_to = int(self.table[block]), int(self.store_table[block])
             _kernels.move_block(whole, LAYER, moved_from, self.store, moved_to, case.head_size, self.bits)
-        # What the kernels move, as they keep it.
+        # The moved content as the store keeps it.
         kept = np.moveaxis(self.cache.values[self.table, LAYER], 1, 2)
         kept = kept.reshape(-1, *kept.shape[2:])[: case.context]
         self.stored = dequantise(quantise(kept, self.bits), self.bits, np.float64)
@@ -108,7 +109,7 @@ class Cache:
         return out
 
     def expected(self, queries: np.ndarray) -> np.ndarray:
-        """With the codes that the kernels compute with."""
+        """The expected result with the codes of the kernels."""
         case, scale = self.case, self.case.head_size**-0.5
         heads = twin.contexts(self.cache, LAYER, self.table, self.stored)
 
@@ -116,10 +117,10 @@ class Cache:
             border = case.stored(seen.stop - 1) * case.block_size
             return twin.attend(query, heads[head // case.group], seen, scale, case.cap, border)
 
-        return twin.of_all(queries, case.first, case.window, attend_one)
+        return twin.attend_all(queries, case.first, case.window, attend_one)
 
     def expected_plainly(self, queries: np.ndarray) -> np.ndarray:
-        """Without codes but those of the store."""
+        """The expected result with codes of the store only."""
         case, scale = self.case, self.case.head_size**-0.5
 
         def attend_one(query: np.ndarray, head: int, seen: slice) -> np.ndarray:
@@ -127,16 +128,16 @@ class Cache:
             read = np.concatenate([self.stored[:border], self.content[border:]])
             return twin.attend_plainly(query, read[seen, :, head // case.group], scale, case.cap)
 
-        return twin.of_all(queries, case.first, case.window, attend_one)
+        return twin.attend_all(queries, case.first, case.window, attend_one)
 
 
 CASES = {
     "shorter than its tail": Case(20, 1),
-    "the last that has all in full": Case(46, 1),
+    "the last one with everything in full": Case(46, 1),
     "the first that reads from the store": Case(47, 1),
     "a decode": Case(99, 1, kv_heads=2),
-    "a decode whose border is in the middle of a segment": Case(500, 1, kv_heads=3),
-    "a decode whose border is that of a segment": Case(511 + 32, 1),
+    "a decode with its border inside a segment": Case(500, 1, kv_heads=3),
+    "a decode with its border at a segment border": Case(511 + 32, 1),
     "a long decode": Case(1300, 1, group=4, head_size=128, tail=16),
     "a prefill": Case(0, 70, kv_heads=2, tail=1),
     "a prefill many times as long as the tail": Case(0, 300, group=1, tail=1),
@@ -172,7 +173,7 @@ BITS = pytest.mark.parametrize("bits", [8, 4])
 
 @BITS
 @ALL
-def test_a_query_reads_what_is_behind_its_tail_from_the_store_and_the_rest_in_full(
+def test_a_query_reads_positions_before_its_tail_from_the_store_and_the_rest_in_full(
     case: Case, bits: int
 ) -> None:
     queries, cache = case.queries(), Cache(case, bits)
@@ -183,9 +184,7 @@ def test_a_query_reads_what_is_behind_its_tail_from_the_store_and_the_rest_in_fu
 
 @BITS
 @ALL
-def test_a_query_is_the_same_bits_in_any_company_and_over_any_number_of_threads(
-    case: Case, bits: int
-) -> None:
+def test_a_query_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(case: Case, bits: int) -> None:
     queries, cache = case.queries(), Cache(case, bits)
     together = cache.attend(queries)
     for query in range(case.count):
@@ -199,7 +198,8 @@ def test_a_query_is_the_same_bits_in_any_company_and_over_any_number_of_threads(
         np.testing.assert_array_equal(np.concatenate([front, back]).view(np.int32), together.view(np.int32))
 
 
-# Heads whose codes fill vectors of 8 and of 16, of 8 alone, and neither; as many rows as there are in a tile, fewer and more.
+# Head sizes that fill vectors of 8 and of 16, of 8 alone, and neither; with fewer rows than a tile, as many, and
+# more.
 SHAPES = {
     f"heads of {size}, {group} to one": Case(280, 5, group=group, head_size=size)
     for size in (8, 14, 24, 40, 64, 72, 80, 96, 128)
@@ -210,7 +210,7 @@ SHAPES = {
 @pytest.mark.parametrize("instruction_set", FUSED[1:], indirect=True)
 @BITS
 @pytest.mark.parametrize("case", (CASES | SHAPES).values(), ids=(CASES | SHAPES).keys())
-def test_a_query_is_the_same_bits_on_every_instruction_set_with_fused_multiplication(
+def test_a_query_has_the_same_bits_on_every_instruction_set_with_fused_multiply_add(
     case: Case, bits: int
 ) -> None:
     queries, cache = case.queries(), Cache(case, bits)
@@ -220,7 +220,7 @@ def test_a_query_is_the_same_bits_on_every_instruction_set_with_fused_multiplica
 
 
 @BITS
-def test_any_shape_of_request_is_attended_to_rightly(bits: int) -> None:
+def test_attention_is_correct_for_any_shape_of_request(bits: int) -> None:
     rng = np.random.default_rng(9)
     for _ in range(25):
         block_size = int(rng.choice([4, 8, 16, 16, 32]))
@@ -240,12 +240,12 @@ def test_any_shape_of_request_is_attended_to_rightly(bits: int) -> None:
 
 
 @BITS
-def test_what_is_not_a_number_reaches_only_those_who_see_it(bits: int) -> None:
-    """A window moves over spoilt tokens in the store: those before it are read by nobody, in whole tiles or not."""
+def test_a_nan_vector_affects_only_the_queries_that_see_it(bits: int) -> None:
+    """A window passes NaN tokens in the store: no later query reads them, in whole tiles or not."""
     case = Case(300, 40, group=2, window=150, tail=1)
     queries, cache = case.queries(), Cache(case, bits)
     clean = cache.attend(queries)
-    # The last queries that see the value at 160, and the key at 170, are those at 309 and at 319.
+    # The last queries that see the value at 160 and the key at 170 are at positions 309 and 319.
     cache.content[160, 1, 0, 5] = np.inf
     cache.content[170, 0] = np.nan
     cache.update()
@@ -256,7 +256,7 @@ def test_what_is_not_a_number_reaches_only_those_who_see_it(bits: int) -> None:
 
 @BITS
 def test_weights_that_vanish_leave_no_subnormal_sums(bits: int) -> None:
-    """Scores far apart: weights that times a small scale would be subnormal count as nothing."""
+    """Scores far apart: weights that would be subnormal after scaling count as 0."""
     case = Case(600, 1, group=1, tail=1)
     queries, cache = 60.0 * case.queries(), Cache(case, bits)
     cache.content[:, 1] *= 1e-6
@@ -265,7 +265,7 @@ def test_weights_that_vanish_leave_no_subnormal_sums(bits: int) -> None:
 
 
 @BITS
-def test_a_tail_that_weighs_far_less_than_the_store_is_not_lost(bits: int) -> None:
+def test_a_tail_with_far_less_weight_than_the_store_is_not_lost(bits: int) -> None:
     case = Case(200, 1, group=1)
     queries, cache = np.abs(case.queries()), Cache(case, bits)
     border = case.stored(case.first) * case.block_size
@@ -281,7 +281,7 @@ def test_a_tail_that_weighs_far_less_than_the_store_is_not_lost(bits: int) -> No
     np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
 
 
-def test_a_call_that_would_read_outside_the_store_is_refused() -> None:
+def test_a_call_that_would_read_outside_the_store_is_rejected() -> None:
     case = Case(100, 2)
     queries, cache = case.queries(), Cache(case, 8)
     cache.store_table = cache.store_table[:3]

@@ -1,5 +1,5 @@
-"""What the C++ kernels write into the cache, against its definition in numpy: the same codes and scales in the same places on every
-instruction set of this machine."""
+"""Compares what the C++ kernels write into the cache with its definition in numpy: the same codes and scales in the
+same places on every instruction set of this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEAD_SIZES = pytest.mark.parametrize("head_size", [1, 2, 8, 13, 64, 72, 80, 128,
 
 
 def delicate_vectors(count: int, head_size: int) -> np.ndarray:
-    """[count, head size] of ordinary vectors, and of some that make trouble, in any order."""
+    """Ordinary vectors and difficult ones, [count, head size], in random order."""
     rng = np.random.default_rng([count, head_size])
     sizes = np.exp(5.0 * rng.standard_normal((count, 1)))
     vectors = (rng.standard_normal((count, head_size)) * sizes).astype(np.float32)
@@ -56,7 +56,7 @@ def delicate_vectors(count: int, head_size: int) -> np.ndarray:
                 some * STEP,
                 STEP * rng.integers(-2047, 2048, head_size),
                 STEP * rng.integers(-2047, 2048, head_size) + STEP // 2,
-                # scales whose upper halves are whole, or nearly so
+                # scales that are exact in their upper half, or nearly so
                 2.0**3 * largest * np.ones(head_size),
                 np.nextafter(np.float32(largest), np.float32(0)) * np.ones(head_size),
                 np.nextafter(np.float32(largest), np.float32(1e9)) * np.ones(head_size),
@@ -77,12 +77,12 @@ def delicate_vectors(count: int, head_size: int) -> np.ndarray:
 
 @BLOCK_SIZES
 @HEAD_SIZES
-def test_a_token_is_written_as_the_definition_says_and_its_neighbours_stay(
+def test_a_token_is_written_as_defined_and_its_neighbours_stay_unchanged(
     block_size: int, head_size: int
 ) -> None:
     rng = np.random.default_rng(block_size)
     cells = BLOCKS * block_size
-    # More tokens than cells, of which some are written twice and some not at all.
+    # More tokens than cells: some cells are written twice, some not at all.
     tokens = max(24, min(cells, 60))
     content = delicate_vectors(tokens * 2 * KV_HEADS, head_size).reshape(tokens, 2, KV_HEADS, head_size)
     cache = np.full(
@@ -106,8 +106,9 @@ def test_a_cache_has_room_for_the_codes_and_the_scales(block_size: int, head_siz
 
 
 def written(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [2, tokens, head size] and scales [2, tokens] of vectors [tokens, head size] that are keys and values too, from blocks
-    of one token: where nothing lies between a vector's codes but, of values, those of the token that would be beside it."""
+    """Codes [2, tokens, head size] and scales [2, tokens] of vectors [tokens, head size], written as keys and as
+    values to blocks of one token. There, only the unused places of the missing neighbour lie between the codes of
+    a value."""
     tokens, head_size = vectors.shape
     cache = np.zeros((tokens, 1, 1, 1, room(1, head_size)), np.uint16)
     for cell, vector in enumerate(vectors):
@@ -122,17 +123,17 @@ def written(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @HEAD_SIZES
-def test_what_is_written_is_within_half_a_step_of_what_it_was(head_size: int) -> None:
+def test_written_values_are_within_half_a_step_of_the_originals(head_size: int) -> None:
     vectors = delicate_vectors(200, head_size)
     finite = vectors[np.isfinite(vectors).all(axis=-1)]
     codes, scales = written(finite)
     error = np.abs(codes * scales[..., None].astype(np.float64) - finite)
-    # Half a step, and half a code and a little: a value is multiplied by one by the scale, and so rounded twice.
+    # Half a step, half a code and a margin: a value is multiplied by 1 / scale, and so rounded twice.
     assert (error.max(-1) <= (STEP / 2 + 0.505) * scales).all()
     by_largest = np.abs(finite.astype(np.float64)).max(-1) / LARGEST_CODE
     by_length = (finite.astype(np.float64) ** 2).mean(-1) ** 0.5 / LONGEST_KEY
     for which, wanted in enumerate((np.maximum(by_largest, by_length), by_largest)):
-        # A scale is rounded up by a 128th at most.
+        # A scale is rounded up by 1/128 at most.
         most = np.maximum(wanted * (1 + 2.0**-7), float(LOWEST_SCALE)) * (1 + 1e-6)
         assert (scales[which] <= most).all()
     longest = LONGEST_KEY + STEP / 2 + 1
@@ -141,8 +142,8 @@ def test_what_is_written_is_within_half_a_step_of_what_it_was(head_size: int) ->
 
 @pytest.mark.parametrize("of_values", [False, True])
 @HEAD_SIZES
-def test_codes_that_share_elements_are_the_nearest_there_are(head_size: int, of_values: bool) -> None:
-    """Of the definition itself: every element is one that could be written, and none of its kind is nearer."""
+def test_codes_that_share_elements_are_the_nearest_possible(head_size: int, of_values: bool) -> None:
+    """Tests the definition itself: every element can be written, and no other code with these low bits is nearer."""
     units = Units(head_size, of_values)
     codes = np.random.default_rng(head_size).integers(-LARGEST_CODE, LARGEST_CODE + 1, (50, head_size))
     codes[:4] = np.array([LARGEST_CODE, -LARGEST_CODE, 0, -1])[:, None]
@@ -152,7 +153,7 @@ def test_codes_that_share_elements_are_the_nearest_there_are(head_size: int, of_
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_vector_that_is_not_finite_is_not_a_number_as_a_whole_and_zeros_are_zeros(value: float) -> None:
+def test_a_vector_that_is_not_finite_becomes_nan_and_zeros_stay_zeros(value: float) -> None:
     key, zeros = np.ones(8, np.float32), np.zeros(8, np.float32)
     key[3] = value
     cache = np.full((1, 1, 1, 1, room(1, 8)), NEVER_WRITTEN, np.uint16)
@@ -162,7 +163,7 @@ def test_a_vector_that_is_not_finite_is_not_a_number_as_a_whole_and_zeros_are_ze
     assert (flat[2:8] == 0).all() and (flat[8:20:2] == 0).all() and (flat[9:20:2] == NEVER_WRITTEN).all()
 
 
-def test_a_write_past_the_cache_is_refused() -> None:
+def test_a_write_past_the_cache_is_rejected() -> None:
     vector, short = np.zeros(8, np.float32), np.zeros(7, np.float32)
     cache = np.zeros((2, 2, 3, 4, room(4, 8)), np.uint16)
     with pytest.raises(ValueError, match="the cache has 2 layers, none with the number 2"):
@@ -170,7 +171,7 @@ def test_a_write_past_the_cache_is_refused() -> None:
     for head, cell in ((3, 0), (0, 8)):
         with pytest.raises(ValueError, match="past the cache"):
             _kernels.write_cache(vector, vector, cache, 0, head, cell)
-    with pytest.raises(ValueError, match="are of one size"):
+    with pytest.raises(ValueError, match="must have the same size"):
         _kernels.write_cache(vector, short, cache, 0, 0, 0)
     with pytest.raises(ValueError, match=rf"for heads of 4 .* block size, {room(4, 4)}\]"):
         _kernels.write_cache(vector[:4].copy(), vector[:4].copy(), cache, 0, 0, 0)

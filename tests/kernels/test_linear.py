@@ -1,4 +1,5 @@
-"""Linear layers against numpy, on every instruction set this machine has, and the same bit by bit in any company."""
+"""Compares linear layers with numpy on every instruction set of this machine, and checks that their bits do not
+depend on the batch."""
 
 from collections.abc import Iterator
 
@@ -10,8 +11,8 @@ _kernels = pytest.importorskip("weft._kernels")
 W4, W8, F32, F16, BF16 = LAYOUTS = range(5)
 SETS = _kernels.available()
 BLOCK = 64
-"""Inputs that share a scale."""
-# Sums in which a product and an addition are rounded once; the portable kernels round twice.
+"""Inputs of a scale block: they share a scale."""
+# Instruction sets with fused multiply-add; the portable kernels round twice.
 FUSED_SETS = [name for name in SETS if name != "portable"]
 
 
@@ -23,7 +24,7 @@ def restore() -> Iterator[None]:
 
 
 def layer(layout: int, outputs: int, inputs: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """A packed layer, and its weights as the kernels read them."""
+    """A packed layer, and its weights as the kernels unpack them."""
     weights = np.random.default_rng(seed).standard_normal((outputs, inputs)).astype(np.float32)
     packed = np.zeros(_kernels.packed_bytes(layout, outputs, inputs), np.uint8)
     _kernels.pack("F32", weights.view(np.uint8).reshape(-1), inputs, layout, 0, outputs, packed)
@@ -36,7 +37,7 @@ def activations(count: int, inputs: int, seed: int = 1) -> np.ndarray:
 
 
 def with_outliers(rows: np.ndarray, share: float = 0.2, size: float = 300, seed: int = 9) -> np.ndarray:
-    """The rows, with one value in some of their groups that leaves nothing of the others."""
+    """The rows with one outlier in some of their groups, which would leave the other values no codes."""
     random = np.random.default_rng(seed)
     rows = rows.copy()
     for first in range(0, rows.shape[1], 32):
@@ -46,7 +47,7 @@ def with_outliers(rows: np.ndarray, share: float = 0.2, size: float = 300, seed:
 
 
 def cut(rows: np.ndarray, size: int) -> np.ndarray:
-    """[rows, groups or blocks, size], with zeros behind the last group of 32 inputs."""
+    """[rows, groups or scale blocks, size], padded with zeros."""
     parts = -(-rows.shape[1] // size)
     padded = np.zeros((len(rows), parts * size), rows.dtype)
     padded[:, : rows.shape[1]] = rows
@@ -54,13 +55,13 @@ def cut(rows: np.ndarray, size: int) -> np.ndarray:
 
 
 def outliers(rows: np.ndarray) -> np.ndarray:
-    """Where a value is more than 12 times the mean magnitude of its row."""
+    """True for values above 12 times the mean magnitude of their row."""
     magnitudes = np.abs(rows.astype(np.float64))
     return magnitudes > 12 * magnitudes.mean(axis=1, keepdims=True)
 
 
 def quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [rows, inputs of whole groups] and scales [rows, blocks] as the definition says."""
+    """Codes [rows, inputs padded to groups] and scales [rows, scale blocks], as defined."""
     blocks = cut(rows, BLOCK)
     largest = np.abs(blocks).max(axis=2)
     inverse = np.divide(np.float32(120), largest, out=np.zeros_like(largest), where=largest > 0)
@@ -74,7 +75,7 @@ def quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def product(layout: int, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """In float64, from codes and outliers where the layer takes them."""
+    """The product in float64, from codes and outliers if the layer is quantised."""
     values = rows.astype(np.float64)
     if layout in (W4, W8):
         alone = outliers(rows)
@@ -85,21 +86,21 @@ def product(layout: int, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("with_outliers_taken_out", [False, True])
+@pytest.mark.parametrize("separates_outliers", [False, True])
 @pytest.mark.parametrize("inputs", [1, 31, 32, 33, 64, 65, 96, 250, 512, 545, 576, 1100])
 def test_activations_become_bytes_as_numpy_rounds_them(
-    name: str, inputs: int, with_outliers_taken_out: bool
+    name: str, inputs: int, separates_outliers: bool
 ) -> None:
     rows = with_outliers(activations(40, inputs))
     rows[3] = 0
     rows[4:20] = (
         np.where(rows[4:20] < 0, -1, 1) * np.linspace(0.4, 1.6, 16, dtype=np.float32)[:, None]
-    )  # nearly alike
+    )  # nearly equal
     rows[4:20] += activations(16, inputs, seed=3) * np.float32(0.05)
     _kernels.use(name)
-    codes, scales, starts, corrections, places, values = _kernels.quantise(rows, with_outliers_taken_out)
-    alone = outliers(rows) if with_outliers_taken_out else np.zeros(rows.shape, bool)
-    assert alone.any() == (with_outliers_taken_out and inputs > 1)  # a value alone is the mean of its row
+    codes, scales, starts, corrections, places, values = _kernels.quantise(rows, separates_outliers)
+    alone = outliers(rows) if separates_outliers else np.zeros(rows.shape, bool)
+    assert alone.any() == (separates_outliers and inputs > 1)  # a single value is the mean of its row
     np.testing.assert_array_equal(places, np.argwhere(alone))
     np.testing.assert_array_equal(values, rows[alone])
     expected_codes, expected_scales = quantised(np.where(alone, 0, rows))
@@ -116,10 +117,10 @@ def test_activations_become_bytes_as_numpy_rounds_them(
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize(("others", "is_outlier"), [(8, True), (9, False)])
-def test_an_outlier_is_a_value_of_more_than_12_times_the_mean_of_its_row(
+def test_an_outlier_is_a_value_above_12_times_the_mean_of_its_row(
     name: str, others: int, is_outlier: bool
 ) -> None:
-    # The mean of 127 and 63 eights is 9.9, that of 127 and 63 nines 10.8; a twelfth of 127 is 10.6.
+    # 127 and 63 eights have a mean of 9.9; 127 and 63 nines have a mean of 10.8; 127 / 12 is 10.6.
     rows = np.full((1, 64), others, np.float32)
     rows[0, ::2] *= -1
     rows[0, 47] = 127
@@ -128,9 +129,9 @@ def test_an_outlier_is_a_value_of_more_than_12_times_the_mean_of_its_row(
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_as_many_outliers_as_a_row_can_have_are_all_taken_out(name: str) -> None:
+def test_the_most_outliers_that_a_row_can_have_are_all_separated(name: str) -> None:
     rows = np.full((3, 2400), 1e-6, np.float32)
-    rows[:, 7 : 7 + 199 * 12 : 12] = 1  # 200 of them would be 12 times the mean, not more
+    rows[:, 7 : 7 + 199 * 12 : 12] = 1  # 200 of them would be exactly 12 times the mean
     assert outliers(rows).sum() == 3 * 199
     _kernels.use(name)
     np.testing.assert_array_equal(_kernels.quantise(rows)[4], np.argwhere(outliers(rows)))
@@ -138,8 +139,9 @@ def test_as_many_outliers_as_a_row_can_have_are_all_taken_out(name: str) -> None
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("value", [1e-45, 2e-44, 1e-38])
-def test_the_smallest_numbers_there_are_have_no_outliers(name: str, value: float) -> None:
-    """Their mean is rounded to a number that half of them are above, and there is room for a twelfth."""
+def test_the_smallest_floats_have_no_outliers(name: str, value: float) -> None:
+    """The rounded mean is so small that half of the values would exceed the bound, but there is room for a twelfth
+    only."""
     rows = np.zeros((3, 4096), np.float32)
     rows[:, :1843] = value
     _kernels.use(name)
@@ -148,7 +150,7 @@ def test_the_smallest_numbers_there_are_have_no_outliers(name: str, value: float
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_row_with_a_value_that_is_no_number_has_no_outliers(name: str, value: float) -> None:
+def test_a_row_with_a_nan_or_infinite_value_has_no_outliers(name: str, value: float) -> None:
     rows = np.full((2, 64), 0.01, np.float32)
     rows[:, 40] = 1
     rows[0, 5] = value
@@ -158,14 +160,14 @@ def test_a_row_with_a_value_that_is_no_number_has_no_outliers(name: str, value: 
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("layout", [W4, W8])
-def test_rows_with_outliers_come_out_almost_as_well_as_in_floats(name: str, layout: int) -> None:
+def test_rows_with_outliers_are_almost_as_precise_as_in_floats(name: str, layout: int) -> None:
     packed, weights = layer(layout, 100, 576)
     rows = with_outliers(activations(20, 576), share=0.1)
     exact = rows.astype(np.float64) @ weights.astype(np.float64).T
     _kernels.use(name)
 
-    def error(taken_out: bool) -> float:
-        result = _kernels.linear(layout, 100, 576, packed, None, rows, with_outliers=taken_out)
+    def error(is_separated: bool) -> float:
+        result = _kernels.linear(layout, 100, 576, packed, None, rows, with_outliers=is_separated)
         return float(np.sqrt(((result - exact) ** 2).mean()))
 
     assert error(True) < error(False) / 20
@@ -173,18 +175,16 @@ def test_rows_with_outliers_come_out_almost_as_well_as_in_floats(name: str, layo
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("layout", [W4, W8])
-def test_rows_without_outliers_have_the_bits_they_have_where_none_are_taken_out(
-    name: str, layout: int
-) -> None:
+def test_rows_without_outliers_do_not_depend_on_outlier_separation(name: str, layout: int) -> None:
     packed, _ = layer(layout, 40, 96)
     rows = with_outliers(activations(20, 96), share=0.5)
     plain = ~outliers(rows).any(axis=1)
     assert plain.any() and not plain.all()
     _kernels.use(name)
-    with_them = _kernels.linear(layout, 40, 96, packed, None, rows)
-    without = _kernels.linear(layout, 40, 96, packed, None, rows, with_outliers=False)
-    np.testing.assert_array_equal(with_them[plain], without[plain])
-    assert (with_them[~plain] != without[~plain]).any(axis=1).all()
+    separated = _kernels.linear(layout, 40, 96, packed, None, rows)
+    unseparated = _kernels.linear(layout, 40, 96, packed, None, rows, with_outliers=False)
+    np.testing.assert_array_equal(separated[plain], unseparated[plain])
+    assert (separated[~plain] != unseparated[~plain]).any(axis=1).all()
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -198,7 +198,7 @@ def test_ties_round_to_even(name: str) -> None:
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_value_that_is_no_number_shows_in_its_own_row_only(name: str, value: float, layout: int) -> None:
+def test_a_nan_or_infinite_value_shows_in_its_own_row_only(name: str, value: float, layout: int) -> None:
     packed, _ = layer(layout, 17, 96)
     rows = activations(3, 96)
     _kernels.use(name)
@@ -217,21 +217,21 @@ def test_rows_of_any_finite_size_are_multiplied(name: str, size: float) -> None:
     _kernels.use(name)
     result = _kernels.linear(W4, 16, 32, packed, None, rows)[0] / np.float32(size)
     expected = weights.astype(np.float64).sum(axis=1) if size > 1e-30 else 0.0
-    if size != 3e38:  # there sums overflow in the last step
+    if size != 3e38:  # there the sums overflow in the last step
         np.testing.assert_allclose(result, expected, atol=2e-2 if size > 1e-30 else 40)
 
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (16, 32), (17, 33), (40, 100), (96, 576), (5, 1536)])
-def test_products_are_those_of_numpy(name: str, layout: int, outputs: int, inputs: int) -> None:
+def test_products_equal_those_of_numpy(name: str, layout: int, outputs: int, inputs: int) -> None:
     packed, weights = layer(layout, outputs, inputs)
     _kernels.use(name)
     for count in (0, 1, 2, 3, 7, 13, 40):
         rows = with_outliers(activations(count, inputs, seed=count))
         result = _kernels.linear(layout, outputs, inputs, packed, None, rows)
         expected = product(layout, weights, rows)
-        # Beside the sum of magnitudes: what floats lose depends on the terms, not on what is left of them.
+        # Relative to the sum of magnitudes: the rounding error depends on the terms, not on their sum.
         size = np.abs(rows).astype(np.float64) @ np.abs(weights).astype(np.float64).T
         assert result.shape == (count, outputs)
         assert (np.abs(result - expected) <= 4e-6 * size + 1e-6).all()
@@ -240,7 +240,7 @@ def test_products_are_those_of_numpy(name: str, layout: int, outputs: int, input
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("layout", [W4, W8])
 def test_the_largest_codes_do_not_overflow(name: str, layout: int) -> None:
-    # Blocks as files hold them: every code at its end, where sums of 16 bits would be too small.
+    # Blocks in file format with extreme codes, with which 16-bit sums would overflow.
     stored = "Q8_0" if layout == W8 else "Q4_1"
     codes = {W8: [128, 127], W4: [0xFF, 0x0F]}[layout]
     block = np.zeros((32, 3, 34 if layout == W8 else 20), np.uint8)
@@ -260,12 +260,12 @@ def test_the_largest_codes_do_not_overflow(name: str, layout: int) -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("others", [1, -1])
 def test_sums_of_products_at_their_bound_do_not_overflow(name: str, sign: int, others: int) -> None:
-    """17 codes of 120 and one of 7 are the 2047 that magnitudes may have; another 1 and the scale is twice as large."""
+    """17 codes of 120 and one of 7 reach the limit of 2047 for magnitudes; one more and the scale is doubled."""
     rows = np.zeros((21, 64), np.float32)
     rows[:, :17] = rows[:, 40:57] = 120 * sign
     rows[:, 17] = rows[:, 57] = 7 * sign
     rows[10:, 1:17:2] *= others
-    rows[3, 18] = 1  # more than 2047
+    rows[3, 18] = 1  # above 2047
     _kernels.use(name)
     codes = _kernels.quantise(rows, with_outliers=False)[0]
     np.testing.assert_array_equal(codes[np.arange(21) != 3], rows[np.arange(21) != 3])
@@ -288,7 +288,9 @@ def test_sums_of_products_at_their_bound_do_not_overflow(name: str, sign: int, o
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_row_is_the_same_alone_and_in_any_company_on_any_number_of_threads(name: str, layout: int) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_any_batch_on_any_number_of_threads(
+    name: str, layout: int
+) -> None:
     outputs, inputs = 200, 160
     packed, _ = layer(layout, outputs, inputs)
     bias = activations(1, outputs, seed=5)[0]
@@ -328,7 +330,7 @@ def test_instruction_sets_agree_bit_by_bit(layout: int) -> None:
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_bias_and_what_is_added_to_come_after_the_product(name: str, layout: int) -> None:
+def test_bias_and_residual_are_added_after_the_product(name: str, layout: int) -> None:
     packed, _ = layer(layout, 37, 64)
     rows, bias, residual = activations(5, 64), activations(1, 37, seed=3)[0], activations(5, 37, seed=4)
     _kernels.use(name)
@@ -340,7 +342,7 @@ def test_a_bias_and_what_is_added_to_come_after_the_product(name: str, layout: i
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("layout", [W4, W8])
-def test_outliers_are_scaled_like_the_rest_of_the_product_and_leave_the_bias_alone(
+def test_outliers_are_scaled_like_the_rest_of_the_product_and_do_not_change_the_bias(
     name: str, layout: int
 ) -> None:
     packed, _ = layer(layout, 37, 64)
@@ -365,7 +367,7 @@ def test_single_rows_of_weights_are_the_same_on_every_instruction_set(name: str,
     np.testing.assert_array_equal(_kernels.unpack_rows(layout, 19, 70, packed, indices), weights[indices])
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_shapes_that_do_not_fit_are_rejected() -> None:
     packed, _ = layer(W8, 16, 64)
     with pytest.raises(ValueError, match="has 64 inputs, and the rows 32"):
         _kernels.linear(W8, 16, 64, packed, None, activations(1, 32))

@@ -1,4 +1,4 @@
-"""Packing: every stored format comes out of the strips as the numpy decoders read it."""
+"""Packing: unpacked strips equal the values of the numpy decoders, for every file format."""
 
 import threading
 
@@ -15,7 +15,7 @@ FORMATS = {entry.name: entry for entry in GGUF_FORMATS.values()}
 QUANTISED = [name for name in FORMATS if name.startswith("Q")]
 KEPT_EXACTLY = ["Q8_0", "F32", "F16", "BF16", "F64"]
 CODES_KEPT = ["Q4_0", "Q4_1", "Q4_K"]
-# Where each format keeps its f16 scales; Q8_K has one f32.
+# Byte offsets of the f16 scales of each format; Q8_K has one f32.
 SCALE_BYTES = {
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
     "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
@@ -23,7 +23,7 @@ SCALE_BYTES = {
 
 
 def stored(name: str, outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
-    """A tensor's bytes: random codes, scales of a sensible size."""
+    """The bytes of a tensor with random codes and scales of a sensible size."""
     random = np.random.default_rng(seed)
     values = random.standard_normal(outputs * inputs).astype(np.float32)
     if name == "F32":
@@ -53,7 +53,7 @@ def decoded(tensor_format: TensorFormat, raw: np.ndarray, inputs: int) -> np.nda
 
 def packed(name: str, raw: np.ndarray, outputs: int, inputs: int, layout: int | None = None) -> np.ndarray:
     layout = _kernels.layout_of(name) if layout is None else layout
-    # Full of ones, so that what is not written shows.
+    # Filled with ones, so that unwritten bytes show.
     out = np.full(_kernels.packed_bytes(layout, outputs, inputs), 255, np.uint8)
     _kernels.pack(name, raw, inputs, layout, 0, outputs, out)
     return out
@@ -75,17 +75,17 @@ def test_formats_that_fit_a_layout_keep_their_values_exactly(name: str, outputs:
 
 @pytest.mark.parametrize("name", CODES_KEPT)
 @pytest.mark.parametrize("outputs", [1, 16, 37])
-def test_four_bits_keep_their_codes_and_scale_and_minimum_within_the_largest_by_4096(
+def test_4_bit_formats_keep_their_codes_and_weights_within_a_4096th_of_the_largest(
     name: str, outputs: int
 ) -> None:
     inputs = 512
     raw = stored(name, outputs, inputs)
     result = unpacked(W4, packed(name, raw, outputs, inputs), outputs, inputs)
     expected = decoded(FORMATS[name], raw, inputs)
-    # Beside the largest of the output: all its groups are whole numbers under one unit.
+    # Relative to the largest weight of the output: all its groups share one unit.
     largest = np.abs(expected).max(axis=1, keepdims=True)
     assert (np.abs(result - expected) <= 2**-12 * largest).all()
-    # Equal codes of a group are equal weights still.
+    # Equal codes of a group are still equal weights.
     for row, group in np.ndindex(outputs, inputs // 32):
         part = slice(group * 32, group * 32 + 32)
         order = np.argsort(expected[row, part], kind="stable")
@@ -94,7 +94,7 @@ def test_four_bits_keep_their_codes_and_scale_and_minimum_within_the_largest_by_
 
 
 @pytest.mark.parametrize("name", sorted(set(QUANTISED) - set(KEPT_EXACTLY) - set(CODES_KEPT)))
-def test_other_formats_are_rounded_by_less_than_a_code_can_show(name: str) -> None:
+def test_other_formats_are_rounded_by_at_most_half_a_code(name: str) -> None:
     outputs, inputs = 21, 512
     raw = stored(name, outputs, inputs)
     layout = _kernels.layout_of(name)
@@ -103,12 +103,12 @@ def test_other_formats_are_rounded_by_less_than_a_code_can_show(name: str) -> No
     expected = decoded(FORMATS[name], raw, inputs)
     largest = np.abs(expected.reshape(outputs, -1, 32)).max(axis=2)
     error = np.abs(result - expected).reshape(outputs, -1, 32).max(axis=2)
-    # Half a code, and what rounding its scale to f16 moves the largest by.
+    # Half a code, plus the error of rounding the scale to f16.
     assert (error <= largest * (0.5 / 127 + 2**-11)).all()
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_K", "Q8_0", "F32", "BF16"])
-def test_any_format_goes_into_the_float_layouts(name: str) -> None:
+def test_any_format_can_be_packed_into_the_float_layouts(name: str) -> None:
     raw = stored(name, 5, 256)
     expected = decoded(FORMATS[name], raw, 256)
     exact = unpacked(F32, packed(name, raw, 5, 256, F32), 5, 256)
@@ -129,7 +129,7 @@ def test_floats_become_bytes_within_half_a_code(inputs: int) -> None:
         assert (np.abs(group - expected) <= largest * (0.5 / 127 + 2**-11)).all()
 
 
-def test_four_bits_are_at_least_as_good_as_the_whole_range_in_sixteen_steps() -> None:
+def test_4_bit_rounding_is_at_least_as_good_as_sixteen_even_steps_over_the_range() -> None:
     values = np.random.default_rng(2).standard_normal((64, 576)).astype(np.float32)
     result = unpacked(W4, packed("F32", values.view(np.uint8).reshape(-1), 64, 576, W4), 64, 576)
     groups = values.reshape(64, -1, 32)
@@ -138,7 +138,7 @@ def test_four_bits_are_at_least_as_good_as_the_whole_range_in_sixteen_steps() ->
     plain = np.round((groups - low) / steps) * steps + low
     error = np.square(result.reshape(groups.shape) - groups).sum(axis=2)
     plain_error = np.square(plain - groups).sum(axis=2)
-    assert (error <= plain_error * 1.02).all()  # never worse by more than the rounding of its two numbers
+    assert (error <= plain_error * 1.02).all()  # never worse by more than the rounding of scale and minimum
     assert error.sum() < 0.9 * plain_error.sum()
 
 
@@ -156,18 +156,20 @@ def test_constant_tiny_and_zero_groups_are_kept(layout: int) -> None:
 
 @pytest.mark.parametrize("layout", [W4, W8])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
-def test_a_value_no_code_can_hold_spoils_its_own_output_at_most_and_shows(layout: int, value: float) -> None:
+def test_a_value_that_no_code_can_hold_becomes_nan_and_affects_only_its_own_output(
+    layout: int, value: float
+) -> None:
     values = np.ones((3, 64), np.float32)
     values[1, 40] = value
     result = unpacked(layout, packed("F32", values.view(np.uint8).reshape(-1), 3, 64, layout), 3, 64)
     assert np.isnan(result[1, 32:]).all()
     np.testing.assert_allclose(result[[0, 2]], values[[0, 2]], rtol=2**-10)
-    if layout == W8:  # where a group has a scale of its own
+    if layout == W8:  # where each group has its own scale
         np.testing.assert_allclose(result[1, :32], values[1, :32], rtol=2**-10)
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_any_bytes_at_all_can_be_packed(name: str) -> None:
+def test_any_bytes_can_be_packed(name: str) -> None:
     tensor_format = FORMATS[name]
     size = 16 * 512 // tensor_format.block_values * tensor_format.block_bytes
     raw = np.random.default_rng(3).integers(0, 256, size, dtype=np.uint8)
@@ -176,7 +178,7 @@ def test_any_bytes_at_all_can_be_packed(name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", [W4, W8, F32, F16, BF16])
-def test_tensors_stacked_at_any_output_are_the_layer_packed_whole(layout: int) -> None:
+def test_tensors_stacked_at_any_output_equal_the_layer_packed_at_once(layout: int) -> None:
     inputs, sizes = 64, (9, 3, 20, 1, 8)
     raw = stored("Q8_0", sum(sizes), inputs)
     whole = packed("Q8_0", raw, sum(sizes), inputs, layout)
@@ -197,14 +199,14 @@ def test_tensors_stacked_at_any_output_are_the_layer_packed_whole(layout: int) -
     np.testing.assert_array_equal(beyond, np.zeros_like(beyond))
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+def test_sizes_that_do_not_fit_are_rejected_with_the_numbers() -> None:
     out = np.zeros(_kernels.packed_bytes(W8, 4, 64), np.uint8)
     raw = stored("Q8_0", 4, 64)
     with pytest.raises(ValueError, match="no tensors in the format IQ4_NL"):
         _kernels.pack("IQ4_NL", raw, 64, W8, 0, 4, out)
     with pytest.raises(ValueError, match=r"rows of 40 values .* which hold 32"):
         _kernels.pack("Q8_0", raw, 40, W8, 0, 4, out)
-    with pytest.raises(ValueError, match="271 bytes are no whole number of rows of 68"):
+    with pytest.raises(ValueError, match="271 bytes are not a whole number of rows of 68"):
         _kernels.pack("Q8_0", raw[:-1], 64, W8, 0, 4, out)
     with pytest.raises(ValueError, match="4 rows from output 1 on do not fit 4 outputs"):
         _kernels.pack("Q8_0", raw, 64, W8, 1, 4, out)

@@ -1,4 +1,4 @@
-"""Files of packed weights: what is not exactly what was written is never used, and made again."""
+"""Files of packed weights: a file that differs from what was written is never used, and is made again."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weft.loading.packed import identity_of, open_packed, packed_files, packed_p
 _kernels = pytest.importorskip("weft._kernels")
 
 SIZES = {"first": 5000, "second": 100, "third": 9000}
-NOT_MINE = 12345
+OTHER_USER = 12345
 
 
 class Packed:
-    """The packed weights of one small model, in a home of their own."""
+    """The packed weights of one small model, in its own WEFT_HOME."""
 
     def __init__(self, model: Path) -> None:
         self.model = model
@@ -36,7 +36,7 @@ class Packed:
         out[:] = content(name)
 
     def opened_right(self) -> bool:
-        """Whether it opens with every piece as it has to be."""
+        """True if it opens and every piece has the right content."""
         pieces = self.open()
         return pieces is not None and all(
             bytes(piece) == bytes(content(name)) for name, piece in pieces.items()
@@ -49,7 +49,7 @@ class Packed:
 
     @property
     def others(self) -> list[str]:
-        """What else is in the folder, but for the lock."""
+        """Other files in the folder, except for the lock."""
         return sorted(p.name for p in self.path.parent.iterdir() if p not in (self.path, self.lock))
 
     @property
@@ -72,7 +72,7 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Packed:
 
 
 def assert_made_again(packed: Packed, caplog: pytest.LogCaptureFixture, why: str) -> None:
-    """Set aside with one warning, and right; the next start finds nothing to complain of."""
+    """The damaged file is set aside with one warning and made again; the next start warns of nothing."""
     caplog.clear()
     packed.num_filled = 0
     assert packed.opened_right() and packed.num_filled == 3
@@ -114,7 +114,7 @@ def test_a_flipped_bit_in_any_section_is_found_and_the_file_made_again(
     assert_made_again(packed, caplog, "checksums" if "piece" in section and "size" not in section else "")
 
 
-def test_no_flipped_bit_anywhere_is_ever_loaded(packed: Packed, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flipped_bit_anywhere_is_never_loaded(packed: Packed, caplog: pytest.LogCaptureFixture) -> None:
     for position in range(0, packed.path.stat().st_size, 67):
         packed.flip(position, bit=position % 8)
         packed.num_filled = 0
@@ -147,8 +147,8 @@ def test_a_file_that_others_may_write_to_is_not_used(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_a_file_of_another_user_is_not_used(packed: Packed, caplog: pytest.LogCaptureFixture) -> None:
-    os.chown(packed.path, NOT_MINE, NOT_MINE)
-    assert_made_again(packed, caplog, f"user {NOT_MINE}")
+    os.chown(packed.path, OTHER_USER, OTHER_USER)
+    assert_made_again(packed, caplog, f"user {OTHER_USER}")
 
 
 def test_a_folder_in_place_of_the_file_is_set_aside(packed: Packed, caplog: pytest.LogCaptureFixture) -> None:
@@ -170,14 +170,14 @@ def test_nothing_is_kept_in_a_folder_of_another_user(
     packed: Packed, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = packed.path.stat()
-    os.chown(packed.path.parent, NOT_MINE, NOT_MINE)
+    os.chown(packed.path.parent, OTHER_USER, OTHER_USER)
     assert packed.open() is None
     (warning,) = caplog.messages
-    assert str(packed.path.parent) in warning and f"user {NOT_MINE}" in warning
+    assert str(packed.path.parent) in warning and f"user {OTHER_USER}" in warning
     assert packed.path.stat() == before
 
 
-def test_what_is_made_under_any_umask_is_used_by_the_next_start(
+def test_a_file_made_under_any_umask_is_used_by_the_next_start(
     packed: Packed, caplog: pytest.LogCaptureFixture
 ) -> None:
     packed.path.unlink()
@@ -222,7 +222,7 @@ def test_a_start_does_not_wait_forever_for_another_process_that_packs(
     assert packed.opened_right(), "the lock is free again"
 
 
-def test_packing_deletes_what_no_start_will_use_again(packed: Packed) -> None:
+def test_packing_deletes_files_that_no_start_will_use_again(packed: Packed) -> None:
     folder = packed.path.parent
     gone = Packed(packed.model.with_name("gone.gguf"))
     gone.model.write_bytes(b"gone")
@@ -249,7 +249,7 @@ def test_packing_deletes_what_no_start_will_use_again(packed: Packed) -> None:
     assert other.opened_right() and other.num_filled == 3
 
 
-def test_all_that_is_kept_of_a_model_is_found_by_its_place(packed: Packed) -> None:
+def test_all_packed_files_of_a_model_are_found_by_its_path(packed: Packed) -> None:
     longer = Packed(packed.model.with_name("model.gguf.gguf"))
     longer.model.write_bytes(b"longer")
     assert longer.opened_right()
@@ -277,7 +277,7 @@ def test_the_checksum_changes_with_every_bit_every_length_and_every_exchange() -
     assert len(seen) == 8 * len(sound) + 1
     assert len({_kernels.checksum(np.zeros(length, np.uint8)) for length in range(200)}) == 200
     words = sound[:192].reshape(-1, 8)
-    exchanged = {_kernels.checksum(np.roll(words, turn, axis=0).reshape(-1)) for turn in range(len(words))}
+    exchanged = {_kernels.checksum(np.roll(words, shift, axis=0).reshape(-1)) for shift in range(len(words))}
     assert len(exchanged) == len(words)
     twice = sound.copy()
     twice[[7, 39]] ^= 0x80  # the highest bits of two words of one chain

@@ -1,4 +1,4 @@
-"""The numpy operations against plain formulas: attention above all, through the block table in any arrangement."""
+"""Compares the numpy operations with plain formulas, above all attention through a scattered block table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES = [shape_of(4, 4, 8), shape_of(6, 2, 16), shape_of(9, 3, 64), shape_of(8,
 
 @dataclass(frozen=True)
 class Request:
-    """A request whose first `cached` tokens are in the cache already and whose next `new` tokens are computed."""
+    """A request with `cached` tokens in the cache and `new` tokens to compute."""
 
     cached: int
     new: int
@@ -46,7 +46,7 @@ def blocks_of(request: Request, block_size: int) -> int:
 
 
 def make_step(requests: list[Request], block_size: int, rng: np.random.Generator) -> tuple[StepIndices, int]:
-    """The indices of a step whose blocks lie scattered over a pool with holes."""
+    """The indices of a step with blocks scattered over a pool with holes."""
     needed = [blocks_of(request, block_size) for request in requests]
     pool = sum(needed) + 5
     order = rng.permutation(pool)
@@ -78,7 +78,7 @@ def dense_attention(
     shape: AttentionShape,
     window: int | None = None,
 ) -> np.ndarray:
-    """The textbook: one head and one query at a time. `first` is the position of the first query."""
+    """Plain attention: one head and one query at a time. `first` is the position of the first query."""
     output = np.zeros_like(queries)
     for head in range(shape.heads):
         kv_head = head // (shape.heads // shape.kv_heads)
@@ -100,7 +100,7 @@ def check_paged_attention(
     step, pool = make_step(requests, block_size, rng)
     ops = ReferenceOps(dtype)
     layers, layer = 3, 1
-    # NaN everywhere that no request wrote: whatever attention takes from there shows.
+    # NaN wherever no request wrote: attention that reads it shows NaN.
     cache = np.full_like(ops.new_cache(pool, layers, block_size, shape), np.nan)
     context = [rng.normal(size=(2, r.cached + r.new, shape.kv_heads, shape.head_size)) for r in requests]
     for row, kv in enumerate(context):
@@ -108,7 +108,7 @@ def check_paged_attention(
             block = step.block_tables[row, position // block_size]
             cache[block, layer, :, position % block_size] = kv[:, position]
     queries = rng.normal(size=(len(step.positions), shape.heads, shape.head_size)).astype(dtype)
-    # Beside a pattern that the layer does not use.
+    # The other pattern is not used by the layer.
     patterns = [AttentionPattern(PATTERN.rope, 1), AttentionPattern(PATTERN.rope, window)]
     prepared = ops.prepare(step, cache, shape, patterns)
     output = ops.paged_attention(prepared, queries, cache, layer, 1).reshape(queries.shape)
@@ -134,7 +134,7 @@ def test_paged_attention_equals_dense_attention(
 @pytest.mark.parametrize("window", [1, 2, 7, 16, 17, 100])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_token_sees_as_many_positions_as_the_window_has(window: int, block_size: int, mix: str) -> None:
+def test_a_token_sees_as_many_positions_as_its_window_has(window: int, block_size: int, mix: str) -> None:
     check_paged_attention(SHAPES[1], window, block_size, MIXES[mix], np.float64)
 
 
@@ -177,7 +177,7 @@ def test_long_prompts_are_attended_in_pieces_with_the_same_result(
 
 @dataclass(frozen=True)
 class Turned:
-    """What `rope_and_write` made of random rows: Q and K as [T, heads, size], and V."""
+    """The result of `rope_and_write` for random rows: Q and K as [T, heads, size], and V."""
 
     step: StepIndices
     rows: np.ndarray
@@ -201,7 +201,7 @@ def turn(shape: AttentionShape, rope: Rope, norm: QkNorm | None = None) -> Turne
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("pairs", [4, 3, 1], ids=lambda pairs: f"{pairs} pairs of 4")
-def test_rope_turns_pairs_by_the_angle_of_their_position(interleaved: bool, pairs: int) -> None:
+def test_rope_rotates_pairs_by_the_angle_of_their_position(interleaved: bool, pairs: int) -> None:
     frequencies = tuple(100.0 ** (-pair / 4) for pair in range(pairs))
     result = turn(shape_of(3, 1, 8), Rope(frequencies, interleaved, scale=1.25))
     turned = np.concatenate([result.queries, result.keys], axis=1)
@@ -217,7 +217,7 @@ def test_rope_turns_pairs_by_the_angle_of_their_position(interleaved: bool, pair
 
 
 @pytest.mark.parametrize("whole_row", [False, True])
-def test_queries_and_keys_are_normalised_before_they_turn(whole_row: bool) -> None:
+def test_queries_and_keys_are_normalised_before_rope(whole_row: bool) -> None:
     rng = np.random.default_rng(6)
     shape = shape_of(6, 2, 8)
     sizes = (48, 16) if whole_row else (8, 8)
@@ -239,7 +239,7 @@ def test_queries_and_keys_are_normalised_before_they_turn(whole_row: bool) -> No
 
 
 def test_a_row_reads_a_block_that_another_row_fills_in_the_same_step() -> None:
-    """A prefix hit on a block in the same step: the second request shares the first one's blocks."""
+    """A prefix hit in the same step: the second request shares the blocks of the first."""
     rng = np.random.default_rng(2)
     shape = shape_of(2, 1, 8)
     ops = ReferenceOps(np.float64)
@@ -306,7 +306,7 @@ def test_weights_are_stacked_by_outputs_with_their_biases(dtype: Any) -> None:
     assert ops.nbytes(vector) == vector.nbytes
 
 
-def test_loading_a_linear_layer_holds_nothing_besides_it() -> None:
+def test_loading_a_linear_layer_allocates_nothing_else() -> None:
     sources = [random_source(1024, 512) for _ in range(3)]
     ops = ReferenceOps()
     tracemalloc.start()
@@ -330,14 +330,14 @@ def test_an_embedding_is_looked_up_as_it_is_stored_or_in_a_linear_layers_weight(
         rows = ops.embedding(prepared, either, scale)
         assert rows.dtype == np.float64
         np.testing.assert_array_equal(rows, source.array[ids].astype(np.float64) * scale)
-    rows += 1.0  # the caller may write into them, and the table stays
+    rows += 1.0  # the caller may write into them; the table stays unchanged
     np.testing.assert_array_equal(ops.embedding(prepared, table), source.array[ids])
 
 
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("is_whole", [False, True], ids=["a tensor each", "one tensor"])
 @pytest.mark.parametrize("count", [0, 1, 9])
-def test_a_mixture_weighs_the_experts_with_the_highest_shares(
+def test_a_mixture_sums_the_experts_with_the_highest_shares(
     normalise: bool, is_whole: bool, count: int
 ) -> None:
     rng = np.random.default_rng(8)
@@ -364,7 +364,7 @@ def test_a_mixture_weighs_the_experts_with_the_highest_shares(
         np.testing.assert_allclose(output[token], expected, atol=1e-12)
 
 
-def test_of_experts_with_equal_shares_the_first_ones_count() -> None:
+def test_at_equal_shares_the_first_experts_are_chosen() -> None:
     ops = ReferenceOps(np.float64)
     down = np.arange(4.0).astype(np.float16).reshape(4, 1, 1)  # expert n gives n times silu(1)
     ones = ArraySource(np.ones((4, 1, 1), np.float16))

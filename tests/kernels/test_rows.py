@@ -1,4 +1,4 @@
-"""Norms, gates and rotations of the C++ kernels against numpy, on every instruction set that this machine has."""
+"""Compares norms, gates and RoPE of the C++ kernels with numpy, on every instruction set of this machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 _kernels = pytest.importorskip("weft._kernels")
 pytestmark = pytest.mark.usefixtures("instruction_set")
 
-# One lane, parts of vectors of 4, 8 and 16, whole ones, and more than the four that a norm adds side by side.
+# One lane, partial and whole vectors of 4, 8 and 16 lanes, and more than the four parallel sums of a norm.
 COLUMNS = [1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 130, 576, 1000]
 SPECIAL = np.array(
     [0.0, -0.0, np.inf, -np.inf, np.nan, 1e38, -1e38, 1e-40, -1e-40, 88.7, -88.7, 1000, -1000], np.float32
 )
 
 
-# All but the portable code fuse multiplication and addition, and then make their sums in the same order.
+# All instruction sets except portable have fused multiply-add, and compute sums in the same order.
 FUSED = [name for name in _kernels.available() if name != "portable"]
 
 
@@ -38,7 +38,7 @@ def silu(x: np.ndarray) -> np.ndarray:
 def gelu_tanh(x: np.ndarray) -> np.ndarray:
     x = x.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
-        # 0.5 x (1 + tanh(t)) without the cancellation where tanh comes near -1
+        # 0.5 x (1 + tanh(t)) without cancellation near tanh = -1
         return x / (1.0 + np.exp(-2.0 * np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
 
 
@@ -66,7 +66,7 @@ def test_the_epsilon_of_a_norm_keeps_a_row_of_zeros_at_zero() -> None:
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_a_gate_multiplies_what_it_lets_through(gate: str, columns: int) -> None:
+def test_a_gate_multiplies_its_second_operand(gate: str, columns: int) -> None:
     kernel, twin = GATES[gate]
     left, right = 4.0 * rows_of(2, columns), rows_of(2, columns, seed=1)
     out = np.empty_like(left)
@@ -75,24 +75,24 @@ def test_a_gate_multiplies_what_it_lets_through(gate: str, columns: int) -> None
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_a_gate_is_right_far_out(gate: str) -> None:
+def test_a_gate_is_correct_for_extreme_inputs(gate: str) -> None:
     kernel, twin = GATES[gate]
     left = np.concatenate([SPECIAL, np.linspace(-110, 110, 4001, dtype=np.float32)])[None]
     out = np.empty_like(left)
     kernel(left, np.ones_like(left), out)
     np.testing.assert_allclose(out, twin(left).astype(np.float32), rtol=1e-5, atol=1e-36)
-    assert out[0, -4001] == 0.0 and np.signbit(out[0, 12])  # gates of -110 and -1000 are shut
+    assert out[0, -4001] == 0.0 and np.signbit(out[0, 12])  # gates of -110 and -1000 are 0
 
 
-def test_the_exponential_is_right_to_two_units_in_the_last_place() -> None:
-    # Far below 0, silu is x / e^-x: its error is the exponential's, and one rounding.
+def test_the_exponential_is_correct_to_two_ulp() -> None:
+    # Far below 0, silu is x / e^-x: its error is that of the exponential plus one rounding.
     left = -np.linspace(20, 80, 20001, dtype=np.float32)[None]
     out = np.empty_like(left)
     _kernels.silu_mul(left, np.ones_like(left), out)
     assert np.abs(out / silu(left) - 1.0).max() < 3 * 2.0**-23
 
 
-def test_a_sum_with_a_scale() -> None:
+def test_add_scaled_adds_the_scaled_rows() -> None:
     for columns in COLUMNS:
         left, right = rows_of(2, columns), rows_of(2, columns, seed=1)
         out = np.empty_like(left)
@@ -113,7 +113,7 @@ def test_logits_are_scaled_and_then_capped(cap: float) -> None:
         np.testing.assert_allclose(rows, expected, rtol=1e-6)
 
 
-def test_a_cap_bounds_what_is_infinite_and_keeps_what_is_not_a_number() -> None:
+def test_a_cap_bounds_infinite_values_and_keeps_nan() -> None:
     rows = SPECIAL[None].copy()
     _kernels.scale_and_cap(rows, 1.0, 30.0)
     np.testing.assert_allclose(rows[0], 30.0 * np.tanh(SPECIAL / np.float32(30.0)), rtol=1e-6)
@@ -123,7 +123,7 @@ def test_a_cap_bounds_what_is_infinite_and_keeps_what_is_not_a_number() -> None:
 @pytest.mark.parametrize(
     "head_size, pairs", [(64, 32), (128, 64), (80, 16), (64, 5), (7, 3), (2, 1), (13, 0), (96, 33)]
 )
-def test_a_rotation_turns_each_pair_by_its_angle(interleaved: bool, head_size: int, pairs: int) -> None:
+def test_rope_rotates_each_pair_by_its_angle(interleaved: bool, head_size: int, pairs: int) -> None:
     heads = rows_of(3, head_size)
     angles = np.linspace(0.1, 3.0, pairs, dtype=np.float32)
     cosine, sine = np.cos(angles), np.sin(angles)
@@ -160,7 +160,7 @@ def test_a_token_goes_to_the_experts_with_the_largest_shares(
     np.testing.assert_allclose(shares, weights, rtol=2e-6)
 
 
-def test_of_equal_experts_the_first_is_chosen_and_of_none_that_is_a_number_some() -> None:
+def test_at_a_tie_the_first_expert_is_chosen_and_nan_logits_still_choose_experts() -> None:
     logits = np.array([[1, 3, 3, 0], [np.nan, np.nan, np.nan, np.nan]], np.float32)
     chosen, shares = np.empty((2, 3), np.int32), np.empty((2, 3), np.float32)
     _kernels.route(logits, True, chosen, shares)
@@ -168,8 +168,8 @@ def test_of_equal_experts_the_first_is_chosen_and_of_none_that_is_a_number_some(
     assert np.isnan(shares[1]).all() and not np.isnan(shares[0]).any()
 
 
-def test_a_row_is_the_same_bits_wherever_it_stands_and_whoever_else_is_there() -> None:
-    # Three columns in front move a row's elements to other lanes and into other tails.
+def test_a_row_has_the_same_bits_at_any_position_and_in_any_batch() -> None:
+    # Three extra columns in front move the elements to other lanes and tails.
     for columns in COLUMNS:
         gate, up = rows_of(5, columns), rows_of(5, columns, seed=1)
         for kernel in (_kernels.silu_mul, _kernels.gelu_tanh_mul):
@@ -192,7 +192,7 @@ def test_a_row_is_the_same_bits_wherever_it_stands_and_whoever_else_is_there() -
 
 
 @pytest.mark.parametrize("instruction_set", FUSED[1:], indirect=True)
-def test_a_row_is_the_same_bits_on_every_instruction_set_with_fused_multiplication() -> None:
+def test_a_row_has_the_same_bits_on_every_instruction_set_with_fused_multiply_add() -> None:
     def results() -> list[np.ndarray]:
         made = []
         for columns in (*COLUMNS, 40, 56, 72, 88, 960, 1009):
@@ -209,14 +209,14 @@ def test_a_row_is_the_same_bits_on_every_instruction_set_with_fused_multiplicati
                 made.append(out)
             angles = np.linspace(0.1, 3.0, columns // 2, dtype=np.float32)
             for interleaved in (False, True):
-                turned = np.empty_like(left)
-                _kernels.rotate(left, np.cos(angles), np.sin(angles), interleaved, turned)
-                made.append(turned)
+                rotated = np.empty_like(left)
+                _kernels.rotate(left, np.cos(angles), np.sin(angles), interleaved, rotated)
+                made.append(rotated)
             per_token = min(columns, 4)
             chosen, shares = np.empty((8, per_token), np.int32), np.empty((8, per_token), np.float32)
             _kernels.route(left, True, chosen, shares)
             made += [chosen, shares]
-        # All that an exponential and a hyperbolic tangent may give, with results that are subnormal.
+        # The whole range of exp and tanh, including subnormal results.
         wide = np.concatenate([SPECIAL[~np.isnan(SPECIAL)], np.linspace(-110, 110, 20001, dtype=np.float32)])
         for kernel in (_kernels.silu_mul, _kernels.gelu_tanh_mul):
             kernel(wide[None], np.ones_like(wide[None]), out := np.empty_like(wide[None]))
@@ -226,11 +226,11 @@ def test_a_row_is_the_same_bits_on_every_instruction_set_with_fused_multiplicati
 
     ours = results()
     _kernels.use(FUSED[0])
-    for mine, theirs in zip(ours, results(), strict=True):
-        np.testing.assert_array_equal(bits(mine), bits(theirs))
+    for left, right in zip(ours, results(), strict=True):
+        np.testing.assert_array_equal(bits(left), bits(right))
 
 
-def test_what_is_not_a_number_stays_in_its_own_place() -> None:
+def test_a_nan_stays_in_its_own_element_or_row() -> None:
     gate, up = rows_of(2, 21), rows_of(2, 21, seed=1)
     gate[0, 20] = np.nan
     out = np.empty_like(gate)
@@ -240,7 +240,7 @@ def test_what_is_not_a_number_stays_in_its_own_place() -> None:
     assert np.isnan(out[0]).all() and not np.isnan(out[1]).any()
 
 
-def test_arrays_that_do_not_belong_together_are_refused() -> None:
+def test_arrays_of_different_sizes_are_rejected() -> None:
     rows = np.zeros((2, 8), np.float32)
     with pytest.raises(ValueError, match="the weight must have 8 elements; it has 7"):
         _kernels.rms_norm(rows, np.zeros(7, np.float32), 1e-5, rows)

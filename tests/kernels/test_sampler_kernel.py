@@ -1,4 +1,5 @@
-"""The sampler in C++ against the numpy sampler, which defines it: the same tokens, errors and logprobs, on every instruction set."""
+"""Compares the C++ sampler with the numpy sampler that defines it: the same tokens, errors and logprobs, on every
+instruction set."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 class Step:
-    """Entries that sample in one step, each in a row of its own with a history of its own."""
+    """Entries that sample in one step, each with its own row and history."""
 
     def __init__(
         self,
@@ -88,8 +89,8 @@ class Step:
 
 
 def random_step(random: np.random.Generator, count: int, vocabulary: int) -> tuple[Step, np.ndarray, Masks]:
-    asked = random_requests(random, count, vocabulary)
-    step = Step(asked.params, asked.histories, asked.prompt_lengths, asked.seeds)
+    requests = random_requests(random, count, vocabulary)
+    step = Step(requests.params, requests.histories, requests.prompt_lengths, requests.seeds)
     logits = random_logits(random, count, vocabulary)
     return step, logits, random_masks(random, step.params, vocabulary, with_errors=True)
 
@@ -104,7 +105,7 @@ def test_all_parameters_together_give_the_tokens_errors_and_logprobs_of_numpy(
         step, logits, masks = random_step(random, 24, vocabulary)
         before = logits.copy()
         assert_same(step.native(sampler, logits, masks), step.plain(logits, masks))
-        assert np.array_equal(logits, before), "the logits are left as they are"
+        assert np.array_equal(logits, before), "the sampler must not change the logits"
 
 
 @pytest.mark.parametrize(
@@ -121,8 +122,8 @@ def test_each_way_of_choosing_gives_numpys_tokens_over_a_large_vocabulary(option
         assert_same(step.native(sampler, logits), step.plain(logits))
 
 
-def test_a_token_far_below_the_best_wins_where_its_noise_is_rare_enough(instructions: str) -> None:
-    """Seed 1322 gives token 1684 noise of 18.5, as one in a hundred million gets."""
+def test_a_token_far_below_the_best_wins_if_its_noise_is_large_enough(instructions: str) -> None:
+    """Seed 1322 gives token 1684 a noise of 18.5, which is one in a hundred million."""
     step = Step([SamplingParams(), SamplingParams(top_k=1990)], seeds=[1322, 1322])
     sampler = NativeSampler(_kernels.Pool(1))
     for below, expected in ((15.0, [1684, 1684]), (25.0, [7, 7])):
@@ -133,7 +134,7 @@ def test_a_token_far_below_the_best_wins_where_its_noise_is_rare_enough(instruct
 
 
 @pytest.mark.parametrize("nudge", [1e-10, -1e-10])
-def test_a_nucleus_that_a_billionth_decides_is_decided_right(nudge: float, instructions: str) -> None:
+def test_a_nucleus_that_differs_by_a_billionth_is_correct(nudge: float, instructions: str) -> None:
     random = np.random.default_rng(8)
     logits = random.uniform(-15, -10, size=20_000).astype(np.float32)
     logits[[4000, 500, 9000]] = np.log([0.5, 0.3, 0.2])
@@ -145,7 +146,7 @@ def test_a_nucleus_that_a_billionth_decides_is_decided_right(nudge: float, instr
     assert set(sampled.tokens.tolist()) == {4000, 500} | third
 
 
-def test_a_row_has_the_same_result_bit_by_bit_alone_and_in_company(instructions: str) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(instructions: str) -> None:
     random = np.random.default_rng(11)
     for vocabulary in (17, 2500):
         step, logits, masks = random_step(random, 20, vocabulary)
@@ -160,8 +161,8 @@ def test_a_row_has_the_same_result_bit_by_bit_alone_and_in_company(instructions:
                     assert 0 in one.errors or entry in masks.errors
                     continue
                 assert one.tokens[0] == together.tokens[entry]
-                told = None if together.logprobs is None else together.logprobs[entry]
-                assert (one.logprobs[0] if one.logprobs else None) == told
+                expected = None if together.logprobs is None else together.logprobs[entry]
+                assert (one.logprobs[0] if one.logprobs else None) == expected
 
 
 def test_all_instruction_sets_give_the_same_logprobs_bit_by_bit() -> None:
@@ -175,7 +176,7 @@ def test_all_instruction_sets_give_the_same_logprobs_bit_by_bit() -> None:
     assert all(one == found[0] for one in found)
 
 
-def test_scores_of_given_tokens_are_numpys(instructions: str) -> None:
+def test_scores_of_given_tokens_equal_those_of_numpy(instructions: str) -> None:
     random = np.random.default_rng(4)
     sampler = NativeSampler(_kernels.Pool(2))
     for vocabulary, top_count in ((1, 3), (40, 0), (1025, 20), (5000, 5)):
@@ -192,9 +193,7 @@ def test_scores_of_given_tokens_are_numpys(instructions: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_not_a_number_fails_alone_wherever_it_stands(
-    temperature: float, instructions: str
-) -> None:
+def test_a_row_with_nan_fails_alone_at_any_position(temperature: float, instructions: str) -> None:
     params = [SamplingParams(temperature=temperature), SamplingParams(temperature=temperature, top_p=0.9)]
     step = Step(params * 2)
     for position in (0, 15, 16, 1023, 1024, 1029):
@@ -207,7 +206,7 @@ def test_a_row_that_is_not_a_number_fails_alone_wherever_it_stands(
     assert step.native(sampler, logits).errors == {1: NOT_A_NUMBER, 2: NOT_A_NUMBER}
 
 
-def test_a_request_whose_parameters_leave_nothing_fails_alone(instructions: str) -> None:
+def test_a_request_with_parameters_that_forbid_every_token_fails_alone(instructions: str) -> None:
     logits = np.full((4, 8), -np.inf, np.float32)
     logits[:, 3] = 1.0  # one of EOS
     step = Step(
@@ -224,7 +223,7 @@ def test_a_request_whose_parameters_leave_nothing_fails_alone(instructions: str)
     assert_same(sampled, step.plain(logits))
 
 
-def test_a_row_taken_over_by_another_request_follows_the_new_parameters() -> None:
+def test_a_row_reused_by_another_request_follows_the_new_parameters() -> None:
     logits = np.zeros((1, 32), np.float32)
     sampler = NativeSampler(_kernels.Pool(1))
     for favoured in (5, 9, 5):
@@ -236,20 +235,20 @@ def test_a_row_taken_over_by_another_request_follows_the_new_parameters() -> Non
         assert sampled.tokens.tolist() == [expected]
 
 
-def test_arrays_that_do_not_fit_together_are_refused() -> None:
+def test_arrays_of_different_sizes_are_rejected() -> None:
     step = Step([SamplingParams(logit_bias={30: 1.0})] * 2)
     sampler = NativeSampler(_kernels.Pool(1))
     with pytest.raises(ValueError, match="logit_bias lies past the vocabulary"):
         step.native(sampler, np.zeros((2, 16), np.float32))
     with pytest.raises(ValueError, match="one value for each entry"):
         step.native(sampler, np.zeros((3, 64), np.float32))
-    with pytest.raises(ValueError, match="a mask has a bit for each token"):
+    with pytest.raises(ValueError, match="a mask must have one bit for each token"):
         step.native(
             sampler, np.zeros((2, 64), np.float32), Masks(np.zeros(1, np.int64), np.zeros((1, 7), np.uint8))
         )
     with pytest.raises(TypeError):
         step.native(sampler, np.zeros((2, 64), np.float64))
-    with pytest.raises(ValueError, match="one of the vocabulary"):
+    with pytest.raises(ValueError, match="past the vocabulary"):
         sampler.score(np.zeros((1, 8), np.float32), np.array([8]), 0)
     with pytest.raises(ValueError, match="threads is 0; allowed: 1 to 1024"):
         _kernels.Pool(0)

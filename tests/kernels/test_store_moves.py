@@ -1,4 +1,5 @@
-"""The move of a block to the quantised store, in C++ against numpy: the same codes on every instruction set of this machine."""
+"""Compares the move of a KV block to the store in C++ with numpy: the same codes on every instruction set of this
+machine."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("instruction_set")
 
 
 def delicate_vectors(count: int, head_size: int) -> np.ndarray:
-    """float32 [count, head size] of ordinary vectors, and of some that make trouble."""
+    """Ordinary vectors and difficult ones, float32 [count, head size]."""
     rng = np.random.default_rng(head_size)
     vectors = rng.standard_normal((count, head_size)) * np.exp(3.0 * rng.standard_normal((count, 1)))
     vectors[0] = 0.0
@@ -33,20 +34,20 @@ def delicate_vectors(count: int, head_size: int) -> np.ndarray:
 
 
 def delicate_block(block_size: int, head_size: int) -> CodedCache:
-    """A block of two kv heads in a cache of three, with two layers."""
+    """A KV block with two KV heads, in a cache of three blocks and two layers."""
     rng = np.random.default_rng([block_size, head_size])
     cache = CodedCache(3, 2, block_size, 2, head_size)
     vectors = delicate_vectors(4 * block_size, head_size)
     content = rng.permutation(vectors).reshape(block_size, 2, 2, head_size)
     cache.write(np.ones(block_size, np.int64), 1, np.arange(block_size), content)
-    # In a quarter of the places codes and halves of codes of the store to be, and a vector that was never written.
+    # A quarter of the vectors are exact codes or half codes of the store, or were never written.
     for which in range(2):
         places = rng.permutation(2 * block_size)[: block_size // 2]
         for place, (low, high, scale) in zip(places, rng.permutation(EXACT), strict=False):
             at = divmod(int(place), 2)
             codes = STEP * rng.integers(low, high + 1, head_size)
             codes[:2] = STEP * low, STEP * high
-            # The others of a unit are whole steps where the fourth is 0.
+            # With a fourth code of 0, the other codes of a unit are whole steps.
             codes[
                 np.arange(head_size) % 8 >= 6 if which == 0 else np.arange(head_size) // (head_size // 4) == 3
             ] = 0
@@ -57,7 +58,8 @@ def delicate_block(block_size: int, head_size: int) -> CodedCache:
     return cache
 
 
-# From and up to which code in whole steps, and the bits of a scale: with which a step is 1, or a half, and of what was never written.
+# First and last code in whole steps, and the bits of the scale: with it a step is 1 or 1/2; or the vector was never
+# written.
 EXACT = (
     (0, 255, 0x3D80),
     (0, 510, 0x3D00),
@@ -81,22 +83,22 @@ def test_a_moved_block_has_the_codes_of_the_definition(bits: int, block_size: in
         expected = np.stack([quantise_keys(keys, bits), quantise(values, bits)])
     np.testing.assert_array_equal(read_store(store, block_size, head_size, bits)[2, 1], expected)
     store[2, 1] = 99
-    assert (store == 99).all(), "what does not belong to the block was written to"
+    assert (store == 99).all(), "memory outside the block was written"
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_stored_values_are_within_a_code_of_what_they_were(bits: int) -> None:
+def test_stored_values_are_within_one_code_of_the_originals(bits: int) -> None:
     vectors = delicate_vectors(64, 64).astype(np.float64)
     finite = vectors[np.abs(vectors).max(axis=-1) <= 65504]
     stored = quantise(finite, bits)
     span = np.maximum(finite.max(-1), 0) - np.minimum(finite.min(-1), 0)
-    # A scale is rounded up by an eighth at most, a value and the zero by half a code each; the smallest scale is 2^-18.
+    # A scale is rounded up by 1/8 at most, a value and the zero by half a code each; the smallest scale is 2^-18.
     code = np.maximum(span / (2**bits - 1) * 1.125, 2.0**-18)
     assert (np.abs(dequantise(stored, bits, np.float64) - finite).max(-1) <= code * 1.001).all()
 
 
 @pytest.mark.parametrize("size", [7, 8, 64, 80, 96])
-def test_rotated_vectors_have_the_products_of_plain_ones_and_turn_back(size: int) -> None:
+def test_rotation_preserves_dot_products_and_is_its_own_inverse(size: int) -> None:
     vectors, others = np.random.default_rng(0).standard_normal((2, 5, size))
     np.testing.assert_allclose(
         (rotate(vectors) * rotate(others)).sum(-1), (vectors * others).sum(-1), atol=1e-5
@@ -104,7 +106,7 @@ def test_rotated_vectors_have_the_products_of_plain_ones_and_turn_back(size: int
     np.testing.assert_allclose(rotate(rotate(vectors)), vectors, atol=1e-6)
 
 
-def test_in_four_bits_one_large_feature_of_a_key_leaves_the_others_their_digits() -> None:
+def test_one_large_feature_of_a_4_bit_key_does_not_reduce_the_precision_of_the_others() -> None:
     keys = np.random.default_rng(0).standard_normal((100, 64))
     keys[:, 5] = 100.0
     stored = dequantise_keys(quantise_keys(keys, 4), 4, np.float64)
@@ -114,7 +116,7 @@ def test_in_four_bits_one_large_feature_of_a_key_leaves_the_others_their_digits(
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_vector_that_is_not_finite_is_not_a_number_as_a_whole_and_zeros_are_zeros(bits: int) -> None:
+def test_a_vector_that_is_not_finite_becomes_nan_and_zeros_stay_zeros(bits: int) -> None:
     vectors = np.ones((4, 8), np.float16)
     vectors[0, 3], vectors[1, 0], vectors[2] = np.nan, -np.inf, 0.0
     stored = quantise(vectors, bits)
@@ -123,7 +125,7 @@ def test_a_vector_that_is_not_finite_is_not_a_number_as_a_whole_and_zeros_are_ze
     assert (values[2] == 0).all() and np.isfinite(values[3]).all()
 
 
-def test_a_move_past_the_cache_or_the_store_is_refused() -> None:
+def test_a_move_past_the_cache_or_the_store_is_rejected() -> None:
     cache = CodedCache(2, 1, 8, 1, 9).laid_out()
     store = new_store(2, 1, 1, 8, 9, 8)
     with pytest.raises(ValueError, match="past the cache"):

@@ -1,4 +1,4 @@
-"""Strings of GGUF files: what C++ reads is what Python reads, and what it does not take Python finds the words for."""
+"""Strings of GGUF files: C++ and Python read the same; if C++ rejects a string, Python makes the error message."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def written(texts: list[str]) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_strings_come_back_as_written_wherever_they_stand(seed: int) -> None:
-    chance = random.Random(seed)
+def test_strings_are_read_as_written_at_any_position(seed: int) -> None:
+    rng = random.Random(seed)
     alphabet = ["a", "\0", "é", "漢", "😀", "\0" * 9, "x" * 300]
-    texts = ["".join(chance.choices(alphabet, k=chance.randrange(5))) for _ in range(chance.randrange(40))]
-    before, content, after = bytes(chance.randrange(9)), written(texts), bytes(chance.randrange(9))
+    texts = ["".join(rng.choices(alphabet, k=rng.randrange(5))) for _ in range(rng.randrange(40))]
+    before, content, after = bytes(rng.randrange(9)), written(texts), bytes(rng.randrange(9))
     end = len(before) + len(content)
     data = before + content + after
     assert _kernels.read_strings(data, len(before), len(texts), end) == (texts, end)
@@ -48,19 +48,19 @@ def test_strings_come_back_as_written_wherever_they_stand(seed: int) -> None:
         "cut",
         "too few",
         "absurd count",
-        "behind the end",
-        "end behind the data",
+        "past the end",
+        "end past the data",
         "no length",
         "huge",
         "wraps",
         "not UTF-8",
     ],
 )
-def test_what_does_not_fit_is_not_taken(data: bytes, position: int, count: int, end: int) -> None:
+def test_strings_that_do_not_fit_are_rejected(data: bytes, position: int, count: int, end: int) -> None:
     assert _kernels.read_strings(data, position, count, end) is None
 
 
-def test_a_file_is_read_alike_and_refused_in_the_same_words_without_kernels(
+def test_without_kernels_a_file_is_read_and_rejected_with_the_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["a", "", "é" * 200]

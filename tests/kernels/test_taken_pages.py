@@ -1,4 +1,4 @@
-"""Memory that the threads of a pool take from the system: all of it is there then, nothing else, and what it holds stays."""
+"""Prefaulted memory: exactly the requested pages become resident, and their content stays."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LARGE_PAGE = 2 << 20
         (2 * PAGE - 1, 2 * PAGE + 1),
     ],
 )
-def test_every_page_of_a_piece_is_there_and_none_beside_it(threads: int, first: int, end: int) -> None:
+def test_every_page_of_the_range_is_resident_and_no_other(threads: int, first: int, end: int) -> None:
     memory = untouched(7 * LARGE_PAGE)
     _kernels.Pool(threads).take_pages(memory[first:end])
     assert present_pages(memory) == pages_between(first, end, memory.size)
 
 
-def test_what_the_pages_hold_stays() -> None:
+def test_the_content_of_the_pages_stays() -> None:
     memory = np.random.default_rng(0).integers(0, 256, 3 * LARGE_PAGE + 12345, np.uint8)
     before = memory.copy()
     pool = _kernels.Pool(2)

@@ -1,4 +1,5 @@
-"""Run beside an installed wheel (cibuildwheel and CI do): its kernels load, and each instruction set reads packed weights back as they were."""
+"""Checks an installed wheel (run by cibuildwheel and CI): its kernels load, and each instruction set unpacks weights
+unchanged."""
 
 import numpy as np
 
@@ -15,7 +16,7 @@ def main() -> None:
     for name in _kernels.available():
         _kernels.use(name)
         rows = _kernels.unpack_rows(layout, OUTPUTS, INPUTS, strips, np.arange(OUTPUTS))
-        assert np.array_equal(rows, values), f"{name}: the weights came back changed"
+        assert np.array_equal(rows, values), f"{name}: unpacked weights differ"
     print(f"kernels of {_kernels.__file__}: {', '.join(_kernels.available())}")
 
 

@@ -1,4 +1,4 @@
-"""Steps over a paged cache for the tests of the attention and rope kernels, and numpy's answer to them."""
+"""Steps over a paged cache for the tests of the attention and RoPE kernels, and the expected results from numpy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weft.ops.triton.device_batch import DeviceBatch
 LAYERS, LAYER = 2, 1
 NO_ROPE = Rope((), interleaved=False)
 
-# The cache's type, and how far from float64 a result may be: queries, weights and results are rounded to the type, in
-# the interpreter by cutting digits off.
+# The data type of the cache, and the allowed distance from float64: queries, weights and results are rounded to the
+# type. The interpreter rounds by truncation.
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Case:
-    """One step. `decodes` of the parts, those in front, go the way of one token."""
+    """One step. The first `decodes` parts are computed by the decode kernel."""
 
     parts: Sequence[Part]
     heads: int = 4
@@ -61,7 +61,7 @@ class Case:
 
 
 class Step:
-    """A case with its blocks in any order; what belongs to no request is not a number."""
+    """A case with its blocks in random order; cells of no request are NaN."""
 
     def __init__(self, case: Case, device: Device, dtype: torch.dtype = torch.float32) -> None:
         self.case, self.device, self.dtype = case, device, dtype
@@ -94,14 +94,14 @@ class Step:
         )
 
     def _rounded(self, values: np.ndarray) -> np.ndarray:
-        """To the type under test, so that both sides begin with the same numbers."""
+        """Rounds to the type under test, so that both sides start with the same numbers."""
         return torch.from_numpy(values).to(self.dtype).to(torch.float64).numpy()
 
     def tensor(self, values: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.from_numpy(values).to(dtype or self.dtype).to(self.device.torch_device)
 
     def cache(self, filled: bool) -> np.ndarray:
-        """In the order of the reference; with the contexts in it, or without."""
+        """The cache in the layout of the reference, filled with the contexts or empty."""
         case = self.case
         cache = np.full(
             (self.blocks, LAYERS, 2, case.block_size, case.kv_heads, case.head_size), np.nan, np.float64
@@ -117,7 +117,7 @@ class Step:
         return self.tensor(np.ascontiguousarray(cache.transpose(0, 1, 2, 4, 3, 5)))
 
     def batch(self) -> DeviceBatch:
-        """The rows of the tables are not in the order of the requests; padded requests stand behind the others."""
+        """The table rows are not in the order of the requests; padded requests come last."""
         case, step = self.case, self.indices
         requests = len(case.parts) + case.padding
         row_of = np.arange(requests)[::-1] + 1
@@ -164,7 +164,7 @@ class Step:
             return ops.paged_attention(prepared, queries, cache, LAYER, 0)
 
     def expected_rope(self, rope: Rope, norm: QkNorm | None) -> tuple[np.ndarray, np.ndarray]:
-        """The queries, float64 [tokens, heads * head size], and the cache."""
+        """Returns the queries, float64 [tokens, heads * head size], and the cache."""
         ops, cache = ReferenceOps(np.float64), self.cache(filled=False)
         prepared = ops.prepare(self.indices, cache, self.case.shape, [AttentionPattern(rope)])
         queries = ops.rope_and_write(prepared, self.qkv, cache, LAYER, 0, norm)

@@ -1,6 +1,6 @@
-"""Compiles the kernels of a forward pass and of sampling for a Hopper card, on a machine that has none, and looks at every launch: run as
-a script, without the interpreter. What the interpreter forgives shows here: shapes that are no powers of two, types that do not fit, memory
-that a multiprocessor does not have."""
+"""Compiles the kernels of a forward pass and of sampling for a Hopper GPU, on a machine without a GPU, and checks
+every launch. Run as a script, without the interpreter. It finds errors that the interpreter does not: shapes that
+are not powers of two, types that do not fit, more shared memory than a multiprocessor has."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weft.ops.triton.store import Moves, new_store
 from weft.plan import RowStart
 from weft.request import RequestId, SamplingParams
 
-# Of a card of this kind, for one program.
+# Shared memory of one program on such a GPU.
 SHARED_BYTES = 227 << 10
 
 
@@ -36,13 +36,13 @@ calls: list[Call] = []
 
 
 class Launcher:
-    """What Triton would call to launch a compiled kernel: notes it."""
+    """Replaces Triton's launcher of a compiled kernel: records the call."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.name = metadata.name
 
     def __call__(self, *arguments: Any) -> None:
-        # Grid, stream, function, how it was compiled, three that are for hooks, and what the kernel gets.
+        # Grid, stream, function, metadata, three values for hooks, and the kernel arguments.
         calls.append((self.name, [comparable(value) for value in (*arguments[:6], *arguments[9:])]))
 
 
@@ -60,8 +60,8 @@ class Utilities:
         return {"max_shared_mem": SHARED_BYTES}
 
 
-class NoCard:
-    """What Triton asks its driver before it compiles and launches."""
+class NoGpu:
+    """Replaces Triton's driver, which Triton queries before it compiles and launches."""
 
     utils = Utilities()
     launcher_cls = Launcher
@@ -77,7 +77,7 @@ class NoCard:
 
 
 class HostMemory(Device):
-    """A card whose memory is the host's: nothing is launched."""
+    """A GPU with host memory: nothing is launched."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -93,16 +93,16 @@ compiled: dict[str, int] = {}
 compile_and_launch = JITFunction.run
 
 
-def run_and_look(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+def run_and_check(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
     kernel = compile_and_launch(self, *args, grid=grid, warmup=warmup, **options)
     compiled[kernel.hash] = kernel.metadata.shared
     name, code = self.fn.__name__, kernel.asm["ptx"]
     if "DEPENDENT" in self.arg_names:
-        waits, lets = code.find("griddepcontrol.wait"), code.find("griddepcontrol.launch_dependents")
-        assert waits >= 0, f"{name} does not wait for the kernel in front"
-        assert lets >= 0, f"{name} never lets the kernel behind it begin"
-        assert waits < lets or name == "_rms_norm", (
-            f"{name} lets the kernel behind it begin before it has waited"
+        waits, releases = code.find("griddepcontrol.wait"), code.find("griddepcontrol.launch_dependents")
+        assert waits >= 0, f"{name} does not wait for the previous kernel"
+        assert releases >= 0, f"{name} never lets the next kernel begin"
+        assert waits < releases or name == "_rms_norm", (
+            f"{name} lets the next kernel begin before it has waited"
         )
     return kernel
 
@@ -116,14 +116,14 @@ def compile_all(config: ModelConfig, plan: list[list[int]], invariant: bool = Fa
     cache = decoder.new_cache(texts.blocks, BLOCK_SIZE)
     for step in texts.steps(plan):
         batch = device_batch(step, device)
-        program._stretches._graphs = defaultdict(dict)
+        program._piecewise_graphs._graphs = defaultdict(dict)
         for from_graphs in (False, True):
-            program._stretches.serve = lambda rows, answer=from_graphs: answer
+            program._piecewise_graphs.begin_step = lambda rows, answer=from_graphs: answer
             launch_twice(lambda batch=batch: program.run(batch, cache))
 
 
-def compile_decodes_of_a_full_card(config: ModelConfig) -> None:
-    """Many requests with long contexts: a step of that size is not computed here, only launched."""
+def compile_decodes_of_a_full_gpu(config: ModelConfig) -> None:
+    """Many requests with long contexts: the step is only launched, not computed."""
     device = HostMemory()
     decoder = decoder_of(config, TritonOps(device))
     texts = Texts.of_lengths(60, 60)
@@ -144,7 +144,7 @@ def compile_decodes_of_a_full_card(config: ModelConfig) -> None:
 def compile_two_tiers(
     bits: int, heads: int, lengths: list[int], invariant: bool = False, size: int = 64
 ) -> None:
-    """Rope, moves and attention of one layer, for steps in which every request has so many tokens."""
+    """RoPE, moves and attention of one layer, for steps with `length` tokens per request."""
     device = HostMemory()
     shape = AttentionShape(heads, 1, size, 0.125)
     store = new_store(4, 1, BLOCK_SIZE, shape, bits, device)
@@ -165,14 +165,14 @@ def compile_two_tiers(
         rows = device.zeros(2 * length, (heads + 2) * size, dtype=torch.bfloat16)
         output = device.zeros(2 * length, heads * size, dtype=torch.bfloat16)
         launch_twice(
-            lambda batch=batch, rows=rows, output=output: attention.turn_and_run(
+            lambda batch=batch, rows=rows, output=output: attention.rope_and_attend(
                 batch, rows, cache, 0, tables, None, output
             )
         )
 
 
 def compile_sampling() -> None:
-    """Greedy, drawn, and all that parameters can ask for."""
+    """Greedy, drawn, and with all sampling parameters."""
     device, count = HostMemory(), 64
     row_tokens = device.zeros(count, 128, dtype=torch.int32)
     sampler = DeviceSampler(count, 50_000, {0}, row_tokens, device, count)
@@ -192,13 +192,13 @@ def launch_twice(work: Callable[[], object]) -> None:
         calls.clear()
         work()
         launched.append(calls.copy())
-    assert launched[0] == launched[1], "what is remembered of a launch is not what was launched"
+    assert launched[0] == launched[1], "the remembered launch differs from the first one"
 
 
 def main() -> None:
-    driver.set_active(NoCard())
-    JITFunction.run = run_and_look
-    # Sizes that tiles fit into, as in real models: most kernels have a branch for them.
+    driver.set_active(NoGpu())
+    JITFunction.run = run_and_check
+    # Sizes that are multiples of the tiles, as in real models: most kernels have a branch for them.
     wide = replace(
         PLAIN,
         layers=1,
@@ -210,7 +210,7 @@ def main() -> None:
     )
     compile_all(wide, [[40, 0], [1, 0], [1, 1], [10, 10]])
     compile_all(replace(wide, experts=ExpertsConfig(8, 2, 64, normalised=True)), [[1, 0]], invariant=True)
-    compile_decodes_of_a_full_card(wide)
+    compile_decodes_of_a_full_gpu(wide)
     compile_two_tiers(8, 4, [1])
     compile_two_tiers(4, 4, [1, 30])
     compile_two_tiers(4, 2, [30], size=16)

@@ -1,4 +1,4 @@
-"""Where the kernels are tested: in Triton's interpreter, or on the card with WEFT_TEST_DEVICE=cuda (`make test-gpu`)."""
+"""Chooses the device of the tests: Triton's interpreter, or the GPU with WEFT_TEST_DEVICE=cuda (`make test-gpu`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 TEST_DEVICE = os.environ.get("WEFT_TEST_DEVICE", "cpu")
 
-# Before triton is imported: it looks once.
+# Set before triton is imported: triton reads it once.
 if TEST_DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-# This folder is called triton too, so a part is asked for that only the package has.
+# This folder is called triton too, so look for a module that only the package has.
 if find_spec("torch") is None or find_spec("triton.language") is None:
     collect_ignore_glob = ["test_*.py"]
 

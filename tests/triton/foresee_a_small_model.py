@@ -1,4 +1,5 @@
-"""Run as a script, without the interpreter: what is foreseen for a small model is what would be launched for it, and is compiled once."""
+"""Run as a script, without the interpreter: the precompiled kernels of a small model are those that would be
+launched, and are compiled once."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def main() -> None:
         "copy_kernel",
     } <= names
 
-    # Compiled, one of them, by two processes; and then never again.
+    # One kernel is compiled by two processes, and then never again.
     precompile._MASKED = ()
     precompile._plans = lambda sizes: iter([IterationPlan(0, 0, (), (), (), (), ())])
     precompile.compile_all(outline, sizes, processes=2)
@@ -50,13 +51,13 @@ def main() -> None:
     done = KernelPrecompiler(outline)
     done.begin(sizes)
     assert done._process is None
-    done.begin(replace(sizes, pool=replace(sizes.pool, num_blocks=17)))  # the context is the model's in both
+    done.begin(replace(sizes, pool=replace(sizes.pool, num_blocks=17)))  # both have the context of the model
     assert done._process is None
     print(f"{len(met)} kernels foreseen")
 
 
 def foreseen_kernels(outline: Outline, sizes: Sizes) -> list[tuple[str, str, str]]:
-    """Of tensors without memory as of those that have some: the same kernels, by all that decides how they are compiled."""
+    """Tensors without memory and tensors with memory must give the same kernels, with the same compile keys."""
     met = []
     for memory in ("meta", "cpu"):
         shares = precompile.prepare_to_compile(outline.capability)

@@ -1,4 +1,4 @@
-"""Steps that sample, for the device's sampler and for the numpy sampler that defines it."""
+"""Steps that sample, for the device sampler and for the numpy sampler that defines it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ assert_same = partial(assert_agree, relative=1e-6, absolute=2e-6)
 
 
 class Step:
-    """Entries that sample in one step, each in a row of its own with a history of its own."""
+    """Entries that sample in one step, each with its own row and history."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Step:
         return Step(self.params[one], self.histories[one], self.prompt_lengths[one], self.seeds[one])
 
     def expected(self, logits: np.ndarray, masks: Masks = NO_MASKS) -> Sampled:
-        """By the numpy sampler."""
+        """The result of the numpy sampler."""
         count = len(self.params)
         plan = IterationPlan(
             step=0,
@@ -69,7 +69,7 @@ class Step:
 
 
 class OnDevice:
-    """A sampler of the device with its rows of tokens."""
+    """A device sampler with its token rows."""
 
     def __init__(self, device: Device, vocabulary: int, num_rows: int = 32, max_sampled: int = 32) -> None:
         import torch
@@ -85,7 +85,7 @@ class OnDevice:
     def sample(
         self, step: Step, logits: np.ndarray, masks: Masks = NO_MASKS, *, dtype: Any = None, padding: int = 0
     ) -> Sampled:
-        """As the numpy sampler's answer. `padding`: so many entries of no row behind the step's."""
+        """The result in the form of the numpy sampler. `padding`: number of padded entries after those of the step."""
         import torch
 
         place = self.device.torch_device
@@ -112,7 +112,7 @@ class OnDevice:
         before = on_device.clone()
         self.sampler.sample(on_device, rows, positions, path, bits)
         assert torch.equal(on_device.view(torch.int8), before.view(torch.int8)), (
-            "the logits are left as they are"
+            "the sampler must not change the logits"
         )
         pending = self.sampler.collect(step.rows, path)
         self.device.synchronize()
@@ -126,7 +126,7 @@ class OnDevice:
         written = [
             self.row_tokens[row, place].item() for row, place in zip(step.rows, step.positions, strict=True)
         ]
-        assert written == tokens.tolist(), "the next step reads the tokens in the rows"
+        assert written == tokens.tolist(), "the next step reads the tokens from the rows"
         return Sampled(tokens, None if pending is None else pending.read(errors), errors)
 
 
@@ -137,7 +137,7 @@ def rounded_to_bfloat16(logits: np.ndarray) -> np.ndarray:
 
 
 def random_step(random: np.random.Generator, count: int, vocabulary: int) -> tuple[Step, np.ndarray, Masks]:
-    asked = random_requests(random, count, vocabulary)
+    requests = random_requests(random, count, vocabulary)
     rows = random.permutation(32)[:count].tolist()
-    step = Step(asked.params, asked.histories, asked.prompt_lengths, asked.seeds, rows)
+    step = Step(requests.params, requests.histories, requests.prompt_lengths, requests.seeds, rows)
     return step, random_logits(random, count, vocabulary), random_masks(random, step.params, vocabulary)

@@ -1,4 +1,4 @@
-"""Small random models behind the CUDA backend and behind the reference on the CPU, and engines that run both."""
+"""Small random models on the CUDA backend and on the CPU reference, and engines that run both."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ TINY = dataclasses.replace(
     attention=AttentionShape(heads=2, kv_heads=1, head_size=16, scale=0.25),
     layer_patterns=(0,),
 )
-"""What the engine does with it is what is tested; the interpreter takes its time for every program of a kernel."""
+"""The tests check the engine, not the model; the interpreter is slow for every program of a kernel."""
 END = 0
 BLOCK_SIZE = 16
 
 
 class Letters:
-    """A tokenizer whose tokens are the first characters of ASCII, digits among them."""
+    """A tokenizer with one token for each of the first ASCII characters, digits included."""
 
     control_ids = frozenset({END})
     is_concatenative = True
@@ -68,7 +68,7 @@ def cuda_backend(
 
 
 def cpu_backend(config: ModelConfig = TINY) -> CpuBackend:
-    """In numpy: the definition of what the other one computes."""
+    """The numpy backend: it defines what the CUDA backend computes."""
     return CpuBackend(decoder_of(config, ReferenceOps(np.float32)), frozenset({END}), compiler(config))
 
 
@@ -102,7 +102,7 @@ def run(
     requests: Sequence[InferenceRequest],
     meanwhile: Callable[[int], object] = lambda iteration: None,
 ) -> list[GenerationResult]:
-    """All results, in order; what happens in the scheduler is checked after every step."""
+    """Returns all results in order; checks the scheduler after every step."""
     ids = [engine.submit(request) for request in requests]
     iteration = 0
     while engine.has_work:
@@ -117,9 +117,9 @@ def run(
 
 
 def prompt(length: int, seed: int) -> tuple[int, ...]:
-    """Of tokens that every small model has."""
-    chance = random.Random(seed)
-    return tuple(chance.randrange(1, 48) for _ in range(length))
+    """A prompt of tokens that every small model has."""
+    rng = random.Random(seed)
+    return tuple(rng.randrange(1, 48) for _ in range(length))
 
 
 def request(length: int, seed: int, max_tokens: int = 4, **params: Any) -> InferenceRequest:
@@ -130,7 +130,7 @@ def request(length: int, seed: int, max_tokens: int = 4, **params: Any) -> Infer
 def alone(
     requests: Sequence[InferenceRequest], config: ModelConfig = TINY, **options: Any
 ) -> list[GenerationResult]:
-    """What the reference gives each of them, one after the other."""
+    """The results of the reference, one request at a time."""
     engine = engine_of(cpu_backend(config), overlap=False, max_running=1, **options)
     return run(engine, requests)
 

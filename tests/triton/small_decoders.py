@@ -1,4 +1,4 @@
-"""Small random decoders that differ in everything a configuration can say, and steps of several requests over them."""
+"""Small random decoders that cover every field of a configuration, and steps of several requests over them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CONFIGS = {
         residual_scale=0.4,
         logit_scale=0.2,
     ),
-    "norms behind, of whole rows": replace(PLAIN, pre_norms=False, post_norms=True, qk_norm="row"),
+    "post-norms of whole rows": replace(PLAIN, pre_norms=False, post_norms=True, qk_norm="row"),
     "all norms, with an offset; windows, caps, gelu": replace(
         PLAIN,
         norm_offset=1.0,
@@ -63,11 +63,11 @@ CONFIGS = {
         patterns=(AttentionPattern(rope(8), window=11), AttentionPattern(rope(8, 1e5))),
         layer_patterns=(0, 1),
     ),
-    "a part of each head turns, in neighbours": replace(
+    "RoPE on a part of each head, interleaved": replace(
         PLAIN, patterns=(AttentionPattern(rope(6, interleaved=True, scale=1.2)),)
     ),
     "experts": replace(PLAIN, experts=ExpertsConfig(5, 2, 24, normalised=True)),
-    "experts, shares as they are": replace(
+    "experts, shares not normalised": replace(
         PLAIN, qk_norm="head", experts=ExpertsConfig(6, 3, 40, normalised=False)
     ),
 }
@@ -114,7 +114,7 @@ def shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def decoder_of(config: ModelConfig, ops: Ops) -> Decoder:
-    """With weights that leave nothing neutral: norms are not ones, biases not zeros."""
+    """Random weights without neutral values: norms are not ones, biases are not zeros."""
     draw = np.random.default_rng(5)
     weights = {}
     for name, shape in shapes(config):
@@ -131,7 +131,7 @@ def decoder_of(config: ModelConfig, ops: Ops) -> Decoder:
 
 @dataclass(frozen=True)
 class Texts:
-    """Requests whose blocks lie scattered over a cache, under rows of a backend that are not theirs in order."""
+    """Requests with blocks scattered over a cache, and with backend rows in another order."""
 
     tokens: list[list[int]]
     tables: np.ndarray  # [requests, blocks of a context]
@@ -148,7 +148,7 @@ class Texts:
         )
 
     def steps(self, plan: list[list[int]]) -> Iterator[StepIndices]:
-        """Every entry of `plan` is a step: how many tokens of each text it takes. Logits after all of them."""
+        """Every entry of `plan` is a step: the number of tokens of each text. All tokens need logits."""
         done = [0] * len(self.tokens)
         for counts in plan:
             chosen = [index for index, count in enumerate(counts) if count]
@@ -171,7 +171,7 @@ class Texts:
 
 
 def device_batch(step: StepIndices, device: Device, sampled: int | None = None) -> DeviceBatch:
-    """The step on a device; the requests' tables lie in reverse under rows of a larger array."""
+    """The step on a device; the block tables are in reverse order in the rows of a larger array."""
     counts = np.diff(step.query_starts)
     requests = len(counts)
     tables = np.zeros((requests + 2, step.block_tables.shape[1]), np.int32)
@@ -206,7 +206,7 @@ def reference_logits(config: ModelConfig, texts: Texts, plan: list[list[int]]) -
     return [decoder.logits(decoder.forward(step, cache)) for step in texts.steps(plan)]
 
 
-# One step for cuBLAS, one for tiles with chunks and single tokens, one of single tokens, one for a single token.
+# One step for cuBLAS, one for tiles with chunks and single tokens, one with single tokens, one with a single token.
 TEXTS = Texts.of_lengths(28, 9, 8)
 PLAN = [[25, 7, 5], [1, 1, 3], [1, 1, 0], [1, 0, 0]]
 
@@ -218,7 +218,7 @@ def build(
     decoder = decoder_of(config, ops)
     program = record(decoder, ops, max_tokens=64, max_sampled=64, invariant=invariant)
     cache = decoder.new_cache(TEXTS.blocks, BLOCK_SIZE)
-    cache.fill_(float("nan"))  # whatever is read without having been written shows
+    cache.fill_(float("nan"))  # reads of unwritten cells show as NaN
     return program, cache
 
 
@@ -226,7 +226,7 @@ def logits_of(
     config: ModelConfig, device: Device, dtype: torch.dtype = torch.float32, invariant: bool = False
 ) -> list[np.ndarray]:
     program, cache = build(config, device, dtype, invariant)
-    # The buffer of logits is the same in every step.
+    # The buffer of logits is reused in every step.
     return [
         program.run(device_batch(step, device), cache)[0].float().cpu().numpy().copy()
         for step in TEXTS.steps(PLAN)

@@ -1,4 +1,4 @@
-"""What a store on the device holds, in the format of `weft.ops.store_format`, and blocks moved to it by hand."""
+"""The content of a store on the device in the format of `weft.ops.store_format`, and moves of blocks to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stored_vectors(cache: TwoTierCache) -> np.ndarray:
 
 
 def laid_out(vectors: np.ndarray, bits: int) -> np.ndarray:
-    """The other way round: int8 [..., kv heads, bytes] of quantised vectors [..., 2, kv heads, block size, bytes]."""
+    """The inverse: int8 [..., kv heads, bytes] of quantised vectors [..., 2, kv heads, block size, bytes]."""
     codes, ends = vectors[..., :-2], vectors[..., -2:] ^ np.array([0, 128], np.uint8)
     if bits == 8:
         codes = codes ^ np.uint8(128)
@@ -37,7 +37,7 @@ def laid_out(vectors: np.ndarray, bits: int) -> np.ndarray:
 
 
 def quantised(vectors: np.ndarray, bits: int) -> np.ndarray:
-    """As a store keeps them: of vectors [..., 2, kv heads, block size, head size] the keys may be rotated."""
+    """Quantises vectors [..., 2, kv heads, block size, head size] like the store; with 4 bits the keys are rotated."""
     keys, values = vectors[..., :1, :, :, :], vectors[..., 1:, :, :, :]
     if rotates_keys(bits):
         with np.errstate(invalid="ignore", over="ignore"):
@@ -46,7 +46,7 @@ def quantised(vectors: np.ndarray, bits: int) -> np.ndarray:
 
 
 def restored(vectors: np.ndarray, bits: int) -> np.ndarray:
-    """What vectors [..., 2, kv heads, head size] are once they were quantised: float64."""
+    """Vectors [..., 2, kv heads, head size] after quantisation and dequantisation: float64."""
     stored = dequantise(quantised(vectors[..., None, :], bits), bits, np.float64)[..., 0, :]
     if rotates_keys(bits):
         stored[..., 0, :, :] = rotate(stored[..., 0, :, :])

@@ -1,4 +1,4 @@
-"""Rope and then attention; prompts that begin in a step are read where they were computed. Against numpy in float64."""
+"""RoPE, then attention, compared with numpy in float64. Prompts that begin in a step are read from the step's rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check(
     dtype: torch.dtype,
     read_rows: bool = False,
 ) -> None:
-    """The output, and every cell of the cache."""
+    """Checks the output and every cell of the cache."""
     step = Step(case, device, dtype)
     before = step.cache(filled=True)
     cells = step.indices.cells
@@ -57,7 +57,7 @@ def check(
     attention = Attention(case.shape, case.window, 8, MAX_CONTEXT, device)
     attention.can_read_rows |= read_rows
     tables = RopeTables(rope, MAX_CONTEXT, device)
-    output = attention.turn_and_run(
+    output = attention.rope_and_attend(
         step.batch(), step.device_qkv(), cache, LAYER, tables, device_norm, output
     )
 
@@ -95,12 +95,12 @@ PROMPTS = {
     "a window": Case([Part(0, 150), Part(0, 20)], window=40),
     "a window larger than a tile": Case([Part(0, 200)], window=150),
     "a cap": Case([Part(0, 90)], cap=2.0),
-    "heads that make no tiles": Case([Part(0, 90)], head_size=80),
+    "a head size that is no power of two": Case([Part(0, 90)], head_size=80),
 }
 
 
 @pytest.mark.parametrize("case", PROMPTS.values(), ids=PROMPTS.keys())
-def test_a_prompt_that_begins_in_the_step_is_read_where_it_was_computed(case: Case, device: Device) -> None:
+def test_a_prompt_that_begins_in_the_step_is_read_from_its_rows(case: Case, device: Device) -> None:
     read_rows = case.head_size != 80
     check(case, device, rope_of(case.head_size // 2), norm_of(case), torch.bfloat16, read_rows)
 
@@ -119,8 +119,8 @@ def test_only_steps_of_new_prompts_of_one_long_and_round_length_are_dense(device
     assert not dense([Part(4, 1), Part(0, 1024)])
 
 
-@pytest.mark.skipif(TEST_DEVICE == "cpu", reason="cuDNN is on a card only")
-def test_dense_prompts_are_attended_to_alike(device: Device) -> None:
+@pytest.mark.skipif(TEST_DEVICE == "cpu", reason="cuDNN needs a GPU")
+def test_dense_prompts_give_the_same_attention(device: Device) -> None:
     case = Case([Part(0, 1024), Part(0, 1024)], heads=8, head_size=128)
     assert Attention(case.shape, None, 8, MAX_CONTEXT, device).by_cudnn
     check(case, device, rope_of(64), norm_of(case), torch.bfloat16)

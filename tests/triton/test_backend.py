@@ -1,5 +1,5 @@
-"""The engine over the CUDA backend gives what the reference gives each request alone: every architecture, chunks, prefix
-hits. In the interpreter, or on the card."""
+"""The engine with the CUDA backend gives each request the tokens that the reference gives it alone: every
+architecture, chunks, prefix hits. In the interpreter, or on the GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MIXED = [request(length, seed) for seed, length in enumerate([1, 5, 23, 16])]
 ARCHITECTURES = {"tiny": TINY} | {
     name: config for name, config in CONFIGS.items() if "windows" in name or name == "experts"
 }
-"""Those that the backend could treat differently; `test_program` has them all."""
+"""Architectures that the backend could treat differently; `test_program` has all of them."""
 
 
 @pytest.mark.parametrize("config", ARCHITECTURES.values(), ids=list(ARCHITECTURES))
@@ -49,17 +49,17 @@ def test_a_batch_gets_the_tokens_of_the_reference(device: Device, config: ModelC
     assert tokens_of(run(engine, requests)) == tokens_of(alone(requests, config))
 
 
-def test_the_loop_that_does_not_overlap_steps_gives_the_same(device: Device) -> None:
+def test_the_loop_without_overlap_gives_the_same_tokens(device: Device) -> None:
     engine = engine_of(cuda_backend(device), overlap=False)
     assert tokens_of(run(engine, MIXED)) == tokens_of(alone(MIXED))
 
 
-def test_in_bfloat16_nothing_breaks(device: Device) -> None:
+def test_bfloat16_works(device: Device) -> None:
     engine = engine_of(cuda_backend(device, dtype=torch.bfloat16))
     assert [len(tokens) for tokens in tokens_of(run(engine, MIXED))] == [4] * len(MIXED)
 
 
-def test_a_prefix_that_is_cached_is_not_computed_again(device: Device) -> None:
+def test_a_cached_prefix_is_not_computed_again(device: Device) -> None:
     shared = prompt(BLOCK_SIZE + 3, 9)
     requests = [InferenceRequest((*shared, *prompt(length, length)), MIXED[0].params) for length in (3, 9)]
     engine = engine_of(cuda_backend(device))
@@ -85,7 +85,7 @@ def test_a_decode_step_of_a_kind_is_launched_then_captured_then_replayed(device:
     assert sum(before != after for before, after in pairwise(captured)) == 1
 
 
-def test_in_the_invariant_mode_tokens_do_not_depend_on_company(device: Device) -> None:
+def test_in_the_invariant_mode_tokens_do_not_depend_on_the_batch(device: Device) -> None:
     together = run(engine_of(cuda_backend(device, invariant=True), max_chunk_tokens=16), MIXED)
     apart = run(engine_of(cuda_backend(device, invariant=True), max_running=1, overlap=False), MIXED)
     assert tokens_of(together) == tokens_of(apart) == tokens_of(alone(MIXED))
@@ -116,13 +116,13 @@ def test_a_checkpoint_is_opened_by_the_name_of_the_backend(device: Device) -> No
     assert tokens_of(run(engine, MIXED)) == tokens_of(run(engine_of(reference), MIXED))
 
 
-def test_a_type_that_there_is_no_kernel_for_is_refused(device: Device) -> None:
+def test_a_data_type_without_kernels_is_rejected(device: Device) -> None:
     checkpoint = random_checkpoint(SHAPE)
     with pytest.raises(InvalidRequestError, match="dtype is 'int3'; allowed: bfloat16, float32"):
         registry.build("cuda", checkpoint=checkpoint, device=str(device.torch_device), dtype="int3")
 
 
-def test_without_a_wish_the_cache_has_what_is_free_but_for_some_spare(device: Device) -> None:
+def test_by_default_the_cache_takes_the_free_memory_less_a_reserve(device: Device) -> None:
     class Card(Device):
         def __init__(self, free: int) -> None:
             self.free = free

@@ -1,4 +1,4 @@
-"""When decode steps are launched, captured or replayed, and what they are padded to."""
+"""When decode steps are launched, captured or replayed, and to which size they are padded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.ops.triton.device import Device
 
 
 class Launches:
-    """Counts on the device what is launched or replayed, and on the host what is launched or captured."""
+    """Counts launches and replays on the device, and launches and captures on the host."""
 
     def __init__(self, device: Device, by_context: bool = False, max_size: int = 256) -> None:
         self.kinds: list[Kind] = []
@@ -45,7 +45,7 @@ def test_a_step_is_padded_to_the_next_size(device: Device, entries: int, size: i
     assert launches.kinds == [Kind(size, 5000, GREEDY)]
 
 
-def test_the_first_of_a_kind_is_launched_the_second_captured_and_each_is_done_once(device: Device) -> None:
+def test_the_first_step_of_a_kind_is_launched_the_second_captured_and_each_runs_once(device: Device) -> None:
     launches = Launches(device)
     for step in range(1, 6):
         launches.graphs.run(7, 10, GREEDY)
@@ -57,11 +57,11 @@ def test_a_size_without_a_graph_uses_one_that_is_not_much_larger(device: Device)
     launches = Launches(device)
     for entries in (128, 128, 96, 96, 64, 64, 32):
         launches.graphs.run(entries, 10, GREEDY)
-    # With 32 of 128 three quarters would be padding.
+    # With 32 of 128, three quarters would be padding.
     assert launches.sizes_done(device) == {128: 6, 32: 1}
 
 
-def test_a_size_that_stays_gets_a_graph_of_its_own_once_it_was_launched(device: Device) -> None:
+def test_a_size_that_repeats_gets_its_own_graph_after_it_was_launched(device: Device) -> None:
     launches = Launches(device)
     for entries in (128, 128, *[96] * _BORROWED):
         launches.graphs.run(entries, 10, GREEDY)
@@ -72,7 +72,7 @@ def test_a_size_that_stays_gets_a_graph_of_its_own_once_it_was_launched(device: 
     assert launches.sizes_done(device) == {128: 2 + _BORROWED, 96: 3}
 
 
-def test_where_a_capture_fails_its_steps_are_launched_and_it_is_not_tried_again(
+def test_after_a_failed_capture_steps_are_launched_and_it_is_not_tried_again(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts: list[object] = []
@@ -89,7 +89,7 @@ def test_where_a_capture_fails_its_steps_are_launched_and_it_is_not_tried_again(
     assert len(attempts) == 1 and launches.graphs.num_captured == 0
 
 
-def test_what_samples_in_other_ways_has_a_graph_of_its_own(device: Device) -> None:
+def test_each_way_of_sampling_has_its_own_graph(device: Device) -> None:
     launches = Launches(device)
     for sampling in (GREEDY, GREEDY, None, DRAWN):
         launches.graphs.run(8, 10, sampling)
@@ -97,7 +97,7 @@ def test_what_samples_in_other_ways_has_a_graph_of_its_own(device: Device) -> No
     assert launches.graphs.num_captured == 1
 
 
-def test_where_launches_depend_on_contexts_these_are_rounded_up_to_powers_of_two(device: Device) -> None:
+def test_context_lengths_are_rounded_up_to_powers_of_two_if_launches_depend_on_them(device: Device) -> None:
     launches = Launches(device, by_context=True)
     for context in (1, 512, 513, 4000, 4097):
         launches.graphs.run(1, context, GREEDY)

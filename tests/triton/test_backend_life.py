@@ -1,5 +1,5 @@
-"""What may happen to requests on their way through the CUDA backend: they give way, are cancelled, or a step cannot be
-launched. The others, and those that go on, get what the reference gives each alone."""
+"""Requests on the CUDA backend that are preempted or cancelled, or have a step that fails to launch. All remaining
+requests get the tokens that the reference computes for each alone."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ MIXED = [request(length, seed) for seed, length in enumerate([1, 5, 23, 16])]
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
-def test_a_request_that_had_to_give_way_goes_on_as_if_it_had_not(
-    device: Device, mode: PreemptionMode
-) -> None:
+def test_a_preempted_request_continues_with_the_same_tokens(device: Device, mode: PreemptionMode) -> None:
     requests = [request(13, seed, max_tokens=7) for seed in range(3)]
     engine = engine_of(cuda_backend(device), num_blocks=4, preemption=mode, prefix_caching=False)
     results = run(engine, requests)
@@ -36,7 +34,7 @@ def test_a_request_that_had_to_give_way_goes_on_as_if_it_had_not(
     assert tokens_of(results) == tokens_of(alone(requests))
 
 
-def test_cancelled_requests_leave_the_others_alone(device: Device) -> None:
+def test_cancelled_requests_do_not_affect_the_others(device: Device) -> None:
     requests = [request(5 + seed, seed, max_tokens=6) for seed in range(5)]
     engine = engine_of(cuda_backend(device), max_running=3)
 
@@ -56,7 +54,7 @@ def test_cancelled_requests_leave_the_others_alone(device: Device) -> None:
 
 
 class Faulty(CudaBackend):
-    """Cannot launch one of its steps."""
+    """A backend that fails to launch one of its steps."""
 
     failing = -1
 
@@ -67,7 +65,7 @@ class Faulty(CudaBackend):
 
 
 @pytest.mark.parametrize(("failing", "overlap"), [(0, True), (3, True), (2, False)])
-def test_a_step_that_cannot_be_launched_is_tried_again_and_nothing_is_lost(
+def test_a_step_that_fails_to_launch_is_repeated_and_nothing_is_lost(
     device: Device, failing: int, overlap: bool
 ) -> None:
     backend = cuda_backend(device, kind=Faulty)

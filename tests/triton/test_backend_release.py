@@ -1,5 +1,5 @@
-"""A backend that was closed, or that could not be opened, keeps none of the card's memory, though the engine, the model or the
-error is kept. The garbage collector does not help here: `LLM` freezes it on a card."""
+"""A backend that was closed, or failed to open, keeps no GPU memory, even if the engine, the model or the error is
+kept. The garbage collector does not help here: `LLM` freezes it on a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REQUESTS = [
 
 @pytest.fixture
 def card(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchedCard]:
-    """While the garbage collector does nothing."""
+    """A tracked device, with the garbage collector disabled."""
     gc.collect()
     gc.disable()
     monkeypatch.setattr(gc, "collect", lambda *generation: 0)
@@ -50,13 +50,13 @@ def card(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchedCar
     [{}, {"overlap": False}, {"num_blocks": 8, "store_blocks": 12}],
     ids=["overlapped", "plain", "two tiers"],
 )
-def test_nothing_of_a_closed_engine_keeps_memory(card: WatchedCard, options: dict[str, Any]) -> None:
+def test_a_closed_engine_keeps_no_memory(card: WatchedCard, options: dict[str, Any]) -> None:
     engine = engine_of(cuda_backend(card), **{"num_blocks": 6, **options})
     results = run(engine, REQUESTS)
     assert len(tokens_of(results)) == len(REQUESTS)
     assert len(card.taken) > 50 and card.num_released == 1
     assert card.alive == 0
-    assert engine.metrics().requests_completed == len(REQUESTS)  # what an engine is kept for
+    assert engine.metrics().requests_completed == len(REQUESTS)  # metrics are still readable
 
 
 def test_steps_that_were_in_flight_when_the_engine_failed_keep_no_memory(
@@ -78,7 +78,7 @@ def test_steps_that_were_in_flight_when_the_engine_failed_keep_no_memory(
     assert failed and card.alive == 0
 
 
-def test_a_backend_that_is_closed_twice_or_before_it_was_allocated_is_closed(card: WatchedCard) -> None:
+def test_a_backend_may_be_closed_twice_and_before_it_was_allocated(card: WatchedCard) -> None:
     backend = cuda_backend(card)
     assert card.alive > 0
     backend.close()
@@ -86,7 +86,7 @@ def test_a_backend_that_is_closed_twice_or_before_it_was_allocated_is_closed(car
     assert card.alive == 0
 
 
-def test_a_model_that_could_not_be_loaded_leaves_nothing_though_its_error_is_kept(card: WatchedCard) -> None:
+def test_a_model_that_fails_to_load_keeps_no_memory_even_if_its_error_is_kept(card: WatchedCard) -> None:
     checkpoint = random_checkpoint(SHAPE, fill_on_device=False)
     tensors = {name: source for name, source in checkpoint.tensors.items() if name != "model.norm.weight"}
     damaged = dataclasses.replace(checkpoint, tensors=tensors)
@@ -96,14 +96,14 @@ def test_a_model_that_could_not_be_loaded_leaves_nothing_though_its_error_is_kep
     assert card.alive == 0, error
 
 
-def test_a_cache_that_does_not_fit_leaves_nothing_though_its_error_is_kept(card: WatchedCard) -> None:
+def test_a_cache_that_does_not_fit_keeps_no_memory_even_if_its_error_is_kept(card: WatchedCard) -> None:
     backend = open_cuda_backend(random_checkpoint(SHAPE, fill_on_device=False), device=card)
     with pytest.raises(OutOfMemoryError) as error:
         ServingEngine(backend, ServingEngineConfig(cache=KvCachePoolConfig(memory=1 << 50)))
     assert card.alive == 0, error
 
 
-def test_an_engine_that_could_not_be_made_leaves_nothing_though_its_backend_is_kept(
+def test_an_engine_that_fails_to_start_keeps_no_memory_even_if_its_backend_is_kept(
     card: WatchedCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -116,7 +116,7 @@ def test_an_engine_that_could_not_be_made_leaves_nothing_though_its_backend_is_k
     assert card.alive == 0, error
 
 
-def test_a_model_that_was_closed_leaves_nothing_behind_in_a_frozen_heap(
+def test_a_closed_model_keeps_no_memory_in_a_frozen_heap(
     card: WatchedCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "why_no_card", lambda: None)
@@ -129,14 +129,14 @@ def test_a_model_that_was_closed_leaves_nothing_behind_in_a_frozen_heap(
     ids = llm.generate([prompt(9, 1)], SamplingParams(max_tokens=3, temperature=0.0))
     assert len(ids[0].tokens) == 3 and card.alive > 50
     llm.close()
-    assert gc.get_freeze_count() > 0, "the other one is open still"
+    assert gc.get_freeze_count() > 0, "the other model is still open"
     other.close()
     llm.close()
     assert card.alive == 0
     assert gc.get_freeze_count() == 0
 
 
-def test_streams_are_used_again_so_that_libraries_keep_memory_for_few(device: Device) -> None:
+def test_streams_are_reused_so_that_libraries_keep_memory_for_few(device: Device) -> None:
     if not device.is_card:
         pytest.skip("the interpreter has no streams")
     first = Device(str(device.torch_device))
@@ -148,7 +148,7 @@ def test_streams_are_used_again_so_that_libraries_keep_memory_for_few(device: De
     second.release()
 
 
-def test_an_engine_goes_on_while_another_in_the_process_is_closed(device: Device) -> None:
+def test_an_engine_continues_while_another_one_in_the_process_is_closed(device: Device) -> None:
     left, right = (engine_of(cuda_backend(Device(str(device.torch_device)))) for _ in range(2))
     expected = tokens_of(run(left, REQUESTS[:3]))
     ids = [right.submit(one) for one in REQUESTS[:3]]

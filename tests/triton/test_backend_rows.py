@@ -1,4 +1,4 @@
-"""The rows on the device and the index arrays made there, beside the same on the host (`weft.backends.step_arrays.Rows`)."""
+"""Compares the rows and index arrays on the device with those on the host (`weft.backends.step_arrays.Rows`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_ROWS, CONTEXT, BLOCK_SIZE, MAX_TOKENS = 6, 70, 8, 128
 
 
 class NoStep:
-    """What a slot holds until its result is taken."""
+    """The content of a slot until its result is collected."""
 
     def __init__(self) -> None:
         self.collected = 0
@@ -36,7 +36,7 @@ class NoStep:
 
 @dataclass
 class Both:
-    """A backend's rows on the device, and their twin on the host."""
+    """The rows of a backend on the device, and the same rows on the host."""
 
     device: Device
 
@@ -46,7 +46,7 @@ class Both:
         self.twin = Rows(NUM_ROWS, CONTEXT, BLOCK_SIZE)
 
     def step(self, plan: IterationPlan, size: int | None = None) -> DeviceBatch:
-        """One step up to its batch; `size` pads a decode."""
+        """Prepares the batch of one step; `size` pads a decode step."""
         slot = self.mailbox.take()
         self.twin.update(plan)
         self.rows.change(plan, slot)
@@ -63,7 +63,7 @@ class Both:
         return batch
 
     def check(self, plan: IterationPlan, batch: DeviceBatch) -> None:
-        """The batch says what the twin says of the plan, and padding is marked as such."""
+        """Checks that the batch equals that of the host, and that padding is marked."""
         step = self.twin.prepare(plan)
         self.twin.read_tokens(step)
         expected = step.indices
@@ -157,7 +157,7 @@ def test_a_table_entry_that_is_new_in_a_decode_step_is_used_by_it(device: Device
     assert batch.cells.tolist() == [77 * BLOCK_SIZE]
 
 
-def test_more_table_entries_than_a_letter_holds_are_written_all_the_same(device: Device) -> None:
+def test_more_table_entries_than_a_message_holds_are_still_written(device: Device) -> None:
     both = Both(device)
     both.step(plan_of([(row, 0, 1, True) for row in (0, 1)], [start(row, [row], [row]) for row in (0, 1)]))
     tables = [(row, index, 100 * row + index) for row in (0, 1) for index in range(1, 8)]
@@ -167,7 +167,7 @@ def test_more_table_entries_than_a_letter_holds_are_written_all_the_same(device:
     assert both.rows.tables[1, :8].tolist() == [1, *range(101, 108)]
 
 
-def test_of_an_entry_that_is_named_twice_the_last_one_counts(device: Device) -> None:
+def test_if_an_entry_is_named_twice_the_last_one_counts(device: Device) -> None:
     both = Both(device)
     both.step(plan_of([(0, 0, 1, True)], [start(0, [1], [3])]))
     for plan in (
@@ -179,7 +179,9 @@ def test_of_an_entry_that_is_named_twice_the_last_one_counts(device: Device) -> 
 
 
 @pytest.mark.parametrize("is_decode_step", [True, False])
-def test_blocks_of_the_store_stand_in_the_other_half_of_a_row(device: Device, is_decode_step: bool) -> None:
+def test_blocks_of_the_store_are_in_the_second_half_of_a_table_row(
+    device: Device, is_decode_step: bool
+) -> None:
     mailbox = Mailbox(device, NUM_ROWS, 64)
     rows = DeviceRows(device, mailbox, NUM_ROWS, CONTEXT, BLOCK_SIZE, MAX_TOKENS, two_tier=True)
     rows.number_store_from(100)
@@ -203,7 +205,7 @@ def test_blocks_of_the_store_stand_in_the_other_half_of_a_row(device: Device, is
     assert rows.moves(begin, mailbox.take()) is None
 
 
-def test_a_row_start_larger_than_the_parcel_of_a_slot_arrives_whole(device: Device) -> None:
+def test_a_row_start_larger_than_the_buffer_of_a_slot_arrives_complete(device: Device) -> None:
     mailbox = Mailbox(device, 2, 64)
     rows = DeviceRows(device, mailbox, 2, 40_000, BLOCK_SIZE, 64)
     tokens = np.random.default_rng(1).integers(0, 50_000, 39_000).tolist()
@@ -216,7 +218,7 @@ def test_a_row_start_larger_than_the_parcel_of_a_slot_arrives_whole(device: Devi
     assert batch.token_ids.tolist() == tokens[-10:]
 
 
-def test_what_a_step_sampled_comes_to_the_slot_of_that_step(device: Device) -> None:
+def test_sampled_tokens_arrive_in_the_slot_of_their_step(device: Device) -> None:
     mailbox = Mailbox(device, 4, 64)
     slots = []
     for turn in range(2 * SLOTS + 1):
@@ -241,11 +243,11 @@ def test_a_slot_is_not_written_again_before_its_step_was_collected(device: Devic
     assert [step.collected for step in steps] == [1] + [0] * (SLOTS - 1)
 
 
-def test_after_launches_that_failed_half_way_the_next_step_has_the_right_slot(device: Device) -> None:
+def test_after_launches_that_failed_halfway_the_next_step_has_the_right_slot(device: Device) -> None:
     mailbox = Mailbox(device, 4, 64)
     tokens = torch.arange(4, dtype=torch.int32, device=device.torch_device)
     mailbox.take()
-    mailbox.publish(tokens, tokens, sampled=4)  # and then something raised
+    mailbox.publish(tokens, tokens, sampled=4)  # then an exception was raised
     mailbox.restore()
     slot = mailbox.take()
     mailbox.publish(tokens + 5, tokens, sampled=4)

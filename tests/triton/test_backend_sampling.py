@@ -1,4 +1,4 @@
-"""Sampling through the CUDA backend beside the reference: drawn tokens, logprobs, grammars, and output that is no number."""
+"""Compares sampling on the CUDA backend with the reference: drawn tokens, logprobs, grammars, and NaN output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.plan import IterationPlan
 from weft.request import FinishReason, Grammar, InferenceRequest, RequestId, RequestState
 
 
-def test_drawn_tokens_are_those_of_the_reference(device: Device) -> None:
+def test_drawn_tokens_equal_those_of_the_reference(device: Device) -> None:
     requests = [
         request(9, 1, temperature=0.8),
         request(9, 2, temperature=1.3, top_k=7),
@@ -32,7 +32,7 @@ def test_drawn_tokens_are_those_of_the_reference(device: Device) -> None:
     assert tokens_of(run(engine_of(cuda_backend(device)), requests)) == tokens_of(alone(requests))
 
 
-def test_logprobs_of_answers_and_prompts_are_those_of_the_reference(device: Device) -> None:
+def test_logprobs_of_answers_and_prompts_equal_those_of_the_reference(device: Device) -> None:
     requests = [
         request(9, 1, logprobs=3),
         request(20, 2, prompt_logprobs=2),
@@ -60,7 +60,7 @@ def test_logprobs_of_answers_and_prompts_are_those_of_the_reference(device: Devi
 
 
 class Watched(CudaBackend):
-    """Remembers who was in which step."""
+    """Records the requests of each step."""
 
     steps: tuple[set[RequestId], ...] = ()
 
@@ -69,7 +69,7 @@ class Watched(CudaBackend):
         return super().submit(plan)
 
 
-def test_answers_obey_their_grammars_and_their_neighbours_do_not_wait(device: Device) -> None:
+def test_answers_obey_their_grammars_and_other_requests_do_not_wait(device: Device) -> None:
     pytest.importorskip("llguidance", reason="grammars need llguidance, which is not installed")
     pattern = r"[0-3]{2}[4-9]{2}"
     requests = [
@@ -90,7 +90,7 @@ def test_answers_obey_their_grammars_and_their_neighbours_do_not_wait(device: De
     assert sum(before and after for before, after in pairwise(together)) >= 6
 
 
-def test_a_model_that_gives_no_numbers_fails_its_request_and_no_other(device: Device) -> None:
+def test_nan_logits_fail_their_own_request_only(device: Device) -> None:
     backend = cuda_backend(device)
     poisoned = 33
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Swaps between the cache on the device and pinned memory, ordered as their tasks say."""
+"""Swaps between the cache on the device and pinned memory, in the order that their tasks require."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cache(device: Device) -> torch.Tensor:
 
 
 def reports(space: CardSwap, count: int) -> tuple[set[int], dict[int, str]]:
-    """Of as many swaps, however many results it takes to tell of them."""
+    """Collects the reports of `count` swaps, from as many results as needed."""
     finished: set[int] = set()
     failed: dict[int, str] = {}
     while len(finished) + len(failed) < count:
@@ -43,7 +43,7 @@ def reports(space: CardSwap, count: int) -> tuple[set[int], dict[int, str]]:
 
 
 @pytest.mark.parametrize("slots_at_once", [1, 2, 3, 5, 100])
-def test_blocks_come_back_as_they_left_wherever_they_lay(
+def test_swapped_blocks_come_back_unchanged_at_any_position(
     device: Device, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch, slots_at_once: int
 ) -> None:
     monkeypatch.setattr(swap, "_PIECE_BYTES", slots_at_once * 24)
@@ -53,14 +53,14 @@ def test_blocks_come_back_as_they_left_wherever_they_lay(
     space.launch(plan_of(out=(task(1, blocks, slots),)), None)
     assert reports(space, 1) == ({1}, {})
     cache.fill_(-1)
-    device.synchronize()  # swaps have a stream of their own, which waits for steps, not for this
+    device.synchronize()  # the swap stream waits for steps, not for this
     space.launch(plan_of(back=(task(2, (7, 6, 5, 4, 3, 2), slots, (1,)),)), None)
     assert reports(space, 1) == ({2}, {})
     assert (cache[[7, 6, 5, 4, 3, 2]] == before[list(blocks)]).all()
     assert (cache[[0, 1, 8, 9, 10, 11]] == -1).all()
 
 
-def test_blocks_that_lie_together_in_both_places_are_one_copy(device: Device, cache: torch.Tensor) -> None:
+def test_blocks_that_are_contiguous_in_both_places_are_one_copy(device: Device, cache: torch.Tensor) -> None:
     space = CardSwap(device, cache, 10)
     assert list(space.full.runs(zip((3, 4, 5, 9, 10, 1), (1, 2, 3, 4, 6, 7), strict=True))) == [
         (3, 1, 3),
@@ -70,7 +70,7 @@ def test_blocks_that_lie_together_in_both_places_are_one_copy(device: Device, ca
     ]
 
 
-def test_a_swap_that_builds_on_one_that_failed_fails_and_touches_nothing(
+def test_a_swap_that_depends_on_a_failed_one_fails_and_changes_nothing(
     device: Device,
     cache: torch.Tensor,
     monkeypatch: pytest.MonkeyPatch,
@@ -104,7 +104,7 @@ def test_each_swap_is_reported_once(device: Device, cache: torch.Tensor) -> None
     assert space.take_reports(must_wait=True) == ((), {})
 
 
-def test_pinned_memory_is_taken_when_it_is_first_used(
+def test_pinned_memory_is_allocated_at_first_use(
     device: Device, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(swap, "_PIECE_BYTES", 2 * 24)
@@ -114,10 +114,11 @@ def test_pinned_memory_is_taken_when_it_is_first_used(
     assert [piece is not None for piece in space.full.pieces] == [False, False, True, False, False]
 
 
-def test_blocks_of_both_tiers_travel_in_one_swap_and_come_back_as_they_left(
+def test_blocks_of_both_tiers_are_swapped_together_and_come_back_unchanged(
     device: Device, cache: torch.Tensor
 ) -> None:
-    """Blocks 12 and up are the store's, and slots 10 and up: the last full one and the first stored one are neighbours."""
+    """Blocks from 12 and slots from 10 on belong to the store: the last full one and the first stored one are
+    adjacent."""
     store = torch.arange(5 * 7, dtype=torch.int8, device=device.torch_device).reshape(5, 7)
     space = CardSwap(device, cache, 10, store, 4)
     before, stored_before = cache.clone(), store.clone()
@@ -131,7 +132,7 @@ def test_blocks_of_both_tiers_travel_in_one_swap_and_come_back_as_they_left(
     assert (cache[[3, 11]] == -1).all() and (store[:3] == -1).all()
 
 
-def test_a_block_does_not_go_to_a_slot_of_the_other_tier(device: Device, cache: torch.Tensor) -> None:
+def test_a_block_is_not_swapped_to_a_slot_of_the_other_tier(device: Device, cache: torch.Tensor) -> None:
     store = torch.zeros(5, 7, dtype=torch.int8, device=device.torch_device)
     space = CardSwap(device, cache, 10, store, 4)
     space.launch(plan_of(out=(task(1, (11, 12), (10, 9)),)), None)

@@ -1,4 +1,4 @@
-"""A two-tier cache behind the CUDA backend: the same plans give the tokens of the reference, step by step."""
+"""A two-tier cache on the CUDA backend: the same plans give the tokens of the reference, step by step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Both:
         self.planner = Planner(infos[0])
 
     def step(self, *entries: tuple[Text, int]) -> IterationPlan:
-        """One step of both, whose tokens the texts get."""
+        """Runs one step on both, and appends the tokens to the texts."""
         plan = self.planner.plan(list(entries))
         ours, theirs = (backend.submit(plan).result() for backend in self.backends)
         assert ours.error is None and theirs.error is None, (ours.error, theirs.error)
@@ -80,22 +80,22 @@ def text(row: int, length: int) -> Text:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("config", [TWO_LAYERS, WINDOWS], ids=["all is seen", "windows"])
-def test_prompts_chunks_and_decodes_over_both_tiers_are_those_of_the_reference(
+@pytest.mark.parametrize("config", [TWO_LAYERS, WINDOWS], ids=["no window", "windows"])
+def test_prompts_chunks_and_decodes_over_both_tiers_equal_the_reference(
     device: Device, config: ModelConfig, bits: int
 ) -> None:
     both = Both(device, config, pool(bits))
     long, short = text(2, 93), text(0, 20)
-    both.step((long, 70))  # longer than the tail: moved in the step that writes it
+    both.step((long, 70))  # longer than the tail: moved in the same step
     assert len(long.stored) == 3
     both.step((long, 7), (short, 20))
     both.step((short, 1), (long, 16))
     moved = sum(len(both.step((short, 1), (long, 1)).moved_rows) for _ in range(4))
-    assert moved == 1  # in a step of decodes alone
+    assert moved == 1  # in a decode-only step
     both.close()
 
 
-def test_a_row_that_begins_again_finds_its_stored_blocks(device: Device) -> None:
+def test_a_row_that_starts_again_finds_its_stored_blocks(device: Device) -> None:
     both = Both(device, TWO_LAYERS, pool(8))
     first = text(1, 60)
     both.step((first, 60))
@@ -110,7 +110,7 @@ def test_a_row_that_begins_again_finds_its_stored_blocks(device: Device) -> None
 
 
 def test_a_block_that_another_row_moved_is_shared_without_a_copy(device: Device) -> None:
-    """moved_from is -1 then: only the table entry is new."""
+    """moved_from is -1: only the table entry is new."""
     both = Both(device, TWO_LAYERS, pool(8))
     one = text(0, 47)
     other = Text(1, list(one.tokens), 47)

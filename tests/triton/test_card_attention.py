@@ -1,4 +1,4 @@
-"""Attention over the paged cache, in every company, against numpy in float64."""
+"""Attention over the paged cache in many kinds of batches, compared with numpy in float64."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DECODES = {
     "several requests": Case(decodes(5, 64, 65, 1, 300)),
     "many splits": Case(decodes(1100)),
     "blocks of 32": Case(decodes(70, 33), block_size=32),
-    "a head of its own for each query head": Case(decodes(90, 3), heads=2),
+    "one KV head for each query head": Case(decodes(90, 3), heads=2),
     "three heads to one": Case(decodes(90, 3), heads=6),
     "seven heads to one": Case(decodes(200, 3), heads=7, kv_heads=1),
     "eight heads to one": Case(decodes(200), heads=16),
@@ -67,7 +67,7 @@ CHUNKS = {
     "chunks of prompts": Case([Part(64, 40), Part(63, 41), Part(100, 3)]),
     "a late chunk": Case([Part(520, 70)]),
     "blocks of 32": Case([Part(40, 40), Part(0, 20)], block_size=32),
-    "a head of its own for each query head": Case([Part(10, 150)], heads=2),
+    "one KV head for each query head": Case([Part(10, 150)], heads=2),
     "three heads to one": Case([Part(50, 60), Part(0, 30)], heads=6),
     "seven heads to one": Case([Part(50, 30)], heads=7, kv_heads=1),
     "eight heads to one": Case([Part(50, 30)], heads=16),
@@ -92,7 +92,7 @@ def test_a_decoded_token_attends_to_its_context(case: Case, device: Device) -> N
 
 
 @pytest.mark.parametrize("case", CHUNKS.values(), ids=CHUNKS.keys())
-def test_each_token_of_a_chunk_attends_to_what_is_before_it(case: Case, device: Device) -> None:
+def test_each_token_of_a_chunk_attends_to_all_positions_up_to_its_own(case: Case, device: Device) -> None:
     check(Step(case, device), attention_of(case, device))
 
 
@@ -102,7 +102,7 @@ def test_each_token_of_a_chunk_attends_to_what_is_before_it(case: Case, device: 
     [DECODES["heads of 128"], DECODES["several requests"], CHUNKS["heads of 128"], CHUNKS["a window"]],
     ids=["decodes", "short heads decoded", "chunk", "short heads, a window"],
 )
-def test_a_cache_of_half_the_size_serves(case: Case, dtype: torch.dtype, device: Device) -> None:
+def test_a_cache_in_half_precision_works(case: Case, dtype: torch.dtype, device: Device) -> None:
     check(Step(case, device, dtype), attention_of(case, device))
 
 
@@ -112,15 +112,15 @@ def test_a_padded_request_gets_zeros(device: Device) -> None:
     assert not output[case.tokens :].any()
 
 
-def test_a_step_leaves_no_count_of_splits_behind(device: Device) -> None:
-    """With one, the next step would join its splits before all of them are there."""
+def test_a_step_resets_the_counts_of_splits(device: Device) -> None:
+    """Otherwise the next step would join its splits before all of them are finished."""
     case = DECODES["many splits"]
     attention = attention_of(case, device)
     attended(Step(case, device), attention)
     assert not attention.arrivals.any()
 
 
-def test_few_requests_have_splits_of_their_own_and_many_share(device: Device) -> None:
+def test_few_requests_have_their_own_splits_and_many_share_programs(device: Device) -> None:
     attention = attention_of(DECODES["several requests"], device)
     few, many = (attention.splits(requests, 100) for requests in (1, 2 * device.processors))
     assert few.most > 1 and not few.shared
@@ -138,15 +138,15 @@ SHARED = {
     "blocks of 32, heads of 80": Case(decodes(500, 40, 300), block_size=32, head_size=80),
     "three heads to one": Case(decodes(90, 400, 3), heads=6),
     "long ones in a row": Case(decodes(300, 700, 900)),
-    "short ones in the way of a cut": Case(decodes(128, 120, 100, 128, 70, 65, 128)),
+    "short ones at the cuts": Case(decodes(128, 120, 100, 128, 70, 65, 128)),
     "a full batch": Case(decodes(130, 200, 70, 260, 64, 333, 190, 129)),
     "about even": Case(decodes(400, 380, 410, 400, 390, 400), padding=2),
-    "about even, a window": Case(decodes(300, 310, 290, 305, 300), window=140),
+    "about equal, a window": Case(decodes(300, 310, 290, 305, 300), window=140),
 }
 
 
 def share_tiles(monkeypatch: pytest.MonkeyPatch, leeway: int) -> None:
-    """Every batch fills the card, and a context of more than 128 tokens is long."""
+    """Every batch fills the GPU, and a context of more than 128 tokens is long."""
     splits = Splits(5, 128, shared=True, leeway=leeway)
     monkeypatch.setattr(Attention, "splits", lambda self, *sizes: splits)
 
@@ -157,7 +157,7 @@ def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("case", SHARED.values(), ids=SHARED.keys())
-def test_a_batch_that_fills_the_card_shares_all_its_tiles(case: Case, device: Device, shared: None) -> None:
+def test_a_batch_that_fills_the_gpu_shares_all_its_tiles(case: Case, device: Device, shared: None) -> None:
     attention = attention_of(case, device)
     step = Step(case, device)
     check(step, attention)
@@ -167,24 +167,24 @@ def test_a_batch_that_fills_the_card_shares_all_its_tiles(case: Case, device: De
 @pytest.mark.parametrize(
     ("name", "splits"),
     [
-        # Of 22 tiles five programs have four or five each: those of the long context are in four parts.
+        # 22 tiles, five programs with four or five each: the long context is in four parts.
         ("one long context", 4),
-        # Tiles 5 to 15 and 16 to 30, cut at 6, 12, 18 and 24; each split has a place of its own.
+        # Tiles 5 to 15 and 16 to 30, cut at 6, 12, 18 and 24; each split has its own workspace entry.
         ("long ones in a row", 3 + 3),
-        ("short ones in the way of a cut", 0),
+        ("short ones at the cuts", 0),
     ],
 )
-def test_only_long_contexts_are_cut_where_a_batch_shares_its_tiles(
+def test_only_long_contexts_are_cut_if_a_batch_shares_its_tiles(
     name: str, splits: int, device: Device, shared: None
 ) -> None:
     assert splits_written(SHARED[name], device) == splits
 
 
 @pytest.mark.parametrize(("leeway", "splits"), [(0, 4 * 2), (3, 0)])
-def test_long_contexts_are_not_cut_where_they_are_about_even(
+def test_long_contexts_are_not_cut_if_they_are_about_equal(
     leeway: int, splits: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four of eleven tiles, and five programs: a share has nine, and eleven are not three more."""
+    """Four contexts of eleven tiles, five programs: a share is nine tiles, and eleven is not three more."""
     share_tiles(monkeypatch, leeway)
     case = Case(decodes(700, 700, 700, 700))
     assert splits_written(case, device) == splits
@@ -192,10 +192,10 @@ def test_long_contexts_are_not_cut_where_they_are_about_even(
 
 
 def splits_written(case: Case, device: Device) -> int:
-    """How many splits a step joins, for each query head."""
+    """The number of splits that a step joins, for each query head."""
     attention = attention_of(case, device)
     attention.split_totals.fill_(-1.0)
-    # Not in float32, for which a card has other tiles.
+    # Not in float32, which has other tiles on a GPU.
     attended(Step(case, device, torch.bfloat16), attention)
     return int((attention.split_totals >= 0.0).sum()) // case.heads
 
@@ -205,7 +205,7 @@ def splits_written(case: Case, device: Device) -> int:
 
 @pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a context of some hundred tokens has several, each of several tiles."""
+    """Short splits, so that a context of some hundred tokens has several, each of several tiles."""
     monkeypatch.setattr(attention_module, "_LEAST_FIXED_SPLIT", 128)
 
 
@@ -225,7 +225,7 @@ def test_the_invariant_mode_attends_to_the_context(case: Case, device: Device, s
 
 
 @pytest.mark.parametrize("case", INVARIANT.values(), ids=INVARIANT.keys())
-def test_in_the_invariant_mode_a_token_is_the_same_bits_in_a_chunk_and_decoded(
+def test_in_the_invariant_mode_a_token_has_the_same_bits_in_a_chunk_and_in_decode(
     case: Case, device: Device, short_splits: None
 ) -> None:
     dtype = torch.bfloat16 if device.is_card else torch.float32

@@ -1,4 +1,4 @@
-"""Products, by each kernel that makes them, against numpy."""
+"""Compares the products of each kernel with numpy."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ REFERENCE = ReferenceOps()
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 3e-2}
 EPSILON = 1e-3
 
-# 1, 2 and 3: without tensor cores, the last one padded; 5 and 16: a tile, the second one full; 33 and 70: tiles, or cuBLAS
+# 1, 2 and 3: without tensor cores, the last one padded; 5 and 16: a tile, the second one full; 33 and 70: tiles, or
+# cuBLAS
 TOKENS = [1, 2, 3, 5, 16, 33, 70]
 
-# Tiles that do not fit into the sizes, and sizes that tiles fit into.
+# Sizes that are not multiples of the tiles, and sizes that are.
 SIZES = [(40, 72), (64, 128)]
 
 
 class Case:
-    """A product of random numbers on both sides."""
+    """A product of random numbers, on the device and in numpy."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Case:
 
 
 @pytest.mark.parametrize(("tokens", "sizes"), list(every(TOKENS, SIZES)))
-def test_a_product_with_nothing_around_it(tokens: int, sizes: tuple[int, int], device: Device) -> None:
+def test_a_product_alone(tokens: int, sizes: tuple[int, int], device: Device) -> None:
     case = Case(tokens, *sizes, device)
     case.run()
     case.check()
@@ -95,7 +96,7 @@ def test_a_product_with_nothing_around_it(tokens: int, sizes: tuple[int, int], d
 
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize(("tokens", "sizes"), list(every(TOKENS, SIZES)))
-def test_a_product_behind_a_norm_and_in_front_of_a_gate(
+def test_a_product_between_a_norm_and_a_gate(
     tokens: int, sizes: tuple[int, int], invariant: bool, device: Device
 ) -> None:
     case = Case(tokens, *sizes, device, norm=True, gate="silu_mul", bias=True, invariant=invariant)
@@ -105,7 +106,7 @@ def test_a_product_behind_a_norm_and_in_front_of_a_gate(
 
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize(("tokens", "sizes"), list(every(TOKENS, SIZES)))
-def test_a_product_that_is_added(
+def test_a_product_that_is_added_to_its_output(
     tokens: int, sizes: tuple[int, int], invariant: bool, device: Device
 ) -> None:
     case = Case(tokens, *sizes, device, bias=True, added=True, invariant=invariant)
@@ -170,7 +171,7 @@ def test_tiles_of_every_shape_fit_a_multiprocessor(tokens: int, has_norm: bool) 
 @pytest.mark.parametrize(
     "tile", [Tile(1, 2, 128, 4), Tile(1, 8, 32, 4, ahead=64), Tile(1, 4, 64, 8, release=0)]
 )
-def test_a_row_or_a_few_may_be_taken_in_pieces_of_any_size(
+def test_one_or_a_few_rows_may_be_computed_in_pieces_of_any_size(
     tile: Tile, tokens: int, norm: bool, device: Device
 ) -> None:
     case = Case(tokens, 36, 128, device, norm=norm, gate="silu_mul")
@@ -178,7 +179,7 @@ def test_a_row_or_a_few_may_be_taken_in_pieces_of_any_size(
     case.check()
 
 
-def test_what_stands_behind_the_last_of_a_few_rows_is_left_alone(device: Device) -> None:
+def test_memory_after_the_last_of_a_few_rows_is_not_written(device: Device) -> None:
     case = Case(4, 36, 128, device, bias=True, added=True)
     before = case.output[3].clone()
     case.product.run_gemv(case.input[:3], case.output[:3], Tile(4, 4, 64, 4))
@@ -186,7 +187,7 @@ def test_what_stands_behind_the_last_of_a_few_rows_is_left_alone(device: Device)
     assert not torch.equal(case.output[2], before)
 
 
-def test_a_row_of_an_invariant_product_has_the_same_bits_in_any_company(device: Device) -> None:
+def test_a_row_of_an_invariant_product_has_the_same_bits_in_any_batch(device: Device) -> None:
     many = Case(70, 64, 200, device, torch.bfloat16, norm=True, gate="silu_mul", invariant=True)
     many.run()
     for first, count in ((0, 1), (17, 1), (3, 5), (40, 30)):
@@ -206,7 +207,7 @@ def test_a_row_of_a_real_model_needs_no_masks(inputs: int) -> None:
     assert tiles[0] is not None and (inputs % tiles[0].inputs == 0 or inputs in (576, 896))
 
 
-def test_interleaved_halves_lie_in_turn() -> None:
+def test_interleaved_halves_alternate() -> None:
     rows = torch.tensor([[0], [1], [2], [10], [11], [12]])
     interleave_halves(rows)
     assert rows.flatten().tolist() == [0, 10, 1, 11, 2, 12]

@@ -1,4 +1,4 @@
-"""The kernels of `weft.ops.triton.rows` against numpy."""
+"""Compares the kernels of `weft.ops.triton.rows` with numpy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def agree(ours: torch.Tensor, theirs: np.ndarray, dtype: torch.dtype = torch.flo
 
 
 def spread(array: torch.Tensor) -> torch.Tensor:
-    """The same rows, farther apart in memory."""
+    """The same rows with gaps between them in memory."""
     wide = torch.full((len(array), array.shape[1] + 8), float("nan"), dtype=array.dtype, device=array.device)
     wide[:, : array.shape[1]] = array
     return wide[:, : array.shape[1]]
@@ -49,7 +49,7 @@ def test_an_embedding_is_its_row_of_the_table_scaled(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [64, 80, 1100])
-def test_a_norm_is_that_of_the_reference(columns: int, dtype: torch.dtype, device: Device) -> None:
+def test_a_norm_equals_that_of_the_reference(columns: int, dtype: torch.dtype, device: Device) -> None:
     values, weight = draw(3, columns), draw(columns)
     output = spread(device.empty(3, columns, dtype=dtype))
     rows.rms_norm(spread(put(values, device, dtype)), put(weight, device), 1e-2, output, device)
@@ -66,7 +66,7 @@ def test_selected_rows_are_those_that_were_named(columns: int, dtype: torch.dtyp
     assert torch.equal(output, values[indices])
 
 
-def test_a_norm_can_be_added_to_what_is_there(device: Device) -> None:
+def test_a_norm_can_be_added_to_its_output(device: Device) -> None:
     values, weight, before = draw(2, 48), draw(48), draw(2, 48) + 1
     output = put(before, device)
     rows.rms_norm(put(values, device), put(weight, device), 1e-5, output, device, added=True, scale=0.3)
@@ -76,7 +76,7 @@ def test_a_norm_can_be_added_to_what_is_there(device: Device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["silu_mul", "gelu_tanh_mul"])
 @pytest.mark.parametrize("columns", [40, 1100])
-def test_a_gate_multiplies_what_lies_beside_it(
+def test_a_gate_multiplies_its_neighbour(
     columns: int, kind: rows.GateKind, dtype: torch.dtype, device: Device
 ) -> None:
     values = draw(3, 2 * columns) * 3
@@ -94,7 +94,7 @@ def test_a_gate_of_very_large_numbers_is_all_or_nothing(kind: rows.GateKind, dev
     assert output.cpu().tolist() == [[400.0, 0.0, 3e4, 0.0]]
 
 
-def test_an_addition_is_scaled_and_may_be_the_same_for_all_rows(device: Device) -> None:
+def test_an_addition_is_scaled_and_may_use_one_vector_for_all_rows(device: Device) -> None:
     left, right, same = draw(3, 1100), draw(3, 1100) + 1, draw(1100)
     target = spread(put(left, device))
     rows.add(target, spread(put(right, device)), 0.5, device)

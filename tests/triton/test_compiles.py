@@ -1,4 +1,4 @@
-"""The kernels compile for a card also where there is none: Triton brings its compilers along."""
+"""The kernels compile for a GPU on a machine without one: Triton includes its compilers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def test_every_kernel_of_a_forward_pass_and_of_sampling_compiles_for_a_hopper_card(tmp_path: Path) -> None:
+def test_every_kernel_of_a_forward_pass_and_of_sampling_compiles_for_hopper(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     environment["PYTHONPATH"] = os.pathsep.join([environment.get("PYTHONPATH", ""), str(HERE.parent)]).strip(

@@ -1,4 +1,4 @@
-"""The card, or what stands in for it."""
+"""The GPU, or the interpreter in its place."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from weft.errors import WeftError
 from weft.ops.triton.device import Device
 
 
-def test_a_card_that_is_not_there_is_an_error_that_says_so() -> None:
+def test_a_missing_gpu_is_an_error_with_a_clear_message() -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with pytest.raises(WeftError, match=r"'cuda'.*finds no CUDA card"):
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(WeftError, match=r"'cuda'.*finds no CUDA GPU"):
         Device("cuda")
 
 
-def test_the_host_is_no_device_without_the_interpreter() -> None:
+def test_the_host_is_not_a_device_without_the_interpreter() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     code = "from weft.ops.triton.device import Device; Device('cpu')"
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
@@ -28,7 +28,7 @@ def test_the_host_is_no_device_without_the_interpreter() -> None:
     assert "TRITON_INTERPRET=1" in result.stderr
 
 
-def test_what_was_captured_is_done_again_with_what_is_there_then(device: Device) -> None:
+def test_a_replayed_graph_uses_the_current_content_of_its_tensors(device: Device) -> None:
     source, target = device.zeros(3, dtype=torch.float32), device.zeros(3, dtype=torch.float32)
     target.copy_(source)
     graph = device.capture(lambda: target.copy_(source), device.graph_pool())
@@ -38,7 +38,7 @@ def test_what_was_captured_is_done_again_with_what_is_there_then(device: Device)
     assert target.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_work_on_a_stream_is_done_when_its_event_is(device: Device) -> None:
+def test_work_on_a_stream_is_done_when_its_event_is_done(device: Device) -> None:
     values, stream, event = device.zeros(4, dtype=torch.int32), device.stream(), device.event()
     stream.wait_stream(device.current_stream())
     host = device.pinned(4, dtype=torch.int32)
@@ -51,5 +51,5 @@ def test_work_on_a_stream_is_done_when_its_event_is(device: Device) -> None:
     assert host.tolist() == [7, 7, 7, 7]
 
 
-def test_there_is_memory_left(device: Device) -> None:
+def test_free_memory_is_positive(device: Device) -> None:
     assert device.free_memory() > 0

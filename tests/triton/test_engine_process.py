@@ -1,4 +1,5 @@
-"""The CUDA backend in the engine's own process, as a server runs it: opened by name from files, and talked to over the wire."""
+"""The CUDA backend in a separate engine process, as a server runs it: opened by name from files, and used over the
+wire."""
 
 from __future__ import annotations
 
@@ -10,9 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
-pytest.importorskip(
-    "msgspec", reason="msgspec, which the wire to an engine process is written with, is missing here"
-)
+pytest.importorskip("msgspec", reason="msgspec, which the wire to an engine process needs, is not installed")
 
 import numpy as np
 
@@ -61,7 +60,7 @@ def options(device: Device, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {"checkpoint": str(folder), "device": str(device.torch_device), "dtype": "float32"}
 
 
-def test_answers_over_the_wire_are_those_of_an_engine_in_this_process(
+def test_answers_over_the_wire_equal_those_of_an_engine_in_this_process(
     device: Device, options: dict[str, Any]
 ) -> None:
     async def ask() -> list[tuple[int, ...]]:
@@ -84,7 +83,7 @@ def test_answers_over_the_wire_are_those_of_an_engine_in_this_process(
     assert len(served[0]) == 6
 
 
-def test_a_model_that_does_not_fit_is_refused_with_a_reason(options: dict[str, Any]) -> None:
+def test_a_model_that_does_not_fit_is_rejected_with_a_reason(options: dict[str, Any]) -> None:
     async def ask() -> None:
         await EngineClient("cuda", {**options, "max_context": 4096}, CONFIG).start()
 
@@ -92,7 +91,7 @@ def test_a_model_that_does_not_fit_is_refused_with_a_reason(options: dict[str, A
         asyncio.run(asyncio.wait_for(ask(), 80))
 
 
-def test_a_cache_that_does_not_fit_is_refused_in_one_sentence_with_exit_code_2(
+def test_a_cache_that_does_not_fit_is_rejected_in_one_sentence_with_exit_code_2(
     options: dict[str, Any],
 ) -> None:
     config = ServingEngineConfig(CONFIG.scheduler, KvCachePoolConfig(memory=1 << 50))

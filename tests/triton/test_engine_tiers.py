@@ -1,5 +1,5 @@
-"""The engine over the CUDA backend with a two-tier cache: what a request gets does not depend on its company, nor on what
-happened to its blocks."""
+"""The engine with the CUDA backend and a two-tier cache: the result of a request depends neither on the batch nor on
+moves of its blocks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_a_batch_gets_the_tokens_of_the_reference(device: Device, bits: int) -> 
     assert engine.metrics().two_tier.migrations > 4
 
 
-def test_what_is_read_from_the_store_is_not_what_was_written(device: Device) -> None:
-    """Else the other tests here would pass without a store. Greedy tokens may be the same; probabilities are not."""
+def test_values_read_from_the_store_differ_from_the_written_ones(device: Device) -> None:
+    """Otherwise the other tests here would pass without a store. Greedy tokens may be equal; probabilities are not."""
     long = [request(60, 8, max_tokens=3, logprobs=0)]
     stored, full = (
         run(engine_of(cuda_backend(device), num_blocks=32, **options), long)
@@ -37,7 +37,7 @@ def test_what_is_read_from_the_store_is_not_what_was_written(device: Device) -> 
     assert probabilities(stored) != probabilities(full)
 
 
-def test_in_the_invariant_mode_probabilities_do_not_depend_on_company_or_chunks(device: Device) -> None:
+def test_in_the_invariant_mode_probabilities_do_not_depend_on_batch_or_chunks(device: Device) -> None:
     requests = [request(length, seed, max_tokens=4, logprobs=0) for seed, length in enumerate([30, 59, 45])]
     together = run(
         engine_of(cuda_backend(device, invariant=True), **TIERS, max_chunk_tokens=17, max_prefill_tokens=40),
@@ -54,7 +54,7 @@ def probabilities(results: list[GenerationResult]) -> list[list[float]]:
     return [[entry.logprob for entry in result.logprobs or ()] for result in results]
 
 
-def test_a_prefix_hit_may_land_on_stored_blocks(device: Device) -> None:
+def test_a_prefix_hit_may_use_stored_blocks(device: Device) -> None:
     shared = prompt(4 * BLOCK_SIZE + 3, 9)
     requests = [InferenceRequest((*shared, *prompt(length, length)), MIXED[0].params) for length in (3, 9)]
     engine = engine_of(cuda_backend(device), **TIERS)

@@ -1,4 +1,5 @@
-"""Kernels that are compiled before they are needed: which they are, and that nobody waits for it or fails with it."""
+"""Precompiled kernels: which kernels are compiled, and that the backend neither waits for the process nor fails with
+it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ OUTLINE = Outline(PLAIN, (), "bfloat16", False, 90, 132, True)
 SIZES = Sizes(KvCachePoolConfig(num_blocks=16), 4, 64)
 
 
-def test_what_is_foreseen_is_what_is_launched_and_is_compiled_once(tmp_path: Path) -> None:
+def test_precompiled_kernels_are_those_that_are_launched_and_are_compiled_once(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     environment["PYTHONPATH"] = os.pathsep.join([environment.get("PYTHONPATH", ""), str(HERE.parent)]).strip(
@@ -40,7 +41,7 @@ def test_what_is_foreseen_is_what_is_launched_and_is_compiled_once(tmp_path: Pat
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Stands for the process that compiles, started with an empty cache."""
+    """Replaces the process that compiles, started with an empty cache."""
 
     class Process:
         def __init__(self, command: list[str], **options: Any) -> None:
@@ -65,7 +66,9 @@ def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_the_process_is_told_in_plain_lines_what_the_engine_knows(process: Any, config: ModelConfig) -> None:
+def test_the_process_receives_the_outline_and_the_sizes_as_plain_lines(
+    process: Any, config: ModelConfig
+) -> None:
     two_tier = KvCachePoolConfig(num_blocks=40, store_blocks=7, kv_cache=KvCacheKind.TWO_TIER, store_bits=4)
     for sizes in (SIZES, Sizes(two_tier, 3, 9)):
         weights = (("a", StoredShape("a.weight", (3, 4), "BF16")),)
@@ -90,7 +93,7 @@ def test_a_backend_that_closes_ends_the_process(process: Any) -> None:
     kernels.close()
 
 
-def test_what_was_compiled_for_other_sizes_does_not_count(process: Any, tmp_path: Path) -> None:
+def test_kernels_compiled_for_other_sizes_do_not_count(process: Any, tmp_path: Path) -> None:
     (tmp_path / precompile._marker_name(OUTLINE, SIZES)).touch()
     kernels = KernelPrecompiler(OUTLINE)
     assert kernels._process is None
@@ -104,7 +107,7 @@ def test_what_was_compiled_for_other_sizes_does_not_count(process: Any, tmp_path
     other.close()
 
 
-def test_a_process_that_has_ended_is_no_error(process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_has_ended_is_not_an_error(process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = KernelPrecompiler(OUTLINE)
 
     class Closed(io.BytesIO):
@@ -117,7 +120,7 @@ def test_a_process_that_has_ended_is_no_error(process: Any, monkeypatch: pytest.
     kernels.close()
 
 
-def test_where_no_process_can_be_started_the_backend_goes_on(
+def test_the_backend_continues_if_no_process_can_be_started(
     process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
@@ -129,7 +132,7 @@ def test_where_no_process_can_be_started_the_backend_goes_on(
     kernels.close()
 
 
-def test_an_engine_that_did_not_come_so_far_leaves_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_ends_if_the_engine_sends_no_outline(monkeypatch: pytest.MonkeyPatch) -> None:
     class Input:
         buffer = io.BytesIO()
 
@@ -140,21 +143,21 @@ def test_an_engine_that_did_not_come_so_far_leaves_nothing_to_do(monkeypatch: py
     precompile.main()
 
 
-def test_a_backend_says_what_it_was_allocated_with_and_when_it_closes(device: Device) -> None:
-    told: list[Any] = []
+def test_a_backend_reports_its_sizes_and_its_close(device: Device) -> None:
+    reported: list[Any] = []
 
     class Noted:
         def begin(self, sizes: Sizes) -> None:
-            told.append(sizes)
+            reported.append(sizes)
 
         def close(self) -> None:
-            told.append("closed")
+            reported.append("closed")
 
     backend = cuda_backend(device)
     backend._precompiler = Noted()  # type: ignore[assignment]
     info = backend.allocate(KvCachePoolConfig(memory=1 << 20, swap_blocks=2), 3, 40)
     backend.close()
-    # Not how many blocks the memory holds, but how many a context takes: only that decides how kernels are compiled.
+    # The blocks of a context, not the blocks of the memory: only the former decide how kernels are compiled.
     blocks = -(-info.max_context // info.block_size)
     assert blocks != info.num_blocks
-    assert told == [Sizes(KvCachePoolConfig(num_blocks=blocks, swap_blocks=2), 3, 40), "closed"]
+    assert reported == [Sizes(KvCachePoolConfig(num_blocks=blocks, swap_blocks=2), 3, 40), "closed"]

@@ -1,4 +1,4 @@
-"""What is mended in Triton's interpreter."""
+"""The patches of Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.ops.triton.interpreter import product
 
 
 @pytest.mark.parametrize("length", [1, 4, 16, 64, 256])
-def test_an_element_of_a_product_is_the_same_bits_in_every_shape_place_and_layout(length: int) -> None:
+def test_an_element_of_a_product_has_the_same_bits_in_every_shape_position_and_layout(length: int) -> None:
     chance = np.random.default_rng(length)
     left = chance.standard_normal((33, length), np.float32)
     right = chance.standard_normal((length, 17), np.float32)
@@ -23,8 +23,8 @@ def test_an_element_of_a_product_is_the_same_bits_in_every_shape_place_and_layou
             assert np.array_equal(part, whole[some])
 
 
-def test_the_order_of_a_product_is_that_of_its_length() -> None:
-    """Else tests that two kernels give the same bits would pass with tiles of different sizes."""
+def test_the_summation_order_of_a_product_depends_on_its_length() -> None:
+    """Otherwise tests that two kernels give the same bits would pass with tiles of different sizes."""
     chance = np.random.default_rng(0)
     left, right = chance.standard_normal((8, 64), np.float32), chance.standard_normal((64, 8), np.float32)
     halves = product(left[:, :32], right[:32]) + product(left[:, 32:], right[32:])

@@ -1,4 +1,4 @@
-"""The experts of a mixture against numpy, and that a token does not notice who else is there."""
+"""Compares mixtures of experts with numpy, and checks that a token does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEATURES, INNER = 48, 40
 
 
 class Case:
-    """Random experts on both sides."""
+    """Random experts, on the device and in numpy."""
 
     def __init__(self, tokens: int, count: int, per_token: int, normalise: bool, device: Device) -> None:
         draw = np.random.default_rng(tokens + count)
@@ -57,7 +57,7 @@ class Case:
 @pytest.mark.parametrize(
     ("tokens", "count", "per_token"), [(1, 5, 2), (1, 4, 4), (3, 8, 1), (20, 6, 3), (37, 3, 2)]
 )
-def test_a_mixture_is_that_of_the_reference(
+def test_a_mixture_equals_that_of_the_reference(
     tokens: int, count: int, per_token: int, normalise: bool, device: Device
 ) -> None:
     case = Case(tokens, count, per_token, normalise, device)
@@ -65,7 +65,7 @@ def test_a_mixture_is_that_of_the_reference(
     assert np.abs(case.ours().cpu().numpy() - theirs).max() / np.abs(theirs).max() < 3e-6
 
 
-def test_of_equal_experts_the_first_are_chosen(device: Device) -> None:
+def test_at_a_tie_the_first_experts_are_chosen(device: Device) -> None:
     case = Case(2, 6, 2, True, device)
     case.router.array[...] = 0.0
     theirs = case.theirs()
@@ -79,7 +79,7 @@ def test_every_token_may_choose_the_same_experts(device: Device) -> None:
     assert np.abs(case.ours().cpu().numpy() - theirs).max() / np.abs(theirs).max() < 3e-6
 
 
-def test_a_token_has_the_same_bits_in_any_company(device: Device) -> None:
+def test_a_token_has_the_same_bits_in_any_batch(device: Device) -> None:
     case = Case(70, 4, 2, True, device)
     together = case.ours(torch.bfloat16)
     for rows in (slice(0, 1), slice(33, 34), slice(5, 30)):

@@ -1,5 +1,5 @@
-"""Where the card, or the host, has too little memory, a person gets one sentence: what is needed, what is free, what uses the
-rest, and what to set. The program ends with exit code 2."""
+"""If the GPU or the host has too little memory, the error is one sentence: what is needed, what is free, what uses
+the rest, and what to set. The program ends with exit code 2."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from weft.tiers import PoolSizes
 MIB = 1 << 20
 POOL = KvCachePoolConfig(num_blocks=8, swap_blocks=4)
 
-interpreted = pytest.mark.skipif(not INTERPRETED.value, reason="a card has the memory that it has")
+interpreted = pytest.mark.skipif(not INTERPRETED.value, reason="a real GPU has a fixed memory size")
 
 
 class SmallCard(WatchedCard):
-    """Has as much free memory as a test says, whatever it is."""
+    """A device with the free memory that a test sets."""
 
     def __init__(self, name: str, free: int, refuse_from: int | None = None) -> None:
         super().__init__(name, refuse_from)
@@ -55,7 +55,8 @@ def opened(card: Device, **fields: Any) -> CudaBackend:
 
 
 def sentence(error: pytest.ExceptionInfo[OutOfMemoryError]) -> str:
-    """One, with nothing behind it that a traceback would show, and the exit code of what a person has to change."""
+    """Checks that the error is one sentence without a chained exception, with the exit code for user errors; returns
+    the text."""
     assert error.value.exit_code == 2
     assert error.value.__cause__ is None and error.value.__context__ is None
     text = str(error.value)
@@ -63,7 +64,7 @@ def sentence(error: pytest.ExceptionInfo[OutOfMemoryError]) -> str:
     return text
 
 
-def test_weights_that_do_not_fit_are_refused_before_any_is_read(device: Device) -> None:
+def test_weights_that_do_not_fit_are_rejected_before_any_is_read(device: Device) -> None:
     card = SmallCard(str(device.torch_device), free=3 * MIB)
     with pytest.raises(OutOfMemoryError) as error:
         opened(card, vocab_size=100_000)  # 6.1 MiB of embeddings
@@ -75,7 +76,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(device: Device) 
     assert not card.taken
 
 
-def test_memory_that_ends_while_weights_are_read_is_the_same_sentence(device: Device) -> None:
+def test_running_out_of_memory_while_weights_are_read_gives_the_same_sentence(device: Device) -> None:
     card = SmallCard(str(device.torch_device), free=500 * MIB, refuse_from=3)
     with pytest.raises(OutOfMemoryError) as error:
         opened(card, vocab_size=100_000)
@@ -84,7 +85,7 @@ def test_memory_that_ends_while_weights_are_read_is_the_same_sentence(device: De
 
 
 @pytest.mark.parametrize("refuse_after", [1, 5, 40])
-def test_memory_that_ends_while_a_backend_is_allocated_is_one_sentence(
+def test_running_out_of_memory_during_allocation_gives_one_sentence(
     device: Device, refuse_after: int
 ) -> None:
     card = SmallCard(str(device.torch_device), free=500 * MIB)
@@ -109,7 +110,7 @@ def test_memory_that_ends_while_a_backend_is_allocated_is_one_sentence(
     ],
     ids=["memory", "blocks", "two tiers", "more than there are addresses"],
 )
-def test_a_cache_that_was_asked_for_and_does_not_fit_is_refused_with_both_sizes(
+def test_a_requested_cache_that_does_not_fit_is_rejected_with_both_sizes(
     device: Device, pool: KvCachePoolConfig
 ) -> None:
     card = SmallCard(str(device.torch_device), free=500 * MIB)
@@ -120,9 +121,9 @@ def test_a_cache_that_was_asked_for_and_does_not_fit_is_refused_with_both_sizes(
     assert "set a smaller --memory, --context" in text
 
 
-def test_a_card_that_is_too_full_for_any_cache_is_refused(device: Device) -> None:
-    """A cache of a few tokens would answer nothing, and say that every prompt is too long."""
-    card = SmallCard(str(device.torch_device), free=1024 * MIB)  # all of it is in reserve
+def test_a_gpu_without_room_for_any_cache_is_rejected(device: Device) -> None:
+    """With a cache of a few tokens, every prompt would be rejected as too long."""
+    card = SmallCard(str(device.torch_device), free=1024 * MIB)  # all of it is reserved
     with pytest.raises(OutOfMemoryError) as error:
         opened(card).allocate(KvCachePoolConfig(), 4, 64)
     assert "the KV cache takes at least 0 MiB, with 1,024 MiB in reserve, beside" in sentence(error)
@@ -137,14 +138,14 @@ def test_a_card_that_is_too_full_for_any_cache_is_refused(device: Device) -> Non
 
 
 @interpreted
-def test_the_stand_in_has_the_memory_that_it_is_given(device: Device) -> None:
+def test_the_interpreter_has_the_memory_that_is_set(device: Device) -> None:
     card = Device(str(device.torch_device))
-    card.stand_in_memory = 3000
+    card.interpreter_memory = 3000
     with pytest.raises(OutOfMemoryError, match=r"0 MiB of 0 MiB are free"):
         opened(card)
 
 
-def test_processes_that_use_the_card_are_named_the_largest_first(
+def test_processes_that_use_the_gpu_are_named_largest_first(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
@@ -176,7 +177,7 @@ def test_a_driver_that_names_no_process_does_not_hide_the_error(
 
 
 def blocks(swap_blocks: int | None) -> BlockMemory:
-    """A block has 2 MiB."""
+    """Memory with blocks of 2 MiB."""
     return BlockMemory(KvCachePoolConfig(swap_blocks=swap_blocks), 4096, 2048, 2 * MIB, 0)
 
 
@@ -184,7 +185,7 @@ def has_available(monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
     monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(size, 64 << 30))
 
 
-def test_the_default_swap_space_is_smaller_on_a_host_with_little_memory_and_says_so(
+def test_the_default_swap_space_is_smaller_on_a_host_with_little_memory_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sizes = PoolSizes(20_000, 0)
@@ -200,7 +201,7 @@ def test_the_default_swap_space_is_smaller_on_a_host_with_little_memory_and_says
     assert blocks(None).swap_slots(sizes) == (0, 0)
 
 
-def test_a_swap_space_that_was_asked_for_and_cannot_be_had_is_refused(
+def test_a_requested_swap_space_that_does_not_fit_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     has_available(monkeypatch, 1 << 30)
@@ -213,7 +214,7 @@ def test_a_swap_space_that_was_asked_for_and_cannot_be_had_is_refused(
     assert "swap_blocks = 0" in text
 
 
-def test_a_backend_whose_swap_space_cannot_be_had_is_not_opened_half(
+def test_a_backend_without_memory_for_its_swap_space_frees_everything(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_available(monkeypatch, 1000)

@@ -1,4 +1,4 @@
-"""Whole forward passes on a device, or in the interpreter, against the numpy reference."""
+"""Compares whole forward passes on a device, or in the interpreter, with the numpy reference."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_an_invariant_model_computes_what_the_reference_does(device: Device) -> 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_is_selected_shares_its_place_with_no_other_buffer(name: str, device: Device) -> None:
-    """Where all rows are selected, others stand in that place: whoever shared it would write over them."""
+def test_the_selected_rows_share_their_slot_with_no_other_buffer(name: str, device: Device) -> None:
+    """If all rows are selected, the input replaces this buffer: another buffer in its slot would overwrite the rows."""
     ops = TritonOps(device, torch.float32)
     program = record(decoder_of(CONFIGS[name], ops), ops, max_tokens=64, max_sampled=64)
     assert ops.recording is not None

@@ -1,4 +1,4 @@
-"""What a step's batch may be: any company, rows that are only kept, nothing sampled, padding."""
+"""Kinds of batches: any mix of requests, rows that are only kept, nothing sampled, padding."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from weft.ops.triton.linear import padded_rows
 
 
 @pytest.mark.parametrize("name", ["all norms, with an offset; windows, caps, gelu", "experts"])
-def test_a_batch_invariant_model_gives_a_token_the_same_bits_in_any_company(
-    name: str, device: Device
-) -> None:
+def test_a_batch_invariant_model_gives_a_token_the_same_bits_in_any_batch(name: str, device: Device) -> None:
     program, cache = build(CONFIGS[name], device, torch.bfloat16, invariant=True)
     together = [
         program.run(device_batch(step, device), cache)[0].clone() for step in TEXTS.steps([[5, 9, 8]])
@@ -42,7 +40,7 @@ def test_a_batch_invariant_model_gives_a_token_the_same_bits_in_any_company(
     assert torch.equal(alone[3], torch.cat([together[0][3:4], together[0][10:14]]))
 
 
-def test_rows_that_are_not_sampled_are_handed_out_for_later(device: Device) -> None:
+def test_selected_rows_that_are_not_sampled_are_returned_for_later(device: Device) -> None:
     program, cache = build(PLAIN, device)
     [step] = TEXTS.steps([[5, 4, 0]])
     whole, others = program.run(device_batch(step, device), cache)
@@ -69,8 +67,8 @@ def test_a_step_may_sample_nothing_and_keep_nothing(device: Device) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 17, 41])
-def test_what_lies_behind_a_step_in_its_buffers_changes_nothing(device: Device, count: int) -> None:
-    """Products take some rows of it along."""
+def test_old_rows_in_the_buffers_after_those_of_the_step_change_nothing(device: Device, count: int) -> None:
+    """Padded products read some of these rows."""
     program, cache = build(PLAIN, device)
     for slot in program._slots:
         slot.fill_(float("nan"))
@@ -89,7 +87,7 @@ def test_products_are_padded_to_few_sizes_and_by_little(rows: int) -> None:
 
 
 def test_padding_changes_nothing_and_is_not_written(device: Device) -> None:
-    """As a graph of three requests runs a step of two."""
+    """Like a graph of three requests that runs a step of two."""
     program, cache = build(PLAIN, device)
     first, second = TEXTS.steps([[3, 2, 0], [1, 1, 0]])
     program.run(device_batch(first, device), cache)
@@ -122,7 +120,7 @@ def test_padding_changes_nothing_and_is_not_written(device: Device) -> None:
     assert torch.allclose(cache, written, atol=1e-5, equal_nan=True)
 
 
-def test_what_lies_between_attentions_comes_from_graphs_once_a_number_of_rows_came_back(
+def test_segments_between_attentions_run_from_graphs_after_a_row_count_repeats(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three steps with chunks of prompts, padded to 16 rows each."""
@@ -135,18 +133,19 @@ def test_what_lies_between_attentions_comes_from_graphs_once_a_number_of_rows_ca
         return capture(work, pool)
 
     monkeypatch.setattr(device, "capture", noted)
-    plan = [[9, 4, 0], [8, 2, 0], [9, 3, 0]]  # the last has more rows than the one that is captured
+    plan = [[9, 4, 0], [8, 2, 0], [9, 3, 0]]  # the last has more rows than the captured step
     expected = reference_logits(PLAIN, TEXTS, plan)
     for number, step in enumerate(TEXTS.steps(plan)):
         batch = device_batch(step, device)
         assert padded_rows(batch.tokens) == 16
         logits = program.run(batch, cache)[0].float().cpu().numpy()
         assert relative_error([logits], [expected[number]]) < 2e-5
-    # Behind every attention but the last, when the number came back; and never again. Behind the last are selected rows.
+    # One capture after every attention but the last, when the row count repeats; and none later. Selected rows follow
+    # the last.
     assert captured == [1] * (PLAIN.layers - 1)
 
 
-def test_a_stretch_that_cannot_be_captured_is_launched(
+def test_a_segment_that_cannot_be_captured_is_launched(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program, cache = build(PLAIN, device)
@@ -162,9 +161,7 @@ def test_a_stretch_that_cannot_be_captured_is_launched(
         assert relative_error([logits], [theirs]) < 2e-5
 
 
-def test_so_many_numbers_of_rows_have_graphs_and_no_more(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limited_number_of_row_counts_have_graphs(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piecewise_graphs, "_MOST_SIZES", 1)
     graphs = piecewise_graphs.PiecewiseGraphs(device)
     assert [graphs.serve(rows) for rows in (16, 32, 16, 32, 32, 16)] == [

@@ -1,4 +1,4 @@
-"""Rope, query and key norms and the write to the cache, against numpy in float64."""
+"""RoPE, query and key norms and the write to the cache, compared with numpy in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rope_of(pairs: int, interleaved: bool = False, scale: float = 1.0) -> Rope:
 def turned(
     step: Step, rope: Rope, norm: QkNorm | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows, and the cache, that was not a number anywhere."""
+    """Returns the rows, and the cache, which was all NaN before."""
     qkv, cache = step.device_qkv(), step.device_cache(step.cache(filled=False))
     if norm is not None:
         norm = QkNorm(step.tensor(norm.query), step.tensor(norm.key), norm.epsilon)
@@ -43,7 +43,7 @@ def check(step: Step, rope: Rope, norm: QkNorm | None = None, tolerance: float =
     keys = expected_cache[cells // block_size, LAYER, 0, cells % block_size].reshape(count, -1)
     key_columns = slice(query_columns, query_columns + keys.shape[1])
     np.testing.assert_allclose(qkv[:count, key_columns], keys, rtol=tolerance, atol=tolerance)
-    # NaN stands where nothing may be written.
+    # NaN stays wherever nothing may be written.
     np.testing.assert_allclose(
         cache, expected_cache.transpose(0, 1, 2, 4, 3, 5), rtol=tolerance, atol=tolerance
     )
@@ -59,8 +59,8 @@ CASES = {
     "heads of 128": (replace(MIXED, head_size=128), rope_of(64)),
     "heads of 256": (replace(MIXED, head_size=256), rope_of(128)),
     "neighbours turn": (MIXED, rope_of(32, interleaved=True)),
-    "a part of a head turns": (MIXED, rope_of(16)),
-    "an odd part of a head turns": (replace(MIXED, head_size=80), rope_of(10, interleaved=True)),
+    "RoPE on a part of a head": (MIXED, rope_of(16)),
+    "RoPE on an odd part of a head": (replace(MIXED, head_size=80), rope_of(10, interleaved=True)),
     "turning scales": (MIXED, rope_of(32, scale=1.2)),
     "more heads than one program takes": (replace(MIXED, heads=21, kv_heads=7), rope_of(32)),
     "padding": (replace(MIXED, padding=3), rope_of(32)),
@@ -68,7 +68,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("case", "rope"), CASES.values(), ids=CASES.keys())
-def test_queries_and_keys_turn_in_place_and_keys_and_values_are_in_the_cache(
+def test_queries_and_keys_are_rotated_in_place_and_keys_and_values_are_cached(
     case: Case, rope: Rope, device: Device
 ) -> None:
     check(Step(case, device), rope)
@@ -77,7 +77,7 @@ def test_queries_and_keys_turn_in_place_and_keys_and_values_are_in_the_cache(
 @pytest.mark.parametrize("whole_row", [False, True], ids=["each head", "the whole row"])
 @pytest.mark.parametrize("rope", [rope_of(32), rope_of(20), rope_of(32, interleaved=True)])
 @pytest.mark.parametrize("heads", [4, 22])
-def test_queries_and_keys_are_normalised_before_they_turn(
+def test_queries_and_keys_are_normalised_before_rope(
     rope: Rope, whole_row: bool, heads: int, device: Device
 ) -> None:
     case = replace(MIXED, heads=heads)
@@ -87,14 +87,14 @@ def test_queries_and_keys_are_normalised_before_they_turn(
     check(Step(case, device), rope, QkNorm(query, key, 1e-5))
 
 
-def test_the_cache_of_a_card_is_rounded_to_its_type(device: Device) -> None:
+def test_the_cache_is_rounded_to_its_type(device: Device) -> None:
     case = replace(MIXED, head_size=128)
     norm = QkNorm(np.ones(128, np.float32), np.full(128, 0.5, np.float32), 1e-6)
     check(Step(case, device, torch.bfloat16), rope_of(64), norm, tolerance=1e-2)
     check(Step(case, device, torch.bfloat16), rope_of(64), tolerance=1e-2)
 
 
-def test_values_are_stored_as_they_are(device: Device) -> None:
+def test_values_are_stored_unchanged(device: Device) -> None:
     case = replace(MIXED, head_size=128)
     step = Step(case, device, torch.bfloat16)
     norm = QkNorm(np.full(128, 3.0, np.float32), np.full(128, 3.0, np.float32), 1e-6)

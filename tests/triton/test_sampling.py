@@ -1,4 +1,4 @@
-"""The sampler of the device against the numpy sampler, which defines it: the same noise, tokens and errors."""
+"""Compares the device sampler with the numpy sampler that defines it: the same noise, tokens and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.sampling.reference import FORBIDDEN, NOT_A_NUMBER, OVERFLOW  # noqa: E
 if TYPE_CHECKING:
     from weft.ops.triton.device import Device
 
-# The interpreter computes with numpy, which says what a card keeps to itself.
+# The interpreter computes with numpy, which warns about NaN and overflow; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -48,7 +48,7 @@ def gumbel_kernel(bits_ptr, single_ptr, double_ptr, COUNT: tl.constexpr):
     tl.store(double_ptr + lanes, gumbel_double(bits))
 
 
-def test_the_bits_of_the_noise_are_those_of_the_definition(device: Device) -> None:
+def test_the_bits_of_the_noise_equal_the_definition(device: Device) -> None:
     pairs = [(s, i) for s in (0, 1, -1, 42, 2**63 - 1, -(2**63)) for i in (0, 1, 7, 4095)]
     tokens = np.array([0, 1, 2, 3, 49_151, 151_935, 200_000, 2**31 - 2])
     place = device.torch_device
@@ -98,7 +98,7 @@ def test_all_parameters_together_give_the_tokens_errors_and_logprobs_of_numpy(
         assert_same(found, step.expected(logits, masks))
 
 
-def test_a_row_has_the_same_result_alone_and_in_company(device: Device) -> None:
+def test_a_row_has_the_same_result_alone_and_in_a_batch(device: Device) -> None:
     random = np.random.default_rng(11)
     step, logits, masks = random_step(random, 10, 700)
     on_device = OnDevice(device, 700)
@@ -110,17 +110,15 @@ def test_a_row_has_the_same_result_alone_and_in_company(device: Device) -> None:
         )
         assert one.errors.get(0) == together.errors.get(entry)
         assert one.tokens[0] == together.tokens[entry]
-        told = None if together.logprobs is None else together.logprobs[entry]
-        assert (one.logprobs[0] if one.logprobs else None) == told
+        expected = None if together.logprobs is None else together.logprobs[entry]
+        assert (one.logprobs[0] if one.logprobs else None) == expected
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-300])
-def test_of_equally_good_tokens_greedy_takes_the_lowest_wherever_they_lie(
-    temperature: float, device: Device
-) -> None:
+def test_at_a_tie_greedy_takes_the_lowest_token_at_any_position(temperature: float, device: Device) -> None:
     on_device = OnDevice(device, 5000)
     logits = np.zeros((3, 5000), np.float32)
     logits[0, [4100, 3, 2050]] = 2.0
@@ -134,9 +132,9 @@ def test_of_equally_good_tokens_greedy_takes_the_lowest_wherever_they_lie(
         assert found.tokens.tolist() == [3, 2047, 900]
 
 
-def test_two_sums_too_close_for_single_precision_are_told_apart(device: Device) -> None:
-    """Token 1500's logit makes up for its noise but for the rounding: it wins or loses by less than a ten millionth."""
-    seeds = list(range(32))  # so many that a program looks at more than one tile
+def test_two_sums_too_close_for_single_precision_are_distinguished(device: Device) -> None:
+    """The logit of token 1500 offsets its noise up to rounding: it wins or loses by less than 1e-7."""
+    seeds = list(range(32))  # so many that a program has more than one tile
     keys = noise_keys(np.array(seeds, np.uint64), np.zeros(len(seeds), np.int64))
     noise = gumbel(uniform(bits_of_numpy(keys[:, None], np.array([7, 476, 1500])[None, :])))
     on_device = OnDevice(device, 2000)
@@ -152,8 +150,8 @@ def test_two_sums_too_close_for_single_precision_are_told_apart(device: Device) 
     assert drawn == {7, 476, 1500}
 
 
-def test_a_token_far_below_the_best_wins_where_its_noise_is_rare_enough(device: Device) -> None:
-    """Seed 1322 gives token 1684 noise of 18.5, as one in a hundred million gets."""
+def test_a_token_far_below_the_best_wins_if_its_noise_is_large_enough(device: Device) -> None:
+    """Seed 1322 gives token 1684 a noise of 18.5, which is one in a hundred million."""
     step = Step([SamplingParams(), SamplingParams(top_k=1990)], seeds=[1322, 1322])
     on_device = OnDevice(device, 2000)
     for below, expected in ((15.0, [1684, 1684]), (25.0, [7, 7])):
@@ -163,10 +161,10 @@ def test_a_token_far_below_the_best_wins_where_its_noise_is_rare_enough(device: 
 
 
 @pytest.mark.parametrize("beginning", [-np.inf, -20.0, 0.0, 30.0])
-def test_tokens_are_drawn_rightly_however_poor_the_first_ones_of_a_piece_are(
+def test_tokens_are_drawn_correctly_even_if_the_first_ones_of_a_piece_are_poor(
     beginning: float, device: Device
 ) -> None:
-    """The first tokens tell which of the others are looked at closely: none of them, few, or all."""
+    """The first tokens decide which of the others are computed: none, few, or all."""
     logits = np.random.default_rng(3).normal(size=(32, 3000)).astype(np.float32)
     logits[:, :1024] += np.float32(beginning)
     step = Step([SamplingParams(), SamplingParams(temperature=0.01)] * 16)
@@ -174,9 +172,7 @@ def test_tokens_are_drawn_rightly_however_poor_the_first_ones_of_a_piece_are(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_not_a_number_fails_alone_wherever_it_stands(
-    temperature: float, device: Device
-) -> None:
+def test_a_row_with_nan_fails_alone_at_any_position(temperature: float, device: Device) -> None:
     on_device = OnDevice(device, 2100)
     params = [
         SamplingParams(temperature=temperature),
@@ -191,14 +187,16 @@ def test_a_row_that_is_not_a_number_fails_alone_wherever_it_stands(
         found = on_device.sample(step, logits)
         assert found.errors == {1: NOT_A_NUMBER, 2: NOT_A_NUMBER}
         assert_same(found, step.expected(logits))
-        assert found.tokens[[1, 2]].tolist() == [0, 0], "the next step may compute it before the host knows"
+        assert found.tokens[[1, 2]].tolist() == [0, 0], (
+            "the next step may use the token before the host sees the error"
+        )
     logits[:] = -np.inf
     assert on_device.sample(step, logits).errors == dict.fromkeys(range(4), NOT_A_NUMBER)
 
 
-def test_a_request_whose_parameters_leave_nothing_fails_alone(device: Device) -> None:
+def test_a_request_with_parameters_that_forbid_every_token_fails_alone(device: Device) -> None:
     logits = np.full((4, 8), -np.inf, np.float32)
-    logits[:, 3] = 1.0  # an end
+    logits[:, 3] = 1.0  # an end token
     step = Step(
         [
             SamplingParams(temperature=0.0),

@@ -1,4 +1,4 @@
-"""The filters of the device, which find their floors without sorting, against numpy's, which sorts."""
+"""Compares the filters of the device, which find floors without sorting, with numpy's, which sort."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.request import SamplingParams  # noqa: E402
 if TYPE_CHECKING:
     from weft.ops.triton.device import Device
 
-# The interpreter computes with numpy, which says what a card keeps to itself.
+# The interpreter computes with numpy, which warns about NaN and overflow; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
     WAYS_OF_CHOOSING,
     ids=str,
 )
-def test_each_way_of_choosing_gives_numpys_tokens_over_a_vocabulary_of_several_pieces(
+def test_each_way_of_choosing_gives_the_tokens_of_numpy_over_several_pieces(
     options: dict[str, Any], dtype: Any, device: Device
 ) -> None:
     random = np.random.default_rng(5)
@@ -47,16 +47,16 @@ def test_each_way_of_choosing_gives_numpys_tokens_over_a_vocabulary_of_several_p
         ({"top_k": 3}, 3),
         ({"top_k": 1}, 1),
         ({"top_p": 0.69}, 2),
-        ({"top_p": 0.71}, 3),  # 0.4 + 0.3 is not enough yet
+        ({"top_p": 0.71}, 3),  # 0.4 + 0.3 is not enough
         ({"top_p": 1e-9}, 1),
         ({"min_p": 0.5}, 2),  # half of 0.4
         ({"min_p": 1.0}, 1),
-        ({"top_k": 4, "top_p": 0.72}, 2),  # of what top-k left: 0.42, 0.32, 0.16, 0.11
+        ({"top_k": 4, "top_p": 0.72}, 2),  # of what top-k kept: 0.42, 0.32, 0.16, 0.11
     ],
     ids=str,
 )
 def test_filters_keep_the_most_likely(options: dict[str, Any], allowed: int, device: Device) -> None:
-    """The noise of these seeds makes the fifth, third and first of the likely tokens win without a filter."""
+    """Without a filter, the noise of these seeds makes the fifth, third and first of the likely tokens win."""
     logits = np.full((1, 64), -80.0, np.float32)
     logits[0, 10:15] = np.log([0.4, 0.3, 0.15, 0.1, 0.05])
     on_device = OnDevice(device, 64)
@@ -68,7 +68,7 @@ def test_filters_keep_the_most_likely(options: dict[str, Any], allowed: int, dev
 
 
 def winning_seeds(logits: np.ndarray) -> list[int]:
-    """Of each likely token a seed that draws it where nothing is filtered."""
+    """For each likely token, a seed that draws it without filters."""
     step = Step([SamplingParams()] * 200, rows=list(range(200)))
     tokens = step.expected(np.repeat(logits, 200, axis=0)).tokens.tolist()
     return [tokens.index(token) for token in (14, 13, 12, 11, 10)]
@@ -88,8 +88,8 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept(device: Device) -> None
     assert drawn == {3, 9, 20, 31}
 
 
-def test_typical_p_cuts_exactly_however_coarse_the_logits_are(device: Device) -> None:
-    """Surprise is a difference, and has bits that bfloat16 logits do not: here 2.638 and 2.630, of which the larger goes."""
+def test_typical_p_cuts_exactly_even_with_coarse_logits(device: Device) -> None:
+    """Surprise is a difference, with bits that bfloat16 logits lack: here 2.638 and 2.630; the larger one is removed."""
     logits = np.full((12, 212), -2.0, np.float32)
     logits[:, :2] = [1.9921875, 1.984375]
     step = Step([SamplingParams(typical_p=0.7)] * 12)
@@ -99,10 +99,11 @@ def test_typical_p_cuts_exactly_however_coarse_the_logits_are(device: Device) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_filters_serve_both_short_lists_and_distributions_too_flat_for_any(
+def test_filters_work_with_short_lists_and_with_distributions_too_flat_for_a_list(
     dtype: Any, device: Device
 ) -> None:
-    """Alike but for the scale of the logits: a list settles the first and not the last, and both are numpy's."""
+    """The cases differ only in the scale of the logits: a list is enough for the first and not for the last; both
+    equal numpy."""
     options: list[dict[str, Any]] = [
         {"top_p": 0.9},
         {"min_p": 0.1},
@@ -110,7 +111,7 @@ def test_filters_serve_both_short_lists_and_distributions_too_flat_for_any(
         {"top_k": 30, "typical_p": 0.5},
         {},
     ]
-    vocabulary = 150_000 if device.is_card else 4_000  # as lists are long there and short here
+    vocabulary = 150_000 if device.is_card else 4_000  # lists are long on a GPU and short in the interpreter
     on_device = OnDevice(device, vocabulary)
     settled = []
     for scale in (10.0, 1.5, 0.01):
@@ -120,4 +121,4 @@ def test_filters_serve_both_short_lists_and_distributions_too_flat_for_any(
         assert_same(on_device.sample(step, logits, dtype=dtype), step.expected(logits))
         settled.append(on_device.sampler._settled[:5].tolist())
     assert settled[0] == [1, 1, 1, 1, 0], "without a filter there is no list"
-    assert settled[2] == [0, 0, 0, 1, 0], "thirty tokens are few wherever they are"
+    assert settled[2] == [0, 0, 0, 1, 0], "thirty tokens fit into a list at any position"

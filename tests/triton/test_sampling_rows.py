@@ -1,4 +1,4 @@
-"""What a device's rows know of their parameters, the paths chosen by it, padding, graphs, and logprobs."""
+"""Sampling parameters of device rows, the path chosen from them, padding, graphs, and logprobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.sampling import reference as twin  # noqa: E402
 if TYPE_CHECKING:
     from weft.ops.triton.device import Device
 
-# The interpreter computes with numpy, which says what a card keeps to itself.
+# The interpreter computes with numpy, which warns about NaN and overflow; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
         ({"temperature": 0.0}, "greedy"),
         ({"temperature": 0.0, "top_p": 0.5, "top_k": 3}, "greedy"),  # filters never remove the best
         ({"temperature": 0.5}, "plain"),
-        ({"temperature": 0.5, "top_k": 1000}, "plain"),  # as many as there are
+        ({"temperature": 0.5, "top_k": 1000}, "plain"),  # the whole vocabulary
         ({"top_p": 0.9}, "full"),
         ({"temperature": 0.0, "repetition_penalty": 1.1}, "full"),
         ({"temperature": 0.0, "presence_penalty": 0.1}, "full"),
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
     ],
     ids=str,
 )
-def test_the_path_is_the_shortest_that_serves_all_rows(
+def test_the_path_is_the_shortest_that_works_for_all_rows(
     options: dict[str, Any], kind: str, device: Device
 ) -> None:
     sampler = OnDevice(device, 1000).sampler
@@ -49,10 +49,10 @@ def test_the_path_is_the_shortest_that_serves_all_rows(
     assert sampler.path([0, 1]).kind == kind
     assert sampler.path([0], masked=True).kind == "full"
     sampler.start(Step([SamplingParams(temperature=0.0)], rows=[1]).starts)
-    assert sampler.path([0, 1]).kind == "greedy", "what a row's last request asked for is over with it"
+    assert sampler.path([0, 1]).kind == "greedy", "the parameters of the row's last request must not remain"
 
 
-def test_a_row_taken_over_by_another_request_follows_the_new_parameters(device: Device) -> None:
+def test_a_row_reused_by_another_request_follows_the_new_parameters(device: Device) -> None:
     logits = np.zeros((1, 32), np.float32)
     on_device = OnDevice(device, 32)
     for favoured in (5, 9, 5):
@@ -62,7 +62,7 @@ def test_a_row_taken_over_by_another_request_follows_the_new_parameters(device: 
     assert on_device.sample(Step([SamplingParams(temperature=0.0)]), logits).tokens[0] == 0
 
 
-def test_rows_with_all_the_biases_and_stops_that_are_allowed_are_served(device: Device) -> None:
+def test_rows_with_the_most_allowed_biases_and_stop_tokens_work(device: Device) -> None:
     stops = tuple(range(1500, 2500))
     biases = {token: 0.001 * token for token in range(1000, 2024)}
     step = Step([SamplingParams(temperature=0.0, logit_bias=biases, min_tokens=5, stop_token_ids=stops)] * 5)
@@ -70,17 +70,17 @@ def test_rows_with_all_the_biases_and_stops_that_are_allowed_are_served(device: 
     assert_same(OnDevice(device, 2600).sample(step, logits), step.expected(logits))
 
 
-def test_more_stop_tokens_than_a_row_holds_are_refused_in_words(device: Device) -> None:
+def test_more_stop_tokens_than_a_row_holds_are_rejected_with_a_message(device: Device) -> None:
     sampler = OnDevice(device, 3000).sampler
-    stops = tuple(range(100, 1124))  # all that a request may have, and the two ends of the model
+    stops = tuple(range(100, 1124))  # the most that a request may have, plus the two end tokens of the model
     sampler.start(Step([SamplingParams(min_tokens=2, stop_token_ids=stops), SamplingParams()]).starts)
     assert list(sampler.refused) == [0]
     assert "1026 stop tokens" in sampler.refused[0] and "1024" in sampler.refused[0]
     sampler.start(Step([SamplingParams(stop_token_ids=stops)]).starts)
-    assert not sampler.refused, "without min_tokens nothing is held back"
+    assert not sampler.refused, "without min_tokens the stop tokens need no room in the row"
 
 
-def test_padded_entries_and_other_rows_are_left_alone(device: Device) -> None:
+def test_padded_entries_and_other_rows_are_not_changed(device: Device) -> None:
     on_device = OnDevice(device, 100)
     on_device.row_tokens.fill_(77)
     on_device.sampler.tokens.fill_(55)
@@ -93,7 +93,7 @@ def test_padded_entries_and_other_rows_are_left_alone(device: Device) -> None:
 
 
 def test_penalties_count_what_earlier_steps_sampled_on_the_device(device: Device) -> None:
-    """The host learns of these tokens later: nobody tells the sampler."""
+    """The host gets these tokens later: the sampler must count them without it."""
     on_device = OnDevice(device, 50)
     params = SamplingParams(temperature=0.0, frequency_penalty=2.0, repetition_penalty=1.1)
     step = Step([params], histories=[(1, 2, 3)])
@@ -140,9 +140,7 @@ def test_every_path_can_be_captured_and_replayed(params: SamplingParams, device:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logprobs_go_to_those_who_asked_with_as_many_of_the_likeliest_as_they_asked_for(
-    dtype: Any, device: Device
-) -> None:
+def test_requests_get_logprobs_and_top_tokens_as_requested(dtype: Any, device: Device) -> None:
     logits = (np.random.default_rng(2).normal(size=(5, 9000)) * 2).astype(np.float32)
     logits = torch.from_numpy(logits).to(dtype).to(torch.float32).numpy()  # bfloat16: many ties
     counts = [None, 3, 0, 20, None]
@@ -150,11 +148,11 @@ def test_logprobs_go_to_those_who_asked_with_as_many_of_the_likeliest_as_they_as
     found = OnDevice(device, 9000).sample(step, logits, dtype=dtype)
     assert_same(found, step.expected(logits))
     assert found.logprobs is not None
-    told = [None if one is None else len(one.top) for one in found.logprobs]
-    assert told == counts
+    counted = [None if one is None else len(one.top) for one in found.logprobs]
+    assert counted == counts
 
 
-def test_scores_of_given_tokens_are_numpys(device: Device) -> None:
+def test_scores_of_given_tokens_equal_those_of_numpy(device: Device) -> None:
     random = np.random.default_rng(4)
     for vocabulary, top_count in ((1, 3), (40, 0), (1025, 20), (5000, 5)):
         sampler = OnDevice(device, vocabulary).sampler
@@ -179,13 +177,13 @@ def test_scores_of_given_tokens_are_numpys(device: Device) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_scores_by_logits_that_are_no_numbers_are_none_either(bad: float, device: Device) -> None:
+def test_scores_from_nan_logits_are_nan(bad: float, device: Device) -> None:
     logits = np.zeros((2, 60), np.float32)
     logits[1, 7] = bad
     place = device.torch_device
     tokens = torch.tensor([3, 3], dtype=torch.int32, device=place)
     pending = OnDevice(device, 60).sampler.score(torch.from_numpy(logits).to(place), tokens, 2)
     device.synchronize()
-    told = pending.read()
-    assert told[0] is not None and np.isfinite(told[0].logprob)
-    assert told[1] is not None and not np.isfinite(told[1].logprob)
+    logprobs = pending.read()
+    assert logprobs[0] is not None and np.isfinite(logprobs[0].logprob)
+    assert logprobs[1] is not None and not np.isfinite(logprobs[1].logprob)

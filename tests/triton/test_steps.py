@@ -1,4 +1,4 @@
-"""What of a forward pass is done in one go, and which buffers share a place."""
+"""Which operations of a forward pass are fused, and which buffers share a slot."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_a_plain_layer_is_four_products_around_attention(device: Device) -> None
     assert isinstance(last, NormStep) and last.output is rows
 
 
-def test_a_norm_behind_a_product_takes_the_add_in(device: Device) -> None:
-    operations, rows = recorded(CONFIGS["norms behind, of whole rows"], device)
+def test_the_add_is_fused_into_a_norm_after_a_product(device: Device) -> None:
+    operations, rows = recorded(CONFIGS["post-norms of whole rows"], device)
     steps = steps_of(operations, {rows})
     assert [step.added for step in steps if isinstance(step, NormStep)] == [True, True, True, True, False]
     assert not any(isinstance(step, Add) for step in steps)
 
 
-def test_a_norm_with_two_readers_is_made_once() -> None:
+def test_a_norm_with_two_readers_is_computed_once() -> None:
     hidden, normed, left, right = (Buffer(8) for _ in range(4))
     norm = Norm(hidden, None, 1e-5, normed)
     operations: list[Operation] = [norm, Product(normed, None, left), Product(normed, None, right)]
@@ -67,7 +67,7 @@ def test_a_norm_with_two_readers_is_made_once() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_place_is_not_used_again_while_its_content_is_needed(name: str, device: Device) -> None:
+def test_a_slot_is_not_reused_while_its_content_is_needed(name: str, device: Device) -> None:
     operations, rows = recorded(CONFIGS[name], device)
     steps = steps_of(operations, {rows})
     slots = assigned_slots(steps, {rows})
@@ -85,7 +85,7 @@ def test_a_place_is_not_used_again_while_its_content_is_needed(name: str, device
     assert holds[slots.places[rows]] is rows
 
 
-def test_layers_use_the_same_places_again(device: Device) -> None:
+def test_layers_reuse_the_same_slots(device: Device) -> None:
     operations, rows = recorded(PLAIN, device)
     steps = steps_of(operations, {rows})
     selected = [step for step in steps if isinstance(step, SelectRows)]

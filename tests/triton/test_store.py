@@ -1,4 +1,4 @@
-"""Blocks that are quantised on the device are what numpy makes of them, to the bit."""
+"""Blocks quantised on the device have the same bits as in numpy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYERS, BLOCKS, STORE_BLOCKS = 2, 5, 4
 
 
 def random_vectors(head_size: int, block_size: int) -> np.ndarray:
-    """Of every size, with and without a bias, as full blocks lie."""
+    """Vectors of many magnitudes, with and without a bias, in the layout of full blocks."""
     chance = np.random.default_rng(7)
     shape = (BLOCKS, LAYERS, 2, 2, block_size)
     sizes = 10.0 ** chance.uniform(-6, 4, (*shape, 1))
@@ -36,7 +36,7 @@ def cache_of(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("head_size", "block_size"), [(64, 16), (128, 32), (80, 8), (16, 16), (6, 4)])
-def test_a_moved_block_holds_the_codes_of_its_vectors_and_no_other_is_touched(
+def test_a_moved_block_holds_the_codes_of_its_vectors_and_no_other_block_changes(
     device: Device, dtype: torch.dtype, bits: int, head_size: int, block_size: int
 ) -> None:
     cache = cache_of(random_vectors(head_size, block_size), bits, device, dtype)
@@ -48,7 +48,7 @@ def test_a_moved_block_holds_the_codes_of_its_vectors_and_no_other_is_touched(
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_vector_that_is_no_number_is_none_as_a_whole_and_no_other(device: Device, bits: int) -> None:
+def test_a_vector_with_nan_becomes_all_nan_and_no_other_changes(device: Device, bits: int) -> None:
     vectors = random_vectors(16, 4)
     vectors[0, 0, 0, 1, 2, 3] = np.nan
     vectors[0, 1, 1, 0, 3, 15] = -np.inf
@@ -60,7 +60,7 @@ def test_a_vector_that_is_no_number_is_none_as_a_whole_and_no_other(device: Devi
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_what_no_scale_is_small_or_large_enough_for_is_cut_off_as_in_numpy(device: Device, bits: int) -> None:
+def test_values_outside_the_range_of_scales_are_clipped_as_in_numpy(device: Device, bits: int) -> None:
     vectors = np.zeros((1, 1, 2, 1, 4, 16), np.float32)
     vectors[0, 0, 0, 0, 0, :2] = [1e30, -1e30]
     vectors[0, 0, 0, 0, 1, :2] = [1e30, 5e6]
@@ -77,8 +77,8 @@ def test_one_layer_is_moved_alone(device: Device) -> None:
     np.testing.assert_array_equal(np.argwhere(moved), [[1, 1]])
 
 
-def test_heads_and_blocks_that_do_not_pack_are_refused_with_what_would(device: Device) -> None:
+def test_head_and_block_sizes_that_do_not_pack_are_rejected_with_a_remedy(device: Device) -> None:
     with pytest.raises(InvalidRequestError, match="use 8 bits"):
         new_store(1, 1, 16, AttentionShape(1, 1, 15, 1.0), 4, device)
-    with pytest.raises(InvalidRequestError, match="a block_size that is even"):
+    with pytest.raises(InvalidRequestError, match="set block_size to an even number"):
         new_store(1, 1, 3, AttentionShape(1, 1, 6, 1.0), 4, device)

@@ -1,5 +1,5 @@
-"""Attention over a two-tier cache, in every company, against numpy in float64: each token reads each block from the tier
-that its position says, and from no other."""
+"""Attention over a two-tier cache in many kinds of batches, compared with numpy in float64: each token reads each
+block only from the tier that its position requires."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TAIL_BLOCKS = 3
 
 @dataclass
 class TieredStep:
-    """A step of `attention_cases` whose old blocks are quantised. Full blocks that no token of it reads are not numbers,
-    and what the tables say of them is another's."""
+    """A step of `attention_cases` with old blocks quantised. Full blocks that no token reads are NaN, and their table
+    entries name blocks of other requests."""
 
     step: Step
     bits: int
@@ -49,13 +49,13 @@ class TieredStep:
             vectors = full[torch.from_numpy(step.block_tables[request, :count]), LAYER].float().cpu().numpy()
             parts = torch.from_numpy(laid_out(quantised(vectors, self.bits), self.bits))
             store[torch.from_numpy(self.tables[request, :count]), LAYER] = parts.to(store.device)
-        store[torch.from_numpy(free)] = -1  # scales that are no numbers
+        store[torch.from_numpy(free)] = -1  # NaN scales
         for request, part in enumerate(case.parts):
             gone = step.block_tables[request, : self.borders(part)[0]]
             full[torch.from_numpy(gone)] = float("nan")
 
     def borders(self, part: Part) -> tuple[int, int]:
-        """How many blocks the first and the last token of a part read from the store."""
+        """The number of blocks that the first and the last token of a part read from the store."""
         return (
             stored_blocks(part.cached, self.step.case.block_size, self.tail_blocks),
             stored_blocks(part.context - 1, self.step.case.block_size, self.tail_blocks),
@@ -81,7 +81,7 @@ class TieredStep:
         return output
 
     def expected(self) -> np.ndarray:
-        """Token by token, with the vectors as it reads them."""
+        """The expected result, token by token, from the vectors that each token reads."""
         step, case = self.step, self.step.case
         group = case.heads // case.kv_heads
         queries = step.qkv[:, : case.heads * case.head_size].reshape(-1, case.heads, case.head_size)
@@ -121,7 +121,7 @@ def decodes(*contexts: int) -> Sequence[Part]:
 
 
 def each_in_some_bits(cases: dict[str, Case]) -> pytest.MarkDecorator:
-    """By turns: what differs between 8 and 4 does not depend on what the others do, and the interpreter takes its time."""
+    """Alternates between 8 and 4 bits: the difference does not depend on the rest, and the interpreter is slow."""
     values = [(case, (8, 4)[number % 2]) for number, case in enumerate(cases.values())]
     ids = [f"{name}, {bits} bits" for name, (_, bits) in zip(cases, values, strict=True)]
     return pytest.mark.parametrize(("case", "bits"), values, ids=ids)
@@ -130,7 +130,7 @@ def each_in_some_bits(cases: dict[str, Case]) -> pytest.MarkDecorator:
 DECODES = {
     "nothing is stored": Case(decodes(1, 30, 63)),
     "the first block is stored": Case(decodes(64, 65)),
-    "the border is on no tile's": Case(decodes(95, 96, 97, 112, 200)),
+    "the border is inside a tile": Case(decodes(95, 96, 97, 112, 200)),
     "many splits": Case(decodes(700)),
     "blocks of 32": Case(decodes(170, 133, 127), block_size=32),
     "seven heads to one": Case(decodes(200, 3), heads=7, kv_heads=1),
@@ -171,7 +171,7 @@ def test_a_decoded_token_reads_old_blocks_from_the_store(case: Case, bits: int, 
 
 
 @each_in_some_bits(CHUNKS)
-def test_each_token_of_a_chunk_reads_each_block_where_its_position_says(
+def test_each_token_of_a_chunk_reads_each_block_from_the_tier_of_its_position(
     case: Case, bits: int, device: Device
 ) -> None:
     check(case, device, bits)
@@ -181,12 +181,10 @@ def test_each_token_of_a_chunk_reads_each_block_where_its_position_says(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "case",
-    [DECODES["heads of 128"], DECODES["the border is on no tile's"], CHUNKS["heads of 128"]],
+    [DECODES["heads of 128"], DECODES["the border is inside a tile"], CHUNKS["heads of 128"]],
     ids=["decodes", "short heads decoded", "chunk"],
 )
-def test_both_tiers_serve_in_half_the_precision(
-    case: Case, bits: int, dtype: torch.dtype, device: Device
-) -> None:
+def test_both_tiers_work_in_half_precision(case: Case, bits: int, dtype: torch.dtype, device: Device) -> None:
     check(case, device, bits, dtype)
 
 
@@ -202,7 +200,7 @@ SHARED = {
 
 @pytest.mark.parametrize("leeway", [0, 3])
 @each_in_some_bits(SHARED)
-def test_a_batch_that_fills_the_card_shares_the_tiles_of_both_tiers(
+def test_a_batch_that_fills_the_gpu_shares_the_tiles_of_both_tiers(
     case: Case, leeway: int, bits: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     splits = Splits(5, 128, shared=True, leeway=leeway)
@@ -223,7 +221,7 @@ INVARIANT = {
 
 
 @each_in_some_bits(INVARIANT)
-def test_in_the_invariant_mode_a_token_is_the_same_bits_in_a_chunk_and_decoded(
+def test_in_the_invariant_mode_a_token_has_the_same_bits_in_a_chunk_and_in_decode(
     case: Case, bits: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_module, "_LEAST_FIXED_SPLIT", 128)

@@ -1,4 +1,4 @@
-"""How tensors of model files come to a device."""
+"""Loading tensors of model files to a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.ops.triton.weights import Loader
 
 @dataclass(frozen=True)
 class StoredBytes(ArraySource):
-    """Whose bytes are in a format of their own."""
+    """A source with bytes in another format."""
 
     stored: np.ndarray | None = None
     kind: str = ""
@@ -51,7 +51,7 @@ def loader(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
-def test_every_format_becomes_the_same_numbers(kind: str, loader: Loader) -> None:
+def test_every_format_gives_the_same_numbers(kind: str, loader: Loader) -> None:
     values = in_bfloat16(draw(9, 6)).array
     source = {
         "F32": ArraySource(values),
@@ -63,7 +63,7 @@ def test_every_format_becomes_the_same_numbers(kind: str, loader: Loader) -> Non
     assert torch.equal(loader.stacked([source]).cpu(), expected)
 
 
-def test_tensors_lie_one_below_the_other(loader: Loader) -> None:
+def test_tensors_are_concatenated_by_rows(loader: Loader) -> None:
     first, second = in_bfloat16(draw(3, 4)), in_bfloat16(draw(5, 4))
     layer = loader.linear([first, second], [in_bfloat16(draw(3)), in_bfloat16(draw(5))])
     assert np.array_equal(layer.weight.float().cpu(), np.concatenate([first.array, second.array]))
@@ -73,7 +73,7 @@ def test_tensors_lie_one_below_the_other(loader: Loader) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_gate_and_up_of_an_expert_lie_in_turn(whole: bool, loader: Loader) -> None:
+def test_gate_and_up_of_an_expert_are_interleaved(whole: bool, loader: Loader) -> None:
     gate, up, down = (in_bfloat16(draw(2, *shape)).array for shape in ((3, 4), (3, 4), (4, 3)))
 
     def sources(stack: np.ndarray) -> list[StoredBytes]:
@@ -86,7 +86,7 @@ def test_gate_and_up_of_an_expert_lie_in_turn(whole: bool, loader: Loader) -> No
     assert np.array_equal(experts.down.float().cpu(), down)
 
 
-def test_a_norm_keeps_every_digit(loader: Loader) -> None:
+def test_a_norm_keeps_its_full_precision(loader: Loader) -> None:
     precise, stored = draw(7), in_bfloat16(draw(7))
     assert np.array_equal(loader.vector(ArraySource(precise), 0.0).cpu(), precise)
     assert np.array_equal(loader.vector(stored, 1.0).cpu(), stored.array + np.float32(1.0))
@@ -104,7 +104,7 @@ class Drawn:
     format_name: str = "BF16"
 
 
-def test_random_numbers_are_drawn_where_they_are_wanted(loader: Loader) -> None:
+def test_random_numbers_are_drawn_on_the_device(loader: Loader) -> None:
     drawn = loader.stacked([Drawn()]).float()
     assert abs(float(drawn.mean()) - 2.0) < 0.1
     assert abs(float(drawn.std()) - 0.5) < 0.05

@@ -1,4 +1,4 @@
-"""Plans for a two-tier cache, made by hand: blocks and moves as the rule of positions says, without a scheduler."""
+"""Plans for a two-tier cache without a scheduler: blocks and moves follow from the positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True, logpro
 
 @dataclass
 class Text:
-    """A request: its tokens as far as they are known, how many are computed, and where its blocks are."""
+    """A request: its known tokens, the number of computed ones, and its blocks."""
 
     row: int
     tokens: list[int]
@@ -25,7 +25,7 @@ class Text:
 
 
 class Planner:
-    """Makes plans one after the other; the blocks that a plan frees are the next one's."""
+    """Makes consecutive plans; the next plan may use the blocks that a plan frees."""
 
     def __init__(self, info: BackendInfo) -> None:
         self.info = info
@@ -35,7 +35,7 @@ class Planner:
         self._leaving: list[int] = []
 
     def plan(self, entries: list[tuple[Text, int]]) -> IterationPlan:
-        """The next step: so many tokens of each text. Those of one token at a text's end stand in front."""
+        """The plan of the next step: (text, number of tokens) pairs. Decodes come first."""
         size, tail = self.info.block_size, self.info.tail_blocks
         self._free += self._leaving
         self._leaving = []
@@ -64,7 +64,7 @@ class Planner:
                     )
                 )
                 text.begins = False
-                # What was moved and is needed in full too is moved again, as after a failed step.
+                # Stored blocks that are needed in full again are moved again, as after a failed step.
                 text.stored, again = text.stored[:needed], text.stored[needed:]
                 self._free_store += again
                 tables = [entry for entry in tables if entry[0] != text.row]

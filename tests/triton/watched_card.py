@@ -1,4 +1,4 @@
-"""A card whose every allocation is watched, and may be refused."""
+"""A device that tracks every allocation, and can fail them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.ops.triton.device import Device
 
 
 class WatchedCard(Device):
-    """Knows which of its tensors are still there. From allocation `refuse_from` on it has no memory."""
+    """Tracks which of its tensors are alive. From allocation number `refuse_from` on, it is out of memory."""
 
     def __init__(self, name: str, refuse_from: int | None = None) -> None:
         super().__init__(name)

@@ -217,7 +217,7 @@ class CompileOnlyDriver:
 class CompileOnlyDevice(Device):
     """A device with the properties of the GPU in the outline, but without memory: tensors have shapes and no data."""
 
-    stand_in_memory = 1 << 62
+    interpreter_memory = 1 << 62
 
     def __init__(self, outline: Outline, memory: str = "meta") -> None:
         self.torch_device = torch.device(memory)

@@ -45,7 +45,7 @@ class CpuOps(RecordingOps):
 
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> np.ndarray:
         """Unlike in numpy, the K and V of one KV head in a block are contiguous, as integers with scales
-        (`CachedHead` in csrc/kernels.h)."""
+        (`CachedHead` in csrc/kernels/kernels.h)."""
         words = _kernels.cache_room(block_size, shape.head_size)
         return _in_large_pages((blocks, layers, shape.kv_heads, block_size, words), np.uint16)
 

@@ -24,7 +24,7 @@ Quantize = Literal["int8", "int4"]
 
 
 class Layout(IntEnum):
-    """The numbers in csrc/kernels.h."""
+    """The numbers in csrc/kernels/kernels.h."""
 
     W4 = 0
     W8 = 1

@@ -1,7 +1,8 @@
-"""Attention over the paged cache: which kernel takes which requests of a step, in which tiles, and their workspace.
+"""Attention over the paged cache: chooses the kernel and the tile sizes for each request of a step, and owns the
+workspace.
 
-In the invariant mode a token's result is the same bits alone, in a batch, in a chunk and decoded: every context is cut
-at the same positions, both kernels use the same tiles, and splits are joined in their order.
+In the invariant mode the result of a token has the same bits alone, in a batch, in a chunk, and in decode: every
+context is cut at the same positions, both kernels use the same tiles, and splits are joined in order.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.ops.base import AttentionShape, QkNorm, TwoTierCache
 from weft.ops.triton.attention_decode import decode_attention
-from weft.ops.triton.attention_dense import dense_attention, dense_attention_serves, is_dense
+from weft.ops.triton.attention_dense import dense_attention, is_dense, supports_dense_attention
 from weft.ops.triton.attention_prefill import prefill_attention
-from weft.ops.triton.device import Device, pieces, power_of_two
+from weft.ops.triton.device import Device, ceil_divide, power_of_two
 from weft.ops.triton.device_batch import DeviceBatch
 from weft.ops.triton.rope import RopeTables, rope_and_write
 from weft.ops.triton.store import move_to_store
 from weft.tiers import stored_blocks
 
-# The least number of rows that the tensor cores multiply.
+# The fewest rows that tensor cores multiply.
 _LEAST_ROWS = 16
 
-# So many programs of decode attention run on a processor at the same time: registers allow no more. Small ones, which read a
-# store for few requests, are more.
+# Programs of decode attention that run on one multiprocessor at the same time, limited by registers. Small programs,
+# which read a store for few requests, need fewer registers, so more of them run.
 _PROGRAMS_AT_ONCE = 4
 _SMALL_PROGRAMS_AT_ONCE = 8
 _MOST_SPLITS = 16
 _LEAST_LONG_SPLIT = 512
 _LEAST_SHARED_SPLIT = 256
 
-# In the invariant mode, where the number of splits is given by the context, it bounds the workspace.
+# In the invariant mode the context length alone decides the number of splits. The limit bounds the workspace.
 _LEAST_FIXED_SPLIT, _MOST_FIXED_SPLITS = 512, 32
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts its work: rows of queries, positions of the context, and what works on them."""
+    """Tile sizes of a kernel: query rows and context positions; and its warps and pipeline stages."""
 
     rows: int
     positions: int
@@ -48,31 +49,31 @@ class Tiles(NamedTuple):
 
 
 class StoreTiles(NamedTuple):
-    """Of a kernel that works on `Tiles`, where it reads quantised blocks."""
+    """Tile sizes of the same kernel for the positions that it reads from the store."""
 
     positions: int
     stages: int
     registers: int | None = None
-    """At most so many for a thread, so that more programs run at the same time."""
+    """Most registers of a thread: a limit lets more programs run at the same time."""
 
 
 _NO_STORE = StoreTiles(0, 0)
 
 
 class Splits(NamedTuple):
-    """How the contexts of decoded requests are cut."""
+    """How the contexts of decoding requests are split."""
 
-    most: int  # of a request
+    most: int  # splits of a request; with `shared`: programs of a KV head
     smallest: int
     shared: bool = False
-    """All requests share `most` programs; a context up to `smallest` is not cut."""
+    """All requests share `most` programs. A context of up to `smallest` positions is not split."""
     leeway: int = 3
-    """None is, where the last of these programs to end then has no more tiles than that above its share. To read a
-    request in two pieces and to join them takes about as long as two or three tiles."""
+    """No context is split if the busiest program then reads at most this many tiles more than its equal share.
+    Reading a request in two parts and joining them costs about as much as two or three tiles."""
 
 
 class _Tiers(NamedTuple):
-    """A cache as kernels get it: one without a store has 0 bits of it."""
+    """The cache tensors that kernels get. Without a store, `bits` is 0."""
 
     full: Tensor
     codes: Tensor
@@ -82,7 +83,7 @@ class _Tiers(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """What of it decides how kernels are compiled."""
+        """The values that decide how kernels are compiled."""
         return self.full.shape[1], self.full.shape[4], self.bits, self.tail_blocks
 
 
@@ -94,7 +95,7 @@ def _tiers_of(cache: Tensor | TwoTierCache) -> _Tiers:
 
 
 class Attention:
-    """Attention of one shape and window, for every layer that has it; one step at a time."""
+    """Attention of one shape and window, for all layers with them; runs one step at a time."""
 
     def __init__(
         self,
@@ -113,11 +114,12 @@ class Attention:
         self.joined_rows = power_of_two(group)
         rows = max(_LEAST_ROWS, self.joined_rows)
         self.decode_tiles = Tiles(rows, 64, 2, 3) if self.width <= 128 else Tiles(rows, 32, 4, 3)
-        # Where rows are the columns of products, eight are enough. In the invariant mode they are those of chunks.
+        # Against the store, rows are the columns of products, and eight are enough. The invariant mode uses the rows
+        # of chunks.
         self.store_rows = rows if invariant else max(8, self.joined_rows)
         self.fixed_split = 0
         if invariant:
-            even = power_of_two(pieces(max_context, _MOST_FIXED_SPLITS))
+            even = power_of_two(ceil_divide(max_context, _MOST_FIXED_SPLITS))
             self.fixed_split = max(_LEAST_FIXED_SPLIT, even)
             self.prefill_tiles = self.decode_tiles
         elif self.width <= 128:
@@ -126,7 +128,7 @@ class Attention:
             self.prefill_tiles = Tiles(max(64, self.joined_rows), 32, 4, 2)
 
         self.prefill_store_tiles = StoreTiles(self.prefill_tiles.positions, self.prefill_tiles.stages)
-        # With two tiers: for few requests, and for so many that they share their programs. Measured on an H200.
+        # With two tiers: tiles for few requests, and for shared programs. Measured on an H200.
         plain = (self.decode_tiles, StoreTiles(self.decode_tiles.positions, self.decode_tiles.stages))
         self.tiered_tiles = (plain, plain)
         if not invariant and self.width <= 128:
@@ -136,15 +138,15 @@ class Attention:
             )
 
         self._most_requests = power_of_two(max_requests)
-        # What of all this decides how kernels are compiled.
+        # The values that decide how kernels are compiled.
         sizes = (shape.heads, shape.kv_heads, shape.head_size, self._most_requests)
         self._kind = (*sizes, shape.score_cap is not None, window, self.fixed_split)
 
         self.can_read_rows = not invariant and self.width == shape.head_size and device.dependent_launches
-        """Whether the card copies tiles of rows by itself (a Hopper does), and heads make such tiles."""
+        """True if the GPU has tensor memory copies (Hopper or newer) and the head size is a power of two."""
         self._described_rows: tuple[int, int, Tiles] | None = None
-        self.by_cudnn = not invariant and dense_attention_serves(shape, device)
-        # One at a time in the invariant mode: a sum over several depends on where the first of them stands.
+        self.by_cudnn = not invariant and supports_dense_attention(shape, device)
+        # One at a time in the invariant mode: the order of a sum over several depends on the index of the first.
         self.joined_at_once = 1 if invariant else max(1, min(8, 4096 // (self.joined_rows * self.width)))
         cuts = [
             (requests, self.splits(requests, max_context, tiered))
@@ -157,14 +159,15 @@ class Attention:
         self._split_peaks = device.empty(pairs * group, dtype=torch.float32)
         self.split_totals = device.empty(pairs * group, dtype=torch.float32)
         self.arrivals = device.zeros(max_requests * shape.kv_heads, dtype=torch.int32)
-        """How many splits of a request and KV head are done; 0 between two launches."""
+        """Finished splits of each request and KV head; 0 between two launches."""
 
     def splits(self, requests: int, longest_context: int, tiered: bool = False) -> Splits:
-        """When so many requests are decoded, and no context is longer; over two tiers, or one."""
+        """The splits for `requests` decoding requests with contexts of up to `longest_context`. `tiered`: the cache
+        has two tiers."""
         if self.fixed_split:
             seen = longest_context if self.window is None else min(longest_context, self.window)
-            # A window that begins in the middle of a split needs one more.
-            return Splits(pieces(seen, self.fixed_split) + (self.window is not None), self.fixed_split)
+            # A window that begins inside a split needs one more split.
+            return Splits(ceil_divide(seen, self.fixed_split) + (self.window is not None), self.fixed_split)
         at_once = _PROGRAMS_AT_ONCE * self.device.processors
         if tiered:
             fitting = _SMALL_PROGRAMS_AT_ONCE * self.device.processors // (requests * self.shape.kv_heads)
@@ -172,14 +175,15 @@ class Attention:
                 return Splits(fitting, _LEAST_SHARED_SPLIT)
         else:
             fitting = at_once // (requests * self.shape.kv_heads)
-        # Measured on an H200: half of what fits is fastest for few requests, since more splits take longer to join.
+        # Measured on an H200: for few requests, half of the programs that fit are fastest, because more splits take
+        # longer to join.
         if fitting >= 8:
             return Splits(min(fitting // 2, _MOST_SPLITS), self.decode_tiles.positions)
         if fitting >= 4:
             return Splits(4, _LEAST_LONG_SPLIT)
         return Splits(max(1, at_once // self.shape.kv_heads), _LEAST_SHARED_SPLIT, shared=True)
 
-    def turn_and_run(
+    def rope_and_attend(
         self,
         batch: DeviceBatch,
         qkv: Tensor,
@@ -189,12 +193,12 @@ class Attention:
         norm: QkNorm | None,
         output: Tensor,
     ) -> Tensor:
-        """`rope_and_write`, then `run`. Returns what attention gives: `output`, or a tensor like it, made by cuDNN."""
+        """Runs `rope_and_write`, then `run`. Returns the result: `output`, or a tensor of the same shape from cuDNN."""
         is_read_in_full = True
         if isinstance(cache, TwoTierCache):
             rope_and_write(batch, qkv, cache.full, layer, tables, self.shape, norm)
             if batch.moves is not None:
-                # A block may be filled and leave the tail in one step, so they move when all is written.
+                # Blocks move after all tokens are written: a block may be filled and leave the tail in the same step.
                 move_to_store(cache, batch.moves, self.device, layer)
             last, block_size = batch.longest_context - 1, cache.full.shape[4]
             is_read_in_full = stored_blocks(last, block_size, cache.tail_blocks) == 0
@@ -215,10 +219,12 @@ class Attention:
         output: Tensor,
         from_rows: bool = False,
     ) -> None:
-        """Each token over what it sees of its request's context, read from the cache, this step's tokens too.
+        """Computes attention of each token over its visible context, read from the cache, including the tokens of
+        this step.
 
-        The rows of `queries` begin with heads * head size columns of queries; those of `output` have no others. With
-        `from_rows` they are [Q | K | V] as rope leaves them, and requests that begin in the step are read there.
+        Rows of `queries` begin with heads * head size columns of queries; rows of `output` have only these
+        columns. With `from_rows`, rows of `queries` are [Q | K | V] after RoPE, and requests that begin in this
+        step read K and V from there.
         """
         decodes = batch.requests if batch.longest_query == 1 else batch.decodes
         if decodes:
@@ -295,10 +301,10 @@ class Attention:
         tokens_at_once = tiles.rows // (self.shape.heads // self.shape.kv_heads)
         self.device.launch(
             prefill_attention,
-            (self.shape.kv_heads, batch.requests - decodes, pieces(batch.longest_query, tokens_at_once)),
+            (self.shape.kv_heads, batch.requests - decodes, ceil_divide(batch.longest_query, tokens_at_once)),
             (
                 queries,
-                self._described(queries, tiles) if from_rows else queries,
+                self._descriptor_of(queries, tiles) if from_rows else queries,
                 output,
                 tiers.full,
                 tiers.codes,
@@ -318,11 +324,12 @@ class Attention:
         )
 
     def _width(self, tiers: _Tiers) -> int:
-        """Half a head must be wide enough for a product, where that is what there is of them."""
+        """The padded head size. With 4 bits a product covers half a head, which must be at least 16 wide."""
         return max(32, self.width) if tiers.bits == 4 else self.width
 
-    def _described(self, rows: Tensor, tiles: Tiles) -> TensorDescriptor:
-        """Made once for a step, whose layers have their rows in one place: making one takes as long as a launch."""
+    def _descriptor_of(self, rows: Tensor, tiles: Tiles) -> TensorDescriptor:
+        """The tensor descriptor of the step's rows. It is made once per step, because it costs as much as a launch.
+        All layers use the same buffer."""
         key = (rows.data_ptr(), rows.shape[0], tiles)
         if key != self._described_rows:
             self._descriptor = TensorDescriptor.from_tensor(rows, [tiles.positions, self.width])
@@ -330,7 +337,8 @@ class Attention:
         return self._descriptor
 
     def _fitting(self, tiles: Tiles, store_tiles: StoreTiles, tiers: _Tiers) -> tuple[Tiles, StoreTiles]:
-        """A card has no tensor cores for float32: its products are unrolled, and large ones take a minute to compile."""
+        """Smaller tiles for float32 on a GPU: products without tensor cores are unrolled, and large ones take a
+        minute to compile."""
         if tiers.full.dtype == torch.float32 and self.device.is_card:
             return Tiles(self.decode_tiles.rows, 32, 4, 1), StoreTiles(32, 1)
         return tiles, store_tiles

@@ -1,10 +1,14 @@
-"""Attention of requests with one token each: contexts are cut into splits, the last split of one to end joins them.
+"""Attention of requests with one token each. Contexts are split; the last split of a request to finish joins them.
 
-A program works on splits of one KV head, with all the query heads that read it. For a few requests it has one split, of
-as many equal ones as there are programs for. In a batch that fills the card as many programs work as run at the same time,
-each with an equal share of all the tiles of the batch, wherever contexts begin and end: so none of them works longest,
-however different the contexts are. Where they are about even every request has a program of its own instead: nothing is
-joined then, and the card keeps itself busy.
+A program works on splits of one KV head, with all query heads that read it. For few requests each program has one
+split, and each context is cut into equal splits, as many as there are programs for.
+
+In a batch that fills the GPU there are as many programs as run at the same time. All tiles of the batch are
+divided equally among them, across request borders, so that no program takes longest:
+  requests  |--A--|------B------|-C-|--D--|
+  programs  |---0---|---1---|---2---|---3-|
+If the contexts are about equal, each request has its own program instead. Then nothing is joined, and the GPU's
+scheduler keeps all multiprocessors busy.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import triton.language as tl
 
 from weft.ops.triton.attention_splits import finish_split
 from weft.ops.triton.attention_store import attend_to_store, load_queries, widened
-from weft.ops.triton.attention_tiles import attend, full_begin_of, nothing_seen
+from weft.ops.triton.attention_tiles import attend, empty_softmax, full_begin_of
 from weft.ops.triton.device import let_next_begin, wait_for_previous
 
 
@@ -23,7 +27,7 @@ def decode_attention(
     queries,  # [tokens, QUERY_STRIDE]
     output,  # [tokens, heads * head size]
     cache,
-    codes,  # of the store, with BITS
+    codes,  # of the store, if BITS > 0
     words,
     tables,
     rows,
@@ -35,20 +39,20 @@ def decode_attention(
     layer,
     table_stride,
     requests,
-    programs,  # of a KV head, that work at the same time
+    programs,  # programs of a KV head that run at the same time
     smallest_split,
     leeway,
     scale,
     score_cap,
-    SHARED: tl.constexpr,  # whether the programs of a KV head share all its tiles; else each has one split of a request
-    MOST_REQUESTS: tl.constexpr,  # a power of two that holds them
-    FIXED_SPLIT: tl.constexpr,  # 0: a context is cut into as many equal splits as there are programs for
+    SHARED: tl.constexpr,  # the programs of a KV head share all its tiles; otherwise each has one split of a request
+    MOST_REQUESTS: tl.constexpr,  # power of two >= requests
+    FIXED_SPLIT: tl.constexpr,  # 0: a context is cut into equal splits, as many as there are programs for
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,  # the group's heads, padded for the tensor cores
-    JOINED_ROWS: tl.constexpr,  # the power of two that holds the group
+    ROWS: tl.constexpr,  # heads of the group, padded for the tensor cores
+    JOINED_ROWS: tl.constexpr,  # power of two >= heads of the group
     JOINED_AT_ONCE: tl.constexpr,
     QUERY_STRIDE: tl.constexpr,
     LAYERS: tl.constexpr,
@@ -64,17 +68,21 @@ def decode_attention(
     STORE_STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Attention of `requests` requests with one token each: queries [tokens, QUERY_STRIDE] over the paged cache, to
+    output [tokens, heads * head size]. The module says how splits are divided among programs. Partial results go to
+    the workspace split_mixed, split_peaks and split_totals; `arrivals` counts the finished splits of each request."""
     kv_head = tl.program_id(0)
-    # The step's indices were there before the previous kernel began, so they are not waited for.
+    # The step's indices were written before the previous kernel began, so the kernel need not wait for them.
     if SHARED:
-        # Those that have nothing to do have the highest numbers and come first: they are gone before the others begin.
+        # Programs without work have the highest share numbers and start first: they end before the others begin.
         share = tl.num_programs(1) - 1 - tl.program_id(1)
         each = tl.arange(0, MOST_REQUESTS)
         contexts = tl.load(context_lengths + each, mask=each < requests, other=0)
         counts = tl.where(each < requests, _work_of(contexts, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS), 0)
         all_tiles = tl.sum(counts, 0)
         longest = tl.max(counts, 0)
-        # How many tiles the last program to end has read, where each has a request and the card hands them out.
+        # Tiles of the busiest program, times `programs`, if each request has its own program and the GPU schedules
+        # them.
         most_read = tl.minimum(
             tl.cdiv(requests, programs) * longest * programs, all_tiles + longest * programs
         )
@@ -98,7 +106,7 @@ def decode_attention(
             let_next_begin(DEPENDENT)
             for index in range(0, end_request - first_request):
                 request, context, row = first_request + index, next_context, next_row
-                # Asked for now, so that the next request does not begin by waiting for where it is.
+                # Loaded now, so that the next request does not wait for its own indices.
                 next_request = tl.minimum(request + 1, requests - 1)
                 next_context, next_row = tl.load(context_lengths + next_request), tl.load(rows + next_request)
                 work = _work_of(context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
@@ -119,7 +127,7 @@ def decode_attention(
                     tl.minimum(end_tile * TILE, context),
                     tl.where(is_whole, 0, share - first_share),
                     tl.where(is_whole, 1, splits),
-                    # One more for every request and every share, so no two splits have the same.
+                    # Request and share numbers both increase, so no two splits use the same entry.
                     kv_head * (requests + programs) + request + first_share,
                     queries,
                     output,
@@ -247,8 +255,8 @@ def _work_of(
     BLOCK_SIZE: tl.constexpr,
     TAIL_BLOCKS: tl.constexpr,
 ):
-    """What it takes to read what a request sees: tiles; where there is a store, its tiles, and a full one counts for as many
-    as it has bytes. A padded request has some too, of nothing."""
+    """The work of a request: the number of visible tiles. With a store, a stored tile counts 1, a full tile 16 /
+    BITS, by bytes. A padded request counts as one empty tile."""
     tiles = tl.cdiv(context, TILE)
     if WINDOW > 0:
         tiles -= tl.maximum(context - WINDOW, 0) // TILE
@@ -269,7 +277,7 @@ def _tile_at(
     BLOCK_SIZE: tl.constexpr,
     TAIL_BLOCKS: tl.constexpr,
 ):
-    """Where a program is that has done so much of it."""
+    """The tile at which a program is after `work` units of work."""
     if BITS > 0:
         stored = _stored_tiles(context, WINDOW, TILE, BLOCK_SIZE, TAIL_BLOCKS)
         work = tl.where(work < stored, work, stored + (work - stored) // (16 // BITS))
@@ -284,7 +292,7 @@ def _stored_tiles(
     BLOCK_SIZE: tl.constexpr,
     TAIL_BLOCKS: tl.constexpr,
 ):
-    """How many of the tiles that are seen have nothing but stored blocks."""
+    """The number of visible tiles with only stored blocks."""
     stored = full_begin_of(context - 1, BLOCK_SIZE, TAIL_BLOCKS) // TILE
     if WINDOW > 0:
         stored = tl.maximum(stored - tl.maximum(context - WINDOW, 0) // TILE, 0)
@@ -293,7 +301,8 @@ def _stored_tiles(
 
 @triton.jit
 def _cut(share, shares, all_tiles, begins, ends, longest_whole):
-    """Where a share begins: a request of few tiles is not cut, and goes to the one that has most of it."""
+    """The tile at which a share begins. A request of up to `longest_whole` tiles is not cut; the share with most of
+    it gets it."""
     tile = tl.minimum(share * all_tiles // shares, all_tiles)
     begin = tl.max(tl.where(begins <= tile, begins, 0), 0)
     end = tl.min(tl.where(ends > tile, ends, tl.max(ends, 0)), 0)
@@ -317,7 +326,7 @@ def _attend_to_split(
     end,
     split,
     splits,
-    first_entry,  # of the request's splits in the workspace
+    first_entry,  # first entry of the request's splits in the workspace
     queries,
     output,
     cache,
@@ -353,6 +362,8 @@ def _attend_to_split(
     STORE_STAGES: tl.constexpr,
     FIXED_TILES: tl.constexpr,
 ):
+    """Attention of one request and KV head over the positions begin to end, first in the store, then in the cache.
+    Writes the result, or the partial result of split `split` of `splits`."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     VALUE_OFFSET: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_SIZE
     row = tl.arange(0, ROWS)
@@ -397,7 +408,7 @@ def _attend_to_split(
         peak, total, mixed = widened(peak, total, mixed, ROWS)
         begin = tl.maximum(begin, full_begin // TILE * TILE)
     else:
-        peak, total, mixed = nothing_seen(ROWS, WIDTH)
+        peak, total, mixed = empty_softmax(ROWS, WIDTH)
     peak, total, mixed = attend(
         query,
         positions,

@@ -1,7 +1,7 @@
-"""Attention of a step of new prompts of one length, by cuDNN: on a Hopper it is faster than the kernels here.
+"""Attention of a step with only new prompts of equal length, by cuDNN: on Hopper it is faster than the kernels here.
 
-cuDNN plans for every shape that it meets, which takes it as long as some hundred layers of attention. So it gets only
-long prompts of lengths that come again: prompts in chunks, which are round, and not every prompt's own length.
+cuDNN builds a plan for each new shape, which takes as long as some hundred layers of attention. So it gets only
+long prompts with round lengths, which repeat: prompts in chunks, and not every prompt length.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _ROUND = 256
 _SHORTEST = 1024
 
 
-def dense_attention_serves(shape: AttentionShape, device: Device) -> bool:
-    """Whether cuDNN on this device knows such attention."""
+def supports_dense_attention(shape: AttentionShape, device: Device) -> bool:
+    """True if cuDNN on this device supports this attention."""
     return (
         device.is_card
-        and device.dependent_launches  # a Hopper, or newer
+        and device.dependent_launches  # Hopper or newer
         and torch.backends.cudnn.is_available()
         and shape.score_cap is None
         and shape.head_size in (64, 128)
@@ -29,7 +29,7 @@ def dense_attention_serves(shape: AttentionShape, device: Device) -> bool:
 
 
 def is_dense(batch: DeviceBatch, window: int | None) -> bool:
-    """Whether the step is nothing but new prompts of one long and round length, each seen whole by its last token."""
+    """True if the step has only new prompts of one long, round length, and the last token sees its whole prompt."""
     length = batch.longest_query
     return (
         length >= _SHORTEST
@@ -41,11 +41,12 @@ def is_dense(batch: DeviceBatch, window: int | None) -> bool:
 
 
 def dense_attention(batch: DeviceBatch, qkv: Tensor, shape: AttentionShape) -> Tensor:
-    """Of qkv [tokens, (heads + 2 kv heads) * head size] with Q and K turned: [tokens, heads * head size]."""
+    """Attention of qkv [tokens, (heads + 2 kv heads) * head size], after RoPE. Returns [tokens, heads * head size]."""
     length = batch.longest_query
     rows = qkv.view(batch.requests, length, shape.heads + 2 * shape.kv_heads, shape.head_size).transpose(1, 2)
     queries, keys, values = rows.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-    # The operation itself: torch's front door chooses anew at every call, and warns where it would not take cuDNN.
+    # Calls the operation directly: the public function selects a backend at each call, and warns if it would not take
+    # cuDNN.
     attended = torch.ops.aten._scaled_dot_product_cudnn_attention(
         queries,
         keys,
@@ -57,5 +58,5 @@ def dense_attention(batch: DeviceBatch, qkv: Tensor, shape: AttentionShape) -> T
         return_debug_mask=False,
         scale=shape.scale,
     )[0]
-    # cuDNN lays its result out as the queries are: token after token, so that nothing is copied here.
+    # cuDNN returns the layout of the queries, token by token, so nothing is copied here.
     return attended.transpose(1, 2).reshape(batch.tokens, shape.heads * shape.head_size)

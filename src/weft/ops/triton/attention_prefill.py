@@ -1,7 +1,7 @@
-"""Attention of requests with several tokens each, over what was cached before and the tokens themselves.
+"""Attention of requests with several tokens each, over the cached context and the tokens themselves.
 
-A program is a piece of one request's tokens, for one KV head with all the query heads that read it: its rows are
-(token, head), so that a tile of K and V serves all of them.
+A program computes some tokens of one request, for one KV head with all query heads that read it. Its rows are
+(token, head) pairs, so that all of them share a tile of K and V.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from weft.ops.triton.attention_store import attend_to_store, attend_to_store_by_
 from weft.ops.triton.attention_tiles import (
     attend,
     attend_to_rows,
+    empty_softmax,
     full_begin_of,
     joined,
     mean,
-    nothing_seen,
 )
 from weft.ops.triton.device import let_next_begin, wait_for_previous
 
@@ -24,10 +24,10 @@ from weft.ops.triton.device import let_next_begin, wait_for_previous
 @triton.jit(do_not_specialize=["layer", "table_stride", "first_request"])
 def prefill_attention(
     queries,  # [tokens, QUERY_STRIDE]
-    qkv,  # with FROM_ROWS a tensor descriptor of the same rows with K and V
+    qkv,  # with FROM_ROWS: a tensor descriptor of the same rows, including K and V
     output,  # [tokens, heads * head size]
     cache,
-    codes,  # of the store, with BITS
+    codes,  # of the store, if BITS > 0
     words,
     tables,
     rows,
@@ -38,8 +38,8 @@ def prefill_attention(
     first_request,
     scale,
     score_cap,
-    FIXED_SPLIT: tl.constexpr,  # 0: one softmax over the context; else one for each split, joined in their order
-    FROM_ROWS: tl.constexpr,  # where a request's whole context is in the step, it is read from the rows
+    FIXED_SPLIT: tl.constexpr,  # 0: one softmax over the context; otherwise one for each split, joined in order
+    FROM_ROWS: tl.constexpr,  # if the whole context of a request is in the step, K and V are read from the rows
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -58,12 +58,14 @@ def prefill_attention(
     STORE_STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Attention of the requests from `first_request` on, with several tokens each: queries [tokens, QUERY_STRIDE] over
+    the paged cache, to output [tokens, heads * head size]. Grid (KV heads, requests, pieces of TOKENS tokens)."""
     if first_request == 0:
         wait_for_previous(DEPENDENT)
         let_next_begin(DEPENDENT)
     kv_head = tl.program_id(0)
     request = first_request + tl.program_id(1)
-    # The last tokens see most: begun first, they do not end last.
+    # The last tokens have the longest context: they start first, so that they do not finish last.
     piece = tl.num_programs(2) - 1 - tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -94,7 +96,8 @@ def prefill_attention(
 
     full_from, full_begin, store_end = positions, 0, 0
     if BITS > 0:
-        # Between the first and the last token's border are blocks that some rows read here and others there.
+        # Between the borders of the first and the last token, some rows read a block from the cache, others from the
+        # store.
         full_from = full_begin_of(positions, BLOCK_SIZE, TAIL_BLOCKS)
         full_begin = full_begin_of(first_position, BLOCK_SIZE, TAIL_BLOCKS)
         store_end = full_begin_of(end - 1, BLOCK_SIZE, TAIL_BLOCKS)
@@ -105,7 +108,7 @@ def prefill_attention(
         PART: tl.constexpr = BLOCK_SIZE * HEAD_SIZE * BITS // 4 + 4 * BLOCK_SIZE
         part = (layer * KV_HEADS + kv_head).to(tl.int64) * PART
 
-    peak, total, mixed = nothing_seen(ROWS, WIDTH)
+    peak, total, mixed = empty_softmax(ROWS, WIDTH)
     if FIXED_SPLIT > 0:
         for split in range(first_seen // FIXED_SPLIT * FIXED_SPLIT, end, FIXED_SPLIT):
             some_begin, some_end = tl.maximum(split, begin), tl.minimum(split + FIXED_SPLIT, end)
@@ -135,7 +138,7 @@ def prefill_attention(
                 )
                 some_begin = tl.maximum(some_begin, full_begin // TILE * TILE)
             else:
-                some_peak, some_total, some_mixed = nothing_seen(ROWS, WIDTH)
+                some_peak, some_total, some_mixed = empty_softmax(ROWS, WIDTH)
             some_peak, some_total, some_mixed = attend(
                 query,
                 positions,
@@ -164,7 +167,8 @@ def prefill_attention(
             )
             peak, total, mixed = joined(peak, total, mixed, some_peak, some_total, some_mixed)
     else:
-        # Only the tiles at the window's edge and around the tokens themselves are hidden from some rows.
+        # Three sections: 0 at the window's edge, 1 in the middle, 2 around the tokens themselves. Only 0 and 2 need
+        # masks.
         all_see_until = (first_position + 1) // TILE * TILE
         all_see_from = begin
         if WINDOW > 0:
@@ -197,46 +201,46 @@ def prefill_attention(
             all_see_from = tl.maximum(all_see_from, tl.cdiv(store_end, TILE) * TILE)
             all_see_from = tl.maximum(tl.minimum(all_see_from, all_see_until), begin)
             all_see_until = tl.maximum(all_see_until, all_see_from)
-        # Also of a new prompt the last tokens may read the store.
+        # The last tokens of a new prompt may read the store too.
         if (context == count) & (store_end == 0) if FROM_ROWS else False:
-            for stretch in tl.static_range(0 if WINDOW > 0 else 1, 3):
+            for section in tl.static_range(0 if WINDOW > 0 else 1, 3):
                 peak, total, mixed = attend_to_rows(
                     query,
                     positions,
                     peak,
                     total,
                     mixed,
-                    begin if stretch == 0 else (all_see_from if stretch == 1 else all_see_until),
-                    all_see_from if stretch == 0 else (all_see_until if stretch == 1 else end),
+                    begin if section == 0 else (all_see_from if section == 1 else all_see_until),
+                    all_see_from if section == 0 else (all_see_until if section == 1 else end),
                     qkv,
                     first_token,
                     (HEADS + kv_head) * HEAD_SIZE,
                     (HEADS + KV_HEADS + kv_head) * HEAD_SIZE,
                     scale,
                     score_cap,
-                    MASKED=stretch != 1,
+                    MASKED=section != 1,
                     WINDOW=WINDOW,
                     CAPPED=CAPPED,
                     TILE=TILE,
                     STAGES=STAGES,
                 )
         else:
-            for stretch in tl.static_range(0 if WINDOW > 0 or BITS > 0 else 1, 3):
+            for section in tl.static_range(0 if WINDOW > 0 or BITS > 0 else 1, 3):
                 peak, total, mixed = attend(
                     query,
                     positions,
                     peak,
                     total,
                     mixed,
-                    begin if stretch == 0 else (all_see_from if stretch == 1 else all_see_until),
-                    all_see_from if stretch == 0 else (all_see_until if stretch == 1 else end),
+                    begin if section == 0 else (all_see_from if section == 1 else all_see_until),
+                    all_see_from if section == 0 else (all_see_until if section == 1 else end),
                     full_from,
                     full_begin,
                     keys,
                     table,
                     scale,
                     score_cap,
-                    MASKED=stretch != 1,
+                    MASKED=section != 1,
                     TIERED=BITS > 0,
                     WINDOW=WINDOW,
                     CAPPED=CAPPED,
@@ -251,7 +255,8 @@ def prefill_attention(
     result = mean(total, mixed).to(output.dtype.element_ty)
     tl.store(output + token_row * (HEADS * HEAD_SIZE) + features, result, mask=there)
     if first_request > 0:
-        # The kernel in front attends for the requests before: nothing here is read from it or written by it, and what
-        # both read was there when it let this one begin. So they run side by side, and the one behind waits for both.
+        # The previous kernel is decode attention of the same step. Neither kernel reads or writes the other's
+        # results, and their inputs were ready when the previous kernel allowed this one to begin. So both run in
+        # parallel; the next kernel waits for both.
         wait_for_previous(DEPENDENT)
         let_next_begin(DEPENDENT)

@@ -1,11 +1,12 @@
-"""The end of a split of decode attention: its part of the result is kept, and the last split of a request to end joins them."""
+"""The end of a split of decode attention: stores its partial result; the last split of a request to finish joins
+them."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from weft.ops.triton.attention_tiles import LOWEST, joined, mean, nothing_seen
+from weft.ops.triton.attention_tiles import LOWEST, empty_softmax, joined, mean
 
 
 @triton.jit
@@ -13,11 +14,11 @@ def finish_split(
     peak,
     total,
     mixed,
-    output,  # where the group's heads go
+    output,  # address of the group's heads
     split_mixed,
     split_peaks,
     split_totals,
-    arrivals,  # where those of the request and its KV head are counted
+    arrivals,  # counter of the request and KV head
     first_entry,
     split,
     splits,
@@ -28,7 +29,8 @@ def finish_split(
     JOINED_ROWS: tl.constexpr,
     JOINED_AT_ONCE: tl.constexpr,
 ):
-    """Write the result of an only split; of several each writes its part, and the last to do so the result."""
+    """Writes the final result if there is one split. Otherwise writes the partial result; the last program to arrive
+    joins all."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     there = (row < GROUP)[:, None] & (column < HEAD_SIZE)[None, :]
@@ -40,7 +42,7 @@ def finish_split(
         tl.store(split_mixed + entry[:, None] * HEAD_SIZE + column[None, :], mixed, mask=there)
         tl.store(split_peaks + entry, peak, mask=row < GROUP)
         tl.store(split_totals + entry, total, mask=row < GROUP)
-        # Every thread has stored before one of them says so to the other programs.
+        # All threads must have stored before one of them signals the other programs.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals, 1, sem="acq_rel")
         if arrived == splits - 1:
@@ -77,10 +79,10 @@ def _joined_splits(
     JOINED_ROWS: tl.constexpr,
     JOINED_AT_ONCE: tl.constexpr,
 ):
-    """The softmax over all splits of a request and KV head, some of them at a time."""
+    """The softmax over all splits of a request and KV head, JOINED_AT_ONCE splits at a time."""
     row = tl.arange(0, JOINED_ROWS)
     column = tl.arange(0, WIDTH)
-    peak, total, mixed = nothing_seen(JOINED_ROWS, WIDTH)
+    peak, total, mixed = empty_softmax(JOINED_ROWS, WIDTH)
     for start in range(0, splits, JOINED_AT_ONCE):
         split = start + tl.arange(0, JOINED_AT_ONCE)
         entry = first_entry + split[:, None] * GROUP + row[None, :]

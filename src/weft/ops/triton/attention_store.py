@@ -1,8 +1,9 @@
-"""Attention to the quantised blocks of a two-tier cache, tile by tile, without ever writing out what they stand for.
+"""Attention to the quantised blocks of a two-tier cache, tile by tile, without writing out dequantised values.
 
-A value is scale * (code - offset). So a query meets codes, which are whole numbers and exact in any type, and its product
-with a key is scale * (query x codes - offset * sum of the query); where keys are rotated, so are queries. Weights are
-multiplied by the scales of values before they meet their codes, and what their offsets take away is one number for each row.
+value = scale * (code - offset). Codes are small integers, exact in any data type. The product of a query with a
+key is scale * (query x codes - offset * sum of the query). If keys are rotated, queries are rotated too. Weights
+are multiplied by the scales of values before they meet the codes; the offsets of values reduce to one number for
+each row.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from weft.ops.triton.store import rotated, scale_of
 
 @triton.jit
 def load_queries(rows, there, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """Of rows that begin at `rows` [ROWS]: their features as codes lie, one below the other, in one tensor or in two, left
-    ones and right ones, then rotated as keys are; and their sums."""
+    """Loads query rows [ROWS] in the layout of the codes: features down, rows across. Returns them in one tensor, or
+    with 4 bits in two (even features, odd features), rotated like keys; and their sums."""
     NEIGHBOURS: tl.constexpr = 8 // BITS
     feature = tl.arange(0, WIDTH // NEIGHBOURS)[:, None] * NEIGHBOURS
     is_feature = there[None, :] & (feature < HEAD_SIZE)
@@ -29,7 +30,7 @@ def load_queries(rows, there, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS
         TYPE: tl.constexpr = query.dtype
         query, other_query = rotated(query.to(tl.float32), other_query.to(tl.float32), HEAD_SIZE)
         query, other_query = query.to(TYPE), other_query.to(TYPE)
-    # By a product, whose order is the same in every kernel.
+    # Summed by a product, because its order is the same in every kernel.
     ones = tl.full((16, WIDTH // NEIGHBOURS), 1.0, tl.float32).to(query.dtype)
     sums = dot(ones, query, tl.zeros((16, query.shape[1]), tl.float32))
     if BITS == 4:
@@ -39,16 +40,16 @@ def load_queries(rows, there, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS
 
 @triton.jit
 def attend_to_store(
-    query,  # [WIDTH, ROWS], or with 4 bits [WIDTH / 2, ROWS]: the left one of each pair of features
-    other_query,  # the right one
+    query,  # [WIDTH, ROWS]; with 4 bits [WIDTH / 2, ROWS]: the even features
+    other_query,  # 4 bits: the odd features
     query_sum,  # [ROWS]
     positions,  # [ROWS]
-    full_from,  # [ROWS]: from here on a row reads full blocks
+    full_from,  # [ROWS]: first position that a row reads from full blocks
     begin,  # a multiple of 16
-    end,  # no row reads the store from here on: the end of a block
-    codes,  # where the part of the layer and the head begins in block 0
+    end,  # end of a block; no row reads later positions from the store
+    codes,  # address of the part of the layer and head in block 0
     words,
-    table,  # the request's blocks of the store
+    table,  # store table of the request
     scale,
     score_cap,
     WINDOW: tl.constexpr,
@@ -61,17 +62,17 @@ def attend_to_store(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The softmax over the positions begin to end as each row sees them.
+    """Returns the softmax over the positions begin to end that each row sees in the store.
 
-    Codes stand on the left of all products, where tensor cores take what was just made of bytes in registers; so a tile
-    is worked on with its positions one below the other and the rows side by side.
+    Codes are the left operand of all products, because tensor cores take a left operand directly from registers.
+    So positions are rows of a tile, and query rows are its columns.
     """
     ROWS: tl.constexpr = query.shape[1]
     COLUMNS: tl.constexpr = WIDTH * BITS // 8
     peak = tl.full((ROWS,), LOWEST, tl.float32)
-    # Summed up over tiles first, and over their positions at the end: that takes longer than all else of a tile.
+    # Summed over tiles first, and over positions once at the end: a reduction takes longer than the rest of a tile.
     totals = tl.zeros((TILE, ROWS), tl.float32)
-    taken = tl.zeros((TILE, ROWS), tl.float32)
+    offset_sums = tl.zeros((TILE, ROWS), tl.float32)
     mixed = tl.zeros((COLUMNS, ROWS), tl.float32)
     other_mixed = tl.zeros((COLUMNS, ROWS), tl.float32)
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -99,20 +100,20 @@ def attend_to_store(
         peak = highest
 
         scaled = (weights * scale_of((word >> 16) & 255)[:, None]).to(query.dtype)
-        # Of the weights as they are rounded: so the offsets take away exactly what they added to the codes.
+        # Uses the rounded weights, so that the offsets subtract exactly what they added to the codes.
         value_offset = _offset(word >> 24, query.dtype, BITS)
         totals = totals * shrink[None, :] + weights
-        taken = taken * shrink[None, :] + scaled.to(tl.float32) * value_offset[:, None]
+        offset_sums = offset_sums * shrink[None, :] + scaled.to(tl.float32) * value_offset[:, None]
         if BITS == 8:
             mixed = dot(_numbers(value_codes, query.dtype), scaled, mixed * shrink[None, :])
         else:
             left, right = _numbers_of_pairs(value_codes, query.dtype)
             mixed = dot(left, scaled, mixed * shrink[None, :])
             other_mixed = dot(right, scaled, other_mixed * shrink[None, :])
-    all_taken = tl.sum(taken, 0)[:, None]
-    mixed = tl.trans(mixed) - all_taken
+    total_offset = tl.sum(offset_sums, 0)[:, None]
+    mixed = tl.trans(mixed) - total_offset
     if BITS == 4:
-        mixed = tl.reshape(tl.join(mixed, tl.trans(other_mixed) - all_taken), (ROWS, WIDTH))
+        mixed = tl.reshape(tl.join(mixed, tl.trans(other_mixed) - total_offset), (ROWS, WIDTH))
     return peak, tl.sum(totals, 0), mixed
 
 
@@ -140,14 +141,14 @@ def attend_to_store_by_rows(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The same for many rows, which stand one below the other, so that a thread has all of a row's scores: to make the sums
-    and the maximum of each row by several threads would take longer than the products."""
+    """The same for many rows, with query rows as rows of a tile. Then one thread holds all scores of a row: reducing
+    a row across threads would take longer than the products."""
     query, other_query = tl.trans(query), tl.trans(other_query)
     ROWS: tl.constexpr = query.shape[0]
     COLUMNS: tl.constexpr = WIDTH * BITS // 8
     peak = tl.full((ROWS,), LOWEST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    taken = tl.zeros((ROWS,), tl.float32)
+    offset_sums = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
     other_mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -175,16 +176,16 @@ def attend_to_store_by_rows(
         total = total * shrink + tl.sum(weights, 1)
         scaled = (weights * scale_of((word >> 16) & 255)[None, :]).to(query.dtype)
         value_offset = _offset(word >> 24, query.dtype, BITS)
-        taken = taken * shrink + tl.sum(scaled.to(tl.float32) * value_offset[None, :], 1)
+        offset_sums = offset_sums * shrink + tl.sum(scaled.to(tl.float32) * value_offset[None, :], 1)
         if BITS == 8:
             mixed = dot(scaled, tl.trans(_numbers(value_codes, query.dtype)), mixed * shrink[:, None])
         else:
             left, right = _numbers_of_pairs(value_codes, query.dtype)
             mixed = dot(scaled, tl.trans(left), mixed * shrink[:, None])
             other_mixed = dot(scaled, tl.trans(right), other_mixed * shrink[:, None])
-    mixed = mixed - taken[:, None]
+    mixed = mixed - offset_sums[:, None]
     if BITS == 4:
-        mixed = tl.reshape(tl.join(mixed, other_mixed - taken[:, None]), (ROWS, WIDTH))
+        mixed = tl.reshape(tl.join(mixed, other_mixed - offset_sums[:, None]), (ROWS, WIDTH))
     return peak, total, mixed
 
 
@@ -202,10 +203,10 @@ def _load_tile(
     BLOCK_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Its positions, their codes of K [TILE, COLUMNS] and of V [COLUMNS, TILE], and their words."""
+    """Loads a tile: positions, codes of K [TILE, COLUMNS] and of V [COLUMNS, TILE], and scale words."""
     CODE_BYTES: tl.constexpr = HEAD_SIZE * BITS // 8
     VALUES: tl.constexpr = BLOCK_SIZE * CODE_BYTES
-    # So many tokens side by side are in one block, and the compiler is told: what it loads at once depends on it.
+    # This many consecutive tokens are in one block. The compiler must know it, to load them together.
     TOGETHER: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else (8 if BLOCK_SIZE % 8 == 0 else 1)
     start = start // TOGETHER * TOGETHER
     end = end // TOGETHER * TOGETHER
@@ -218,7 +219,7 @@ def _load_tile(
     word_place = words + block * (BLOCK_STRIDE // 4) + VALUES // 2 + place % BLOCK_SIZE
     word = tl.load(word_place, mask=place < end, other=0)
 
-    # The same places across: codes of V lie feature by feature.
+    # The same positions as columns: codes of V are stored feature by feature.
     across = start + tl.arange(0, TILE)[None, :]
     block_across = tl.load(table + across // BLOCK_SIZE, mask=across < end, other=0).to(tl.int64)
     block_across = tl.max_constancy(block_across, [1, TOGETHER])
@@ -230,7 +231,7 @@ def _load_tile(
 
 @triton.jit
 def widened(peak, total, mixed, ROWS: tl.constexpr):
-    """The softmax of a store with rows added that have seen nothing."""
+    """Pads the softmax of the store with rows that have seen nothing, up to ROWS."""
     if peak.shape[0] != ROWS:
         tl.static_assert(2 * peak.shape[0] == ROWS)
         peak = tl.reshape(tl.trans(tl.join(peak, tl.full(peak.shape, LOWEST, tl.float32))), (ROWS,))
@@ -242,7 +243,7 @@ def widened(peak, total, mixed, ROWS: tl.constexpr):
 
 @triton.jit
 def _offset(offset, TYPE: tl.constexpr, BITS: tl.constexpr):
-    """What the numbers made of codes are too large by, of the byte that says it."""
+    """The offset as a float, from its byte. It includes what `_numbers_of_pairs` adds to the codes."""
     offset = offset.to(tl.float32)
     if BITS == 4:
         offset = offset * 0.0625 + 8.0
@@ -253,10 +254,10 @@ def _offset(offset, TYPE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _numbers(codes, TYPE: tl.constexpr):
-    """Of signed bytes, in a type that products are made of."""
+    """Converts signed bytes to TYPE for a product."""
     if tl.bfloat16 == TYPE and not INTERPRETED:
-        # A byte under 0x43 is 128 + its lower seven bits, and 128 or 256 by its highest alone: two's complement is the
-        # difference. Four instructions for two numbers.
+        # With the high byte 0x43, a bfloat16 is 128 + the low seven bits; the top bit alone gives 128 or 256. Their
+        # difference is the two's complement value. Four instructions for two numbers.
         return tl.inline_asm_elementwise(
             """
             {
@@ -283,7 +284,7 @@ def _numbers(codes, TYPE: tl.constexpr):
 
 @triton.jit
 def _numbers_of_pairs(codes, TYPE: tl.constexpr):
-    """Of the lower and of the upper four bits of bytes; in bfloat16 they are 128 larger."""
+    """Converts the low and the high four bits of bytes to TYPE; in bfloat16 the results are 128 too large."""
     if tl.bfloat16 == TYPE and not INTERPRETED:
         return tl.inline_asm_elementwise(
             """

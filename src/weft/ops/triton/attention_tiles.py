@@ -1,12 +1,12 @@
-"""What the attention kernels share: a softmax that grows tile by tile over the paged cache, and the sum of two such.
+"""Shared by the attention kernels: an online softmax over tiles of the paged cache, and the merge of two such.
 
-The state of a softmax, for each row (a query of one head), in base 2:
+The state of a softmax, for each row (one head of one query), in base 2:
 
     peak   the highest score so far, or LOWEST
     total  the sum of 2^(score - peak)
     mixed  the sum of 2^(score - peak) * value
 
-A score that is hidden is minus infinity and LOWEST is not, so a row that has seen nothing yet stays as it is.
+A hidden score is minus infinity. LOWEST is finite, so a row that has seen nothing stays unchanged.
 """
 
 from __future__ import annotations
@@ -21,50 +21,51 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def nothing_seen(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def empty_softmax(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The state of a softmax that has seen nothing."""
     peak = tl.full((ROWS,), LOWEST, tl.float32)
     return peak, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
 
 
 @triton.jit
 def full_begin_of(position, BLOCK_SIZE: tl.constexpr, TAIL_BLOCKS: tl.constexpr):
-    """Of a two-tier cache: the query at a position reads what is before this from the store."""
+    """Two-tier cache: a query at `position` reads the positions before the returned one from the store."""
     return tl.maximum((position + 1) // BLOCK_SIZE - TAIL_BLOCKS, 0) * BLOCK_SIZE
 
 
 @triton.jit
 def attend(
     query,  # [ROWS, WIDTH]
-    positions,  # [ROWS]: a row sees what is not behind its position, and not before its window
+    positions,  # [ROWS]: a row sees positions up to its own, within its window
     peak,
     total,
     mixed,
     begin,  # a multiple of TILE
     end,
-    full_from,  # TIERED: [ROWS], what is before is not seen here
-    full_begin,  # and before this, by no row
-    keys,  # where K of the layer and the head begins in block 0
-    table,  # the blocks of the request
+    full_from,  # TIERED: [ROWS], a row does not see earlier positions here
+    full_begin,  # TIERED: no row sees positions before this one
+    keys,  # address of K of the layer and head in block 0
+    table,  # block table of the request
     scale,
     score_cap,
-    MASKED: tl.constexpr,  # not: every row sees all of begin to end
-    TIERED: tl.constexpr,  # whether blocks that came before are elsewhere
+    MASKED: tl.constexpr,  # False: every row sees all of begin to end
+    TIERED: tl.constexpr,  # True: earlier blocks are in the store
     WINDOW: tl.constexpr,  # 0: none
     CAPPED: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,  # the power of two that holds a head
+    WIDTH: tl.constexpr,  # power of two >= HEAD_SIZE
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     VALUE_OFFSET: tl.constexpr,  # from K to V
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The softmax with the positions begin to end added, a tile at a time."""
+    """Adds the positions begin to end to the softmax, one tile at a time."""
     column = tl.arange(0, WIDTH)
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         place = start + tl.arange(0, TILE)
         if MASKED:
-            # Behind the end the table names no block of this request, and what a block holds there may be NaN.
+            # Past the end, the table names no block of this request, and a block may hold NaN there.
             is_there = place < end
             if TIERED:
                 is_there = is_there & (place >= full_begin)
@@ -115,8 +116,8 @@ def attend_to_rows(
     mixed,
     begin,
     end,
-    qkv,  # a tensor descriptor of the step's rows, a TILE of tokens and a head at a time
-    first_token,  # the request's, at its position 0
+    qkv,  # tensor descriptor of the step's rows; a tile is TILE tokens of one head
+    first_token,  # token at position 0 of the request
     key_column,
     value_column,
     scale,
@@ -127,13 +128,13 @@ def attend_to_rows(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """As `attend`, for a request whose whole context is in the step: its K and V are read where rope left them."""
+    """Like `attend`, for a request with its whole context in the step: K and V are read from the rows after RoPE."""
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         place = start + tl.arange(0, TILE)
         key = qkv.load([first_token + start, key_column])
         value = qkv.load([first_token + start, value_column])
         if MASKED:
-            # Behind the end are another request's, which may be NaN.
+            # Rows past the end belong to another request and may be NaN.
             value = tl.where((place < end)[:, None], value, 0.0)
         peak, total, mixed = _attend_to_tile(
             query,
@@ -175,7 +176,7 @@ def _attend_to_tile(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """The softmax with one tile added."""
+    """Adds one tile to the softmax."""
     scores = dot(query, tl.trans(key), tl.zeros((query.shape[0], key.shape[0]), tl.float32))
     scores, factor = exponents(scores, scale, score_cap, CAPPED)
     if MASKED:
@@ -195,7 +196,8 @@ def _attend_to_tile(
 
 @triton.jit
 def exponents(scores, scale, score_cap, CAPPED: tl.constexpr):
-    """Of products of queries and keys: scores, and what they are to be multiplied by to be exponents of 2."""
+    """Turns products of queries and keys into scores. Returns the scores and the factor that makes them exponents of
+    2."""
     if CAPPED:
         # tanh(x) = 1 - 2 / (e^2x + 1)
         power = tl.exp2(scores * (scale / score_cap * (2.0 * _LOG2_E)))
@@ -208,8 +210,8 @@ def exponents(scores, scale, score_cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def joined(peak, total, mixed, other_peak, other_total, other_mixed):
-    """The softmax over what two have seen. Which product is rounded first is said here, and not left to the compiler:
-    the invariant mode needs the same in every kernel."""
+    """Merges two softmax states. The code fixes which product is rounded first, and does not leave it to the
+    compiler: the invariant mode needs the same rounding in every kernel."""
     highest = tl.maximum(peak, other_peak)
     shrink = tl.exp2(peak - highest)
     other_shrink = tl.exp2(other_peak - highest)
@@ -221,5 +223,5 @@ def joined(peak, total, mixed, other_peak, other_total, other_mixed):
 
 @triton.jit
 def mean(total, mixed):
-    """What attention gives: the mixed values by their weights; 0 where nothing was seen."""
+    """The result of attention: the weighted mean of the values, or 0 if nothing was seen."""
     return mixed / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -1,8 +1,8 @@
-"""The card that kernels run on, or Triton's interpreter that stands in for it: memory, streams, events, graphs, launches.
+"""The GPU that kernels run on, or Triton's interpreter in its place: memory, streams, events, graphs, launches.
 
-With TRITON_INTERPRET=1 and the device "cpu" every kernel computes the same on tensors of the host, so that a machine
-without a card tests all of it. There everything is done when a call returns: streams and events have nothing to order,
-and a graph is the work itself, done again.
+With TRITON_INTERPRET=1 and the device "cpu" every kernel computes the same on host tensors, so a machine without a
+GPU can test all of it. There all work is done when a call returns: streams and events have nothing to order, and a
+graph repeats the work itself.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_thre
 from weft.errors import WeftError
 
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
-"""Whether kernels are interpreted in this process; for kernels too."""
+"""True if kernels are interpreted in this process; kernels read it too."""
 
 
-def pieces(whole: int, piece: int) -> int:
-    """How many pieces cover the whole. Triton's own functions for this take two microseconds a call."""
+def ceil_divide(whole: int, piece: int) -> int:
+    """`whole` / `piece`, rounded up. Triton's own functions for this take two microseconds a call."""
     return -(-whole // piece)
 
 
@@ -35,21 +35,21 @@ def power_of_two(least: int) -> int:
 
 
 class Event(Protocol):
-    """A place in the work of a stream."""
+    """A point in the work of a stream."""
 
     def record(self, stream: Any = None) -> None: ...
 
     def wait(self, stream: Any = None) -> None:
-        """The stream's further work waits for the event; the caller does not."""
+        """Later work of the stream waits for the event; the caller does not wait."""
 
     def query(self) -> bool: ...
 
     def synchronize(self) -> None:
-        """The caller waits."""
+        """The caller waits for the event."""
 
 
 class Stream(Protocol):
-    """Work in the order in which it was given."""
+    """A queue of work that runs in order."""
 
     def wait_event(self, event: Any) -> None: ...
 
@@ -61,12 +61,12 @@ class Stream(Protocol):
 
 
 class Graph(Protocol):
-    """Work that was captured once and is done again in one launch."""
+    """Work that was captured once and is replayed by one launch."""
 
     def replay(self) -> None: ...
 
 
-class _DoneEvent:
+class _InterpreterEvent:
     def record(self, stream: Any = None) -> None:
         pass
 
@@ -80,8 +80,8 @@ class _DoneEvent:
         pass
 
 
-class _InOrder:
-    """The stream of the interpreter."""
+class _InterpreterStream:
+    """A stream of the interpreter: all work is done already."""
 
     def wait_event(self, event: Any) -> None:
         pass
@@ -90,14 +90,14 @@ class _InOrder:
         pass
 
     def record_event(self, event: Any = None) -> Event:
-        return _DoneEvent() if event is None else event
+        return _InterpreterEvent() if event is None else event
 
     def synchronize(self) -> None:
         pass
 
 
-class _Repeated:
-    """The graph of the interpreter."""
+class _InterpreterGraph:
+    """A graph of the interpreter: it repeats the work."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
@@ -107,19 +107,20 @@ class _Repeated:
 
 
 _idle_streams: dict[int, list[torch.cuda.Stream]] = defaultdict(list)
-"""By card. cuBLAS keeps tens of megabytes for every stream it was used on: the next device uses the same streams again."""
+"""Unused streams by GPU. cuBLAS keeps tens of megabytes for every stream that it used, so the next device reuses the
+streams."""
 
 _Launch = tuple[Callable[..., None], int, Any, Callable[[int], int], tuple[Any, ...]]
-"""Of a compiled kernel: what launches it, its address, how it is laid out, who knows the stream, and its constants."""
+"""A compiled kernel: launch function, address, packed metadata, function for the current stream, and constants."""
 
 
 class Device:
-    """One card ("cuda", "cuda:1"), or the interpreter ("cpu")."""
+    """One GPU ("cuda", "cuda:1"), or the interpreter ("cpu")."""
 
-    stand_in_memory = 1 << 30
-    """Free bytes of the interpreter's card."""
+    interpreter_memory = 1 << 30
+    """Free GPU memory that the interpreter reports, in bytes."""
     card_id = ""
-    """By which nvidia-smi knows the card."""
+    """The GPU's UUID in nvidia-smi."""
 
     def __init__(self, name: str = "cuda") -> None:
         self.torch_device = torch.device(name)
@@ -130,15 +131,15 @@ class Device:
         self._launches: dict[Any, _Launch] = {}
         self.remembers_launches = self.is_card
         self.description = "Triton's interpreter"
-        """What a person knows it by."""
+        """A name for people."""
         self.processors = 4
-        """How many multiprocessors there are."""
+        """The number of multiprocessors."""
         self.dependent_launches = False
-        """Whether a kernel may begin before the one in front of it has ended: see `wait_for_previous`."""
+        """True if a kernel may begin before the previous one has ended: see `wait_for_previous`."""
         if self.is_card:
             if not torch.cuda.is_available():
                 raise WeftError(
-                    f"the device is {name!r}, but torch {torch.__version__} finds no CUDA card here"
+                    f"the device is {name!r}, but torch {torch.__version__} finds no CUDA GPU here"
                 )
             self.torch_device = torch.device("cuda", self.index)
             properties = torch.cuda.get_device_properties(self.torch_device)
@@ -147,7 +148,7 @@ class Device:
             self.processors = properties.multi_processor_count
             self.dependent_launches = properties.major >= 9
         elif not INTERPRETED.value:
-            raise WeftError(f"the device is {name!r}: Triton computes there with TRITON_INTERPRET=1 only")
+            raise WeftError(f"the device is {name!r}: Triton computes there only with TRITON_INTERPRET=1")
 
     def __repr__(self) -> str:
         return f"Device({str(self.torch_device)!r})"
@@ -161,38 +162,38 @@ class Device:
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Zeros on the host, page-locked for a card: copies from and to it run beside other work (`copy_` with
-        `non_blocking=True`)."""
+        """Zeros on the host, page-locked if there is a GPU: copies with `non_blocking=True` then run in parallel with
+        other work."""
         return torch.zeros(shape, dtype=dtype, pin_memory=self.is_card)
 
     def free_memory(self) -> int:
-        """Bytes of the card that no process holds."""
+        """Bytes of GPU memory that no process holds."""
         if not self.is_card:
-            return self.stand_in_memory
-        torch.cuda.empty_cache()  # what torch keeps of memory that was given back counts as free
+            return self.interpreter_memory
+        torch.cuda.empty_cache()  # memory that torch caches counts as free
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
     def total_memory(self) -> int:
         if not self.is_card:
-            return self.stand_in_memory
+            return self.interpreter_memory
         return torch.cuda.get_device_properties(self.torch_device).total_memory
 
     def release(self) -> None:
-        """The end of all work here: other processes may have the memory of tensors and graphs that are gone, on the card
-        and page-locked, which torch would keep for its next allocations."""
+        """Ends all work here. Frees the memory of deleted tensors and graphs, on the GPU and page-locked, for other
+        processes; torch would otherwise keep it for its next allocations."""
         gc.collect()
         if self.is_card:
             _idle_streams[self.index] += reversed(self._streams)
             self._streams.clear()
             self._capture_stream = None
             torch.cuda.empty_cache()
-            # Up to torch 2.11 it has a private name only.
+            # Up to torch 2.11 the function has only a private name.
             (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
 
     # --- order --------------------------------------------------------------------------------------------------
 
     def stream(self) -> Stream:
-        return cast(Stream, self._card_stream()) if self.is_card else _InOrder()
+        return cast(Stream, self._card_stream()) if self.is_card else _InterpreterStream()
 
     def _card_stream(self) -> torch.cuda.Stream:
         idle = _idle_streams[self.index]
@@ -200,26 +201,30 @@ class Device:
         return self._streams[-1]
 
     def current_stream(self) -> Stream:
-        return cast(Stream, torch.cuda.current_stream(self.torch_device)) if self.is_card else _InOrder()
+        return (
+            cast(Stream, torch.cuda.current_stream(self.torch_device))
+            if self.is_card
+            else _InterpreterStream()
+        )
 
     def using(self, stream: Stream) -> AbstractContextManager[Any]:
-        """What is launched inside goes to this stream. It is the calling thread's, and so is the device."""
+        """Launches inside go to this stream. The stream and the device are set for the calling thread only."""
         return torch.cuda.stream(cast(Any, stream)) if self.is_card else nullcontext()
 
     def event(self) -> Event:
-        return cast(Event, torch.cuda.Event()) if self.is_card else _DoneEvent()
+        return cast(Event, torch.cuda.Event()) if self.is_card else _InterpreterEvent()
 
     def synchronize(self) -> None:
         if self.is_card:
             torch.cuda.synchronize(self.torch_device)
 
     def capture(self, work: Callable[[], object], pool: Any = None) -> Graph:
-        """The launches of `work` as a graph; it has run before, so that its kernels are compiled. Graphs that never
-        run at the same time may share a `pool` (of `graph_pool`) for what they allocate."""
+        """Captures the launches of `work` as a graph. `work` has run before, so that its kernels are compiled. Graphs
+        that never run at the same time may share a `pool` (of `graph_pool`) for their allocations."""
         if not self.is_card:
-            return _Repeated(work)
-        # Not `torch.cuda.graph`, which waits for the card and empties the caches: this happens between two steps. Other
-        # threads may allocate and copy meanwhile.
+            return _InterpreterGraph(work)
+        # Not `torch.cuda.graph`, which waits for the GPU and empties the caches: a capture happens between two steps.
+        # Other threads may allocate and copy meanwhile.
         graph = torch.cuda.CUDAGraph()
         stream = self._stream_for_captures()
         stream.wait_stream(torch.cuda.current_stream(self.torch_device))
@@ -232,7 +237,8 @@ class Device:
         return cast(Graph, graph)
 
     def _stream_for_captures(self) -> torch.cuda.Stream:
-        """One for all: cuBLAS takes tens of megabytes for every stream it is used on, and not during a capture."""
+        """One stream for all captures: cuBLAS takes tens of megabytes for every stream, and cannot allocate during a
+        capture."""
         if self._capture_stream is None:
             self._capture_stream = self._card_stream()
             with torch.cuda.stream(self._capture_stream):
@@ -252,20 +258,22 @@ class Device:
         key: Hashable,
         constants: Callable[[], dict[str, Any]],
     ) -> None:
-        """`kernel[grid](*arguments, **constants())`, with `launch_options` where the kernel has a parameter DEPENDENT; but
-        from the second time on without Triton's own search for what it compiled, which takes 10 to 25 us: longer than
-        many a kernel runs.
+        """Runs `kernel[grid](*arguments, **constants())`, with `launch_options` if the kernel has a parameter
+        DEPENDENT. From the second time on it skips Triton's own lookup of the compiled kernel, which takes 10 to
+        25 us: longer than many kernels run.
 
-        `arguments` are the kernel's first parameters, `constants` all the others (and `num_warps`). The key is whatever
-        decides how the kernel is compiled: types, constants, and of sizes and addresses whether they are multiples of
-        16 (or sizes are 1), where these can differ between launches.
+        `arguments` are the kernel's first parameters, `constants` all others (and `num_warps`). `key` contains
+        everything that decides how the kernel is compiled: types, constants, and whether sizes and addresses are
+        multiples of 16 (or sizes are 1), if that can differ between launches.
         """
         place = (id(kernel), key)
         if (known := self._launches.get(place)) is not None:
-            run, function, how, current_stream, values = known
+            run, function, metadata, current_stream, values = known
             x, y, z = grid
             # As Triton calls it, without hooks.
-            run(x, y, z, current_stream(self.index), function, how, None, None, None, *arguments, *values)
+            run(
+                x, y, z, current_stream(self.index), function, metadata, None, None, None, *arguments, *values
+            )
             return
         named = constants()
         if "DEPENDENT" in kernel.arg_names:
@@ -279,9 +287,10 @@ class Device:
             )
 
     def launch_options(self, dependent: bool = True) -> dict[str, Any]:
-        """What a kernel that has a parameter DEPENDENT is launched with: `kernel[grid](..., **device.launch_options())`.
+        """Launch options of a kernel with a parameter DEPENDENT: `kernel[grid](..., **device.launch_options())`.
 
-        On a card that can, it then begins while the kernel in front of it ends.
+        On a GPU that supports it, the kernel then begins while the previous kernel ends (programmatic dependent
+        launch).
         """
         if dependent and self.dependent_launches:
             return {"DEPENDENT": True, "launch_pdl": True}
@@ -290,26 +299,28 @@ class Device:
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Stands in every program of a dependent kernel, in front of the first read or write of anything that another
-    kernel touches; weights may be read before. Where a kernel leaves it out, the ones behind it could overtake the
-    one in front."""
+    """Every program of a dependent kernel calls this before it first reads or writes memory that another kernel uses;
+    weights may be read earlier. If a kernel omits it, later kernels could overtake the kernel before it."""
     if DEPENDENT:
         gdc_wait()
 
 
 @triton.jit
 def let_next_begin(DEPENDENT: tl.constexpr):
-    """The kernel behind this one may be loaded when every program has come here; what it reads of this one it still
-    waits for. After `wait_for_previous`: so a kernel that has begun knows that the one before the last is done, and may
-    read what that one wrote before it waits itself. Only a norm does it before, since what stands behind a norm reads
-    nothing but weights before it waits."""
+    """Once every program has called this, the next kernel may start; it still waits before it reads results of this
+    one.
+
+    Call it after `wait_for_previous`. Then a kernel that has started knows that the kernel two before it is done,
+    and may read its results before it waits. Only a norm calls it earlier: the kernel after a norm reads only
+    weights before it waits.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
 
 
 @triton.jit
 def let_next_begin_if(now, DEPENDENT: tl.constexpr):
-    """`let_next_begin` once `now` is true, in a loop that is pipelined: a branch would break that."""
+    """`let_next_begin` once `now` is true, for pipelined loops: a branch would break the pipelining."""
     if DEPENDENT:
         tl.inline_asm_elementwise(
             """
@@ -329,9 +340,9 @@ def let_next_begin_if(now, DEPENDENT: tl.constexpr):
 
 
 @triton.jit
-def fetch_rows(first, stride, rows, COLUMNS: tl.constexpr):
-    """COLUMNS values of each of so many rows, at most one for every thread, are fetched into the card's cache; nobody waits
-    for them. Rows begin at multiples of 16 bytes. On a card only: the interpreter knows nothing of it."""
+def prefetch_rows(first, stride, rows, COLUMNS: tl.constexpr):
+    """Prefetches COLUMNS values of each of `rows` rows into the L2 cache, without waiting. At most one row per
+    thread; rows begin at multiples of 16 bytes. GPU only: the interpreter does not support it."""
     row = tl.arange(0, num_threads())
     BYTES: tl.constexpr = COLUMNS * first.dtype.element_ty.primitive_bitwidth // 8
     tl.inline_asm_elementwise(
@@ -353,8 +364,8 @@ def fetch_rows(first, stride, rows, COLUMNS: tl.constexpr):
 
 @triton.jit
 def dot(left, right, sums):
-    """sums + left @ right, in float32. The interpreter takes the bits of bfloat16 for whole numbers there, so it gets
-    float32; and what is float32 is not rounded to tf32."""
+    """sums + left @ right, in float32. The interpreter would misread bfloat16 bits as integers, so it gets float32.
+    On a GPU, float32 is not rounded to tf32."""
     if INTERPRETED:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), sums)
     return tl.dot(left, right, sums, input_precision="ieee")
@@ -363,4 +374,4 @@ def dot(left, right, sums):
 if INTERPRETED:
     from weft.ops.triton import interpreter
 
-    interpreter.mend()
+    interpreter.patch()

@@ -1,4 +1,4 @@
-"""What Triton's interpreter needs to run these kernels in tests, and to run them in seconds."""
+"""Patches of Triton's interpreter, so that tests can run these kernels, and in seconds."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from typing import Any
 import numpy as np
 from triton.runtime import interpreter
 
-# A product is summed as so many partial sums.
+# The number of partial sums of a product.
 _PARTIAL_SUMS = 8
 
 
-def mend() -> None:
-    """For Triton 3.6 and numpy 2.4; what is mended already stays as it is."""
-    if not getattr(interpreter, "is_mended", False):
+def patch() -> None:
+    """Applies the patches, once; for Triton 3.6 and numpy 2.4."""
+    if not getattr(interpreter, "is_patched", False):
         _patch_tensor = interpreter._patch_lang_tensor
         _patch_language = interpreter._patch_lang
         patched: set[int] = set()
 
         def patch_tensor(tensor: Any, scope: Any) -> None:
-            """A loop's bound is a tensor of one number, and numpy makes no integer of an array [1], as Triton asks."""
+            """Loop bounds are tensors of one number. Triton calls int() on an array of shape [1], which numpy 2.4
+            rejects."""
             _patch_tensor(tensor, scope)
             scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
         def patch_language(function: Callable[..., Any]) -> Any:
-            """Once and for all: every call of a function inside a kernel would look through the whole language again."""
+            """Patches each module once: Triton would patch the whole language again at every call of a function
+            inside a kernel."""
             if id(function.__globals__) not in patched:
                 _patch_language(function)
                 patched.add(id(function.__globals__))
@@ -38,18 +40,19 @@ def mend() -> None:
         interpreter._patch_lang_tensor = patch_tensor
         interpreter._patch_lang = patch_language
         interpreter.InterpreterBuilder.create_dot = create_dot
-        interpreter.is_mended = True
+        interpreter.is_patched = True
 
 
 def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """left [m, k] @ right [k, n], each element summed in an order that k alone decides, as on a card.
+    """left [m, k] @ right [k, n], with a summation order that depends on k alone, as on a GPU.
 
-    The order of numpy's own product depends on the processor, on the shape, and on the place of an element. With it, a test
-    that two kernels give the same bits would test numpy. Here every operation is elementwise, so nothing is reordered.
+    The order of numpy's own product depends on the processor, the shape and the position of an element. A test
+    that two kernels give the same bits would then test numpy. Here every operation is elementwise, so nothing is
+    reordered.
     """
     length = left.shape[1]
     step = min(_PARTIAL_SUMS, length)
-    assert length % step == 0, f"a product over {length} elements; kernels have powers of two"
+    assert length % step == 0, f"a product over {length} elements; expected a power of two"
     right = np.ascontiguousarray(right)
     sums = left[:, :step, None] * right[:step]
     terms = np.empty_like(sums)

@@ -1,14 +1,15 @@
-"""Products of rows with weights, with what stands before and behind them done on the way: norm, bias, gate, add.
+"""Products of rows with weights, fused with the operations around them: norm, bias, gate, add.
 
-one row        `_gemv`: every program reads a few rows of the weight and sums in float32; for small weights up to four rows
-a few rows     `_tile`: a tile of the weight times all the rows, on tensor cores; weights are read once
-more           cuBLAS, with norm and gate as kernels of their own; for some shapes with few rows too: see `linear_tiles`
+one row        `_gemv`: each program reads a few rows of the weight and sums in float32; small weights: up to four
+rows a few rows     `_tile`: a tile of the weight times all rows, on tensor cores; weights are read once more
+cuBLAS, with norm and gate as separate kernels; for some shapes with few rows too: see `linear_tiles`
 
-In the batch-invariant mode it is `_tile` for any number of rows, the norm a kernel of its own, so that no order of
-summation depends on how many rows there are.
+In the batch-invariant mode it is `_tile` for any number of rows, with the norm as a separate kernel, so that no
+summation order depends on the number of rows.
 
-The two kernels are bound by how fast weights are read. So a first piece of them is asked for before the kernel in
-front has ended, and the norm does not wait for its sum: (input * factors) @ weight is scaled by it at the end.
+Both kernels are limited by the speed of reading weights. So they request the first weights before the previous
+kernel has ended. And the norm does not wait for its sum of squares: (input * factors) @ weight is scaled by it at
+the end.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from torch import Tensor
 from weft.ops.triton import rows
 from weft.ops.triton.device import (
     Device,
+    ceil_divide,
     dot,
-    fetch_rows,
     let_next_begin,
     let_next_begin_if,
-    pieces,
+    prefetch_rows,
     wait_for_previous,
 )
 from weft.ops.triton.linear_tiles import MOST_SKINNY, Tile, gemv_tile, invariant_tile, skinny_tile
@@ -38,7 +39,7 @@ from weft.ops.triton.weights import Linear
 
 @triton.jit
 def _load(places, mask, EVEN: tl.constexpr):
-    """Weights are read once in a step: they leave the cache first."""
+    """Loads weights. They are read once in a step, so they are evicted from the cache first."""
     if EVEN:
         return tl.load(places, eviction_policy="evict_first")
     else:
@@ -46,7 +47,7 @@ def _load(places, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _fetch_ahead(
+def _prefetch_weights(
     weight,
     row,
     outputs,
@@ -56,16 +57,16 @@ def _fetch_ahead(
     COUNT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The next COUNT weights of each of a program's rows are on their way into the card's cache while it waits."""
+    """Prefetches the next COUNT weights of each row of a program into the L2 cache, while the program waits."""
     WHOLE: tl.constexpr = INPUTS * weight.dtype.element_ty.primitive_bitwidth % 128 == 0
     if DEPENDENT and COUNT > 0 and FROM < INPUTS and WHOLE:
         first = weight + row.to(tl.int64) * INPUTS + FROM
-        fetch_rows(first, INPUTS, tl.minimum(ROWS, outputs - row), min(COUNT, INPUTS - FROM))
+        prefetch_rows(first, INPUTS, tl.minimum(ROWS, outputs - row), min(COUNT, INPUTS - FROM))
 
 
 @triton.jit
-def _of_no_token():
-    """What is computed for each of a few tokens is a tuple: this one grows by a value for each."""
+def _empty():
+    """An empty tuple: values of a few tokens are kept in a tuple, which grows by one value per token."""
     return ()
 
 
@@ -81,12 +82,13 @@ def _products(
     TOKENS: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """For every token, weights [outputs, inputs] times its inputs at these places; with a norm, the inputs' squares too."""
-    products, squares = _of_no_token(), _of_no_token()
+    """For each token, weights [outputs, inputs] times its inputs at `place`; with a norm also the squares of the
+    inputs."""
+    products, squares = _empty(), _empty()
     if NORM:
         factors = tl.load(norm_weight + place, mask=place < INPUTS, other=0.0).to(tl.float32)
     elif TOKENS > 1:
-        # Every thread reads the inputs that it multiplies: to share out those of several tokens takes longer.
+        # Each thread reads the inputs that it multiplies: distributing the inputs of several tokens takes longer.
         place = tl.broadcast_to(place[None, :], weights.shape)
     for token in tl.static_range(TOKENS):
         source = input if token == 0 else input + tl.minimum(token, last_token) * input_stride
@@ -99,9 +101,9 @@ def _products(
 
 
 @triton.jit
-def _summed(left, right):
-    """Of every token."""
-    sums = _of_no_token()
+def _add_each(left, right):
+    """Adds two tuples element by element."""
+    sums = _empty()
     for index in tl.static_range(len(left)):
         sums += (left[index] + right[index],)
     return sums
@@ -133,18 +135,19 @@ def _gemv(
     RELEASE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Tokens behind the last one are computed as that one again, and not stored."""
+    """output [tokens, outputs] = input [tokens, INPUTS] @ weight [outputs, INPUTS]^T for up to TOKENS tokens, without
+    tensor cores. A program computes ROWS outputs. Tokens past the last one repeat the last one and are not stored."""
     program = tl.program_id(0)
     row = program * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, STEP)
     places = weight + row[:, None].to(tl.int64) * INPUTS + column[None, :]
     is_row = row[:, None] < outputs
     weights = _load(places, is_row & (column[None, :] < INPUTS), EVEN).to(tl.float32)
-    _fetch_ahead(weight, program * ROWS, outputs, INPUTS, ROWS, STEP, AHEAD, DEPENDENT)
+    _prefetch_weights(weight, program * ROWS, outputs, INPUTS, ROWS, STEP, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
     if RELEASE < 0:
         let_next_begin(DEPENDENT)
-    before = _of_no_token()
+    before = _empty()
     if ADDED:
         for token in tl.static_range(TOKENS):
             there = (row < outputs) & (token <= last_token)
@@ -158,8 +161,8 @@ def _gemv(
         more, more_squares = _products(
             weights, input, input_stride, last_token, norm_weight, place, INPUTS, TOKENS, NORM
         )
-        products = _summed(products, more)
-        squares = _summed(squares, more_squares)
+        products = _add_each(products, more)
+        squares = _add_each(squares, more_squares)
     if RELEASE >= 0:
         let_next_begin(DEPENDENT)
     for token in tl.static_range(TOKENS):
@@ -183,7 +186,7 @@ def _gemv(
 
 @triton.jit
 def _factored(values, squares, norm_weight, place, NORM: tl.constexpr, INPUTS: tl.constexpr):
-    """A tile [inputs, tokens] times the norm's factors, and the sums of squares with the tile's own."""
+    """Multiplies a tile [inputs, tokens] by the norm's factors, and adds the squares of the tile to `squares`."""
     if NORM:
         wide = values.to(tl.float32)
         factors = tl.load(norm_weight + place, mask=place < INPUTS, other=0.0).to(tl.float32)
@@ -221,6 +224,9 @@ def _tile(
     TOGETHER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """output [tokens, outputs] = input [tokens, INPUTS] @ weight [outputs, INPUTS]^T, with norm, bias, gate and add, on
+    tensor cores. A program computes ROWS outputs of TOKENS tokens. Tokens are the columns of the product,
+    because tensor cores allow as few as eight columns."""
     program = tl.program_id(0)
     token_program = tl.program_id(1)
     if TOGETHER > 1:
@@ -238,9 +244,9 @@ def _tile(
     squares = tl.zeros((TOKENS,), tl.float32)
     FIRST: tl.constexpr = STEP if EARLY else 0
     if EARLY:
-        # Asked for before the wait and used after the loop, so that the loop's own pipeline fills at once.
+        # Loaded before the wait and used after the loop, so that the loop's own pipeline fills at once.
         early = _load(places, is_row & (column[None, :] < INPUTS), EVEN)
-    _fetch_ahead(weight, program * ROWS, outputs, INPUTS, ROWS, FIRST, AHEAD, DEPENDENT)
+    _prefetch_weights(weight, program * ROWS, outputs, INPUTS, ROWS, FIRST, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
     if RELEASE < 0:
         let_next_begin(DEPENDENT)
@@ -281,23 +287,24 @@ def _tile(
 
 
 Places = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""The input of a product and its output; what a norm makes of the input, and what a gate makes the output of."""
+"""Input and output of a product; the buffer for the normed input, and the buffer for the ungated output."""
 
 
 def padded_rows(rows: int) -> int:
-    """How many rows cuBLAS gets for so many. For a size that it has not met it looks for a kernel and may have to load it,
-    while the host waits, and every step with prompts would be one. It computes in tiles: these rows cost next to nothing."""
+    """The padded number of rows for cuBLAS. For each new size cuBLAS selects a kernel and may load it while the host
+    waits, and every step with prompts would have a new size. cuBLAS computes in tiles, so padding costs almost
+    nothing."""
     step = next(step for most, step in _PADDED_TO if rows <= most)
-    return pieces(rows, step) * step
+    return ceil_divide(rows, step) * step
 
 
-# So many rows at most: to multiples of so many.
+# (most rows, padded to a multiple of)
 _PADDED_TO = ((16, 8), (64, 16), (256, 32), (1024, 64), (4096, 128), (1 << 31, 256))
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """gate(norm(input) @ weight + bias), stored, or added to the output times `scale`."""
+    """gate(norm(input) @ weight + bias), stored, or multiplied by `scale` and added to the output."""
 
     layer: Linear
     device: Device
@@ -315,8 +322,8 @@ class Product:
         ungated: Tensor | None = None,
         padded: Places | None = None,
     ) -> None:
-        """`normed` and `ungated` take what a norm and a gate need in between where they are kernels of their own; `padded`
-        are the same four with the rows behind them that `padded_rows` says, whatever these hold."""
+        """`normed` and `ungated` are buffers for norm and gate as separate kernels. `padded` are the same four
+        tensors, extended to `padded_rows` rows with any content."""
         tokens, layer, has_norm = len(input), self.layer, self.norm is not None
         sizes = (tokens, layer.outputs, layer.inputs)
         if self.invariant:
@@ -330,7 +337,7 @@ class Product:
 
     @cached_property
     def _kind(self) -> tuple[object, ...]:
-        """What of this product decides how its kernels are compiled: layers of one shape share them."""
+        """The values that decide how the kernels are compiled: layers of one shape share them."""
         layer = self.layer
         norm_dtype = None if self.norm is None else self.norm[0].dtype
         sizes = (layer.outputs, layer.inputs, layer.weight.dtype, layer.bias is None)
@@ -347,7 +354,7 @@ class Product:
         sizes = (last_token, layer.outputs, epsilon, self.scale, input.stride(0), output.stride(0))
         self.device.launch(
             _gemv,
-            (pieces(layer.outputs, tile.outputs), 1, 1),
+            (ceil_divide(layer.outputs, tile.outputs), 1, 1),
             (input, weight, layer.weight, bias, output, *sizes),
             (self._kind, tile, output.dtype, sizes[-2:], input.data_ptr() % 16),
             lambda: {
@@ -380,23 +387,23 @@ class Product:
         ungated: Tensor | None,
         padded: Places | None = None,
     ) -> None:
-        """The norm and the gate as kernels of their own."""
+        """Runs cuBLAS, with norm and gate as separate kernels."""
         source, target, padded_normed, inner = padded or (input, output, normed, ungated)
         if self.norm is not None:
-            assert padded_normed is not None, "the norm needs a place for its rows"
+            assert padded_normed is not None, "the norm needs a buffer for its rows"
             self._normalised(input, normed)
             source = padded_normed
         if self.gate is None:
             self._multiply(source, target)
         else:
-            assert ungated is not None and inner is not None, "the gate needs a place for what it reads"
+            assert ungated is not None and inner is not None, "the gate needs a buffer for its input"
             self._multiply(source, inner)
             rows.gate_rows(ungated, self.gate, output, self.device)
 
     def _normalised(self, input: Tensor, normed: Tensor | None) -> Tensor:
         if self.norm is None:
             return input
-        assert normed is not None, "the norm needs a place for its rows"
+        assert normed is not None, "the norm needs a buffer for its rows"
         weight, epsilon = self.norm
         rows.rms_norm(input, weight, epsilon, normed, self.device)
         return normed
@@ -426,7 +433,7 @@ class Product:
         sizes = (tokens, layer.outputs, epsilon, self.scale, input.stride(0), output.stride(0))
         self.device.launch(
             _tile,
-            (pieces(layer.outputs, tile.outputs), pieces(tokens, tile.tokens), 1),
+            (ceil_divide(layer.outputs, tile.outputs), ceil_divide(tokens, tile.tokens), 1),
             (input, weight, layer.weight, bias, output, *sizes),
             (self._kind, tile, norm is None, gate, output.dtype, sizes[-2:], input.data_ptr() % 16),
             lambda: {

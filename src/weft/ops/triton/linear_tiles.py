@@ -1,7 +1,7 @@
-"""How a product is cut into tiles: what one program takes at a time, by number of tokens and size of the weight.
+"""Tile sizes of products, by number of tokens and size of the weight.
 
-Measured on an H200, with the shapes of models of 0.6 and 8 billion weights, in chains of dependent launches as they stand
-in a forward pass: alone a kernel may prefer another tile than beside its neighbours.
+Measured on an H200, with the shapes of models with 0.6 and 8 billion weights, in chains of dependent launches as
+in a forward pass: a kernel alone may prefer another tile than between its neighbours.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from weft.ops.triton.device import INTERPRETED, pieces, power_of_two
+from weft.ops.triton.device import INTERPRETED, ceil_divide, power_of_two
 
 MOST_SKINNY = 64
 """More tokens are multiplied by cuBLAS."""
@@ -19,12 +19,12 @@ _MANY_OUTPUTS = 32768
 _SMALL_WEIGHT = 4 << 20
 _LARGE_WEIGHT = 64 << 20
 _MANY_TILES = 200
-"""More than there are multiprocessors."""
+"""More than the number of multiprocessors."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program takes at a time."""
+    """The part of a product that one program computes at a time."""
 
     tokens: int
     outputs: int
@@ -32,23 +32,26 @@ class Tile:
     warps: int
     stages: int = 1
     early: bool = True
-    """Whether a first piece of the weights is asked for before the kernel in front has ended."""
+    """True: the first weights are loaded before the previous kernel has ended."""
     ahead: int = 0
-    """So many inputs of every output's weights, behind that first piece, are fetched into the card's cache at that time."""
+    """Inputs per output, after those first weights, that are prefetched into the L2 cache at that time."""
     release: int = -1
-    """When the kernel behind may begin: so many pieces before this one's end; -1: at once. What that one asks for ahead
-    then comes while this one ends and memory is idle, not while it needs all of it."""
+    """When the next kernel may begin: this many loop iterations before the end; -1: at once. A late start moves the
+    prefetches of the next kernel to the end of this one, when memory is idle."""
     together: int = 1
-    """So many tiles of tokens take a tile of weights in turn while the cache has it."""
+    """Token tiles that use a weight tile one after the other while it is in the cache."""
     norm_inside: bool = True
-    """Whether the norm is made on the way, by every program again, or once by a kernel of its own."""
+    """True: every program computes the norm itself; False: a separate kernel computes it once."""
 
 
 @cache
 def gemv_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
-    """The tile for one token; and for up to four where the weight is so small that what tensor cores need around them takes
-    longer than to multiply without them. 8 KiB of weights are in flight for every program, or whole rows where there are
-    many. With a norm in front there is more to do for every piece of a row, and programs with few rows hide it better."""
+    """The tile for one token; for up to four if the weight is so small that the overhead of tensor cores takes
+    longer.
+
+    8 KiB of weights are in flight for each program, or whole rows if there are many. With a norm there is more
+    work per piece of a row, and programs with few rows hide it better.
+    """
     if tokens > 1:
         return _few_tokens_tile(tokens, outputs, inputs, has_norm)
     if inputs <= 1024:
@@ -85,7 +88,7 @@ def _few_tokens_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> 
 
 @cache
 def skinny_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
-    """The tile for a few tokens, or None where cuBLAS is faster, norm and gate as kernels of their own included. Measured
+    """The tile for a few tokens, or None if cuBLAS is faster, including norm and gate as separate kernels. Measured
     with 2, 4, 8, 16, 32 and 64 tokens."""
     is_large = outputs * inputs > _LARGE_WEIGHT
     if tokens <= 16:
@@ -120,24 +123,24 @@ def skinny_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile 
 
 @cache
 def small_tile(tokens: int, inputs: int) -> Tile:
-    """Outputs and inputs are the same for any number of tokens. So is the sum for one token: tokens are the columns of
-    an instruction, which do not meet."""
+    """Tile sizes of outputs and inputs do not depend on the number of tokens. Nor does the sum of one token: tokens
+    are separate columns of an instruction."""
     token_tile = max(16, min(128, power_of_two(tokens)))
     return _fitted(Tile(token_tile, 64, 64, 4, 4, early=False, norm_inside=False), inputs)
 
 
 @cache
 def invariant_tile(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tile:
-    """For the batch-invariant mode. In bfloat16 on a card a token's sums are the same in any of these: they are taken in the
-    order of the inputs, 16 at a time, by one kind of instruction."""
+    """The tile for the batch-invariant mode. In bfloat16 on a GPU the sums of a token are the same with all of these
+    tiles: they are added in input order, 16 at a time, by one kind of instruction."""
     if INTERPRETED.value or dtype == torch.float32:
-        # There sums have an order that depends on the sizes.
+        # Here the summation order depends on the tile sizes.
         return small_tile(tokens, inputs)
     if tokens <= 16:
         tile = Tile(16, 64, 256 if inputs > 8192 or outputs <= 2048 else 128, 4, 4)
     elif tokens <= 64:
         tile = Tile(power_of_two(tokens), 64, 128, 4, 3 if outputs * inputs > _LARGE_WEIGHT else 4)
-    elif pieces(tokens, 256) * pieces(outputs, 128) >= _MANY_TILES:
+    elif ceil_divide(tokens, 256) * ceil_divide(outputs, 128) >= _MANY_TILES:
         tile = Tile(256, 128, 64, 8, 4, together=8)
     elif outputs <= 2048:
         tile = Tile(64, 64, 128, 4, 4)
@@ -149,7 +152,7 @@ def invariant_tile(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -
 
 
 def _fitted(tile: Tile, inputs: int, least: int = 64) -> Tile:
-    """In pieces that a row consists of, which need no masks, where they are no smaller than `least`."""
+    """Reduces `inputs` to a divisor of the row, which needs no masks, if that is at least `least`."""
     step = min(tile.inputs, inputs & -inputs)
     if step < least:
         step = max(16, min(tile.inputs, power_of_two(inputs)))

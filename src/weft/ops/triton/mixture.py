@@ -1,11 +1,11 @@
-"""A feed-forward by experts: every token goes through the few that its router chose.
+"""A mixture of experts: every token passes through the few experts that its router chose.
 
-    route      the experts of every token, in the order of their numbers, and their shares
-    group      for every expert the (token, place) pairs that chose it
-    two products over each expert's pairs, the first with its gate
-    combine    for every token the sum over its places
+    route      the experts of each token, by ascending expert number, and their shares
+    group      for each expert the (token, place) pairs that chose it
+    two products over the pairs of each expert, the first with its gate
+    combine    for each token the sum over its places
 
-Nothing is decided on the host: an expert that nobody chose has an empty list, and its programs end at once.
+The host decides nothing: an expert that no token chose has an empty list, and its programs end at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32, int32
 
-from weft.ops.triton.device import Device, dot, let_next_begin, pieces, power_of_two, wait_for_previous
+from weft.ops.triton.device import Device, ceil_divide, dot, let_next_begin, power_of_two, wait_for_previous
 from weft.ops.triton.linear import Product
 from weft.ops.triton.linear_tiles import Tile, small_tile
 from weft.ops.triton.rows import GATE_CODES, gated
@@ -35,6 +35,8 @@ def _route(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """The PER_TOKEN experts with the highest logits [tokens, experts] of each token, by ascending expert number, and
+    their softmax shares. One program per token."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     token = tl.program_id(0)
@@ -57,16 +59,18 @@ def _route(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _group(chosen, lists, counts, pairs, capacity, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """For each expert, the pairs (token * experts per token + place) that chose it, in ascending order, and their
+    count. One program per expert, so that no atomics are needed and the order is fixed."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     expert = tl.program_id(0)
     count = 0
     for start in range(0, pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
-        is_mine = (tl.load(chosen + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
-        place = count + tl.cumsum(is_mine, 0) - 1
-        tl.store(lists + expert * capacity + place, pair, mask=is_mine == 1)
-        count += tl.sum(is_mine, 0)
+        is_chosen = (tl.load(chosen + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
+        place = count + tl.cumsum(is_chosen, 0) - 1
+        tl.store(lists + expert * capacity + place, pair, mask=is_chosen == 1)
+        count += tl.sum(is_chosen, 0)
     tl.store(counts + expert, count)
 
 
@@ -88,6 +92,9 @@ def _expert_product(
     GATE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """output [pairs, outputs] = input @ weight [experts, outputs, INPUTS]^T for the pairs of each expert, with an
+    optional gate. Pair p reads input row p // PAIRS_OF_INPUT. Grid (experts, tiles of outputs); a program loops over
+    the pairs."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     expert = tl.program_id(0)
@@ -131,6 +138,8 @@ def _combine(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """output [tokens, columns] = the sum of parts [pairs, columns] times shares [pairs] over the places of each token,
+    in order, in float32."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
@@ -145,7 +154,7 @@ def _combine(
 
 
 class MixtureSpace:
-    """What the mixtures of a model need in between; its layers take turns with it."""
+    """Intermediate buffers of the mixtures of a model; all layers share them."""
 
     def __init__(self, experts: Experts, per_token: int, max_tokens: int, device: Device) -> None:
         count, features, inner = experts.down.shape
@@ -166,7 +175,7 @@ class MixtureProduct:
     def __init__(
         self, router: Linear, experts: Experts, normalise: bool, space: MixtureSpace, device: Device
     ) -> None:
-        # A router's choice turns on small differences: its rows have the same bits in any company.
+        # The router's choice depends on small differences: its rows must have the same bits in any batch.
         self._router = Product(router, device, invariant=True)
         self._experts = experts
         self._normalise = normalise
@@ -201,7 +210,7 @@ class MixtureProduct:
         stride = output.stride(0)
         launch(
             _combine,
-            (tokens, pieces(features, _ELEMENTS), 1),
+            (tokens, ceil_divide(features, _ELEMENTS), 1),
             (space.parts, space.shares, output, features, stride),
             (features, stride, output.dtype, per_token),
             lambda: {"PER_TOKEN": per_token, "BLOCK": _ELEMENTS, "num_warps": 4},
@@ -215,7 +224,7 @@ class MixtureProduct:
         tile = self._tile(tokens, inputs)
         self._device.launch(
             _expert_product,
-            (experts, pieces(outputs, tile.outputs), 1),
+            (experts, ceil_divide(outputs, tile.outputs), 1),
             (input, weight, output, space.lists, space.counts, capacity, outputs),
             (outputs, inputs, capacity, pairs_of_input, tile, gate, weight.dtype),
             lambda: {
@@ -231,6 +240,6 @@ class MixtureProduct:
         )
 
     def _tile(self, tokens: int, inputs: int) -> Tile:
-        """For as many tokens as an expert gets on average; the sums are the same for any number."""
+        """The tile for the average number of tokens of an expert; sums are the same for any number."""
         count, _, _, per_token, _ = self._space.sizes
-        return small_tile(min(64, pieces(tokens * per_token, count)), inputs)
+        return small_tile(min(64, ceil_divide(tokens * per_token, count)), inputs)

@@ -1,4 +1,4 @@
-"""The ops that a decoder is recorded with for a CUDA device: how its weights and its cache are kept."""
+"""The ops that record a decoder for a CUDA device, and the format of its weights and cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.ops.triton.weights import Experts, Linear, Loader
 
 
 class TritonOps(RecordingOps):
-    """`Ops` that records. Weights, activations and cache are of one type."""
+    """`Ops` that records the forward pass. Weights, activations and cache have one data type."""
 
     def __init__(self, device: Device, dtype: torch.dtype = torch.bfloat16) -> None:
         self.device = device
@@ -45,7 +45,7 @@ class TritonOps(RecordingOps):
         return weight.nbytes
 
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> Tensor:
-        """Unlike in numpy, what one kv head reads of a block lies together."""
+        """Unlike the numpy cache, the part of a block that one KV head reads is contiguous."""
         return self.device.zeros(
             blocks, layers, 2, shape.kv_heads, block_size, shape.head_size, dtype=self.dtype
         )

@@ -1,8 +1,8 @@
-"""Stretches of a forward pass between two attentions, as graphs for the steps that are not graphs as a whole.
+"""CUDA graphs of the segments between two attentions, for steps that are not captured as a whole.
 
-A step with prompts has attention for its own lengths, but what lies between depends on the number of rows alone, and
-numbers of rows are padded to few. To launch it takes the host longer than small steps take the card; a graph of it
-takes the host as long as one launch.
+In a step with prompts, attention depends on the lengths of the step. The segments between depend only on the
+number of rows, which is padded to few sizes. In small steps the host needs longer to launch a segment than the GPU
+to run it; a graph needs as long as one launch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from weft.ops.triton.device import Device, Graph
 _log = logging.getLogger(__name__)
 
 _MOST_ROWS = 2048
-"""Of larger steps the card has more to do than the host."""
+"""In larger steps the GPU takes longer than the host."""
 _MOST_SIZES = 16
-"""So many numbers of rows have graphs; those of one take some ten megabytes of the card."""
+"""At most this many row counts have graphs; the graphs of one take about ten megabytes of GPU memory."""
 
 
 class PiecewiseGraphs:
-    """The graphs of all stretches of a program, by number of rows. The first step with a number of rows is launched,
-    so that kernels are there; the second is captured."""
+    """The graphs of all segments of a program, by number of rows. The first step with a row count is launched, so
+    that its kernels are compiled; the second is captured."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -32,8 +32,8 @@ class PiecewiseGraphs:
         self._pool: object = None
         self._works = True
 
-    def serve(self, rows: int) -> bool:
-        """Whether a step that begins, with so many rows, runs its stretches from graphs."""
+    def begin_step(self, rows: int) -> bool:
+        """Counts a step that begins; returns True if its segments run from graphs."""
         if rows > _MOST_ROWS or not self._works:
             return False
         self._steps[rows] += 1
@@ -42,7 +42,7 @@ class PiecewiseGraphs:
         return rows in self._graphs
 
     def run(self, number: int, rows: int, work: Callable[[], object]) -> None:
-        """The stretch of this number, which `work` launches."""
+        """Runs segment `number` from its graph; `work` launches it without a graph."""
         graph = self._graphs[rows].get(number)
         if graph is None and self._works:
             if self._pool is None:
@@ -50,9 +50,10 @@ class PiecewiseGraphs:
             try:
                 graph = self._graphs[rows][number] = self._device.capture(work, self._pool)
             except Exception as error:
-                # Nothing of it has run. Where the card itself has failed, the launches that follow say so.
+                # A failed capture has run nothing. If the GPU itself failed, the launches that follow raise the
+                # error.
                 self._works = False
-                _log.warning("a part of a step of %d rows could not be captured (%s)", rows, error)
+                _log.warning("a graph segment of a step with %d rows could not be captured (%s)", rows, error)
         if graph is None:
             work()
         else:

@@ -35,14 +35,14 @@ from weft.ops.triton.steps import (
     Step,
     assigned_slots,
     buffers_made,
+    graph_segments,
     steps_of,
-    stretches,
 )
 
 
 @dataclass
 class _Run:
-    """A step under way: its buffers, cut to its rows, and to as many as products are padded to."""
+    """A running step: its buffers, sliced to its rows, and sliced to padded rows for products."""
 
     batch: DeviceBatch
     cache: Tensor | TwoTierCache
@@ -50,17 +50,19 @@ class _Run:
     padded: list[Tensor]
     padded_tokens: int = 0
     from_graphs: bool = False
-    """Whether what lies between attentions comes from graphs, with the padded rows."""
+    """True: segments between attentions run from graphs, with padded rows."""
 
 
 Launch = Callable[[_Run], None]
 
 
 class CudaProgram:
-    """Runs the steps of a recording. A step's launches depend on the sizes of its batch alone and nothing is waited
-    for, so that the steps of one batch size can be captured as a graph.
+    """Runs the steps of a recording. The launches of a step depend only on the sizes of its batch, and nothing waits
+    for the GPU. So steps of one batch size can be captured as a graph.
 
-    No launch refers to the program: with a cycle, its weights and buffers would stay until the garbage collector runs."""
+    No launch refers to the program: a reference cycle would keep its weights and buffers until the garbage
+    collector runs.
+    """
 
     def __init__(
         self,
@@ -75,8 +77,8 @@ class CudaProgram:
         device: Device,
         invariant: bool = False,
     ) -> None:
-        """`rows` are what the operations from `logits_from` on make `logits` of. A step has at most `max_tokens` tokens
-        and samples after at most `max_sampled`, of as many requests."""
+        """Operations from `logits_from` on compute `logits` from `rows`. A step has at most `max_tokens` tokens and
+        `max_sampled` sampled tokens, of as many requests."""
         self._device = device
         self._invariant = invariant
         self._max_tokens = max_tokens
@@ -91,7 +93,7 @@ class CudaProgram:
         }
         self._mixture_spaces: dict[tuple[int, ...], MixtureSpace] = {}
 
-        # Logits may be made of other rows than these: nothing of one part is taken into the other.
+        # Logits may be computed from other rows too, so operations are not fused across the two parts.
         first_part = steps_of(recording.operations[:logits_from], {rows})
         second_part = steps_of(recording.operations[logits_from:], {logits})
         steps = [*first_part, *second_part]
@@ -100,8 +102,8 @@ class CudaProgram:
                 step.layer.interleave_gate()
         slots = assigned_slots(steps, {rows, logits})
 
-        # A buffer is a slot, cut to a row for each token, for each row of logits wanted, or for each one sampled. What is
-        # selected has a place for itself: where all rows are, the rows that it is made of stand in for it.
+        # A buffer is a slice of a slot: one row for each token, each selected row, or each sampled row. The selected
+        # rows have their own buffer: if all rows are selected, it is replaced by its input.
         self._cuts: dict[tuple[int, str, Buffer | None], int] = {}
         selection = next(at for at, step in enumerate(first_part) if isinstance(step, SelectRows))
         kinds = {buffer: "tokens" for step in first_part[:selection] for buffer in buffers_made(step)}
@@ -126,25 +128,25 @@ class CudaProgram:
             device.zeros(padded_rows(height), columns, dtype=dtype)
             for height, columns in zip(heights, slots.columns, strict=True)
         ]
-        self._stretches = PiecewiseGraphs(device)
+        self._piecewise_graphs = PiecewiseGraphs(device)
         self._forward = [
-            self._launch_stretch(number, steps)
-            for number, steps in enumerate(stretches(first_part[:selection]))
+            self._launch_segment(number, steps)
+            for number, steps in enumerate(graph_segments(first_part[:selection]))
         ]
         self._finish = [self._launch(step) for step in first_part[selection:]]
-        # What the second part reads of the first are the sampled rows alone.
+        # The second part reads only the sampled rows of the first.
         self._places[rows] = self._sampled_rows
         self._make_logits = [self._launch(step) for step in second_part]
 
     def run(self, batch: DeviceBatch, cache: Tensor | TwoTierCache) -> tuple[Tensor, Tensor | None]:
-        """Logits of the first `batch.sampled` of the rows that `batch.logit_indices` names, there until the next call;
-        and the other rows, for `logits`, where there are any."""
+        """Returns the logits of the first `batch.sampled` rows of `batch.logit_indices`, valid until the next call;
+        and the other selected rows, for `logits`, if there are any."""
         selected = len(batch.logit_indices)
         counts = (batch.tokens, selected, batch.sampled)
         padded = tuple(map(padded_rows, counts))
         run = _Run(batch, cache, self._cut(*counts), self._cut(*padded), padded[0])
-        # Steps of decodes are captured as a whole.
-        run.from_graphs = batch.longest_query > 1 and self._stretches.serve(run.padded_tokens)
+        # Decode-only steps are captured as a whole.
+        run.from_graphs = batch.longest_query > 1 and self._piecewise_graphs.begin_step(run.padded_tokens)
         for launch in self._forward:
             launch(run)
         if selected:
@@ -159,7 +161,7 @@ class CudaProgram:
         return run.buffers[self._logits], others
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Of other rows than those of a step, at most as many as can be sampled; there until the next call."""
+        """Logits of rows that do not belong to a step, at most `max_sampled`; valid until the next call."""
         buffers = self._cut(0, 0, len(rows))
         buffers[self._sampled_rows] = rows
         run = _Run(NO_STEP, NO_STEP, buffers, buffers)
@@ -171,11 +173,11 @@ class CudaProgram:
         counts = {"tokens": tokens, "selected": selected, "sampled": sampled}
         return [self._slots[slot][: counts[kind]] for slot, kind, _ in self._cuts]
 
-    def _launch_stretch(self, number: int, steps: Sequence[Step]) -> Launch:
+    def _launch_segment(self, number: int, steps: Sequence[Step]) -> Launch:
         launches = [self._launch(step) for step in steps]
         if len(launches) == 1:
             return launches[0]
-        graphs = self._stretches
+        graphs = self._piecewise_graphs
 
         def launch(run: _Run) -> None:
             if run.from_graphs:
@@ -256,7 +258,7 @@ class CudaProgram:
 
         def launch(run: _Run) -> None:
             batch = run.batch
-            if batch.sampled == batch.tokens == len(batch.logit_indices):  # every token, in their order
+            if batch.sampled == batch.tokens == len(batch.logit_indices):  # all tokens, in order
                 run.buffers[target], run.padded[target] = run.buffers[source], run.padded[source]
             else:
                 rows.look_up(run.buffers[source], batch.logit_indices, run.buffers[target], device)
@@ -270,12 +272,12 @@ class CudaProgram:
 
         def launch(run: _Run) -> None:
             output = run.buffers[target]
-            attended = attend.turn_and_run(
+            attended = attend.rope_and_attend(
                 run.batch, run.buffers[source], run.cache, step.layer, tables, step.norm, output
             )
             if attended is not output:
-                # What was made elsewhere takes the buffer's place for the rest of the step. It has no rows behind it,
-                # and needs none: its step is of round prompts.
+                # The result of cuDNN replaces the buffer for the rest of the step. It has no padded rows and needs
+                # none: the prompt lengths are round.
                 assert attended.shape == run.padded[target].shape
                 run.buffers[target] = run.padded[target] = attended
                 run.from_graphs = False
@@ -295,7 +297,7 @@ class CudaProgram:
 
 
 class Recordable(Protocol):
-    """A `weft.models.decoder.Decoder`, as far as it is looked at here."""
+    """The part of `weft.models.decoder.Decoder` that is used here."""
 
     @property
     def config(self) -> Any: ...

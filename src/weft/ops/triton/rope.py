@@ -1,4 +1,4 @@
-"""Rotary positions on the device: queries and keys are normalised and turned, keys and values written to the cache."""
+"""RoPE on the device: normalises and rotates queries and keys, and writes keys and values to the cache."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.base import AttentionShape, QkNorm, Rope
-from weft.ops.triton.device import Device, let_next_begin, pieces, power_of_two, wait_for_previous
+from weft.ops.triton.device import Device, ceil_divide, let_next_begin, power_of_two, wait_for_previous
 from weft.ops.triton.device_batch import DeviceBatch
 
-# Always the same, so that a head's sum of squares is made in the same order in any company.
+# Constant, so that the sum of squares of a head is added in the same order in any batch.
 _HEADS_AT_ONCE = 16
 _ROW_PIECE: tl.constexpr = tl.constexpr(1024)
 
@@ -22,7 +22,7 @@ _ROW_NORM: tl.constexpr = tl.constexpr(2)
 
 
 class RopeTables:
-    """The cosine and sine of every angle of one rope, by position: float32 [max_context, 2, pairs]."""
+    """The cosine and sine of every angle of one RoPE, by position: float32 [max_context, 2, pairs]."""
 
     def __init__(self, rope: Rope, max_context: int, device: Device) -> None:
         self.interleaved = rope.interleaved
@@ -43,14 +43,14 @@ def rope_and_write(
     shape: AttentionShape,
     norm: QkNorm | None = None,
 ) -> None:
-    """Of packed [Q | K | V] rows: Q and K are normalised where there is a norm, and turned, in their place; K and V go
-    to the cache [blocks, layers, 2, kv heads, block size, head size] too."""
+    """Normalises (if there is a norm) and rotates Q and K of packed [Q | K | V] rows in place. Also writes K and V to
+    the cache [blocks, layers, 2, kv heads, block size, head size]."""
     _, layers, _, kv_heads, block_size, head_size = cache.shape
     norm_kind = _NO_NORM.value
     if norm is not None:
         norm_kind = _HEAD_NORM.value if len(norm.query) == head_size else _ROW_NORM.value
-    # A norm over the whole row is one program's work: another's would change the row while it is summed.
-    parts = 1 if norm_kind == _ROW_NORM.value else pieces(shape.heads + 2 * kv_heads, _HEADS_AT_ONCE)
+    # A norm over the whole row needs one program: a second program would change the row while the first one sums it.
+    parts = 1 if norm_kind == _ROW_NORM.value else ceil_divide(shape.heads + 2 * kv_heads, _HEADS_AT_ONCE)
     query_norm, key_norm, epsilon = (qkv, qkv, 0.0) if norm is None else (norm.query, norm.key, norm.epsilon)
     stride = qkv.stride(0)
     sizes = (shape.heads, kv_heads, head_size, block_size, layers, stride, tables.pairs, tables.interleaved)
@@ -103,13 +103,15 @@ def _rope_and_write(
     HEADS_AT_ONCE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Normalises and rotates Q and K of qkv rows in place, and writes K and V to the cache. Grid (tokens, groups of
+    HEADS_AT_ONCE heads). A token with cell -1 is padding and is not written to the cache."""
     token = tl.program_id(0)
     row = qkv + token.to(tl.int64) * ROW_STRIDE
-    # The step's indices were there before the previous kernel began, so they are not waited for.
+    # The step's indices were written before the previous kernel began, so the kernel need not wait for them.
     cell = tl.load(cells + token)
     position = tl.load(positions + token).to(tl.int64)
 
-    # The three kinds of features of a head: the left and the right of each pair, and those that do not turn.
+    # Three kinds of features of a head: the left and the right one of each pair, and those that are not rotated.
     pair = tl.arange(0, PAIRS_PADDED)
     in_pair = pair < PAIRS
     left_column = pair * 2 if INTERLEAVED else pair
@@ -126,7 +128,7 @@ def _rope_and_write(
         key_squares = _sum_of_squares(row + HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE)
         key_divisor = tl.rsqrt(key_squares / (KV_HEADS * HEAD_SIZE) + epsilon)
 
-    # Where K of this layer and this token's place in its block begin, for head 0.
+    # Address of K of this layer at the token's position in its block, for head 0.
     block = (cell // BLOCK_SIZE) * (LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE)
     within = layer * (2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE) + (cell % BLOCK_SIZE) * HEAD_SIZE
     place = cache + block + within
@@ -138,7 +140,7 @@ def _rope_and_write(
         is_query = head < HEADS
         is_value = head >= HEADS + KV_HEADS
         to_cache = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS) & (cell >= 0)
-        # K and V of a layer follow each other, so the heads of V are simply the next ones after those of K.
+        # V of a layer follows K, so the heads of V come right after those of K.
         source = row + head * HEAD_SIZE
         target = place + (head - HEADS).to(tl.int64) * (BLOCK_SIZE * HEAD_SIZE)
 
@@ -180,21 +182,22 @@ def _rope_and_write(
         keep = is_value[:, None]
         new_left = tl.where(keep, left, left * cosine[None, :] - right * sine[None, :])
         new_right = tl.where(keep, right, right * cosine[None, :] + left * sine[None, :])
-        turned = (head < HEADS + KV_HEADS)[:, None]
+        is_rotated = (head < HEADS + KV_HEADS)[:, None]
         cached = to_cache[:, None] & in_pair[None, :]
         new_left, new_right = new_left.to(qkv.dtype.element_ty), new_right.to(qkv.dtype.element_ty)
-        tl.store(source[:, None] + left_column[None, :], new_left, mask=turned & in_pair[None, :])
-        tl.store(source[:, None] + right_column[None, :], new_right, mask=turned & in_pair[None, :])
+        tl.store(source[:, None] + left_column[None, :], new_left, mask=is_rotated & in_pair[None, :])
+        tl.store(source[:, None] + right_column[None, :], new_right, mask=is_rotated & in_pair[None, :])
         tl.store(target[:, None] + left_column[None, :], new_left, mask=cached)
         tl.store(target[:, None] + right_column[None, :], new_right, mask=cached)
         if REST_PADDED > 0:
             new_rest = rest.to(qkv.dtype.element_ty)
-            tl.store(source[:, None] + rest_column[None, :], new_rest, mask=in_rest & turned)
+            tl.store(source[:, None] + rest_column[None, :], new_rest, mask=in_rest & is_rotated)
             tl.store(target[:, None] + rest_column[None, :], new_rest, mask=in_rest & to_cache[:, None])
 
 
 @triton.jit
 def _sum_of_squares(row, SIZE: tl.constexpr):
+    """The sum of squares of SIZE values, in float32."""
     sums = tl.zeros((_ROW_PIECE,), tl.float32)
     for start in range(0, SIZE, _ROW_PIECE):
         column = start + tl.arange(0, _ROW_PIECE)
@@ -215,7 +218,7 @@ def _norm_weights(
     HEAD_SIZE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """[heads, features]; 1 for the heads of V."""
+    """Norm weights [heads, features]; 1 for the heads of V."""
     is_query = head < HEADS
     is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
     if NORM == _ROW_NORM:

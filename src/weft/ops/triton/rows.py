@@ -1,7 +1,7 @@
-"""Kernels that work on rows of activations one by one: look up, normalise, gate, add, scale.
+"""Kernels on single activation rows: look up, normalise, gate, add, scale.
 
-Every one sums in float32 and in an order that depends on the width of a row alone, so that a row has the same bits in
-any company. Launches take views whose rows may lie apart; within a row values lie together.
+Each one sums in float32, in an order that depends only on the width of a row, so a row has the same bits in any
+batch. Rows may be apart (strided views); values of a row are contiguous.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.triton.device import Device, let_next_begin, pieces, power_of_two, wait_for_previous
+from weft.ops.triton.device import Device, ceil_divide, let_next_begin, power_of_two, wait_for_previous
 
 GateKind = Literal["silu_mul", "gelu_tanh_mul"]
 GATE_CODES: dict[GateKind | None, int] = {None: 0, "silu_mul": 1, "gelu_tanh_mul": 2}
-"""A gate as kernels know it."""
+"""Gate codes of the kernels."""
 
 _ELEMENTS = 1024
 
 
 @triton.jit
 def tanh(values):
-    """Right at both ends: exp overflows to infinity, and the quotient is 0."""
+    """Correct at both ends: exp overflows to infinity, and the quotient is 0."""
     return 1.0 - 2.0 / (tl.exp(2.0 * values) + 1.0)
 
 
 @triton.jit
 def gated(gate, up, GATE: tl.constexpr):
+    """silu(gate) * up, or gelu_tanh(gate) * up."""
     if GATE == 1:
         return gate / (1.0 + tl.exp(-gate)) * up
     return 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))) * up
@@ -46,6 +47,7 @@ def _look_up(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """output[i] = table[indices[i]] * scale. Grid (rows, pieces of BLOCK columns)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     row = tl.program_id(0)
@@ -62,7 +64,7 @@ def look_up(table: Tensor, indices: Tensor, output: Tensor, device: Device, scal
     columns, strides = table.shape[1], (table.stride(0), output.stride(0))
     device.launch(
         _look_up,
-        (output.shape[0], pieces(columns, _ELEMENTS), 1),
+        (output.shape[0], ceil_divide(columns, _ELEMENTS), 1),
         (table, indices, output, columns, scale, *strides),
         (columns, strides, table.dtype, indices.data_ptr() % 16),
         lambda: {"BLOCK": _ELEMENTS, "num_warps": 4},
@@ -83,11 +85,13 @@ def _rms_norm(
     ADDED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """The RMS norm of each row of `input`, stored in `output`, or multiplied by `scale` and added to it. One program
+    per row."""
     column = tl.arange(0, BLOCK)
     mask = column < columns
     factors = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    # A norm takes no longer than the product behind it takes to begin and to ask for its first weights. That product reads
-    # nothing else before it waits, for this one and so for all in front of it: see `let_next_begin`.
+    # A norm takes no longer than the next product takes to start and request its first weights. That product reads
+    # nothing else before it waits for this kernel, and so for all kernels before: see `let_next_begin`.
     let_next_begin(DEPENDENT)
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -132,6 +136,8 @@ def _gate_rows(
     GATE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """The gate of input [rows, 2 * columns], with interleaved gate and up columns. Grid (rows, pieces of BLOCK
+    columns)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -145,11 +151,11 @@ def _gate_rows(
 
 
 def gate_rows(input: Tensor, kind: GateKind, output: Tensor, device: Device) -> None:
-    """The gate of rows in which gate and up lie in turn."""
+    """Applies the gate to rows with interleaved gate and up columns."""
     columns, strides = output.shape[1], (input.stride(0), output.stride(0))
     device.launch(
         _gate_rows,
-        (output.shape[0], pieces(columns, _ELEMENTS), 1),
+        (output.shape[0], ceil_divide(columns, _ELEMENTS), 1),
         (input, output, columns, *strides),
         (columns, strides, kind, input.dtype),
         lambda: {"BLOCK": _ELEMENTS, "GATE": GATE_CODES[kind], "num_warps": 4},
@@ -167,6 +173,7 @@ def _add(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """left += right * scale. Grid (rows, pieces of BLOCK columns)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -179,12 +186,12 @@ def _add(
 
 
 def add(left: Tensor, right: Tensor, scale: float, device: Device) -> None:
-    """left += right * scale; one row of `right` for all, where it is a vector."""
+    """left += right * scale; a vector `right` is added to every row."""
     columns = left.shape[1]
     strides = (left.stride(0), right.stride(0) if right.ndim == 2 else 0)
     device.launch(
         _add,
-        (left.shape[0], pieces(columns, _ELEMENTS), 1),
+        (left.shape[0], ceil_divide(columns, _ELEMENTS), 1),
         (left, right, columns, scale, *strides),
         (columns, strides, left.dtype, right.dtype),
         lambda: {"BLOCK": _ELEMENTS, "num_warps": 4},
@@ -202,6 +209,7 @@ def _scale_and_cap(
     CAPPED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """values = cap * tanh(values * scale / cap), in place. Grid (rows, pieces of BLOCK columns)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -215,11 +223,11 @@ def _scale_and_cap(
 
 
 def scale_and_cap(values: Tensor, scale: float, cap: float | None, device: Device) -> None:
-    """In place."""
+    """values = cap * tanh(values * scale / cap), or values * scale without a cap; in place."""
     columns, stride = values.shape[1], values.stride(0)
     device.launch(
         _scale_and_cap,
-        (values.shape[0], pieces(columns, _ELEMENTS), 1),
+        (values.shape[0], ceil_divide(columns, _ELEMENTS), 1),
         (values, columns, scale, 1.0 if cap is None else cap, stride),
         (columns, stride, values.dtype, cap is not None),
         lambda: {"BLOCK": _ELEMENTS, "CAPPED": cap is not None, "num_warps": 4},
@@ -227,5 +235,5 @@ def scale_and_cap(values: Tensor, scale: float, cap: float | None, device: Devic
 
 
 def _warps(block: int) -> int:
-    """Of a program that holds a row of so many values: two reads of 16 bytes for every thread are in flight at once."""
+    """Warps of a program that holds a row of `block` values: two 16-byte loads are in flight for each thread."""
     return max(1, min(16, block // 512))

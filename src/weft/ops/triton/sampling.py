@@ -1,9 +1,10 @@
-"""Choosing tokens on the device: the argmax of scores, or of scores plus noise.
+"""Chooses tokens on the device: the argmax of scores, or of scores plus noise.
 
-What the sampling kernels share is here too: how a row's parameters lie in memory, and which scores an entry has.
+It also defines what the sampling kernels share: the memory layout of a row's parameters, and where the scores of
+an entry are.
 
-    entry e of a step -> rows[e] (-1: padding, nothing is done), positions[e] (where its token will stand)
-    scores of e: its line of the logits, or of the workspace where masks, penalties or lists changed them ("touched")
+    entry e of a step -> rows[e] (-1: padding, skipped), positions[e] (the position of its new token)
+    scores of e: its row of the logits, or of the workspace if masks, penalties or lists changed them ("touched")
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton.language as tl
 from weft.ops.triton.device import let_next_begin, wait_for_previous
 from weft.ops.triton.sampling_noise import gumbel_double, noise_bits, noise_key, noise_steps, race_single
 
-# A row's parameters: 64-bit fields first, then 32-bit words, then its lists (bias values, bias tokens, end tokens).
+# The parameters of a row: 64-bit fields, then 32-bit words, then its lists (bias values, bias tokens, end tokens).
 SEED: tl.constexpr = tl.constexpr(0)
 TEMPERATURE: tl.constexpr = tl.constexpr(1)
 TOP_P: tl.constexpr = tl.constexpr(2)
@@ -30,10 +31,10 @@ NUM_BIASES: tl.constexpr = tl.constexpr(19)
 NUM_ENDS: tl.constexpr = tl.constexpr(20)
 HAS_GRAMMAR: tl.constexpr = tl.constexpr(21)
 FLAGS: tl.constexpr = tl.constexpr(22)
-TOP_COUNT: tl.constexpr = tl.constexpr(23)  # of logprobs; -1: none at all
+TOP_COUNT: tl.constexpr = tl.constexpr(23)  # top logprobs; -1: no logprobs at all
 HEADER: tl.constexpr = tl.constexpr(24)
 
-# Bits of a row's flags: what there is to do for it.
+# Bits of a row's flags: which sampling parameters it uses.
 HAS_TOP_K: tl.constexpr = tl.constexpr(1)
 HAS_TOP_P: tl.constexpr = tl.constexpr(2)
 HAS_MIN_P: tl.constexpr = tl.constexpr(4)
@@ -49,24 +50,24 @@ NOT_A_NUMBER: tl.constexpr = tl.constexpr(1)
 FORBIDDEN: tl.constexpr = tl.constexpr(2)
 OVERFLOW: tl.constexpr = tl.constexpr(3)
 
-# What a line of logits was found to hold before anything changed it.
+# What the logits of an entry contained before anything changed them.
 SAW_BAD: tl.constexpr = tl.constexpr(1)
 SAW_FINITE: tl.constexpr = tl.constexpr(2)
 
-# No temperature is smaller for the arithmetic: quotients stay finite, and a larger score still always wins.
-COLDEST: tl.constexpr = tl.constexpr(1e-200)
-COLDEST_SINGLE: tl.constexpr = tl.constexpr(1e-38)
+# Lower bounds of the temperature in computations: quotients stay finite, and a larger score still always wins.
+LOWEST_TEMPERATURE: tl.constexpr = tl.constexpr(1e-200)
+LOWEST_TEMPERATURE_SINGLE: tl.constexpr = tl.constexpr(1e-38)
 
-# How far sums of score and noise may be from the true ones where they are made in single precision, with room.
+# Error bounds of sums of score and noise in single precision, with a margin.
 _SLACK: tl.constexpr = tl.constexpr(1e-4)
-_ROOM: tl.constexpr = tl.constexpr(1e-3)  # the same, of a logarithm to base 2
+_ROOM: tl.constexpr = tl.constexpr(1e-3)  # the same for a base-2 logarithm
 
 _NO_TOKEN: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
 def ordered(scores):
-    """float32 as uint32 of the same order; both zeros are one."""
+    """Maps float32 to uint32 in the same order; both zeros are equal."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     flipped = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (flipped ^ -2147483648).to(tl.uint32, bitcast=True)
@@ -74,7 +75,7 @@ def ordered(scores):
 
 @triton.jit
 def is_touched(flags, mask_lines_ptr, entry, MASKED: tl.constexpr):
-    """Whether something changes an entry's logits, so that its scores are in the workspace."""
+    """True if something changes the logits of an entry, so that its scores are in the workspace."""
     touched = (flags & TOUCHES) != 0
     if MASKED:
         touched = touched | (tl.load(mask_lines_ptr + entry) >= 0)
@@ -83,7 +84,7 @@ def is_touched(flags, mask_lines_ptr, entry, MASKED: tl.constexpr):
 
 @triton.jit
 def load_scores(logits_line, scores_line, token_ids, vocabulary, touched, TOUCHED: tl.constexpr):
-    """An entry's scores in float32; minus infinity past the end. TOUCHED: some entry of the step is."""
+    """The scores of an entry in float32; minus infinity past the end. TOUCHED: some entry of the step is touched."""
     inside = token_ids < vocabulary
     if TOUCHED:
         plain = tl.load(logits_line + token_ids, mask=inside & (touched == 0), other=float("-inf"))
@@ -94,8 +95,8 @@ def load_scores(logits_line, scores_line, token_ids, vocabulary, touched, TOUCHE
 
 @triton.jit
 def is_last_to_arrive(counter_ptr, arrivals):
-    """True in the last of `arrivals` programs to come here: it sees what the others stored, and the counter is zero
-    again for the next launch."""
+    """True in the last of `arrivals` programs to arrive. It sees what the others stored, and resets the counter for
+    the next launch."""
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == arrivals - 1
     if is_last:
@@ -105,7 +106,7 @@ def is_last_to_arrive(counter_ptr, arrivals):
 
 @triton.jit
 def surprise_keys(scores, best, temperature, mean):
-    """uint32, the larger the nearer a token's surprise is to the expected one (`mean`: the expected relative score)."""
+    """uint32; larger if the surprise of a token is nearer to the expected one. `mean`: the expected relative score."""
     relative = (scores - best).to(tl.float64) / temperature
     surprise = tl.abs(mean - relative).to(tl.float32)
     return (0x7FFFFFFF - surprise.to(tl.int32, bitcast=True)).to(tl.uint32, bitcast=True)
@@ -118,7 +119,7 @@ def load_floor(floor_ptr, is_set):
 
 
 @triton.jit
-def keeps(
+def kept_by_filters(
     scores,
     flags,
     entry,
@@ -129,8 +130,8 @@ def keeps(
     floors_stride,
     TYPICAL: tl.constexpr,
 ):
-    """Which scores the entry's filters keep: top-k, top-p, min-p and, with TYPICAL, typical-p.
-    Floors [3, entries] hold the bits of uint32: by top-k, by top-p, by typical-p."""
+    """Which scores the filters of an entry keep: top-k, top-p, min-p and, with TYPICAL, typical-p. Floors [3,
+    entries] hold the bits of uint32: for top-k, top-p, typical-p."""
     by_count = load_floor(floors_ptr + entry, (flags & HAS_TOP_K) != 0)
     by_mass = load_floor(floors_ptr + floors_stride + entry, (flags & HAS_TOP_P) != 0)
     keys = ordered(scores)
@@ -166,11 +167,11 @@ def _candidates(
     FILTERED: tl.constexpr,
     TYPICAL: tl.constexpr,
 ):
-    """(scores, those scores with minus infinity where a filter removed the token)."""
+    """Returns the scores, and the scores with minus infinity for tokens that a filter removed."""
     scores = load_scores(logits_line, scores_line, token_ids, vocabulary, touched, TOUCHED)
     kept_scores = scores
     if FILTERED:
-        kept = keeps(
+        kept = kept_by_filters(
             scores, flags, entry, row_doubles, floors_ptr, best_ptr, mean_ptr, floors_stride, TYPICAL
         )
         kept_scores = tl.where(kept, scores, float("-inf"))
@@ -178,10 +179,11 @@ def _candidates(
 
 
 @triton.jit
-def _race(best, best_noise, winners, is_close, scores, token_ids, bits, heat):
-    """In every lane the better of the token that led so far and a new one, and whether they came too close to tell."""
+def _race(best, best_noise, winners, is_close, scores, token_ids, bits, inverse_temperature):
+    """One step of the exponential race. Each lane keeps the better of its leader and a new token, and whether the two
+    are too close for single precision."""
     noise = race_single(bits)
-    needed = best_noise * tl.exp((scores - best) * heat)
+    needed = best_noise * tl.exp((scores - best) * inverse_temperature)
     is_better = noise < needed
     close = tl.abs(noise - needed) <= _SLACK * noise
     is_close = tl.where(is_better, close, is_close | close)
@@ -230,14 +232,14 @@ def choose_kernel(
     PIECES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The token of each entry, in a grid (entries, pieces): each program finds the winner of its `tiles` x TILE tokens,
-    the last one of an entry the winner of those.
+    """The token of each entry, in a grid (entries, pieces). Each program finds the winner of its `tiles` x TILE
+    tokens; the last program of an entry finds the winner of those.
 
-    The largest sum of score and Gumbel noise is the smallest quotient of exponential noise and exp(score), which is
-    cheaper to make; only differences of scores are divided by the temperature, so that it may be as small as it likes.
-    This is done in single precision, and where a second token comes so close that it may be wrong the sums are made in
-    double precision: so the token does not depend on how the vocabulary is cut. Entries whose token the filters
-    settled are left alone.
+    The largest sum of score and Gumbel noise is the smallest quotient of exponential noise and exp(score), which
+    is cheaper to compute. Only differences of scores are divided by the temperature, so any small temperature
+    works. The race is in single precision. If a second token is so close that the result may be wrong, the sums
+    are computed in double precision. So the token does not depend on how the vocabulary is cut. Entries that
+    `shortlist_kernel` settled are skipped.
     """
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
@@ -258,13 +260,13 @@ def choose_kernel(
     scores_line = scores_ptr + entry.to(tl.int64) * vocabulary
     temperature = tl.load(row_doubles + TEMPERATURE)
     is_drawn = temperature > 0.0
-    temperature = tl.where(is_drawn, tl.maximum(temperature, COLDEST), 1.0)
-    heat = (1.0 / tl.maximum(temperature, COLDEST_SINGLE)).to(tl.float32)
-    heat_of_2 = heat * 1.4426950408889634
+    temperature = tl.where(is_drawn, tl.maximum(temperature, LOWEST_TEMPERATURE), 1.0)
+    inverse_temperature = (1.0 / tl.maximum(temperature, LOWEST_TEMPERATURE_SINGLE)).to(tl.float32)
+    inverse_temperature_of_2 = inverse_temperature * 1.4426950408889634
     seed = tl.load(integers_ptr + row.to(tl.int64) * (row_words // 2) + SEED)
     key = noise_key(seed, position - tl.load(row_ints + PROMPT_LENGTH))
 
-    # In every lane the best of the tokens that came to it.
+    # Each lane keeps the best of its tokens.
     first = piece * tiles * TILE
     best = tl.full((TILE,), float("-inf"), tl.float32)
     winners = tl.full((TILE,), _NO_TOKEN, tl.int32)
@@ -311,12 +313,13 @@ def choose_kernel(
                 is_bad = is_bad | ((scores < float("inf")) == 0)
                 bits = noise_bits(key + noise_steps(first + tile * TILE), lane_steps)
                 best, best_noise, winners, is_close = _race(
-                    best, best_noise, winners, is_close, kept_scores, token_ids, bits, heat
+                    best, best_noise, winners, is_close, kept_scores, token_ids, bits, inverse_temperature
                 )
-            # Of the rest only those that may beat the leader of the first tiles; they are few. Exponential noise is
-            # larger than the uniform value that it is made from, and that is in the bits as they are.
+            # Of the remaining tiles, only the few tokens that may beat the leader of the first tiles are computed.
+            # Exponential noise is at least the uniform value that it is made from, and the bits give that value
+            # directly.
             leading = tl.max(best, 0)
-            bound = tl.max(tl.exp((best - leading) * heat) / best_noise, 0)
+            bound = tl.max(tl.exp((best - leading) * inverse_temperature) / best_noise, 0)
             most_bits = 32.0 + _ROOM - tl.log2(bound)
             rivals_of_leader = tl.full((TILE,), _NO_TOKEN, tl.int32)
             num_rivals = tl.zeros((TILE,), tl.int32)
@@ -341,7 +344,9 @@ def choose_kernel(
                 )
                 is_bad = is_bad | ((scores < float("inf")) == 0)
                 bits = noise_bits(key + noise_steps(first + tile * TILE), lane_steps)
-                may_win = bits.to(tl.float32) <= tl.exp2((kept_scores - leading) * heat_of_2 + most_bits)
+                may_win = bits.to(tl.float32) <= tl.exp2(
+                    (kept_scores - leading) * inverse_temperature_of_2 + most_bits
+                )
                 num_rivals += may_win.to(tl.int32)
                 rivals_of_leader = tl.where(may_win, token_ids, rivals_of_leader)
             if (tl.max(num_rivals, 0) > 1) | (leading == float("-inf")):
@@ -366,7 +371,7 @@ def choose_kernel(
                     )
                     bits = noise_bits(key + noise_steps(first + tile * TILE), lane_steps)
                     best, best_noise, winners, is_close = _race(
-                        best, best_noise, winners, is_close, kept_scores, token_ids, bits, heat
+                        best, best_noise, winners, is_close, kept_scores, token_ids, bits, inverse_temperature
                     )
             elif head < tiles:
                 token_ids = rivals_of_leader
@@ -389,12 +394,12 @@ def choose_kernel(
                 )
                 bits = noise_bits(key, noise_steps(token_ids))
                 best, best_noise, winners, is_close = _race(
-                    best, best_noise, winners, is_close, kept_scores, token_ids, bits, heat
+                    best, best_noise, winners, is_close, kept_scores, token_ids, bits, inverse_temperature
                 )
 
             reference = tl.max(best, 0)
             if reference > float("-inf"):
-                quotients = tl.exp((best - reference) * heat) / best_noise
+                quotients = tl.exp((best - reference) * inverse_temperature) / best_noise
                 top = tl.max(quotients, 0)
                 rivals = quotients >= top * (1.0 - _SLACK)
                 winner = tl.min(tl.where(quotients == top, winners, _NO_TOKEN), 0)
@@ -436,7 +441,7 @@ def choose_kernel(
     if is_last_to_arrive(counters_ptr + entry, pieces):
         places = entry * PIECES + tl.arange(0, PIECES)
         inside = tl.arange(0, PIECES) < pieces
-        # Past the first level of the cache, which may hold what stood there before.
+        # Bypasses the L1 cache, which may hold stale values.
         piece_scores = tl.load(
             partial_scores_ptr + places, mask=inside, other=float("-inf"), cache_modifier=".cg"
         )

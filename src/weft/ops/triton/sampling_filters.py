@@ -1,14 +1,16 @@
-"""Top-k, top-p, min-p and typical-p: which tokens they keep, and the draw among those, from a list of the likeliest.
+"""Top-k, top-p, min-p and typical-p: finds the tokens that they keep, and draws among them, from a list of the most
+likely.
 
     survey      the best score of every group of tokens, and the mass of every piece of the vocabulary: one read
-    shortlist   one program an entry: a threshold from the groups' best, a list of the tokens that reach it, the floors of
-                the filters (the lowest score that each keeps) and the winner of the draw on that list
+    shortlist   one program per entry: a threshold from the groups' maxima, a list of the tokens that reach it, the
+                floors of the filters (the lowest score that each keeps), and the winner of the draw on that list
 
-The n-th best of the groups' best is reached by at least n tokens, and by few more. Where a list does not hold all that
-the filters keep, because thousands of tokens share the probability, the next one is longer, and after that the floors are
-found on the whole line: that takes long. The draw is then left to `choose_kernel`, which has all processors.
+At least n tokens reach the n-th best group maximum, and few more. If a list does not hold all tokens that the
+filters keep, because thousands of tokens share the probability, a longer list is made. If that fails too, the
+floors are found on the whole row of scores, which is slow. The draw is then left to `choose_kernel`, which uses
+all multiprocessors.
 
-All is done in an order that depends on nothing but the entry's own scores and parameters: company changes nothing.
+The order of all operations depends only on the entry's own scores and parameters: other entries change nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +20,6 @@ import triton.language as tl
 
 from weft.ops.triton.device import let_next_begin, wait_for_previous
 from weft.ops.triton.sampling import (
-    COLDEST,
-    COLDEST_SINGLE,
     FILTERS,
     FLAGS,
     HAS_MIN_P,
@@ -27,6 +27,8 @@ from weft.ops.triton.sampling import (
     HAS_TOP_P,
     HAS_TYPICAL_P,
     LOG_MIN_P,
+    LOWEST_TEMPERATURE,
+    LOWEST_TEMPERATURE_SINGLE,
     PROMPT_LENGTH,
     SAW_FINITE,
     SEED,
@@ -49,11 +51,11 @@ from weft.ops.triton.sampling_floors import (
 )
 from weft.ops.triton.sampling_noise import gumbel_double, noise_bits, noise_key, noise_steps
 
-# A list from the best groups, one from nearly all of them, and the whole line.
+# A list from the best groups, a list from nearly all groups, the whole row.
 _ATTEMPTS: tl.constexpr = tl.constexpr(3)
 
-# A token so far below the best (over temperature) hardly matters to a filter that looks at probabilities.
-_FAR: tl.constexpr = tl.constexpr(25.0)
+# A token this far below the best (in units of temperature) hardly matters for filters by probability.
+_NEGLIGIBLE_BELOW: tl.constexpr = tl.constexpr(25.0)
 _KEY_OF_MINUS_INFINITY: tl.constexpr = tl.constexpr(0x007FFFFF)
 
 
@@ -79,8 +81,8 @@ def survey_kernel(
     GROUPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Of every group its best score, infinity where something is no number; of every piece of GROUPS groups, with MASSES,
-    its best, its mass (sum of exponentials relative to that) and its moment. Grid (entries, pieces)."""
+    """Stores the best score of every group (infinity if a score is NaN). With MASSES also, for every piece of GROUPS
+    groups, its best score, its mass (sum of exponentials relative to that) and its moment. Grid (entries, pieces)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     entry = tl.program_id(0)
@@ -107,8 +109,8 @@ def survey_kernel(
     tl.store(maxima_ptr + entry * num_groups + groups, maxima)
     if MASSES:
         best = tl.max(maxima, 0)
-        heat = (1.0 / tl.maximum(temperature, COLDEST_SINGLE)).to(tl.float32)
-        relative = (scores - tl.where(best == float("-inf"), 0.0, best)) * heat
+        inverse_temperature = (1.0 / tl.maximum(temperature, LOWEST_TEMPERATURE_SINGLE)).to(tl.float32)
+        relative = (scores - tl.where(best == float("-inf"), 0.0, best)) * inverse_temperature
         weights = tl.exp(relative)
         moments = tl.where(weights > 0.0, weights * relative, 0.0)
         place = sums_ptr + (entry * pieces + piece) * 3
@@ -119,7 +121,7 @@ def survey_kernel(
 
 @triton.jit
 def _score_of(key):
-    """What `ordered` made the key from."""
+    """The inverse of `ordered`."""
     flipped = (key ^ 0x80000000).to(tl.int32, bitcast=True)
     return (flipped ^ ((flipped >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -170,8 +172,8 @@ def shortlist_kernel(
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The token of each entry with filters whose list settles it; of the others the floors. One
-    program an entry. HALVES: logits are bfloat16, whose lower sixteen bits say nothing."""
+    """Finds the token of each entry with filters, if a list is enough; otherwise its floors. One program per entry.
+    HALVES: logits are bfloat16, so the low sixteen bits are zero."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     entry = tl.program_id(0)
@@ -184,14 +186,14 @@ def shortlist_kernel(
     tl.store(settled_ptr + entry, 0)
     if (flags & FILTERS) == 0:
         return
-    temperature = tl.maximum(tl.load(row_doubles + TEMPERATURE), COLDEST)
+    temperature = tl.maximum(tl.load(row_doubles + TEMPERATURE), LOWEST_TEMPERATURE)
     touched = is_touched(flags, mask_lines_ptr, entry, MASKED)
     lanes = tl.arange(0, NUM_GROUPS)
     maxima = tl.load(maxima_ptr + entry * num_groups + lanes, mask=lanes < num_groups, other=float("-inf"))
     best = tl.max(maxima, 0)
     tl.store(best_ptr + entry, best)
     if (best == float("inf")) | (best == float("-inf")):
-        return  # no token: choose_kernel says why
+        return  # no token: choose_kernel reports why
     if TOUCHED:
         if touched & (tl.load(seen_ptr + entry) != SAW_FINITE):
             return
@@ -224,7 +226,7 @@ def shortlist_kernel(
         whole_mean = tl.sum(shifted * factors, 0) / total
 
     keys = ordered(maxima)
-    wanted = tl.where(has_top_k, top_k, few_groups)
+    min_groups = tl.where(has_top_k, top_k, few_groups)
     is_settled = best != best
     for attempt in range(_ATTEMPTS):
         if is_settled == 0:
@@ -232,16 +234,16 @@ def shortlist_kernel(
             low = tl.zeros((), tl.uint32)
             count = tl.zeros((), tl.int32) + vocabulary
             if is_whole == 0:
-                # The threshold, to sixteen bits: as many groups as are wanted reach it.
+                # The threshold, to sixteen bits: at least `min_groups` groups reach it.
                 bit = tl.full((), 0x80000000, tl.uint32)
                 for _ in range(16):
                     higher = low | bit
                     reached = tl.sum((keys >= higher).to(tl.int32), 0)
-                    low = tl.where(reached >= wanted, higher, low)
+                    low = tl.where(reached >= min_groups, higher, low)
                     bit = bit >> 1
-                far = ordered((best.to(tl.float64) - _FAR * temperature).to(tl.float32))
-                low = tl.where(has_top_k, low, tl.maximum(low, far))
-                # The groups that have a token above it, then those tokens.
+                negligible = ordered((best.to(tl.float64) - _NEGLIGIBLE_BELOW * temperature).to(tl.float32))
+                low = tl.where(has_top_k, low, tl.maximum(low, negligible))
+                # The groups with a token above it, then those tokens.
                 is_chosen = (keys >= low) & (maxima > float("-inf"))
                 group_places = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
                 tl.store(groups_ptr + entry * num_groups + group_places, lanes, mask=is_chosen)
@@ -266,7 +268,7 @@ def shortlist_kernel(
                     count += tl.sum(is_listed.to(tl.int32), 0)
                 tl.debug_barrier()
             fits = is_whole | (count <= LIST)
-            # Whether all that may be kept is in the line.
+            # True if the list or row contains all tokens that may be kept.
             is_covered = is_whole | (low <= _KEY_OF_MINUS_INFINITY)
             reach_score = _score_of(tl.maximum(low, _KEY_OF_MINUS_INFINITY))
             reach_relative = (reach_score - best).to(tl.float64) / temperature
@@ -274,9 +276,9 @@ def shortlist_kernel(
             if is_whole:
                 line = changed_line
             line_is_changed = (is_whole == 0) | touched
-            turns = 8
+            passes = 8
             if HALVES:
-                turns = tl.where(touched, 8, 4)
+                passes = tl.where(touched, 8, 4)
             by_count = tl.zeros((), tl.uint32)
             by_mass = tl.zeros((), tl.uint32)
             by_surprise = tl.zeros((), tl.uint32)
@@ -288,7 +290,7 @@ def shortlist_kernel(
                         line,
                         count,
                         line_is_changed,
-                        turns,
+                        passes,
                         best,
                         temperature,
                         by_count,
@@ -310,7 +312,7 @@ def shortlist_kernel(
                         line,
                         count,
                         line_is_changed,
-                        turns,
+                        passes,
                         best,
                         temperature,
                         by_count,
@@ -330,7 +332,8 @@ def shortlist_kernel(
                 if has_typical_p & fits:
                     reach = tl.zeros((), tl.uint32)
                     mass = total
-                    # Where other filters did not cover it, what they keep is not known: a longer list is needed.
+                    # If the other filters are not covered, the tokens that they keep are unknown: a longer list is
+                    # needed.
                     is_alone = (has_top_k | has_top_p | has_min_p) == 0
                     if is_covered:
                         mass, mean = mass_and_mean(
@@ -390,7 +393,7 @@ def shortlist_kernel(
                     exact = (scores.to(tl.float64) - best.to(tl.float64)) / temperature
                     exact += gumbel_double(noise_bits(noise_start, noise_steps(token_ids)))
                     exact = tl.where(is_kept, exact, float("-inf"))
-                    # Tokens of a list stand in ascending order: of equals the first stays.
+                    # Tokens of a list are in ascending order: at a tie the first stays.
                     is_better = exact > sums64
                     sums64 = tl.where(is_better, exact, sums64)
                     winners = tl.where(is_better, token_ids, winners)
@@ -403,4 +406,4 @@ def shortlist_kernel(
                 tl.store(row_tokens_ptr + row.to(tl.int64) * row_tokens_stride + position, token)
                 if TOUCHED:
                     tl.store(seen_ptr + entry, 0)
-            wanted = tl.maximum(wanted, most_groups)
+            min_groups = tl.maximum(min_groups, most_groups)

@@ -1,10 +1,11 @@
-"""The floor of a filter on a line of scores: the lowest that top-k or top-p keeps, or the largest distance of typical-p.
+"""The floor of a filter on a row of scores: the lowest score that top-k or top-p keeps, or the largest distance for
+typical-p.
 
-No sorting: scores are whole numbers of the same order (`ordered`), and each pass over the line finds the next four bits of
-the floor, from how many tokens, or how much probability, lie in each sixteenth of what is left:
+No sorting: scores are mapped to integers of the same order (`ordered`). Each pass over the row finds the next four
+bits of the floor, from the number of tokens, or the probability mass, in each sixteenth of the remaining range:
 
-    pass 1   |----.----.----.----| all numbers; the floor is in the part where the tokens above it come to be enough
-    pass 2        |-.-.-.-|        that part; and so on, eight times (four where scores are bfloat16)
+    pass 1   |----.----.----.----| all numbers; the floor is in the part where the tokens above reach the target
+    pass 2        |-.-.-.-|        that part; and so on, eight times (four times for bfloat16 scores)
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.sampling import COLDEST_SINGLE, load_scores, ordered, surprise_keys
+from weft.ops.triton.sampling import LOWEST_TEMPERATURE_SINGLE, load_scores, ordered, surprise_keys
 
 BY_COUNT: tl.constexpr = tl.constexpr(0)
 BY_MASS: tl.constexpr = tl.constexpr(1)
@@ -22,7 +23,7 @@ _PARTS: tl.constexpr = tl.constexpr(16)
 
 @triton.jit
 def are_kept(scores, relative, floors_by_count, floors_by_mass, log_min_p):
-    """What top-k, top-p and min-p leave; `relative` to the best, over temperature."""
+    """The tokens that top-k, top-p and min-p keep; `relative`: score less the best, over temperature."""
     keys = ordered(scores)
     return (keys >= floors_by_count) & (keys >= floors_by_mass) & (relative >= log_min_p)
 
@@ -33,7 +34,7 @@ def find_floor(
     scores_line,
     count,
     touched,
-    turns,
+    passes,
     best,
     temperature,
     by_count,
@@ -47,29 +48,30 @@ def find_floor(
     TOUCHED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """(floor by MODE of the `count` scores of a line, whether there is enough of them). `share` of the total mass is to
-    be kept, where it is not negative of `known_total`; or that many tokens. BY_SURPRISE looks no further than `reach`."""
-    heat = (1.0 / tl.maximum(temperature, COLDEST_SINGLE)).to(tl.float32)
+    """Returns the floor by MODE of the `count` scores of a row, and whether the scores reach the target. The target
+    is `share` of the mass (of `known_total` if that is not negative), or `share` tokens. BY_SURPRISE ignores keys
+    up to `reach`."""
+    inverse_temperature = (1.0 / tl.maximum(temperature, LOWEST_TEMPERATURE_SINGLE)).to(tl.float32)
     parts = tl.arange(0, _PARTS)
     low = tl.zeros((), tl.uint32)
     above = tl.zeros((), tl.float64)
     target = tl.zeros((), tl.float64)
     is_enough = count > 0
     shift = tl.full((), 28, tl.uint32)
-    for turn in range(turns):
+    for pass_index in range(passes):
         sums = tl.zeros((_PARTS, TILE), tl.float32)
-        # Each tile is loaded while the one before it is counted.
-        coming = load_scores(logits_line, scores_line, tl.arange(0, TILE), count, touched, TOUCHED)
+        # Each tile is loaded while the previous one is counted.
+        next_scores = load_scores(logits_line, scores_line, tl.arange(0, TILE), count, touched, TOUCHED)
         for start in range(0, count, TILE):
             places = start + tl.arange(0, TILE)
-            scores = coming
-            coming = load_scores(logits_line, scores_line, places + TILE, count, touched, TOUCHED)
+            scores = next_scores
+            next_scores = load_scores(logits_line, scores_line, places + TILE, count, touched, TOUCHED)
             keys = ordered(scores)
             is_kept = (places < count) & (scores > float("-inf"))
             if MODE == BY_COUNT:
                 weights = tl.full((TILE,), 1.0, tl.float32)
             else:
-                weights = tl.exp((scores - best) * heat)
+                weights = tl.exp((scores - best) * inverse_temperature)
             if MODE == BY_MASS:
                 is_kept = is_kept & (keys >= by_count)
             if MODE == BY_SURPRISE:
@@ -77,20 +79,20 @@ def find_floor(
                 is_kept = is_kept & are_kept(scores, relative, by_count, by_mass, log_min_p)
                 keys = surprise_keys(scores, best, temperature, mean)
                 is_kept = is_kept & (keys > reach)
-            part = (keys - low) >> shift  # what is below wraps around and is in no part
+            part = (keys - low) >> shift  # smaller keys wrap around and are in no part
             weights = tl.where(is_kept, weights, 0.0)
             sums += tl.where(part[None, :] == parts[:, None], weights[None, :], 0.0)
         totals = tl.sum(sums, 1).to(tl.float64)
-        if turn == 0:
+        if pass_index == 0:
             total = tl.sum(totals, 0)
             if MODE == BY_COUNT:
                 target = share
             else:
                 target = share * tl.where(known_total >= 0.0, known_total, total)
             is_enough = total >= target
-        # What lies in each part or above it, the parts in columns summed over the rows.
+        # The sum of each part and all parts above it: parts are columns, summed over rows.
         from_each = tl.sum(tl.where(parts[:, None] >= parts[None, :], totals[:, None], 0.0), 0) + above
-        # A sum made in other pieces than before may miss the target by a rounding: then all that is left is kept.
+        # A sum in a different order may miss the target by a rounding error: then everything that is left is kept.
         lowest = tl.min(tl.where(totals > 0.0, parts, _PARTS - 1), 0)
         chosen = tl.maximum(tl.max(tl.where(from_each >= target, parts, -1), 0), lowest)
         above += tl.sum(tl.where(parts > chosen, totals, 0.0), 0)
@@ -113,8 +115,8 @@ def mass_and_mean(
     TOUCHED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Of what the other filters keep: its mass, and the expected relative score over temperature. A token's surprise less
-    the entropy is the latter less its own."""
+    """Of the tokens that the other filters keep: their mass, and the expected relative score over temperature. A
+    token's surprise less the entropy is that expected score less its own."""
     masses = tl.zeros((TILE,), tl.float64)
     moments = tl.zeros((TILE,), tl.float64)
     for start in range(0, count, TILE):

@@ -1,4 +1,4 @@
-"""Logprobs under the model's own distribution, and the likeliest tokens beside them; of equals those with the lowest ids."""
+"""Logprobs of the unmodified logits, and the most likely tokens; at a tie the lowest token ids come first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOTHING: tl.constexpr = tl.constexpr(-(2**63))
 
 @triton.jit
 def _ranked(scores, token_ids):
-    """Score and token as one int64: the larger it is, the likelier the token, and of equals the lower its id."""
+    """Score and token as one int64: larger for a more likely token, and at a tie for the lower id."""
     return ((ordered(scores).to(tl.int64) - 2147483648) << 32) | (2147483647 - token_ids).to(tl.int64)
 
 
@@ -50,9 +50,9 @@ def logprobs_kernel(
     WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The logprob of each entry's token and of its `width` likeliest, in a grid (entries, pieces): each program finds the
-    likeliest of its piece, the last one of an entry those of all. BY_ROW: only for entries whose row asked.
-    Arrays of `width` are [entries, WIDTH]."""
+    """The logprob of each entry's token and of its `width` most likely tokens, in a grid (entries, pieces). Each
+    program finds the best of its piece; the last program of an entry finds the best of all. BY_ROW: only for
+    entries of rows with logprobs. Arrays of `width` are [entries, WIDTH]."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     entry = tl.program_id(0)
@@ -64,7 +64,7 @@ def logprobs_kernel(
     inside = token_ids < vocabulary
     scores = tl.load(logits_line + token_ids, mask=inside, other=float("-inf")).to(tl.float32)
     best = tl.max(scores, 0)
-    # Where a piece is forbidden as a whole, minus infinity less itself would be no number.
+    # If a whole piece is forbidden, minus infinity less itself would be NaN.
     reference = tl.where(best == float("-inf"), 0.0, best)
     place = entry * PIECES + piece
     tl.store(partial_best_ptr + place, best)

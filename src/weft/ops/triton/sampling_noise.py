@@ -1,4 +1,4 @@
-"""The noise of `weft.sampling.noise` on the device: the same bits, and what is made of them in single and double precision."""
+"""The noise of `weft.sampling.noise` on the device: the same bits, converted in single and double precision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECOND: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def _products(values):
-    """SplitMix64's output function, but for its last step."""
+    """SplitMix64's output function without its last step."""
     values = (values ^ (values >> 30)) * tl.full((), _FIRST, tl.uint64)
     return (values ^ (values >> 27)) * tl.full((), _SECOND, tl.uint64)
 
@@ -27,28 +27,28 @@ def _mix(values):
 
 @triton.jit
 def noise_key(seed, output_index):
-    """`seed` int64 (its bits are meant), `output_index` int32; uint64."""
+    """`seed` int64 (used as bits), `output_index` int32; returns uint64."""
     gamma = tl.full((), _GAMMA, tl.uint64)
     return _mix(_mix(seed.to(tl.uint64, bitcast=True) + gamma) + output_index.to(tl.uint64) * gamma)
 
 
 @triton.jit
 def noise_steps(token_ids):
-    """How far tokens are from the key in SplitMix64's stream, which has its first token one step behind the key."""
+    """The distance of tokens from the key in SplitMix64's stream; token 0 is one step after the key."""
     return (token_ids + 1).to(tl.uint64) * tl.full((), _GAMMA, tl.uint64)
 
 
 @triton.jit
 def noise_bits(key, steps):
-    """32 random bits for each token, as uint32: the upper half of what `_mix` makes, and made in 32 bits, or they would
-    become floating point from 64, which is slow on a card."""
+    """32 random bits for each token, as uint32: the upper half of `_mix`. It is computed in 32 bits, because
+    converting 64-bit integers to float is slow on a GPU."""
     upper = (_products(key + steps) >> 32).to(tl.uint32)
     return upper ^ (upper >> 31)
 
 
 @triton.jit
 def _fast_log2(values):
-    """Within 3e-7 of the logarithm: one instruction on a card."""
+    """log2 within 3e-7: one instruction on a GPU."""
     if INTERPRETED:
         return tl.log2(values)
     return tl.inline_asm_elementwise(
@@ -58,8 +58,8 @@ def _fast_log2(values):
 
 @triton.jit
 def race_single(bits):
-    """exp(-gumbel) in single precision, a relative 2e-5 from it: exponential noise, of which the smallest wins.
-    The uniform value and its complement are both made from the bits, so that neither end of the range loses places."""
+    """exp(-gumbel) in single precision, with a relative error of 2e-5: exponential noise; the smallest wins. The
+    uniform value and its complement are both made from the bits, so that neither end of the range loses precision."""
     small = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = small * (1.0 + small * (0.5 + small * (1.0 / 3 + small * (0.25 + small * 0.2))))

@@ -1,8 +1,8 @@
-"""What changes the scores of an entry before a token is chosen: grammar masks, penalties, logit_bias and min_tokens.
+"""Changes the scores of an entry before a token is chosen: grammar masks, penalties, logit_bias and min_tokens.
 
-Entries that nothing changes keep their logits and cost nothing here. The others get a line of float32 scores in a
-workspace. Counting is done in whole numbers, and several programs that store to one place store the same value there,
-so nothing depends on who comes first.
+Entries without changes keep their logits and cost nothing here. The others get a row of float32 scores in a
+workspace. Counts are integers, and programs that store to the same address store the same value, so the order of
+programs does not matter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weft.ops.triton.sampling import (
 
 @triton.jit
 def _masked(scores, token_ids, inside, masks_ptr, mask_words, line):
-    """Minus infinity where the entry's grammar, if it has one, forbids the token."""
+    """Minus infinity for tokens that the entry's grammar, if it has one, forbids."""
     words = tl.load(
         masks_ptr + tl.maximum(line, 0).to(tl.int64) * mask_words + token_ids // 32,
         mask=inside & (line >= 0),
@@ -59,7 +59,8 @@ def copy_kernel(
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Logits to the workspace, less what grammars forbid, and what kind of numbers they are; grid (entries, tiles)."""
+    """Copies logits to the workspace, applies grammar masks, and records whether scores are finite or bad. Grid
+    (entries, tiles)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     entry = tl.program_id(0)
@@ -99,7 +100,8 @@ def count_kernel(
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """How often each token was generated, counted in zeros; with CLEARS the zeros are put back. Grid (entries, any)."""
+    """Counts how often each token was generated; counts are zero before. With CLEARS they are set to zero again. Grid
+    (entries, any)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     entry = tl.program_id(0)
@@ -144,8 +146,8 @@ def penalise_kernel(
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The penalised scores of all tokens so far, from their logits: a token that stands twice gets the same twice.
-    Grid (entries, any)."""
+    """Writes the penalised scores of all tokens so far, computed from their logits: a repeated token gets the same
+    score again. Grid (entries, any)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     entry = tl.program_id(0)
@@ -162,7 +164,7 @@ def penalise_kernel(
     presence = tl.load(row_doubles + PRESENCE)
     position = tl.load(positions_ptr + entry)
     prompt_length = tl.load(row_ints + PROMPT_LENGTH)
-    # Without a repetition penalty the prompt is nobody's concern.
+    # Without a repetition penalty the prompt does not matter.
     first = tl.where((flags & HAS_REPETITION) != 0, 0, prompt_length)
     stride = tl.num_programs(1) * TILE
     for start in range(first + tl.program_id(1) * TILE, position, stride):
@@ -199,9 +201,9 @@ def lists_kernel(
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """logit_bias, then the ends that min_tokens forbids; one program an entry.
+    """Applies logit_bias, then forbids the end tokens before min_tokens; one program per entry.
 
-    Where a grammar allows nothing but an end, there is nothing to go on with, and the ends stay allowed.
+    If a grammar allows only end tokens, they stay allowed.
     """
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
@@ -222,7 +224,7 @@ def lists_kernel(
         biases = tl.load(values_ptr + items, mask=inside, other=0.0)
         scores = tl.load(scores_line + tokens, mask=inside, other=0.0)
         tl.store(scores_line + tokens, (scores.to(tl.float64) + biases).to(tl.float32), mask=inside)
-    tl.debug_barrier()  # an end may have a bias
+    tl.debug_barrier()  # an end token may have a bias
 
     output_index = tl.load(positions_ptr + entry) - tl.load(row_ints + PROMPT_LENGTH)
     if output_index >= tl.load(row_ints + MIN_TOKENS):
@@ -255,7 +257,8 @@ def lists_kernel(
 
 @triton.jit
 def start_rows_kernel(staged_ptr, words_ptr, row_words, TILE: tl.constexpr):
-    """Parameters of rows that begin, from where the host put them: [row, offset, length] for each, then the words."""
+    """Copies the parameters of new rows from the staging buffer of the host: [row, offset, length] for each, then the
+    words."""
     start = tl.program_id(0)
     row = tl.load(staged_ptr + 3 * start)
     offset = tl.load(staged_ptr + 3 * start + 1)

@@ -1,7 +1,7 @@
-"""A recorded forward pass as the steps that a device carries out, and the buffers they work in.
+"""Turns a recorded forward pass into the steps that a device runs, and assigns their buffers.
 
-The gate is taken into the product in front of it and the norm into the one behind it, an add into the product or the
-norm that makes what is added, and attention turns its queries itself.
+Operations are fused: a gate into the product before it, a norm into the product after it, an add into the product
+or norm that computes its operand, and RoPE into attention.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.ops.recording import (
 
 @dataclass(frozen=True, eq=False)
 class ProductStep:
-    """gate(norm(input) @ layer), stored in `output`, or added to it times `scale`."""
+    """gate(norm(input) @ layer), stored in `output`, or multiplied by `scale` and added to it."""
 
     input: Buffer
     layer: Any
@@ -44,7 +44,7 @@ class ProductStep:
 
 @dataclass(frozen=True, eq=False)
 class NormStep:
-    """The norm of the rows, stored in `output`, or added to it times `scale`."""
+    """The norm of the rows, stored in `output`, or multiplied by `scale` and added to it."""
 
     input: Buffer
     weight: Any
@@ -56,7 +56,8 @@ class NormStep:
 
 @dataclass(frozen=True, eq=False)
 class AttentionStep:
-    """Of packed [Q | K | V] rows: queries and keys turned, keys and values written, and attention over all of it."""
+    """For packed [Q | K | V] rows: applies RoPE to queries and keys, writes keys and values to the cache, then runs
+    attention."""
 
     input: Buffer
     layer: int
@@ -108,7 +109,7 @@ def steps_of(operations: Sequence[Operation], kept: set[Buffer]) -> list[Step]:
             case RopeAndWrite():
                 assert isinstance(following, Attention) and following.queries is operation.rows
             case Attention(queries, layer, pattern, output):
-                assert isinstance(previous, RopeAndWrite), "queries are turned before they are used"
+                assert isinstance(previous, RopeAndWrite), "RoPE must come before attention"
                 steps.append(AttentionStep(queries, layer, pattern, previous.norm, output))
             case _:
                 steps.append(operation)
@@ -116,23 +117,24 @@ def steps_of(operations: Sequence[Operation], kept: set[Buffer]) -> list[Step]:
     return steps
 
 
-def stretches(steps: Sequence[Step]) -> Iterator[list[Step]]:
-    """The steps in turn, those together whose launches depend on the number of rows alone."""
-    stretch: list[Step] = []
+def graph_segments(steps: Sequence[Step]) -> Iterator[list[Step]]:
+    """Groups steps into piecewise graph segments: consecutive steps with launches that depend only on the number of
+    rows. Every other step is a group of its own."""
+    segment: list[Step] = []
     for step in steps:
         if isinstance(step, ProductStep | Add | NormStep):
-            stretch.append(step)
+            segment.append(step)
         else:
-            if stretch:
-                yield stretch
-            stretch = []
+            if segment:
+                yield segment
+            segment = []
             yield [step]
-    if stretch:
-        yield stretch
+    if segment:
+        yield segment
 
 
 def buffers_read(step: Step) -> Iterator[Buffer]:
-    """What a step changes in place counts too."""
+    """The buffers that a step reads, including those that it changes in place."""
     if isinstance(step, ProductStep | NormStep | AttentionStep):
         yield step.input
         if not isinstance(step, AttentionStep) and step.added:
@@ -142,7 +144,7 @@ def buffers_read(step: Step) -> Iterator[Buffer]:
 
 
 def buffers_made(step: Step) -> Iterator[Buffer]:
-    """The output, and what is needed on the way to it where norm and gate are kernels of their own."""
+    """The output, and the intermediate buffers that are needed if norm and gate are separate kernels."""
     if isinstance(step, ProductStep):
         if step.norm is not None:
             yield step.norm.output
@@ -154,7 +156,7 @@ def buffers_made(step: Step) -> Iterator[Buffer]:
 
 @dataclass(frozen=True)
 class Slots:
-    """Where buffers lie: those of one width share a place when their times do not meet."""
+    """The slot of each buffer. Buffers of one width share a slot if they are not live at the same time."""
 
     places: dict[Buffer, int]
     columns: list[int]
@@ -166,7 +168,7 @@ def assigned_slots(steps: Sequence[Step], kept: set[Buffer]) -> Slots:
         for buffer in (*buffers_read(step), *buffers_made(step)):
             last_used[buffer] = index
     for step in steps:
-        if isinstance(step, SelectRows):  # where all rows are selected, they are not copied
+        if isinstance(step, SelectRows):  # if all rows are selected, they are not copied
             last_used[step.input] = max(last_used[step.input], last_used[step.output])
     slots = Slots({}, [])
     free: dict[int, list[int]] = defaultdict(list)

@@ -1,17 +1,17 @@
-"""The store of a two-tier cache on the device: quantised blocks, how they lie in memory, and the kernel that fills them.
+"""The store of a two-tier cache on the device: the memory layout of quantised blocks, and the kernel that fills them.
 
-A vector (one token, one KV head, K or V) is whole numbers, a scale and an offset: value = scale * (code - offset);
-`weft.ops.store_format` says how they are found. With 4 bits keys are rotated first. Of a block, each layer and KV head has
-its part together:
+A vector (one token, one KV head, K or V) is stored as integer codes, a scale and an offset: value = scale * (code
+- offset). `weft.ops.store_format` defines them. With 4 bits keys are rotated first. In a block, each layer and KV
+head has one contiguous part:
 
-    K codes   [block size, code bytes]                       token by token, as a query meets them
-    V codes   [code bytes, block size]                       feature by feature: a product with V sums over tokens, and
-                                                             tensor cores want what they sum over side by side
-    words     int32 [block size]                             scale K | offset K | scale V | offset V, a byte each
+    K codes   [block size, code bytes]      token by token, as queries read them
+    V codes   [code bytes, block size]      feature by feature: a product with V sums over tokens, and tensor cores need
+                                            the summed dimension contiguous
+    words     int32 [block size]            scale K | offset K | scale V | offset V, one byte each
 
-With 8 bits a code byte is code - 128 of one feature; with 4 it is the codes of two neighbours, the left one below. An
-offset byte is offset - 128 in steps of 1, or of 1/16 with 4 bits. A scale byte has 5 bits of exponent and 3 of mantissa;
-255 says that a vector is not a number.
+With 8 bits a code byte is code - 128 of one feature. With 4 bits it holds the codes of two neighbours, the even
+feature in the low bits. An offset byte is offset - 128 in steps of 1, or of 1/16 with 4 bits. A scale byte has 5
+bits of exponent and 3 of mantissa; 255 means that the vector is not finite.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from weft.ops.base import AttentionShape, TwoTierCache
 from weft.ops.triton.device import Device, let_next_begin, power_of_two, wait_for_previous
 from weft.tiers import store_vector_bytes
 
-# Scales begin at 2^-18.
+# The smallest scale is 2^-18.
 _FIRST_SCALE: tl.constexpr = tl.constexpr((127 - 18) << 23)
 _NO_NUMBER: tl.constexpr = tl.constexpr(255)
 _LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
-# A float32 to which this was added has no digits behind the point: they were rounded, half to even.
+# Adding this to a float32 rounds it to an integer, half to even.
 _ROUNDING: tl.constexpr = tl.constexpr(12582912.0)
 
 
 @dataclass(frozen=True)
 class Moves:
-    """Blocks to quantise in a step: `parcel` has the full blocks, then the blocks of the store that they go to."""
+    """Blocks to quantise in a step. `parcel` holds the ids of the full blocks, then the ids of their blocks in the
+    store."""
 
     parcel: Tensor  # int32 [2 * count], on the device
     count: int
@@ -47,19 +48,19 @@ class Moves:
 def new_store(
     blocks: int, layers: int, block_size: int, shape: AttentionShape, bits: int, device: Device
 ) -> Tensor:
-    """An empty one: int8 [blocks, layers, kv heads, bytes]."""
+    """Returns an empty store: int8 [blocks, layers, kv heads, bytes]."""
     vector_bytes = store_vector_bytes(shape.head_size, bits)
     if block_size * vector_bytes % 2:
         raise InvalidRequestError(
-            f"heads of {shape.head_size} in blocks of {block_size} tokens cannot be stored in {bits} bits: take a "
-            "block_size that is even",
+            f"heads of {shape.head_size} in blocks of {block_size} tokens cannot be stored in {bits} bits: set "
+            "block_size to an even number",
             field="block_size",
         )
     return device.zeros(blocks, layers, shape.kv_heads, 2 * block_size * vector_bytes, dtype=torch.int8)
 
 
 def move_to_store(cache: TwoTierCache, moves: Moves, device: Device, layer: int | None = None) -> None:
-    """Launches what quantises blocks: of one layer, or of all."""
+    """Launches the kernel that quantises blocks, for one layer or for all."""
     _, layers, _, kv_heads, block_size, head_size = cache.full.shape
     device.launch(
         move_blocks,
@@ -92,11 +93,11 @@ def move_blocks(
     HEAD_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,  # a power of two that holds a block
-    COLUMNS: tl.constexpr,  # one that holds the code bytes of a vector
+    BLOCK_ROWS: tl.constexpr,  # power of two >= BLOCK_SIZE
+    COLUMNS: tl.constexpr,  # power of two >= code bytes of a vector
     DEPENDENT: tl.constexpr,
 ):
-    """A program is one block, layer and KV head."""
+    """Quantises blocks into the store. A program handles one block, layer and KV head."""
     CODE_BYTES: tl.constexpr = HEAD_SIZE * BITS // 8
     PART: tl.constexpr = 2 * BLOCK_SIZE * (CODE_BYTES + 2)
     move = tl.program_id(0)
@@ -127,7 +128,7 @@ def move_blocks(
 def _quantised(
     vectors, row, column, there, HEAD_SIZE: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr
 ):
-    """Of a block's vectors: code bytes, and for each vector scale and offset as bytes."""
+    """Quantises the vectors of a block: returns code bytes, and scale and offset of each vector as bytes."""
     place = vectors + row[:, None] * HEAD_SIZE + column[None, :] * (8 // BITS)
     left = tl.load(place, mask=there, other=0.0).to(tl.float32)
     if BITS == 4:
@@ -160,14 +161,14 @@ def _quantised(
 
 @triton.jit
 def _magnitude(x):
-    """1 where something is infinite or not a number, else 0: unlike the number itself, this has a maximum."""
+    """1 if a value is infinite or NaN, else 0. Unlike the values, this has a well-defined maximum."""
     return tl.where(tl.abs(x) <= _LARGEST, 0, 1)
 
 
 @triton.jit
 def _coded(x, scale, offset, is_number, BITS: tl.constexpr):
     x = tl.where(is_number[:, None], x, 0.0)
-    # What is far outside is cut off in any case, and then rounding need not serve it.
+    # Values far outside are clipped in any case. The early clip keeps _rounded within its range.
     steps = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
     steps = tl.minimum(tl.maximum(steps, -1024.0), 1024.0)
     if BITS == 8:
@@ -184,8 +185,8 @@ def _rounded(x):
 
 @triton.jit
 def rotated(left, right, HEAD_SIZE: tl.constexpr):
-    """Vectors, one beside the other, whose features are mixed by a Hadamard matrix: `weft.ops.store_format.rotate`. Given
-    and returned as the left ones and the right ones of neighbouring features: float32 [features / 2, vectors]."""
+    """Rotates vectors by a Hadamard matrix: `weft.ops.store_format.rotate`. Takes and returns the even and the odd
+    features: float32 [features / 2, vectors]."""
     GROUP: tl.constexpr = HEAD_SIZE & -HEAD_SIZE
     if GROUP > 1:
         left, right = left + right, left - right
@@ -194,7 +195,7 @@ def rotated(left, right, HEAD_SIZE: tl.constexpr):
 
 @triton.jit
 def _butterflies(x, GROUP: tl.constexpr):
-    """Sums and differences of features 1, 2, 4 and so on apart, within groups of so many."""
+    """Sums and differences of features at distances 1, 2, 4, ..., within groups of GROUP."""
     FEATURES: tl.constexpr = x.shape[0]
     VECTORS: tl.constexpr = x.shape[1]
     for stage in tl.static_range(0, 10):
@@ -208,6 +209,6 @@ def _butterflies(x, GROUP: tl.constexpr):
 
 @triton.jit
 def scale_of(code):
-    """Of a scale byte: float32."""
+    """The scale of a scale byte, as float32."""
     scale = ((code << 20) + _FIRST_SCALE).to(tl.float32, bitcast=True)
     return tl.where(code == _NO_NUMBER, float("nan"), scale)

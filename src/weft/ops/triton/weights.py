@@ -1,7 +1,7 @@
-"""What tensors of model files become on the device: linear layers and experts, in one floating point type.
+"""Loads tensors of model files to the device, as linear layers and experts of one floating-point type.
 
-Values travel through two page-locked buffers in turn, so that one is filled from the file while the other is copied;
-plain numbers are converted on the device, quantised ones on the host.
+Values pass through two alternating page-locked buffers: one is filled from the file while the other is copied.
+Plain numbers are converted on the device, quantised ones on the host.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from weft.ops.triton.device import Device, Event
 _STAGING_BYTES = 64 << 20
 
 _PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-"""The formats that torch reads as they are stored."""
+"""The formats that torch reads directly."""
 
 
 @dataclass(eq=False)
 class Linear:
-    """A linear layer, or a table of embeddings."""
+    """A linear layer or an embedding table."""
 
     weight: Tensor  # [outputs, inputs]
     bias: Tensor | None = None  # [outputs]
     is_gated: bool = False
-    """Whether the rows of [gate | up] lie in turn (gate 0, up 0, gate 1, ...): one tile of a product then holds both
-    halves of what a gate multiplies."""
+    """True: rows of gate and up are interleaved (gate 0, up 0, gate 1, ...), so that a tile of a product holds both
+    factors of a gate."""
 
     @property
     def outputs(self) -> int:
@@ -56,10 +56,10 @@ class Linear:
 
 @dataclass(eq=False)
 class Experts:
-    """The feed-forwards of a mixture; gate and up lie in turn, as in a gated `Linear`."""
+    """The feed-forward layers of a mixture; gate and up are interleaved, as in a gated `Linear`."""
 
-    gate_up: Tensor  # [experts, 2 * features inside, features]
-    down: Tensor  # [experts, features, features inside]
+    gate_up: Tensor  # [experts, 2 * inner features, features]
+    down: Tensor  # [experts, features, inner features]
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +67,7 @@ class Experts:
 
 
 def interleave_halves(rows: Tensor) -> None:
-    """In place: of rows 0 .. 2n - 1, those of the second half between those of the first."""
+    """Interleaves the first and the second half of the rows, in place: 0, n, 1, n + 1, ..."""
     half = len(rows) // 2
     first, second = rows[:half].clone(), rows[half:].clone()
     rows[0::2] = first
@@ -75,16 +75,16 @@ def interleave_halves(rows: Tensor) -> None:
 
 
 class Loader:
-    """Reads tensors into the memory of a device."""
+    """Reads tensors into device memory."""
 
     def __init__(self, device: Device, dtype: torch.dtype) -> None:
         self._device = device
         self._dtype = dtype
         self._staging: list[tuple[Tensor, Event]] = []
-        self._turn = 0
+        self._staging_index = 0
 
     def vector(self, source: WeightSource, offset: float) -> Tensor:
-        """In the type of the weights where that loses nothing, else in float32."""
+        """In the data type of the weights if that loses nothing, else in float32."""
         stored = _PLAIN.get(source.format_name)
         dtype = self._dtype if offset == 0.0 and stored == self._dtype else torch.float32
         values = self._device.empty(*source.shape, dtype=dtype)
@@ -92,7 +92,7 @@ class Loader:
         return values if offset == 0.0 else values.add_(offset)
 
     def stacked(self, sources: Sequence[WeightSource]) -> Tensor:
-        """The tensors one below the other."""
+        """The tensors, concatenated along their rows."""
         rows = sum(source.shape[0] for source in sources)
         stacked = self._device.empty(rows, *sources[0].shape[1:], dtype=self._dtype)
         start = 0
@@ -122,14 +122,14 @@ class Loader:
 
     def _read(self, source: WeightSource, target: Tensor) -> None:
         if getattr(source, "fill_on_device", False):
-            _draw(source, target)
+            _fill_random(source, target)
         elif (stored := _PLAIN.get(source.format_name)) is not None:
             self._copy_in_pieces(_as_torch(source.raw, stored, source.shape), target)
         else:
             self._decode(source, target)
 
     def _copy_in_pieces(self, values: Tensor, target: Tensor) -> None:
-        """As many rows at once as the staging buffer holds."""
+        """Copies as many rows at a time as the staging buffer holds."""
         if values.ndim > 2:
             values, target = values.view(-1, values.shape[-1]), target.view(-1, target.shape[-1])
         if not self._device.is_card:
@@ -141,7 +141,7 @@ class Loader:
             staging, copied = self._next_staging()
             buffer = staging[: piece.nbytes].view(piece.dtype).view(piece.shape)
             buffer.copy_(piece)
-            # torch would convert on the host, and once more for a place with gaps.
+            # torch would convert on the host, and copy again for a target with gaps.
             direct = place.dtype == buffer.dtype and place.is_contiguous()
             arrived = place if direct else torch.empty_like(buffer, device=place.device)
             arrived.copy_(buffer, non_blocking=True)
@@ -159,26 +159,26 @@ class Loader:
             self._copy_in_pieces(torch.from_numpy(source.rows(indices)), target[start : start + len(indices)])
 
     def _next_staging(self) -> tuple[Tensor, Event]:
-        """The buffer that was used the longest time ago, its last copy done."""
+        """The least recently used buffer, after its last copy is done."""
         if len(self._staging) < 2:
             buffer = self._device.pinned(_STAGING_BYTES, dtype=torch.uint8)
             self._staging.append((buffer, self._device.event()))
             return self._staging[-1]
-        self._turn = 1 - self._turn
-        staging, copied = self._staging[self._turn]
+        self._staging_index = 1 - self._staging_index
+        staging, copied = self._staging[self._staging_index]
         copied.synchronize()
         return staging, copied
 
 
-def _draw(source: Any, target: Tensor) -> None:
-    """Random numbers of the source's distribution, made where they are wanted."""
+def _fill_random(source: Any, target: Tensor) -> None:
+    """Fills the target with random numbers of the source's distribution, on the device."""
     generator = torch.Generator(target.device).manual_seed(source.seed)
     target.normal_(source.mean, source.deviation, generator=generator)
 
 
 def _as_torch(raw: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Stored bytes as a tensor, without a copy."""
+    """The stored bytes as a tensor, without a copy."""
     with warnings.catch_warnings():
-        # A mapped file cannot be written, and torch warns that it would not mind; nothing here writes.
+        # torch warns that a mapped file is not writable; nothing here writes to it.
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(raw.reshape(-1)).view(dtype).view(shape)

@@ -1,0 +1,8 @@
+// Compiled with AVX-512 F, BW, DQ and VL, but without VNNI.
+#define WEFT_ISA avx512
+#define WEFT_ISA_NAME "avx512"
+#define WEFT_AVX512 1
+// GCC 12 warns about values that its own intrinsics leave undefined on purpose.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include "isa/isa.inl"

@@ -1,0 +1,104 @@
+// W4 products in pairs of inputs, for processors that add bytes in parallel with multiplications: Zen 4 and 5.
+//
+// Two inputs a and b with weights v and w need only one product: (a + w) (b + v) = a v + b w + a b + v w. The excess
+// a b is known when activations are quantised; the excess v w is shared by all rows of a tile. So inputs 0 to 15 of a
+// group need half the multiplications, plus additions, which run on otherwise idle units.
+//
+// Of every eight inputs the first four are a, the others b. v and w are codes less 8. 128 is added to a + w, because
+// the instruction takes that operand as unsigned. Both factors fit a byte, because no activation exceeds 120. All
+// numbers are integers: the sum of a group equals that of one product per input.
+#pragma once
+
+#include "isa/vec_bytes.h"
+
+#if defined(WEFT_PAIRS)
+
+namespace weft::WEFT_ISA {
+namespace {
+namespace pairs {
+
+using bytes::Bytes;
+
+// Constants are in memory, because registers are scarce. Tables are indexed by the low four bits.
+constexpr int32_t nothing = 0, nibbles = 0x0f0f0f0f;
+#define WEFT_FOUR_TIMES(...) {__VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__}
+alignas(64) constexpr uint8_t less_8[64] =
+    WEFT_FOUR_TIMES(248, 249, 250, 251, 252, 253, 254, 255, 0, 1, 2, 3, 4, 5, 6, 7);
+alignas(64) constexpr uint8_t and_120[64] =
+    WEFT_FOUR_TIMES(120, 121, 122, 123, 124, 125, 126, 127, 128, 129, 130, 131, 132, 133, 134, 135);
+#undef WEFT_FOUR_TIMES
+
+inline Bytes zero() {
+  Bytes a;
+  asm("vpbroadcastd %1, %0" : "=v"(a) : "m"(nothing));
+  return a;
+}
+inline Bytes only_nibbles(Bytes a) {
+  asm("vpandd %1%{1to16%}, %0, %0" : "+v"(a) : "m"(nibbles));
+  return a;
+}
+// Weights of two steps of a group; the first step is multiplied in pairs.
+struct Steps {
+  Bytes v, w_and_128, first, last;
+
+  Steps(Bytes in_pairs, Bytes others)
+      : v(_mm512_permutexvar_epi8(in_pairs, bytes::load(less_8))),
+        w_and_128(_mm512_permutexvar_epi8(_mm512_srli_epi16(in_pairs, 4), bytes::load(and_120))),
+        first(only_nibbles(others)),
+        last(only_nibbles(_mm512_srli_epi16(others, 4))) {}
+
+  Bytes add_weights(Bytes sum) const { return _mm512_dpbusd_epi32(sum, w_and_128, v); }
+
+  // This order spreads multiplications and additions evenly over both halves of the processor.
+  Bytes add_products(Bytes sum, const int8_t* pairs, const int8_t* others) const {
+    const auto four = [](const int8_t* from) -> const int8_t(&)[4] { return *reinterpret_cast<const int8_t(*)[4]>(from); };
+    Bytes a, b;
+    asm("vpdpbusd %[c]%{1to16%}, %[first], %[sum]\n\t"
+        "vpbroadcastd %[from_a], %[a]\n\t"
+        "vpbroadcastd %[from_b], %[b]\n\t"
+        "vpaddb %[w], %[a], %[a]\n\t"
+        "vpaddb %[v], %[b], %[b]\n\t"
+        "vpdpbusd %[d]%{1to16%}, %[last], %[sum]\n\t"
+        "vpdpbusd %[b], %[a], %[sum]"
+        : [sum] "+&v"(sum), [a] "=&v"(a), [b] "=&v"(b)
+        : [v] "v"(v), [w] "v"(w_and_128), [first] "v"(first), [last] "v"(last), [from_a] "m"(four(pairs)), [from_b] "m"(four(pairs + 4)),
+          [c] "m"(four(others)), [d] "m"(four(others + 4)));
+    return sum;
+  }
+};
+
+// Group sums are joined with their lift still added (isa/vec_bytes.h). The sums of a scale block begin with the value
+// that cancels it, the same for all rows.
+inline Bytes without_lifts(const uint8_t* group, int64_t groups) {
+  const Bytes minus_lift = bytes::all_fours(-w4_lift & 0xffff);   // and 0 for the offset
+  Bytes sum = zero();
+  vec::each<scale_block_groups>([&](auto i) {
+    if (i < groups) sum = _mm512_dpwssd_epi32(sum, minus_lift, bytes::load(group + i * w4_group_bytes + w4_codes_bytes));
+  });
+  return sum;
+}
+
+// Adds a group to the sums of a scale block; `from`: the first row at this group.
+template <int rows>
+inline void add_group(const RowGroup* from, const uint8_t* group, Bytes (&blocks)[rows][1]) {
+  using vec::each;
+  Bytes sums[rows], of_weights = zero();
+  each<rows>([&](auto row) { sums[row] = bytes::all_fours(from[row].pairs_start); });
+  each<2>([&](auto step) {
+    const Steps weights(bytes::load(group + 64 * step), bytes::load(group + 64 * (step + 2)));
+    of_weights = weights.add_weights(of_weights);
+    each<rows>([&](auto row) {
+      sums[row] = weights.add_products(sums[row], from[row].codes + 8 * step, from[row].codes + 8 * (step + 2));
+    });
+  });
+  const Bytes factors = bytes::load(group + w4_codes_bytes);
+  each<rows>([&](auto row) {
+    blocks[row][0] = _mm512_dpwssd_epi32(blocks[row][0], _mm512_sub_epi32(sums[row], of_weights), factors);
+  });
+}
+
+}  // namespace pairs
+}  // namespace
+}  // namespace weft::WEFT_ISA
+
+#endif

@@ -1,9 +1,0 @@
-// Compiled with AVX-512 F, BW, DQ, VL and VNNI.
-#define WEFT_ISA avx512vnni
-#define WEFT_ISA_NAME "avx512vnni"
-#define WEFT_AVX512 1
-#define WEFT_VNNI 1
-// GCC 12 takes what its own intrinsics leave undefined on purpose for a mistake.
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include "isa.inl"

@@ -1,0 +1,222 @@
+#include "kernels/candidates.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "kernels/noise.h"
+
+namespace weft {
+namespace {
+
+uint32_t ordered_bits(float value) {   // for values >= 0: bits are ordered like the values
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+uint64_t ordered_bits(double value) {
+  uint64_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+template <typename Value>
+struct Cutoff {
+  Value value;
+  double before;    // weight of all smaller values
+  double through;   // and of all values equal to it
+};
+
+// Of the values in ascending order, each with a weight: finds the last one with a weight below `threshold` before it.
+// It does not sort: it fixes 11 leading bits per pass, and the next pass examines only the values that match so far.
+template <typename Value, typename Weight>
+Cutoff<Value> find_cutoff(const Value* values, int64_t count, double threshold, std::vector<int32_t>& matching, Weight&& weight) {
+  constexpr int digit_bits = 11;
+  constexpr uint32_t digits = 1u << digit_bits;
+  using Bits = decltype(ordered_bits(Value{}));
+  double weights[digits];
+  uint32_t counts[digits];
+  double before = 0.0, through = 0.0;
+  Bits found = 0;
+  for (int shift = static_cast<int>(sizeof(Bits)) * 8; shift > 0;) {
+    const bool is_first = shift == static_cast<int>(sizeof(Bits)) * 8;
+    const int taken = std::min(digit_bits, shift);
+    shift -= taken;
+    const Bits mask = (Bits{1} << taken) - 1;
+    const auto digit_of = [&](int64_t i) { return static_cast<uint32_t>(ordered_bits(values[i]) >> shift & mask); };
+    std::fill_n(weights, digits, 0.0);
+    std::fill_n(counts, digits, 0u);
+    const int64_t examined = is_first ? count : static_cast<int64_t>(matching.size());
+    for (int64_t at = 0; at < examined; at++) {
+      const int64_t i = is_first ? at : matching[at];
+      const uint32_t digit = digit_of(i);
+      weights[digit] += weight(i);
+      counts[digit]++;
+    }
+    uint32_t last = 0;
+    double sum = before;
+    for (uint32_t digit = 0; digit <= mask && sum < threshold; digit++) {
+      if (counts[digit] == 0) continue;
+      last = digit;
+      before = sum;
+      through = sum += weights[digit];
+    }
+    found |= static_cast<Bits>(last) << shift;
+    if (is_first) {
+      matching.clear();
+      for (int64_t i = 0; i < count; i++)
+        if (digit_of(i) == last) matching.push_back(static_cast<int32_t>(i));
+    } else {
+      matching.erase(std::remove_if(matching.begin(), matching.end(), [&](int32_t i) { return digit_of(i) != last; }), matching.end());
+    }
+  }
+  Value value;
+  std::memcpy(&value, &found, sizeof(value));
+  return {value, before, through};
+}
+
+// Rounded up, and at most the largest finite float.
+float as_limit(double distance) {
+  return std::nextafter(static_cast<float>(std::min(distance * (1.0 + 1e-6), static_cast<double>(FLT_MAX))), FLT_MAX);
+}
+
+}  // namespace
+
+// Returns a distance from the best score that includes the `top_count` best scores and few others.
+float Candidates::distance_of_rank(const ScannedRow& row, int64_t top_count) {
+  const int64_t groups = maxima_count(row.count);
+  if (top_count > groups) return std::numeric_limits<float>::infinity();
+  ranked_maxima_.assign(row.maxima, row.maxima + groups);
+  const auto last = ranked_maxima_.begin() + (top_count - 1);
+  std::nth_element(ranked_maxima_.begin(), last, ranked_maxima_.end(), std::greater<float>());
+  return row.scan.best - *last;
+}
+
+template <typename Kept>
+void Candidates::keep(Kept&& is_kept) {
+  int64_t left = 0;
+  for (int64_t i = 0; i < count_; i++) {
+    if (!is_kept(i)) continue;
+    tokens_[left] = tokens_[i];
+    below_[left++] = below_[i];
+  }
+  count_ = left;
+}
+
+void Candidates::collect(const ScannedRow& row, float limit) {
+  if (static_cast<int64_t>(tokens_.size()) < row.count) {
+    tokens_.resize(static_cast<size_t>(row.count));
+    below_.resize(static_cast<size_t>(row.count));
+  }
+  count_ = kernels().collect_scores(row.scores, row.count, row.scan.best, limit, tokens_.data(), below_.data());
+}
+
+void Candidates::weigh() {
+  if (static_cast<int64_t>(weights_.size()) < count_) weights_.resize(static_cast<size_t>(count_));
+  kernels().weigh_each(below_.data(), count_, factor_, weights_.data());
+}
+
+void Candidates::choose(const ScannedRow& row, double temperature, const Filters& filters) {
+  temperature_ = temperature;
+  factor_ = std::min(1.0 / temperature, 1e308);
+  bool is_collected = false;
+  const auto collect_once = [&](float limit) {
+    if (!is_collected) collect(row, limit);
+    is_collected = true;
+  };
+  if (0 < filters.top_k && filters.top_k < row.count) {
+    collect_once(std::min(distance_of_rank(row, filters.top_k), FLT_MAX));
+    const float floor = find_cutoff(below_.data(), count_, static_cast<double>(filters.top_k), matching_, [](int64_t) { return 1.0; }).value;
+    keep([&](int64_t i) { return below_[i] <= floor; });
+  }
+  if (filters.top_p < 1.0) {
+    const float floor = is_collected ? nucleus_floor(filters.top_p) : nucleus_floor(row, filters.top_p);
+    is_collected = true;
+    keep([&](int64_t i) { return below_[i] <= floor; });
+  }
+  if (filters.has_min_p) {
+    collect_once(as_limit(-filters.min_p_log * temperature));
+    keep([&](int64_t i) { return -static_cast<double>(below_[i]) / temperature >= filters.min_p_log; });
+  }
+  collect_once(FLT_MAX);
+  if (filters.typical_p < 1.0) keep_typical(filters.typical_p);
+}
+
+// The nucleus of the candidates: how far below the best score its last token is.
+float Candidates::nucleus_floor(double top_p) {
+  weigh();
+  double total = 0.0;
+  for (int64_t i = 0; i < count_; i++) total += weights_[i];
+  return find_cutoff(below_.data(), count_, top_p * total, matching_, [&](int64_t i) { return weights_[i]; }).value;
+}
+
+// The same for a whole row, of which few tokens matter. It uses an approximate total, and exact weights only for
+// tokens that can be in the nucleus. If the error of the total could change the result, all weights are summed
+// exactly.
+float Candidates::nucleus_floor(const ScannedRow& row, double top_p) {
+  double near[num_near];
+  const float factor = static_cast<float>(std::min(factor_, static_cast<double>(FLT_MAX)));
+  const double total = kernels().sum_weights_roughly(row.scores, row.count, row.scan.best, factor, near);
+  const double least = top_p * total * (1.0 - rough_share), most = top_p * total * (1.0 + rough_share);
+  // All tokens beyond this distance together have less than the weight that may be dropped.
+  double distance = -std::log((1.0 - top_p) * total * (1.0 - rough_share) / static_cast<double>(row.count));
+  for (int i = num_near - 1; i >= 0; i--)
+    if (near[i] * (1.0 - rough_share) > most) distance = std::min(distance, static_cast<double>(near_distances[i]));
+  collect(row, as_limit(std::max(distance, 0.0) * temperature_));
+  weigh();
+  const auto weight_cutoff = [&](double threshold) {
+    return find_cutoff(below_.data(), count_, threshold, matching_, [&](int64_t i) { return weights_[i]; });
+  };
+  const auto found = weight_cutoff(top_p * total);
+  if (found.before < least && found.through > most) return found.value;
+  return weight_cutoff(top_p * kernels().sum_weights(row.scores, row.count, row.scan.best, factor_)).value;
+}
+
+// Keeps the tokens with a surprise (-log of the probability) nearest to the average surprise. surprise = below /
+// temperature + log(total); the logarithm is in both terms and cancels.
+void Candidates::keep_typical(double typical_p) {
+  weigh();
+  double total = 0.0, weighted = 0.0;
+  for (int64_t i = 0; i < count_; i++) {
+    total += weights_[i];
+    if (weights_[i] > 0.0) weighted += weights_[i] * (static_cast<double>(below_[i]) / temperature_);
+  }
+  const double average = weighted / total;
+  if (static_cast<int64_t>(surprises_.size()) < count_) surprises_.resize(static_cast<size_t>(count_));
+  for (int64_t i = 0; i < count_; i++)
+    surprises_[i] = weights_[i] > 0.0 ? std::abs(static_cast<double>(below_[i]) / temperature_ - average) : HUGE_VAL;
+  const double furthest = find_cutoff(surprises_.data(), count_, typical_p * total, matching_, [&](int64_t i) { return weights_[i]; }).value;
+  keep([&](int64_t i) { return surprises_[i] <= furthest; });
+}
+
+int64_t Candidates::draw(uint64_t key) const {
+  // Relative to the best remaining score: typical-p may have removed the best of all.
+  const double best = -static_cast<double>(*std::min_element(below_.begin(), below_.begin() + count_)) / temperature_;
+  double highest = -HUGE_VAL;
+  int64_t winner = tokens_[0];
+  for (int64_t i = 0; i < count_; i++) {
+    const double score = -static_cast<double>(below_[i]) / temperature_ - best;
+    const uint32_t bits = noise_bits(key, tokens_[i]);
+    if (score + gumbel_bound(bits) < highest) continue;
+    const double sum = score + gumbel(bits);
+    if (sum > highest) {
+      highest = sum;
+      winner = tokens_[i];
+    }
+  }
+  return winner;
+}
+
+void Candidates::rank(const ScannedRow& row, int64_t top_count) {
+  collect(row, distance_of_rank(row, top_count));
+  const auto is_before = [&](int32_t left, int32_t right) {
+    const float left_score = row.scores[left], right_score = row.scores[right];
+    return left_score > right_score || (left_score == right_score && left < right);
+  };
+  std::partial_sort(tokens_.begin(), tokens_.begin() + top_count, tokens_.begin() + count_, is_before);
+}
+
+}  // namespace weft

@@ -1,0 +1,67 @@
+// The tokens of one row that can still be drawn, and the filters that remove unlikely ones.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/kernels.h"
+
+namespace weft {
+
+// A row of scores and the result of `scan_scores`.
+struct ScannedRow {
+  const float* scores;
+  int64_t count;
+  const float* maxima;
+  RowScan scan;
+};
+
+// The filters of a request; the defaults change nothing.
+struct Filters {
+  int64_t top_k = 0;
+  double top_p = 1.0;
+  bool has_min_p = false;
+  double min_p_log = 0.0;
+  double typical_p = 1.0;
+
+  bool any() const { return top_k > 0 || top_p < 1.0 || has_min_p || typical_p < 1.0; }
+};
+
+// Reused for all rows, so that its memory is allocated once.
+class Candidates {
+ public:
+  // Applies the filters in order: top-k, top-p, min-p, typical-p. Each filter sees the tokens that the previous one
+  // kept, and keeps all tokens that tie with the last one it keeps.
+  void choose(const ScannedRow& row, double temperature, const Filters& filters);
+
+  // The token with the highest sum of score and noise, the lowest token at a tie.
+  int64_t draw(uint64_t key) const;
+
+  // The `top_count` tokens with the highest scores, best first, the lowest token first at a tie.
+  void rank(const ScannedRow& row, int64_t top_count);
+
+  int32_t token(int64_t index) const { return tokens_[static_cast<size_t>(index)]; }
+
+ private:
+  void collect(const ScannedRow& row, float limit);
+  float distance_of_rank(const ScannedRow& row, int64_t top_count);
+  float nucleus_floor(double top_p);
+  float nucleus_floor(const ScannedRow& row, double top_p);
+  void keep_typical(double typical_p);
+  void weigh();
+  template <typename Kept>
+  void keep(Kept&& is_kept);
+
+  int64_t count_ = 0;
+  double temperature_ = 1.0;
+  double factor_ = 1.0;   // 1 / temperature, limited to a finite double
+  // Each has room for a whole row; `count_` elements are used.
+  std::vector<int32_t> tokens_;
+  std::vector<float> below_;      // distance to the best score
+  std::vector<double> weights_;   // exp(-below / temperature)
+  std::vector<double> surprises_;
+  std::vector<float> ranked_maxima_;
+  std::vector<int32_t> matching_;   // scratch of find_cutoff
+};
+
+}  // namespace weft

@@ -1,0 +1,436 @@
+// Data types of the kernels, and the table of kernels. Each instruction set compiles the same kernels into its own
+// table. The best table that the processor supports is chosen once, at run time.
+//
+// Each result row depends only on its own input row. The number of rows, threads or other requests never changes the
+// order in which a sum is computed. So the output of a request is bit-identical in any batch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace weft {
+
+// --- weights ------------------------------------------------------------------------------------------------------------------------
+
+// A linear layer [outputs, inputs] is stored in strips of 16 outputs. One vector register holds one input (or four
+// inputs, in bytes) of all outputs of a strip. The last strip and the last group of inputs are padded with zeros.
+constexpr int strip_outputs = 16;
+constexpr int group_inputs = 32;
+
+enum class Layout : int {
+  w4 = 0,    // 4-bit codes; weight = ((code - 8) * scale + offset) * unit. Scale and offset are integers, one pair per output and group.
+  w8 = 1,    // signed bytes; weight = code * scale
+  f32 = 2,   // 16 floats for each input
+  f16 = 3,
+  bf16 = 4,
+};
+
+// W4, one group of one strip, 320 bytes:
+//   4 x 64 bytes      step s holds inputs 8s .. 8s+7; byte 4o + i: low four bits input 8s + i of output o, high four bits input 8s + 4 + i
+//   16 x (i16, i16)   scale and offset by output
+// After the groups of a strip:
+//   16 x f32          units by output
+//
+// Scales and offsets are integers, so the products of a scale block are added as integers: one instruction for each
+// group instead of three for floats. No such sum overflows 32 bits: see `w4_largest`.
+constexpr int w4_codes_bytes = 256;
+constexpr int w4_group_bytes = 320;
+constexpr int w4_units_bytes = 64;
+constexpr int w4_middle = 8;   // middle of the codes: with code - 8 the sum of a group's products fits 15 bits and a sign
+constexpr int w4_lift = 1 << 14;   // added to such a sum to make it positive
+
+// W8, one group of one strip, 544 bytes:
+//   8 x 64 bytes  step s holds inputs 4s .. 4s+3; byte 4o + i: input 4s + i of output o
+//   16 x f16      scales by output
+constexpr int w8_codes_bytes = 512;
+constexpr int w8_group_bytes = 544;
+
+constexpr bool is_quantised(Layout layout) { return layout == Layout::w4 || layout == Layout::w8; }
+
+struct Weight {
+  Layout layout;
+  int64_t outputs;
+  int64_t inputs;
+  const uint8_t* data;         // consecutive strips of strip_bytes each; 64-byte aligned
+  const float* bias;           // [outputs], or null
+
+  int64_t strips() const { return (outputs + strip_outputs - 1) / strip_outputs; }
+  int64_t groups() const { return (inputs + group_inputs - 1) / group_inputs; }
+  bool quantised() const { return is_quantised(layout); }
+};
+
+inline int64_t strip_bytes(Layout layout, int64_t inputs) {
+  const int64_t groups = (inputs + group_inputs - 1) / group_inputs;
+  switch (layout) {
+    case Layout::w4: return groups * w4_group_bytes + w4_units_bytes;
+    case Layout::w8: return groups * w8_group_bytes;
+    case Layout::f32: return inputs * strip_outputs * 4;
+    default: return inputs * strip_outputs * 2;
+  }
+}
+
+// --- activations --------------------------------------------------------------------------------------------------------------------
+
+// One value far larger than the rest of its row would leave the other values of its scale block hardly any codes.
+// Such an outlier gets the code 0 in its scale block, and is multiplied separately, as a float.
+struct Outlier {
+  uint32_t input;
+  float value;
+};
+
+// An outlier is larger than this many times the mean magnitude of its row. With 12, about 7% of the groups of a chat
+// prompt have an outlier, and the noise of the logits is halved.
+constexpr int64_t outlier_ratio = 12;
+
+// Activation rows in signed bytes. A scale block is 64 inputs of a row (two groups) that share one scale: value =
+// code * scale. The last scale block of a row may have fewer groups.
+//
+// The scale maps the largest magnitude to the code 120, so that a code plus a W4 code less 8 fits a byte
+// (isa/vec_pairs.h). If the magnitudes of a group's codes would add up to more than 2047 (mean above 53% of the
+// largest), the scale is doubled. Then the products of a group fit 15 bits and a sign. Normally distributed values
+// never are that even.
+constexpr int scale_block_groups = 2;
+constexpr int scale_block_inputs = scale_block_groups * group_inputs;
+constexpr int largest_code = 120;
+constexpr int largest_magnitudes = 2047;
+
+// The largest scale times the largest sum of products of a group, plus the largest offset times the largest sum of
+// codes.
+constexpr int64_t w4_largest = INT16_MAX * int64_t{w4_middle} * largest_magnitudes + INT16_MAX * int64_t{largest_magnitudes};
+static_assert(w4_largest <= INT32_MAX / scale_block_groups);
+
+// One group of an activation row as a product reads it: the codes (zeros past the last input), and start values of
+// the sums of products, derived from the sum of the codes.
+struct RowGroup {
+  int8_t codes[group_inputs];
+  int32_t start;        // for W4: upper 16 bits: the sum; lower 16 bits: -8 times the sum, plus `w4_lift`
+  int32_t correction;   // for W8: -128 times the sum, because signed weights are read as unsigned bytes
+  int32_t pairs_start;  // for W4 with inputs multiplied in pairs (isa/vec_pairs.h); only the zen4 table writes it
+};
+
+// Rows are stored in panels of eight, the number that is multiplied at a time. A panel holds all rows of group 0,
+// then all rows of group 1, and so on: memory is read in order.
+constexpr int64_t panel_rows = 8;
+
+// An input that is an outlier in at least one of four rows, with its value in each row (0 where it is none). The
+// weights of the input are then unpacked once for four rows. In prefill most outliers occur in one row alone, in some
+// layers in nearly all rows; lists of two to four rows are fastest for both cases.
+constexpr int64_t outlier_rows = 4;
+
+struct SharedOutlier {
+  uint32_t input;
+  float values[outlier_rows];
+};
+
+struct QuantisedRows {
+  int64_t groups, scale_blocks;
+  RowGroup* data;   // [panels, groups, 8]
+  float* scales;    // [panels, scale blocks, 8]
+
+  RowGroup* group_of(int64_t row, int64_t group) const {
+    return data + (row / panel_rows * groups + group) * panel_rows + row % panel_rows;
+  }
+  float* scale_of(int64_t row, int64_t block) const {
+    return scales + (row / panel_rows * scale_blocks + block) * panel_rows + row % panel_rows;
+  }
+
+  // Outliers of row r, by ascending input: outliers[r * outlier_room ...], outlier_counts[r] of them. Null: outliers
+  // are not separated.
+  Outlier* outliers = nullptr;
+  int32_t* outlier_counts = nullptr;    // [rows]
+  int64_t outlier_room = 0;
+
+  // The same, merged for products: rows 4i .. 4i + 3, by ascending input, from shared_begins[i] to shared_begins[i +
+  // 1].
+  SharedOutlier* shared_outliers = nullptr;
+  int64_t* shared_begins = nullptr;
+};
+
+// What is applied to a row before a product.
+enum class Prologue : int { nothing = 0, rms_norm = 1, silu_mul = 2, gelu_tanh_mul = 3 };
+
+struct RowInput {
+  const float* row;
+  Prologue prologue = Prologue::nothing;
+  const float* other = nullptr;   // the norm's weights, or the values that the gate multiplies
+  float epsilon = 0.0f;
+};
+
+// Scratch floats that quantise_row needs: the row padded to whole scale blocks, and four floats for each scale block,
+// rounded up to eight scale blocks.
+constexpr int64_t quantise_scratch(int64_t columns) {
+  const int64_t blocks = (columns + scale_block_inputs - 1) / scale_block_inputs;
+  return blocks * scale_block_inputs + (blocks + 7) / 8 * 8 * 4;
+}
+
+// At most this many values of a row can exceed `outlier_ratio` times their mean.
+constexpr int64_t most_outliers(int64_t columns) { return columns / outlier_ratio + 1; }
+
+// Part of a product: rows [first_row, end_row) of the activations times strips [first_strip, end_strip) of the
+// weight. out = product + bias, or with `add` out += scale * (product + bias). The scale blocks of a row are added in
+// order, then its outliers.
+struct LinearTask {
+  const Weight* weight;
+  QuantisedRows quantised;   // for quantised layouts
+  const float* rows;         // for float layouts: [rows, inputs], rows `row_stride` floats apart
+  int64_t row_stride;
+  int64_t first_row, end_row;
+  int64_t first_strip, end_strip;
+  float* out;                // [rows, outputs], rows `out_stride` floats apart
+  int64_t out_stride;
+  bool add;
+  float scale;
+};
+
+// --- attention ----------------------------------------------------------------------------------------------------------------------
+
+// A vector of the KV cache is the key or the value of one token and one KV head. It is stored as integers: value =
+// code * scale. A scale is the upper half of a float, rounded up. A vector with a value that is not finite has the
+// scale NaN and codes of 0. Products of two codes are added in pairs in one lane, without conversion and without
+// rounding.
+//
+// Four 16-bit codes are packed into one unit of three 16-bit elements:
+//   element 0   code 0, with its low 4 bits replaced by bits 12..15 of code 3
+//   element 1   code 1, with its low 4 bits replaced by bits  8..11 of code 3
+//   element 2   code 2, with its low 4 bits replaced by bits  4..7  of code 3
+//   code 3      has 0 in its own low 4 bits
+// Elements 0 to 2 are used as codes 0 to 2 directly: each code is rounded to the nearest value with the given low
+// bits. The precision is 12 bits with sign, the precision that f16 has for the largest feature.
+//
+// No sum of products overflows 32 bits. The weights of a row and segment add up to at most two largest codes. A dot
+// product of query and key is at most the product of their lengths, so both lengths are limited, for heads of up to
+// 7,000 features. For a typical key of 64 features or more the limit costs at most 7% of the resolution.
+constexpr int64_t key_tile = 16;
+constexpr int codes_of_unit = 4, elements_of_unit = 3;
+constexpr int lowest_bits = 4, fourth_step = 1 << lowest_bits;
+constexpr int largest_cache_code = 32767 / fourth_step * fourth_step;   // before the low bits are replaced
+constexpr int largest_query_code = 32767;
+constexpr float longest_key = 12000.0f;      // limit of length / sqrt(head_size), before rounding
+constexpr float longest_query = 175000.0f;   // limit of length * sqrt(head_size); the product of both limits is 2% less than 2^31
+constexpr int largest_weight_code = 32767, all_weights = 65000;
+constexpr float lowest_cache_scale = 0x1p-60f;
+
+constexpr int64_t even(int64_t n) { return n + n % 2; }
+// Units of a vector. A unit of a key holds the even or the odd features out of eight consecutive ones. A unit of a
+// value holds four features that are a quarter of a head apart.
+constexpr int64_t key_units(int64_t head_size) { return (head_size + 7) / 8 * 2; }
+constexpr int64_t value_units(int64_t head_size) { return (head_size + codes_of_unit - 1) / codes_of_unit; }
+
+// The part of a KV block that belongs to one KV head. In order:
+//   key scales      [positions]
+//   value scales    [positions]
+//   key codes       tiles of 16 positions (the last may be narrower), each [pairs of units, 3, positions of the tile, 2]
+//   value codes     [pairs of positions, 3, units, 2]
+// In this order three loaded vectors unpack to four vectors of feature pairs of several keys. Features past the last
+// one are zero. With an odd number of positions one place is unused.
+struct CachedHead {
+  uint16_t* data;
+  int64_t block_size, head_size;
+
+  uint16_t* scales(bool of_values) const { return data + (of_values ? block_size : 0); }
+  // Start of the tile that begins at position `tile` (a multiple of key_tile), and its number of positions.
+  uint16_t* keys(int64_t tile) const { return codes() + tile * key_units(head_size) * elements_of_unit; }
+  int64_t tile_width(int64_t tile) const { return block_size - tile < key_tile ? block_size - tile : key_tile; }
+  // The first element of a value; the others follow at every second element.
+  uint16_t* value(int64_t position) const {
+    const int64_t elements = value_units(head_size) * elements_of_unit;
+    return codes() + block_size * key_units(head_size) * elements_of_unit + position / 2 * 2 * elements + position % 2;
+  }
+
+ private:
+  uint16_t* codes() const { return data + 2 * block_size; }
+};
+
+// 16-bit elements per position of one KV head's part of a KV block.
+constexpr int64_t cache_room(int64_t block_size, int64_t head_size) {
+  return 2 + elements_of_unit * key_units(head_size) +
+         (even(block_size) * elements_of_unit * value_units(head_size) + block_size - 1) / block_size;
+}
+
+// One layer of the paged KV cache; strides in elements. Reading is fastest if block_size is a multiple of key_tile.
+struct CacheLayer {
+  uint16_t* data;
+  int64_t block_stride;
+  int64_t head_stride;
+  int64_t block_size;
+  int64_t head_size;
+
+  CachedHead head(int64_t block, int64_t kv_head) const {
+    return {data + block * block_stride + kv_head * head_stride, block_size, head_size};
+  }
+};
+
+// One layer of a cache of shape [KV blocks, layers, KV heads, block size, cache_room].
+inline CacheLayer layer_of_cache(uint16_t* data, int64_t layers, int64_t layer, int64_t kv_heads, int64_t block_size, int64_t head_size) {
+  const int64_t head = block_size * cache_room(block_size, head_size);
+  return {data + layer * kv_heads * head, layers * kv_heads * head, head, block_size, head_size};
+}
+
+// The part of a store block that belongs to one KV head, in bytes. In order:
+//   key scales, key zeros, value scales, value zeros   [positions] each
+//   key codes     tiles of 16 positions, each [head size, positions of the tile]
+//   value codes   [positions, head size]
+// A byte with two 4-bit codes holds features 2j (low) and 2j + 1 of a key, or two features of a value that are half a
+// head apart. Zeros and 8-bit codes are stored less 128.
+struct StoredHead {
+  uint8_t* data;
+  int64_t block_size, vector_bytes;
+
+  uint8_t* scales(bool of_values) const { return data + (of_values ? 2 : 0) * block_size; }
+  uint8_t* zeros(bool of_values) const { return scales(of_values) + block_size; }
+  uint8_t* keys() const { return data + 4 * block_size; }
+  uint8_t* values() const { return keys() + block_size * vector_bytes; }
+};
+
+// One layer of the store; strides in bytes.
+struct StoreLayer {
+  uint8_t* data;             // null: there is no store
+  int64_t block_stride;
+  int64_t head_stride;
+  int64_t block_size;
+  int64_t head_size;
+  int64_t bits;              // bits of a code, 8 or 4
+
+  int64_t vector_bytes() const { return head_size * bits / 8; }
+  StoredHead head(int64_t block, int64_t kv_head) const {
+    return {data + block * block_stride + kv_head * head_stride, block_size, vector_bytes()};
+  }
+};
+
+constexpr int64_t stored_head_bytes(int64_t block_size, int64_t head_size, int64_t bits) { return block_size * (head_size * bits / 4 + 4); }
+
+// One layer of a store of shape [blocks, layers, KV heads, stored_head_bytes].
+inline StoreLayer layer_of_store(uint8_t* data, int64_t layers, int64_t layer, int64_t kv_heads, int64_t block_size, int64_t head_size,
+                                 int64_t bits) {
+  const int64_t head = stored_head_bytes(block_size, head_size, bits);
+  return {data + layer * kv_heads * head, layers * kv_heads * head, head, block_size, head_size, bits};
+}
+
+// The byte of a scale is the upper bits of a float, less those of the smallest scale, 2^-18.
+constexpr int scale_shift = 20;
+constexpr int32_t lowest_scale = (127 - 18) << 3;
+
+// Attention processes the context in segments of this many positions, aligned to multiples of it. Softmax and
+// weighted sum are computed for each segment alone, then merged in order. So the bits do not depend on how segments
+// are divided among threads.
+constexpr int64_t segment_keys = 256;
+
+// The queries of one request, `count` tokens at consecutive positions, for the query heads of one KV head. Query t
+// begins at queries + t * query_stride, its `group` heads are consecutive. The same holds for `out`.
+struct AttendTask {
+  CacheLayer cache;
+  const int64_t* table;
+  StoreLayer store;          // data is null: everything is read from the cache
+  const int64_t* store_table;
+  int64_t tail_blocks;       // a query reads its own KV block and this many whole ones before it from the cache
+  int64_t kv_head;
+  int64_t group;             // query heads per KV head
+  const float* queries;      // first query head of this KV head
+  int64_t query_stride;
+  int64_t count;
+  int64_t first_position;    // position of the first query; a query sees positions up to its own
+  int64_t window;            // position p sees p - window + 1 .. p; 0: all up to p
+  float scale;
+  float cap;                 // 0: none; else score = cap * tanh(score / cap)
+  float* out;
+  int64_t out_stride;
+  const AttendTask* next;    // next task of the same worker, or null
+
+  // Segments that the first query sees. A task of one query can be split into them.
+  int64_t first_segment() const { return window > 0 && first_position >= window ? (first_position + 1 - window) / segment_keys : 0; }
+  int64_t end_segment() const { return first_position / segment_keys + 1; }
+  // A query at `position` reads all positions before the returned one from the store.
+  int64_t stored_before(int64_t position) const {
+    const int64_t blocks = store.data ? (position + 1) / cache.block_size - tail_blocks : 0;
+    return blocks > 0 ? blocks * cache.block_size : 0;
+  }
+  // Number of queries, starting at `position`, that read the same positions from the store. Without a store: all of
+  // them.
+  int64_t queries_alike(int64_t position) const { return store.data ? cache.block_size - (position + 1) % cache.block_size : count; }
+  // Size of the result of one segment: for each query head the largest score, the sum of weights, the weighted sum of
+  // values.
+  int64_t partial_floats() const { return group * (2 + cache.head_size); }
+};
+
+// --- sampling -----------------------------------------------------------------------------------------------------------------------
+
+// A row of scores is scanned in sections of 1024. For each section, 16 maxima are kept, one for each lane (every
+// sixteenth score). The k-th largest of all these maxima is a lower bound of the k-th largest score; few other scores
+// exceed it.
+constexpr int64_t maxima_section = 1024;
+constexpr int64_t maxima_lanes = 16;
+
+constexpr int64_t maxima_count(int64_t scores) { return (scores + maxima_section - 1) / maxima_section * maxima_lanes; }
+
+// The nucleus of a row (top-p) nearly always lies within one of these distances of the best score.
+constexpr int num_near = 3;
+constexpr float near_distances[num_near] = {3.0f, 6.0f, 9.0f};
+constexpr double rough_share = 5e-6;
+
+struct RowScan {
+  float best;
+  int64_t token;       // the first token with the best score
+  bool has_nan;
+};
+
+// --- the table ----------------------------------------------------------------------------------------------------------------------
+
+struct Kernels {
+  const char* name;
+
+  // quantise.inl
+  void (*quantise_row)(const RowInput& input, int64_t columns, float* scratch, const QuantisedRows& out, int64_t out_row);
+
+  // linear.inl
+  void (*linear)(const LinearTask& task);
+  void (*unpack_row)(const Weight& weight, int64_t output, float* out);   // weights of one output as floats, for embeddings
+
+  // rows.inl; `out` may alias the input
+  void (*make_row)(const RowInput& input, int64_t columns, float* out);
+  void (*add_scaled)(const float* left, const float* right, float scale, int64_t columns, float* out);
+  void (*scale_and_cap)(float* row, int64_t columns, float scale, float cap);   // cap 0: none
+  // RoPE of one head of one token: pair i is rotated by (cosine[i], sine[i]); features past the pairs are copied.
+  void (*rotate)(const float* head, int64_t head_size, int64_t pairs, bool interleaved, const float* cosine, const float* sine, float* out);
+  // The experts of one token, best first, and their softmax shares over all experts. Normalised: shares add up to 1.
+  void (*route)(const float* logits, int64_t experts, int64_t per_token, bool normalise, int32_t* chosen, float* shares);
+
+  // cache.inl: writes key and value of one token and KV head to a position of a KV block
+  void (*write_cache)(const float* key, const float* value, const CachedHead& head, int64_t position);
+
+  // store.inl: quantises one KV head's part of a KV block into a block of the store; needs `move_scratch` floats
+  void (*move_block)(const CacheLayer& cache, int64_t from, const StoreLayer& store, int64_t to, int64_t kv_head, float* scratch);
+  int64_t (*move_scratch)(int64_t head_size);
+
+  // attention.inl
+  void (*attend)(const AttendTask& task, float* scratch);   // also runs the tasks linked by `next`
+  int64_t (*attend_scratch)(const AttendTask& task);   // scratch floats for one worker; about 200,000 for heads of 256
+  // The same for a task of one query, in two steps, if there are more threads than tasks: first each segment into its
+  // own partial result, then all partial results, in segment order, into task.out.
+  void (*attend_segment)(const AttendTask& task, int64_t segment, float* partial, float* scratch);
+  void (*attend_merge)(const AttendTask& task, const float* partials);
+
+  // sampler.inl; a token is the index of a score in its row; `below` is best score - score, in float
+  RowScan (*scan_scores)(const float* scores, int64_t count, float* maxima);   // maxima [maxima_count(count)]
+  void (*mask_scores)(const float* scores, int64_t count, const uint8_t* allowed, float* out);   // one bit per token; tokens without it get minus infinity
+  double (*sum_exp)(const float* scores, int64_t count, float best);   // sum of exp(score - best), with the difference in double
+  // The weight of a token is exp(-below * factor). `sum_weights_roughly` has a relative error of at most
+  // `rough_share`; near[i] is the sum over tokens with below * factor <= near_distances[i].
+  double (*sum_weights)(const float* scores, int64_t count, float best, double factor);
+  double (*sum_weights_roughly)(const float* scores, int64_t count, float best, float factor, double* near);
+  void (*weigh_each)(const float* below, int64_t count, double factor, double* out);
+  // Collects tokens at most `limit` below the best score, in token order; returns their number.
+  int64_t (*collect_scores)(const float* scores, int64_t count, float best, float limit, int32_t* tokens, float* below);
+  // The token with the highest -below / temperature + noise, the lowest token at a tie; `likeliest` has the best
+  // score.
+  int64_t (*draw_scores)(const float* scores, int64_t count, float best, double temperature, uint64_t key, int64_t likeliest);
+
+  // linear.inl, for measurements: only byte products; returns their number, or 0 without instructions for them.
+  int64_t (*multiply_in_registers)(int64_t repeats);
+};
+
+// The table in use. `select` chooses one by name; it returns false if this processor does not support it.
+const Kernels& kernels();
+bool select(const char* name);
+const char* const* available(int& count);
+
+}  // namespace weft

@@ -1,0 +1,79 @@
+// The threads that share the work of a step. A phase is a number of items; each free thread takes the next one, also
+// the calling thread. So a descheduled thread delays the phase by at most the item that it holds. Between phases
+// workers spin briefly, then yield while they poll, then sleep: waking a thread costs as much as a phase, and other
+// processes must not wait for a thread that only waits.
+//
+// After a fork the child process has no workers; there the caller does every item itself.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace weft {
+
+class Pool {
+ public:
+  using Work = void (*)(void* context, int64_t item, int worker);
+
+  // May start fewer threads if the system refuses more: threads() returns the number.
+  explicit Pool(int threads);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return static_cast<int>(workers_->threads.size()) + 1; }
+
+  // Memory that one thread may prefault while the others work (pages.h): the first thread that finds the offer open
+  // closes it. The caller of `run` opens the offer before and withdraws it after.
+  struct Offer {
+    uint8_t *begin = nullptr, *end = nullptr;
+    std::atomic<bool> is_open{false};
+  };
+  Offer offer;
+
+  // Calls work(item, worker) once for each item; returns when all are done. `worker` is the number of the thread, for
+  // its own scratch memory. Only one caller at a time, and `work` must not throw.
+  template <typename Function>
+  void run(int64_t items, Function&& work) {
+    if (items <= 1 || workers_->threads.empty() || is_forked_child()) {
+      for (int64_t item = 0; item < items; item++) work(item, 0);
+      return;
+    }
+    run_shared(items, [](void* context, int64_t item, int worker) { (*static_cast<Function*>(context))(item, worker); }, &work);
+  }
+
+ private:
+  void run_shared(int64_t items, Work work, void* context);
+  void work_loop(int worker);
+  void sleep();
+  int64_t take_item();
+  void do_items(int64_t item, int worker);
+  bool is_forked_child() const;
+
+  // The current work: written by the caller before it publishes items, read by threads that have taken one.
+  Work work_ = nullptr;
+  void* context_ = nullptr;
+
+  // A phase is over when none of its items is unfinished. So a taken item always belongs to the phase in work_.
+  alignas(64) std::atomic<int64_t> untaken_{0};
+  alignas(64) std::atomic<int64_t> unfinished_{0};
+  alignas(64) std::atomic<int> sleeping_{0};
+  std::atomic<bool> stopping_{false};
+
+  // Separate, so that a forked child can leak it: destroying a condition variable that threads of the parent wait for
+  // would block.
+  struct Workers {
+    std::mutex mutex;
+    std::condition_variable wake;
+    std::vector<std::thread> threads;
+  };
+  std::unique_ptr<Workers> workers_;
+  const int forks_at_start_;   // forks before this pool started: a different count means a forked child
+};
+
+}  // namespace weft
