@@ -20,8 +20,8 @@ from weft.request import (
     SamplingParams,
     TokenOutput,
 )
-from weft.server.api.openai import Shape, TokenOffsets
-from weft.server.http.byte_budget import ByteBudget, Share, too_much_answer
+from weft.server.api.openai import ResponseBuilder, TokenOffsets
+from weft.server.http.byte_budget import ByteBudget, RequestBytes, answer_budget_error
 from weft.server.stream.choices import Choice, Choices
 from weft.server.stream.loop_turns import LoopTurns
 from weft.server.stream.whole_answer import WholeAnswer
@@ -67,26 +67,26 @@ class Said:
         *,
         step: int = 1,
         reason: FinishReason = FinishReason.END_OF_SEQUENCE,
-        **shape: Any,
+        **builder: Any,
     ) -> None:
         answer, outputs = answered(text, tokenizer, reason)
         params = SamplingParams(logprobs=0)
         said = AnswerText(tokenizer, params, shown=form.shown_ids(tokenizer), keeps_text=False)
         self.choice = Choice(0, answer, said, AnswerReader(form))
-        self.shape = Shape("chat", "m", tokenizer, has_parts=True, **shape)
-        events = [self.shape.opening(0)]
+        self.builder = ResponseBuilder("chat", "m", tokenizer, has_parts=True, **builder)
+        events = [self.builder.opening(0)]
         offsets = TokenOffsets(tokenizer)
-        whole = WholeAnswer(self.shape, Share(ByteBudget(1 << 20, 1 << 20, too_much_answer)))
+        whole = WholeAnswer(self.builder, RequestBytes(ByteBudget(1 << 20, 1 << 20, answer_budget_error)))
         for start in range(0, len(outputs), step):
             for output in outputs[start : start + step]:
                 answer.put(output)
             piece = self.choice.take(effort=10_000)
             assert piece is not None
-            events += self.shape.pieces(piece, offsets)
+            events += self.builder.pieces(piece, offsets)
             whole.add([piece])
         assert self.choice.result is not None
-        events.append(self.shape.closing(self.choice, self.choice.result))
-        self.chunks = [self.shape.chunk([event]) for event in events]
+        events.append(self.builder.closing(self.choice, self.choice.result))
+        self.chunks = [self.builder.chunk([event]) for event in events]
         choices = Choices(answer._client, tokenizer)
         choices._choices = [self.choice]
         asyncio.run(whole.write(choices, LoopTurns()))

@@ -30,7 +30,7 @@ from weft.request import (
     RequestState,
     SamplingParams,
 )
-from weft.server.api.openai import Shape
+from weft.server.api.openai import ResponseBuilder
 from weft.server.errors import ApiError
 from weft.server.http.protocol import WRITER, TimedProtocol
 from weft.server.metrics import ServerMetrics
@@ -72,7 +72,7 @@ class Engine(EngineClient):
 class Writer:
     """Stands for the connection."""
 
-    takes_chunks = True
+    accepts_chunks = True
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -110,7 +110,7 @@ class Streamed:
         """So many tokens, each at a time of its own."""
         for _ in range(count):
             self.answer.put_token(self.tokens.pop(0))
-            await rounds()
+            await run_loop()
 
     async def end(self) -> None:
         """The rest, and the end."""
@@ -129,7 +129,7 @@ class Streamed:
         return [one["choices"][0]["text"] for one in events if "choices" in one]
 
 
-async def rounds(count: int = 10) -> None:
+async def run_loop(count: int = 10) -> None:
     """Whoever can go on does."""
     for _ in range(count):
         await asyncio.sleep(0)
@@ -142,9 +142,9 @@ async def streamed(tokenizer: Tokenizer) -> AsyncIterator[Streamed]:
     await choices.submit([InferenceRequest((1,), SamplingParams(max_tokens=100))])
     stream = EventStream(
         choices,
-        Shape("completion", "m", tokenizer),
+        ResponseBuilder("completion", "m", tokenizer),
         ServerMetrics("m"),
-        rounds=LoopTurns(),
+        loop_turns=LoopTurns(),
         began=0.0,
         include_usage=False,
         headers={},
@@ -153,7 +153,7 @@ async def streamed(tokenizer: Tokenizer) -> AsyncIterator[Streamed]:
     found = Streamed(stream, engine, tokenizer.encode(TEXT, add_bos=False))
     scope: Any = {"type": "http", "state": {WRITER: found.writer}}
     task = asyncio.create_task(stream(scope, found.receive, found.send))
-    await rounds()
+    await run_loop()
     try:
         yield found
         await asyncio.wait_for(task, 60)
@@ -201,7 +201,7 @@ def test_what_arrives_before_a_request_is_handed_over_whole_is_not_lost(default_
         choices = Choices(engine, default_tokenizer)
         request = InferenceRequest((1,), SamplingParams(max_tokens=100))
         submitting = asyncio.create_task(choices.submit([request]))
-        await rounds()
+        await run_loop()
         for token in tokens:
             engine.answer.put_token(token)
         await choices.wait()
@@ -240,7 +240,7 @@ def test_a_client_that_is_behind_is_waited_for_and_gets_everything_in_order(
         await found.put(1)
         assert len(found.texts) == 2, "what comes later must not pass what waits"
         found.may_send.set()
-        await rounds()
+        await run_loop()
         assert len(found.texts) == 4, "one that waited, and all that came meanwhile"
         await found.put(1)
         assert len(found.texts) == 5
@@ -260,7 +260,7 @@ def test_a_turn_that_comes_while_something_waits_to_be_sent_takes_nothing(
             found.answer.put_token(found.tokens.pop(0))
             found.stream._write()
         found.writer.is_paused = False
-        await rounds()
+        await run_loop()
         await found.end()
 
     assert "".join(run(default_tokenizer, work).texts) == TEXT
@@ -284,20 +284,20 @@ def test_tokens_that_come_while_a_stream_rests_make_one_event(
     default_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "_SECONDS_PER_EVENT", 3600.0)
-    monkeypatch.setattr(streaming, "_LONGEST_REST", 3600.0)
+    monkeypatch.setattr(streaming, "_MAX_PAUSE", 3600.0)
 
     async def work(found: Streamed) -> None:
         await found.put(1)
         assert len(found.texts) == 1, "the first at once"
         await found.put(4)
         assert len(found.texts) == 1
-        assert found.stream._resting is not None
-        found.stream._resting.cancel()
-        found.stream._rounds.call(found.stream._write)  # as if the hour were over
-        await rounds()
+        assert found.stream._pause_timer is not None
+        found.stream._pause_timer.cancel()
+        found.stream._loop_turns.call_in_turn(found.stream._write)  # as if the hour were over
+        await run_loop()
         assert len(found.texts) == 2
-        monkeypatch.setattr(streaming, "_LONGEST_REST", 0.0)
-        found.stream._rests_until = 0.0
+        monkeypatch.setattr(streaming, "_MAX_PAUSE", 0.0)
+        found.stream._paused_until = 0.0
         await found.end()
 
     found = run(default_tokenizer, work)
@@ -308,12 +308,12 @@ def test_a_stream_that_has_rested_when_its_token_comes_needs_no_timer(
     default_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "_SECONDS_PER_EVENT", 1e-9)
-    monkeypatch.setattr(streaming, "_SHORTEST_REST", 0.0)
+    monkeypatch.setattr(streaming, "_MIN_PAUSE", 0.0)
 
     async def work(found: Streamed) -> None:
         for _ in range(5):
             await found.put(1)
-            assert found.stream._rests_until > 0 and found.stream._resting is None
+            assert found.stream._paused_until > 0 and found.stream._pause_timer is None
         await found.end()
 
     assert len(run(default_tokenizer, work).texts) > 5
@@ -341,7 +341,7 @@ def test_an_error_on_the_way_leaves_no_garbage(default_tokenizer: Tokenizer) -> 
         gc.disable()
         try:
             await once()
-            await rounds()
+            await run_loop()
             gc.set_debug(gc.DEBUG_SAVEALL)
             gc.collect()
             return Counter(type(one).__name__ for one in gc.garbage)
@@ -374,7 +374,7 @@ def test_nothing_is_written_once_the_client_is_gone(default_tokenizer: Tokenizer
         await found.put(2)
         found.answer.put_token(found.tokens.pop(0))  # its turn is asked for, and comes too late
         found.is_gone.set()
-        await rounds()
+        await run_loop()
         written = len(found.writer.pieces)
         await found.put(3)
         assert len(found.writer.pieces) == written

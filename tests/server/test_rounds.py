@@ -22,8 +22,8 @@ def busy(seconds: float) -> None:
 
 def test_whoever_is_alone_does_not_wait() -> None:
     async def run() -> None:
-        rounds = LoopTurns()
-        turn = rounds.turn()
+        loop_turns = LoopTurns()
+        turn = loop_turns.wait()
         try:
             turn.send(None)
         except StopIteration:
@@ -73,8 +73,8 @@ def test_one_stream_of_many_answers_lets_everyone_else_have_turns(
                 num_turns += 1
 
         stream = EventStream.__new__(EventStream)
-        stream._choices, stream._rounds = Plenty(), LoopTurns()  # type: ignore[assignment]
-        stream._loop, stream._rests_until, stream._resting = asyncio.get_running_loop(), 0.0, None
+        stream._choices, stream._loop_turns = Plenty(), LoopTurns()  # type: ignore[assignment]
+        stream._loop, stream._paused_until, stream._pause_timer = asyncio.get_running_loop(), 0.0, None
         stream._measure = stream._events = lambda *_: b""  # type: ignore[assignment, method-assign]
         beside = asyncio.create_task(others())
         await stream._send_pieces(None)  # type: ignore[arg-type]  # nothing is sent
@@ -86,10 +86,10 @@ def test_one_stream_of_many_answers_lets_everyone_else_have_turns(
 
 def test_everyone_gets_a_turn_in_the_order_of_asking() -> None:
     async def run() -> list[int]:
-        rounds, done = LoopTurns(), []
+        loop_turns, done = LoopTurns(), []
 
         async def work(number: int) -> None:
-            await rounds.turn()
+            await loop_turns.wait()
             done.append(number)
 
         await asyncio.gather(*(work(number) for number in range(500)))
@@ -100,10 +100,10 @@ def test_everyone_gets_a_turn_in_the_order_of_asking() -> None:
 
 def test_work_without_a_task_has_its_turn_among_those_with_one() -> None:
     async def run() -> list[int]:
-        rounds, done = LoopTurns(), []
+        loop_turns, done = LoopTurns(), []
 
         async def work(number: int) -> None:
-            await rounds.turn()
+            await loop_turns.wait()
             done.append(number)
 
         tasks = []
@@ -111,7 +111,7 @@ def test_work_without_a_task_has_its_turn_among_those_with_one() -> None:
             tasks.append(asyncio.create_task(work(number)))
             await asyncio.sleep(0)
             before = len(done)
-            rounds.call(lambda number=number: done.append(number + 1))  # type: ignore[misc]
+            loop_turns.call_in_turn(lambda number=number: done.append(number + 1))  # type: ignore[misc]
             assert len(done) == before, "later, not now"
         await asyncio.gather(*tasks)
         while len(done) < 200:
@@ -125,54 +125,54 @@ def test_work_without_a_task_has_its_turn_among_those_with_one() -> None:
 
 def test_no_round_calls_more_than_it_has_time_for() -> None:
     async def run() -> list[int]:
-        rounds, done = LoopTurns(), []
+        loop_turns, done = LoopTurns(), []
 
         def work() -> None:
             busy(0.002)
             done.append(1)
 
         for _ in range(100):
-            rounds.call(work)
-        per_round = []
+            loop_turns.call_in_turn(work)
+        per_iteration = []
         while len(done) < 100:
             before = len(done)
             await asyncio.sleep(0)
-            per_round.append(len(done) - before)
-        return per_round
+            per_iteration.append(len(done) - before)
+        return per_iteration
 
-    per_round = asyncio.run(run())
-    assert max(per_round) <= 17 and max(per_round[8:]) <= 4
+    per_iteration = asyncio.run(run())
+    assert max(per_iteration) <= 17 and max(per_iteration[8:]) <= 4
 
 
 def test_rounds_do_not_grow_by_work_that_they_had_room_for() -> None:
     """Two streams for hours, and then hundreds at once."""
 
     async def run() -> list[int]:
-        rounds, called, in_a_round = LoopTurns(), 0, []
+        loop_turns, called, per_iteration = LoopTurns(), 0, []
 
         def work() -> None:
             nonlocal called
             called += 1
 
         for _ in range(1000):
-            rounds.call(work)
-            rounds.call(work)
+            loop_turns.call_in_turn(work)
+            loop_turns.call_in_turn(work)
             await asyncio.sleep(0)
         assert called == 2000
         for _ in range(400):
-            rounds.call(work)
+            loop_turns.call_in_turn(work)
         while called < 2400:
             before = called
             await asyncio.sleep(0)
-            in_a_round.append(called - before)
-        return in_a_round
+            per_iteration.append(called - before)
+        return per_iteration
 
     assert max(asyncio.run(run())) < 100
 
 
 def test_a_round_that_took_too_long_is_learned_from_though_nobody_waits_for_the_next() -> None:
     async def run() -> tuple[int, int]:
-        rounds, done = LoopTurns(), []
+        loop_turns, done = LoopTurns(), []
 
         def work() -> None:
             busy(0.002)
@@ -182,7 +182,7 @@ def test_a_round_that_took_too_long_is_learned_from_though_nobody_waits_for_the_
         for _ in range(2):
             done.clear()
             for _ in range(10):
-                rounds.call(work)
+                loop_turns.call_in_turn(work)
             await asyncio.sleep(0)
             num_done.append(len(done))
             while len(done) < 10:
@@ -195,14 +195,14 @@ def test_a_round_that_took_too_long_is_learned_from_though_nobody_waits_for_the_
 
 def test_work_that_raises_costs_nobody_else_a_turn() -> None:
     async def run() -> None:
-        rounds, done = LoopTurns(), []
+        loop_turns, done = LoopTurns(), []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-        rounds.call(lambda: 1 // 0)
+        loop_turns.call_in_turn(lambda: 1 // 0)
         for number in range(3):
-            rounds.call(lambda number=number: done.append(number))  # type: ignore[misc]
+            loop_turns.call_in_turn(lambda number=number: done.append(number))  # type: ignore[misc]
         while len(done) < 3:
             await asyncio.sleep(0)
-        await asyncio.wait_for(rounds.turn(), 60)
+        await asyncio.wait_for(loop_turns.wait(), 60)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -211,20 +211,20 @@ def test_a_newcomer_who_is_not_paced_passes_hundreds_who_are() -> None:
     """Each round of the loop lets a few of the three hundred in; a task that needs ten rounds waits for few of them."""
 
     async def run() -> int:
-        rounds, done = LoopTurns(), []
+        loop_turns, done = LoopTurns(), []
 
         async def work() -> None:
-            await rounds.turn()
+            await loop_turns.wait()
             busy(0.002)
             done.append(1)
 
-        async def ten_rounds() -> int:
+        async def ten_iterations() -> int:
             for _ in range(10):
                 await asyncio.sleep(0)
             return len(done)
 
         working = asyncio.gather(*(work() for _ in range(300)))
-        seen = await asyncio.create_task(ten_rounds())
+        seen = await asyncio.create_task(ten_iterations())
         await working
         assert len(done) == 300
         return seen
@@ -234,25 +234,25 @@ def test_a_newcomer_who_is_not_paced_passes_hundreds_who_are() -> None:
 
 def test_whoever_is_gone_takes_nobodys_turn() -> None:
     async def run() -> None:
-        rounds = LoopTurns()
-        tasks = [asyncio.create_task(rounds.turn()) for _ in range(100)]
+        loop_turns = LoopTurns()
+        tasks = [asyncio.create_task(loop_turns.wait()) for _ in range(100)]
         await asyncio.sleep(0)
         for task in tasks[::2]:
             task.cancel()
         done, pending = await asyncio.wait(tasks, timeout=60)
         assert not pending and sum(task.cancelled() for task in done) <= 50
-        await asyncio.wait_for(rounds.turn(), 60)
+        await asyncio.wait_for(loop_turns.wait(), 60)
 
     asyncio.run(run())
 
 
 def test_nothing_is_scheduled_while_nobody_asks() -> None:
     async def run() -> None:
-        rounds = LoopTurns()
-        await rounds.turn()
-        rounds.call(lambda: None)
+        loop_turns = LoopTurns()
+        await loop_turns.wait()
+        loop_turns.call_in_turn(lambda: None)
         for _ in range(3):
             await asyncio.sleep(0)
-        assert not rounds._is_counting
+        assert not loop_turns._is_counting
 
     asyncio.run(run())

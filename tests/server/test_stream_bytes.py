@@ -14,7 +14,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from weft.engine.ipc.client import EngineClient
 from weft.errors import EngineStoppedError
 from weft.request import SamplingParams
-from weft.server.api.openai import Form, Shape
+from weft.server.api.openai import ApiFormat, ResponseBuilder
 from weft.server.http.protocol import BodyWriter, _Connection
 from weft.server.metrics import _TOKEN_SECONDS, ServerMetrics
 from weft.server.stream.chunks import Chunks
@@ -24,17 +24,17 @@ from weft.text.tokenizer import Tokenizer
 TEXTS = ("", "a", ' "quoted" \\ / \n\t\x00\x7f', "naïve 日本 \U0001f600", '"",[]', "[]")
 
 
-@pytest.mark.parametrize("form", get_args(Form))
+@pytest.mark.parametrize("form", get_args(ApiFormat))
 @pytest.mark.parametrize("more", [{}, {"usage": None}])
 def test_a_chunk_in_pieces_is_the_chunk_encoded_whole(
-    form: Form, more: dict[str, Any], default_tokenizer: Tokenizer
+    form: ApiFormat, more: dict[str, Any], default_tokenizer: Tokenizer
 ) -> None:
-    shape = Shape(form, 'a "model" [] ""', default_tokenizer)
-    chunks = Chunks(shape, include_usage=bool(more))
+    builder = ResponseBuilder(form, 'a "model" [] ""', default_tokenizer)
+    chunks = Chunks(builder, include_usage=bool(more))
     for index in (0, 1, 0, 12):
         for text in TEXTS:
-            choice = shape.text(index, text)
-            whole = b"data: " + msgspec.json.encode(shape.chunk([choice], **more)) + b"\n\n"
+            choice = builder.text(index, text)
+            whole = b"data: " + msgspec.json.encode(builder.chunk([choice], **more)) + b"\n\n"
             assert chunks.text(index, text) == chunks.event(choice) == whole
 
 
@@ -92,15 +92,15 @@ def test_a_piece_written_past_asgi_is_what_h11_sends(
         ours, theirs, wire = _Connection(h11.SERVER), h11.Connection(h11.SERVER), Wire()
         expected = b"".join(sent_by(theirs, http_version, headers)[1:4])
         writer = BodyWriter(ours, wire, FlowControl(wire))
-        assert not writer.takes_chunks, "there is no answer yet"
+        assert not writer.accepts_chunks, "there is no answer yet"
         begin(ours, http_version)
         ours.send(h11.Response(status_code=200, headers=headers))
-        assert writer.takes_chunks == (http_version == b"1.1" and not headers)
-        if writer.takes_chunks:
+        assert writer.accepts_chunks == (http_version == b"1.1" and not headers)
+        if writer.accepts_chunks:
             assert writer.write(b"data: 1\n\n") and writer.write(b"x" * 300)
             assert b"".join(wire.written) == expected
             ours.send(h11.EndOfMessage())
-            assert not writer.takes_chunks, "the answer is over"
+            assert not writer.accepts_chunks, "the answer is over"
 
     asyncio.run(run())
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from weft.server.errors import ApiError
-from weft.server.http.byte_budget import ByteBudget, Share, too_much_answer
+from weft.server.http.byte_budget import ByteBudget, RequestBytes, answer_budget_error
 
 KIB = 1 << 10
 
 
 def test_what_arrives_after_a_request_has_ended_is_not_counted() -> None:
-    budget = ByteBudget(1 << 20, 2 << 20, too_much_answer)
+    budget = ByteBudget(1 << 20, 2 << 20, answer_budget_error)
     for _ in range(100):
-        share = Share(budget)
+        share = RequestBytes(budget)
         share.add(200 * KIB)
         share.release()
         assert share.try_add(300 * KIB) is None, "a cancelled answer ends without an error of its own"
@@ -21,8 +21,8 @@ def test_what_arrives_after_a_request_has_ended_is_not_counted() -> None:
 
 
 def test_one_request_and_all_together_have_a_bound() -> None:
-    budget = ByteBudget(1 << 20, 2 << 20, too_much_answer)
-    shares = [Share(budget) for _ in range(3)]
+    budget = ByteBudget(1 << 20, 2 << 20, answer_budget_error)
+    shares = [RequestBytes(budget) for _ in range(3)]
     with pytest.raises(ApiError):
         shares[0].add((1 << 20) + 1)
     for share in shares[:2]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from weft.request import Priority
-from weft.server.admission.fairness import AnswerJob, FairGate, Turn
+from weft.server.admission.fairness import AnswerJob, FairGate, GateTicket
 from weft.server.admission.keys import ApiKey
 
 PROMPT, ANSWER = 10, 30
@@ -21,8 +21,8 @@ class Paper:
             ApiKey(name, f"{index:064x}", weight=weight)
             for index, (name, weight) in enumerate(zip("abc", weights, strict=False))
         ]
-        self.running: list[tuple[str, Turn]] = []
-        self.waiting: list[tuple[str, Turn]] = []
+        self.running: list[tuple[str, GateTicket]] = []
+        self.waiting: list[tuple[str, GateTicket]] = []
         self.not_started = 0
         self.gone: list[str] = []
         """Keys, in the order in which their requests went to the engine."""
@@ -40,32 +40,32 @@ class Paper:
         prompt: int = PROMPT,
         most: int = ANSWER,
         answers: int = 1,
-    ) -> Turn:
+    ) -> GateTicket:
         key = next(key for key in self.keys if key.name == name)
-        turn = self.gate.ask(key, AnswerJob(priority, prompt, answers, most))
-        assert turn is not None
-        self.waiting.append((name, turn))
+        ticket = self.gate.enter(key, AnswerJob(priority, prompt, answers, most))
+        assert ticket is not None
+        self.waiting.append((name, ticket))
         self.look()
-        return turn
+        return ticket
 
     def look(self) -> None:
         """What may go goes."""
-        while ready := [one for one in self.waiting if one[1].num_going]:
-            for name, turn in sorted(ready, key=lambda one: one[1].order[1]):
-                if not turn.num_waiting:
-                    self.waiting.remove((name, turn))
-                count = turn.num_going
-                self.running += [(name, turn)] * count
-                self.gate.submitted(turn, count)
+        while ready := [one for one in self.waiting if one[1].num_released]:
+            for name, ticket in sorted(ready, key=lambda one: one[1].order[1]):
+                if not ticket.num_waiting:
+                    self.waiting.remove((name, ticket))
+                count = ticket.num_released
+                self.running += [(name, ticket)] * count
+                self.gate.submitted(ticket, count)
                 self.gone += [name] * count
 
     def end_one(self, tokens: int = ANSWER) -> str:
         """The oldest answer; its request too, where it was the last."""
-        name, turn = self.running.pop(0)
-        if turn.num_waiting or any(other is turn for _, other in self.running):
-            self.gate.ended(turn, tokens)
+        name, ticket = self.running.pop(0)
+        if ticket.num_waiting or any(other is ticket for _, other in self.running):
+            self.gate.ended(ticket, tokens)
         else:
-            self.gate.leave(turn, turn.num_tokens + tokens)
+            self.gate.leave(ticket, ticket.num_tokens + tokens)
         self.look()
         return name
 
@@ -83,11 +83,11 @@ def test_who_floods_does_not_keep_another_from_its_share() -> None:
             engine.end_one()
         for _ in range(5):  # one after another
             before = engine.gone.count("a")
-            turn = engine.ask("b")
-            while turn.num_waiting:
+            ticket = engine.ask("b")
+            while ticket.num_waiting:
                 engine.end_one()
             assert engine.gone.count("a") - before <= 1
-            while any(one is turn for _, one in engine.running):
+            while any(one is ticket for _, one in engine.running):
                 engine.end_one()
         assert engine.gone.count("b") == 5
 
@@ -182,16 +182,16 @@ def test_a_thousand_answers_of_one_request_do_not_keep_another_key_waiting_for_m
         big = engine.ask("a", answers=1000)
         assert len(engine.running) == 4 and engine.gate.num_waiting == 996
         for _ in range(10):
-            turn, before = engine.ask("b"), engine.gone.count("a")
-            while turn.num_waiting:
+            ticket, before = engine.ask("b"), engine.gone.count("a")
+            while ticket.num_waiting:
                 engine.end_one()
             assert engine.gone.count("a") - before <= 1
-            while any(one is turn for _, one in engine.running):
+            while any(one is ticket for _, one in engine.running):
                 engine.end_one()
         while engine.running:
             engine.end_one()
         assert engine.gone.count("a") == 1000 and big.is_over
-        assert engine.gate.num_waiting == engine.gate._num_tokens == engine.gate._num_coming == 0
+        assert engine.gate.num_waiting == engine.gate._num_tokens == engine.gate._num_released == 0
 
     run(story)
 
@@ -238,11 +238,11 @@ def test_where_all_began_together_another_key_waits_for_none_of_them() -> None:
 def test_what_is_charged_in_parts_is_what_was_used_in_the_end() -> None:
     async def story() -> None:
         engine = Paper(1, 1, places=8)
-        turn = engine.ask("a", answers=5, prompt=103, most=500)
+        ticket = engine.ask("a", answers=5, prompt=103, most=500)
         for tokens in (7, 400, 3, 90):
             engine.end_one(tokens)
         engine.end_one(11)
-        assert turn.is_over and turn.account.virtual_time == turn.charged == 103 + 7 + 400 + 3 + 90 + 11
+        assert ticket.is_over and ticket.account.virtual_time == ticket.charged == 103 + 7 + 400 + 3 + 90 + 11
         cancelled = engine.ask("b", answers=200, prompt=100)
         before = cancelled.account.virtual_time - cancelled.charged
         engine.end_one(30)
@@ -261,7 +261,7 @@ def test_where_memory_may_be_short_the_engine_gets_a_few_to_choose_from() -> Non
             engine.ask("a")
         assert len(engine.running) == 8
         engine.not_started = 0  # all have begun: there was memory after all
-        engine.gate.let_through()
+        engine.gate.release_answers()
         engine.look()
         assert len(engine.running) > 8
 
@@ -292,8 +292,8 @@ def test_what_came_to_nothing_after_its_turn_costs_nothing() -> None:
             engine.ask("a")
             engine.ask("b")
         for _ in range(4):  # b's fail
-            name, turn = engine.running.pop(0)
-            engine.gate.leave(turn, None if name == "b" else ANSWER)
+            name, ticket = engine.running.pop(0)
+            engine.gate.leave(ticket, None if name == "b" else ANSWER)
             engine.look()
         assert engine.gone == ["a", "b", "b", "b", "b"]
 
@@ -305,6 +305,6 @@ def test_without_keys_and_with_one_nobody_takes_turns() -> None:
         for keys in ([], [ApiKey("a", "0" * 64)]):
             gate = FairGate(keys, max_running=1, max_tokens=1, count_answers=lambda: (9, 9))
             job = AnswerJob(Priority.NORMAL, 1, 1, 1)
-            assert gate.ask(keys[0] if keys else None, job) is None
+            assert gate.enter(keys[0] if keys else None, job) is None
 
     run(story)

@@ -9,7 +9,7 @@ import pytest
 from weft.clock import VirtualClock
 from weft.server.admission.keys import ApiKey
 from weft.server.admission.limits import Bucket, KeyLimits
-from weft.server.admission.pace import Pace, retry_after
+from weft.server.admission.pace import CompletionRate, retry_after
 from weft.server.errors import ApiError
 
 
@@ -111,25 +111,25 @@ def test_headers_are_written_as_openai_writes_them() -> None:
 
 def test_a_wait_is_what_is_ahead_over_how_fast_requests_ended_lately() -> None:
     clock = VirtualClock()
-    pace = Pace(clock)
+    rate = CompletionRate(clock)
     for _ in range(1200):  # ten a second for two minutes
         clock.advance(0.1)
-        pace.ended()
-    assert pace.rate == pytest.approx(10, rel=0.02)
-    assert pace.seconds_for(50) == pytest.approx(5, rel=0.02)
+        rate.record_end()
+    assert rate.rate == pytest.approx(10, rel=0.02)
+    assert rate.seconds_for(50) == pytest.approx(5, rel=0.02)
     for _ in range(240):  # then one a second
         clock.advance(1)
-        pace.ended()
-    assert pace.rate == pytest.approx(1, rel=0.05)
+        rate.record_end()
+    assert rate.rate == pytest.approx(1, rel=0.05)
 
 
 def test_a_server_that_ended_nothing_lately_is_taken_for_slow_and_not_for_dead() -> None:
     clock = VirtualClock()
-    pace = Pace(clock)
-    assert pace.seconds_for(2) == 60
-    pace.ended()
+    rate = CompletionRate(clock)
+    assert rate.seconds_for(2) == 60
+    rate.record_end()
     clock.advance(1e6)
-    assert pace.seconds_for(2) == 60
+    assert rate.seconds_for(2) == 60
 
 
 @pytest.mark.parametrize(

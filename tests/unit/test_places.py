@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from weft.server.text_work.places import Places
+from weft.server.text_work.places import WorkSlots
 
 CHEAP, COSTLY = 0.01, 1.0
 
@@ -15,14 +15,14 @@ class Run:
 
     def __init__(self, count: int) -> None:
         self.now = 0.0
-        self.places = Places(count, lambda: self.now)
+        self.places = WorkSlots(count, lambda: self.now)
         self.begun: list[str] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._ends: dict[str, asyncio.Event] = {}
 
-    async def ask(self, name: str, cost: float, asker: str = "") -> None:
+    async def ask(self, name: str, cost: float, client_id: str = "") -> None:
         self._ends[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._work(name, cost, asker))
+        self.tasks[name] = asyncio.create_task(self._work(name, cost, client_id))
         await settle()
 
     async def end(self, name: str) -> None:
@@ -34,8 +34,8 @@ class Run:
             self._ends[name].set()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
-    async def _work(self, name: str, cost: float, asker: str) -> None:
-        await self.places.take(asker, cost)
+    async def _work(self, name: str, cost: float, client_id: str) -> None:
+        await self.places.take(client_id, cost)
         self.begun.append(name)
         try:
             await self._ends[name].wait()

@@ -14,7 +14,7 @@ import pytest
 
 from weft.request import FinishReason, GenerationResult, RequestId, RequestState
 from weft.server import logs
-from weft.server.http.access_log import Logged
+from weft.server.http.access_log import AccessLog
 from weft.server.logs import LibraryHandler, Record, ServerLog, current_record
 
 RESULT = GenerationResult(
@@ -37,7 +37,7 @@ def served(app: Any, log_format: Any = "json", headers: Any = (), path: str = "/
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
-    asyncio.run(Logged(app, log)(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(AccessLog(app, log)(scope, None, send))  # type: ignore[arg-type]
     return sent, lines_of(log, stream)
 
 
@@ -125,7 +125,7 @@ def test_off_writes_nothing_and_a_pipe_gets_json() -> None:
 
 def test_a_reader_that_does_not_read_loses_lines_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_MAX_LINES", 4)
-    monkeypatch.setattr(logs, "_LAST_LINES_SECONDS", 60.0)  # all that were taken are written, on any machine
+    monkeypatch.setattr(logs, "_FLUSH_SECONDS", 60.0)  # all that were taken are written, on any machine
     may_write = threading.Event()
 
     class Stuck(io.StringIO):

@@ -206,7 +206,7 @@ def _from_table(table: Mapping[str, Any], prefix: str, source: str) -> Iterator[
                 [one.removeprefix(prefix) for one in inside] + [f"[{one}]" for one in sorted(tables)]
             )
             raise InvalidRequestError(
-                f"{source}: there is no setting {key!r:.80}{_meant(key, KEYS)}; allowed here: {allowed}",
+                f"{source}: there is no setting {key!r:.80}{_suggestion(key, KEYS)}; allowed here: {allowed}",
                 field=key,
             )
         elif not isinstance(value, dict):
@@ -226,12 +226,13 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
             given[keys[name]] = Given(_read(keys[name], value, name, is_text=True), name)
         elif name.startswith(ENVIRONMENT) and name not in keys and name != CONFIG_VARIABLE:
             raise InvalidRequestError(
-                f"the environment has {name}, which sets nothing{_meant(name, keys)}; unset it", field=name
+                f"the environment has {name}, which sets nothing{_suggestion(name, keys)}; unset it",
+                field=name,
             )
     return given
 
 
-def _meant(name: str, known: Mapping[str, Any]) -> str:
+def _suggestion(name: str, known: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     # Right, but in the wrong table.
     close = close or [one for one in known if one.rpartition(".")[2] == name.rpartition(".")[2]]
@@ -261,14 +262,14 @@ def _read(key: str, value: Any, source: str, is_text: bool = False) -> Any:
 
 def _allowed(key: str) -> str:
     """In words, what a setting takes."""
-    return "a size such as 4GiB" if _is_size(key) else _words(inspect.type_info(KEYS[key]))
+    return "a size such as 4GiB" if _is_size(key) else _type_words(inspect.type_info(KEYS[key]))
 
 
-def _words(info: inspect.Type) -> str:
+def _type_words(info: inspect.Type) -> str:
     if isinstance(info, inspect.UnionType):
-        return " or ".join(_words(one) for one in info.types if not isinstance(one, inspect.NoneType))
+        return " or ".join(_type_words(one) for one in info.types if not isinstance(one, inspect.NoneType))
     if isinstance(info, inspect.Metadata):
-        return _words(info.type)
+        return _type_words(info.type)
     if isinstance(info, inspect.LiteralType):
         return ", ".join(map(str, info.values))
     if isinstance(info, inspect.EnumType):
@@ -283,7 +284,7 @@ def _words(info: inspect.Type) -> str:
     if isinstance(info, inspect.StrType):
         return "a text"
     if isinstance(info, inspect.VarTupleType | inspect.ListType):
-        return f"a list: each {_words(info.item_type)}"
+        return f"a list: each {_type_words(info.item_type)}"
     return "a table"
 
 

@@ -46,11 +46,11 @@ class ApiError(Exception):
         """Seconds until asking again is worth it, where whoever raised it knows; the app predicts the others."""
 
     @classmethod
-    def mistake(cls) -> ApiError:
+    def internal_error(cls) -> ApiError:
         return cls(500, "the server made a mistake; its log says which", code="internal_error")
 
     @property
-    def is_askers(self) -> bool:
+    def is_client_fault(self) -> bool:
         """Whoever asked could have had it otherwise; all others are the server's."""
         return self.status < 500 or self.code == "deadline_exceeded"
 
@@ -90,7 +90,7 @@ def as_api_error(error: WeftError) -> ApiError:
 
 
 @contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     """An error inside names the field by the name that the client knows it by."""
     try:
         yield

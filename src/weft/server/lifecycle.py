@@ -31,10 +31,10 @@ from weft.server.settings import ServerSettings
 from weft.text.model_text import ModelText, open_model_text
 
 _BACKLOG = 1024
-_ACCEPTS_PER_ROUND = 8
+_ACCEPTS_PER_ITERATION = 8
 """Connections taken in one round of the event loop: hundreds at once must not hold up those that are there."""
 _KEEP_ALIVE_SECONDS = 30
-_LAST_WORDS_SECONDS = 2.0
+_FLUSH_SECONDS = 2.0
 _OWN_DESCRIPTORS = 64
 """Of the server itself: files, the sockets it listens on, those of its processes and of one that is being restarted."""
 _DESCRIPTORS_PER_REQUEST = 2
@@ -63,7 +63,7 @@ def serve(
     logging.basicConfig(handlers=[LibraryHandler(log)], level=logging.WARNING)
     settings = _within_descriptors(settings, log)
     try:
-        asyncio.run(_Life(settings, on_start, log, launched).run())
+        asyncio.run(_ServerRun(settings, on_start, log, launched).run())
     finally:
         gc.unfreeze()  # so that what is left is given back in order
         log.close()
@@ -75,20 +75,20 @@ def _within_descriptors(settings: ServerSettings, log: ServerLog) -> ServerSetti
     with suppress(ValueError, OSError):  # on macOS the hard limit may be more than can be had
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = max(1, (limit - _OWN_DESCRIPTORS) // _DESCRIPTORS_PER_REQUEST)
-    if limit == resource.RLIM_INFINITY or settings.max_requests <= most:
+    max_requests = max(1, (limit - _OWN_DESCRIPTORS) // _DESCRIPTORS_PER_REQUEST)
+    if limit == resource.RLIM_INFINITY or settings.max_requests <= max_requests:
         return settings
     log.event(
         "warning",
-        f"max_requests is {most} instead of {settings.max_requests}: this process may have {limit} descriptors open, "
+        f"max_requests is {max_requests} instead of {settings.max_requests}: this process may have {limit} descriptors open, "
         f"{_DESCRIPTORS_PER_REQUEST} for each request and {_OWN_DESCRIPTORS} of its own. A higher hard limit "
         "(ulimit -n, LimitNOFILE) allows more.",
         "warning",
     )
-    return dataclasses.replace(settings, max_requests=most)
+    return dataclasses.replace(settings, max_requests=max_requests)
 
 
-def _tame_garbage_collection() -> None:
+def _tune_garbage_collection() -> None:
     """Everything stands still while garbage is looked for, up to 0.16 s among the objects of five hundred streams. What
     is loaded by now stays and need not be looked through, not even once: a start leaves a megabyte of garbage, which is
     not worth waiting for. The young are looked through often and so in milliseconds, and become old at once; the old are
@@ -99,7 +99,7 @@ def _tame_garbage_collection() -> None:
     gc.set_threshold(1_000, 1, 1_500)
 
 
-class _Life:
+class _ServerRun:
     def __init__(
         self,
         settings: ServerSettings,
@@ -169,7 +169,7 @@ class _Life:
                 lambda: self._new_protocol(),
                 settings.host,
                 settings.port,
-                backlog=_ACCEPTS_PER_ROUND,  # asyncio's word for both; the kernel's queue is set when it listens
+                backlog=_ACCEPTS_PER_ITERATION,  # asyncio's word for both; the kernel's queue is set when it listens
                 start_serving=False,
             )
         except OSError as error:
@@ -200,7 +200,7 @@ class _Life:
             body_seconds=settings.body_seconds,
             stalled_reader_seconds=settings.stalled_reader_seconds,
         )
-        _tame_garbage_collection()
+        _tune_garbage_collection()
         await server.start_serving()
         for listening in server.sockets:
             with socket.fromfd(listening.fileno(), listening.family, listening.type) as same:
@@ -221,21 +221,21 @@ class _Life:
         # Until the last request is over new ones are still answered: with a 503, which says more than a closed door.
         app.is_draining = True
         seconds = settings.drain_seconds
-        said = f"Stopping: what is under way has {seconds:g} s to end. Once more quits at once."
-        self._log.event("draining", said, seconds=seconds)
+        message = f"Stopping: what is under way has {seconds:g} s to end. Once more quits at once."
+        self._log.event("draining", message, seconds=seconds)
         if not await app.wait_until_idle(seconds):
             self._log.event("cancelling", "Not everything ended in time; the rest is cancelled.", "warning")
             await self._engine.stop()
-            await app.wait_until_idle(_LAST_WORDS_SECONDS)
+            await app.wait_until_idle(_FLUSH_SECONDS)
         server.close()
         await self._close_connections()
         self._log.event("stopped", "Stopped.")
 
     async def _close_connections(self) -> None:
         """Each once what was written to it has left; whoever does not read is not waited for long."""
-        give_up_at = time.monotonic() + _LAST_WORDS_SECONDS
+        give_up_at = time.monotonic() + _FLUSH_SECONDS
         if self._state.tasks:
-            await asyncio.wait(self._state.tasks, timeout=_LAST_WORDS_SECONDS)
+            await asyncio.wait(self._state.tasks, timeout=_FLUSH_SECONDS)
         for connection in list(self._state.connections):
             connection.shutdown()
         while self._state.connections and time.monotonic() < give_up_at:

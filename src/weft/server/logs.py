@@ -24,7 +24,7 @@ from weft.request import GenerationResult
 from weft.server.settings import LogFormat
 
 _MAX_LINES = 8192
-_LAST_LINES_SECONDS = 2.0
+_FLUSH_SECONDS = 2.0
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Asked every few seconds by machines: logged only when they fail."""
 
@@ -121,9 +121,9 @@ class ServerLog:
 
     def close(self) -> None:
         if self._writer.is_alive():
-            give_up_at = time.monotonic() + _LAST_LINES_SECONDS
+            give_up_at = time.monotonic() + _FLUSH_SECONDS
             with suppress(queue.Full):  # nobody reads what was written
-                self._lines.put(None, timeout=_LAST_LINES_SECONDS)
+                self._lines.put(None, timeout=_FLUSH_SECONDS)
                 self._writer.join(max(0.0, give_up_at - time.monotonic()))
 
     def _put(self, line: Callable[[], str]) -> None:
@@ -147,15 +147,15 @@ class ServerLog:
             try:
                 self._stream.write(line())
                 if self._num_lost:
-                    self._stream.write(self._loss())
+                    self._stream.write(self._lost_line())
                 self._stream.flush()
             except (OSError, ValueError):
                 pass  # closed, or a full disk: the server goes on
 
-    def _loss(self) -> str:
+    def _lost_line(self) -> str:
         lost, self._num_lost = self._num_lost, 0
-        said = f"{lost} lines of the log were lost: nobody read them in time"
-        return self._line(time.time(), "warning", "log_lost", {"message": said, "lines": lost}, said)
+        message = f"{lost} lines of the log were lost: nobody read them in time"
+        return self._line(time.time(), "warning", "log_lost", {"message": message, "lines": lost}, message)
 
 
 class LibraryHandler(logging.Handler):

@@ -25,9 +25,9 @@ async def watch_lag(observe: Callable[[float], object], is_busy: Callable[[], bo
             if not is_busy():
                 await asyncio.sleep(_IDLE_SECONDS)
                 continue
-            due, waited = loop.time() + _PERIOD_SECONDS, _run_delay(schedstat)
+            expected, delay_before = loop.time() + _PERIOD_SECONDS, _run_delay(schedstat)
             await asyncio.sleep(_PERIOD_SECONDS)
-            observe(max(0.0, loop.time() - due - (_run_delay(schedstat) - waited)))
+            observe(max(0.0, loop.time() - expected - (_run_delay(schedstat) - delay_before)))
     finally:
         if schedstat >= 0:
             os.close(schedstat)

@@ -41,7 +41,7 @@ _LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075
 _REQUEST_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 
 
-class _Gaps(Collector):
+class _FastHistogram(Collector):
     """A histogram for what is noted with every event of every stream: the library's own takes a fifth of what an event costs."""
 
     def __init__(self, name: str, help: str, labels: Mapping[str, str], bounds: Sequence[float]) -> None:
@@ -55,10 +55,10 @@ class _Gaps(Collector):
         self._sum += value
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        told = list(itertools.accumulate(self._counts))
+        cumulative = list(itertools.accumulate(self._counts))
         names = [*map(str, self._bounds), "+Inf"]
         family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), list(zip(names, told, strict=True)), self._sum)
+        family.add_metric(list(self._labels.values()), list(zip(names, cumulative, strict=True)), self._sum)
         yield family
 
 
@@ -85,11 +85,13 @@ class ServerMetrics:
         self._waiting = gauge("num_requests_waiting", "Requests that wait for their first or next turn.")
         self._cache_usage = gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0 to 1.")
         self._engine_up = gauge("engine_up", "1 while the engine's process is ready and responds.")
-        self._restarts = _Total(
+        self._restarts = _MirroredCounter(
             counter("engine_restarts", "How often the engine's process was started again.")
         )
-        self._stalls = _Total(counter("engine_stalls", "How often it was replaced because it was stuck."))
-        self._preemptions = _Total(
+        self._stalls = _MirroredCounter(
+            counter("engine_stalls", "How often it was replaced because it was stuck.")
+        )
+        self._preemptions = _MirroredCounter(
             counter("num_preemptions", "Requests that gave way to others for a while.")
         )
         self.open_requests = gauge("http_requests_open", "Requests under way in the server.")
@@ -98,22 +100,26 @@ class ServerMetrics:
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were answered.")
         self._cached_tokens = counter("prefix_cache_hits", "Those that were found in the cache.")
         self._generated_tokens = counter("generation_tokens", "Tokens that were generated.")
-        self._drafted = _Total(counter("spec_decode_num_draft_tokens", "Guessed tokens that were checked."))
-        self._accepted = _Total(counter("spec_decode_num_accepted_tokens", "Those that were right."))
+        self._drafted = _MirroredCounter(
+            counter("spec_decode_num_draft_tokens", "Guessed tokens that were checked.")
+        )
+        self._accepted = _MirroredCounter(
+            counter("spec_decode_num_accepted_tokens", "Those that were right.")
+        )
         self._first_token = histogram(
             "time_to_first_token_seconds", "From the whole request to its first token.", _TOKEN_SECONDS
         )
         self._per_token = histogram(
             "time_per_output_token_seconds", "Mean time between two tokens of an answer.", _TOKEN_SECONDS
         )
-        self._between = _Gaps(
+        self._between = _FastHistogram(
             "weft:inter_token_latency_seconds",
             "Time since the last delivery, per token delivered.",
             labels,
             _TOKEN_SECONDS,
         )
         registry.register(self._between)
-        self.loop_lag = _Gaps(
+        self.loop_lag = _FastHistogram(
             "weft:event_loop_lag_seconds",
             "How late the server's event loop was, beyond what the kernel's scheduler took.",
             labels,
@@ -136,7 +142,7 @@ class ServerMetrics:
         self._used: dict[str, tuple[int, int]] = {}
         """Requests and tokens of each key in the operator's file: nothing that a client sends makes another entry."""
         self._labels = labels
-        self._tiers = _Tiers(gauge, counter) if is_two_tier else None
+        self._tiers = _TierMetrics(gauge, counter) if is_two_tier else None
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
@@ -219,7 +225,7 @@ class _KeyUsage(Collector):
             yield family
 
 
-class _Total:
+class _MirroredCounter:
     """A counter that follows a total kept elsewhere, which begins again at nothing when the engine does."""
 
     def __init__(self, counter: Counter) -> None:
@@ -231,7 +237,7 @@ class _Total:
         self._seen = total
 
 
-class _Tiers:
+class _TierMetrics:
     """The figures of a two-tier KV cache."""
 
     def __init__(self, gauge: Callable[[str, str], Gauge], counter: Callable[[str, str], Counter]) -> None:
@@ -245,8 +251,8 @@ class _Tiers:
                 "Bytes that a full cache would use for the same tokens, over those in use.",
             ),
         }
-        self._migrations = _Total(counter("kv_cache_migrations", "Blocks that moved to the store."))
-        self._shared = _Total(
+        self._migrations = _MirroredCounter(counter("kv_cache_migrations", "Blocks that moved to the store."))
+        self._shared = _MirroredCounter(
             counter(
                 "kv_cache_migrations_shared", "Those whose content the store had already: nothing was copied."
             )

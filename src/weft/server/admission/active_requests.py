@@ -12,10 +12,10 @@ from typing import Any
 from weft.clock import Clock
 from weft.engine.ipc.client import EngineClient, EngineState
 from weft.request import GenerationResult, InferenceRequest
-from weft.server.admission.fairness import AnswerJob, FairGate, Turn
+from weft.server.admission.fairness import AnswerJob, FairGate, GateTicket
 from weft.server.admission.keys import ApiKey
 from weft.server.admission.limits import KeyLimits
-from weft.server.admission.pace import Pace
+from weft.server.admission.pace import CompletionRate
 from weft.server.errors import ApiError
 from weft.server.metrics import ServerMetrics
 from weft.server.settings import ServerSettings
@@ -25,9 +25,9 @@ from weft.text.answer_reader import AnswerForm
 Outcome = list[GenerationResult] | ApiError | None
 """How a request ended; None: nobody was there any more."""
 
-_FIRST_GUESS = 512
+_DEFAULT_ANSWER_TOKENS = 512
 """Tokens that an answer without max_tokens reserves of its key's minute, until it is known how many it had."""
-_GREED = 4
+_MAX_OPEN_PER_FREE = 4
 """With several keys none may have more than so many times as many requests open as there are places free: a flood of one
 leaves the others a fifth of the places."""
 _GRACE_SECONDS = 1.0
@@ -61,7 +61,7 @@ class ActiveRequest:
         self.text_tokens = 0
         """Of a request that asks for tokens or text alone."""
         self.reserved = 0
-        self.turn: Turn | None = None
+        self.ticket: GateTicket | None = None
         self.deadline: float | None = None
         self.expiry: asyncio.TimerHandle | None = None
         """Ends the answer once the deadline has passed."""
@@ -76,9 +76,9 @@ class ActiveRequest:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise self.late_error() from None
+            raise self.deadline_error() from None
 
-    def late_error(self) -> ApiError:
+    def deadline_error(self) -> ApiError:
         return ApiError(504, f"deadline of {self.deadline:g} s passed", code="deadline_exceeded")
 
     @property
@@ -112,7 +112,7 @@ class ActiveRequests:
         self, settings: ServerSettings, engine: EngineClient, metrics: ServerMetrics, clock: Clock
     ) -> None:
         assert engine.info is not None, "it has started"
-        self.pace = Pace(clock)
+        self.completion_rate = CompletionRate(clock)
         self._settings = settings
         self._engine = engine
         self._metrics = metrics
@@ -124,7 +124,7 @@ class ActiveRequests:
             max_tokens=engine.info.num_blocks * engine.info.block_size,
             count_answers=self._count_answers,
         )
-        engine.on_progress = self._gate.let_through
+        engine.on_progress = self._gate.release_answers
         self._open: dict[str, ActiveRequest] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -142,42 +142,44 @@ class ActiveRequests:
             return False
         return True
 
-    def check_room(self, key: ApiKey | None) -> None:
+    def check_capacity(self, key: ApiKey | None) -> None:
         """Refuses what there is no place for; asked before a body is read."""
-        most = self._settings.max_requests
-        free = most - len(self._open)
+        max_requests = self._settings.max_requests
+        free = max_requests - len(self._open)
         num_own = self._limits[key.name].num_open if key else 0
-        if free > 0 and (len(self._limits) < 2 or num_own < _GREED * free):
+        if free > 0 and (len(self._limits) < 2 or num_own < _MAX_OPEN_PER_FREE * free):
             return
-        whose = f", {num_own} of them of the key {key.name!r}" if key else ""
+        of_key = f", {num_own} of them of the key {key.name!r}" if key else ""
         raise ApiError(
             429,
-            f"{len(self._open)} requests are under way{whose}; allowed: {most}; try again later",
+            f"{len(self._open)} requests are under way{of_key}; allowed: {max_requests}; try again later",
             code="queue_full",
         )
 
-    def enter(self, key: ApiKey | None, choices: Choices, given_id: str | None = None) -> ActiveRequest:
+    def begin(self, key: ApiKey | None, choices: Choices, given_id: str | None = None) -> ActiveRequest:
         """One more request. Raises a 429 where there is no place, or its key has no more to ask."""
-        self.check_room(key)  # others may have come in while the body did
+        self.check_capacity(key)  # others may have come in while the body did
         limits = self._limits[key.name] if key else None
         if limits is not None:
             limits.take_request()
             limits.num_open += 1
-        visit = ActiveRequest(key, limits, choices, self._clock(), given_id)
-        self._open[visit.id] = visit
+        active = ActiveRequest(key, limits, choices, self._clock(), given_id)
+        self._open[active.id] = active
         self._idle.clear()
-        return visit
+        return active
 
-    def set_deadline(self, visit: ActiveRequest, seconds: float | None) -> None:
+    def set_deadline(self, active: ActiveRequest, seconds: float | None) -> None:
         """The request ends so long after it came in, and the grace, whatever the engine does."""
-        visit.deadline = self._settings.engine.request_timeout if seconds is None else seconds
-        if visit.deadline is not None:
-            left = visit.began + max(0.0, visit.deadline) + _GRACE_SECONDS - self._clock()
-            visit.expiry = asyncio.get_running_loop().call_later(left, visit.choices.fail, visit.late_error())
+        active.deadline = self._settings.engine.request_timeout if seconds is None else seconds
+        if active.deadline is not None:
+            left = active.began + max(0.0, active.deadline) + _GRACE_SECONDS - self._clock()
+            active.expiry = asyncio.get_running_loop().call_later(
+                left, active.choices.fail, active.deadline_error()
+            )
 
     async def submit(
         self,
-        visit: ActiveRequest,
+        active: ActiveRequest,
         requests: Sequence[InferenceRequest],
         form: AnswerForm | None = None,
         *,
@@ -185,97 +187,101 @@ class ActiveRequests:
     ) -> None:
         """Hands the request to the engine: at once, or, when others are before it, in its turn, which is not waited
         for. `form` is that of its answers."""
-        visit.choices.check()
-        visit.requests = requests
-        if visit.limits is not None:
-            wishes = sum(request.params.n * self._max_tokens(request, _FIRST_GUESS) for request in requests)
-            visit.reserved = visit.limits.reserve(visit.prompt_tokens + wishes)
+        active.choices.check()
+        active.requests = requests
+        if active.limits is not None:
+            answer_tokens = sum(
+                request.params.n * self._max_tokens(request, _DEFAULT_ANSWER_TOKENS) for request in requests
+            )
+            active.reserved = active.limits.reserve(active.prompt_tokens + answer_tokens)
         first = requests[0]
         job = AnswerJob(
             first.priority,
-            visit.prompt_tokens,
+            active.prompt_tokens,
             sum(request.params.n for request in requests),
             max(self._max_tokens(request, self._engine.max_sequence_length) for request in requests),
         )
-        visit.turn = turn = self._gate.ask(visit.key, job)
-        if turn is not None:
-            visit.choices.on_answer_end = partial(self._gate.ended, turn)
+        active.ticket = ticket = self._gate.enter(active.key, job)
+        if ticket is not None:
+            active.choices.on_answer_end = partial(self._gate.ended, ticket)
         is_cut = bool(first.params.stop) or (form is not None and form.max_calls is not None)
         wake_every = _WAKE_EVERY_FOR_STOPS if is_cut else _WAKE_EVERY
-        work = partial(self._submit_in_turn, visit, form, is_streamed, 1 if is_streamed else wake_every)
-        if turn is None or not turn.num_waiting:
+        work = partial(
+            self._submit_when_released, active, form, is_streamed, 1 if is_streamed else wake_every
+        )
+        if ticket is None or not ticket.num_waiting:
             await work()
         else:
-            visit.choices.submit_later(work)
+            active.choices.submit_later(work)
 
-    def reserve(self, visit: ActiveRequest, num_tokens: int) -> None:
+    def reserve(self, active: ActiveRequest, num_tokens: int) -> None:
         """Takes so many tokens of the key's minute for text work, or raises a 429. In the end the request costs its
         `text_tokens`."""
-        visit.text_tokens = num_tokens
-        if visit.limits is not None:
-            visit.reserved = visit.limits.reserve(num_tokens)
+        active.text_tokens = num_tokens
+        if active.limits is not None:
+            active.reserved = active.limits.reserve(num_tokens)
 
-    def leave(self, visit: ActiveRequest, outcome: Outcome) -> None:
+    def end(self, active: ActiveRequest, outcome: Outcome) -> None:
         """It is over. Who got an error of the server's pays nothing, and who was refused; everyone else what was computed
         until then, however it ended: a deadline would otherwise make everything free."""
-        if self._open.pop(visit.id, None) is None:
+        if self._open.pop(active.id, None) is None:
             return
-        if visit.expiry is not None:
-            visit.expiry.cancel()
-        num_generated = visit.choices.num_tokens
+        if active.expiry is not None:
+            active.expiry.cancel()
+        num_generated = active.choices.num_tokens
         self._metrics.generated(num_generated)
         used = None
-        if not isinstance(outcome, ApiError) or (num_generated and outcome.is_askers):
+        if not isinstance(outcome, ApiError) or (num_generated and outcome.is_client_fault):
             used = num_generated
-            self.pace.ended()
-        if visit.turn is not None:
-            self._gate.leave(visit.turn, used)
-        if visit.limits is not None and visit.key is not None:
-            num_tokens = 0 if used is None else visit.prompt_tokens + used
-            visit.limits.num_open -= 1
-            visit.limits.correct(visit.reserved, num_tokens)
-            self._metrics.used(visit.key.name, num_tokens)
+            self.completion_rate.record_end()
+        if active.ticket is not None:
+            self._gate.leave(active.ticket, used)
+        if active.limits is not None and active.key is not None:
+            num_tokens = 0 if used is None else active.prompt_tokens + used
+            active.limits.num_open -= 1
+            active.limits.correct(active.reserved, num_tokens)
+            self._metrics.used(active.key.name, num_tokens)
         if not self._open:
             self._idle.set()
 
     def described(self) -> list[dict[str, Any]]:
         now = self._clock()
-        return [visit.described(now) for visit in self._open.values()]
+        return [active.described(now) for active in self._open.values()]
 
-    def cancel(self, visit_id: str) -> bool:
+    def cancel(self, request_id: str) -> bool:
         """Ends a request on behalf of an operator; False where there is none with this id."""
-        visit = self._open.get(visit_id)
-        if visit is None:
+        active = self._open.get(request_id)
+        if active is None:
             return False
-        visit.choices.fail(
+        active.choices.fail(
             ApiError(403, "an operator of this server cancelled the request", code="cancelled")
         )
         return True
 
-    async def _submit_in_turn(
-        self, visit: ActiveRequest, form: AnswerForm | None, is_streamed: bool, wake_every: int
+    async def _submit_when_released(
+        self, active: ActiveRequest, form: AnswerForm | None, is_streamed: bool, wake_every: int
     ) -> None:
         """All answers, in their order, each as soon as its turn comes. What may go at the same time and has the same
         prompt goes in one message."""
-        requests, turn = visit.requests, visit.turn
+        requests, ticket = active.requests, active.ticket
         num_each = requests[0].params.n
         num_answers, num_sent = num_each * len(requests), 0
         asked_at, waited = self._clock(), 0.0
         while num_sent < num_answers:
             if num_sent:
                 await asyncio.sleep(0)  # a thousand answers at once would hold up the event loop
-            num_going = num_answers - num_sent
-            if turn is not None:
-                if not turn.may_go.is_set():
-                    await self._wait_for_turn(turn, asked_at, requests[0].deadline)
+            num_released = num_answers - num_sent
+            if ticket is not None:
+                if not ticket.can_submit.is_set():
+                    await self._wait_for_release(ticket, asked_at, requests[0].deadline)
                     waited = self._clock() - asked_at
-                if turn.is_over:
+                if ticket.is_over:
                     return  # its turn came at the moment of its cancellation
-                num_going = turn.num_going
+                num_released = ticket.num_released
             prompt, first = divmod(num_sent, num_each)
-            count = min(num_going, num_each - first)
+            count = min(num_released, num_each - first)
             num_sent += count
-            await visit.choices.submit(
+            await active.choices.submit(
                 [requests[prompt]],
                 form,
                 indices=range(first, first + count),
@@ -284,13 +290,13 @@ class ActiveRequests:
                 wake_every=wake_every,
                 waited=waited,
             )
-            if turn is not None:
-                self._gate.submitted(turn, count)
+            if ticket is not None:
+                self._gate.submitted(ticket, count)
 
-    async def _wait_for_turn(self, turn: Turn, asked_at: float, deadline: float | None) -> None:
+    async def _wait_for_release(self, ticket: GateTicket, asked_at: float, deadline: float | None) -> None:
         left = None if deadline is None else max(0.0, asked_at + deadline - self._clock())
         try:
-            await asyncio.wait_for(turn.may_go.wait(), left)
+            await asyncio.wait_for(ticket.can_submit.wait(), left)
         except TimeoutError:
             raise ApiError(
                 504, f"deadline of {deadline} s passed while waiting for a turn", code="deadline_exceeded"

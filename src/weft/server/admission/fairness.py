@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from weft.request import Priority
 from weft.server.admission.keys import ApiKey
 
-_FIRST_GUESS = 128
+_DEFAULT_ANSWER_TOKENS = 128
 """Tokens of an answer, before a key has had one."""
-_LEARNING = 0.1
-_PLACES_PER_RESERVE = 16
+_SMOOTHING = 0.1
+_SLOTS_PER_RESERVED_SLOT = 16
 _MAX_NOT_STARTED = 8
 """Answers that may wait in the engine where it is not certain that it has memory for them: enough to fill its next
 steps, and few enough not to be in the way of another key's."""
@@ -40,7 +40,7 @@ class AnswerJob:
     """Of one answer."""
 
 
-class Turn:
+class GateTicket:
     """One request from its arrival at the gate until it is over. Its answers pass one by one. Every
     turn ends with a call of `FairGate.leave`."""
 
@@ -51,7 +51,7 @@ class Turn:
         """Within its key."""
         self.num_waiting = job.num_answers
         """Answers that were not let through yet."""
-        self.num_going = 0
+        self.num_released = 0
         """Those that were let through and that the engine does not have yet."""
         self.num_open = 0
         """Those that were let through and are not over."""
@@ -62,17 +62,17 @@ class Turn:
         self.num_tokens = 0
         """Of the answers that are over."""
         self.is_over = False
-        self.may_go = asyncio.Event()
+        self.can_submit = asyncio.Event()
         """Set while there are answers to submit, and when the turn is over."""
 
     @property
     def expected_cost(self) -> int:
         """Of one answer, in tokens, estimated from the key's answers so far. Each answer bears its share of the
         prompts."""
-        return self._prompt_share + self.account.guess(self.job.max_tokens)
+        return self._prompt_tokens_each + self.account.expected_tokens(self.job.max_tokens)
 
     @property
-    def _prompt_share(self) -> int:
+    def _prompt_tokens_each(self) -> int:
         return self.job.prompt_tokens // self.job.num_answers
 
     @property
@@ -80,34 +80,34 @@ class Turn:
         """HIGH and CRITICAL pass everyone, as far as keys may ask for them; others only pass those of their own key."""
         return max(self.job.priority, Priority.NORMAL)
 
-    def open_one(self) -> int:
+    def release_one(self) -> int:
         """One more answer is let through; what it is expected to cost."""
         cost = self.expected_cost
         self.num_waiting -= 1
-        self.num_going += 1
+        self.num_released += 1
         self.num_open += 1
         self.cost += cost
         self._charge(cost)
-        self.may_go.set()
+        self.can_submit.set()
         return cost
 
-    def close_one(self, num_tokens: int) -> int:
+    def end_one(self, num_tokens: int) -> int:
         """An open answer is over, with so many tokens; what it was let through for."""
         cost = self.cost // self.num_open
         self.num_open -= 1
         self.cost -= cost
         self.num_tokens += num_tokens
-        self.account.learn(num_tokens)
-        self._charge(self._prompt_share + num_tokens - cost)
+        self.account.record_length(num_tokens)
+        self._charge(self._prompt_tokens_each + num_tokens - cost)
         return cost
 
     def settle(self, answer_tokens: int | None) -> None:
         """All of it is over: see `FairGate.leave`."""
         if answer_tokens is not None and self.num_open:
-            self.account.learn((answer_tokens - self.num_tokens) / self.num_open)
+            self.account.record_length((answer_tokens - self.num_tokens) / self.num_open)
         self._charge((0 if answer_tokens is None else self.job.prompt_tokens + answer_tokens) - self.charged)
         self.is_over = True
-        self.may_go.set()
+        self.can_submit.set()
 
     def _charge(self, num_tokens: int) -> None:
         self.charged += num_tokens
@@ -120,16 +120,16 @@ class _Account:
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.virtual_time = 0.0
-        self.waiting: list[Turn] = []
+        self.waiting: list[GateTicket] = []
         self.num_open = 0
         """Answers that were let through and are not over."""
-        self._answer_tokens = float(_FIRST_GUESS)
+        self._answer_tokens = float(_DEFAULT_ANSWER_TOKENS)
 
-    def guess(self, max_tokens: int) -> int:
+    def expected_tokens(self, max_tokens: int) -> int:
         return min(max_tokens, round(self._answer_tokens) or 1)
 
-    def learn(self, answer_tokens: float) -> None:
-        self._answer_tokens += _LEARNING * (answer_tokens - self._answer_tokens)
+    def record_length(self, answer_tokens: float) -> None:
+        self._answer_tokens += _SMOOTHING * (answer_tokens - self._answer_tokens)
 
 
 class FairGate:
@@ -152,7 +152,9 @@ class FairGate:
         self._accounts = accounts if len(accounts) > 1 else {}
         # Answers that began together end together: without places in reserve another key would wait for all of them.
         self._max_running = max_running
-        self._max_crowded = max_running - (max_running + _PLACES_PER_RESERVE // 2) // _PLACES_PER_RESERVE
+        self._max_unreserved = (
+            max_running - (max_running + _SLOTS_PER_RESERVED_SLOT // 2) // _SLOTS_PER_RESERVED_SLOT
+        )
         """For keys that have answers in the engine. The last places are for those that have none, and for HIGH."""
         self._max_tokens = max_tokens
         self._count_answers = count_answers
@@ -160,99 +162,99 @@ class FairGate:
         """Virtual time: where the answer began that went last."""
         self._num_tokens = 0
         """Those that answers in the engine are expected to need."""
-        self._num_coming = 0
+        self._num_released = 0
         """Answers that were let through and that the engine does not have yet."""
         self._numbers = itertools.count()
 
     @property
     def num_waiting(self) -> int:
         """Answers."""
-        return sum(turn.num_waiting for account in self._accounts.values() for turn in account.waiting)
+        return sum(ticket.num_waiting for account in self._accounts.values() for ticket in account.waiting)
 
-    def ask(self, key: ApiKey | None, job: AnswerJob) -> Turn | None:
+    def enter(self, key: ApiKey | None, job: AnswerJob) -> GateTicket | None:
         """A turn, whose `may_go` is to be waited for; None where nobody takes turns."""
         account = self._accounts.get(key.name) if key is not None else None
         if account is None:
             return None
         if not account.waiting:
             account.virtual_time = max(account.virtual_time, self._now)
-        turn = Turn(account, job, next(self._numbers))
-        self._enqueue(turn)
-        self.let_through()
-        return turn
+        ticket = GateTicket(account, job, next(self._numbers))
+        self._enqueue(ticket)
+        self.release_answers()
+        return ticket
 
-    def submitted(self, turn: Turn, num_answers: int) -> None:
+    def submitted(self, ticket: GateTicket, num_answers: int) -> None:
         """The engine counts so many more of its answers from now on."""
-        if not turn.is_over:
-            turn.num_going -= num_answers
-            self._num_coming -= num_answers
-            if not turn.num_going:
-                turn.may_go.clear()
+        if not ticket.is_over:
+            ticket.num_released -= num_answers
+            self._num_released -= num_answers
+            if not ticket.num_released:
+                ticket.can_submit.clear()
 
-    def ended(self, turn: Turn, num_tokens: int) -> None:
+    def ended(self, ticket: GateTicket, num_tokens: int) -> None:
         """One of its answers is over, with so many tokens; others may not be."""
-        if not turn.is_over:
-            self._num_tokens -= turn.close_one(num_tokens)
-            turn.account.num_open -= 1
-            self.let_through()
+        if not ticket.is_over:
+            self._num_tokens -= ticket.end_one(num_tokens)
+            ticket.account.num_open -= 1
+            self.release_answers()
 
-    def leave(self, turn: Turn, answer_tokens: int | None) -> None:
+    def leave(self, ticket: GateTicket, answer_tokens: int | None) -> None:
         """It is over, wherever it was. All its answers together had so many tokens; None: it came to nothing, and costs
         nothing."""
-        if turn.is_over:
+        if ticket.is_over:
             return
-        account = turn.account
-        if turn.num_waiting:
-            account.waiting.remove(turn)
-        self._num_tokens -= turn.cost
-        self._num_coming -= turn.num_going
-        account.num_open -= turn.num_open
+        account = ticket.account
+        if ticket.num_waiting:
+            account.waiting.remove(ticket)
+        self._num_tokens -= ticket.cost
+        self._num_released -= ticket.num_released
+        account.num_open -= ticket.num_open
         # One that was never let through cost nothing.
-        turn.settle(answer_tokens if turn.charged else None)
-        self.let_through()
+        ticket.settle(answer_tokens if ticket.charged else None)
+        self.release_answers()
 
-    def let_through(self) -> None:
+    def release_answers(self) -> None:
         """As many answers as there is room for; to be called whenever the engine may have more."""
         counts: tuple[int, int] | None = None
         while heads := [account.waiting[0] for account in self._accounts.values() if account.waiting]:
             counts = counts or self._count_answers()
-            turn = None if counts is None else self._next(heads, *counts)
-            if turn is None:
+            ticket = None if counts is None else self._next(heads, *counts)
+            if ticket is None:
                 return
-            account = turn.account
-            account.waiting.remove(turn)
+            account = ticket.account
+            account.waiting.remove(ticket)
             self._now = max(self._now, account.virtual_time)
-            self._num_tokens += turn.open_one()
-            self._num_coming += 1
+            self._num_tokens += ticket.release_one()
+            self._num_released += 1
             account.num_open += 1
-            if turn.num_waiting:
+            if ticket.num_waiting:
                 # Behind the other requests of its key: a large one does not keep them waiting.
-                turn.order = (turn.order[0], next(self._numbers))
-                self._enqueue(turn)
+                ticket.order = (ticket.order[0], next(self._numbers))
+                self._enqueue(ticket)
 
-    def _enqueue(self, turn: Turn) -> None:
-        bisect.insort(turn.account.waiting, turn, key=lambda other: other.order)
+    def _enqueue(self, ticket: GateTicket) -> None:
+        bisect.insort(ticket.account.waiting, ticket, key=lambda other: other.order)
 
-    def _next(self, heads: list[Turn], num_answers: int, num_not_started: int) -> Turn | None:
+    def _next(self, heads: list[GateTicket], num_answers: int, num_not_started: int) -> GateTicket | None:
         """The first of those that there is a place for; None where it has no room."""
-        num_answers += self._num_coming
-        num_not_started += self._num_coming
+        num_answers += self._num_released
+        num_not_started += self._num_released
         if num_answers:
-            crowded = num_answers >= self._max_crowded
+            only_reserve_left = num_answers >= self._max_unreserved
             heads = [
                 head
                 for head in heads
-                if num_answers < self._max_running and (not crowded or _is_favoured(head))
+                if num_answers < self._max_running and (not only_reserve_left or _may_use_reserve(head))
             ]
-        turn = min(
+        ticket = min(
             heads, key=lambda head: (-head.rank, head.account.virtual_time, head.order[1]), default=None
         )
-        if turn is None or not num_answers or not turn.account.num_open:
-            return turn
+        if ticket is None or not num_answers or not ticket.account.num_open:
+            return ticket
         # Memory is only guessed at. Where it may be short, the engine gets a few to choose from, and no heap.
-        has_memory = self._num_tokens + turn.expected_cost <= self._max_tokens
-        return turn if has_memory or num_not_started < _MAX_NOT_STARTED else None
+        has_memory = self._num_tokens + ticket.expected_cost <= self._max_tokens
+        return ticket if has_memory or num_not_started < _MAX_NOT_STARTED else None
 
 
-def _is_favoured(turn: Turn) -> bool:
-    return not turn.account.num_open or turn.rank > Priority.NORMAL
+def _may_use_reserve(ticket: GateTicket) -> bool:
+    return not ticket.account.num_open or ticket.rank > Priority.NORMAL

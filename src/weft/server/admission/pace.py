@@ -11,7 +11,7 @@ _MEMORY_SECONDS = 30.0
 _SHORTEST, _LONGEST = 1, 600
 
 
-class Pace:
+class CompletionRate:
     """A moving rate of ends. A server that has ended nothing lately, or nothing yet, is taken for one that ends one
     request in `_MEMORY_SECONDS`: otherwise the first rush after a quiet night would be told to come back in a week."""
 
@@ -20,7 +20,7 @@ class Pace:
         self._weight = 1.0
         self._seen = clock()
 
-    def ended(self) -> None:
+    def record_end(self) -> None:
         """A request ended."""
         self._fade()
         self._weight += 1.0

@@ -13,16 +13,18 @@ import msgspec
 
 from weft.request import MAX_GRAMMAR_LENGTH
 
-_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "else")
-_SAYS = frozenset(("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"))
-_MERGES = frozenset(
+_MAPPING_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SINGLE_KEYWORDS = ("items", "additionalProperties", "contains", "not", "if", "then", "else")
+_OPENING_KEYWORDS = frozenset(
+    ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
+)
+_COMBINING_KEYWORDS = frozenset(
     ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
 )
-_MOST_LEVELS = 400
+_MAX_LEVELS = 400
 """What reads and writes JSON here gives up at about a thousand, less what called it."""
-_TOO_DEEP = f"is nested more than {_MOST_LEVELS} levels deep; make it flatter"
+_TOO_DEEP = f"is nested more than {_MAX_LEVELS} levels deep; make it flatter"
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
@@ -44,16 +46,20 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     if any(map(_is_merged, parts)):
         return copy
     for part in parts:
-        if isinstance(part.get("properties"), dict) and _SAYS.isdisjoint(part) and _is_satisfiable(part):
+        if (
+            isinstance(part.get("properties"), dict)
+            and _OPENING_KEYWORDS.isdisjoint(part)
+            and _is_satisfiable(part)
+        ):
             part["additionalProperties"] = False
     return copy
 
 
 def _check_depth(schema: dict[str, Any]) -> None:
     level: list[Any] = [schema]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         inner = [part.values() if isinstance(part, dict) else part for part in level]
-        level = [one for several in inner for one in several if isinstance(one, dict | list)]
+        level = [one for branches in inner for one in branches if isinstance(one, dict | list)]
         if not level:
             return
     raise ValueError(_TOO_DEEP)
@@ -61,26 +67,26 @@ def _check_depth(schema: dict[str, Any]) -> None:
 
 def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The schema and all in it. Not by recursion, since a client says how deep it is."""
-    waiting: list[Any] = [schema]
-    while waiting:
-        part = waiting.pop()
+    stack: list[Any] = [schema]
+    while stack:
+        part = stack.pop()
         if not isinstance(part, dict):
             continue
         yield part
-        for name in _OF_SCHEMAS:
+        for name in _MAPPING_KEYWORDS:
             if isinstance(part.get(name), dict):
-                waiting += part[name].values()
-        for name in _LISTS:
+                stack += part[name].values()
+        for name in _LIST_KEYWORDS:
             if isinstance(part.get(name), list):
-                waiting += part[name]
-        waiting += [part[name] for name in _SINGLE if name in part]
+                stack += part[name]
+        stack += [part[name] for name in _SINGLE_KEYWORDS if name in part]
 
 
 def _is_merged(part: dict[str, Any]) -> bool:
-    several = part.get("allOf")
-    if isinstance(several, list) and len(several) > 1:
+    branches = part.get("allOf")
+    if isinstance(branches, list) and len(branches) > 1:
         return True
-    return ("properties" in part or "required" in part) and not _MERGES.isdisjoint(part)
+    return ("properties" in part or "required" in part) and not _COMBINING_KEYWORDS.isdisjoint(part)
 
 
 def _is_satisfiable(part: dict[str, Any]) -> bool:

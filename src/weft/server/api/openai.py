@@ -14,7 +14,7 @@ from weft.text.answer_parts import AnswerParts, Call, CallBegins, Content, Delta
 from weft.text.detokenizer import Detokenizer
 from weft.text.tokenizer import Tokenizer
 
-Form = Literal["chat", "completion"]
+ApiFormat = Literal["chat", "completion"]
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class TokenOffsets:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ResponseBuilder:
     """What all that is said about one request has in common."""
 
-    form: Form
+    form: ApiFormat
     model: str
     tokenizer: Tokenizer
     wants_logprobs: bool = False
@@ -63,14 +63,14 @@ class Shape:
     def id(self) -> str:
         return f"{'chatcmpl' if self.form == 'chat' else 'cmpl'}-{self.request_id}"
 
-    def answer(self, said: list[dict[str, Any]], choices: Choices) -> dict[str, Any]:
+    def answer(self, answer: list[dict[str, Any]], choices: Choices) -> dict[str, Any]:
         """The whole answer of a request that was not streamed; `said` is what `choice` makes of each of its answers."""
         return {
             "id": self.id,
             "object": "chat.completion" if self.form == "chat" else "text_completion",
             "created": self.created,
             "model": self.model,
-            "choices": said,
+            "choices": answer,
             "usage": self.usage(choices),
         }
 
@@ -153,53 +153,53 @@ class Shape:
         is_call = has_calls and not self.is_named_call
         return "tool_calls" if is_call and reason == "stop" else reason
 
-    def choice(self, index: int, result: GenerationResult, said: str | AnswerParts) -> dict[str, Any]:
+    def choice(self, index: int, result: GenerationResult, answer: str | AnswerParts) -> dict[str, Any]:
         """One answer of several, but for its logprobs."""
-        content: dict[str, Any] = {"message": _message(said)}
-        if isinstance(said, str) and self.form == "completion":
-            content = {"text": self.echo(index).text + said}
+        content: dict[str, Any] = {"message": _message(answer)}
+        if isinstance(answer, str) and self.form == "completion":
+            content = {"text": self.echo(index).text + answer}
         return {
             "index": index,
             **content,
             "logprobs": None,
-            "finish_reason": self._finish_reason(result, not isinstance(said, str) and bool(said.calls)),
+            "finish_reason": self._finish_reason(result, not isinstance(answer, str) and bool(answer.calls)),
             "timings": _timings(result),
         }
 
     def logprobs(
-        self, tokens: Sequence[int], each: Sequence[TokenLogprobs | None], offsets: TokenOffsets
+        self, tokens: Sequence[int], token_logprobs: Sequence[TokenLogprobs | None], offsets: TokenOffsets
     ) -> dict[str, list[Any]]:
         if self.form == "chat":
-            return {"content": [self._entry(*pair) for pair in zip(tokens, each, strict=True)]}
-        return self._completion_logprobs(tokens, each, offsets)
+            return {"content": [self._entry(*pair) for pair in zip(tokens, token_logprobs, strict=True)]}
+        return self._completion_logprobs(tokens, token_logprobs, offsets)
 
     def _entry(self, token: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
         assert logprobs is not None, (
             "only a prompt begins with a token without logprobs, and no chat repeats it"
         )
         return {
-            **self._named(token, logprobs.logprob),
-            "top_logprobs": [self._named(*other) for other in logprobs.top],
+            **self._token_entry(token, logprobs.logprob),
+            "top_logprobs": [self._token_entry(*other) for other in logprobs.top],
         }
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
         content = self.tokenizer.token_bytes(token)
         return {"token": content.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(content)}
 
     def _completion_logprobs(
-        self, tokens: Sequence[int], each: Sequence[TokenLogprobs | None], offsets: TokenOffsets
+        self, tokens: Sequence[int], token_logprobs: Sequence[TokenLogprobs | None], offsets: TokenOffsets
     ) -> dict[str, list[Any]]:
         """The older form: parallel lists, and where in the text each token begins."""
         names = [self._name(token) for token in tokens]
         return {
             "tokens": names,
-            "token_logprobs": [None if one is None else one.logprob for one in each],
+            "token_logprobs": [None if one is None else one.logprob for one in token_logprobs],
             "top_logprobs": [
                 None
                 if one is None
                 # The token that was chosen is always among them.
                 else {**{self._name(other): value for other, value in one.top}, name: one.logprob}
-                for name, one in zip(names, each, strict=True)
+                for name, one in zip(names, token_logprobs, strict=True)
             ],
             "text_offset": [offsets.add(token) for token in tokens],
         }
@@ -213,15 +213,15 @@ class Shape:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
-def _message(said: str | AnswerParts) -> dict[str, Any]:
-    if isinstance(said, str):
-        return {"role": "assistant", "content": said, "refusal": None}
-    message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.calls:
-        message["content"] = said.content or None
-        message["tool_calls"] = [_call(call) for call in said.calls]
+def _message(answer: str | AnswerParts) -> dict[str, Any]:
+    if isinstance(answer, str):
+        return {"role": "assistant", "content": answer, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["content"] = answer.content or None
+        message["tool_calls"] = [_call(call) for call in answer.calls]
     return message
 
 

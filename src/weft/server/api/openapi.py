@@ -193,13 +193,13 @@ _STATUSES = {
 }
 
 
-def document(routes: Iterable[BaseRoute], *, asks_for_key: bool) -> dict[str, Any]:
+def document(routes: Iterable[BaseRoute], *, needs_key: bool) -> dict[str, Any]:
     """Of the routes that there are."""
     paths: dict[str, Any] = {}
-    there = set(_methods(routes))
+    existing = set(_methods(routes))
     for (method, path), operation in OPERATIONS.items():
-        if (method, path) in there:
-            paths.setdefault(path, {})[method] = _described(method, path, operation, asks_for_key)
+        if (method, path) in existing:
+            paths.setdefault(path, {})[method] = _described(method, path, operation, needs_key)
     tags = dict.fromkeys(one["tags"][0] for each in paths.values() for one in each.values())
     return {
         "openapi": "3.1.0",
@@ -226,12 +226,12 @@ def _methods(routes: Iterable[BaseRoute]) -> Iterable[tuple[str, str]]:
                 yield method.lower(), re.sub(r":\w+}", "}", route.path)
 
 
-def _described(method: str, path: str, operation: Operation, asks_for_key: bool) -> dict[str, Any]:
+def _described(method: str, path: str, operation: Operation, needs_key: bool) -> dict[str, Any]:
     described: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{method}{path}").strip("_"),
         "summary": operation.summary,
         "tags": [operation.tag],
-        "security": [] if operation.is_open else [{"key": []}] if asks_for_key else [{}, {"key": []}],
+        "security": [] if operation.is_open else [{"key": []}] if needs_key else [{}, {"key": []}],
         "responses": _responses(operation),
     }
     if operation.description:
@@ -283,14 +283,14 @@ def _schemas() -> dict[str, Any]:
     events = {one.event for one in OPERATIONS.values() if one.event is not None}
     kinds = sorted(requests | answers | events | {shapes.Error}, key=lambda kind: kind.__name__)
     _, found = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
-    _, asked = msgspec.json.schema_components(list(requests), ref_template=_REFERENCE)
-    whole = {kind.__name__ for kind in requests}
-    for name in asked:
-        found[name] = _with_words(found[name], may_be_null=name in whole)
+    _, request_schemas = msgspec.json.schema_components(list(requests), ref_template=_REFERENCE)
+    body_types = {kind.__name__ for kind in requests}
+    for name in request_schemas:
+        found[name] = _with_field_docs(found[name], may_be_null=name in body_types)
     return {"Message": _MESSAGE, **found}
 
 
-def _with_words(schema: dict[str, Any], may_be_null: bool) -> dict[str, Any]:
+def _with_field_docs(schema: dict[str, Any], may_be_null: bool) -> dict[str, Any]:
     """A request's type with descriptions and ranges. What may be left out of a body may also be null."""
     required = set(schema.get("required", ()))
     properties = {}
@@ -303,9 +303,9 @@ def _with_words(schema: dict[str, Any], may_be_null: bool) -> dict[str, Any]:
             content = {"anyOf": [content, {"type": "null"}]}
         if default is not None:
             content["default"] = default
-        if (words := FIELDS.get(name)) is not None:
-            content["description"] = words.description
-            limits = {"minimum": words.minimum, "maximum": words.maximum, "exclusiveMinimum": words.above}
+        if (docs := FIELDS.get(name)) is not None:
+            content["description"] = docs.description
+            limits = {"minimum": docs.minimum, "maximum": docs.maximum, "exclusiveMinimum": docs.above}
             content |= {limit: value for limit, value in limits.items() if value is not None}
         properties[name] = content
     return {**schema, "properties": properties}

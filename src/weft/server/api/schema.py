@@ -150,7 +150,7 @@ def read(kind: type[T], body: bytes) -> tuple[T, list[str]]:
         )
     unknown = sorted(given.keys() - set(kind.__struct_fields__))
     try:
-        asked = msgspec.convert(given, kind)
+        api_request = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         message, param = str(error), None
         if found := _PATH.search(message):
@@ -159,18 +159,18 @@ def read(kind: type[T], body: bytes) -> tuple[T, list[str]]:
             param = missing[1]
         named = f"{param}: {message}" if param else message
         raise ApiError(400, named, param=param, code="invalid_type") from None
-    _check_lengths(asked)
-    return asked, [_shown(name) for name in unknown[:_MAX_NAMED]]
+    _check_lengths(api_request)
+    return api_request, [_shown(name) for name in unknown[:_MAX_NAMED]]
 
 
-def _check_lengths(asked: msgspec.Struct) -> None:
-    for name in asked.__struct_fields__:
-        value = getattr(asked, name)
+def _check_lengths(api_request: msgspec.Struct) -> None:
+    for name in api_request.__struct_fields__:
+        value = getattr(api_request, name)
         if isinstance(value, list | dict):
             _check_length(name, len(value), MAX_ENTRIES.get(name), "entries")
         elif isinstance(value, str):
             _check_length(name, len(value), MAX_CHARACTERS.get(name), "characters")
-    for index, message in enumerate(getattr(asked, "messages", None) or ()):
+    for index, message in enumerate(getattr(api_request, "messages", None) or ()):
         if isinstance(content := message.get("content"), list):
             _check_length(f"messages[{index}].content", len(content), MAX_ENTRIES["content"], "entries")
 

@@ -26,7 +26,7 @@ class ToolUse:
 
     tools: tuple[Tool, ...] = ()
     """Those it may call: none, all, or the one that was named."""
-    told: list[dict[str, Any]] | None = None
+    template_tools: list[dict[str, Any]] | None = None
     """What the model is told of: all that were sent, in the client's own words."""
     is_forced: bool = False
     is_named: bool = False
@@ -73,10 +73,10 @@ class ToolUse:
 NO_TOOLS = ToolUse()
 
 
-def tool_use(asked: ChatRequest) -> ToolUse:
+def tool_use(api_request: ChatRequest) -> ToolUse:
     """What the request says. Raises ApiError for tools that are none, and for choices that cannot be."""
-    tools = _checked_tools(asked.tools or [])
-    choice = asked.tool_choice
+    tools = _checked_tools(api_request.tools or [])
+    choice = api_request.tool_choice
     name = _named(choice) if isinstance(choice, Mapping) else None
     if name is None and choice not in (None, "auto", "none", "required"):
         shown = str(choice) if isinstance(choice, str) else "an object without the name of a function"
@@ -92,8 +92,8 @@ def tool_use(asked: ChatRequest) -> ToolUse:
         if not tools:
             raise _refusal(f"tool_choice names {name!r:.80}, which is none of the tools", "tool_choice")
     is_forced = name is not None or choice == "required"
-    is_single = name is not None or asked.parallel_tool_calls is False
-    return ToolUse(tools, asked.tools, is_forced, name is not None, 1 if is_single else None)
+    is_single = name is not None or api_request.parallel_tool_calls is False
+    return ToolUse(tools, api_request.tools, is_forced, name is not None, 1 if is_single else None)
 
 
 def _named(choice: Mapping[str, Any]) -> str | None:

@@ -18,7 +18,7 @@ _GIVEN_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _LONGEST_PATH = 200
 
 
-class Logged:
+class AccessLog:
     """Nothing that goes wrong behind it goes further: it becomes a 500, and a line that says where."""
 
     def __init__(
@@ -36,18 +36,18 @@ class Logged:
         token = record_of_task.set(record)
 
         # Not a coroutine of its own: a stream sends thousands of messages, and only the first is of interest.
-        def noting(message: Message) -> Any:
+        def send_recorded(message: Message) -> Any:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = record.request_id
             return send(message)
 
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, send_recorded)
         except Exception as error:
-            self._tell(error, record)
+            self._log_exception(error, record)
             if not record.status:
-                await ApiError.mistake().response()(scope, receive, noting)
+                await ApiError.internal_error().response()(scope, receive, send_recorded)
         finally:
             record_of_task.reset(token)
             key = scope.get("weft.key")  # that the guard found the request to be sent with
@@ -56,7 +56,7 @@ class Logged:
             if record.status >= 400 and not record.is_client_gone and record.path not in QUIET_PATHS:
                 self._on_error(record.status)
 
-    def _tell(self, error: Exception, record: Record) -> None:
+    def _log_exception(self, error: Exception, record: Record) -> None:
         """Where it happened. Not the error's message, which may quote the request."""
         frames = "".join(traceback.format_tb(error.__traceback__))
         message = f"{type(error).__name__} while answering {record.request_id}"

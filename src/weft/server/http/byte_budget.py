@@ -38,7 +38,7 @@ class ByteBudget:
             asyncio.get_running_loop().run_in_executor(None, trim, 0)
 
 
-class Share:
+class RequestBytes:
     """What one request uses of a budget. Its first bytes are free, so that large requests never keep small ones out;
     connections hold as much anyway."""
 
@@ -82,7 +82,7 @@ class Share:
             self._budget.trim_later()
 
 
-def too_much_body(num_bytes: int, budget: ByteBudget) -> ApiError:
+def body_budget_error(num_bytes: int, budget: ByteBudget) -> ApiError:
     return ApiError(
         503,
         f"the bodies of requests under way have {budget.num_bytes} bytes; allowed: {budget.max_bytes} "
@@ -91,7 +91,7 @@ def too_much_body(num_bytes: int, budget: ByteBudget) -> ApiError:
     )
 
 
-def too_much_answer(num_bytes: int, budget: ByteBudget) -> ApiError:
+def answer_budget_error(num_bytes: int, budget: ByteBudget) -> ApiError:
     if num_bytes > budget.max_each:
         return ApiError(
             413,

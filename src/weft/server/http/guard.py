@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.server.admission.keys import ApiKey, KeyRing
 from weft.server.errors import ApiError
-from weft.server.http.byte_budget import ByteBudget, Share, too_much_answer, too_much_body
+from weft.server.http.byte_budget import ByteBudget, RequestBytes, answer_budget_error, body_budget_error
 from weft.server.settings import ServerSettings
 
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
@@ -32,9 +32,9 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._max_body_bytes = settings.max_body_bytes
-        self._bodies = ByteBudget(settings.max_body_bytes, settings.max_buffered_bytes, too_much_body)
+        self._bodies = ByteBudget(settings.max_body_bytes, settings.max_buffered_bytes, body_budget_error)
         self._answers = ByteBudget(
-            settings.max_answer_bytes, settings.max_buffered_answer_bytes, too_much_answer
+            settings.max_answer_bytes, settings.max_buffered_answer_bytes, answer_budget_error
         )
         self._keys = KeyRing(settings.api_keys)
         self._has_admin = any(key.admin for key in settings.api_keys)
@@ -48,13 +48,13 @@ class Guard:
         try:
             self._check(scope)
         except ApiError as error:
-            error.headers |= self._for_pages(scope)
+            error.headers |= self._cors_headers(scope)
             await error.response()(scope, receive, send)
             return
-        body = scope[BODY] = Share(self._bodies)
-        answer = scope[ANSWER] = Share(self._answers)
+        body = scope[BODY] = RequestBytes(self._bodies)
+        answer = scope[ANSWER] = RequestBytes(self._answers)
         try:
-            await self._app(scope, self._limited(scope, receive), send)
+            await self._app(scope, self._limited_receive(scope, receive), send)
         finally:
             body.release()
             answer.release()
@@ -110,7 +110,7 @@ class Guard:
             code="forbidden_origin",
         )
 
-    def _for_pages(self, scope: Scope) -> dict[str, str]:
+    def _cors_headers(self, scope: Scope) -> dict[str, str]:
         """What lets a page that may call the server read why it may not now; answers have it from the middleware."""
         origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
         is_allowed = bool(origin) and (origin in self._origins or "*" in self._origins)
@@ -136,10 +136,10 @@ class Guard:
                 code="unsupported_encoding",
             )
 
-    def _limited(self, scope: Scope, receive: Receive) -> Receive:
+    def _limited_receive(self, scope: Scope, receive: Receive) -> Receive:
         """As `receive`, for a body whose length nobody announced, and for all bodies together. One that was announced
         has its place from the beginning: many at once would otherwise all come half way and be refused there."""
-        body: Share = scope[BODY]
+        body: RequestBytes = scope[BODY]
         announced = int(dict(scope["headers"]).get(b"content-length", b"0"))
         size = 0
 

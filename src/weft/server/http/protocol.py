@@ -39,12 +39,12 @@ class _Connection(h11.Connection):
     _is_chunked = False
 
     @property
-    def takes_chunks(self) -> bool:
+    def accepts_chunks(self) -> bool:
         """Whether an answer is under way whose pieces are chunks of its body."""
         return self._is_chunked and self.our_state is h11.SEND_BODY
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
-        if type(event) is h11.Data and self.takes_chunks:
+        if type(event) is h11.Data and self.accepts_chunks:
             return [_chunk(event.data)] if event.data else []
         sent = super().send_with_data_passthrough(event)
         if type(event) is h11.Response and sent is not None:
@@ -63,9 +63,9 @@ class BodyWriter:
         self._flow = flow
 
     @property
-    def takes_chunks(self) -> bool:
+    def accepts_chunks(self) -> bool:
         """Whether an answer is under way whose pieces are chunks: to be asked once its head is sent, before `write`."""
-        return self._connection.takes_chunks
+        return self._connection.accepts_chunks
 
     def write(self, piece: bytes) -> bool:
         """Nothing, where the client is gone. False: it has to go by `send`, which waits until the client has read more."""
@@ -106,15 +106,15 @@ class TimedProtocol(H11Protocol):
         # and `resume_writing` when none does. Nothing is written in between.
         transport.set_write_buffer_limits(high=0)
         self.app_state[WRITER] = BodyWriter(self.conn, transport, self.flow)
-        self._watch()
+        self._update_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._update_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._watch()
+        self._update_timer()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -132,19 +132,19 @@ class TimedProtocol(H11Protocol):
         if hasattr(self.transport, "_read_ready_cb"):
             self.transport._read_ready_cb = None
 
-    def _watch(self) -> None:
+    def _update_timer(self) -> None:
         """One timer for each state in which the client has something left to send; more bytes do not wind it up again."""
         state = self.conn.their_state
-        waits = (state is h11.IDLE and self._has_begun) or state is h11.SEND_BODY
+        waits = (state is h11.IDLE and self._is_request_begun) or state is h11.SEND_BODY
         if not waits:
             self._stop_timer()
         elif state is not self._timed_state:
             self._stop_timer()
             seconds = self._header_seconds if state is h11.IDLE else self._body_seconds
-            self._timer, self._timed_state = self.loop.call_later(seconds, self._give_up), state
+            self._timer, self._timed_state = self.loop.call_later(seconds, self._time_out), state
 
     @property
-    def _has_begun(self) -> bool:
+    def _is_request_begun(self) -> bool:
         """Between two requests a connection may rest as long as keep-alive lets it, but not before the first."""
         return self.cycle is None or bool(self.conn.trailing_data[0])
 
@@ -153,12 +153,14 @@ class TimedProtocol(H11Protocol):
             self._timer.cancel()
         self._timer, self._timed_state = None, None
 
-    def _give_up(self) -> None:
+    def _time_out(self) -> None:
         if self.transport.is_closing():
             return
         # A body that is still coming may have been answered already, by an error.
         if self._timed_state is h11.IDLE or not self.cycle.response_started:
-            self._answer(ApiError(408, "the request did not arrive in time; send it again", code="timeout"))
+            self._send_error(
+                ApiError(408, "the request did not arrive in time; send it again", code="timeout")
+            )
         self.transport.close()
 
     def _watch_reader(self, num_unread: int, num_checks: int) -> None:
@@ -191,10 +193,10 @@ class TimedProtocol(H11Protocol):
         is_answering = self.cycle is not None and self.cycle.response_started
         if not is_answering or self.cycle.response_complete:
             message = "this is not a request of HTTP/1.1, or its headers are too large"
-            self._answer(ApiError(400, message, code="invalid_http"))
+            self._send_error(ApiError(400, message, code="invalid_http"))
         self.transport.close()
 
-    def _answer(self, error: ApiError) -> None:
+    def _send_error(self, error: ApiError) -> None:
         """Where there is no request that the application could answer."""
         body = msgspec.json.encode(error.body)
         head = (

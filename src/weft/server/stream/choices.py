@@ -11,15 +11,15 @@ from weft.engine.ipc.client import EngineClient, RemoteAnswer, Unread
 from weft.errors import WeftError
 from weft.request import GenerationResult, InferenceRequest, RequestState, TokenLogprobs, TokenOutput
 from weft.server.errors import ApiError
-from weft.server.http.byte_budget import Share
+from weft.server.http.byte_budget import RequestBytes
 from weft.text.answer_parts import CallBegins, Delta
 from weft.text.answer_reader import AnswerForm, AnswerReader
 from weft.text.answer_text import AnswerText
 from weft.text.tokenizer import Tokenizer
 
-_OWN_FAULTS = ("every token is forbidden", "the grammar cannot be followed")
+_REQUEST_FAULTS = ("every token is forbidden", "the grammar cannot be followed")
 """What backends say of a request that leaves itself no token to go on with: asking again would not help."""
-_EFFORT = 512
+_MAX_EFFORT = 512
 """What is done at a time for one request, in tokens without logprobs: 2 ms or so. A thousand answers, or a burst of
 tokens with twenty logprobs each, would otherwise hold everyone else up for a second."""
 _EFFORT_PER_PIECE = 16
@@ -155,7 +155,7 @@ class Choice:
             message = result.error or f"the request was {result.state.value}"
             if message.startswith("deadline"):
                 raise ApiError(504, message, code="deadline_exceeded")
-            if message.startswith(_OWN_FAULTS):
+            if message.startswith(_REQUEST_FAULTS):
                 raise ApiError(400, message, code="cannot_continue")
             raise WeftError(message)
         return self._text.result(result)
@@ -173,36 +173,38 @@ class _Arrival(asyncio.Event):
                 self.on_set()
 
 
-class _Growth:
+class _UntakenBytes:
     """Counts the bytes of all answers to a request that arrived and were not taken. Answers refer to this object and not to
     `Choices`: a cycle would stay until the next garbage collection."""
 
-    def __init__(self, share: Share | None) -> None:
-        self._share = share
+    def __init__(self, answer_bytes: RequestBytes | None) -> None:
+        self._answer_bytes = answer_bytes
         self.refusal: ApiError | None = None
 
     def may_grow(self, num_bytes: int) -> bool:
-        if self._share is not None and self.refusal is None:
-            self.refusal = self._share.try_add(num_bytes)
+        if self._answer_bytes is not None and self.refusal is None:
+            self.refusal = self._answer_bytes.try_add(num_bytes)
         return self.refusal is None
 
 
 class Choices:
     """All answers to one HTTP request, numbered prompt by prompt. Whoever made it calls `cancel` in the end."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, share: Share | None = None) -> None:
+    def __init__(
+        self, engine: EngineClient, tokenizer: Tokenizer, answer_bytes: RequestBytes | None = None
+    ) -> None:
         """`share` is what they may hold of the budget for answers; None: anything."""
         self._engine = engine
         self._tokenizer = tokenizer
-        self._growth = _Growth(share)
+        self._untaken_bytes = _UntakenBytes(answer_bytes)
         self._arrived = _Arrival()
         self._choices: list[Choice] = []
         self._is_submitted = False
         self._failure: ApiError | WeftError | None = None
-        self._later: asyncio.Task[None] | None = None
-        self._next = 0
+        self._submit_task: asyncio.Task[None] | None = None
+        self._first_index = 0
         """Who is first when not all can be taken from at once."""
-        self._shown: frozenset[int] | None = None
+        self._shown_ids: frozenset[int] | None = None
         self.on_answer_end: Callable[[int], object] = lambda num_tokens: None
         """Called with the tokens of each answer that is over."""
 
@@ -221,8 +223,8 @@ class Choices:
         which parts the answers may have; None: they are all text. The reader is woken after each first token, then
         after every `wake_every`; the requests have been held back for `waited` seconds. Answers that are not streamed
         are never too far behind: only the server reads them."""
-        if self._shown is None:
-            self._shown = frozenset() if form is None else form.shown_ids(self._tokenizer)
+        if self._shown_ids is None:
+            self._shown_ids = frozenset() if form is None else form.shown_ids(self._tokenizer)
         for request in requests:
             for answer in await self._engine.submit(
                 request,
@@ -231,9 +233,9 @@ class Choices:
                 indices=indices,
                 waited=waited,
                 may_fall_behind=not is_streamed,
-                may_grow=self._growth.may_grow,
+                may_grow=self._untaken_bytes.may_grow,
             ):
-                text = AnswerText(self._tokenizer, request.params, shown=self._shown, keeps_text=False)
+                text = AnswerText(self._tokenizer, request.params, shown=self._shown_ids, keeps_text=False)
                 reader = None if form is None else AnswerReader(form)
                 effort = 1 + (request.params.logprobs or 0)
                 self._choices.append(
@@ -245,15 +247,15 @@ class Choices:
 
     def submit_later(self, work: Callable[[], Awaitable[None]]) -> None:
         """Runs `work`, which calls `submit` in its own time; `wait` also waits for that, and `take` raises its error."""
-        self._later = asyncio.create_task(self._report(work))
+        self._submit_task = asyncio.create_task(self._run_submit(work))
 
-    async def _report(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _run_submit(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
         except (ApiError, WeftError) as error:
             self.fail(error)
         except Exception:
-            self.fail(ApiError.mistake())
+            self.fail(ApiError.internal_error())
             raise
 
     def fail(self, error: ApiError | WeftError) -> None:
@@ -310,8 +312,8 @@ class Choices:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._growth.refusal is not None:
-            raise self._growth.refusal
+        if self._untaken_bytes.refusal is not None:
+            raise self._untaken_bytes.refusal
 
     def take(self) -> list[Piece]:
         """What arrived since the last call, or as much of it as may be done at a time: the rest counts as arriving now.
@@ -319,13 +321,15 @@ class Choices:
         self._arrived.clear()
         self._raise_failure()
         pieces: list[Piece] = []
-        effort = _EFFORT
+        effort = _MAX_EFFORT
         choices = self._choices
-        for choice in choices[self._next :] + choices[: self._next] if self._next else choices:
+        for choice in (
+            choices[self._first_index :] + choices[: self._first_index] if self._first_index else choices
+        ):
             if choice.result is not None:
                 continue
             if effort <= 0:
-                self._next = choice.index
+                self._first_index = choice.index
                 self._arrived.set()
                 break
             piece = choice.take(effort)
@@ -338,7 +342,7 @@ class Choices:
 
     def cancel(self) -> None:
         """Ends what is not over, wherever it is."""
-        if self._later is not None:
-            self._later.cancel()
+        if self._submit_task is not None:
+            self._submit_task.cancel()
         for choice in self._choices:
             choice.cancel()

@@ -10,20 +10,20 @@ from collections.abc import Callable
 _SLICE_SECONDS = 0.004
 """One round of the event loop should take no longer: whoever is not paced (a new connection, a question for the
 server's health) needs about five rounds, and a server with hundreds of streams must not let it wait for each of them."""
-_FIRST_GUESS = 16
+_INITIAL_TURNS = 16
 
 
 class LoopTurns:
     """Lets so many go on in each round of the loop as the last rounds had time for. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._per_round = float(_FIRST_GUESS)
-        self._left = _FIRST_GUESS
+        self._per_iteration = float(_INITIAL_TURNS)
+        self._left = _INITIAL_TURNS
         self._waiting: deque[asyncio.Future[None] | Callable[[], object]] = deque()
         self._is_counting = False
         self._began = 0.0
 
-    async def turn(self) -> None:
+    async def wait(self) -> None:
         """Returns at once while the round has time, else in the first round that has, first come first served."""
         if not self._is_counting:
             self._count()
@@ -34,7 +34,7 @@ class LoopTurns:
         self._waiting.append(future)
         await future
 
-    def call(self, work: Callable[[], object]) -> None:
+    def call_in_turn(self, work: Callable[[], object]) -> None:
         """Calls `work` later, in the first round that has time: a turn for who has no task that would have to be woken."""
         if not self._is_counting:
             self._count()
@@ -42,11 +42,11 @@ class LoopTurns:
 
     def _count(self) -> None:
         self._is_counting, self._began = True, time.thread_time()
-        asyncio.get_running_loop().call_soon(self._next_round)
+        asyncio.get_running_loop().call_soon(self._next_iteration)
 
-    def _next_round(self) -> None:
-        self._learn()
-        self._left = int(self._per_round)
+    def _next_iteration(self) -> None:
+        self._adapt()
+        self._left = int(self._per_iteration)
         has_woken = False
         try:
             for _ in range(len(self._waiting)):  # whoever asks again meanwhile has had a turn
@@ -63,16 +63,16 @@ class LoopTurns:
         finally:
             self._is_counting = has_woken or bool(self._waiting)
             if self._is_counting:
-                asyncio.get_running_loop().call_soon(self._next_round)
+                asyncio.get_running_loop().call_soon(self._next_iteration)
             else:
-                self._learn()  # all that was to be done is done
+                self._adapt()  # all that was to be done is done
 
-    def _learn(self) -> None:
+    def _adapt(self) -> None:
         """How many a round has time for, from how long the last one took. The time of this thread: what others take from it
         on a busy machine they take from a short round too."""
         now = time.thread_time()
         seconds, self._began = now - self._began, now
         if seconds > _SLICE_SECONDS:
-            self._per_round = max(1.0, self._per_round * max(0.5, _SLICE_SECONDS / seconds))
+            self._per_iteration = max(1.0, self._per_iteration * max(0.5, _SLICE_SECONDS / seconds))
         elif self._waiting and not self._left:  # some were left over, though there was time
-            self._per_round += 1.0
+            self._per_iteration += 1.0

@@ -45,12 +45,12 @@ class GrammarChecker:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._trials: dict[bytes, _SharedTrial] = {}
 
-    async def check(self, grammar: Grammar, asker: str = "") -> Grammar:
+    async def check(self, grammar: Grammar, client_id: str = "") -> Grammar:
         """The grammar as the engine takes it. Raises InvalidRequestError for one that cannot be used."""
         key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = await self._tried(key, grammar, asker)
+            verdict = await self._shared_verdict(key, grammar, client_id)
         else:
             self._verdicts.move_to_end(key)
         if not isinstance(verdict, Accepted):
@@ -64,11 +64,11 @@ class GrammarChecker:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._workers.close()
 
-    async def _tried(self, key: bytes, grammar: Grammar, asker: str) -> Verdict:
+    async def _shared_verdict(self, key: bytes, grammar: Grammar, client_id: str) -> Verdict:
         """Several requests may ask for the same grammar at once. The trial is dropped when all of them are gone."""
         trial = self._trials.get(key)
         if trial is None:
-            trial = _SharedTrial(asyncio.create_task(self._try_out(key, grammar, asker)))
+            trial = _SharedTrial(asyncio.create_task(self._compile(key, grammar, client_id)))
             self._trials[key] = trial
         trial.num_waiting += 1
         try:
@@ -79,32 +79,32 @@ class GrammarChecker:
                 trial.task.cancel()
                 del self._trials[key]
 
-    async def _try_out(self, key: bytes, grammar: Grammar, asker: str) -> Verdict:
+    async def _compile(self, key: bytes, grammar: Grammar, client_id: str) -> Verdict:
         first = (seconds for seconds in _FIRST_SECONDS if seconds < self._compile_seconds)
         is_slow = False
         for seconds in (*first, self._compile_seconds):
             try:
-                outcome = await self._ask(Trial(grammar, seconds), asker)
+                outcome = await self._run_trial(Trial(grammar, seconds), client_id)
             except TimeoutError:  # a process that was stuck, whatever the grammar is
                 is_slow = True
                 continue
             if not isinstance(outcome, Unfinished):
-                return self._remembered(key, outcome)
+                return self._cached(key, outcome)
             if not outcome.is_out_of_time:
                 return _too_complex("it takes more memory than there is for it")
         refusal = _too_complex(f"it takes more than {self._compile_seconds:g} s to compile")
-        return refusal if is_slow else self._remembered(key, refusal)
+        return refusal if is_slow else self._cached(key, refusal)
 
-    async def _ask(self, trial: Trial, asker: str) -> Outcome:
-        answer = await self._workers.ask(
+    async def _run_trial(self, trial: Trial, client_id: str) -> Outcome:
+        result = await self._workers.run(
             msgspec.msgpack.encode(trial),
-            asker=asker,
+            client_id=client_id,
             cost=trial.seconds,
             seconds=self._stuck_seconds,
         )
-        return self._outcomes.decode(answer)
+        return self._outcomes.decode(result)
 
-    def _remembered(self, key: bytes, verdict: Verdict) -> Verdict:
+    def _cached(self, key: bytes, verdict: Verdict) -> Verdict:
         self._verdicts[key] = verdict
         while len(self._verdicts) > _MAX_VERDICTS:
             self._verdicts.popitem(last=False)

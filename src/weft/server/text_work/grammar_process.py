@@ -19,7 +19,7 @@ from weft.errors import InvalidRequestError
 from weft.loading.checkpoint import open_checkpoint
 from weft.request import Grammar
 from weft.server.text_work.text_process import Refusal
-from weft.server.text_work.worker import answer_all, ignore_signals
+from weft.server.text_work.worker import ignore_signals, serve_jobs
 from weft.text.grammar import GrammarCompiler, as_lark
 from weft.text.model_text import open_tokenizer
 
@@ -56,7 +56,7 @@ def _verdict(compiler: GrammarCompiler, grammar: Grammar) -> Verdict:
     return Accepted()
 
 
-def _try_out(compiler: GrammarCompiler, trial: Trial) -> bytes:
+def _compile_in_child(compiler: GrammarCompiler, trial: Trial) -> bytes:
     """The outcome, from a child of this process: to start one takes no more than to copy the tables of its memory."""
     source, drain = os.pipe()
     child = os.fork()
@@ -87,7 +87,7 @@ def main() -> None:
     with suppress(InvalidRequestError):  # each grammar will get the same error
         compiler.compile(Grammar("regex", "a"))  # reads the vocabulary, for all children
     trials = msgspec.msgpack.Decoder(Trial)
-    answer_all(lambda question: _try_out(compiler, trials.decode(question)))
+    serve_jobs(lambda job: _compile_in_child(compiler, trials.decode(job)))
 
 
 if __name__ == "__main__":

@@ -13,15 +13,15 @@ CHEAP_SECONDS = 0.05
 _LEAST_SECONDS = 1e-4
 
 
-class _Waiting:
-    def __init__(self, asker: str, cost: float, since: float) -> None:
-        self.asker = asker
+class _WaitingWork:
+    def __init__(self, client_id: str, cost: float, since: float) -> None:
+        self.client_id = client_id
         self.cost = max(cost, _LEAST_SECONDS)
         self.since = since
-        self.may_go: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-class Places:
+class WorkSlots:
     """`count` pieces of work at once. Belongs to one event loop.
 
     Askers share the places by the seconds that their work costs (start-time fair queueing). Of one asker's work the piece
@@ -33,26 +33,26 @@ class Places:
         self._clock = clock
         self._num_free = count
         self._num_for_costly = max(1, count - 1)
-        self._waiting: list[_Waiting] = []
-        self._used: dict[str, float] = {}
+        self._waiting: list[_WaitingWork] = []
+        self._virtual_times: dict[str, float] = {}
         """Virtual time: the seconds that each asker was given, while some work waits."""
         self._now = 0.0
 
-    async def take(self, asker: str, cost: float) -> None:
+    async def take(self, client_id: str, cost: float) -> None:
         """Waits for a place for work of about `cost` seconds. The caller calls `free` with the same cost; not where this
         was cancelled."""
-        waiting = _Waiting(asker, cost, self._clock())
+        waiting = _WaitingWork(client_id, cost, self._clock())
         if not self._waiting:
-            self._used.clear()
+            self._virtual_times.clear()
             self._now = 0.0
-        if all(other.asker != asker for other in self._waiting):
-            self._used[asker] = max(self._used.get(asker, 0.0), self._now)
+        if all(other.client_id != client_id for other in self._waiting):
+            self._virtual_times[client_id] = max(self._virtual_times.get(client_id, 0.0), self._now)
         self._waiting.append(waiting)
-        self._let_through()
+        self._grant_slots()
         try:
-            await waiting.may_go
+            await waiting.granted
         except asyncio.CancelledError:
-            if not waiting.may_go.cancelled():  # it got the place at the moment of its cancellation
+            if not waiting.granted.cancelled():  # it got the place at the moment of its cancellation
                 self.free(cost)
             elif waiting in self._waiting:
                 self._waiting.remove(waiting)
@@ -61,24 +61,27 @@ class Places:
     def free(self, cost: float) -> None:
         self._num_free += 1
         self._num_for_costly += cost > CHEAP_SECONDS
-        self._let_through()
+        self._grant_slots()
 
-    def _let_through(self) -> None:
+    def _grant_slots(self) -> None:
         while self._num_free and (waiting := self._next()) is not None:
             self._waiting.remove(waiting)
-            if waiting.may_go.done():  # cancelled; its task has not run since
+            if waiting.granted.done():  # cancelled; its task has not run since
                 continue
             self._num_free -= 1
             self._num_for_costly -= waiting.cost > CHEAP_SECONDS
-            self._now = max(self._now, self._used[waiting.asker])
-            self._used[waiting.asker] += waiting.cost
-            waiting.may_go.set_result(None)
+            self._now = max(self._now, self._virtual_times[waiting.client_id])
+            self._virtual_times[waiting.client_id] += waiting.cost
+            waiting.granted.set_result(None)
 
-    def _next(self) -> _Waiting | None:
+    def _next(self) -> _WaitingWork | None:
         now = self._clock()
-        may_go = (one for one in self._waiting if self._num_for_costly or one.cost <= CHEAP_SECONDS)
+        granted = (one for one in self._waiting if self._num_for_costly or one.cost <= CHEAP_SECONDS)
         return min(
-            may_go,
-            key=lambda one: (self._used[one.asker], one.cost / (now - one.since + _LEAST_SECONDS)),
+            granted,
+            key=lambda one: (
+                self._virtual_times[one.client_id],
+                one.cost / (now - one.since + _LEAST_SECONDS),
+            ),
             default=None,
         )

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from weft.errors import InvalidRequestError, WeftError
-from weft.server.text_work.places import Places
+from weft.server.text_work.places import WorkSlots
 
 _START_SECONDS = 60.0
 _RESTART_SECONDS = 1.0
@@ -32,24 +32,24 @@ class Worker:
         self._process: asyncio.subprocess.Process | None = None
         self._ending: set[asyncio.Task[int]] = set()
 
-    async def ask(self, *question: bytes | bytearray, seconds: float) -> bytes:
+    async def run(self, *job: bytes | bytearray, seconds: float) -> bytes:
         """The answer to a question, whose parts are sent as one; TimeoutError where it takes longer than `seconds`,
         without the start of the process. A question that gets no answer, or is cancelled, ends the process: its answer
         must not be taken for the next one's."""
-        is_answered = False
+        is_done = False
         try:
-            process = await self._running()
+            process = await self._started_process()
             async with asyncio.timeout(seconds):
-                answer = await _asked(process, question)
-            is_answered = True
-            return answer
+                result = await _exchange(process, job)
+            is_done = True
+            return result
         except TimeoutError:
             raise  # an OSError too, by its class
         # A RuntimeError is a thread that cannot be started; the next question tries again.
         except (OSError, RuntimeError, MemoryError, asyncio.IncompleteReadError) as error:
             raise WeftError("a process of the server died over this request; try again") from error
         finally:
-            if not is_answered:
+            if not is_done:
                 self._kill()
 
     async def close(self) -> None:
@@ -57,7 +57,7 @@ class Worker:
         self._kill()
         await asyncio.gather(*self._ending)
 
-    async def _running(self) -> asyncio.subprocess.Process:
+    async def _started_process(self) -> asyncio.subprocess.Process:
         process = self._process
         if process is None or process.returncode is not None:
             self._process = process = await asyncio.create_subprocess_exec(
@@ -68,7 +68,7 @@ class Worker:
             )
             try:
                 async with asyncio.timeout(_START_SECONDS):
-                    await _asked(process, ())
+                    await _exchange(process, ())
             except TimeoutError:
                 raise WeftError("a process of the server does not start; try again") from None
         return process
@@ -95,55 +95,55 @@ class Workers:
     def __init__(self, module: str, *arguments: str, count: int = 1) -> None:
         self._workers = tuple(Worker(module, *arguments) for _ in range(count))
         self._idle = list(self._workers)
-        self._places = Places(count)
-        self._answering: dict[asyncio.Task[bytes], tuple[Worker, float]] = {}
+        self._slots = WorkSlots(count)
+        self._running_jobs: dict[asyncio.Task[bytes], tuple[Worker, float]] = {}
         """The process and the cost of each question that is being answered."""
 
-    async def ask(self, *question: bytes | bytearray, asker: str, cost: float, seconds: float) -> bytes:
+    async def run(self, *job: bytes | bytearray, client_id: str, cost: float, seconds: float) -> bytes:
         """As `Worker.ask`, for a question that takes about `cost` seconds. Cancelled, a question that waits is dropped. One
         that is being answered ends with its process where a new process costs less than the answer."""
-        await self._places.take(asker, cost)
+        await self._slots.take(client_id, cost)
         worker = self._idle.pop()  # the one used last: another is started only where it is busy
-        answering = asyncio.create_task(worker.ask(*question, seconds=seconds))
-        self._answering[answering] = worker, cost
-        answering.add_done_callback(self._end)
+        running = asyncio.create_task(worker.run(*job, seconds=seconds))
+        self._running_jobs[running] = worker, cost
+        running.add_done_callback(self._end)
         try:
-            return await asyncio.shield(answering)
+            return await asyncio.shield(running)
         except asyncio.CancelledError:
             if cost > _RESTART_SECONDS:
-                answering.cancel()
+                running.cancel()
             raise
 
     async def close(self) -> None:
         """Ends the processes and waits until they are gone."""
-        answering = tuple(self._answering)
-        for task in answering:
+        running = tuple(self._running_jobs)
+        for task in running:
             task.cancel()
-        await asyncio.gather(*answering, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         for worker in self._workers:
             await worker.close()
 
-    def _end(self, answering: asyncio.Task[bytes]) -> None:
-        worker, cost = self._answering.pop(answering)
-        if not answering.cancelled():
-            answering.exception()  # its client may have left: asyncio would log an error that no task retrieved
+    def _end(self, running: asyncio.Task[bytes]) -> None:
+        worker, cost = self._running_jobs.pop(running)
+        if not running.cancelled():
+            running.exception()  # its client may have left: asyncio would log an error that no task retrieved
         self._idle.append(worker)
-        self._places.free(cost)
+        self._slots.free(cost)
 
 
-async def _asked(process: asyncio.subprocess.Process, question: Sequence[bytes | bytearray]) -> bytes:
+async def _exchange(process: asyncio.subprocess.Process, job: Sequence[bytes | bytearray]) -> bytes:
     """The answer; for no question the first word of a process that is ready."""
     assert process.stdin is not None and process.stdout is not None
-    if question:
-        process.stdin.write(_LENGTH.pack(sum(map(len, question))))
-        for part in question:
+    if job:
+        process.stdin.write(_LENGTH.pack(sum(map(len, job))))
+        for part in job:
             process.stdin.write(part)
         await process.stdin.drain()
     (size,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
     return await process.stdout.readexactly(size)
 
 
-def packed(message: Any, asked: msgspec.Struct) -> bytes:
+def encode_message(message: Any, asked: msgspec.Struct) -> bytes:
     """A message between the server and such a process. Raises InvalidRequestError that names the field of `asked`, which
     is part of it, that fits no message."""
     try:
@@ -161,13 +161,13 @@ def packed(message: Any, asked: msgspec.Struct) -> bytes:
     raise InvalidRequestError("the body is nested too deeply; send it flatter")
 
 
-def answer_all(answer: Callable[[bytes], bytes]) -> None:
+def serve_jobs(result: Callable[[bytes], bytes]) -> None:
     """The main loop of the process: reports that it is ready, then answers questions until its input ends."""
     source = sys.stdin.buffer
     _write(b"")
     while True:
         (size,) = _LENGTH.unpack(_read(source, _LENGTH.size))
-        _write(answer(_read(source, size)))
+        _write(result(_read(source, size)))
 
 
 def ignore_signals() -> None:
