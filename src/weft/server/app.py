@@ -1,4 +1,4 @@
-"""The routes, and one request from its body to its answer."""
+"""The routes, and the handling of one request from its body to its response."""
 
 from __future__ import annotations
 
@@ -43,24 +43,25 @@ from weft.server.stream.whole_answer import WholeAnswer, smallest_size
 from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 1.0
-"""A stream's status waits this long for the engine to refuse the request; a refusal that is later is an event."""
+"""How long a stream delays its status line. If the engine refuses the request by then, the response has an error
+status. A later refusal is sent as an event."""
 _BYTES_PER_TOKEN = 4
-"""Of a body, as a first guess at how many tokens `/tokenize` makes of it."""
+"""Estimate for `/tokenize`: bytes of the body per token. It sizes the reservation of tokens before the work."""
 _EXPOSED = (
     *("x-request-id", "retry-after", "warning"),
     *(
-        f"x-ratelimit-{what}-{of}"
-        for what in ("limit", "remaining", "reset")
-        for of in ("requests", "tokens")
+        f"x-ratelimit-{value}-{unit}"
+        for value in ("limit", "remaining", "reset")
+        for unit in ("requests", "tokens")
     ),
 )
-"""Headers that a web page may read."""
+"""Response headers that a web page of an allowed origin may read."""
 
 T = TypeVar("T", TokenizeRequest, DetokenizeRequest)
 
 
 class ServerApp:
-    """Owns what all requests share. Belongs to one event loop."""
+    """Owns the state that all requests share. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class ServerApp:
         self.text = text
         self.engine = engine
         self.is_draining = False
-        assert engine.info is not None, "the engine has told what it has before there is a server"
+        assert engine.info is not None, "the engine must be started before the server"
         self._bodies = BodyReader()
         self._preparer = Preparer(
             settings, text, suggestions, engine.max_sequence_length, engine.info.vocabulary_size
@@ -87,15 +88,15 @@ class ServerApp:
         self._active_requests = ActiveRequests(settings, engine, self._metrics, time.monotonic)
 
     async def wait_until_idle(self, seconds: float) -> bool:
-        """Whether all requests ended in time."""
+        """Returns whether all active requests ended within `seconds`."""
         return await self._active_requests.wait_until_idle(seconds)
 
     async def watch_loop(self) -> None:
-        """Measures how late the event loop is, for as long as it is not cancelled."""
+        """Measures the lag of the event loop until it is cancelled."""
         await watch_lag(self._metrics.loop_lag.observe, lambda: len(self._active_requests) > 0)
 
     async def close(self) -> None:
-        """Ends the processes beside the engine's."""
+        """Ends the worker processes."""
         await self._bodies.close()
         await self._preparer.close()
 
@@ -163,7 +164,7 @@ class ServerApp:
         record = current_record()
         active = self._active_requests.begin(key, choices, record.request_id if record.is_id_given else None)
         if not record.is_id_given:
-            record.request_id = active.id  # the answer's own id ends with it
+            record.request_id = active.id  # the id in the response ends with it
         outcome: Outcome = None
         is_handed_on = False
         try:
@@ -180,7 +181,7 @@ class ServerApp:
                 beginning = self._begin(api_request, size, active, answer_bytes, client_id)
                 prepared = await unless_disconnected(request.receive, beginning)
                 record.is_streamed = prepared.is_streamed
-                # Tokens are all that is needed from here on.
+                # From here on only the tokens are needed: free the body.
                 del body, api_request
                 request.scope[BODY].release()
                 headers |= active.headers
@@ -210,7 +211,7 @@ class ServerApp:
             if not is_handed_on:
                 choices.cancel()
                 self._active_requests.end(active, outcome)
-            outcome = None  # an error and a frame that know each other would stay as garbage
+            outcome = None  # its traceback refers to this frame: a reference cycle
 
     async def _begin(
         self,
@@ -220,7 +221,7 @@ class ServerApp:
         answer_bytes: RequestBytes,
         client_id: str,
     ) -> Prepared:
-        """Everything until the engine has the request and did not refuse it, or it waits for its turn."""
+        """Prepares the request and submits it, or leaves it waiting at the gate. Raises if the engine refuses it."""
         self._check_model(api_request.model)
         async with active.until_deadline():
             prepared = await self._preparer.prepare(api_request, size, active.id, active.key, client_id)
@@ -241,7 +242,7 @@ class ServerApp:
     def _end(
         self, outcome: Outcome, builder: ResponseBuilder, active: ActiveRequest, is_streamed: bool = True
     ) -> None:
-        """Books how a request ended."""
+        """Records the outcome of a request in the metrics and in its log record."""
         self._active_requests.end(active, outcome)
         record = current_record()
         record.is_client_gone = outcome is None
@@ -257,21 +258,23 @@ class ServerApp:
                 self._metrics.first_token(first)
 
     def _check_open(self) -> None:
-        """Refuses new work where it could not be done."""
+        """Raises a 503 while the engine is not ready or the server drains."""
         self._check_not_draining()
         if self.engine.state is not EngineState.READY:
             raise ApiError(503, "the engine is starting; try again", code="engine_not_ready")
 
     def _check_not_draining(self) -> None:
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down; ask another", code="draining")
+            raise ApiError(
+                503, "the server is shutting down; send the request to another server", code="draining"
+            )
 
     def _retry_seconds(self) -> float:
-        """When whoever is refused now should come back."""
+        """Seconds after which a client that is refused now should retry."""
         if self.engine.state is not EngineState.READY:
             return self.engine.seconds_until_ready
         seconds = self._active_requests.completion_rate.seconds_for(len(self._active_requests))
-        # By then whoever stops this server has started another.
+        # A server that drains is usually replaced within its drain time.
         return max(seconds, self.settings.drain_seconds) if self.is_draining else seconds
 
     def _check_model(self, name: str | None) -> None:
@@ -307,7 +310,7 @@ class ServerApp:
         kind: type[T],
         work: Callable[[T, int, ActiveRequest], Awaitable[dict[str, Any]]],
     ) -> Response:
-        """A request for text work alone: it takes a place as all others do, and tokens of its key's minute."""
+        """Handles a request that needs text work only. It counts as an active request and uses the token budget of its key."""
         key: ApiKey | None = request.scope[KEY]
         self._check_not_draining()
         self._active_requests.check_capacity(key)
@@ -322,7 +325,7 @@ class ServerApp:
                 )
                 self._check_model(api_request.model)
                 content = await unless_disconnected(request.receive, work(api_request, len(body), active))
-                choices.check()  # an operator may have ended it
+                choices.check()  # raises if an operator cancelled the request
             self._active_requests.end(active, [])
             return json_response(content, headers=active.headers)
         except ApiError as error:
@@ -330,10 +333,10 @@ class ServerApp:
             error.headers |= active.headers
             raise
         finally:
-            self._active_requests.end(active, None)  # where neither happened, the client is gone
+            self._active_requests.end(active, None)  # no effect unless the client disconnected
 
     async def _tokenizer_info(self, request: Request) -> Response:
-        """As vLLM has it: clients that count tokens (lm-eval) look here before they ask for a tokenizer's files."""
+        """The same route as in vLLM. Clients that count tokens (lm-eval) call it before they load tokenizer files."""
         names = self.text.tokenizer.specials.names
         known = {name: names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         return json_response({**known, "vocab_size": self.text.tokenizer.vocabulary_size})
@@ -361,7 +364,8 @@ class ServerApp:
     async def _ready(self, request: Request) -> Response:
         self._check_open()
         if not self.engine.is_responding:
-            raise ApiError(503, "the engine does not respond; ask another", code="engine_not_responding")
+            message = "the engine does not respond; send requests to another server"
+            raise ApiError(503, message, code="engine_not_responding")
         self._active_requests.check_capacity(request.scope[KEY])
         return json_response({"status": "ready"})
 
@@ -378,13 +382,13 @@ class ServerApp:
     async def _cancel_request(self, request: Request) -> Response:
         name = request.path_params["id"]
         if not self._active_requests.cancel(name):
-            message = f"no request {name!r:.80} is under way; GET /admin/requests lists those that are"
+            message = f"there is no active request {name!r:.80}; GET /admin/requests lists the active ones"
             raise ApiError(404, message, code="request_not_found")
         return json_response({"id": name, "object": "request", "cancelled": True})
 
     @cached_property
     def _document(self) -> bytes:
-        """Made when somebody asks: a start should not wait for it."""
+        """Built on the first request, so that it does not delay the start of the server."""
         from weft.server.api import openapi
 
         return msgspec.json.encode(openapi.document(self._routes, needs_key=bool(self.settings.api_keys)))
@@ -405,7 +409,7 @@ class ServerApp:
 
 
 def _client_id(request: Request) -> str:
-    """What shares the work beside the event loop: the key, or the machine where there are no keys."""
+    """Identifies the client for fair sharing of text work: the name of its key, or its address if there are no keys."""
     key: ApiKey | None = request.scope[KEY]
     if key is not None:
         return key.name
@@ -414,7 +418,7 @@ def _client_id(request: Request) -> str:
 
 async def _respond_with_http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
-        message = f"there is no {request.url.path!r:.200} here"
+        message = f"there is no route {request.url.path!r:.200}; /docs lists the routes"
     elif error.status_code == 405:
         message = f"{request.method} is not allowed for {request.url.path!r:.200}"
     else:

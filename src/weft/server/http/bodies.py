@@ -1,8 +1,8 @@
-"""Bodies of requests: read into what they ask without holding up the event loop, and all together within a bound.
+"""Parses request bodies without blocking the event loop.
 
-A parser keeps the interpreter to itself: 16 MB of small numbers take 0.4 s, in which no stream moves, and become 25 times
-as much memory. Large bodies are therefore read in a process of their own (this module, run), one at a time; what comes
-back from there is what the server can use, or the refusal.
+A parser holds the interpreter lock: 16 MB of small numbers take 0.4 s, in which no stream advances, and 25 times as much
+memory. A worker process (this module as `__main__`) therefore parses large bodies, one at a time. It sends back the
+parsed request or the error.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from weft.server.errors import ApiError
 from weft.server.text_work.worker import Workers, encode_message, ignore_signals, serve_jobs
 
 _SMALL_BYTES = 256 << 10
-"""Up to this size reading takes a few milliseconds at worst."""
+"""A body of up to this size is parsed in at most a few milliseconds."""
 _MAX_VALUES = 1 << 18
-"""Numbers, strings, lists and objects in a large body: to hand over more would take the time that was to be saved."""
+"""Limit for the values in a large body. The transfer of more values from the worker process would block as long as parsing."""
 _CONTAINER_WEIGHT = 4
-"""A list, an object, and each entry of an object count as so many values: they take as long."""
+"""A list, an object, and each entry of an object count as this many values, by the time that they take."""
 _SECONDS_PER_BYTE = 2.5e-8
 _SECONDS = 60.0
 
@@ -31,7 +31,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def read_body(request: Request) -> bytearray:
-    """All of it, once: `request.body()` joins what it collected, and keeps it as long as the request."""
+    """Reads the whole body. Unlike `request.body()`, it makes no second copy and the request keeps no reference."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -50,28 +50,28 @@ class _BodyError(msgspec.Struct, frozen=True, tag=True):
 
 
 class BodyReader:
-    """Owns the process that reads large bodies, which starts when the first comes."""
+    """Owns the worker process for large bodies. It starts with the first large body."""
 
     def __init__(self) -> None:
         self._workers = Workers("weft.server.http.bodies")
         self._decoder = msgspec.msgpack.Decoder(_ParsedBody | _BodyError)
 
     async def read(self, kind: type[T], body: bytearray, client_id: str) -> tuple[T, list[str]]:
-        """As `schema.read`."""
+        """Does the same as `schema.read`."""
         if len(body) <= _SMALL_BYTES:
             return schema.read(kind, bytes(body))
         name, cost = kind.__name__.encode() + b"\n", _SECONDS_PER_BYTE * len(body)
         try:
             content = await self._workers.run(name, body, client_id=client_id, cost=cost, seconds=_SECONDS)
         except TimeoutError:
-            message = f"the body took more than {_SECONDS:g} s to read; send it again later"
+            message = f"parsing the body took more than {_SECONDS:g} s; send it again later"
             raise ApiError(503, message, code="server_busy") from None
         try:
             result = self._decoder.decode(content)
             if isinstance(result, _ParsedBody):
                 return msgspec.msgpack.decode(result.fields, type=kind), result.unknown
-        except RecursionError:  # the process, which does little else, had room for it
-            message = "the body is nested too deeply; send it flatter"
+        except RecursionError:  # the worker process has a shallower stack, so it could parse the body
+            message = "the body is nested too deeply; use fewer levels"
             raise ApiError(400, message, code="invalid_json") from None
         raise ApiError(400, result.message, param=result.param, code=result.code)
 
@@ -88,8 +88,8 @@ def _parse(job: bytes) -> bytes:
         upper_bound = body.count(b",") + 1 + _CONTAINER_WEIGHT * sum(map(body.count, (b"[", b"{", b":")))
         if upper_bound > _MAX_VALUES and _has_too_many_values(api_request):
             message = (
-                f"the body has more than {_MAX_VALUES} values; allowed: {_MAX_VALUES}, where a list, an object and an "
-                f"entry of an object count as {_CONTAINER_WEIGHT}; send several requests"
+                f"the body has more than {_MAX_VALUES} values; allowed: {_MAX_VALUES}. A list, an object, and an entry "
+                f"of an object count as {_CONTAINER_WEIGHT} each. Split it into several requests"
             )
             raise ApiError(400, message, code="body_too_large")
         content = encode_message(api_request, api_request)
@@ -101,7 +101,7 @@ def _parse(job: bytes) -> bytes:
 
 
 def _has_too_many_values(api_request: msgspec.Struct) -> bool:
-    """Without recursion: a body may be nested as deeply as the parser lets it."""
+    """Counts without recursion: the client chooses how deeply a body is nested."""
     count = 0
     unseen: list[Any] = [[getattr(api_request, name) for name in api_request.__struct_fields__]]
     while unseen and count <= _MAX_VALUES:
@@ -114,5 +114,5 @@ def _has_too_many_values(api_request: msgspec.Struct) -> bool:
 
 if __name__ == "__main__":
     ignore_signals()
-    gc.disable()  # nothing refers back in what is read here, and looking for it takes longer than reading
+    gc.disable()  # parsed bodies have no reference cycles, and a collection takes longer than parsing
     serve_jobs(_parse)
