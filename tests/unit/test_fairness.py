@@ -50,11 +50,11 @@ class Paper:
 
     def look(self) -> None:
         """What may go goes."""
-        while ready := [one for one in self.waiting if one[1].num_released]:
+        while ready := [one for one in self.waiting if one[1].num_to_submit]:
             for name, ticket in sorted(ready, key=lambda one: one[1].order[1]):
                 if not ticket.num_waiting:
                     self.waiting.remove((name, ticket))
-                count = ticket.num_released
+                count = ticket.num_to_submit
                 self.running += [(name, ticket)] * count
                 self.gate.submitted(ticket, count)
                 self.gone += [name] * count
@@ -191,7 +191,7 @@ def test_a_thousand_answers_of_one_request_do_not_keep_another_key_waiting_for_m
         while engine.running:
             engine.end_one()
         assert engine.gone.count("a") == 1000 and big.is_over
-        assert engine.gate.num_waiting == engine.gate._num_tokens == engine.gate._num_released == 0
+        assert engine.gate.num_waiting == engine.gate._num_tokens == engine.gate._num_to_submit == 0
 
     run(story)
 

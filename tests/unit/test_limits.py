@@ -54,7 +54,7 @@ def test_requests_beyond_those_allowed_at_once_wait_for_one_to_end() -> None:
     key = limits(VirtualClock(), concurrent=2, requests_per_minute=10)
     key.num_open = 2
     error = refusal(key.take_request)
-    assert error.retry_after is None and "2 requests under way" in error.message
+    assert error.retry_after is None and "2 active requests" in error.message
     key.num_open = 1
     key.take_request()
     assert key.headers()["x-ratelimit-remaining-requests"] == "9"

@@ -1,4 +1,4 @@
-"""The requests under way: who sent each, what it may use, where it is, and what it gives back when it ends."""
+"""The active requests: the key, limits, deadline and progress of each, and the accounting when it ends."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from weft.server.stream.choices import Choices
 from weft.text.answer_reader import AnswerForm
 
 Outcome = list[GenerationResult] | ApiError | None
-"""How a request ended; None: nobody was there any more."""
+"""How a request ended; None: the client disconnected."""
 
 _DEFAULT_ANSWER_TOKENS = 512
-"""Tokens that an answer without max_tokens reserves of its key's minute, until it is known how many it had."""
+"""Tokens that an answer without max_tokens reserves from the rate limit of its key. The end of the request corrects it."""
 _MAX_OPEN_PER_FREE = 4
-"""With several keys none may have more than so many times as many requests open as there are places free: a flood of one
-leaves the others a fifth of the places."""
+"""With several keys, a key may have at most this many active requests per free one. A flood of one key thus leaves a fifth
+of `max_requests` to the others."""
 _GRACE_SECONDS = 1.0
-"""The engine keeps deadlines; so much later the server does, whether the engine answers or not."""
+"""The engine enforces deadlines. The server ends a request this much later if the engine did not."""
 _WAKE_EVERY = 64
 _WAKE_EVERY_FOR_STOPS = 8
-"""Tokens after which an answer that nobody streams is looked at. A stop string, or the last call of a tool, is found in
-the text, so that an answer runs on for up to so many tokens behind it."""
+"""Tokens after which the server reads an answer that is not streamed. It finds stop strings and the last tool call in the
+text, so an answer may run past its end by up to this many tokens."""
 
 
 class ActiveRequest:
-    """One request from the moment its body is read until its answer is out. Whoever entered it calls `leave`."""
+    """One request from the end of its body to the end of its response. The caller of `ActiveRequests.begin` calls `end`."""
 
     def __init__(
         self,
@@ -51,24 +51,25 @@ class ActiveRequest:
     ) -> None:
         self.id = uuid.uuid4().hex
         self.given_id = given_id
-        """What its client calls it."""
+        """The id in the client's X-Request-Id header."""
         self.key = key
         self.limits = limits
         self.choices = choices
         self.began = began
         self.requests: Sequence[InferenceRequest] = ()
-        """Once they are known."""
+        """Set when the request is prepared."""
         self.text_tokens = 0
-        """Of a request that asks for tokens or text alone."""
+        """Tokens of a /tokenize or /detokenize request."""
         self.reserved = 0
+        """Tokens reserved from the rate limit of the key."""
         self.ticket: GateTicket | None = None
         self.deadline: float | None = None
         self.expiry: asyncio.TimerHandle | None = None
-        """Ends the answer once the deadline has passed."""
+        """Timer that ends the request after its deadline."""
 
     @asynccontextmanager
     async def until_deadline(self) -> AsyncIterator[None]:
-        """Raises a 504 where what is done inside lasts beyond the deadline."""
+        """Raises a 504 if the code inside runs past the deadline."""
         expires_at = None if self.expiry is None else self.expiry.when()
         try:
             async with asyncio.timeout_at(expires_at) as limit:
@@ -90,7 +91,7 @@ class ActiveRequest:
         return self.limits.headers() if self.limits else {}
 
     def described(self, now: float) -> dict[str, Any]:
-        """For operators."""
+        """The entry of the request in /admin/requests."""
         num_tokens = self.choices.num_tokens
         state = "running" if num_tokens else "waiting" if self.requests else "preparing"
         return {
@@ -106,12 +107,12 @@ class ActiveRequest:
 
 
 class ActiveRequests:
-    """Owns what is open. Belongs to one event loop."""
+    """Owns the active requests. Belongs to one event loop."""
 
     def __init__(
         self, settings: ServerSettings, engine: EngineClient, metrics: ServerMetrics, clock: Clock
     ) -> None:
-        assert engine.info is not None, "it has started"
+        assert engine.info is not None, "the engine must be started"
         self.completion_rate = CompletionRate(clock)
         self._settings = settings
         self._engine = engine
@@ -135,7 +136,7 @@ class ActiveRequests:
         return len(self._open)
 
     async def wait_until_idle(self, seconds: float) -> bool:
-        """Whether all ended in time."""
+        """Returns whether all requests ended within `seconds`."""
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
@@ -143,22 +144,23 @@ class ActiveRequests:
         return True
 
     def check_capacity(self, key: ApiKey | None) -> None:
-        """Refuses what there is no place for; asked before a body is read."""
+        """Raises a 429 if one more request of `key` does not fit. Called before a body is read."""
         max_requests = self._settings.max_requests
         free = max_requests - len(self._open)
         num_own = self._limits[key.name].num_open if key else 0
         if free > 0 and (len(self._limits) < 2 or num_own < _MAX_OPEN_PER_FREE * free):
             return
-        of_key = f", {num_own} of them of the key {key.name!r}" if key else ""
+        of_key = f", {num_own} of them with the key {key.name!r}" if key else ""
         raise ApiError(
             429,
-            f"{len(self._open)} requests are under way{of_key}; allowed: {max_requests}; try again later",
+            f"the server has {len(self._open)} active requests{of_key}; allowed: {max_requests} "
+            "for all keys together (max_requests); try again later",
             code="queue_full",
         )
 
     def begin(self, key: ApiKey | None, choices: Choices, given_id: str | None = None) -> ActiveRequest:
-        """One more request. Raises a 429 where there is no place, or its key has no more to ask."""
-        self.check_capacity(key)  # others may have come in while the body did
+        """Adds a request. Raises a 429 if it does not fit, or if its key has reached a limit."""
+        self.check_capacity(key)  # again: other requests may have arrived while the body was read
         limits = self._limits[key.name] if key else None
         if limits is not None:
             limits.take_request()
@@ -169,7 +171,7 @@ class ActiveRequests:
         return active
 
     def set_deadline(self, active: ActiveRequest, seconds: float | None) -> None:
-        """The request ends so long after it came in, and the grace, whatever the engine does."""
+        """Ends the request `seconds` after its arrival, plus the grace, even if the engine does not respond."""
         active.deadline = self._settings.engine.request_timeout if seconds is None else seconds
         if active.deadline is not None:
             left = active.began + max(0.0, active.deadline) + _GRACE_SECONDS - self._clock()
@@ -185,8 +187,8 @@ class ActiveRequests:
         *,
         is_streamed: bool,
     ) -> None:
-        """Hands the request to the engine: at once, or, when others are before it, in its turn, which is not waited
-        for. `form` is that of its answers."""
+        """Submits the request to the engine. If the gate holds it back, a background task submits its answers when they
+        are released. `form` is the form of its answers."""
         active.choices.check()
         active.requests = requests
         if active.limits is not None:
@@ -215,15 +217,15 @@ class ActiveRequests:
             active.choices.submit_later(work)
 
     def reserve(self, active: ActiveRequest, num_tokens: int) -> None:
-        """Takes so many tokens of the key's minute for text work, or raises a 429. In the end the request costs its
-        `text_tokens`."""
+        """Reserves tokens from the rate limit of the key for text work, or raises a 429. At its end the request is charged
+        its `text_tokens`."""
         active.text_tokens = num_tokens
         if active.limits is not None:
             active.reserved = active.limits.reserve(num_tokens)
 
     def end(self, active: ActiveRequest, outcome: Outcome) -> None:
-        """It is over. Who got an error of the server's pays nothing, and who was refused; everyone else what was computed
-        until then, however it ended: a deadline would otherwise make everything free."""
+        """Removes a request. One that was refused or failed by a fault of the server is charged nothing. Any other is
+        charged what was computed, even if it ended by its deadline: otherwise a short deadline would make it free."""
         if self._open.pop(active.id, None) is None:
             return
         if active.expiry is not None:
@@ -249,7 +251,7 @@ class ActiveRequests:
         return [active.described(now) for active in self._open.values()]
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a request on behalf of an operator; False where there is none with this id."""
+        """Cancels a request for an operator. Returns False if there is none with this id."""
         active = self._open.get(request_id)
         if active is None:
             return False
@@ -261,31 +263,31 @@ class ActiveRequests:
     async def _submit_when_released(
         self, active: ActiveRequest, form: AnswerForm | None, is_streamed: bool, wake_every: int
     ) -> None:
-        """All answers, in their order, each as soon as its turn comes. What may go at the same time and has the same
-        prompt goes in one message."""
+        """Submits all answers in order, each when the gate releases it. Answers to the same prompt that are released
+        together are submitted in one message."""
         requests, ticket = active.requests, active.ticket
         num_each = requests[0].params.n
-        num_answers, num_sent = num_each * len(requests), 0
-        asked_at, waited = self._clock(), 0.0
-        while num_sent < num_answers:
-            if num_sent:
-                await asyncio.sleep(0)  # a thousand answers at once would hold up the event loop
-            num_released = num_answers - num_sent
+        num_answers, num_submitted = num_each * len(requests), 0
+        queued_at, waited = self._clock(), 0.0
+        while num_submitted < num_answers:
+            if num_submitted:
+                await asyncio.sleep(0)  # a thousand answers without a pause would block the event loop
+            num_to_submit = num_answers - num_submitted
             if ticket is not None:
                 if not ticket.can_submit.is_set():
-                    await self._wait_for_release(ticket, asked_at, requests[0].deadline)
-                    waited = self._clock() - asked_at
+                    await self._wait_for_release(ticket, queued_at, requests[0].deadline)
+                    waited = self._clock() - queued_at
                 if ticket.is_over:
-                    return  # its turn came at the moment of its cancellation
-                num_released = ticket.num_released
-            prompt, first = divmod(num_sent, num_each)
-            count = min(num_released, num_each - first)
-            num_sent += count
+                    return  # cancelled while it waited
+                num_to_submit = ticket.num_to_submit
+            prompt, first = divmod(num_submitted, num_each)
+            count = min(num_to_submit, num_each - first)
+            num_submitted += count
             await active.choices.submit(
                 [requests[prompt]],
                 form,
                 indices=range(first, first + count),
-                is_last=num_sent == num_answers,
+                is_last=num_submitted == num_answers,
                 is_streamed=is_streamed,
                 wake_every=wake_every,
                 waited=waited,
@@ -293,21 +295,23 @@ class ActiveRequests:
             if ticket is not None:
                 self._gate.submitted(ticket, count)
 
-    async def _wait_for_release(self, ticket: GateTicket, asked_at: float, deadline: float | None) -> None:
-        left = None if deadline is None else max(0.0, asked_at + deadline - self._clock())
+    async def _wait_for_release(self, ticket: GateTicket, queued_at: float, deadline: float | None) -> None:
+        left = None if deadline is None else max(0.0, queued_at + deadline - self._clock())
         try:
             await asyncio.wait_for(ticket.can_submit.wait(), left)
         except TimeoutError:
             raise ApiError(
-                504, f"deadline of {deadline} s passed while waiting for a turn", code="deadline_exceeded"
+                504,
+                f"deadline of {deadline} s passed while the request waited for the engine",
+                code="deadline_exceeded",
             ) from None
 
     def _count_answers(self) -> tuple[int, int] | None:
         if self._engine.state is EngineState.STARTING:
-            return None  # whoever waits may wait a little longer
+            return None  # waiting answers stay at the gate until the engine is ready
         return self._engine.num_under_way, self._engine.num_not_begun
 
     def _max_tokens(self, request: InferenceRequest, default: int) -> int:
         room = max(1, self._engine.max_sequence_length - len(request.prompt))
-        wish = request.params.max_tokens
-        return min(room, default if wish is None else wish)
+        requested = request.params.max_tokens
+        return min(room, default if requested is None else requested)

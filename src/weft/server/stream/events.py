@@ -1,4 +1,4 @@
-"""Answers as server-sent events: the first token at once, then as many together as the load makes sensible."""
+"""Streams answers as server-sent events. The first token is sent at once; under load an event has several tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from weft.server.stream.chunks import Chunks, event
 from weft.server.stream.loop_turns import LoopTurns
 
 _SECONDS_PER_EVENT = 1e-4
-"""What writing one event costs. Each stream rests so long for each stream that is open, so that all together never take
-more than the time there is: alone a stream is not slowed, and among hundreds its events hold several tokens."""
+"""Cost of writing one event. After an event, a stream pauses this long per open stream, so that all streams together fit
+the available time. A single stream does not pause; among hundreds, an event holds several tokens."""
 _MAX_PAUSE = 0.1
 _MIN_PAUSE = 1e-3
 
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 
 class Disconnected(Exception):
-    """The client is gone; there is nobody to answer."""
+    """The client has disconnected."""
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """The outcome of `work`. Where the client goes away first, `work` is cancelled and Disconnected raised."""
+    """The result of `work`. If the client disconnects first, cancels `work` and raises Disconnected."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(receive))
     try:
@@ -46,9 +46,9 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
         for task in (working, watching):
             if not task.done():
                 task.cancel()
-        # Cancelled, it gives back what it holds; that has to be over before anybody hears of it.
+        # A cancelled task releases its resources; wait for that before the caller continues.
         await asyncio.gather(working, watching, return_exceptions=True)
-        # An error knows this frame by its traceback; it must not be known here in turn, or both stay as garbage.
+        # The traceback of an error refers to this frame: these variables would close a reference cycle.
         del working, watching, task
 
 
@@ -58,7 +58,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Streams `choices` to whoever asked. Everything it holds is given back when the client goes away."""
+    """Streams `choices` to the client, and cancels them if it disconnects."""
 
     open_streams = 0
 
@@ -90,9 +90,9 @@ class EventStream(Response):
         self._pause_timer: asyncio.TimerHandle | None = None
         self._writer: BodyWriter | None = None
         self._stopped: asyncio.Future[bytes] | None = None
-        """Done when pieces cannot be written as they arrive any more, with what is left to send."""
+        """Set when direct writing stops: at the end of the answers, or with bytes that the writer did not accept."""
         self._offsets: dict[int, TokenOffsets] = {}
-        """Of each answer of which something was sent."""
+        """Token offsets of each answer that has sent an event."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         EventStream.open_streams += 1
@@ -121,7 +121,7 @@ class EventStream(Response):
             outcome = as_api_error(error)
         except ApiError as error:
             outcome = error
-        # The status went out long ago: an error is one more event, and the stream has no [DONE].
+        # The status is sent already: an error is the last event, and replaces [DONE].
         if isinstance(outcome, ApiError):
             last = event(outcome.body)
         else:
@@ -132,8 +132,8 @@ class EventStream(Response):
         return outcome
 
     async def _send_pieces(self, send: Send) -> list[GenerationResult]:
-        """Pieces are written where they arrive (`_write`): a task that is woken for each costs more than they do. Here
-        is waited for the end, and sent what cannot be written at once."""
+        """Waits for the end of the stream, and sends what the socket did not accept at once. `_write` writes all other
+        pieces when they arrive: waking this task for each would cost more than the piece."""
         choices = self._choices
         while not choices.is_over:
             self._stopped = self._loop.create_future()
@@ -144,14 +144,14 @@ class EventStream(Response):
                 choices.call_on_arrival(None)
                 if self._pause_timer is not None:
                     self._pause_timer.cancel()
-                # An error that it was given knows this stream; it must not be known here in turn.
+                # The traceback of an error in the future refers to this stream: a reference cycle.
                 self._stopped = self._pause_timer = None
             if unsent:
                 await send(_body(unsent))
         return choices.results
 
     def _schedule_write(self) -> None:
-        """Something arrived."""
+        """Schedules `_write` when pieces arrive: after the pause, and in a turn if other streams are open."""
         pause = self._paused_until - time.monotonic()
         if pause > 0:
             self._pause_timer = self._loop.call_later(pause, self._loop_turns.call_in_turn, self._write)
@@ -161,7 +161,7 @@ class EventStream(Response):
             self._loop.call_soon(self._write)
 
     def _write(self) -> None:
-        """What has arrived, now that it is this stream's turn. An error is for who waits, not for who calls."""
+        """Writes the pieces that have arrived. An error goes to `_send_pieces`, not to the caller."""
         if self._stopped is None or self._stopped.done():
             return
         now = time.monotonic()
@@ -199,7 +199,7 @@ class EventStream(Response):
         return events[0] if len(events) == 1 else b"".join(events)
 
     def _open(self, index: int, events: list[bytes]) -> int:
-        """What comes before the first token; returns where the text stands then."""
+        """Adds the events before the first token: the role of a chat, or the echoed prompt. Returns the text offset."""
         if self._builder.form == "chat":
             events.append(self._chunks.event(self._builder.opening(index)))
             return 0

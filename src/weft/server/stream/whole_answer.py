@@ -1,7 +1,7 @@
-"""An answer in one piece: what arrives is kept as the JSON that it becomes, and sent in parts.
+"""The response of a request that is not streamed: encodes each piece as JSON when it arrives, and sends the body in parts.
 
-Logprobs as objects take twenty times the memory of their JSON, and to encode them all at the end would hold up the event
-loop for seconds. So each piece is encoded when it arrives, and the body is never put together.
+Logprobs as objects take twenty times the memory of their JSON, and encoding them all at the end would block the event
+loop for seconds. For the same reason the parts of the body are never joined.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from weft.text.answer_parts import Delta, joined
 _encode = msgspec.json.Encoder().encode
 _NO_LOGPROBS = b'"logprobs":null'
 _PART_BYTES = 64 << 10
-"""Sent or encoded at a time, before the event loop runs other work."""
+"""Bytes that are sent or encoded before the event loop runs other work."""
 _CHOICE_BYTES = 512
-"""An answer with an empty text takes as much time as this many bytes of text."""
+"""Encoding an answer with an empty text takes as long as encoding this many bytes of text."""
 _DELTA_BYTES = 128
-"""What a part of an answer takes in memory beside its text."""
+"""Memory of a part of an answer, without its text."""
 _SMALLEST_ENTRY = {"chat": 50, "completion": 16}
-"""Bytes of one token and its logprob, of which each token of an answer has 1 and as many as `logprobs` asks for."""
+"""Lower bound for the JSON of one token with its logprob. Each token of an answer has 1 + `logprobs` of them."""
 
 
 def smallest_size(requests: Sequence[InferenceRequest], builder: ResponseBuilder, max_length: int) -> int:
-    """The bytes of an answer of `max_tokens` tokens, at least, in a context of `max_length`. Answers without max_tokens count
-    as empty: they are mostly short."""
+    """A lower bound for the bytes of the response, if each answer has `max_tokens` tokens in a context of `max_length`.
+    Answers without max_tokens count as empty, since most are short."""
     entry, size = _SMALLEST_ENTRY[builder.form], 0
     for request in requests:
         params = request.params
@@ -48,13 +48,13 @@ def smallest_size(requests: Sequence[InferenceRequest], builder: ResponseBuilder
 
 
 class _Logprobs:
-    """The logprobs of some tokens as JSON: what is between the brackets of each list that they consist of."""
+    """The logprobs of some tokens as JSON: for each list of the logprobs object, the bytes between its brackets."""
 
     def __init__(self) -> None:
         self._lists: dict[str, bytearray] = {}
 
     def add(self, lists: dict[str, list[Any]]) -> int:
-        """Returns how many bytes there are more."""
+        """Returns the number of bytes added."""
         num_bytes = 0
         for name, values in lists.items():
             encoded = _encode(values)
@@ -66,7 +66,7 @@ class _Logprobs:
         return num_bytes
 
     def encoded_after(self, prompt: _Logprobs) -> Iterator[bytes | bytearray]:
-        """The whole object, with those of the prompt before."""
+        """The complete logprobs object, with the logprobs of the prompt first."""
         lists = {
             name: [some for some in (prompt._lists.get(name), known) if some]
             for name, known in self._lists.items()
@@ -80,7 +80,7 @@ class _Logprobs:
 
 
 class _PartialAnswer:
-    """One answer, as far as it is there."""
+    """One answer as far as it has arrived."""
 
     def __init__(self, offsets: TokenOffsets) -> None:
         self.text: list[str] = []
@@ -90,18 +90,19 @@ class _PartialAnswer:
 
 
 class WholeAnswer:
-    """Collects the answers to one request. `share` is what it may hold of the budget for answers."""
+    """Collects the answers of one request into the body of its response. `answer_bytes` counts its bytes against the
+    budget for answers."""
 
     def __init__(self, builder: ResponseBuilder, answer_bytes: RequestBytes) -> None:
         self._builder = builder
         self._answer_bytes = answer_bytes
         self._partial_answers: dict[int, _PartialAnswer] = {}
         self._starts: Sequence[int] = ()
-        """Where in the text the answers to each prompt begin, for those that repeat it."""
+        """For each prompt that is echoed: its length in text, where its answers begin."""
         self._body: deque[bytes | bytearray] = deque()
 
     async def collect(self, choices: Choices, loop_turns: LoopTurns) -> list[GenerationResult]:
-        """Until the answers are over and their JSON is complete."""
+        """Waits until the answers have ended and their JSON is complete."""
         if self._builder.wants_logprobs:
             self._starts = [
                 await self._prompt_text_length(echo.tokens, loop_turns) for echo in self._builder.echoes
@@ -111,7 +112,7 @@ class WholeAnswer:
             await loop_turns.wait()
             self.add(choices.take())
             if choices.has_more:
-                await asyncio.sleep(0)  # or it would be taken in the same round of the event loop
+                await asyncio.sleep(0)  # continue in the next iteration of the event loop
         await self.write(choices, loop_turns)
         return choices.results
 
@@ -119,7 +120,7 @@ class WholeAnswer:
         return _PartsResponse(self._body, self._answer_bytes, headers)
 
     async def _prompt_text_length(self, tokens: Sequence[int], loop_turns: LoopTurns) -> int:
-        """Where in the text the prompt ends, by its tokens."""
+        """The length of the prompt's text, token by token."""
         offsets = TokenOffsets(self._builder.tokenizer)
         for start in range(0, len(tokens), 512):
             await loop_turns.wait()
@@ -128,7 +129,7 @@ class WholeAnswer:
         return offsets.offset
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """What arrived. Raises where the answers become too large."""
+        """Encodes new pieces. Raises if the answers become too large."""
         builder, num_bytes = self._builder, 0
         for piece in pieces:
             index = piece.choice.index
@@ -153,10 +154,10 @@ class WholeAnswer:
         self._answer_bytes.add(num_bytes)
 
     async def write(self, choices: Choices, loop_turns: LoopTurns) -> None:
-        """Encodes the texts too, answer by answer, and frees what was kept of each."""
+        """Encodes the texts, answer by answer, and frees the memory of each."""
         builder, body = self._builder, self._body
         whole = _encode(builder.answer([], choices))
-        split = whole.rindex(b"[]") + 1  # behind the choices there is no other list
+        split = whole.rindex(b"[]") + 1  # no list comes after the choices
         body.append(whole[:split])
         prompt, num_bytes = _Logprobs(), 0
         for index, result in enumerate(choices.results):
@@ -178,7 +179,7 @@ class WholeAnswer:
         body.append(whole[split:])
 
     async def _prompt_logprobs(self, index: int, choices: Choices, loop_turns: LoopTurns) -> _Logprobs:
-        """Those of the prompt of this answer, which come with the first of its answers and are repeated with each."""
+        """The logprobs of the prompt. They arrive with its first answer, and are repeated in each of its answers."""
         logprobs, offsets, start = _Logprobs(), TokenOffsets(self._builder.tokenizer), 0
         for scored in choices.prompt_logprobs(index):
             await loop_turns.wait()
@@ -190,7 +191,7 @@ class WholeAnswer:
 
 
 class _PartsResponse(Response):
-    """Sends a body that is in pieces, and frees each piece once it is sent."""
+    """Sends a body that is a queue of pieces, and frees each piece after it is sent."""
 
     def __init__(
         self, body: deque[bytes | bytearray], answer_bytes: RequestBytes, headers: dict[str, str]
