@@ -24,12 +24,12 @@ from weft.text.tokenizer import Tokenizer
 TEXTS = ("", "a", ' "quoted" \\ / \n\t\x00\x7f', "naïve 日本 \U0001f600", '"",[]', "[]")
 
 
-@pytest.mark.parametrize("form", get_args(ApiFormat))
+@pytest.mark.parametrize("api_format", get_args(ApiFormat))
 @pytest.mark.parametrize("more", [{}, {"usage": None}])
 def test_a_chunk_in_pieces_is_the_chunk_encoded_whole(
-    form: ApiFormat, more: dict[str, Any], default_tokenizer: Tokenizer
+    api_format: ApiFormat, more: dict[str, Any], default_tokenizer: Tokenizer
 ) -> None:
-    builder = ResponseBuilder(form, 'a "model" [] ""', default_tokenizer)
+    builder = ResponseBuilder(api_format, 'a "model" [] ""', default_tokenizer)
     chunks = Chunks(builder, include_usage=bool(more))
     for index in (0, 1, 0, 12):
         for text in TEXTS:

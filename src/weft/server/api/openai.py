@@ -45,7 +45,7 @@ class TokenOffsets:
 class ResponseBuilder:
     """What all that is said about one request has in common."""
 
-    form: ApiFormat
+    api_format: ApiFormat
     model: str
     tokenizer: Tokenizer
     wants_logprobs: bool = False
@@ -61,23 +61,23 @@ class ResponseBuilder:
 
     @property
     def id(self) -> str:
-        return f"{'chatcmpl' if self.form == 'chat' else 'cmpl'}-{self.request_id}"
+        return f"{'chatcmpl' if self.api_format == 'chat' else 'cmpl'}-{self.request_id}"
 
-    def answer(self, answer: list[dict[str, Any]], choices: Choices) -> dict[str, Any]:
+    def response(self, choice_objects: list[dict[str, Any]], choices: Choices) -> dict[str, Any]:
         """The whole answer of a request that was not streamed; `said` is what `choice` makes of each of its answers."""
         return {
             "id": self.id,
-            "object": "chat.completion" if self.form == "chat" else "text_completion",
+            "object": "chat.completion" if self.api_format == "chat" else "text_completion",
             "created": self.created,
             "model": self.model,
-            "choices": answer,
+            "choices": choice_objects,
             "usage": self.usage(choices),
         }
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {
             "id": self.id,
-            "object": "chat.completion.chunk" if self.form == "chat" else "text_completion",
+            "object": "chat.completion.chunk" if self.api_format == "chat" else "text_completion",
             "created": self.created,
             "model": self.model,
             "choices": choices,
@@ -114,14 +114,16 @@ class ResponseBuilder:
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         """A chunk of an answer that is all text."""
-        content: dict[str, Any] = {"delta": {"content": text}} if self.form == "chat" else {"text": text}
+        content: dict[str, Any] = (
+            {"delta": {"content": text}} if self.api_format == "chat" else {"text": text}
+        )
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
 
     def closing(self, choice: Choice, result: GenerationResult) -> dict[str, Any]:
         """The last chunk of an answer, which says why it ended."""
         return {
             "index": choice.index,
-            **({"delta": {}} if self.form == "chat" else {"text": ""}),
+            **({"delta": {}} if self.api_format == "chat" else {"text": ""}),
             "logprobs": None,
             "finish_reason": self._finish_reason(result, choice.has_calls),
             "timings": _timings(result),
@@ -156,7 +158,7 @@ class ResponseBuilder:
     def choice(self, index: int, result: GenerationResult, answer: str | AnswerParts) -> dict[str, Any]:
         """One answer of several, but for its logprobs."""
         content: dict[str, Any] = {"message": _message(answer)}
-        if isinstance(answer, str) and self.form == "completion":
+        if isinstance(answer, str) and self.api_format == "completion":
             content = {"text": self.echo(index).text + answer}
         return {
             "index": index,
@@ -169,7 +171,7 @@ class ResponseBuilder:
     def logprobs(
         self, tokens: Sequence[int], token_logprobs: Sequence[TokenLogprobs | None], offsets: TokenOffsets
     ) -> dict[str, list[Any]]:
-        if self.form == "chat":
+        if self.api_format == "chat":
             return {"content": [self._entry(*pair) for pair in zip(tokens, token_logprobs, strict=True)]}
         return self._completion_logprobs(tokens, token_logprobs, offsets)
 

@@ -79,13 +79,13 @@ class Preparer:
         )
         if grammar is not None:
             grammar = await self._grammars.check(grammar, client_id)
-        form: ApiFormat
+        api_format: ApiFormat
         echoes: list[Echo] = []
         tools = NO_TOOLS
         answer_form = None
         if isinstance(api_request, ChatRequest):
             tools = await self._run_in_thread_if_large(size, client_id, tool_use, api_request)
-            form, prompts = (
+            api_format, prompts = (
                 "chat",
                 [await self._encoder.encode(_chat_prompt(api_request, tools), size, client_id)],
             )
@@ -98,7 +98,7 @@ class Preparer:
                 with renamed_fields({"grammar": "tools"} if tools.tools else {}):
                     grammar = await self._grammars.check(written, client_id)
         else:
-            form = "completion"
+            api_format = "completion"
             check_completion(api_request)
             texts = prompts_of(api_request, self._max_answers)
             encoded = iter(
@@ -118,7 +118,7 @@ class Preparer:
         if grammar is not None:
             params = replace(params, grammar=grammar)
         builder = ResponseBuilder(
-            form,
+            api_format,
             self._name,
             self._text.tokenizer,
             wants_logprobs=params.logprobs is not None,

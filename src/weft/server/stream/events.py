@@ -200,7 +200,7 @@ class EventStream(Response):
 
     def _open(self, index: int, events: list[bytes]) -> int:
         """Adds the events before the first token: the role of a chat, or the echoed prompt. Returns the text offset."""
-        if self._builder.form == "chat":
+        if self._builder.api_format == "chat":
             events.append(self._chunks.event(self._builder.opening(index)))
             return 0
         echo = self._builder.echo(index)

@@ -37,7 +37,7 @@ _SMALLEST_ENTRY = {"chat": 50, "completion": 16}
 def smallest_size(requests: Sequence[InferenceRequest], builder: ResponseBuilder, max_length: int) -> int:
     """A lower bound for the bytes of the response, if each answer has `max_tokens` tokens in a context of `max_length`.
     Answers without max_tokens count as empty, since most are short."""
-    entry, size = _SMALLEST_ENTRY[builder.form], 0
+    entry, size = _SMALLEST_ENTRY[builder.api_format], 0
     for request in requests:
         params = request.params
         per_token = 1 if params.logprobs is None else 1 + (1 + params.logprobs) * entry
@@ -156,7 +156,7 @@ class WholeAnswer:
     async def write(self, choices: Choices, loop_turns: LoopTurns) -> None:
         """Encodes the texts, answer by answer, and frees the memory of each."""
         builder, body = self._builder, self._body
-        whole = _encode(builder.answer([], choices))
+        whole = _encode(builder.response([], choices))
         split = whole.rindex(b"[]") + 1  # no list comes after the choices
         body.append(whole[:split])
         prompt, num_bytes = _Logprobs(), 0

@@ -1,4 +1,4 @@
-"""Grammars of requests, tried out in processes of their own before the engine sees them. Owns those processes."""
+"""Checks grammars of requests in worker processes before they go to the engine."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from weft.server.text_work.worker import Workers
 
 _PROCESSES = 2
 _COMPILE_SECONDS = 5.0
-"""Of the processor. An ordinary grammar takes a few milliseconds, the largest that is accepted about half a second."""
+"""Limit in CPU seconds. An ordinary grammar takes a few milliseconds, the largest accepted one about half a second."""
 _FIRST_SECONDS = (CHEAP_SECONDS, 1.0)
-"""What a grammar costs is not known before. Each is first tried with so little that others need not wait; one that takes
-longer begins anew, behind the cheap ones, and never in all processes at once."""
+"""The cost of a grammar is unknown. Each is first tried with these low limits, so that it delays others little. If it
+exceeds a limit, it is compiled again later as costly work, which never occupies all processes."""
 _STUCK_SECONDS = 20.0
-"""A process that has not answered for so long is stuck."""
+"""A worker process without a result for this long is stuck."""
 _MAX_VERDICTS = 256
 
 
 class GrammarChecker:
-    """Belongs to one event loop. Processes are started when the first grammar comes."""
+    """Owns the worker processes for grammars, which start with the first grammar. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class GrammarChecker:
         self._trials: dict[bytes, _SharedTrial] = {}
 
     async def check(self, grammar: Grammar, client_id: str = "") -> Grammar:
-        """The grammar as the engine takes it. Raises InvalidRequestError for one that cannot be used."""
+        """The grammar in the form that the engine accepts. Raises InvalidRequestError if it cannot be used."""
         key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
         verdict = self._verdicts.get(key)
         if verdict is None:
@@ -65,7 +65,7 @@ class GrammarChecker:
         await self._workers.close()
 
     async def _shared_verdict(self, key: bytes, grammar: Grammar, client_id: str) -> Verdict:
-        """Several requests may ask for the same grammar at once. The trial is dropped when all of them are gone."""
+        """Compiles a grammar once for all requests that wait for it. Cancels the trial when none of them waits any more."""
         trial = self._trials.get(key)
         if trial is None:
             trial = _SharedTrial(asyncio.create_task(self._compile(key, grammar, client_id)))
@@ -85,14 +85,14 @@ class GrammarChecker:
         for seconds in (*first, self._compile_seconds):
             try:
                 outcome = await self._run_trial(Trial(grammar, seconds), client_id)
-            except TimeoutError:  # a process that was stuck, whatever the grammar is
+            except TimeoutError:  # the process was stuck; that says nothing about the grammar
                 is_slow = True
                 continue
             if not isinstance(outcome, Unfinished):
                 return self._cached(key, outcome)
             if not outcome.is_out_of_time:
-                return _too_complex("it takes more memory than there is for it")
-        refusal = _too_complex(f"it takes more than {self._compile_seconds:g} s to compile")
+                return _too_complex("compiling it needs too much memory")
+        refusal = _too_complex(f"compiling it takes more than {self._compile_seconds:g} s")
         return refusal if is_slow else self._cached(key, refusal)
 
     async def _run_trial(self, trial: Trial, client_id: str) -> Outcome:
@@ -112,7 +112,7 @@ class GrammarChecker:
 
 
 class _SharedTrial:
-    """One grammar that is being tried out, and how many requests wait for the verdict."""
+    """A grammar that is being compiled, and the number of requests that wait for the verdict."""
 
     def __init__(self, task: asyncio.Task[Verdict]) -> None:
         self.task = task

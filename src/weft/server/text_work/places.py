@@ -1,5 +1,4 @@
-"""Places for work beside the event loop, and which of the waiting work gets one next. Nothing is kept of work that was
-cancelled."""
+"""Slots for work in threads and worker processes, and the order in which waiting work gets them."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import time
 from weft.clock import Clock
 
 CHEAP_SECONDS = 0.05
-"""Work that is expected to take no longer is cheap."""
+"""Work with at most this expected cost is cheap; other work is costly."""
 _LEAST_SECONDS = 1e-4
 
 
@@ -22,11 +21,11 @@ class _WaitingWork:
 
 
 class WorkSlots:
-    """`count` pieces of work at once. Belongs to one event loop.
+    """Limits concurrent work to `count` slots. Belongs to one event loop.
 
-    Askers share the places by the seconds that their work costs (start-time fair queueing). Of one asker's work the piece
-    goes next that has waited longest for its cost: cheap work overtakes costly work, and costly work is not put off for
-    ever. Costly work leaves one of several places to cheap work.
+    Clients share the slots by the seconds that their work costs (start-time fair queueing). Within one client, the work
+    with the longest wait in relation to its cost is next: cheap work overtakes costly work, and costly work never
+    starves. If there are several slots, costly work leaves one to cheap work.
     """
 
     def __init__(self, count: int, clock: Clock = time.monotonic) -> None:
@@ -35,12 +34,12 @@ class WorkSlots:
         self._num_for_costly = max(1, count - 1)
         self._waiting: list[_WaitingWork] = []
         self._virtual_times: dict[str, float] = {}
-        """Virtual time: the seconds that each asker was given, while some work waits."""
+        """By client: the seconds of work that it was granted. Reset when no work waits."""
         self._now = 0.0
 
     async def take(self, client_id: str, cost: float) -> None:
-        """Waits for a place for work of about `cost` seconds. The caller calls `free` with the same cost; not where this
-        was cancelled."""
+        """Waits for a slot for work of about `cost` seconds. The caller then calls `free` with the same cost, unless this
+        call was cancelled."""
         waiting = _WaitingWork(client_id, cost, self._clock())
         if not self._waiting:
             self._virtual_times.clear()
@@ -52,7 +51,7 @@ class WorkSlots:
         try:
             await waiting.granted
         except asyncio.CancelledError:
-            if not waiting.granted.cancelled():  # it got the place at the moment of its cancellation
+            if not waiting.granted.cancelled():  # the slot was granted just before the cancellation
                 self.free(cost)
             elif waiting in self._waiting:
                 self._waiting.remove(waiting)
@@ -66,7 +65,7 @@ class WorkSlots:
     def _grant_slots(self) -> None:
         while self._num_free and (waiting := self._next()) is not None:
             self._waiting.remove(waiting)
-            if waiting.granted.done():  # cancelled; its task has not run since
+            if waiting.granted.done():  # cancelled, but its task has not run yet
                 continue
             self._num_free -= 1
             self._num_for_costly -= waiting.cost > CHEAP_SECONDS

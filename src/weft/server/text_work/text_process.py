@@ -1,7 +1,7 @@
-"""The process that makes tokens of long prompts, and text of many tokens.
+"""The worker process that tokenises long prompts and detokenises long lists of tokens.
 
-The tokenizer holds the interpreter's lock while it works, half a second for a megabyte: a thread of the server would
-stop every stream for as long.
+The tokenizer holds the interpreter lock, half a second for a megabyte. In a thread of the server it would stop every
+stream for that time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.text.model_text import ModelText, open_model_text
 
 
 class Chat(msgspec.Struct, frozen=True, tag=True):
-    """The arguments of `ModelText.encode_chat`, under the names that clients know."""
+    """The arguments of `ModelText.encode_chat`, with the field names of the API."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -31,11 +31,11 @@ class Chat(msgspec.Struct, frozen=True, tag=True):
 class Text(msgspec.Struct, frozen=True, tag=True):
     text: str
     add_special_tokens: bool = True
-    """What the model's files put around a prompt, such as a token for its beginning."""
+    """Add the special tokens of the tokenizer, such as BOS."""
 
 
 class Ids(msgspec.Struct, frozen=True, tag=True):
-    """Tokens to be made text of."""
+    """Tokens to detokenise."""
 
     ids: list[int]
 
@@ -46,7 +46,7 @@ Part = Chat | Text | Ids
 class TextJob(msgspec.Struct, frozen=True):
     parts: list[Part]
     max_tokens: int
-    """More are counted, not sent."""
+    """Of a longer result only the length is sent back."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
@@ -67,7 +67,7 @@ TextResult = Tokens | Text | Refusal | TooLong
 
 
 def convert(text: ModelText, part: Part) -> list[int] | str:
-    """The tokens of a prompt, or the text of tokens. Raises InvalidRequestError for what cannot be encoded."""
+    """The tokens of a prompt, or the text of tokens. Raises InvalidRequestError if a prompt cannot be encoded."""
     if isinstance(part, Ids):
         return text.tokenizer.decode(part.ids, skip_control=False)
     if isinstance(part, Text):
