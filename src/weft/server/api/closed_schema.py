@@ -1,7 +1,7 @@
-"""What a JSON schema leaves unsaid: an object that names its properties has those and no others.
+"""Closes the objects of a JSON schema: an object that names its properties gets `"additionalProperties": false`.
 
-To JSON Schema all others are welcome, and few clients say otherwise. A model that may add properties does not always find
-an end, and what it adds is thrown away. llama.cpp and xgrammar close such objects too; `"additionalProperties": true` opens one.
+JSON Schema allows additional properties by default. A model that may add some does not always stop, and clients discard
+them. llama.cpp and xgrammar close objects too. `"additionalProperties": true` in the schema keeps an object open.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _COMBINING_KEYWORDS = frozenset(
     ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
 )
 _MAX_LEVELS = 400
-"""What reads and writes JSON here gives up at about a thousand, less what called it."""
-_TOO_DEEP = f"is nested more than {_MAX_LEVELS} levels deep; make it flatter"
+"""The JSON encoder and decoder fail at about a thousand levels of the call stack."""
+_TOO_DEEP = f"is nested more than {_MAX_LEVELS} levels deep; use fewer levels"
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which objects are closed. Raises ValueError for one that is nested too deeply to be written, or too long.
+    """A copy of the schema with closed objects. Raises ValueError if the schema is nested too deeply or too long.
 
-    Where the parts of one object stand in several places (as with an allOf of two) each would shut the other's out: such
-    a schema stays as it is.
+    A schema that describes one object in several places (an allOf of two) stays unchanged: each place would forbid the
+    properties of the other.
     """
     try:
         written = msgspec.json.encode(schema)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    # Its length bounds the cost of all that follows.
+    # The length limits the cost of the following steps.
     if len(written) > MAX_GRAMMAR_LENGTH and (length := len(written.decode())) > MAX_GRAMMAR_LENGTH:
         raise ValueError(f"has {length} characters as JSON; allowed: at most {MAX_GRAMMAR_LENGTH}")
     _check_depth(schema)
@@ -66,7 +66,7 @@ def _check_depth(schema: dict[str, Any]) -> None:
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The schema and all in it. Not by recursion, since a client says how deep it is."""
+    """The schema and all its subschemas, without recursion: the client chooses the depth."""
     stack: list[Any] = [schema]
     while stack:
         part = stack.pop()
@@ -90,7 +90,7 @@ def _is_merged(part: dict[str, Any]) -> bool:
 
 
 def _is_satisfiable(part: dict[str, Any]) -> bool:
-    """With its properties alone. What is malformed is for others to refuse."""
+    """Whether an object with only the named properties can be valid. Malformed schemas are refused by the compiler."""
     required, least = part.get("required", []), part.get("minProperties", 0)
     return (
         isinstance(required, list)

@@ -1,4 +1,4 @@
-"""The objects of the OpenAI API that go out: whole answers, chunks of streams, usage, logprobs."""
+"""Builds the response objects of the OpenAI API: whole responses, chunks of streams, usage, logprobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ApiFormat = Literal["chat", "completion"]
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that is repeated before its answers."""
+    """A prompt that is repeated before its answers (`echo`)."""
 
     text: str = ""
     tokens: Sequence[int] = ()
@@ -29,7 +29,7 @@ _NO_ECHO = Echo()
 
 
 class TokenOffsets:
-    """Where in the text of one answer each token begins, also while some of the text is held back."""
+    """The offset of each token in the text of one answer. Correct also while the end of the text is held back."""
 
     def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
         self._text = Detokenizer(tokenizer, skip_control=False)
@@ -43,7 +43,7 @@ class TokenOffsets:
 
 @dataclass(frozen=True)
 class ResponseBuilder:
-    """What all that is said about one request has in common."""
+    """Builds the response objects of one request."""
 
     api_format: ApiFormat
     model: str
@@ -51,11 +51,11 @@ class ResponseBuilder:
     wants_logprobs: bool = False
     num_choices_per_prompt: int = 1
     echoes: Sequence[Echo] = ()
-    """For each prompt, where it is to be repeated before its answers."""
+    """One entry per prompt if prompts are echoed, else empty."""
     has_parts: bool = False
-    """An answer may be more than text: thoughts, calls."""
+    """Answers may have thoughts or tool calls besides content."""
     is_named_call: bool = False
-    """The request named the tool to call. OpenAI calls the end of that a stop, and clients expect it."""
+    """tool_choice names a function. The finish reason is then "stop", as in the OpenAI API."""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -64,7 +64,7 @@ class ResponseBuilder:
         return f"{'chatcmpl' if self.api_format == 'chat' else 'cmpl'}-{self.request_id}"
 
     def response(self, choice_objects: list[dict[str, Any]], choices: Choices) -> dict[str, Any]:
-        """The whole answer of a request that was not streamed; `said` is what `choice` makes of each of its answers."""
+        """The response of a request that is not streamed; `choice` makes each of `choice_objects`."""
         return {
             "id": self.id,
             "object": "chat.completion" if self.api_format == "chat" else "text_completion",
@@ -85,22 +85,22 @@ class ResponseBuilder:
         }
 
     def opening(self, index: int) -> dict[str, Any]:
-        """The first chunk of a chat's answer, which says who speaks."""
-        # Clients add contents up, and there is none beside a call.
+        """The first chunk of a chat answer, with the role."""
+        # Clients concatenate contents. None, since an answer with tool calls may have no content.
         delta = {"role": "assistant", "content": None if self.has_parts else ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def pieces(self, piece: Piece, offsets: TokenOffsets) -> list[dict[str, Any]]:
-        """What was added; `offsets` are those of its answer."""
+        """The choice objects for a piece; `offsets` are those of its answer."""
         if piece.deltas is None:
-            is_worth_it = piece.text or (self.wants_logprobs and piece.tokens)
-            return [self._piece(piece, offsets)] if is_worth_it else []
+            has_content = piece.text or (self.wants_logprobs and piece.tokens)
+            return [self._piece(piece, offsets)] if has_content else []
         events: list[dict[str, Any]] = [
             {"index": piece.choice.index, "delta": _delta(delta), "logprobs": None, "finish_reason": None}
             for delta in piece.deltas
         ]
         if self.wants_logprobs and piece.tokens:
-            # Of all tokens, those of thoughts and calls too; the first event of several takes them along.
+            # The logprobs of all tokens, also of thoughts and tool calls, are in the first event.
             if not events:
                 events = [{"index": piece.choice.index, "delta": {}, "logprobs": None, "finish_reason": None}]
             events[0]["logprobs"] = self.logprobs(piece.tokens, piece.logprobs, offsets)
@@ -113,14 +113,14 @@ class ResponseBuilder:
         return self.text(piece.choice.index, piece.text, logprobs)
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A chunk of an answer that is all text."""
+        """The choice object of a chunk with text only."""
         content: dict[str, Any] = (
             {"delta": {"content": text}} if self.api_format == "chat" else {"text": text}
         )
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
 
     def closing(self, choice: Choice, result: GenerationResult) -> dict[str, Any]:
-        """The last chunk of an answer, which says why it ended."""
+        """The last chunk of an answer, with the finish reason."""
         return {
             "index": choice.index,
             **({"delta": {}} if self.api_format == "chat" else {"text": ""}),
@@ -130,7 +130,7 @@ class ResponseBuilder:
         }
 
     def usage(self, choices: Choices) -> dict[str, Any]:
-        """Over all answers; a prompt counts once, however many answers it has."""
+        """The usage of all answers. A prompt counts once for all its answers."""
         results = choices.results
         details: dict[str, Any] = {}
         if self.has_parts:
@@ -147,7 +147,7 @@ class ResponseBuilder:
         }
 
     def echo(self, index: int) -> Echo:
-        """What stands before an answer."""
+        """The prompt that is repeated before an answer."""
         return self.echoes[index // self.num_choices_per_prompt] if self.echoes else _NO_ECHO
 
     def _finish_reason(self, result: GenerationResult, has_calls: bool) -> str:
@@ -156,7 +156,7 @@ class ResponseBuilder:
         return "tool_calls" if is_call and reason == "stop" else reason
 
     def choice(self, index: int, result: GenerationResult, answer: str | AnswerParts) -> dict[str, Any]:
-        """One answer of several, but for its logprobs."""
+        """The choice object of one answer, without its logprobs."""
         content: dict[str, Any] = {"message": _message(answer)}
         if isinstance(answer, str) and self.api_format == "completion":
             content = {"text": self.echo(index).text + answer}
@@ -177,7 +177,7 @@ class ResponseBuilder:
 
     def _entry(self, token: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
         assert logprobs is not None, (
-            "only a prompt begins with a token without logprobs, and no chat repeats it"
+            "only the first token of an echoed prompt has no logprobs, and chats have no echo"
         )
         return {
             **self._token_entry(token, logprobs.logprob),
@@ -191,7 +191,7 @@ class ResponseBuilder:
     def _completion_logprobs(
         self, tokens: Sequence[int], token_logprobs: Sequence[TokenLogprobs | None], offsets: TokenOffsets
     ) -> dict[str, list[Any]]:
-        """The older form: parallel lists, and where in the text each token begins."""
+        """The format of completions: parallel lists, with the text offset of each token."""
         names = [self._name(token) for token in tokens]
         return {
             "tokens": names,
@@ -199,7 +199,7 @@ class ResponseBuilder:
             "top_logprobs": [
                 None
                 if one is None
-                # The token that was chosen is always among them.
+                # The sampled token is always included.
                 else {**{self._name(other): value for other, value in one.top}, name: one.logprob}
                 for name, one in zip(names, token_logprobs, strict=True)
             ],
@@ -207,7 +207,7 @@ class ResponseBuilder:
         }
 
     def _name(self, token: int) -> str:
-        """A token as a key: half a character is written as its bytes, since all halves would look alike."""
+        """A token as a dictionary key. Incomplete UTF-8 is written as bytes: decoded, all such tokens would be equal."""
         content = self.tokenizer.token_bytes(token)
         try:
             return content.decode()
@@ -246,7 +246,7 @@ def _delta(delta: Delta) -> dict[str, Any]:
 
 
 def _timings(result: GenerationResult) -> dict[str, Any]:
-    """Seconds in each phase; weft's own addition to the API."""
+    """Seconds in each phase; an extension of weft."""
     return {
         "queue": result.waiting_time,
         "prefill": result.prefill_time,

@@ -1,4 +1,4 @@
-"""From what a request asks to what the engine takes: prompts become tokens, forms grammars, both tried out."""
+"""Prepares a request for the engine: tokenises prompts, and builds and checks grammars."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.text.answer_reader import AnswerForm
 from weft.text.model_text import ModelText
 
 _SMALL_BYTES = 16 << 10
-"""In a body of this size all schemas together take a few milliseconds."""
+"""The schemas in a body of up to this size take a few milliseconds."""
 _MAX_DETOKENIZED = 1 << 18
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Prepared:
 
 
 class Preparer:
-    """Owns the processes that tokenise long prompts and try out grammars. Belongs to one event loop."""
+    """Owns the worker processes that tokenise long prompts and check grammars. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Preparer:
         self._suggestions = suggestions
         self._name = settings.names[0]
         self._max_answers = settings.max_answers
-        _ = text.tool_format  # found by rendering: a few milliseconds, which no request should wait for
+        _ = text.tool_format  # detected now by rendering the template, so that no request waits for it
 
     async def close(self) -> None:
         await self._encoder.close()
@@ -71,8 +71,8 @@ class Preparer:
         key: ApiKey | None,
         client_id: str,
     ) -> Prepared:
-        """What is asked with a body of `size` bytes, with this key. Raises what is wrong with it. Work beside the event
-        loop is shared out between askers."""
+        """Prepares a request with a body of `size` bytes. Raises if it is invalid. Text work is shared fairly between
+        clients, by `client_id`."""
         params = sampling_params(api_request, self._suggestions)
         grammar = await self._run_in_thread_if_large(
             size, client_id, structured.requested_grammar, api_request
@@ -94,7 +94,7 @@ class Preparer:
                 size, client_id, tools.grammar, grammar, answer_form, self._text
             )
             if written is not None and written is not grammar:
-                # What the answer must look like was found good already: an error is one of the tools.
+                # The grammar of the answer was checked above, so an error here is caused by the tools.
                 with renamed_fields({"grammar": "tools"} if tools.tools else {}):
                     grammar = await self._grammars.check(written, client_id)
         else:
@@ -138,9 +138,11 @@ class Preparer:
         )
 
     async def tokens(self, api_request: TokenizeRequest, size: int, client_id: str) -> list[int]:
-        """The tokens of the prompt that a completion or a chat would have."""
+        """The prompt tokens that a completion or a chat with these fields would have."""
         if (api_request.prompt is None) == (api_request.messages is None):
-            raise ApiError(400, "send either prompt or messages", param="prompt", code="invalid_value")
+            raise ApiError(
+                400, "send either prompt or messages, not both", param="prompt", code="invalid_value"
+            )
         prompt = (
             _chat_prompt(api_request)
             if api_request.prompt is None
@@ -149,7 +151,7 @@ class Preparer:
         return await self._encoder.encode(prompt, size, client_id)
 
     async def text(self, tokens: list[int], client_id: str) -> str:
-        """The text of tokens, control tokens too. Raises what is wrong with them."""
+        """The text of tokens, with control tokens. Raises ApiError for invalid tokens."""
         if len(tokens) > _MAX_DETOKENIZED:
             message = f"tokens has {len(tokens)} entries; allowed: {_MAX_DETOKENIZED}"
             raise ApiError(400, message, param="tokens", code="invalid_value")
@@ -164,14 +166,14 @@ class Preparer:
     async def _run_in_thread_if_large(
         self, size: int, client_id: str, work: Callable[..., T], *arguments: Any
     ) -> T:
-        """What `work` returns: at once for a small body, else from a thread."""
+        """Runs `work` here for a small body, else in a thread."""
         if size <= _SMALL_BYTES:
             return work(*arguments)
         return await self._encoder.run_in_thread(size, client_id, work, *arguments)
 
 
 def client_field_names(api_request: ChatRequest | CompletionRequest) -> AbstractContextManager[None]:
-    """Errors of the engine name the fields of its own request; the client knows those it sent."""
+    """Translates field names of `InferenceRequest` in errors to the fields that the client sent."""
     names = {"grammar": structured.grammar_param(api_request)}
     if isinstance(api_request, ChatRequest):
         names["prompt"] = "messages"

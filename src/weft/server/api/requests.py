@@ -1,4 +1,4 @@
-"""From a checked body to what the engine takes: sampling parameters, prompts, priorities."""
+"""Converts a parsed body into the input of the engine: sampling parameters, prompts, priority."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Prompt = str | list[int]
 
 
 def sampling_params(api_request: GenerationRequest, suggestions: Mapping[str, Any]) -> SamplingParams:
-    """What is asked for, before what the model's makers suggest, before the defaults of the API."""
+    """The sampling parameters: values of the request, else the generation defaults of the model, else of the API."""
     values = ((name, getattr(api_request, name)) for name in _SAMPLING)
     given = {name: value for name, value in values if value is not None}
     if api_request.logit_bias is not None:
-        if len(api_request.logit_bias) > MAX_LOGIT_BIAS:  # before anything is done with each
+        if len(api_request.logit_bias) > MAX_LOGIT_BIAS:  # before each entry is converted
             message = (
                 f"logit_bias has {len(api_request.logit_bias)} entries; allowed: at most {MAX_LOGIT_BIAS}"
             )
@@ -46,7 +46,7 @@ def _chat_parameters(api_request: ChatRequest) -> dict[str, Any]:
         if api_request.max_tokens not in (None, api_request.max_completion_tokens):
             raise ApiError(
                 400,
-                f"max_tokens is {api_request.max_tokens} and max_completion_tokens {api_request.max_completion_tokens}; send one",
+                f"max_tokens is {api_request.max_tokens} and max_completion_tokens is {api_request.max_completion_tokens}; send one",
                 param="max_completion_tokens",
                 code="invalid_value",
             )
@@ -55,7 +55,10 @@ def _chat_parameters(api_request: ChatRequest) -> dict[str, Any]:
         given["logprobs"] = api_request.top_logprobs or 0
     elif api_request.top_logprobs:
         raise ApiError(
-            400, "top_logprobs needs logprobs: true beside it", param="top_logprobs", code="invalid_value"
+            400,
+            "top_logprobs needs logprobs; send logprobs: true too",
+            param="top_logprobs",
+            code="invalid_value",
         )
     return given
 
@@ -72,7 +75,7 @@ def _token_id(text: str) -> int:
 
 
 def priority_of(api_request: GenerationRequest) -> Priority | int:
-    """A name becomes its priority; numbers are checked by the request itself."""
+    """Converts the name of a priority. `InferenceRequest` checks numbers."""
     if isinstance(api_request.priority, int):
         return api_request.priority
     try:
@@ -88,7 +91,7 @@ def priority_of(api_request: GenerationRequest) -> Priority | int:
 
 
 def prompts_of(api_request: CompletionRequest, max_answers: int) -> list[Prompt]:
-    """One prompt is text or token ids; a list of either is several."""
+    """The prompts of a completion. A prompt is text or a list of token ids; the field may be a list of prompts."""
     prompt = api_request.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -120,11 +123,11 @@ def prompts_of(api_request: CompletionRequest, max_answers: int) -> list[Prompt]
 
 
 def _are_tokens(prompt: list[Any]) -> bool:
-    return set(map(type, prompt)) <= {int}  # a loop over a quarter of a million would hold up every stream
+    return set(map(type, prompt)) <= {int}  # a Python loop over 250,000 ids would block the event loop
 
 
 def _check_ids(tokens: Sequence[int], param: str) -> None:
-    """The engine knows which ids there are; these are none anywhere, and fit no message to it."""
+    """Refuses ids that do not fit a message to the engine. The engine checks ids against the vocabulary."""
     for token in (min(tokens), max(tokens)) if tokens else ():
         if not 0 <= token < 2**31:
             raise ApiError(
@@ -133,22 +136,25 @@ def _check_ids(tokens: Sequence[int], param: str) -> None:
 
 
 def check_completion(api_request: CompletionRequest) -> None:
-    """Refuses what completions of other servers do and these do not."""
+    """Refuses fields of completions that weft does not support."""
     if api_request.suffix:
         raise ApiError(
-            400, "suffix is not supported: weft continues a prompt only", param="suffix", code="unsupported"
+            400,
+            "suffix is not supported: weft only continues a prompt; leave it out",
+            param="suffix",
+            code="unsupported",
         )
     if api_request.best_of not in (None, api_request.n or 1):
         raise ApiError(
             400,
-            f"best_of is {api_request.best_of} and n {api_request.n or 1}; allowed: the same. Every answer is given",
+            f"best_of is {api_request.best_of} and n {api_request.n or 1}; allowed: the same value, since all answers are returned",
             param="best_of",
             code="unsupported",
         )
     if api_request.echo and api_request.stream and api_request.logprobs is not None:
         raise ApiError(
             400,
-            "echo with logprobs cannot be streamed: a prompt's logprobs come at the end; leave out stream",
+            "echo with logprobs cannot be streamed: the logprobs of the prompt are known at the end; leave out stream",
             param="echo",
             code="unsupported",
         )
@@ -157,7 +163,7 @@ def check_completion(api_request: CompletionRequest) -> None:
 def inference_request(
     api_request: GenerationRequest, prompt: Sequence[int], params: SamplingParams, key: ApiKey | None = None
 ) -> InferenceRequest:
-    """What `key` may ask of the engine."""
+    """The request for the engine. Raises a 403 if `key` may not use its priority."""
     request = InferenceRequest(
         tuple(prompt),
         params,

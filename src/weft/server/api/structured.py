@@ -1,7 +1,7 @@
-"""What an answer must look like: from the fields that clients of several servers send to one grammar.
+"""Structured output: converts the fields of several APIs into one grammar.
 
-Besides OpenAI's `response_format` these are vLLM's (`structured_outputs`, `guided_*`) and llama.cpp's (`grammar`,
-`json_schema`). Whether the grammar is any good is found out where it is compiled.
+They are OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`, and llama.cpp's `grammar` and
+`json_schema`. `GrammarChecker` finds errors in the grammar itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.server.errors import ApiError
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
-# The types of a response_format, and which of its fields belong to each.
+# The types of a response_format, and the fields that each type allows.
 _FORMATS: dict[str, tuple[str, ...]] = {
     "text": (),
     "json_object": ("schema",),
@@ -28,7 +28,7 @@ _FORMATS: dict[str, tuple[str, ...]] = {
     "grammar": ("grammar",),
 }
 _FIELDS = frozenset(name for names in _FORMATS.values() for name in names)
-# What the fields of other servers hold.
+# The fields of vLLM and llama.cpp, and the kind of grammar that each holds.
 _OTHER_FIELDS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -41,14 +41,13 @@ _STRUCTURED_OUTPUTS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 def requested_grammar(api_request: GenerationRequest) -> Grammar | None:
-    """The grammar that a request asks for; None where it leaves the model free. Raises ApiError for what contradicts
-    itself or is none."""
+    """The grammar of a request; None if it has none. Raises ApiError if its fields are invalid or contradict each other."""
     grammars = list(_requested_grammars(api_request))
     for name, grammar in grammars[1:]:
         if grammar != grammars[0][1]:
             raise ApiError(
                 400,
-                f"{grammars[0][0]} and {name} both say what the answer must look like; send one",
+                f"{grammars[0][0]} and {name} both define the format of the answer; send one",
                 param=name,
                 code="invalid_value",
             )
@@ -56,7 +55,7 @@ def requested_grammar(api_request: GenerationRequest) -> Grammar | None:
 
 
 def grammar_param(api_request: GenerationRequest) -> str:
-    """The field that errors about the grammar are told of; tools where it is made of those."""
+    """The field that errors about the grammar name; "tools" if the grammar is made from tools."""
     names = ("structured_outputs", *_OTHER_FIELDS, "response_format")
     return next((name for name in names if getattr(api_request, name) is not None), "tools")
 
@@ -70,7 +69,7 @@ def _requested_grammars(api_request: GenerationRequest) -> Iterator[tuple[str, G
         yield "structured_outputs", _grammar_of_structured_outputs(api_request.structured_outputs)
     for name, kind in _OTHER_FIELDS.items():
         value = getattr(api_request, name)
-        if value or (value is not None and kind != "grammar"):  # llama.cpp's clients send "" for no grammar
+        if value or (value is not None and kind != "grammar"):  # clients of llama.cpp send "" for no grammar
             yield name, _grammar(kind, value, name)
 
 
@@ -80,11 +79,14 @@ def _grammar_of_format(form: Mapping[str, Any]) -> Grammar | None:
         raise _invalid_value("response_format.type", f"is {kind!r:.80}; allowed: {', '.join(_FORMATS)}")
     given = {name for name in _FIELDS if form.get(name) is not None}
     if others := sorted(given.difference(_FORMATS[kind])):
-        raise _invalid_value("response_format", f"has the type {kind} and {others[0]} beside it; send one")
+        raise _invalid_value(
+            "response_format",
+            f"has the type {kind} and the field {others[0]}, which belongs to another type; remove it",
+        )
     if kind == "text":
         return None
     if kind == "json_object":
-        schema = form["schema"] if "schema" in given else ANY_OBJECT  # llama.cpp's way to say more about it
+        schema = form["schema"] if "schema" in given else ANY_OBJECT  # an extension of llama.cpp
         is_schema = isinstance(schema, dict)
         return _grammar_of_schema({**ANY_OBJECT, **schema} if is_schema else schema, "response_format.schema")
     if kind == "json_schema":
@@ -94,19 +96,20 @@ def _grammar_of_format(form: Mapping[str, Any]) -> Grammar | None:
 
 
 def _grammar_of_schema_format(form: Mapping[str, Any]) -> Grammar:
-    """OpenAI's form, or llama.cpp's with the schema one level higher. `strict` or not, the schema is enforced."""
+    """Accepts OpenAI's format, and llama.cpp's with the schema one level higher. The schema is enforced even without
+    `strict`."""
     outer = form.get("json_schema")
     if outer is None:
         return _grammar_of_schema(form.get("schema"), "response_format.schema")
     if not isinstance(outer, dict):
-        raise _invalid_value("response_format.json_schema", "is not an object with name and schema")
+        raise _invalid_value("response_format.json_schema", "is not an object; send one with name and schema")
     return _grammar_of_schema(outer.get("schema"), "response_format.json_schema.schema")
 
 
 def _grammar_of_structured_outputs(form: Mapping[str, Any]) -> Grammar:
     given = [name for name in _STRUCTURED_OUTPUTS if form.get(name) not in (None, False)]
     if len(given) != 1:
-        found = " and ".join(given) or "none of them"
+        found = " and ".join(given) or "none of its fields"
         raise _invalid_value(
             "structured_outputs", f"has {found}; allowed: one of {', '.join(_STRUCTURED_OUTPUTS)}"
         )
@@ -121,12 +124,12 @@ def _grammar(kind: str, value: Any, param: str) -> Grammar:
     if kind == "choice":
         return _grammar_of_choices(value, param)
     if not isinstance(value, str):
-        raise _invalid_value(param, "is missing, or no text")
+        raise _invalid_value(param, "is missing or not a string; send a string")
     return Grammar("regex" if kind == "regex" else "lark", value)
 
 
 def _grammar_of_schema(schema: Any, param: str) -> Grammar:
-    if isinstance(schema, str):  # vLLM takes one that is written out
+    if isinstance(schema, str):  # vLLM accepts a schema as a JSON string
         try:
             schema = msgspec.json.decode(schema)
         except (ValueError, RecursionError) as error:
@@ -137,7 +140,7 @@ def _grammar_of_schema(schema: Any, param: str) -> Grammar:
         schema = closed(schema)
     except ValueError as error:
         raise _invalid_value(param, str(error)) from None
-    # Not sorted: an answer has its properties in the order in which the schema names them.
+    # Keys are not sorted: the order of the properties in the schema is their order in the answer.
     return Grammar("json_schema", msgspec.json.encode(schema).decode())
 
 
